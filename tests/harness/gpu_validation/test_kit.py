@@ -216,11 +216,12 @@ def test_verdicts_are_compared_and_kept(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 @pytest.mark.usefixtures("machine")
 def test_the_whole_kit_on_a_simulated_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Programs run as on a real machine; ModelOpt's steps and the verdicts have tests of their own."""
+    """Programs run as on a real machine, but for workers; ModelOpt's steps and the verdicts have tests of their own."""
     net = small_model(folder / "net.onnx")
     monkeypatch.setattr(steps, "MODELS", {"net": str(net)})
     monkeypatch.setattr(steps, "EVALUATIONS", 6)
-    short = "backends: [{{use: tensorrt, params: {{precision: f32}}}}]\nconfirmation: {{builds: 3, rounds: 2}}\n"
+    backend = "{{use: 'fake_machine:BrainAndFull11', label: tensorrt, params: {{precision: f32}}}}"
+    short = f"backends: [{backend}]\nconfirmation: {{{{builds: 3, rounds: 2, samples: 3}}}}\n"
     text = steps.EXPERIMENT.replace("backends: [tensorrt]\n", short).replace("[{precisions}]", "[int8]")
     monkeypatch.setattr(steps, "EXPERIMENT", text.replace("samples: 4", "samples: 1"))
     kept = ("timer", "trtexec-timing", "auto-net")
