@@ -17,6 +17,7 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     - FULL_TURNS: turns of a final selection and a confirmation of a minimum length
     - DRAWN: the plots of reports
     - ALL_FORMATS: plots as PDF, whose fonts take longer than the other formats
+    - LATEX: the text of tables in LaTeX
     - REAL_WORKERS: engines in worker processes, each of which takes half a second to start
     """
     with pytest.MonkeyPatch.context() as patch:
@@ -28,6 +29,8 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         if not getattr(request.module, "ALL_FORMATS", False):
             for module in ("plot_files", "result_plots"):
                 patch.setattr(f"harness.report.plots.{module}.PLOT_FILE_FORMATS", ("png", "svg"))
+        if not getattr(request.module, "LATEX", False):
+            patch.setattr("harness.report.report_table._render_latex", lambda _: "")
         if not getattr(request.module, "REAL_WORKERS", False):
             patch.setattr("harness.timing.workers.sandbox.Sandbox", lambda spec, _: InProcess(spec))
         yield

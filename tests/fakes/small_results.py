@@ -202,9 +202,11 @@ def edit_samples(task: Path, row: str, change) -> None:
     write_records(task / "confirmation.jsonl", lines)
 
 
-def write_one_table(folder: Path, name: str) -> None:
-    """Write one table of the report of a folder, which takes less time than all of them."""
-    write_table(next(table for table in build_tables(load(folder)) if table.name == name), folder / "report")
+def write_one_table(folder: Path, *names: str) -> None:
+    """Write tables of the report of a folder, named in their order; it takes less time than all of them."""
+    tables = build_tables(load(folder))
+    for name in names:
+        write_table(next(table for table in tables if table.name == name), folder / "report")
 
 
 def read_table(folder: Path, name: str) -> list[dict[str, str]]:

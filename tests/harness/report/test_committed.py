@@ -12,6 +12,7 @@ from harness.report.load.results import load
 from harness.report.render import write_tables
 from harness.results_dir.manifest import check_results
 
+LATEX = True
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("*/experiment.yaml"))
 QUICK = [folder for folder in FOLDERS if sum(path.stat().st_size for path in folder.rglob("*.json*")) < 400_000]

@@ -19,7 +19,6 @@ from harness.cli.report import show_report
 from harness.errors import UserError
 from harness.report.load.results import load as load_results
 from harness.report.render import report_renderable, report_text, write_report, write_tables
-from harness.report.report_table import ReportTable, render_markdown, write_table
 from harness.results_dir.termination import clear_task_error, write_task_error
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import Turn, encode_turn_event
@@ -124,34 +123,6 @@ def test_csv_has_unrounded_figures_and_whole_reasons(folder):
     assert raw["speedup"].dropna().tolist() == pytest.approx([1.0, 0.8, 4.0, 2.0])
     assert raw.index[raw["best"]].tolist() == ["random"]
     assert "*" not in (folder / "report" / "main.csv").read_text()
-
-
-def test_latex_escapes_marks_and_has_shared_values_in_the_caption(folder):
-    tables(folder)
-    text = (folder / "report" / "main.tex").read_text()
-    assert r"\textbf{2.00 [2.00, 2.00]}" in text
-    assert r"ort\_static" in text
-    assert "A CPU" not in text.partition(r"\toprule")[2]
-    captions = {
-        name: re.search(r"\\caption\{(.*)\}", (folder / "report" / f"{name}.tex").read_text())[1]
-        for name in ("main", "budget", "finalists")
-    }
-    assert captions["main"].startswith("Main results. model: net; device: A CPU, 2 threads. Latency: geometric mean")
-    assert captions["budget"].startswith("Budgets. Confirmed speedup of the incumbent")
-    assert captions["finalists"].startswith("Finalists. task: ")
-
-
-def test_a_hostile_name_is_only_text(tmp_path):
-    name = "a_b%<script>|x\n*y* [z](u) \\input{p} `c` \x1b[31m"
-    cells = pd.DataFrame([{"model": name, "n": "1"}, {"model": "[q]", "n": "2"}])
-    table = ReportTable(name="t", cells=cells, raw=cells, note=f"of {name}")
-    assert r"a_b%\<script>\|x \*y\* [z\](u) \\input{p} \`c\` \\x1b[31m" in render_markdown(table)
-    write_table(table, tmp_path)
-    tex = (tmp_path / "t.tex").read_text()
-    assert r"a\_b\%\textless{}script\textgreater{}\textbar{}x" in tex
-    assert r"\textbackslash{}input\{p\}" in tex
-    assert "{}[q] & 2" in tex
-    assert all(line.startswith(("%", "\\", "a", "{}")) for line in tex.splitlines() if " & " not in line)
 
 
 def test_a_terminal_shows_styles_and_shared_values_once(folder):
@@ -319,7 +290,6 @@ def test_indistinguishable_rows_are_underlined(folder):
     rows = {row["method"]: (row["latency ms [CI]"], row["speedup [CI]"]) for row in read_table(folder, "main")}
     assert rows["random"] == ("4.000 [4.000, 4.000]", "**2.00 [2.00, 2.00]**"), "latencies are not paired"
     assert rows["all"] == ("4.010 [4.010, 4.010]", "<u>2.00 [2.00, 2.00]</u>")
-    assert r"\underline{2.00 [2.00, 2.00]}" in (folder / "report" / "main.tex").read_text()
     raw = pd.read_csv(folder / "report" / "main.csv")
     assert raw.loc[raw["tied"], "method"].tolist() == ["all", "random"]
 

@@ -20,7 +20,7 @@ from harness.cli.main import main
 from harness.report.report_table import ReportTable, write_table
 from harness.text import safe_file_name
 
-DRAWN = True
+DRAWN = LATEX = True
 
 MODEL = "<script>\u202e\x1b[31m.onnx"
 YAML_MODEL = MODEL.replace("\u202e", "\\u202e").replace("\x1b", "\\e")

@@ -1,11 +1,13 @@
 """What the pictures for papers are drawn from, and LaTeX that compiles."""
 
+import re
 import shutil
 import subprocess
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
-from small_results import TASK, edit_samples
+from small_results import TASK, edit_json, edit_samples, write_confirmation
 
 from harness.report.frames.curves import pareto_front
 from harness.report.frames.main_frame import main_frame
@@ -16,10 +18,11 @@ from harness.report.plots import result_plots
 from harness.report.plots.plot_files import draw_plots
 from harness.report.plots.result_plots import draw_curves, draw_latencies, median_band, series_style
 from harness.report.render import write_tables
-from harness.report.report_table import ReportTable, write_table
+from harness.report.report_table import ReportTable, render_markdown, write_table
 from harness.report.tables.budget import budget_frame
+from harness.search_loop.objective import Goal
 
-ALL_FORMATS = True
+ALL_FORMATS = LATEX = True
 
 CURVES = pd.DataFrame(
     {
@@ -67,6 +70,37 @@ def test_latencies_need_no_floor(tmp_path):
     long = "a very long name of many methods at once, and more"
     draw_latencies({"float": part, long: part}, {"float": 1.1, long: 1.12}, None, "t", tmp_path / "l")
     assert (tmp_path / "l.png").exists()
+
+
+def test_latex_escapes_marks_and_has_shared_values_in_the_caption(folder):
+    write_confirmation(folder / TASK, {"A/A twin": 8.0, "float": 8.0, "all": 4.01, "aa": 4.0, "bb": 5.0})
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
+    write_tables(load(folder), folder / "report")
+    text = (folder / "report" / "main.tex").read_text()
+    assert r"\textbf{2.00 [2.00, 2.00]}" in text
+    assert r"\underline{2.00 [2.00, 2.00]}" in text
+    assert r"ort\_static" in text
+    assert "A CPU" not in text.partition(r"\toprule")[2]
+    captions = {
+        name: re.search(r"\\caption\{(.*)\}", (folder / "report" / f"{name}.tex").read_text())[1]
+        for name in ("main", "budget", "finalists")
+    }
+    assert captions["main"].startswith("Main results. model: net; device: A CPU, 2 threads. Latency: geometric mean")
+    assert captions["budget"].startswith("Budgets. Confirmed speedup of the incumbent")
+    assert captions["finalists"].startswith("Finalists. task: ")
+
+
+def test_a_hostile_name_is_only_text(tmp_path):
+    name = "a_b%<script>|x\n*y* [z](u) \\input{p} `c` \x1b[31m"
+    cells = pd.DataFrame([{"model": name, "n": "1"}, {"model": "[q]", "n": "2"}])
+    table = ReportTable(name="t", cells=cells, raw=cells, note=f"of {name}")
+    assert r"a_b%\<script>\|x \*y\* [z\](u) \\input{p} \`c\` \\x1b[31m" in render_markdown(table)
+    write_table(table, tmp_path)
+    tex = (tmp_path / "t.tex").read_text()
+    assert r"a\_b\%\textless{}script\textgreater{}\textbar{}x" in tex
+    assert r"\textbackslash{}input\{p\}" in tex
+    assert "{}[q] & 2" in tex
+    assert all(line.startswith(("%", "\\", "a", "{}")) for line in tex.splitlines() if " & " not in line)
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here")

@@ -28,9 +28,12 @@ BOUND = {"metric": "top1", "reference": 0.8}
 CONFIRMED_MS = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
 
 
-def raw_main(folder) -> pd.DataFrame:
-    """Write the tables and return the unrounded main table by method."""
-    write_tables(load(folder), folder / "report")
+def raw_main(folder, *, whole: bool = False) -> pd.DataFrame:
+    """Write the tables, or only the main and the decision table; return the unrounded main table by method."""
+    if whole:
+        write_tables(load(folder), folder / "report")
+    else:
+        write_one_table(folder, "main", "decision")
     return pd.read_csv(folder / "report" / "main.csv").set_index("method")
 
 
@@ -156,7 +159,7 @@ def test_a_faster_row_without_finite_outputs_is_not_recommended(folder):
     edit_json(folder / TASK / "accuracy.json", **{"sha of aa main": {"failed": "evaluate", "reason": reason}})
     for goal in (Goal(**BOUND, max_drop=0.02), Goal()):
         edit_json(folder / TASK / "task.json", goal=asdict(goal))
-        raw = raw_main(folder)
+        raw = raw_main(folder, whole=True)
         assert not raw.loc["random", "best"]
         assert raw.loc["random", "decision"] == f"not shipped: not scored ({reason})"
         for name in ("main", "finalists"):
@@ -178,7 +181,7 @@ def test_random_data_and_few_images_are_noted_below_every_table(folder):
     assert "only" not in main_note(folder)
     edit_json(folder / TASK / "task.json", calibrated_on="random data")
     edit_scores(folder, lambda score: score.update(metrics={"top1": 1.0}, per_item=[1.0] * 19))
-    raw_main(folder)
+    raw_main(folder, whole=True)
     for file in (folder / "report").glob("*.md"):
         note = read_note(folder, file.stem)
         assert "Calibrated on random data (no accuracy): net." in note, file.name
@@ -247,7 +250,7 @@ def test_full_evaluations_are_counted(folder, scored, agreement, removed, expect
 def test_a_noisy_machine_is_the_first_note_below_tables_of_latencies(folder):
     assert "Noisy" not in main_note(folder)
     edit_json(folder / TASK / "noise_floor.json", noise_floor=0.337)
-    raw_main(folder)
+    raw_main(folder, whole=True)
     timed = [path.stem for path in (folder / "report").glob("*.md") if SPECS[path.stem].timed]
     assert {"main", "budget", "fixed", "decision", "finalists", "targets"} <= set(timed)
     for name in timed:
@@ -347,7 +350,7 @@ def test_a_drop_has_an_interval_if_the_record_has_single_images(folder):
             body[name]["per_item"] = [1.0] * hits + [0.0] * (100 - hits)
 
     edit_json(folder / TASK / "accuracy.json", add_images)
-    raw = raw_main(folder)
+    raw = raw_main(folder, whole=True)
     assert 0.02 < raw.loc["all", "drop_low"] < 0.1 < raw.loc["all", "drop_high"] < 0.2
     assert pd.isna(raw.loc["random", "drop_low"])
     shown = {row["method"]: row["drop [CI]"] for row in read_table(folder, "precision")}
@@ -458,7 +461,7 @@ def test_the_smallest_loss_is_the_best_if_the_loss_was_minimised(folder):
     for lossy, speedup, best in ((False, "2.00 [2.00, 2.00]", "tpe"), (True, "1.60 [1.60, 1.60]", "random")):
         if lossy:
             edit_picks(folder, lambda pick: {**pick, "loss": loss[pick["row"]]} if pick["kind"] == "search" else pick)
-        raw_main(folder)
+        raw_main(folder, whole=True)
         rows = {row["method"]: row["speedup [CI]"].strip("*") for row in read_table(folder, "main")}
         assert rows["random"] == speedup
         assert read_table(folder, "decision")[-1]["decision"].endswith(f"({best})")
@@ -490,7 +493,7 @@ def test_a_tool_whose_file_scores_otherwise_than_the_runtime_is_shown_and_never_
 
     edit_json(folder / TASK / "accuracy.json", add_images)
     edit_json(folder / TASK / "task.json", goal=asdict(Goal(**BOUND, max_drop=0.2)))
-    raw = raw_main(folder)
+    raw = raw_main(folder, whole=True)
     assert ("wrong result" in raw.loc["all", "verdict"]) == wrong
     rows = {row["method"]: row for row in read_table(folder, "tools")}
     assert rows["all"]["by the file"] == f"top-1 {by_file / 100:.4f}"

@@ -28,8 +28,8 @@ def test_the_rows_of_one_task_that_matter_fit_eight_lines_and_six_columns():
 
 
 def test_several_tasks_have_their_fastest_row_each():
-    table = summarize("other_tools_onnxruntime")
-    fastest = ["nncf_ptq_onnx", "float", "auto", "float", "ort_dynamic", "gates_io"]
+    table = summarize("held_out")
+    fastest = [*["auto"] * 5, "float", "auto", "modelopt"]
     assert list(table.cells["method"]) == fastest, "float where no row may be shipped"
     assert "task" in table.cells
     assert table.cells.shape[1] == 6
