@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
 
 from harness.errors import MAX_COUNT, CandidateError, UserError, suggest_names
@@ -83,19 +83,23 @@ class Plugin:
 
 def installed_plugins(kind: str) -> tuple[Plugin, ...]:
     """Return the installed plug-ins of one kind, sorted by name, without importing any."""
-    return _installed_plugins(kind, entry_points, tuple(sys.path))
+    return _installed_plugins(entry_points, tuple(sys.path)).get(kind, ())
 
 
 @functools.cache  # reading the metadata of everything on the path takes about 30 ms
-def _installed_plugins(
-    kind: str, installed: Callable[..., Iterable[EntryPoint]], path: tuple[str, ...]
-) -> tuple[Plugin, ...]:
-    found: dict[tuple[str, str], Plugin] = {}
-    for point in sorted(installed(group=ENTRY_POINT_GROUPS[kind]), key=lambda p: p.name):
-        dist = point.dist
-        origin = f"{dist.name} {dist.version}" if dist else "unknown"
-        found[point.name, point.value] = Plugin(name=point.name, kind=kind, origin=origin, entry_point=point)
-    return tuple(found.values())
+def _installed_plugins(installed: Callable[[], EntryPoints], path: tuple[str, ...]) -> Mapping[str, tuple[Plugin, ...]]:
+    everything = installed()
+    points = {kind: everything.select(group=group) for kind, group in ENTRY_POINT_GROUPS.items()}
+    dists = {point.dist for own in points.values() for point in own if point.dist}
+    origins = {dist: f"{dist.name} {dist.version}" for dist in dists}  # each parses the metadata of a distribution
+    return {kind: tuple(_iter_plugins(kind, own, origins)) for kind, own in points.items()}
+
+
+def _iter_plugins(kind: str, points: Iterable[EntryPoint], origins: Mapping[Distribution, str]) -> Iterator[Plugin]:
+    unique = {(point.name, point.value): point for point in sorted(points, key=lambda point: point.name)}
+    for point in unique.values():
+        origin = origins[point.dist] if point.dist else "unknown"
+        yield Plugin(name=point.name, kind=kind, origin=origin, entry_point=point)
 
 
 def plugin_kind(use: str, kinds: Sequence[str]) -> str:

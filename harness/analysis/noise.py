@@ -17,10 +17,10 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
 from harness.api import Candidate
 from harness.config.sections import Sampling
@@ -264,10 +264,7 @@ def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int
 
 def _upper_f_quantile(tail: float, n1: float, n2: float) -> float:
     """Return the F quantile that is exceeded with probability `tail`; an infinite n2 is replaced by a billion."""
-    from scipy.stats import f as f_distribution  # takes a second
-
-    quantile: Any = f_distribution.isf(tail, n1, min(n2, 1e9))
-    return float(quantile)
+    return float(special.fdtri(n1, min(n2, 1e9), 1 - tail))
 
 
 def _to_sd(variance: Interval) -> Interval:

@@ -90,6 +90,16 @@ def parse_yaml(text: str) -> Any:
         yaml.YAMLError: The text is not YAML, or has an alias, a duplicate key or too many levels.
         ValueError: A number has too many digits.
     """
+    depth = 0
+    for event in yaml.parse(text, Loader=_StrictLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise _problem("aliases (*name) are not allowed here", event.start_mark)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_NESTING_LEVELS:
+            raise _problem(f"nested more than {MAX_NESTING_LEVELS} levels deep", event.start_mark)
     return yaml.load(text, Loader=_StrictLoader)
 
 
@@ -98,29 +108,14 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader for the core schema of YAML 1.2 that rejects mistakes and attacks which YAML allows.
+class _StrictLoader(yaml.CSafeLoader):
+    """SafeLoader for the core schema of YAML 1.2 that rejects duplicate keys and keys that are no scalars.
 
-    These are duplicate keys, aliases (which allow exponential expansion), deep nesting, and keys that are no scalars.
+    The caller rejects aliases (which allow exponential expansion) and deep nesting, before values are constructed.
     PyYAML itself implements YAML 1.1, in which `1:30` is 90, `010` is 8, `no` is false and `1e-3` is text.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # declared so by PyYAML
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
-        self._depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-        if self.check_event(yaml.AliasEvent):
-            raise _problem("aliases (*name) are not allowed here", mark)
-        if self._depth >= MAX_NESTING_LEVELS:
-            raise _problem(f"nested more than {MAX_NESTING_LEVELS} levels deep", mark)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
@@ -148,7 +143,7 @@ for _tag, _pattern, _first in CORE_SCHEMA:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})\\Z"), [*_first, ""])
 
 
-def _problem(text: str, mark: yaml.Mark) -> yaml.constructor.ConstructorError:
+def _problem(text: str, mark: Any) -> yaml.constructor.ConstructorError:
     return yaml.constructor.ConstructorError(None, None, text, mark)
 
 

@@ -1,7 +1,7 @@
 """Failing plug-ins are named on use and do not affect others."""
 
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
@@ -155,6 +155,6 @@ def test_programs_on_path_need_no_trust(monkeypatch):
 
 def test_names_of_two_distributions_are_rejected_only_on_use(monkeypatch):
     mine, theirs = (EntryPoint(name="twin", value=f"{module}:X", group="qdq.searchers") for module in ("a", "b"))
-    monkeypatch.setattr(registry, "entry_points", lambda group: [mine, theirs])
+    monkeypatch.setattr(registry, "entry_points", lambda: EntryPoints([mine, theirs]))
     assert [plugin.name for plugin in registry.installed_plugins("searcher")] == ["twin", "twin"]
     assert "searcher 'twin' is offered by" in refused("searcher", "twin", {})
