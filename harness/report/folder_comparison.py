@@ -15,7 +15,7 @@ from harness.errors import UserError
 from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import NOISY_FLOOR, Results, TaskResults
-from harness.report.report_table import MISSING_CELL, ReportTable
+from harness.report.report_table import MISSING_CELL, ReportTable, frame_rows
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.fingerprint import diff_leaves
@@ -85,7 +85,7 @@ def compare_frame(first: Results, second: Results) -> pd.DataFrame:
     both = both.iloc[sorted(range(len(both)), key=lambda place: order[_row_keys(both)[place]])]
     medians = [_build_medians(results) for results in (first, second)]
     floors = {name: max(results.task(name).noise_floor or 0.0 for results in (first, second)) for name in names}
-    return pd.DataFrame([_comparison_row(row, floors[row["task"]], medians) for row in both.to_dict("records")])
+    return pd.DataFrame([_comparison_row(row, floors[row["task"]], medians) for row in frame_rows(both)])
 
 
 def _main_rows_with_key(results: Results) -> pd.DataFrame:

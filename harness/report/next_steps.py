@@ -13,6 +13,7 @@ from harness.graph.io.digests import digest_file
 from harness.report.load.display_names import METRIC_CAPS, format_drop, metric_name
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.task_files import exported
+from harness.report.report_table import frame_rows
 from harness.report.table_spec import Row, is_missing
 from harness.report.tables.main import wrong_result_rows
 from harness.report.tables.notes import without_vnni
@@ -29,7 +30,7 @@ SHARE_METRICS = ("map", "top1")  # shown in points, hundredths
 
 def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
     """Return the fastest row of a finished task that may be shipped, or None."""
-    own = main[main["best"].eq(True) & main["task"].eq(task.name)].to_dict("records")
+    own = frame_rows(main[main["best"].eq(True) & main["task"].eq(task.name)])
     row = next((row for row in own if str(row["decision"]).startswith(SHIPPED_PREFIXES)), None)
     return row if row is not None and row["row"] in task.rows else None
 
@@ -124,7 +125,7 @@ def describe_next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
 def _reasons(task: TaskResults, results: Results, main: pd.DataFrame) -> dict[str, Sequence[str]]:
     """Return the reason why no row of a finished task may be shipped, with remedies; empty if one may, or without."""
     planned = {spec.name for spec in results.stored.tasks}
-    rows = [row for row in main.to_dict("records") if row["task"] == task.name and row["method"] != FLOAT_ROW]
+    rows = [row for row in frame_rows(main) if row["task"] == task.name and row["method"] != FLOAT_ROW]
     shipped = any(str(row["decision"]).startswith(SHIPPED_PREFIXES) for row in rows)
     if shipped or task.name not in planned or not task.complete or task.blind:
         return {}

@@ -173,7 +173,7 @@ def table_json(table: ReportTable) -> dict[str, Any]:
     kinds = {str(c): "text" if c in table.text_columns else "number" for c in cells.columns if c not in alike}
     rows = [
         [{"text": line[name], "kind": kind, "mark": table.mark(number, name)} for name, kind in kinds.items()]
-        for number, line in enumerate(cells.to_dict("records"))
+        for number, line in enumerate(frame_rows(cells))
     ]
     return {
         "name": table.name,
@@ -212,7 +212,7 @@ def _apply_marks(table: ReportTable, escape: Callable[[str], str], marks: Mappin
     forms = {"": "{}", **marks}
     lines = [
         [forms[table.mark(number, str(column))].format(escape(text)) for column, text in line.items()]
-        for number, line in enumerate(table.cells.astype(str).to_dict("records"))
+        for number, line in enumerate(frame_rows(table.cells.astype(str)))
     ]
     return pd.DataFrame(lines, columns=[escape(column) for column in table.cells.columns])
 
@@ -252,10 +252,16 @@ def _build_grid(table: ReportTable) -> Grid:
     grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in columns:
         grid.add_column(_styled_text(column), overflow="fold", max_width=MAX_TERMINAL_COLUMN_CHARS)
-    for number, line in enumerate(table.cells.astype(str).to_dict("records")):
+    for number, line in enumerate(frame_rows(table.cells.astype(str))):
         grid.add_row(*(_styled_text(line[c], TERMINAL_STYLES[table.mark(number, c)]) for c in columns))
     return grid
 
 
 def _styled_text(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
+
+
+def frame_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows as `frame.to_dict("records")` does, in a fraction of its time."""
+    columns: dict[Any, list[Any]] = frame.to_dict("list")
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

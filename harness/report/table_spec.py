@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
+from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
 
 Row = Mapping[Any, Any]
 
@@ -108,7 +108,7 @@ class TableSpec:
             rows: Rows in place of those of `raw`, with further fields.
             words: Fields of all headings.
         """
-        rows = raw.to_dict("records") if rows is None else rows
+        rows = frame_rows(raw) if rows is None else rows
         heads = self._spread_headings(rows, words)
         lines: list[dict[str, str]] = []
         marks: dict[str, set[tuple[int, str]]] = {"best": set(), "tied": set()}

@@ -12,7 +12,7 @@ from harness.report import provenance_lines
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import Results, TaskResults
 from harness.report.provenance_lines import ValueSource
-from harness.report.report_table import ReportTable
+from harness.report.report_table import ReportTable, frame_rows
 from harness.report.table_spec import Row, is_missing
 from harness.report.tables.catalog import SPECS, build_tables
 from harness.report.tables.overview import MEAN_LABEL
@@ -63,8 +63,8 @@ def trace_cell(results: Results, address: str, name: str = "main") -> CellSource
     if not colon:
         raise UserError(f"{address!r}: expected ROW:COLUMN, for instance '1:speedup' or 'linear:latency'")
     table = _find_table(results, name)
-    shown = table.cells.to_dict("records")
-    rows = table.raw.to_dict("records") if SPECS[name].source == "aligned rows" else shown
+    shown = frame_rows(table.cells)
+    rows = frame_rows(table.raw) if SPECS[name].source == "aligned rows" else shown
     number = _row_number(rows, where, name)
     head = _find_heading(table, column)
     return CellSource(
@@ -84,7 +84,7 @@ def find_main_row(results: Results, where: str) -> dict[Any, Any]:
     Raises:
         UserError: There is no such row, or several match.
     """
-    rows = main_frame(results).to_dict("records")
+    rows = frame_rows(main_frame(results))
     return rows[_row_number(rows, where, "main")]
 
 
@@ -142,7 +142,7 @@ def _row_ids(row: Row) -> set[str]:
 
 
 def _cell_sources(results: Results, table: ReportTable, number: int, head: str) -> Iterator[ValueSource]:
-    line, tasks = table.cells.to_dict("records")[number], {task.name: task for task in results.tasks}
+    line, tasks = frame_rows(table.cells)[number], {task.name: task for task in results.tasks}
     source = SPECS[table.name].source
     if source in ("aligned rows", "rows"):
         for raw in _raw_rows(table, number, head):
@@ -191,7 +191,7 @@ def _row_sources(tasks: Mapping[str, TaskResults], raw: Row | None, head: str) -
 
 def _raw_rows(table: ReportTable, number: int, head: str) -> Sequence[Row | None]:
     """Return the raw row of a figure, or the rows of a mean; None for a missing one."""
-    raw, line = table.raw.to_dict("records"), table.cells.to_dict("records")[number]
+    raw, line = frame_rows(table.raw), frame_rows(table.cells)[number]
     if SPECS[table.name].source == "aligned rows":
         return [raw[number]]
     if table.name == "overview":
@@ -226,7 +226,7 @@ def _choice_sources(task: TaskResults, searchers: set[str], head: str) -> Iterat
 
 
 def _fixed_row_sources(task: TaskResults, table: ReportTable) -> Iterator[ValueSource]:
-    rows = table.raw.to_dict("records") if table.name == "fixed" else []
+    rows = frame_rows(table.raw) if table.name == "fixed" else []
     for row in dict.fromkeys(row["row"] for row in rows if row["task"] == task.name and row["row"]):
         yield ValueSource(head=(f"{task.name}, the best fixed row: {row}",))
         yield provenance_lines.turn_source(task, row, paired=True)

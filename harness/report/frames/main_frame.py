@@ -15,6 +15,7 @@ from harness.config.plan import TaskSpec
 from harness.report.frames.confirmation import statistical_ties
 from harness.report.frames.curves import search_float_ms
 from harness.report.load.results import Results, TaskResults
+from harness.report.report_table import frame_rows
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
 from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
@@ -81,7 +82,7 @@ def finalist_frame(results: Results) -> pd.DataFrame:
 def rows_by_task(frame: pd.DataFrame) -> dict[str, list[dict[Any, Any]]]:
     """Return the rows of a frame as dictionaries by task; one call takes as long for all tasks as for a few."""
     found: dict[str, list[dict[Any, Any]]] = {}
-    for row in frame.to_dict("records"):
+    for row in frame_rows(frame):
         found.setdefault(row["task"], []).append(row)
     return found
 

@@ -24,6 +24,7 @@ from harness.report.frames.curves import (
 from harness.report.load.display_names import metric_name, truncate
 from harness.report.load.results import TaskResults
 from harness.report.plots.result_plots import median_steps, series_style
+from harness.report.report_table import frame_rows
 
 PLOTLY_DASH_BY_LINE = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
 PLOTLY_SYMBOL_BY_MARKER = {
@@ -243,7 +244,7 @@ def _pareto_chart(task: TaskResults, lines: pd.DataFrame, labels: Mapping[str, s
         {"type": "scatter", "mode": "lines", "name": "front", **NO_HOVER_NO_LEGEND, "x": _as_floats(best["latency_ms"]),
          "y": _as_floats(best["score"]), "line": {"shape": "hv", "color": "#555555", "width": 1}},
     ]  # fmt: skip
-    for index, row in enumerate(points.drop_duplicates("row").to_dict("records")):
+    for index, row in enumerate(frame_rows(points.drop_duplicates("row"))):
         colour, _, mark = series_style(index)
         low, high = row["latency_low_ms"], row["latency_high_ms"]
         data.append({

@@ -16,6 +16,7 @@ from harness.api import Layer
 from harness.report.load.display_names import truncate
 from harness.report.load.task_files import AttributionReport, PartEffect
 from harness.report.plots.result_plots import SERIES_COLOURS, figure_file
+from harness.report.report_table import frame_rows
 from harness.statistics import Interval
 
 QDQ_NAME_TAG = "@qdq."  # in the names of nodes of Q/DQ pairs, see `harness.graph.quantize.protobuf_wire`
@@ -128,7 +129,7 @@ def draw_waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
         axes.barh(0, before, color="0.55", height=0.7)
         axes.text(before, 0, f" {before:.3f} ms", va="center")
         level = before
-        for place, part in enumerate(parts.to_dict("records"), 1):
+        for place, part in enumerate(frame_rows(parts), 1):
             change = part["change_ms"]
             colour, hatch = (SERIES_COLOURS[0], "") if change <= 0 else (SERIES_COLOURS[1], "//")
             axes.barh(place, change, left=level, color=colour, hatch=hatch, edgecolor="white", height=0.7)

@@ -27,6 +27,7 @@ from harness.report.load.results import Results, TaskResults
 from harness.report.load.task_files import AttributionReport, read_attributions
 from harness.report.plots import layer_plots, result_plots, study_plots
 from harness.report.plots.result_plots import PLOT_FILE_FORMATS
+from harness.report.report_table import frame_rows
 from harness.report.tables.budget import budget_frame
 from harness.report.tables.overview import overview_frame
 from harness.report.tables.searchers import rank_searchers
@@ -205,7 +206,7 @@ def _draw_searches(task: TaskResults, budgets: pd.DataFrame, out: Path) -> Itera
 
 
 def _draw_confirmed(task: TaskResults, main: pd.DataFrame, out: Path) -> Iterator[Path]:
-    labels = row_labels(task, main.to_dict("records"))
+    labels = row_labels(task, frame_rows(main))
     known = [row for row in labels if row in task.summaries]
     samples = dict(iter(sample_frame([task]).groupby("row")))
     rows = {labels[row]: samples[row] for row in known}

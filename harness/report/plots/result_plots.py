@@ -19,6 +19,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter, MaxNLocator
 
 from harness.report.frames.curves import pareto_front
+from harness.report.report_table import frame_rows
 from harness.statistics import median_ci
 from harness.text import printable_lines
 
@@ -279,7 +280,7 @@ def draw_pareto(
         axes.plot(tried["latency_ms"], tried["score"], "o", label=fill(words["tried"], 24), **grey)
         best = pareto_front(points, higher)
         axes.step(best["latency_ms"], best["score"], where="post", color="0.35", linewidth=1.0, label="front", zorder=2)
-        for index, row in enumerate(points.drop_duplicates("label").to_dict("records")):
+        for index, row in enumerate(frame_rows(points.drop_duplicates("label"))):
             errors = [[row["latency_ms"] - row["latency_low_ms"]], [row["latency_high_ms"] - row["latency_ms"]]]
             colour, _, mark = series_style(index)
             axes.errorbar(

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from harness.report.plots.result_plots import SERIES_COLOURS, add_legend, figure_file, series_style
-from harness.report.report_table import pluralize
+from harness.report.report_table import frame_rows, pluralize
 from harness.report.statistics import Floats, FriedmanRanks
 
 SPEEDUP_TICKS = (1, 1.5, 2, 3, 4, 6, 8)  # in each decade of a logarithmic axis
@@ -137,7 +137,7 @@ def draw_transfer_map(transfer: pd.DataFrame, title: str, path: Path) -> None:
     names = list(dict.fromkeys([*transfer["source"], *transfer["target"]]))
     shares = np.full((len(names), len(names)), np.nan)
     texts = np.full(shares.shape, "not run", dtype=object)
-    for row in transfer.to_dict("records"):
+    for row in frame_rows(transfer):
         place = names.index(row["source"]), names.index(row["target"])
         shares[place] = np.nan if row["share"] is None else row["share"]
         texts[place] = f"{row['speedup']:.2f}x"

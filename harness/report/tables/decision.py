@@ -15,7 +15,7 @@ from harness.report.load.display_names import score_column_title
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.stored_experiment import StoredExperiment
 from harness.report.load.task_files import sizes_of
-from harness.report.report_table import ReportTable
+from harness.report.report_table import ReportTable, frame_rows
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.report.tables.main import DECISION_NOTE, FIGURES, PAIRS, VERDICT
 from harness.results_dir.artifacts import FLOAT_ROW
@@ -67,7 +67,7 @@ def decision_table(results: Results, main: pd.DataFrame) -> ReportTable:
 
 
 def _note(decisions: pd.DataFrame) -> str:
-    rows = decisions.to_dict("records")
+    rows = frame_rows(decisions)
     best = [row for row in rows if row["role"] == BEST_FOUND]
     unusable = (
         row for row in best if not is_missing(row["speedup"]) and row["decision"].startswith(UNUSABLE_DECISIONS)
@@ -195,7 +195,7 @@ def shape_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
         The columns of `main_frame`, shape, shape_ms and shape_speedup, each of the two with limits.
     """
     lines: list[dict[Any, Any]] = []
-    rows = main.to_dict("records")
+    rows = frame_rows(main)
     for task in results.tasks:
         for shape, summary in summarize_parts(task.events, FLOAT_ROW).items():
             for row in rows:

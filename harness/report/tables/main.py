@@ -23,7 +23,7 @@ from harness.report.load.display_names import (
     verdict_label,
 )
 from harness.report.load.results import Results, TaskResults
-from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
+from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.report.tables.notes import float_estimate, group_names, noise_floor_note, partial_note
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice
@@ -117,7 +117,7 @@ def main_table(results: Results, main: pd.DataFrame) -> ReportTable:
     """Return the table of all methods."""
     methods = {(task.name, tool): method for task in results.tasks for tool, method in task.tool_methods.items()}
     raw = with_backend_column(main)
-    rows = raw.to_dict("records")
+    rows = frame_rows(raw)
     for row in rows:
         if method := methods.get((row["task"], row["method"])):
             row["method"] = f"{row['method']} ({method})"
@@ -267,7 +267,7 @@ def _worst_output_notes(results: Results, main: pd.DataFrame) -> Iterator[str]:
     for task in results.tasks:
         notes = {row: str(score.get("note")).partition(WORST_PREFIX)[2] for row, score in task.scores.items()}
         if any(notes.values()):
-            labels = row_labels(task, main[main["task"] == task.name].to_dict("records"))
+            labels = row_labels(task, frame_rows(main[main["task"] == task.name]))
             worst = [f"{label}: {notes[row]}" for row, label in labels.items() if notes.get(row)]
             if worst:
                 yield f"Worst output by fidelity, {task.name}: {'; '.join(worst)}."

@@ -11,7 +11,7 @@ import pandas as pd
 from harness.report.frames.main_frame import UNUSABLE_DECISIONS, with_backend_column
 from harness.report.load.display_names import BEYOND_BOUND_VERDICT, format_score, score_column_title, verdict_label
 from harness.report.load.results import Results
-from harness.report.report_table import ReportTable, format_interval, pluralize
+from harness.report.report_table import ReportTable, format_interval, frame_rows, pluralize
 from harness.report.statistics import geometric_mean
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
 from harness.report.tables.main import FIGURES, PAIRS
@@ -180,7 +180,7 @@ def summary_table(results: Results, main: pd.DataFrame) -> ReportTable:
     main table. Of several: the fastest row of each.
     """
     several = len(results.tasks) > 1
-    ranked = sorted(main.to_dict("records"), key=_rank)
+    ranked = sorted(frame_rows(main), key=_rank)
     if several:
         fastest = {row["task"]: row for row in reversed(ranked) if row["method"] != FLOAT_ROW or row["best"]}
         kept = [fastest[task.name] for task in results.tasks if task.name in fastest][:MAX_SUMMARY_ROWS]

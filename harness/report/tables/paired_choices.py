@@ -12,7 +12,7 @@ import pandas as pd
 from harness.report.frames.confirmation import Turns, confirmed_choices, paired_ratio, ratio_over_seeds, speedups_at
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.stored_experiment import StoredExperiment
-from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
+from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
 from harness.report.statistics import MIN_BLOCKS_FOR_WILCOXON, effect_size, geometric_mean, mean_ratio_over_blocks
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.report.tables.overview import MEAN_LABEL
@@ -135,7 +135,7 @@ def _count_verdicts(part: pd.DataFrame) -> str:
 
 
 def _join_ratios(part: pd.DataFrame) -> str:
-    return ", ".join(f"{row['task']} {row['ratio']:.2f}" for row in part.to_dict("records"))
+    return ", ".join(f"{row['task']} {row['ratio']:.2f}" for row in frame_rows(part))
 
 
 def fixed_frame(results: Results) -> pd.DataFrame:

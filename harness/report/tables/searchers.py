@@ -11,7 +11,7 @@ import pandas as pd
 from harness.report.frames.confirmation import speedups_at
 from harness.report.frames.curves import Curve, hypervolume_frame, iter_speedup_curves
 from harness.report.load.results import Results, TaskResults
-from harness.report.report_table import ReportTable, format_interval, pluralize
+from harness.report.report_table import ReportTable, format_interval, frame_rows, pluralize
 from harness.report.statistics import (
     FriedmanRanks,
     compare_pairs,
@@ -95,7 +95,7 @@ def volume_table(results: Results) -> ReportTable:
     """Return the table of hypervolumes at the end of the searches."""
     volumes = hypervolume_frame(results.tasks)
     last = volumes.groupby(["task", "searcher", "seed"], sort=False, as_index=False).last()
-    return VOLUME.build(volumes, rows=last.to_dict("records"))
+    return VOLUME.build(volumes, rows=frame_rows(last))
 
 
 def score_frame(results: Results) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from harness.accuracy.metrics.intervals import SURELY_WITHIN, decode_accuracy, p
 from harness.report.frames.main_frame import with_backend_column
 from harness.report.load.display_names import format_score, score_column_title
 from harness.report.load.results import Results, TaskResults
-from harness.report.report_table import MISSING_CELL, ReportTable, format_interval
+from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
 from harness.report.statistics import geometric_mean
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, number_column, text_column
 from harness.report.tables.main import FIGURES, VERDICT
@@ -109,7 +109,7 @@ def fastest_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
     searcher = results.stored.searchers[0]
     rows = [
         _fastest_row(tasks[row["task"]], row, bound)
-        for row in with_backend_column(lines).to_dict("records")
+        for row in frame_rows(with_backend_column(lines))
         for bound in _shown_bounds(tasks[row["task"]])
     ]
     rows.sort(key=lambda row: row["bound"])
@@ -167,7 +167,7 @@ def tool_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
     the search.
     """
     tasks = {task.name: task for task in results.tasks if task.file_scores}
-    rows = [row for row in main.to_dict("records") if row["task"] in tasks]
+    rows = [row for row in frame_rows(main) if row["task"] in tasks]
     return pd.DataFrame([{**row, **_figures(tasks[row["task"]], row)} for row in rows], columns=[*main.columns, *_NEW])
 
 

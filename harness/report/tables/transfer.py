@@ -13,7 +13,7 @@ import pandas as pd
 
 from harness.report.frames.main_frame import backend_label
 from harness.report.load.results import Results, TaskResults
-from harness.report.report_table import ReportTable, format_interval
+from harness.report.report_table import ReportTable, format_interval, frame_rows
 from harness.report.statistics import rank_values
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
@@ -64,7 +64,7 @@ def transfer_tables(results: Results) -> Iterator[ReportTable]:
     correlations = [
         f"{row['model']}, {row['precision']}: rank correlation of latencies on {row['first']} and {row['second']}: "
         f"{row['spearman']:+.2f} over {row['rows']} placements."
-        for row in similarity_frame(results).to_dict("records")
+        for row in frame_rows(similarity_frame(results))
     ]
     yield TRANSFER.build(transfer[transfer["across"] == "backends"], [*_difference_notes(results), *correlations])
     yield TRANSFER_MODELS.build(transfer[transfer["across"] == "models"])
