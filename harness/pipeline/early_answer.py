@@ -19,6 +19,7 @@ from harness.api import Candidate
 from harness.config.experiment import Experiment
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.runtime_checker import RuntimeChecker
+from harness.pipeline.time_limit import TimeLimit
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.io import explain_write_errors
@@ -166,6 +167,7 @@ class EarlyAnswers:
         initial: Noise floor measured before the searches, and the initial placements that were timed with it.
         metric: Name of the bounded metric, or None.
         shapes: Shapes at which placements are timed, or None for the shape of the search.
+        limit: Limit on the time of the task, or None.
         sink: Function that receives each answer that is better than the last.
         observer: Receiver of the progress.
     """
@@ -180,11 +182,12 @@ class EarlyAnswers:
         initial: InitialTiming,
         metric: str | None,
         shapes: ShapeSet | None,
+        limit: TimeLimit | None,
         sink: AnswerSink,
         observer: Observer,
     ) -> None:
         self._task, self._engines, self._open_engines = task, engines, open_engines
-        self._checker, self._metric = checker, metric
+        self._checker, self._metric, self._limit = checker, metric, limit
         self._shapes = {} if shapes is None else {shape.label: shape.inputs for shape in shapes.shapes}
         self._noise_floor, self._initial_events = initial.noise_floor, initial.events
         self._initial = {row.name: row for row in initial.rows or ()}
@@ -295,5 +298,6 @@ class EarlyAnswers:
             baseline=TimedRow(name=FLOAT_ROW, candidate=self._task.candidate(self._task.space.float_placement())),
             rows=(row,),
             schedule=NOISE_FLOOR_SCHEDULE,
+            seconds=math.inf if self._limit is None else self._limit.search_seconds(1),
         )
         return run_comparison(comparison, self._open_engines, self._observer)

@@ -147,7 +147,15 @@ def _race_incumbents(
     groups, top_k = by_search | by_searcher, running.experiment.confirmation.top_k
     speedups: Mapping[str, float] = {}
     if len(comparison.rows) > 1:
-        selected = select(comparison, groups, open_engines, running.observer, top_k=top_k, retry_failed=retry_failed)
+        selected = select(
+            comparison,
+            groups,
+            open_engines,
+            running.observer,
+            top_k=top_k,
+            retry_failed=retry_failed,
+            is_time_up=lambda: running.limit is not None and not running.limit.allows_recovery,
+        )
         groups, speedups = selected.surviving, selected.speedups
     elif has_race:
         speedups = read_speedups(running.folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)

@@ -28,6 +28,7 @@ ends.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -59,7 +60,12 @@ from harness.results_dir.manifest import close_results, complete_task, is_comple
 from harness.results_dir.ownership import owned_results_dir
 from harness.results_dir.phases import PhaseClock
 from harness.results_dir.termination import SearcherFailures, clear_task_error, read_termination, write_task_error
-from harness.selection.confirmation import confirm_rows, measure_noise_floor, read_begun_plan
+from harness.selection.confirmation import (
+    confirm_rows,
+    count_noise_floor_turns,
+    measure_noise_floor,
+    read_begun_plan,
+)
 from harness.task_setup.accuracy import make_scoring
 from harness.task_setup.float_baseline import select_float_baseline
 from harness.task_setup.task import Task, compose_task
@@ -234,10 +240,14 @@ def _run_task(context: _TaskContext, experiment: Experiment, observer: Observer)
     with site.open(worker) as engines, _open_runtime_checker(task, engines, folder, experiment, observer) as checker:
         clock.start("noise floor")
         backend = engines.describe()
-        measure = partial(measure_noise_floor, site.open, worker, task.model_file, backend, folder, observer)
+        seconds = math.inf if limit is None else limit.search_seconds(1 + len(spec.runs))
+        measure = partial(
+            measure_noise_floor, site.open, worker, task.model_file, backend, folder, observer, seconds=seconds
+        )
         initial = time_initial_rows(experiment, task, measure, answers=context.sink is not None)
         clock.start("set-up")
         clock.split("noise floor", "early answer", initial.share)
+        turn_s = clock.seconds_of("noise floor") / count_noise_floor_turns(folder)
         book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted)
         goal = scoring.goal(book, task.model_file, folder)
         running = TaskRun(
@@ -253,7 +263,7 @@ def _run_task(context: _TaskContext, experiment: Experiment, observer: Observer)
             shapes=shapes,
             limit=limit,
             later_s=seconds_after_searches(
-                clock, experiment.confirmation, len(experiment.baselines) + len(benchmarkers) - 1, len(spec.runs)
+                turn_s, experiment.confirmation, len(experiment.baselines) + len(benchmarkers) - 1, len(spec.runs)
             ),
         )
         running = replace(running, answers=_make_answers(running, initial, lambda: site.open(worker), context.sink))
@@ -306,7 +316,7 @@ def _run_task(context: _TaskContext, experiment: Experiment, observer: Observer)
     timed = table.with_latency
     plan = experiment.confirmation
     if limit is not None:
-        plan = limit.shorten(plan, len(timed.rows), read_begun_plan(folder))
+        plan = limit.shorten(plan, len(timed.rows), turn_s, read_begun_plan(folder))
     confirm_rows(plan, site.open, worker, timed, backend, observer, context.retry_failed)
     clock.write("dynamic axes")
     shape_inputs = () if shapes is None else [shape.inputs for shape in shapes.shapes]
@@ -333,6 +343,7 @@ def _make_answers(
         initial=initial,
         metric=running.judge.goal.metric,
         shapes=running.shapes,
+        limit=running.limit,
         sink=sink,
         observer=running.observer,
     )

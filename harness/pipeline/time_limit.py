@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from harness.config.sections import Confirmation
 from harness.results_dir.phases import PhaseClock
-from harness.selection.confirmation import NOISE_FLOOR_SCHEDULE
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 
 SEARCH_SHARE = 0.5
@@ -15,7 +14,7 @@ SEARCH_SHARE = 0.5
 MIN_SEARCH_SHARE = 0.1
 """Smallest share of the limit for the searches, however long the set-up took."""
 RECOVERY_SHARE = 0.7
-"""Share of the limit after which no further recovery starts."""
+"""Share of the limit after which no further recovery and no further round of the final selection starts."""
 MIN_PLAN = Confirmation(builds=3, rounds=4)
 """Smallest confirmation, which is made even if the limit is exceeded."""
 
@@ -38,21 +37,22 @@ class TimeLimit:
 
     @property
     def allows_recovery(self) -> bool:
-        """Return whether another recovery may start."""
+        """Return whether another recovery, or round of the final selection, may start."""
         return self.clock.elapsed_s < RECOVERY_SHARE * self.seconds
 
-    def shorten(self, plan: Confirmation, rows: int, begun: Confirmation | None = None) -> Confirmation:
+    def shorten(self, plan: Confirmation, rows: int, turn_s: float, begun: Confirmation | None = None) -> Confirmation:
         """Return the plan with fewer builds and rounds if it would take longer than the remaining time.
 
         Args:
             plan: Schedule of the experiment's confirmation.
-            rows: Number of rows; their turns are assumed to take as long as those of the noise floor.
-                begun: Plan of an interrupted confirmation, whose builds and rounds are returned, because a confirmation
+            rows: Number of rows.
+            turn_s: Expected seconds of a turn of one row, including its share of the builds.
+            begun: Plan of an interrupted confirmation, whose builds and rounds are returned, because a confirmation
                 with another plan would start anew.
         """
         if begun is not None:
             return plan.model_copy(update={"builds": begun.builds, "rounds": begun.rounds})
-        needed_s = _turn_seconds(self.clock) * (rows + 1) * plan.builds * plan.rounds
+        needed_s = turn_s * (rows + 1) * plan.builds * plan.rounds
         left_s = self.seconds - self.clock.elapsed_s
         if needed_s <= left_s:
             return plan
@@ -90,10 +90,11 @@ class TimeLeft:
         return f"about {minutes}:{seconds:02d} min left with final selection and confirmation"
 
 
-def seconds_after_searches(clock: PhaseClock, plan: Confirmation, baselines: int, searches: int) -> float:
-    """Estimate the seconds of final selection and confirmation from the turns of the noise floor; 0: unknown.
+def seconds_after_searches(turn_s: float, plan: Confirmation, baselines: int, searches: int) -> float:
+    """Estimate the seconds of final selection and confirmation; 0: unknown.
 
     Args:
+        turn_s: Expected seconds of a turn of one row; 0: unknown.
         baselines: Number of confirmed rows that no search finds, without the float model.
         searches: Number of searches; the race halves their candidates after its first round.
     """
@@ -101,9 +102,4 @@ def seconds_after_searches(clock: PhaseClock, plan: Confirmation, baselines: int
     raced = searches * plan.candidates if plan.candidates > plan.top_k else 0
     race_turns = first * (raced + 2) + sum(later) * (raced // 2 + 2) if raced else 0
     rows = 2 + baselines + searches * plan.top_k  # the float model has two rows, for the noise floor
-    return _turn_seconds(clock) * (race_turns + rows * plan.builds * plan.rounds)
-
-
-def _turn_seconds(clock: PhaseClock) -> float:
-    """Return the mean seconds of a turn in the measurement of the noise floor (two rows), including builds."""
-    return clock.seconds_of("noise floor") / (2 * NOISE_FLOOR_SCHEDULE.builds * NOISE_FLOOR_SCHEDULE.rounds)
+    return turn_s * (race_turns + rows * plan.builds * plan.rounds)

@@ -44,6 +44,7 @@ def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
     folder: Path,
     observer: Observer,
     rows: Sequence[TimedRow] = (),
+    seconds: float = math.inf,
 ) -> tuple[float, tuple[TurnEvent, ...]]:
     """Measure the noise floor of a task, or read it if it was measured before.
 
@@ -58,6 +59,7 @@ def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
         folder: Folder of the task.
         observer: Receiver of the progress.
         rows: Candidates that are timed in the same builds and rounds.
+        seconds: Time after which fewer rounds are timed.
 
     Returns:
         The noise floor, and the turns of the baseline and the candidates; no turns if the floor was read.
@@ -75,6 +77,7 @@ def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
         baseline=TimedRow(name=FLOAT_ROW, candidate=float_model),
         rows=tuple(rows),
         schedule=NOISE_FLOOR_SCHEDULE,
+        seconds=seconds,
     )
     try:
         events = run_comparison(comparison, lambda: open_engines(worker), observer)
@@ -83,7 +86,7 @@ def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
             raise
         # For instance, the memory may not suffice for all rows.
         observer.say(f"{comparison.name}: {error}; the A/A check is repeated without initial placements")
-        return measure_noise_floor(open_engines, worker, model_file, backend, folder, observer)
+        return measure_noise_floor(open_engines, worker, model_file, backend, folder, observer, (), seconds)
     noise_floor = summarize_turns(events, baseline=FLOAT_ROW).noise_floor
     observer.say(
         f"A/A check before the searches: the float model, rebuilt, differs from itself by up to {noise_floor:.1%} (the "
@@ -141,6 +144,11 @@ def baseline_latency(folder: Path) -> float:
     Candidates that are timed in turns with the baseline are scaled to it.
     """
     return summarize_turns(_noise_floor_events(folder), baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
+
+
+def count_noise_floor_turns(folder: Path) -> int:
+    """Return the number of turns of the baseline and its twin before the searches of a task."""
+    return len(_noise_floor_events(folder))
 
 
 def _noise_floor_events(folder: Path) -> list[TurnEvent]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ class PairedComparison:
         header: Inputs of the comparison as JSON values; a log with another header is archived.
         noise_floor: Known noise floor; the one of the rebuilt baseline is used if it is larger.
         first_build: Number of the first build, above 0 if the log has earlier builds of other rows.
+        seconds: Time after which fewer rounds are timed, see `harness.timing.confirmation.confirm`; only without a log.
     """
 
     name: str
@@ -53,6 +55,7 @@ class PairedComparison:
     header: dict[str, Any] = field(default_factory=dict)
     noise_floor: float = 0.0
     first_build: int = 0
+    seconds: float = math.inf
 
 
 def run_comparison(
@@ -83,6 +86,7 @@ def run_comparison(
             schedule=schedule,
             rng=np.random.default_rng(TURN_ORDER_SEED + first),
             done=[replace(event, build=event.build - first) for event in events if event.build >= first],
+            seconds=comparison.seconds,
         ):
             event = replace(timed, build=timed.build + first)
             write(event)
@@ -92,6 +96,9 @@ def run_comparison(
             for key in _turn_keys(event, schedule.rounds) & left:
                 left.discard(key)
                 step.advance(f"build {event.build + 1} of {first + schedule.builds}")
+    if left:
+        made = schedule.rounds - len({number for *_, number in left})
+        observer.say(f"{comparison.name}: {made} of {schedule.rounds} rounds, because of the time limit")
     return tuple(events)
 
 

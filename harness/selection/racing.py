@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -42,7 +42,7 @@ class Selection(Generic[K]):
     speedups: dict[str, float]
 
 
-def select(
+def select(  # noqa: PLR0913 - what, where and how
     comparison: PairedComparison,
     groups: Mapping[K, Sequence[str]],
     open_engines: EngineFactory,
@@ -50,6 +50,7 @@ def select(
     *,
     top_k: int = 1,
     retry_failed: bool = False,
+    is_time_up: Callable[[], bool] = lambda: False,
 ) -> Selection[K]:
     """Run elimination rounds with fresh builds until every group has at most `top_k` rows, or no round is left.
 
@@ -60,6 +61,7 @@ def select(
         groups: Names of the rows that compete with each other; a row may be in several groups.
         top_k: Number of rows to select from each group.
         retry_failed: Whether failed rows are timed once more.
+        is_time_up: Function that returns whether no further round may start; the first one and logged ones are used.
 
     Raises:
         UserError: The baseline fails, or the log cannot be written.
@@ -67,6 +69,9 @@ def select(
     surviving_rows = {key: list(group) for key, group in groups.items()}
     rows, events = comparison.rows, tuple[TurnEvent, ...]()
     for number, turns in enumerate(TURNS_PER_RACING_ROUND):
+        if number and is_time_up() and all(event.build < number for event in events):
+            observer.say(f"{comparison.name}: ended after elimination round {number}, because of the time limit")
+            break
         schedule = comparison.schedule.model_copy(update={"rounds": turns})
         this_round = replace(comparison, rows=rows, schedule=schedule, first_build=number)
         events = run_comparison(this_round, open_engines, observer, retry_failed)

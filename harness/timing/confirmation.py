@@ -7,6 +7,8 @@ builds, the same minutes and the same arithmetic as the speedups that it limits.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -29,6 +31,7 @@ MAX_GROUP_ROWS = 10  # rows that are open at once with the baseline and its twin
 MIN_CONFIRMATION_TURN_MS = 50.0
 TURN_WARMUP_MS = 10.0  # before each turn: loads an engine that others evicted back into the caches
 MAX_TURN_SAMPLES = 200
+MIN_ROUNDS = 2  # of a build whose time is limited
 MAX_KILLS = 3  # of workers of one group of rows in one build
 UNREACHABLE_TARGET = 1e-9  # turns end by time, so that all rows get the same
 _WORKER_LOSS_STAGES = ("crash", "timeout")
@@ -93,7 +96,7 @@ class ConfirmationSummary:
     disturbed: float = 0.0
 
 
-def confirm(
+def confirm(  # noqa: PLR0913 - what, where and how
     rows: Sequence[TimedRow],
     baseline: TimedRow,
     *,
@@ -101,6 +104,7 @@ def confirm(
     schedule: TurnSchedule,
     rng: np.random.Generator,
     done: Iterable[TurnEvent] = (),
+    seconds: float = math.inf,
 ) -> Iterator[TurnEvent]:
     """Time the rows against the baseline, and yield each event as it happens.
 
@@ -112,6 +116,8 @@ def confirm(
     Args:
         done: Events of an interrupted confirmation of the same rows. Finished workers are not repeated; an unfinished
             one is replaced, and so are its events.
+        seconds: Time for all builds. If the first build exceeds its share, it ends after the current round, but has at
+            least `MIN_ROUNDS`, and each later build has as many rounds.
 
     Raises:
         UserError: The baseline failed, so there is nothing to compare with.
@@ -122,12 +128,15 @@ def confirm(
     groups = [rows[start : start + MAX_GROUP_ROWS] for start in range(0, len(rows), MAX_GROUP_ROWS)] or [()]
     known = TurnMatrix(done)
     finished = _finished_rows(known, schedule.rounds)
+    until_s = time.monotonic() + seconds / schedule.builds
     for build, streams in enumerate(rng.spawn(schedule.builds)):
         for group, (members, stream) in enumerate(zip(groups, streams.spawn(len(groups)), strict=True)):
             if finished[build, group].issuperset({baseline.name, TWIN, *(row.name for row in members)}):
                 continue
             worker = known.workers.get((build, group), -1) + 1
-            yield from BuildTurns((build, group), worker, baseline, schedule, stream).run(members, open_engines)
+            turns = BuildTurns((build, group), worker, baseline, schedule, stream, until_s)
+            yield from turns.run(members, open_engines)
+            schedule, until_s = schedule.model_copy(update={"rounds": turns.rounds}), math.inf
 
 
 class BuildTurns:
@@ -135,15 +144,21 @@ class BuildTurns:
 
     Attributes:
         worker: See `Turn.worker`.
+        rounds: Number of rounds; fewer than those of the plan if the time `until_s` was up.
     """
 
     def __init__(
-        self, key: BuildKey, worker: int, baseline: TimedRow, plan: TurnSchedule, rng: np.random.Generator
+        self,
+        key: BuildKey,
+        worker: int,
+        baseline: TimedRow,
+        plan: TurnSchedule,
+        rng: np.random.Generator,
+        until_s: float = math.inf,
     ) -> None:
-        self.worker = worker
+        self.worker, self.rounds, self._until_s = worker, plan.rounds, until_s
         self._key = {"build": key[0], "group": key[1]}
         self._bases = (baseline, replace(baseline, name=TWIN))
-        self._rounds = plan.rounds
         count = max(3, plan.samples)
         self._sampling = Sampling(
             warmup_ms=TURN_WARMUP_MS,
@@ -181,7 +196,7 @@ class BuildTurns:
             else:
                 handles[row] = built.handle
         withheld: dict[int, Sequence[Turn]] = {}
-        for number in range(self._rounds):
+        for number in self._round_numbers():
             turns = yield from self._run_round(number, engines, handles)
             if turns is None:
                 return False
@@ -190,7 +205,7 @@ class BuildTurns:
             else:
                 yield from turns
         # If most rounds were disturbed, the cause is permanent and a repetition would show the same.
-        permanent = 2 * len(withheld) > self._rounds
+        permanent = 2 * len(withheld) > self.rounds
         for number, first in withheld.items():
             turns = first
             if not permanent:
@@ -200,6 +215,14 @@ class BuildTurns:
                 turns = _merge_repetition(again, first)
             yield from (turn for turn in turns if turn.row in self._alive)
         return True
+
+    def _round_numbers(self) -> Iterator[int]:
+        """Yield the numbers of the rounds until the time is up."""
+        for number in range(self.rounds):
+            if number >= MIN_ROUNDS and time.monotonic() > self._until_s:
+                self.rounds = number
+                return
+            yield number
 
     def _run_round(
         self, number: int, engines: Engines, handles: Mapping[str, int]

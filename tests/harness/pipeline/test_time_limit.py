@@ -13,6 +13,7 @@ from harness.config.sections import Confirmation
 from harness.pipeline.time_limit import MIN_PLAN, TimeLeft, TimeLimit, seconds_after_searches
 from harness.results_dir import phases
 from harness.results_dir.artifacts import read_finalists
+from harness.results_dir.io import read_json
 from harness.results_dir.journal import read_journal
 from harness.selection.confirmation import read_begun_plan
 
@@ -28,8 +29,8 @@ budget: {evaluations: [60], task_minutes: 0.00001}
 """
 
 
-def limit(spent_s: float, floor_s: float = 12.0) -> TimeLimit:
-    clock: Any = SimpleNamespace(elapsed_s=spent_s, seconds_of=lambda phase: floor_s)
+def limit(spent_s: float) -> TimeLimit:
+    clock: Any = SimpleNamespace(elapsed_s=spent_s)
     return TimeLimit(seconds=300.0, clock=clock)
 
 
@@ -42,17 +43,16 @@ def test_searches_share_the_first_half_and_recovery_ends_before_the_confirmation
 
 def test_a_confirmation_that_would_take_too_long_is_shortened() -> None:
     whole = Confirmation(builds=5, rounds=20)
-    assert limit(200).shorten(whole, rows=2) == whole, "12 s / 24 turns / 2 rows, so 3 rows x 100 turns take 75 s"
-    shorter = limit(270).shorten(whole, rows=2)
+    assert limit(200).shorten(whole, rows=2, turn_s=0.25) == whole, "3 rows x 100 turns take 75 s"
+    shorter = limit(270).shorten(whole, rows=2, turn_s=0.25)
     assert (shorter.builds, shorter.rounds) == (3, 13)
-    assert limit(400).shorten(whole, rows=2, begun=shorter) == shorter, "another plan would start anew"
-    least = limit(400).shorten(whole, rows=2)
+    assert limit(400).shorten(whole, rows=2, turn_s=0.25, begun=shorter) == shorter, "another plan would start anew"
+    least = limit(400).shorten(whole, rows=2, turn_s=0.25)
     assert (least.builds, least.rounds) == (MIN_PLAN.builds, MIN_PLAN.rounds)
 
 
 def test_the_time_left_includes_final_selection_and_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock: Any = SimpleNamespace(seconds_of=lambda phase: 48.0)  # 1 s a turn
-    later_s = seconds_after_searches(clock, Confirmation(builds=3, rounds=2, candidates=4), baselines=2, searches=1)
+    later_s = seconds_after_searches(1.0, Confirmation(builds=3, rounds=2, candidates=4), baselines=2, searches=1)
     assert later_s == 8 * 6 + 24 * 4 + 5 * 6, "race of 4 and 2 candidates, then 3 rows and 2 builds of the float model"
     left = TimeLeft(evaluations=10, replayed=4, later_s=later_s, since_s=0.0)
     monkeypatch.setattr("harness.pipeline.time_limit.time", SimpleNamespace(monotonic=lambda: 6.0))
@@ -70,11 +70,14 @@ def test_a_clock_counts_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert phases.PhaseClock(tmp_path, "set-up").elapsed_s == 9.0
 
 
-def test_a_task_without_time_left_still_delivers_a_confirmed_file(tmp_path: Path) -> None:
+def test_a_task_without_time_left_still_delivers_a_confirmed_file(tmp_path: Path, capsys: Any) -> None:
     save_chain(tmp_path / "chain.onnx", (8, 8, 12))
     (tmp_path / "limited.yaml").write_text(EXPERIMENT)
     assert qdq("run", str(tmp_path / "limited.yaml"), "--out", str(tmp_path / "out")) == 0
     (folder,) = (path.parent for path in (tmp_path / "out").rglob("task.json"))
+    events = read_json(folder / "noise_floor.json")["events"]
+    assert {(each["build"], each["round"]) for each in events} == {(b, r) for b in range(3) for r in range(2)}
+    assert "2 of 8 rounds, because of the time limit" in capsys.readouterr().err
     rows, _ = read_finalists(folder)
     assert len(rows) == 2, "the float model and the baseline"
     assert '"rounds": 4' in read_text(folder / "confirmation.jsonl")

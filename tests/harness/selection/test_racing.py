@@ -113,6 +113,15 @@ def test_an_interrupted_heat_does_not_decide_the_one_before(tmp_path: Path) -> N
     assert [sorted(names) for names in machine.rows] == [["a", "b", FLOAT, FLOAT]] * 2
 
 
+def test_a_race_out_of_time_has_its_first_round_and_those_in_its_log(tmp_path: Path) -> None:
+    held, lots, machine = contest(tmp_path, "ab"), {"all": ["a", "b"]}, Machine({"a": 1.0, "b": 1.001})
+    select(held, lots, machine.open, NullProgress(), is_time_up=lambda: True)
+    assert len(machine.rows) == 1
+    whole = select(held, lots, machine.open, NullProgress())
+    assert len(machine.rows) == 3
+    assert select(held, lots, machine.open, NullProgress(), is_time_up=lambda: True) == whole
+
+
 @pytest.mark.parametrize("heat", range(len(TURNS_PER_RACING_ROUND)))
 def test_whoever_fails_in_any_heat_is_out(tmp_path: Path, heat: int) -> None:
     """However fast it was before; b, which stays close, wins."""
