@@ -108,7 +108,10 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-class _StrictLoader(yaml.CSafeLoader):
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a PyYAML that was built without libyaml has none
+
+
+class _StrictLoader(_SafeLoader):  # type: ignore[misc]
     """SafeLoader for the core schema of YAML 1.2 that rejects duplicate keys and keys that are no scalars.
 
     The caller rejects aliases (which allow exponential expansion) and deep nesting, before values are constructed.
