@@ -9,12 +9,15 @@ import pytest
 from small import save_chain
 
 from harness.config.experiment import parse_experiment
+from harness.config.sections import TurnSchedule
+from harness.graph.builder import GraphBuilder
+from harness.pipeline.early_answer import EarlyAnswer
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.records import Failed, Measured
 from harness.results_dir.journal import JournalEntry, read_journal
 from harness.selection.confirmation import read_events, read_noise_floor
-from harness.timing.confirmation import summarize_turns
+from harness.timing.confirmation import summarize_parts, summarize_turns
 
 REAL_WORKERS = True
 EXPERIMENT = """
@@ -34,6 +37,23 @@ REASONS = (
     "more than 0.4 GB of memory", "no such kernel", "sample took longer than 1 s", "impossible latency of 0 ms",
     "impossible latency of nan ms", "the clock jumped back",
 )  # fmt: skip
+
+
+BOUNDED = """
+experiment: bounded
+models:
+  - use: net.onnx
+    calibration: {samples: 2}
+    evaluator: {use: fidelity, params: {samples: 2}}
+    shape_set: {shapes: [{dims: {batch: 1}}, {dims: {batch: 4}}]}
+backends: [{use: 'faulty:Reliable'}]
+objective: {minimize: latency, max_drop: 100}
+searchers: [random]
+initial: [float, all]
+baselines: []
+budget: {evaluations: [4]}
+sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +92,31 @@ def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zer
     assert best.verdict == "faster"
     assert best.recommended
     assert (read_noise_floor(task), summary.noise_floor) == (0.0, 0.0)
+
+
+def test_workers_time_all_shapes_and_score_before_an_early_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = GraphBuilder("net", seed=1)
+    builder.output(builder.conv(builder.input("x", ("batch", 3, 8, 8)), 8, 3, pad=1))
+    builder.save(tmp_path / "net.onnx")
+    answers: list[EarlyAnswer] = []
+
+    def stop(answer: EarlyAnswer) -> None:
+        answers.append(answer)
+        raise KeyboardInterrupt
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "timing"))
+    one_build = TurnSchedule(builds=1, rounds=4)  # each has a worker of its own
+    monkeypatch.setattr("harness.selection.confirmation.NOISE_FLOOR_SCHEDULE", one_build)
+    experiment = parse_experiment(BOUNDED, "bounded.yaml", tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(experiment, out=tmp_path / "out", observer=NullProgress(), answers=stop)
+    (answer,) = answers
+    assert (answer.metric, answer.evaluations) == ("sqnr_db", 2)
+    assert list(answer.shapes) == list(summarize_parts(answer.events, "float")) == ["batch=1", "batch=4"]
+    assert answer.summary.rows[answer.digest].recommended
+    outcomes = [
+        entry.result.outcome for path in tmp_path.rglob("*.jsonl") for entry in read_journal(path) if entry.result
+    ]
+    assert [outcome.metrics["sqnr_db"] > 20 for outcome in outcomes if isinstance(outcome, Measured)] == [True, True]

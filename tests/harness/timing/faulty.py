@@ -177,6 +177,25 @@ class LotteryProbe:
         return {}
 
 
+class Reliable(Lottery):
+    """A lottery without faults, whose engines have the outputs of the file."""
+
+    def build(self, candidate: Candidate, workdir: Path) -> Artifact:
+        return Artifact(engine=(str(candidate.source()), 10.0 / (1 + len(candidate.edges))))
+
+    @contextmanager
+    def open(self, artifact: Artifact) -> Iterator[LotteryProbe]:
+        yield ReliableProbe(*artifact.engine)
+
+
+class ReliableProbe(LotteryProbe):
+    def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        from harness.graph.segmented_run import open_reference_session  # not in workers that only time
+
+        session = open_reference_session(self._text)
+        return dict(zip([each.name for each in session.get_outputs()], session.run(None, dict(feeds)), strict=True))
+
+
 class Scorer:
     metric = "score"
     higher_is_better = True
