@@ -76,8 +76,8 @@ def _numpy_type(name: str, kind: str) -> np.dtype[Any]:
         dtype = np.dtype(object)
     if dtype.kind not in "fiub":
         raise UserError(
-            f"input {name!r} has the type {kind!r}, but engines are timed on random numbers: export the model again "
-            "with floats, integers or booleans as inputs"
+            f"input {name!r} is of type {kind!r}: engines are timed on random numbers, so this model cannot be timed; "
+            "export it again with floats, integers or booleans as inputs"
         )
     return dtype
 

@@ -70,7 +70,7 @@ class ModelOptAutotune:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, str(_CHILD), "request.json", str(theirs.fileno())],
                 cwd=folder, env=os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)},
-                stdin=subprocess.PIPE,  # never written to: see end_with_driver
+                stdin=subprocess.PIPE,  # never written to: see `die_with_parent`
                 stdout=log, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         ours.settimeout(self._limit_s)

@@ -100,7 +100,7 @@ def run_experiment(
         answers: Function that receives incumbents confirmed while a search runs; None: no early answers.
 
     Raises:
-        SearchesBroke: Searchers raised unexpected errors; everything else was done.
+        SearcherFailures: Searchers raised unexpected errors; everything else was done.
         UserError: One task or more failed for a reason that the user can correct; all measurements are kept.
     """
     commit = git_commit()
@@ -178,7 +178,7 @@ def _raise_searcher_failures(tasks: Iterable[TaskSpec], out: Path) -> None:
     """Raise an error with the failed searches and the location of their tracebacks.
 
     Raises:
-        SearchesBroke: A searcher failed.
+        SearcherFailures: A searcher failed.
     """
     ends = {
         f"{spec.name} {run.name}": read_termination(out / spec.name / "runs" / f"{run.name}.jsonl")

@@ -17,7 +17,7 @@ from harness.errors import BuildFailed, CandidateError, MeasureFailed
 
 
 def time_calls(run: Callable[[], object], n: int) -> list[float]:
-    """Return the latency of each of n calls in ms, with nothing else between two calls."""
+    """Call a function n times without a pause, and return the latency of each call in ms."""
     clock = time.perf_counter_ns
     readings = np.empty(n)
     for index in range(n):
@@ -34,7 +34,7 @@ def to_float32(array: Array) -> Array:
 
 
 def require_static_shapes(file: str, shapes: Mapping[str, Sequence[object]]) -> None:
-    """Raise `BuildFailed` if an input has a dynamic shape, which has a size that is no integer."""
+    """Raise `BuildFailed` if an input has a dynamic shape, so a size that is no integer."""
     for name, shape in shapes.items():
         if not all(isinstance(size, int) for size in shape):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
@@ -43,7 +43,7 @@ def require_static_shapes(file: str, shapes: Mapping[str, Sequence[object]]) -> 
 
 @contextmanager
 def translate_errors(failure: type[CandidateError], what: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Raise a runtime's exceptions as `failure`, with its text after "WHAT: "."""
+    """Raise `failure` with the text "WHAT: MESSAGE" for exceptions of a runtime in the body."""
     try:
         yield
     except errors as error:
@@ -61,10 +61,10 @@ _GENERATED_NAME_SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
 
 
 def read_profile(trace: str) -> tuple[Layer, ...]:
-    """Return the nodes of the optimized graph from a trace of events, by time of their first run.
+    """Return the nodes of ONNX Runtime's optimized graph from its profile, in the order of their first run.
 
-    A node's precision is that of its first input. Optimizers name new nodes after the nodes that they replace, with a
-    suffix.
+    A node's precision is the type of its first input. ONNX Runtime names new nodes like the nodes that they replace,
+    with a suffix, which is removed in `origin`.
 
     Raises:
         MeasureFailed: The trace cannot be read, or has no node.
@@ -92,7 +92,7 @@ def read_profile(trace: str) -> tuple[Layer, ...]:
 
 
 def parse_dtype(value: Any) -> np.dtype[Any]:
-    """Return the element type of an input or output for ONNX Runtime's name of it, for instance "tensor(float)".
+    """Return the NumPy type of an input or output of a session, whose type is a text such as "tensor(float)".
 
     Raises:
         MeasureFailed: NumPy has no such type.

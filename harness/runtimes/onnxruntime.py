@@ -1,4 +1,4 @@
-"""Latency on ONNX Runtime: its CPU provider, and where they are present its CUDA and TensorRT providers."""
+"""Latency on ONNX Runtime, with its CPU, CUDA and TensorRT execution providers."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ class ONNXRuntimeBenchmarker:
         threads: Threads within an operator on the CPU, at most the cores that this process may use.
         optimization: Level of graph optimization; below "extended" no Q/DQ pair becomes an integer kernel, so that
             UINT8 activations have the dialect `onnxruntime_unfused`.
-        provider: Execution provider. Operators that CUDA or TensorRT cannot run go to the next one, CPU last.
-        activation: Storage of quantized activations: "uint8" (U8S8, dialect `onnxruntime`) or "int8" (S8S8, dialect
-            `onnxruntime_s8`); weights are INT8 in both. TensorRT takes INT8 alone, in its own dialect.
-        precision: Precision of float operations. "f16" for TensorRT alone; "auto" leaves it to the harness there.
-        profile: Count the time of every node, for `layers`; it costs time itself, so not for comparisons.
-        reduce_range: Store weights in 7 bits; None: on the CPU where it adds products in 16 bits, in which those of 8
-            bits saturate. Not for TensorRT.
+        provider: Execution provider. CUDA runs operators that TensorRT does not support, and the CPU all others.
+        activation: Type of quantized activations: "uint8" (U8S8, dialect `onnxruntime`) or "int8" (S8S8, dialect
+            `onnxruntime_s8`); weights are INT8 in both. TensorRT accepts only INT8, in its own dialect.
+        precision: Precision of float operations; "f16" only with TensorRT, where "auto" selects the faster one.
+        profile: Record the time of every node, for `layers`. This takes time, so do not compare such engines.
+        reduce_range: Store weights in 7 bits; None: only on a processor that adds products in 16 bits, where 8 bits
+            saturate. Not for TensorRT.
 
     Raises:
-        UserError: ONNX Runtime is not installed, or the provider does not work here.
-        ValueError: More threads than cores, or a choice that there is not.
+        UserError: ONNX Runtime is not installed, or the provider does not work on this machine.
+        ValueError: There are more threads than cores, or a parameter has an unknown value.
     """
 
     def __init__(  # noqa: PLR0913 - one option, one parameter
@@ -114,7 +114,7 @@ class ONNXRuntimeBenchmarker:
         self._open = precision == "auto" and provider == "tensorrt"
         self._float = "f32" if precision == "auto" else precision
         self._ort = _import_onnxruntime()
-        # Its exceptions derive from Exception one by one, without a class of their own above them.
+        # ONNX Runtime's exceptions have no common base class other than Exception.
         state = vars(self._ort.capi.onnxruntime_pybind11_state).values()
         own = (kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
         self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, *own)
@@ -122,7 +122,7 @@ class ONNXRuntimeBenchmarker:
             self._check_device()
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
-        """Make the session from the candidate's file.
+        """Create a session from the candidate's file.
 
         Raises:
             BuildFailed: ONNX Runtime refuses the model, or a shape is not static.
@@ -138,10 +138,10 @@ class ONNXRuntimeBenchmarker:
         return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST_NOTE})
 
     def save(self, candidate: Candidate, path: Path) -> None:
-        """Write the optimized graph to a file for `load` ("Graph optimizations": offline mode).
+        """Write the optimized graph to a file for `load` (ONNX Runtime docs, "Graph optimizations", offline mode).
 
         Raises:
-            BuildFailed: See `build`.
+            BuildFailed: ONNX Runtime refuses the model.
         """
         source = candidate.source()
         quantized = self._provider == "tensorrt" and _has_qdq(source)
@@ -168,10 +168,10 @@ class ONNXRuntimeBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_ONNXRuntimeProbe]:
-        """Open a probe whose inputs and outputs are bound once.
+        """Open a probe with inputs and outputs in fixed memory.
 
         Raises:
-            MeasureFailed: No fixed input can be made for an input's type.
+            MeasureFailed: An input has a type without random values.
         """
         if self._provider == "cpu":
             yield _CPUProbe(artifact.engine, self._ort, self._errors, self._threads)
@@ -179,12 +179,10 @@ class ONNXRuntimeBenchmarker:
             yield _ONNXRuntimeProbe(artifact.engine, self._ort, self._errors, "cuda")
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """Return the layers of an engine made with `profile`, with mean times; sample it first.
-
-        The call ends profiling.
+        """Return the layers of a sampled engine with mean times, and end its profiling.
 
         Raises:
-            MeasureFailed: It was not made so, or nothing was counted.
+            MeasureFailed: The engine was built without `profile`, or not sampled.
         """
         if not self._profile:
             raise MeasureFailed("ONNX Runtime reports its layers only with profile: true")
@@ -213,9 +211,9 @@ class ONNXRuntimeBenchmarker:
         }
 
     def _write_float32_copy(self, candidate: Candidate, folder: Path) -> Path | None:
-        """Return the float32 form of a file that the CPU provider computes wrongly; None where it is right.
+        """Return a float32 copy of a file that the CPU provider computes wrongly, or None for other files.
 
-        Pairs of the harness are always right: its dialects for ONNX Runtime have none in 16 bits.
+        Files of the harness are right, because its dialects for ONNX Runtime have no pairs in 16 bits.
 
         Raises:
             BuildFailed: The file cannot be read.
@@ -236,7 +234,7 @@ class ONNXRuntimeBenchmarker:
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1
         if self._threads != 1:
-            # Threads that wait for the next run would take the cores of what is timed in turns with this.
+            # Threads that spin between runs would take cores from the engine that is timed in turns with this one.
             options.add_session_config_entry("session.force_spinning_stop", "1")
         options.execution_mode = self._ort.ExecutionMode.ORT_SEQUENTIAL
         options.graph_optimization_level = getattr(
@@ -248,18 +246,18 @@ class ONNXRuntimeBenchmarker:
         if profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, str(profile / "profile")
         own: dict[str, dict[str, Any]] = {
-            # TensorRT reads Q/DQ only where INT8 is allowed; a float model would then ask for a calibration.
+            # TensorRT needs INT8 enabled to read Q/DQ pairs; a float model with INT8 enabled would need a calibration.
             "TensorrtExecutionProvider": {"trt_fp16_enable": self._float == "f16", "trt_int8_enable": quantized},
         }
         providers = [(name, own.get(name, {})) for name in PROVIDER_NAMES[self._provider]]
         return self._ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
 
     def _check_device(self) -> None:
-        """Raise if a compiled-in provider lacks its libraries or its GPU and would silently fall back to the CPU."""
+        """Raise `UserError` if a provider lacks its libraries or GPU; ONNX Runtime would silently use the CPU."""
         from harness.graph.builder import GraphBuilder
 
         wanted, missing = PROVIDER_NAMES[self._provider][0], io.StringIO()
-        with redirect_stdout(missing):  # it prints what it cannot load
+        with redirect_stdout(missing):  # it prints the libraries that it cannot load
             self._ort.preload_dlls()
         why = missing.getvalue().partition("\n")[0] or "it fell back to the CPU"
         builder = GraphBuilder("probe")
@@ -281,7 +279,7 @@ class ONNXRuntimeBenchmarker:
 
 
 class _ONNXRuntimeProbe:
-    """Session with a binding for the timed runs; inputs and outputs stay on the device that runs it."""
+    """Session with inputs and outputs of timed runs in fixed memory of the device."""
 
     def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], device: str) -> None:
         self._session = session
@@ -295,7 +293,7 @@ class _ONNXRuntimeProbe:
             self._binding.bind_output(value.name, device)
 
     def sample(self, n: int) -> Sequence[float]:
-        """Time n synchronous runs on memory bound beforehand; on a GPU a run ends when the GPU is done."""
+        """Time n synchronous runs; on a GPU a run ends when the GPU has finished."""
         with translate_errors(MeasureFailed, "ONNX Runtime", self._errors):
             return time_calls(partial(self._session.run_with_iobinding, self._binding), n)
 
@@ -306,11 +304,11 @@ class _ONNXRuntimeProbe:
 
 
 class _CPUProbe(_ONNXRuntimeProbe):
-    """Probe of a session on the CPU, whose runs use the thread that calls them ("Thread management": thread-safe)."""
+    """Probe of a session on the CPU, which several threads may run (ONNX Runtime docs, "Thread management")."""
 
     def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], threads: int) -> None:
         super().__init__(session, ort, errors, "cpu")
-        self.concurrency = count_cores() if threads == 1 else 1  # more threads are one pool, which all runs share
+        self.concurrency = count_cores() if threads == 1 else 1  # all runs would share one pool of more threads
 
     def concurrently(self, count: int) -> AbstractContextManager[Infer]:
         return nullcontext(self.infer)

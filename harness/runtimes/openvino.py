@@ -1,4 +1,4 @@
-"""Latency on OpenVINO's CPU plug-in: real INT8 kernels on any x86 or Arm machine, no GPU needed."""
+"""Latency on OpenVINO's CPU plug-in, which has INT8 kernels for x86 and Arm."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ FEED_ERRORS = (RuntimeError, TypeError, ValueError, KeyError)
 
 
 def engine_properties(threads: int, precision: str, streams: int = 1) -> dict[str, Any]:
-    """Return the properties of a compiled model that is timed.
+    """Return the properties with which a model is compiled for timing.
 
     Args:
-        threads: Inference threads of all streams together.
+        threads: Number of inference threads of all streams together.
         precision: Precision of float operations, "f32" or "bf16".
-        streams: Inferences that run at the same time; 1: for latency, more: for throughput.
+        streams: Number of inferences at the same time: 1 for latency, more for throughput.
     """
     return {
         "INFERENCE_NUM_THREADS": threads,
@@ -54,20 +54,20 @@ class OpenVINOBenchmarker:
     """Time models in OpenVINO on the CPU: one stream and synchronous inference, or the throughput of several streams.
 
     Args:
-        threads: Inference threads of all streams together, at most the cores that this process may use.
-        precision: Precision of float operations (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" leaves it to the
-            harness, which times both where the CPU reports BF16; until it has, that is FP32.
-        profile: Count the time of every layer, for `layers`; it costs time itself, so not for comparisons.
-        reduce_range: Store weights in 7 bits (dialect `openvino_7bit`); None: where the processor adds products in 16
-            bits, in which those of 8 bits saturate.
-        integer_kernels: False: compute every quantization as the file describes it, in float; a reference.
-        streams: Above 1, a reading is the time per inference while this number of asynchronous requests is kept
-            running: the inverse of the throughput.
+        threads: Number of inference threads of all streams together, at most the cores that this process may use.
+        precision: Precision of float operations (OpenVINO's `INFERENCE_PRECISION_HINT`). "auto" is FP32, unless the CPU
+            reports BF16: then the harness times both and uses the faster one.
+        profile: Record the time of every layer, for `layers`. This takes time, so do not compare such engines.
+        reduce_range: Store weights in 7 bits (dialect `openvino_7bit`); None: only on a processor that adds products in
+            16 bits, where 8 bits saturate.
+        integer_kernels: Whether quantized operators run in integers; if False, they are computed in float as the file
+            describes them, for a reference.
+        streams: Number of asynchronous requests; above 1, a reading is the time per inference while all of them run,
+            which is the inverse of the throughput.
 
     Raises:
         UserError: OpenVINO is not installed.
-        ValueError: More threads than cores, more streams than threads, an unknown precision, or BF16 on a CPU without
-            it.
+        ValueError: There are more threads than cores or more streams than threads, or the CPU lacks the precision.
     """
 
     # CPUs have no FP8 kernels: OpenVINO converts to float and back, so scores are true and latencies are not.
@@ -130,10 +130,10 @@ class OpenVINOBenchmarker:
         return Artifact(engine=compiled, info={"layers": dict(sorted(counts.items()))})
 
     def save(self, candidate: Candidate, path: Path) -> None:
-        """Write the candidate's engine to a file for `load` ("Model caching": export of a compiled model).
+        """Write the candidate's engine to a file for `load` (OpenVINO docs, "Model caching").
 
         Raises:
-            BuildFailed: See `build`.
+            BuildFailed: OpenVINO refuses the model.
         """
         artifact = self.build(candidate, path.parent)
         exported = io.BytesIO()
@@ -151,10 +151,10 @@ class OpenVINOBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_OpenVINOProbe]:
-        """Open a probe whose inputs are bound once.
+        """Open a probe with inputs in fixed memory.
 
         Raises:
-            MeasureFailed: No fixed input can be made for an input's type.
+            MeasureFailed: An input has a type without random values.
         """
         yield _OpenVINOProbe(
             artifact.engine, self._ov, self._streams, count_cores() // self._threads, self._copy_with_streams
@@ -193,11 +193,14 @@ class OpenVINOBenchmarker:
 
 
 class _OpenVINOProbe:
-    """Compiled model with requests of their own for evaluation, which never touches the inputs that are timed.
+    """Compiled model with separate requests for timing and evaluation.
 
     Args:
-        cores: Number of inferences with the threads of the engine for which this process has cores.
-        copy: Returns a copy of the engine with a number of streams.
+        compiled: Compiled model.
+        ov: Module `openvino`.
+        streams: Number of streams of the model.
+        cores: Number of inferences that may run at the same time without sharing cores.
+        copy: Function that returns a copy of the engine with a number of streams.
     """
 
     def __init__(self, compiled: Any, ov: Any, streams: int, cores: int, copy: Callable[[Any, int], Any]) -> None:
@@ -220,16 +223,16 @@ class _OpenVINOProbe:
                 request.set_tensor(port, ov.Tensor(self._inputs[port.any_name], shared_memory=True))
 
     def sample(self, n: int) -> Sequence[float]:
-        """Time n inferences on inputs bound beforehand; outputs are not copied."""
+        """Time n inferences without copies of inputs and outputs."""
         with translate_errors(MeasureFailed, "OpenVINO", COMPILE_ERRORS):
             if self._streams == 1:
                 return time_calls(partial(self._queue[0].infer, share_outputs=True), n)
             return self._time_throughput(n)
 
     def _time_throughput(self, n: int) -> Sequence[float]:
-        """Return n times per inference in ms, each over as many inferences as there are streams.
+        """Return n readings of the time per inference in ms, each over as many inferences as there are streams.
 
-        The requests before the first reading and after the last one keep the streams busy and are not counted.
+        Further requests before the first and after the last reading keep all streams busy.
         """
         self._ends_ns.clear()
         for _ in range((n + 3) * self._streams):
@@ -240,16 +243,16 @@ class _OpenVINOProbe:
         return readings
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return the outputs by the model's names of them; floating-point ones as float32."""
+        """Return the outputs by their names in the model, floating-point ones as float32."""
         if self._scored is None:
             self._scored = self._compiled.create_infer_request()
         return self._run(self._scored, feeds)
 
     @contextmanager
     def concurrently(self, count: int) -> Iterator[Infer]:
-        """See `harness.api.InfersConcurrently`: a stream runs one inference at a time, so the engine is copied.
+        """Yield an inference function for several threads, which uses a copy of the engine with more streams.
 
-        OpenVINO cannot copy an engine that was read from a file; its inferences wait for each other.
+        OpenVINO cannot copy an engine that was read from a file; its inferences run one after the other.
         """
         try:
             engine = self._copy(self._compiled, count)
@@ -270,7 +273,7 @@ class _OpenVINOProbe:
         yield infer
 
     def _run(self, request: Any, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run a request of the engine or of its copy, which has the same outputs in the same order."""
+        """Run a request of the engine or of its copy, and return the outputs by name."""
         with translate_errors(MeasureFailed, "OpenVINO", FEED_ERRORS):
             results = request.infer(dict(feeds)).values()
         named = zip(self._compiled.outputs, results, strict=True)
@@ -278,7 +281,7 @@ class _OpenVINOProbe:
 
 
 def _output_names(port: Any) -> list[str]:
-    """Return the names of an output, without those of tensors that were merged into it (in front of a no-op Cast)."""
+    """Return the names of an output, without those of tensors before a no-op Cast, which OpenVINO merged into it."""
     own = str(port.node.get_friendly_name()).rpartition("/")[0]
     return [own] if own in port.names else sorted(port.names)
 
@@ -286,8 +289,8 @@ def _output_names(port: Any) -> list[str]:
 def _import_openvino() -> Any:
     """Import OpenVINO without its telemetry.
 
-    Importing it reports to a server and writes to the home folder unless `openvino_telemetry` cannot be imported; it
-    then takes its own stub (openvino/tools/ovc/telemetry_utils.py).
+    Its import reports to a server and writes to the home folder, unless `openvino_telemetry` cannot be imported; then
+    OpenVINO uses a stub (openvino/tools/ovc/telemetry_utils.py).
 
     Raises:
         UserError: It is not installed.
@@ -301,7 +304,7 @@ def _import_openvino() -> Any:
 
 
 def _dimension_sizes(shape: Any) -> list[object]:
-    """Return sizes as integers, and as text if a size is dynamic; a dynamic rank is one dynamic size."""
+    """Return the sizes of a shape, dynamic ones as text; a dynamic rank gives one dynamic size."""
     if shape.rank.is_dynamic:
         return ["..."]
     return [str(size) if size.is_dynamic else size.get_length() for size in shape]
@@ -318,7 +321,7 @@ def _port_dtype(port: Any) -> np.dtype[Any]:
 def _read_executed_layers(compiled: Any) -> tuple[Layer, ...]:
     """Return the layers of the execution graph (OpenVINO docs, "Query device properties", runtime information).
 
-    Nodes computed from constants only, such as weights in another type or layout, run once and take no inference time.
+    Nodes that depend only on constants, such as conversions of weights, run once and have no time.
     """
     ordered = compiled.get_runtime_model().get_ordered_ops()
     once = _constant_nodes(ordered)

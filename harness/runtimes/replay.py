@@ -1,4 +1,4 @@
-"""A benchmarker that answers from a recorded table: real latencies at the price of a look-up."""
+"""Benchmarker that takes its readings from a replay table instead of a device."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ERROR_BY_STAGE: Mapping[str, type[CandidateError]] = {"measure": MeasureFailed, 
 
 
 class ReplayBenchmarker:
-    """Answer from a recorded table: samples are drawn from those that were measured for the same placement.
+    """Draw the samples of a placement from those that were measured for it.
 
     Args:
         table: File that `qdq record` wrote.
-        noise_seed: Repeats the draws of a run; None draws anew each time, as a real machine does.
-        base: Set by the harness: folder that a relative path starts from; None: the working folder.
+        noise_seed: Seed of the draws; None: other draws in each run, as on a real machine.
+        base: Folder that a relative path starts from, which the harness sets; None: the working folder.
 
     Raises:
-        UserError: No such table, or a damaged one.
+        UserError: The table does not exist or is damaged.
     """
 
     capabilities = Capabilities(in_process=True)
@@ -46,8 +46,8 @@ class ReplayBenchmarker:
         """Return the recorded engine.
 
         Raises:
-            BuildFailed: The table does not have this placement, or its build failed when it was recorded.
-            MeasureFailed, EvaluationFailed: It failed later then.
+            BuildFailed: The table does not have the placement, or a failure of its build.
+            MeasureFailed, EvaluationFailed: The table has a failure of its timing or evaluation.
         """
         facts, row = self._table.metadata, self._table.rows.get(candidate.digest)
         foreign = next((edge for edge, _ in candidate.edges if edge not in self._edges), None)
@@ -75,7 +75,7 @@ class ReplayBenchmarker:
         yield artifact.engine
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the recorded backend's facts under this name: latencies are those of its device, not of this one."""
+        """Return the facts of the recorded backend, with the device that was measured, under the name "replay"."""
         backend = self._table.metadata.backend
         return {
             "name": "replay",
@@ -88,7 +88,7 @@ class ReplayBenchmarker:
 
 
 class _ReplayProbe:
-    """Draws from recorded samples."""
+    """Probe that draws readings from recorded samples."""
 
     def __init__(self, samples_ms: Sequence[float], rng: np.random.Generator) -> None:
         self._samples_ms = np.asarray(samples_ms)

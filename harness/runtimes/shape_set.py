@@ -1,15 +1,14 @@
-"""Latency of one placement at several shapes, behind the contract of a benchmarker: an engine for each shape.
+"""Benchmarker that times one placement at several input shapes, with an engine for each shape.
 
-A reading combines one inference at each shape into one number in ms, so that intervals, turns, races and confirmations
-are those of any latency:
+A reading combines one inference at each shape into one number in ms, so that all statistics are those of any latency:
 
-- "weighted": the sum of the latencies, weighted by the shares of the requests: the expected time of a request. Its
-  ratio to the float model's is that of the total times of the same requests. A mean of ratios would let a rare small
-  shape outweigh the one that takes most of the time.
-- "worst": the latency at the shape that is slowest relative to the float model's, times the float model's mean over
-  that shape's: the ratio to the float model is that of the worst shape. The shape is chosen by medians of several
-  readings, because the largest of single readings is large by chance. The float model's latencies are measured once, so
-  that the scale is the same for all engines; a speed of the machine that all shapes share cancels in ratios.
+- "weighted": the mean of the latencies, weighted by the shares of the requests, so the expected time of a request. The
+  speedup is the ratio of the total times of the same requests. A mean of ratios would let a rare small shape outweigh
+  the one that takes most of the time.
+- "worst": the largest ratio to the float model's latency at the same shape, times the mean latency of the float model.
+  So the speedup is that of the worst shape. This shape is selected by medians of several readings, because the largest
+  of single readings is large by chance. The latencies of the float model are measured once, so that the scale is the
+  same for all engines; changes of the machine's speed cancel in ratios.
 """
 
 from __future__ import annotations
@@ -35,10 +34,11 @@ class TimedShape:
     """Shape that placements are timed at.
 
     Attributes:
-        label: Name, such as "batch=8".
+        label: Name of the shape, for instance "batch=8".
         share: Share of the requests; the shares of a set add up to 1.
-        file: The float model at this shape; None: the shape is that of the search.
-        float_ms: Latency of the float model at this shape, for the objective "worst".
+        inputs: Shape of each input by name.
+        file: File of the float model at this shape; None if it is the shape of the search.
+        float_ms: Latency of the float model in ms at this shape, for the objective "worst"; otherwise 0.
     """
 
     label: str
@@ -50,11 +50,11 @@ class TimedShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeSet:
-    """Shapes with an objective; called with a benchmarker, it returns one that times engines at all shapes.
+    """Shapes with an objective; a call with a benchmarker returns one that times engines at all shapes.
 
     Attributes:
-        objective: See the module.
-        float_file: The float model at the shape of the search, which candidates are made from.
+        objective: "weighted" or "worst", see the module.
+        float_file: File of the float model at the shape of the search, into which Q/DQ pairs are inserted.
     """
 
     objective: Literal["weighted", "worst"]
@@ -66,16 +66,19 @@ class ShapeSet:
 
     @property
     def text(self) -> str:
-        """Objective and shapes in words."""
+        """Description of the objective and the shapes, for tables."""
         if self.objective == "worst":
             return f"worst ratio to float over {'; '.join(shape.label for shape in self.shapes)}"
         return f"weighted mean over {'; '.join(f'{shape.label} ({shape.share:.4g})' for shape in self.shapes)}"
 
     def combine(self, latencies_ms: Array) -> Array:
-        """Return the combined readings.
+        """Combine the readings at all shapes.
 
         Args:
-            latencies_ms: Readings in ms, one row a shape.
+            latencies_ms: Readings in ms, with shape [shapes, readings].
+
+        Returns:
+            One latency in ms for each reading.
         """
         if self.objective == "weighted":
             return np.array([shape.share for shape in self.shapes]) @ latencies_ms
@@ -93,7 +96,7 @@ class _Engines:
 
 
 class _ShapeSetBenchmarker:
-    """Benchmarker with an engine for each shape; a candidate that is `alone` has one of its own file."""
+    """Benchmarker with an engine for each shape; a candidate that is `alone` has one engine of its own file."""
 
     def __init__(self, inner: Benchmarker, shapes: ShapeSet) -> None:
         self._inner, self._set = inner, shapes
@@ -104,7 +107,7 @@ class _ShapeSetBenchmarker:
         """Build the engines.
 
         Raises:
-            BuildFailed: The runtime refuses one, or the Q/DQ pairs have no place in the model at another shape.
+            BuildFailed: The runtime refuses a model, or the model at another shape lacks a node for a Q/DQ pair.
         """
         if candidate.alone:
             return self._inner.build(candidate, workdir)
@@ -131,7 +134,7 @@ class _ShapeSetBenchmarker:
 
             @cache
             def find_searched() -> Probe:
-                """Return the probe at the shape of the search, which outputs are asked of."""
+                """Return the probe at the shape of the search, on which evaluators run."""
                 for shape, probe in zip(self._set.shapes, probes, strict=True):
                     if shape.file is None:
                         return probe
@@ -158,7 +161,7 @@ class _ShapeSetBenchmarker:
         fixed, other = self._float_model(self._set.float_file), self._float_model(shape.file)
         try:
             return transfer_file(fixed, path, other, target)
-        except UserError as error:  # would end the run otherwise
+        except UserError as error:  # a failure of this candidate, which must not end the run
             raise BuildFailed(f"{path.name} at {shape.label}: {error}") from error
 
 
@@ -170,7 +173,7 @@ class _ShapeSetProbe:
     def sample(self, n: int) -> Sequence[float]:
         """Time n inferences at each shape, one shape after the other, and return n combined readings.
 
-        Where there are several, the first of a shape is not counted: the engines of other shapes had the caches.
+        If n is above 1, one more inference at each shape is run first and not counted, because it fills the caches.
         """
         for probe, known in zip(self._probes, self._readings, strict=True):
             if n > 1:

@@ -1,8 +1,8 @@
 """Simulated runtime with known latencies, to check searchers, intervals and rankings.
 
-Every quantized edge has an effect and so has every pair of them, drawn by hashing their names with a seed. Wanted edges
-make the model faster, alone and more so in company; unwanted ones make it slower, and more so next to wanted ones. So
-the planted optimum is: exactly the wanted edges.
+Every quantized edge has an effect on latency, and so have pairs of edges; a hash of their names and a seed gives the
+values. Wanted edges make the model faster, and pairs of them more so; other edges make it slower, and pairs with wanted
+edges more so. So the optimum is known: exactly the wanted edges are quantized.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedBenchmarker:
-    """Make up latencies by a formula with seeded noise, for tests and studies; no model file is read.
+    """Compute latencies by a formula with seeded noise, for tests and studies; no model file is read.
 
     Args:
-        seed: Of the landscape.
-        base_ms: Latency without any Q/DQ pair.
-        effect: Typical share of latency that one edge or pair is worth; 0 makes a flat landscape.
-        wanted_share: Share of edges that are wanted.
-        max_speedup: No placement reaches more than this, or less than its inverse.
-        noise: Standard deviation of the logarithm of one reading around its build's latency.
-        build_noise: The same of a build's latency around that of its process.
-        process_noise: The same of all latencies of a process (an instance of this class) around the truth.
-        wander: The same of the machine's own speed, which changes slowly, for all engines of a process alike: what
-            readings taken side by side share.
-        wander_readings: Readings after which the machine's speed has forgotten about two thirds of what it was.
-        outliers: Share of readings that something else delays, by an exponential time with a mean of `outlier_size`
-            times the latency; below one half they leave the median alone, as good as.
-        outlier_size: See `outliers`.
-        warmup: Share by which the first reading of an engine is slower; each reading has nine tenths of the last's.
-        drift: Share by which latency grows from one reading to the next.
-        failure_rate: Share of placements that cannot be built; the float model always can.
-        noise_seed: Repeats the noise of a run; None draws new noise each time, as a real machine does.
+        seed: Seed of the effects of edges and pairs.
+        base_ms: Latency in ms without any Q/DQ pair.
+        effect: Typical share of the latency by which one edge or pair changes it; 0: none has an effect.
+        wanted_share: Share of the edges that are wanted, so that make the model faster.
+        max_speedup: Limit of the speedup of any placement; its inverse is the limit of the slowdown.
+        noise: Standard deviation of the logarithm of a reading around the latency of its build.
+        build_noise: Standard deviation of the logarithm of a build's latency around that of its process.
+        process_noise: Standard deviation of the logarithm of a factor for a whole process (an instance of this class).
+        wander: Standard deviation of the logarithm of the machine's speed, which changes slowly and for all engines of
+            a process alike.
+        wander_readings: Number of readings after which the correlation of the machine's speed has fallen to 1/e.
+        outliers: Share of the readings that are delayed, by an exponential time with a mean of `outlier_size` times the
+            latency.
+        outlier_size: Mean delay of outliers, as a multiple of the latency.
+        warmup: Share by which the first reading of an engine is slower; the share falls by a tenth at each reading.
+        drift: Share by which the latency grows from one reading to the next.
+        failure_rate: Share of the placements that cannot be built; the float model always can.
+        noise_seed: Seed of the noise; None: other noise in each run, as on a real machine.
     """
 
     seed: int = 0
@@ -79,13 +79,13 @@ class SimulatedBenchmarker:
         object.__setattr__(self, "_machine", _MachineNoise(self))
 
     def truth_ms(self, edges: Resolved, shape: str = "") -> float:
-        """Return the latency of a placement without noise; each shape has other effects."""
+        """Return the latency of a placement in ms without noise; the effects differ between shapes."""
         keys = np.array([self._hash(f"{shape}{edge}{precision}") for edge, precision in edges], dtype=np.uint64)
         wanted = _hash_to_unit_interval(keys) < self.wanted_share
         alone = np.where(wanted, -1.0, 1.0) * _hash_to_unit_interval(keys, salt=1)
         first, second = np.triu_indices(len(keys), k=1)
         pairs = keys[first] ^ keys[second]
-        # A tenth of the pairs know each other; a known pair helps only where both are wanted.
+        # A tenth of the pairs have an effect of their own, which is a gain only if both edges are wanted.
         known = _hash_to_unit_interval(pairs, salt=2) < 0.1
         together = np.where(wanted[first] & wanted[second], -1.0, 1.0) * known * _hash_to_unit_interval(pairs, salt=3)
         shift = self.effect * float(alone.sum() + together.sum())
@@ -98,7 +98,7 @@ class SimulatedBenchmarker:
         return bool(_hash_to_unit_interval(key)[0] < self.wanted_share)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
-        """Return the noise-free latency with this build's own noise.
+        """Return an engine whose latency has the noise of a new build.
 
         Raises:
             BuildFailed: The placement is one of those that fail.
@@ -148,7 +148,7 @@ class _MachineNoise:
 
 
 class _SimulatedProbe:
-    """Readings around one build's latency."""
+    """Probe that draws readings around the latency of one build."""
 
     def __init__(
         self, settings: SimulatedBenchmarker, latency_ms: float, machine: _MachineNoise, rng: np.random.Generator

@@ -41,7 +41,7 @@ class _RTXHandle:
     """Resources that need the plug-in and a GPU, created on first use.
 
     Attributes:
-        stream: Stream of all sessions: the plug-in takes one when a session is made.
+        stream: CUDA stream of all sessions, which the plug-in gets when a session is created.
     """
 
     ort: Any
@@ -58,8 +58,8 @@ class TensorRTRTXBenchmarker:
 
     Args:
         device: Number of the GPU.
-        cuda_graph: Let the plug-in capture a CUDA graph.
-        cold_l2: Overwrite the L2 cache before each inference. Never compare with warm readings.
+        cuda_graph: Whether the plug-in captures a CUDA graph.
+        cold_l2: Whether the L2 cache is overwritten before each inference; never compare with warm readings.
     """
 
     capabilities = Capabilities(dialect="tensorrt_rtx")
@@ -94,16 +94,16 @@ class TensorRTRTXBenchmarker:
         )
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
-        """Make the session from the candidate's file.
+        """Create a session from the candidate's file.
 
         Raises:
-            BuildFailed: ONNX Runtime or the plug-in refuses the model, or leaves a part of it to the CPU.
+            BuildFailed: ONNX Runtime or the plug-in refuses the model, or a part of it would run on the CPU.
             UserError: There is no plug-in or no GPU.
         """
         ready, path = self._ready, candidate.source()
         options = ready.ort.SessionOptions()
         options.log_severity_level = 3
-        # What the plug-in does not take would run on the CPU, and its time would be of another device.
+        # Operators that the plug-in does not support would run on the CPU, and the latency would be of two devices.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         settings = {
             "has_user_compute_stream": "1",
@@ -136,7 +136,7 @@ class TensorRTRTXBenchmarker:
         """Return the facts that results record; tables with these figures show `note`.
 
         Raises:
-            UserError: There is no plug-in or no GPU here: one sentence that says which and what to do.
+            UserError: The plug-in or a GPU is missing on this machine; the message has the remedy.
         """
         ready = self._ready
         return {
@@ -150,13 +150,13 @@ class TensorRTRTXBenchmarker:
 
 
 class _BoundSession:
-    """A session with its inputs and outputs in the plug-in's device memory."""
+    """Session with its inputs and outputs in the memory of the GPU."""
 
     def __init__(self, ready: _RTXHandle, session: Any) -> None:
         self._ready, self._session = ready, session
         self._binding = session.io_binding()
         self._run = ready.ort.RunOptions()
-        # Without it every run ends with a synchronization, which would be in the readings.
+        # Otherwise every run would end with a synchronization, whose time would be part of the readings.
         self._run.add_run_config_entry("disable_synchronize_execution_providers", "1")
         inputs = {value.name: (parse_dtype(value), tuple(value.shape)) for value in session.get_inputs()}
         values, place = ready.ort.OrtValue, ("gpu", ready.device.index, NVIDIA_VENDOR_ID)
@@ -180,7 +180,7 @@ class _BoundSession:
 
 
 class _RTXProbe:
-    """Session timed on bound memory; other inputs go through ONNX Runtime's own copies."""
+    """Probe that times a session on memory of the GPU; `infer` copies inputs and outputs by ONNX Runtime."""
 
     def __init__(self, ready: _RTXHandle, session: Any, timer: GpuTimer) -> None:
         self._ready, self._session, self._timer = ready, session, timer

@@ -1,7 +1,7 @@
 """Confirmation: candidates and baseline are rebuilt, timed in random turns and compared by paired ratios.
 
-The samples of a search select; these report, so that a candidate that looked best by chance does not keep its figure.
-Every fresh worker holds the baseline twice. The second copy is its A/A twin: the noise floor comes from the same
+A search selects by its own samples, of which the lowest are low by chance; so reported figures come from new ones.
+Every fresh worker builds the baseline twice. The second build is its A/A twin: the noise floor comes from the same
 builds, the same minutes and the same arithmetic as the speedups that it limits.
 """
 
@@ -25,11 +25,11 @@ from harness.timing.turn_log import TWIN, BuildKey, RowFailure, Turn, TurnEvent,
 from harness.timing.workers.engines import Engines
 from harness.timing.workers.trial_pool import WorkerKilled
 
-MAX_GROUP_ROWS = 10  # rows that are open at once with the baseline and its twin; more would only cost memory
-# Machines change their speed within a second (a sibling thread that works, another cloud guest): many short turns see
-# the same mixture for every row, a few long ones do not.
+MAX_GROUP_ROWS = 10  # rows that share a worker with the baseline and its twin; more would only take memory
+# A machine changes its speed within a second (work of a sibling thread or another cloud guest). With many short turns
+# every row gets the same mixture of speeds.
 MIN_CONFIRMATION_TURN_MS = 50.0
-TURN_WARMUP_MS = 10.0  # before each turn: loads an engine that others evicted back into the caches
+TURN_WARMUP_MS = 10.0  # before each turn, because other engines evicted this one from the caches
 MAX_TURN_SAMPLES = 200
 MIN_ROUNDS = 2  # of a build whose time is limited
 MAX_KILLS = 3  # of workers of one group of rows in one build
@@ -41,7 +41,7 @@ EngineFactory = Callable[[], AbstractContextManager[Engines]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRow:
-    """Row of a comparison: a model on one of the workers' benchmarkers."""
+    """Row of a comparison: a model, and the name of the benchmarker that builds it."""
 
     name: str
     candidate: Candidate
@@ -53,11 +53,13 @@ class RowSummary:
     """Result of the confirmation for one row.
 
     Attributes:
-        latency_ms: Median latency.
+        latency_ms: Median latency in ms.
         speedup: Latency of the baseline over that of the row, paired by turns.
         verdict: "faster", "tie" or "slower"; "wrong result in RUNTIME" or "saturates" for an engine that computes
             something else than its file specifies, see `harness.verification.output_comparison`.
-        fully_disturbed: All turns of the row were disturbed, so its verdict is uncertain.
+        builds: Number of builds of the row, with failures.
+        builds_ok: Number of builds that were timed.
+        fully_disturbed: Whether other processes disturbed all turns of the row, so that its verdict is uncertain.
     """
 
     latency_ms: Interval
@@ -69,11 +71,11 @@ class RowSummary:
 
     @property
     def recommended(self) -> bool:
-        """Return whether to deliver this row instead of the baseline; a tie does not justify a loss of accuracy."""
+        """Return whether to use this row instead of the baseline: a tie does not justify a loss of accuracy."""
         return self.verdict == "faster"
 
     def shrinkage(self, search_speedup: float) -> float:
-        """Return by how much the search overestimated the speedup; selecting the lowest reading makes this positive."""
+        """Return the speedup by the search's own samples minus the confirmed one; usually positive."""
         return search_speedup - self.speedup.value
 
 
@@ -82,10 +84,10 @@ class ConfirmationSummary:
     """Result of a confirmation.
 
     Attributes:
-        noise_floor: Gain of the baseline over its twin; smaller gains are ties.
+        noise_floor: Gain of the baseline over its twin as a share; smaller gains are ties.
         builds: Number of builds that all rows completed.
-        rows: By name, including the baseline, without rows that have no readings.
-        failed: Last failure of each row that has one, by name.
+        rows: Results by name, with the baseline and without rows that have no readings.
+        failed: Last failure of each row that failed, by name.
         disturbed: Share of the turns that other processes disturbed.
     """
 
@@ -108,14 +110,17 @@ def confirm(  # noqa: PLR0913 - what, where and how
 ) -> Iterator[TurnEvent]:
     """Time the rows against the baseline, and yield each event as it happens.
 
-    For each of `plan.builds` and each group of rows, a fresh worker builds all rows, then each is timed once in each of
-    `plan.rounds`, in random order. A row that fails leaves that build; if its worker died, the others start again in a
-    fresh one. Rounds that other processes disturbed are withheld and repeated at the end of the build; a repetition
-    that is disturbed again is marked, and counts.
+    For each build and each group of rows, a fresh worker builds all rows, and times each of them once in every round,
+    in random order. A row that fails is left out of that build; if its worker died, the other rows start again in a
+    fresh one. Rounds that other processes disturbed are repeated at the end of the build; turns of a repetition that is
+    disturbed too are marked, and count.
 
     Args:
-        done: Events of an interrupted confirmation of the same rows. Finished workers are not repeated; an unfinished
-            one is replaced, and so are its events.
+        open_engines: Function that opens engines in a fresh worker.
+        schedule: Numbers of builds, rounds and samples.
+        rng: Generator of the order of the rows.
+        done: Events of an interrupted confirmation of the same rows. Finished workers are not repeated; the events of
+            an unfinished one do not count.
         seconds: Time for all builds. If the first build exceeds its share, it ends after the current round, but has at
             least `MIN_ROUNDS`, and each later build has as many rounds.
 
@@ -143,7 +148,7 @@ class BuildTurns:
     """Turns of one group of rows in one build.
 
     Attributes:
-        worker: See `Turn.worker`.
+        worker: Number of the current worker, see `harness.timing.turn_log.Turn`.
         rounds: Number of rounds; fewer than those of the plan if the time `until_s` was up.
     """
 
@@ -171,7 +176,7 @@ class BuildTurns:
         self._alive: dict[str, TimedRow] = {}
 
     def run(self, members: Sequence[TimedRow], open_engines: EngineFactory) -> Iterator[TurnEvent]:
-        """Yield the events of this group, over as many workers as its rows crash or other processes kill."""
+        """Yield the events of this group; a worker that dies is replaced."""
         self._alive = {row.name: row for row in (*self._bases, *members)}
         complete, kills = False, 0
         while not complete:
@@ -227,7 +232,7 @@ class BuildTurns:
     def _run_round(
         self, number: int, engines: Engines, handles: Mapping[str, int]
     ) -> Generator[TurnEvent, None, Sequence[Turn] | None]:
-        """Time each row once, in random order; yield failures, return the turns, or None if the worker died."""
+        """Time each row once in random order; yield failures, and return the turns, or None if the worker died."""
         turns: list[Turn] = []
         for row in self._shuffle_rows():
             samples = engines.sample(handles[row], self._sampling)
@@ -294,7 +299,7 @@ def summarize_turns(events: Iterable[TurnEvent], baseline: str, noise_floor: flo
 
 
 def summarize_parts(events: Iterable[TurnEvent], baseline: str) -> dict[str, ConfirmationSummary]:
-    """Return the summary of each part of composed latencies, by name: of the same turns, by the medians of the part."""
+    """Return a summary for each part of the latencies by name (see `harness.api.ReportsParts`), from its medians."""
     turns = list(events)
     parts = dict.fromkeys(part for event in turns if isinstance(event, Turn) for part in event.parts_ms)
     return {
@@ -313,7 +318,7 @@ def estimate_noise_floor(matrix: TurnMatrix, baseline: str) -> float:
 
 
 def _finished_rows(matrix: TurnMatrix, rounds: int) -> Mapping[BuildKey, set[str]]:
-    """Return the rows that completed all rounds, or failed, by worker."""
+    """Return the rows that completed all rounds or failed, by build and group."""
     finished: dict[BuildKey, set[str]] = defaultdict(set)
     for row in {*matrix.turns, *matrix.failed}:
         complete = [key for key, turns in matrix.turns[row].items() if len(turns) >= rounds]

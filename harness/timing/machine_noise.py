@@ -1,4 +1,4 @@
-"""Disturbances of a timing: clock, temperature, load and other processes. Values that cannot be read are absent."""
+"""Disturbances of a timing: clock, temperature, load and other processes. Values that cannot be read are None."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-THROTTLED_CLOCK_RATIO = 0.9  # smaller changes of the clock are the governor's normal operation
-MAX_WAIT_SHARE = 0.1  # of the time, waiting for a core; the median is robust against less
-MAX_STEAL_SHARE = 0.03  # of the cores' time, given to other guests; an idle hypervisor takes less than 1 %
-MAX_OTHER_LOAD_SHARE = 0.25  # of the time of our cores and their sibling threads, used by other processes
-CPU_TIME_RESOLUTION_S = 0.02  # two of Linux' ticks of 10 ms, which show nothing
-MAX_CLOCKS_READ = 4  # enough to see the core that works, few enough on machines with hundreds
+THROTTLED_CLOCK_RATIO = 0.9  # a clock above this share of the earlier one is normal operation of the governor
+MAX_WAIT_SHARE = 0.1  # largest share of the time without a core; the median is robust against less
+MAX_STEAL_SHARE = 0.03  # largest share of the cores' time for other guests; an idle hypervisor takes less than 1 %
+MAX_OTHER_LOAD_SHARE = 0.25  # largest share of the time of our cores and their sibling threads for other processes
+CPU_TIME_RESOLUTION_S = 0.02  # smaller CPU times are below Linux' resolution (two ticks of 10 ms)
+MAX_CLOCKS_READ = 4  # number of cores whose clock is read, because machines may have hundreds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,13 @@ class MachineSnapshot:
     own_s: float | None = None
 
     def facts(self) -> dict[str, float]:
-        """Return the values that are recorded with the readings."""
+        """Return clock, temperature and load by name for the record, as far as they are known."""
         values = {"mhz": self.mhz, "temperature_c": self.temperature_c, "load": self.load}
         return {name: round(value, 2) for name, value in values.items() if value is not None}
 
 
 class MachineMonitor:
-    """Reader of machine snapshots; finds the files once, because that takes longer than reading them."""
+    """Reader of machine snapshots. The constructor finds the files of the kernel, which takes longer than a reading."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in _allowed_cores()}
@@ -160,8 +160,8 @@ def _sibling_threads(core: Path) -> list[int]:
 def process_tree(pid: int) -> Iterator[int]:
     """Yield a process and its descendants that are still running.
 
-    The kernel lists each thread's children. psutil searches all processes of the machine, which takes milliseconds, ten
-    times those on a server, of a core that the worker may be timing on.
+    The kernel's list of the children of each thread is used, because psutil searches all processes of the machine. That
+    takes 1 to 10 ms of a core on which a worker may be timing.
     """
     pending = [pid]
     while pending:

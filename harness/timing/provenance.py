@@ -1,4 +1,4 @@
-"""Environment of a measurement: libraries, processor, limits, load, GPUs, code. Unreadable facts are absent."""
+"""Environment of a measurement: libraries, processor, limits, load, GPUs, code. Unreadable facts are left out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CPU_FOLDER = "/sys/devices/system/cpu"
 
 
 def describe_environment(commit: str | None = None) -> dict[str, Any]:
-    """Return facts about this machine and this installation; `commit` defaults to `git_commit()`."""
+    """Return facts about this machine and this installation as JSON values; `commit` defaults to `git_commit()`."""
     probes: Mapping[str, Callable[[], Any]] = {
         "python": platform.python_version,
         "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -66,7 +66,7 @@ def comparability_key(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpu_kinds(gpus: Iterable[Mapping[str, str]]) -> list[dict[str, str | None]]:
-    """Return each kind of GPU once: an engine runs on one, so their number does not matter."""
+    """Return each kind of GPU once, because an engine runs on one GPU, whatever their number."""
     kinds = {(gpu.get("name"), gpu.get("driver_version")) for gpu in gpus}
     return [{"name": name, "driver_version": driver} for name, driver in sorted(kinds, key=repr)]
 
@@ -82,7 +82,7 @@ def lacks_vnni(facts: Mapping[str, Any]) -> bool:
 
 
 def machine_lacks_vnni() -> bool:
-    """Return `saturates` for this machine; False if its processor cannot be read."""
+    """Return `lacks_vnni` for this machine; False if its processor cannot be read."""
     return lacks_vnni({"cpu": _or_none(_cpu_facts) or {}})
 
 
@@ -114,7 +114,7 @@ def count_cores() -> int:
 
 
 def validate_threads(threads: object) -> int:
-    """Return a number of threads; raise `ValueError` above the number of cores, where the scheduler is timed."""
+    """Return a number of threads; raise `ValueError` above the number of cores, which would also time the scheduler."""
     if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= count_cores():
         raise ValueError(f"threads: 1 to {count_cores()} (the cores that this process may use), but got {threads!r}")
     return threads
@@ -147,7 +147,7 @@ def format_options(options: Mapping[str, Any]) -> str:
 
 
 def format_scenario(options: Mapping[str, Any]) -> str:
-    """Return what a reading is, from an engine's options: "latency on 1 thread, weighted mean over batch=1 (0.7); ...".
+    """Return the kind of a reading as text, such as "latency on 1 thread, weighted mean over batch=1 (0.7); ...".
 
     Args:
         options: Options of an engine, see `harness.api.Benchmarker.describe`.
@@ -159,7 +159,7 @@ def format_scenario(options: Mapping[str, Any]) -> str:
 
 
 def _or_none(probe: Callable[[], Any]) -> Any:
-    """Return the probe's value, or None if this machine does not offer it."""
+    """Return the result of a function, or None if it raises, because this machine does not offer the value."""
     try:
         return probe()
     except (OSError, ValueError, KeyError, AttributeError, StopIteration, ImportError, subprocess.SubprocessError):
@@ -167,7 +167,7 @@ def _or_none(probe: Callable[[], Any]) -> Any:
 
 
 def _run_probes(probes: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Return the values of the probes that have one."""
+    """Return the results of functions by name, without those that raise or return None."""
     values = {name: _or_none(probe) for name, probe in probes.items()}
     return {name: value for name, value in values.items() if value is not None}
 

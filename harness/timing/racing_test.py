@@ -1,10 +1,9 @@
-"""Statistical test of a race: which candidates noise may still put first.
+"""Statistical test of a race: elimination of candidates that are slower than the best by more than noise.
 
-After each round, candidates that are slower than the best by more than noise and fresh builds explain are eliminated,
-and the others continue, so that turns are spent where they are informative (López-Ibáñez et al., "The irace package",
-Operations Research Perspectives 3, 2016, section 2: races with Student's t-test, uncorrected, because a correction
-keeps too many candidates). Turns of one build share its effect, so the test over turns is of a gap beyond the
-differences between builds of one model (`by_builds`).
+After each round, candidates are eliminated whose distance to the best exceeds noise and the differences between builds;
+the others get more turns (López-Ibáñez et al., "The irace package", Operations Research Perspectives 3, 2016, section
+2: races with Student's t-test, uncorrected, because a correction keeps too many candidates). Turns of one build share
+its effect, so the test subtracts the differences between builds of one model first (`build_variance_slack`).
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import numpy.typing as npt
 
 from harness.statistics import MIN_CLAIMED_GAIN
 
-TURNS_PER_RACING_ROUND = (8, 8, 16)  # each as long as all before it, which cuts the remaining noise by a third
-RACING_CONFIDENCE = 0.95  # of one one-sided test between two candidates that were not selected by their readings
+TURNS_PER_RACING_ROUND = (8, 8, 16)  # each round doubles the number of turns, which reduces the noise by a third
+RACING_CONFIDENCE = 0.95  # of a one-sided test between two candidates that were not selected by their readings
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -29,26 +28,26 @@ def build_variance_slack(rounds: int, noise_floor: float = 0.0) -> float:
 
     Args:
         rounds: Number of rounds, each with fresh builds.
-        noise_floor: Share by which builds of the float model differ. At least the smallest gain that a verdict claims
-            is used.
+        noise_floor: Share by which builds of the float model differ; raised to the smallest gain that a verdict claims.
     """
     return math.log1p(max(MIN_CLAIMED_GAIN, noise_floor)) / math.sqrt(rounds)
 
 
 def surviving(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> BoolArray:
-    """Return which candidates noise may still put among the best.
+    """Return a mask of the candidates that may still be among the best.
 
-    A candidate is eliminated if its turns are slower than those of the `best`-th (by the median over all turns) by more
-    than the slack, and beyond the limit of a paired one-sided t-test. Effects of a turn on all candidates cancel.
+    A candidate is eliminated if its turns are slower than those of the `best`-th candidate (by the median over all
+    turns) by more than the slack, and beyond the limit of a paired one-sided t-test. Effects of a turn on all
+    candidates cancel.
 
     Args:
-        log_ms: Logarithm of the latency, [..., candidate, turn]; NaN for turns that a candidate did not have. One
-            without a finite turn does not take part, and is eliminated.
-        best: Number of candidates to keep at least.
-        slack: See `by_builds`.
+        log_ms: Logarithms of latencies with shape [..., candidate, turn]; NaN for turns that a candidate did not have.
+            A candidate without a finite turn is eliminated.
+        best: Smallest number of candidates that survive.
+        slack: Difference of log latencies that is ignored, see `build_variance_slack`.
 
     Returns:
-        [..., candidate].
+        Mask with shape [..., candidate].
     """
     timed = np.isfinite(log_ms)
     takes_part = timed.any(axis=-1)
@@ -72,10 +71,11 @@ def race_winner(log_ms: FloatArray) -> npt.NDArray[np.intp]:
     """Return the winner of a complete race.
 
     Args:
-        log_ms: [..., candidate, turn], with the turns of all rounds; infinite for candidates that do not take part.
+        log_ms: Logarithms of the latencies in all rounds, with shape [..., candidate, turn]; infinite for candidates
+            that do not take part.
 
     Returns:
-        [...]: index of the candidate; the first of equal ones, also if none takes part.
+        Indices of the candidates with shape [...]; the first of equal ones, also if none takes part.
     """
     remaining = np.array(log_ms)
     for rounds, turns in enumerate(np.cumsum(TURNS_PER_RACING_ROUND), 1):
@@ -97,7 +97,7 @@ def _masked_median(values: FloatArray, mask: BoolArray) -> FloatArray:
 
 @lru_cache
 def _student_quantiles(most: int) -> FloatArray:
-    """Return Student's quantile by number of turns; infinite below two, which have no spread."""
+    """Return Student's quantile at each number of turns from 0 to `most`; infinite below two turns."""
     from scipy.special import stdtrit  # takes 0.3 s, and workers never need it
 
     return np.array([np.inf, np.inf, *stdtrit(np.arange(1, most), RACING_CONFIDENCE)][: most + 1])

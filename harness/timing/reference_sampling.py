@@ -1,9 +1,9 @@
 """Sampling against a reference engine, which removes changes of the machine's speed from a candidate's readings.
 
-Machines change their speed within a second: a sibling thread that works, another cloud guest, a clock that follows the
-temperature. Readings of two engines in short alternating turns share these changes, so their ratio does not contain
-them (a control variate; Kalibera and Jones, ISMM 2013, section 9, on ratios of paired readings). On the machine of the
-committed tables turns of 50 ms differ by a third, their ratios to adjacent turns of the reference by a tenth.
+A machine changes its speed within a second, by work of a sibling thread or another cloud guest, or by its temperature.
+Readings of two engines in short alternating turns share these changes, so their ratio does not contain them (a control
+variate; Kalibera and Jones, ISMM 2013, section 9, on ratios of paired readings). On the machine of the committed tables
+turns of 50 ms differ by a third, their ratios to adjacent turns of the reference by a tenth.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.timing.sampling import (
     sample_with_retry,
 )
 
-MIN_REFERENCE_TURN_MS = 10.0  # many short turns beat few long ones, but each needs an inference to warm the caches
+MIN_REFERENCE_TURN_MS = 10.0  # short, to follow the machine's speed; but each turn needs an inference for the caches
 MIN_TURN_SAMPLES = 2  # inferences of a turn, without the one that warms the caches
 MAX_TURN_SAMPLES = 200
 PAIRED_TIME_FACTOR = 2.0  # time limit of both engines together, in units of a candidate's limit alone
@@ -38,8 +38,8 @@ class ReferenceEngine:
     """Engine that candidates are timed against.
 
     Attributes:
-        probe: Its probe, warmed up.
-        level_ms: Its latency at the machine's usual speed, which sets the scale and is the same for a whole search.
+        probe: Open engine, warmed up.
+        level_ms: Latency of the reference in ms to which readings are scaled, the same for a whole search.
     """
 
     probe: Probe
@@ -56,20 +56,21 @@ def sample_against_reference(
 ) -> Samples:
     """Time an engine in turns with a fixed reference.
 
-    Every turn of the candidate lies between two of the reference. Its latency is the median of its inferences over the
-    mean of those two turns, times the reference's latency. Turns continue until the 95 % interval of their median is
-    narrower than `target`, the race is lost, or the time is up; they start over once if the machine was disturbed.
+    Every turn of the candidate is between two turns of the reference. Its latency is the median of its inferences over
+    the mean of those two turns, times `level_ms`. Turns continue until the 95 % interval of their median is narrower
+    than `target`, the engine is clearly slower than `rival`, or the time is up; they are repeated once if the machine
+    was disturbed.
 
-    Arguments and errors are those of `harness.timing.sampling.sample_engine`, with `rival` on the reference's scale.
+    Arguments and errors are those of `harness.timing.sampling.sample_engine`; `rival` was timed in the same way.
     """
     return sample_with_retry(lambda: _alternate_turns(probe, reference, sampling, rival), probe, sampling, machine)
 
 
 def _alternate_turns(probe: Probe, reference: ReferenceEngine, sampling: Sampling, rival: Interval | None) -> SampleRun:
-    """Make one attempt.
+    """Make one attempt of `sample_against_reference`.
 
-    A speed that both engines share cancels. Another process on the same core does not: it takes whole time slices,
-    which more of the longer inferences meet, so the slower of two engines loses more than its share.
+    Changes of speed that both engines share cancel. Another process on the same core does not cancel: it takes whole
+    time slices, which interrupt long inferences more often, so the slower engine loses more than its share.
     """
     candidate, other = PairedEngine(probe), PairedEngine(reference.probe)
     reference_ms = [other.take_turn()]
@@ -98,8 +99,8 @@ class PairedEngine:
     """Engine of an interleaved pair.
 
     Attributes:
-        spent_ms: Time of its inferences, including those that warm the caches.
-        counted: Number of its inferences, without those that warm the caches.
+        spent_ms: Time of all inferences in ms, including those that warm the caches.
+        counted: Number of inferences, without those that warm the caches.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -108,10 +109,9 @@ class PairedEngine:
         self.spent_ms, self.counted = 0.0, 0
 
     def take_turn(self) -> float:
-        """Return the median latency of one turn, whose first inference only warms the caches.
+        """Run one turn and return its median latency in ms; its first inference only warms the caches.
 
-        The number of inferences depends on the fastest one up to now, so that an interrupted one does not cut the turn
-        short.
+        The number of inferences follows from the fastest one so far, so that an interrupted one does not shorten turns.
         """
         (first,) = read_checked(self._probe, 1)
         self._fastest_ms = min(self._fastest_ms, first)

@@ -18,12 +18,12 @@ from harness.random_inputs import random_feeds
 from harness.statistics import Interval, median_ci
 from harness.timing.machine_noise import MachineMonitor, describe_disturbance
 
-WARMUP_WINDOW_SAMPLES = 5  # inferences whose medians are compared to detect warm-up
-MAX_WARMUP_FACTOR = 5  # times `warmup_ms`, after which an engine that is not steady is sampled as it is
+WARMUP_WINDOW_SAMPLES = 5  # size of the two windows whose medians are compared to detect warm-up
+MAX_WARMUP_FACTOR = 5  # after this multiple of `warmup_ms` an engine is sampled even if it is not steady
 STEADY_TOLERANCE = 0.02  # relative difference below which medians are equal for warm-up, drift and races
-MIN_RACE_SAMPLES = 6  # the fewest readings whose range covers the median with 95 %, so that a race can be lost
-CLOCK_JUMP_FACTOR = 1000.0  # no inference differs from its engine's median by this factor
-MIN_CLOCK_JUMP_MS = 10_000.0  # a slow reading below this is not a clock error: machines do pause
+MIN_RACE_SAMPLES = 6  # smallest number of readings whose range covers the median with 95 %
+CLOCK_JUMP_FACTOR = 1000.0  # a reading that differs from the median by this factor is an error of the clock
+MIN_CLOCK_JUMP_MS = 10_000.0  # a slow reading below this is no error of the clock, because machines may pause
 MAX_INFERENCE_MS = 3.6e6
 
 
@@ -32,18 +32,18 @@ class Samples:
     """Raw readings of one engine.
 
     Attributes:
-        latency_ms: In order of measurement, outliers included, warm-up excluded.
-        raw_ms: The clock's readings if `latency_ms` was sampled against a reference, one per turn.
-        reference_ms: The reference's turns, before the first of `raw_ms` and after each.
-        discarded_ms: Readings of a first attempt that was repeated.
-        disturbance: Reason of the repetition, or "".
-        disturbed: Disturbance of the readings that count although they were repeated, or "".
+        latency_ms: Latencies in order of measurement, with outliers and without warm-up.
+        raw_ms: Latency of each turn before the correction for drift, if a reference was timed too; else empty.
+        reference_ms: Latencies of the reference's turns, before the first of `raw_ms` and after each.
+        discarded_ms: Latencies of a first attempt that was repeated.
+        disturbance: Reason for the repetition, or "".
+        disturbed: Disturbance of the repetition, whose readings count anyway, or "".
         warmup: Number of inferences before the first reading.
-        measure_s: Wall-clock time of all attempts.
+        measure_s: Wall-clock seconds of all attempts.
         stable: Whether the warm-up ended in a steady state and the readings were neither disturbed nor drifting.
         saved: Estimated number of inferences that racing saved.
         conditions: Clock in MHz, temperature in °C and load average, if readable, and facts of the probe.
-        parts_ms: Median of each part, see `harness.api.ReportsParts`.
+        parts_ms: Median in ms of each part by name, see `harness.api.ReportsParts`.
     """
 
     latency_ms: tuple[float, ...]
@@ -91,9 +91,9 @@ def sample_engine(
 ) -> Samples:
     """Time an engine.
 
-    Warm up for `warmup_ms` and then until two consecutive windows agree; sample until the 95 % interval of the median
-    is narrower than `target` or a cap is reached; start over once if the readings drift or the machine was disturbed
-    (throttling, another process).
+    Warm up for `warmup_ms` and then until the medians of two consecutive windows agree. Sample until the 95 % interval
+    of the median is narrower than `target` or a limit of `sampling` is reached. Repeat this once if the readings drift
+    or the machine was disturbed (throttling, another process).
 
     Args:
         rival: The incumbent's latency in ms; sampling stops as soon as the engine is clearly slower.
@@ -112,7 +112,7 @@ def sample_with_retry(
     machine: MachineMonitor | None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
-    """Warm an engine up and make an attempt to time it, and a second one if the first was disturbed or drifted."""
+    """Warm an engine up, make an attempt to time it, and repeat the attempt once if it was disturbed or drifted."""
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
     run, discarded = _run_monitored(attempt, probe, machine), None
@@ -146,7 +146,7 @@ def _run_monitored(attempt: Callable[[], SampleRun], probe: Probe, machine: Mach
 
 
 def make_fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:
-    """Return the inputs that engines are timed on, which are the same for every candidate of a model."""
+    """Return random inputs for timing by name, the same for every candidate of a model."""
     try:
         return next(random_feeds({name: (dtype.name, shape) for name, (dtype, shape) in types.items()}, 1, seed))
     except UserError as error:
@@ -173,7 +173,7 @@ def warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
 
 
 def _sample_until_target(probe: Probe, sampling: Sampling, rival: Interval | None) -> SampleRun:
-    """Sample until the race is lost, the median is known well enough, or a cap is reached."""
+    """Sample until the engine is clearly slower than `rival`, the median is precise enough, or a limit is reached."""
     least = sampling.min_samples if rival is None else min(MIN_RACE_SAMPLES, sampling.min_samples)
     readings, saved = read_checked(probe, least), 0
     while missing := _samples_needed(readings, median := median_ci(readings), sampling):
@@ -186,7 +186,7 @@ def _sample_until_target(probe: Probe, sampling: Sampling, rival: Interval | Non
 
 
 def is_clearly_slower(median: Interval, rival: Interval | None) -> bool:
-    """Return whether an engine has lost the race against the incumbent."""
+    """Return whether the interval of an engine's latency is above that of the incumbent, by more than a tolerance."""
     return rival is not None and median.low > rival.high * (1 + STEADY_TOLERANCE)
 
 
@@ -202,7 +202,7 @@ def _samples_needed(readings: list[float], median: Interval, sampling: Sampling)
 
 
 def _samples_without_racing(readings: list[float], median: Interval, sampling: Sampling) -> int:
-    """Return the number of readings that would have sufficed: widths shrink with the root of the count."""
+    """Estimate the number of readings without racing; the width of an interval shrinks with the root of the number."""
     count = len(readings)
     needed = math.ceil(count * min(1e6, (median.relative_width / sampling.target) ** 2))
     fits = math.ceil(sampling.max_ms * count / sum(readings))
@@ -210,7 +210,7 @@ def _samples_without_racing(readings: list[float], median: Interval, sampling: S
 
 
 def _describe_drift(readings: list[float]) -> str:
-    """Describe a second half that differs from the first by more than noise: disjoint 99 % intervals, other medians."""
+    """Describe the drift if the halves have disjoint 99 % intervals and clearly different medians, or return ""."""
     half = len(readings) // 2
     if half < WARMUP_WINDOW_SAMPLES:
         return ""
@@ -222,7 +222,7 @@ def _describe_drift(readings: list[float]) -> str:
 
 
 def check_clock_jumps(readings: list[float]) -> None:
-    """Raise `MeasureFailed` if only a clock that jumped can have given one of these readings."""
+    """Raise `MeasureFailed` for a reading that only a jump of the clock can explain."""
     median = statistics.median(readings)
     low, high = min(readings), max(readings)
     slow = high > max(CLOCK_JUMP_FACTOR * median, MIN_CLOCK_JUMP_MS)
@@ -232,7 +232,7 @@ def check_clock_jumps(readings: list[float]) -> None:
 
 
 def read_checked(probe: Probe, count: int) -> list[float]:
-    """Return readings of the probe; raise `MeasureFailed` if one is impossible, or their number is wrong."""
+    """Return `count` readings in ms; raise `MeasureFailed` if one is impossible, or their number is wrong."""
     readings = [float(value) for value in probe.sample(count)]
     if len(readings) != count:
         raise MeasureFailed(f"the benchmarker gave {len(readings)} readings where {count} were requested")

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 from harness.records import Count, Failed, LatencyMs, from_json
 from harness.results_dir.io import parse_json
 
-TWIN = "A/A twin"  # name of the row that is the baseline a second time
+TWIN = "A/A twin"  # name of the row with the second build of the baseline
 NOTED_DISTURBED_SHARE = 0.10  # medians over turns are robust against a smaller share of disturbed turns
 
 
@@ -24,13 +24,13 @@ class Turn:
 
     Attributes:
         group: Number of the worker within the build; rows are compared with the baseline of their own worker.
-        worker: Number of the worker in the sequence of its build and group: if one died or was interrupted, the turns
-            of the next replace all of its.
-        row: `TimedRow.name`, or `TWIN`.
-        samples_ms: Latency of each inference, in order.
-        discarded_ms: Readings of disturbed earlier attempts, which were repeated.
-        disturbed: Disturbance of `samples_ms` too, or "".
-        parts_ms: Median of each part of a composed latency, by name; see `harness.api.ReportsParts`.
+        worker: Number of the worker within its build and group; the turns of a worker that died or was interrupted do
+            not count if there is a later one.
+        row: Name of the row, or `TWIN`.
+        samples_ms: Latency of each inference in order.
+        discarded_ms: Latencies of earlier attempts that were disturbed and repeated.
+        disturbed: Disturbance of `samples_ms`, or "".
+        parts_ms: Median in ms of each part by name, see `harness.api.ReportsParts`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -64,12 +64,12 @@ BuildKey = tuple[int, int]
 
 
 class TurnMatrix:
-    """Events by row and worker (build, group), without the turns that do not count.
+    """Events of a comparison by row, then by build and group, without turns that do not count.
 
     Attributes:
         turns: Median latency in ms of each turn.
         disturbed: Description of the disturbance of each disturbed turn.
-        workers: Number of the last worker of each build and group, see `Turn.worker`.
+        workers: Number of the last worker of each build and group.
     """
 
     def __init__(self, events: Iterable[TurnEvent]) -> None:
@@ -118,7 +118,7 @@ class TurnMatrix:
         )
 
     def paired_samples(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
-        """Return, for each worker that timed both, the base's and the row's readings in their common turns."""
+        """Return the latencies of the base and of the row in their common rounds, one list per build of both."""
         base_ms, row_ms = [], []
         for key, turns in self.turns[row].items():
             other = self.turns.get(base, {}).get(key, {})
@@ -140,7 +140,7 @@ def encode_turn_event(event: TurnEvent) -> str:
 
 
 def decode_turn_event(text: str | bytes) -> TurnEvent:
-    """Return the event in one line of JSON; raise `ValueError` if it is none."""
+    """Return the event of one line of JSON; raise `ValueError` for any other text."""
     body: dict[str, Any] = parse_json(text)
     kind = body.pop("kind", None) if isinstance(body, dict) else None
     if kind == "turn":
@@ -151,10 +151,10 @@ def decode_turn_event(text: str | bytes) -> TurnEvent:
 
 
 def disturbance_note(share: float) -> str:
-    """Return a sentence about readings with this share of disturbed turns; "" if it is too small to matter.
+    """Return a warning for a share of disturbed turns above `NOTED_DISTURBED_SHARE`, or "".
 
-    A speed that all engines share cancels in their ratios. Other processes do not: they take whole time slices, which
-    the slower of two engines meets more often.
+    Changes of speed that all engines share cancel in their ratios. Other processes take whole time slices, which
+    interrupt the slower of two engines more often.
     """
     if share <= NOTED_DISTURBED_SHARE:
         return ""

@@ -1,6 +1,6 @@
-"""CUDA by cuda-python: errors as exceptions, and one clear sentence where there is no GPU to use.
+"""CUDA by cuda-python: errors as exceptions, and a message that explains why no GPU can be used.
 
-Nothing here needs a driver to be imported; the first use does.
+The module can be imported without a driver.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Device:
     """GPU and its properties.
 
     Attributes:
-        index: Number by which CUDA knows it.
-        uuid: As nvidia-smi writes it, "GPU-...".
+        index: Number of the GPU in CUDA.
+        uuid: Identifier in the form of nvidia-smi, "GPU-...".
         capability: Compute capability, for instance (8, 9).
-        driver: Newest CUDA that its driver knows, for instance "12.8".
+        driver: Newest version of CUDA that the driver supports, for instance "12.8".
     """
 
     index: int
@@ -40,11 +40,11 @@ class Device:
 
 
 class CudaRuntime:
-    """The runtime API on one device.
+    """CUDA's runtime API on one device.
 
     Args:
         api: Module `cuda.bindings.runtime`.
-        device: Becomes the current device of this thread.
+        device: Number of the GPU, which becomes the current device of this thread.
     """
 
     def __init__(self, api: Any, device: int = 0) -> None:
@@ -55,15 +55,15 @@ class CudaRuntime:
         """Call a function by its name, check its status and return its results without the status.
 
         Returns:
-            Nothing, the one result, or a list of them.
+            None, the only result, or a list of several.
 
         Raises:
-            MeasureFailed: With the function, CUDA's name of the error and its text.
-            WorkerUnusable: The error leaves the process without a usable GPU.
+            MeasureFailed: The function failed; the message has its name, and name and text of CUDA's error.
+            WorkerUnusable: After the error this process can no longer use the GPU.
         """
         status, *results = getattr(self.api, function)(*args)
         if int(status):
-            self.api.cudaGetLastError()  # or a later launch, of TensorRT for instance, would take it for its own
+            self.api.cudaGetLastError()  # clears the error, which a later launch (by TensorRT) would report as its own
             text = f"{function}: {_format_error(self.api, status)}"
             if int(status) in STICKY_ERROR_CODES:
                 raise WorkerUnusable(f"CUDA: {text}; this process cannot use the GPU any more")
@@ -72,7 +72,7 @@ class CudaRuntime:
 
 
 def import_runtime() -> Any:
-    """Return cuda-python's bindings of the CUDA runtime; the same module in 12.6 to 13.
+    """Return cuda-python's bindings of the CUDA runtime, for versions 12.6 to 13.
 
     Raises:
         UserError: cuda-python is not installed, or too old.
@@ -175,8 +175,8 @@ class GpuConditions:
     """Conditions of a GPU; None if it does not report a value.
 
     Attributes:
-        mhz: Clock of its multiprocessors.
-        held_back: Reason why the clock is below its maximum, see `THROTTLE_REASONS`.
+        mhz: Clock of the multiprocessors.
+        held_back: Reasons why the clock is below its maximum, see `THROTTLE_REASONS`.
     """
 
     mhz: float | None = None
@@ -209,10 +209,10 @@ class GpuConditions:
 
 
 class GpuMonitor:
-    """Watches one GPU's conditions; without NVML (nvidia-ml-py, or a driver) it tells nothing.
+    """Monitor of the conditions of a GPU; without NVML (nvidia-ml-py, or a driver) all are None.
 
     Args:
-        uuid: Of the GPU, "GPU-..."; CUDA and NVML number devices differently.
+        uuid: UUID of the GPU, "GPU-...", because CUDA and NVML number devices differently.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -232,7 +232,7 @@ class GpuMonitor:
         self._nvml = pynvml
 
     def sample(self) -> None:
-        """See how the GPU does right now, for instance between readings; `facts` tells."""
+        """Read the current conditions, for instance between readings; `take_facts` returns the worst ones."""
         if self._nvml is None or time.monotonic() - self._looked_s < MIN_SAMPLE_INTERVAL_S:
             return
         self._seen = self._seen.merge_worst(self._read())

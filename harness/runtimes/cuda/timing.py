@@ -1,9 +1,8 @@
-"""GPU time of anything that can be enqueued on a stream, by CUDA events; knows nothing of any runtime.
+"""GPU time of work that is queued on a stream, by CUDA events, for any runtime.
 
-The time of a query is the gap between two events around it, as trtexec takes it (TensorRT, samples/common/
-sampleInference.cpp). Two queries are in flight: the first event of one is queued while the one before still runs, so
-the host's work between them is not in the gap. A single query between two events on an idle stream would contain it,
-which for small models is most of the reading.
+The time of a query is the time between two events around it, as in trtexec (TensorRT, samples/common/
+sampleInference.cpp). A query is queued while the one before still runs, so its time does not contain the host's work.
+With a single query on an idle stream it would, which for small models is most of the reading.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuTimings:
-    """Time of some queries in a row, in milliseconds.
+    """Times of consecutive queries in milliseconds.
 
     Attributes:
-        gpu_ms: By events on the device.
-        enqueue_ms: The host's time to queue each.
-        device_waited: Whether the device had come to a query before all of it was queued. Then it may have waited for
-            the host between two events, and the reading is the host's as much as the device's.
+        gpu_ms: Time of each query on the device, by events.
+        enqueue_ms: Time of the host to queue each query.
+        device_waited: Whether the device reached a query before all of it was queued. Then it may have waited for the
+            host, so that `gpu_ms` contains time of the host.
     """
 
     gpu_ms: tuple[float, ...]
@@ -52,18 +51,18 @@ class GpuTimings:
 
 
 class GpuTimer:
-    """Times one enqueue function on a stream of its own. A context manager: events, stream and graph end with it.
+    """Timer of a function that queues one query on a stream; a context manager, which releases its CUDA resources.
 
     Args:
-        enqueue: Function that is timed; addresses and shapes stay the same from now on.
-        graph: Capture it into a CUDA graph and launch that. Where it cannot be captured, `why_eager` says why, and it
-            is timed as it is.
-        flush_bytes: Above 0: overwrite so much memory before each query, outside of its events, so that the L2 cache is
-            cold. Such readings are not comparable with warm ones.
-        stream: A stream that what is timed is bound to already; None: one of the timer's own.
+        enqueue: Function that is timed; addresses and shapes must not change while the timer is open.
+        graph: Whether the query is captured as a CUDA graph, which is then timed; if that fails, the function is timed
+            and `why_eager` has the reason.
+        flush_bytes: Number of bytes that are overwritten before each query, outside of its events, so that the L2 cache
+            is cold; 0: none. Such readings are not comparable with warm ones.
+        stream: Stream that the function uses; None: a new one.
 
     Attributes:
-        why_eager: Why no graph was made; "" where there is one, or none was wanted.
+        why_eager: Reason why there is no CUDA graph; "" if there is one, or none was requested.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class GpuTimer:
         self.why_eager = ""
 
     def __enter__(self) -> GpuTimer:
-        with ExitStack() as opened:  # whatever fails, what was made until then is released
+        with ExitStack() as opened:  # after a failure, releases the resources that were created before
             self._stream = self._given if self._given is not None else self._create_stream(opened)
             self._events = [
                 (self._create_event(opened), self._create_event(opened)) for _ in range(QUERIES_IN_FLIGHT + 1)
@@ -103,7 +102,7 @@ class GpuTimer:
         """Time n queries.
 
         Raises:
-            MeasureFailed: CUDA refuses, or what is timed does.
+            MeasureFailed: A call of CUDA or the timed function fails.
         """
         gpu_ms, enqueue_ms, waited = [], [], []
         for number in range(n + LEAD_IN_QUERIES):
@@ -143,7 +142,7 @@ class GpuTimer:
         return count
 
     def _enqueue_query(self, number: int) -> float:
-        """Queue one query between its events; the host's time for it in milliseconds."""
+        """Queue one query between its events, and return the host's time for it in milliseconds."""
         begin, end = self._events[number % len(self._events)]
         call = self._cuda.call
         if self._scratch is not None:
@@ -203,7 +202,7 @@ class GpuTimer:
             call("cudaGraphUpload", made, self._stream)
             call("cudaStreamSynchronize", self._stream)
         except CandidateError as error:
-            self._cuda.api.cudaGetLastError()  # or the next call would report it once more
+            self._cuda.api.cudaGetLastError()  # clears the error, which the next call would report again
             self.why_eager = str(error)
             _logger.warning("no CUDA graph: %s", error)
             return None
@@ -232,7 +231,7 @@ def flush_bytes(l2_bytes: int, cold_l2: bool) -> int:
     """Return the amount of memory to overwrite before each query.
 
     Raises:
-        MeasureFailed: A cold L2 cache is wanted and the device does not tell its size.
+        MeasureFailed: `cold_l2` is set, and the device does not report the size of its L2 cache.
     """
     if cold_l2 and not l2_bytes:
         raise MeasureFailed("cold_l2: this device does not report the size of its L2 cache")

@@ -1,4 +1,4 @@
-"""Latency on ONNX Runtime Web, taken inside Node.js or the browser."""
+"""Latency on ONNX Runtime Web, by the clock of Node.js or the browser."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class ONNXRuntimeWebBenchmarker:
     Args:
         module_dir: Folder in which `npm install onnxruntime-web` was run; None: the one that the environment variable
             QDQ_ONNXRUNTIME_WEB names. Node.js looks in its parents and in NODE_PATH too.
-        node: Node.js, a path or a name on PATH.
-        chromium: Browser whose page runs the model, a path or a name on PATH; None: Node.js runs it.
-        profile: Count the time of every node, for `layers`; it costs time itself, so not for comparisons.
+        node: Path of Node.js, or its name on PATH.
+        chromium: Path of a browser that runs the model, or its name on PATH; None: Node.js runs it.
+        profile: Record the time of every node, for `layers`. This takes time, so do not compare such engines.
         base: Folder that a relative `module_dir` starts from.
     """
 
@@ -55,7 +55,7 @@ class ONNXRuntimeWebBenchmarker:
         self._node, self._chromium, self._profile = node, chromium, profile
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
-        """Make the session from the candidate's file, in a child process of its own.
+        """Create a session from the candidate's file in a new child process.
 
         Raises:
             BuildFailed: ONNX Runtime refuses the model, or a shape is not static.
@@ -72,20 +72,18 @@ class ONNXRuntimeWebBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_WebProbe]:
-        """Open a probe whose inputs are sent once, after the kernels are compiled.
+        """Open a probe, send its inputs to the child process, and warm it up.
 
         Raises:
-            MeasureFailed: No fixed input can be made for an input's type, or the child process ended.
+            MeasureFailed: An input has a type without random values, or the child process ended.
         """
         yield _WebProbe(artifact.engine)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """Return the layers of an engine made with `profile`, with mean times; sample it first.
-
-        The call ends profiling.
+        """Return the layers of a sampled engine with mean times, and end its profiling.
 
         Raises:
-            MeasureFailed: It was not made so, or nothing was counted.
+            MeasureFailed: The engine was built without `profile`, or not sampled.
         """
         if not self._profile:
             raise MeasureFailed("ONNX Runtime Web reports its layers only with profile: true")
@@ -113,7 +111,7 @@ class ONNXRuntimeWebBenchmarker:
         return session.facts
 
     def _start(self, workdir: Path | None = None) -> WebSession:
-        """Start a child process; raise `UserError` if something is missing."""
+        """Start a child process; raise `UserError` if Node.js, the package or the browser is missing."""
         try:
             return WebSession(PROGRAM, node=self._node, folder=self._folder, chromium=self._chromium, scratch=workdir)
         except OSError as error:
@@ -130,11 +128,7 @@ class ONNXRuntimeWebBenchmarker:
 
 
 class _WebProbe:
-    """Session whose fixed inputs are in the child process.
-
-    Args:
-        session: It has loaded a model.
-    """
+    """Probe of a session that has loaded a model; its inputs for timing are in the child process."""
 
     def __init__(self, session: WebSession) -> None:
         self._session = session
@@ -144,7 +138,7 @@ class _WebProbe:
             session.warm_up(arrays)
 
     def sample(self, n: int) -> Sequence[float]:
-        """Time n inferences by the clock of the child process; copies of inputs and outputs are part of them."""
+        """Time n inferences by the clock of the child process, including copies of inputs and outputs."""
         with translate_errors(MeasureFailed, "ONNX Runtime Web", _ERRORS):
             return self._session.sample(n)
 

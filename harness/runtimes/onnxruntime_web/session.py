@@ -20,21 +20,21 @@ class WebSession:
 
     Args:
         program: Text of `child.mjs`.
-        node: Node.js, a path or a name on PATH.
+        node: Path of Node.js, or its name on PATH.
         folder: Folder from which Node.js looks up the package; None: the one that the environment variable
-            QDQ_ONNXRUNTIME_WEB names, not the working folder, which may be a stranger's; NODE_PATH counts in any case.
+            QDQ_ONNXRUNTIME_WEB names. The working folder is not used, because it may be untrusted; NODE_PATH always is.
         chromium: Browser that runs the session instead of Node.js, or None.
-        scratch: Folder for the browser's profile; None: that of temporary files.
+        scratch: Folder for the browser's profile; None: the system's folder for temporary files.
 
     Attributes:
-        facts: `version` of the package, and `engine`, which runs it.
-        inputs: Type and shape by name, of the model that `load` was given.
+        facts: `version` of the package, and `engine`, the program that runs it.
+        inputs: Type and shape of the inputs of the loaded model by name.
         latency_ms: Time of the last inference by the clock of the child process.
-        pid: Process that runs the session; 0: of a browser, which is not known.
+        pid: Id of the process that runs the session; 0 for a browser, whose id is unknown.
 
     Raises:
         OSError: Node.js cannot be started.
-        RuntimeError: It finds no package, or no browser.
+        RuntimeError: Node.js does not find the package or the browser.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WebSession:
             raise
 
     def request(self, operation: str, **values: Any) -> dict[str, Any]:
-        """Send a request and return its reply; raise `RuntimeError` with the program's error, or if it ended."""
+        """Send a request and return its reply; raise `RuntimeError` if the program reports an error or has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         line = b""
@@ -87,7 +87,7 @@ class WebSession:
         self.inputs = {value["name"]: (value["type"], value["shape"]) for value in found["inputs"]}
 
     def warm_up(self, feeds: Mapping[str, Any]) -> None:
-        """Run the inputs of `sample` until V8, which compiles the kernels in use anew meanwhile, gains nothing more."""
+        """Set the inputs of `sample`, and run them until V8 has compiled the kernels and the latency is steady."""
         self.request("bind", inputs=self.pack(feeds))
         last_ms, fastest_ms, blocks = float("inf"), min(self.sample(3)), 1
         while fastest_ms < 0.95 * last_ms and blocks < 20:
@@ -109,7 +109,7 @@ class WebSession:
 
     @staticmethod
     def pack(feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arrays in the form of requests."""
+        """Return arrays as JSON values for a request."""
         return {
             name: {"type": array.dtype.name, "dims": array.shape, "data": base64.b64encode(array.tobytes()).decode()}
             for name, array in feeds.items()
@@ -120,7 +120,7 @@ class WebSession:
             self.close()
 
     def close(self) -> None:
-        """End the child process, by force where it does not end by itself."""
+        """End the child process; kill it if it does not end in time."""
         for stream in (self._process.stdin, self._process.stdout):
             try:
                 if stream is not None:

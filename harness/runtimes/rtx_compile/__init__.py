@@ -1,4 +1,4 @@
-"""NVIDIA's compiler of TensorRT for RTX as a judge of models, without a GPU and without any timing.
+"""Check of models by NVIDIA's compiler of TensorRT for RTX, without a GPU and without timing.
 
 May import `graph` and `timing`.
 Must not import other runtimes.

@@ -1,10 +1,10 @@
-"""Builds of TensorRT-RTX ahead of time: verdict of its parser and its builder, and the kernels; no engine is kept.
+"""Builds of TensorRT-RTX ahead of time: verdict of its parser and its builder, and the kernels of the engine.
 
-The library is an optional dependency that the user installs, under its own licence: nothing of it is stored here, and
-nothing is timed. A build runs in the helper process, because a crash must cost one model only.
+The user installs the library, an optional dependency with its own licence. No engine is stored or timed. A build runs
+in the helper process, so that a crash affects one model only.
 
-Kernels are read from the list that the library logs at its detailed verbosity. Nothing documents the format, and the
-engine inspector needs a GPU. So every line must match the form that versions 1.7 write; any other is an error.
+Kernels are read from the library's log at detailed verbosity, because the engine inspector needs a GPU. The format is
+not documented, so a line that does not have the form of versions 1.7 is an error.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Refusal:
     """Refusal of a model.
 
     Attributes:
-        stage: "parser", or "builder".
-        node: Node of the file; "" if neither the compiler nor our rules name one.
+        stage: "parser" or "builder".
+        node: Node of the file that is refused; "" if it is unknown.
         message: First error of the compiler, on one line.
-        rule: Our rule that the node breaks, with its reason; "" if we know none.
-        crashed: The process of the compiler crashed or exceeded a limit, so this is no verdict.
+        rule: Placement rule of this project that the node breaks, with its reason; "" if there is none.
+        crashed: Whether the compiler crashed or exceeded a limit, so that this is no verdict.
     """
 
     stage: str
@@ -66,9 +66,9 @@ class Compilation:
     Attributes:
         target: Key of `TARGETS`.
         build_s: Time of the build on this machine, in seconds; no measure of latency.
-        kernels: In order of execution; empty if the model was refused.
-        refusal: None if the model was built.
-        warnings: Of the compiler, each once.
+        kernels: Kernels in order of execution; empty if the model was refused.
+        refusal: Reason of the refusal; None if the model was built.
+        warnings: Warnings of the compiler without duplicates.
     """
 
     target: str
@@ -83,7 +83,7 @@ def import_compiler() -> Any:
     """Return the module of the library.
 
     Raises:
-        UserError: It is not installed, or does not load: one line with the remedy.
+        UserError: It is not installed, or does not load; the message has one line with the remedy.
     """
     try:
         import tensorrt_rtx
@@ -97,20 +97,21 @@ def import_compiler() -> Any:
 
 
 def require_target(target: str) -> None:
-    """Raise `UserError` if the compiler builds for no such GPU."""
+    """Raise `UserError` for a target that is no key of `TARGETS`."""
     if target not in TARGETS:
         raise UserError(f"target {target!r}: the compiler builds for {', '.join(TARGETS)} alone")
 
 
 def compile_file(path: Path, target: str) -> Compilation:
-    """Return the compiler's verdict on a model file; a refusal names the node and our rule where they are known.
+    """Compile a model file, and return the verdict; a refusal has the node and the broken rule if they are known.
 
     Args:
+        path: File of the model.
         target: Key of `TARGETS`.
 
     Raises:
-        UserError: The library is missing, or the target is none of its own.
-        BuildFailed: Its list of kernels has an unknown form.
+        UserError: The library is missing, or the target is unknown.
+        BuildFailed: The library's list of kernels has an unknown form.
     """
     require_target(target)
     version = str(import_compiler().__version__)
@@ -165,7 +166,7 @@ def _build_file(path: Path, target: str) -> Compilation:
 
 
 def _create_log(trt: Any) -> Any:
-    """Create a logger that keeps warnings, errors and the list of kernels."""
+    """Create a logger that stores warnings, errors and the list of kernels."""
 
     class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -209,7 +210,7 @@ _ORIGIN_SEPARATOR = "\x1f"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTensor:
-    """Input, constant or output of a kernel; the type is "f32", "f16", "bf16", "int8", "fp8" and the like."""
+    """Input, constant or output of a kernel; `type` is for instance "f32", "f16", "bf16", "int8" or "fp8"."""
 
     name: str
     shape: tuple[int, ...]
@@ -218,13 +219,13 @@ class KernelTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A kernel of a compiled model.
+    """Kernel of a compiled model.
 
     Attributes:
         kind: Kind in the compiler's terms: "correlation" (a convolution), "gemm", "kgen" (generated code).
         constants: Weights, scales and biases.
         tactic: Implementation that the compiler chose.
-        origin: Nodes of the file that became it; empty if the compiler added it.
+        origin: Nodes of the file that the kernel computes; empty for a kernel that the compiler added.
     """
 
     name: str
@@ -240,10 +241,10 @@ def read_kernels(message: str) -> tuple[Kernel, ...]:
     """Return the kernels that a log message lists.
 
     Args:
-        message: The message that begins with `LIST_HEAD`.
+        message: Message that starts with `LIST_HEAD`.
 
     Raises:
-        BuildFailed: It has another form than that of versions 1.7.
+        BuildFailed: The message does not have the form of versions 1.7.
     """
     head, _, rest = message.partition("\n")
     if head.strip() != LIST_HEAD:

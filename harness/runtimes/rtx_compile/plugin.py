@@ -1,4 +1,4 @@
-"""The backend `rtx_compile`: what NVIDIA's compiler of TensorRT-RTX makes of a model; it has no latency."""
+"""Backend `rtx_compile`: kernels and verdict of NVIDIA's compiler of TensorRT-RTX, without latency."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from harness.runtimes.rtx_compile.compiler import (
 
 
 class RTXCompiler:
-    """Compile models for a GPU that need not be there, without timing anything.
+    """Compile models for a GPU that need not be present, without timing.
 
     Args:
-        target: GPU that is compiled for, by its compute capability: sm75, sm80, sm86, sm89, sm120, sm121.
+        target: Compute capability of the GPU: sm75, sm80, sm86, sm89, sm120 or sm121.
     """
 
     capabilities = Capabilities(dialect="tensorrt_rtx", compile_only=True)
@@ -51,7 +51,7 @@ class RTXCompiler:
         return Artifact(engine=found)
 
     def open(self, artifact: Artifact) -> NoReturn:
-        """Refuse: nothing of this compiler runs here.
+        """Raise an error, because compiled models cannot run.
 
         Raises:
             UserError: Always.

@@ -40,22 +40,22 @@ class TensorRTBenchmarker:
 
     Args:
         precision: Precision of float operations. "f32": IEEE FP32; "tf32": FP32 with TF32 multiplications, TensorRT's
-            own default; "f16" and "bf16": the ONNX file is cast first (strong typing), or TensorRT may choose them
-            (weak). "auto" leaves it to the harness, which times those that the GPU has.
-        typing: "strong", the only kind in 11; "weak" for 10.x alone.
-        profiles: Shapes of dynamic inputs, `{NAME: {min: 1x3x224x224, opt: ..., max: ...}}`; timed at opt.
-        workspace_gb: Scratch memory that kernels may take, in units of 10^9 bytes; None: all there is.
+            default; "f16" and "bf16": the ONNX file is cast first (strong typing), or TensorRT may use them (weak
+            typing). "auto": the harness times the precisions of the GPU and uses the fastest one.
+        typing: "strong", or "weak" for TensorRT 10.
+        profiles: Shapes of dynamic inputs, `{NAME: {min: 1x3x224x224, opt: ..., max: ...}}`; timed at `opt`.
+        workspace_gb: Scratch memory that kernels may use, in units of 10^9 bytes; None: all memory of the GPU.
         optimization_level: Effort of the builder, 0 to 5; None: TensorRT's default.
-        timing_cache: Policy, see `harness.runtimes.tensorrt.library`.
-        timing_cache_file: Its file; by default one for each TensorRT and kind of GPU in the cache folder.
-        cuda_graph: Time the engine as a CUDA graph, without the host's work between kernels.
-        cold_l2: Overwrite the L2 cache before each inference. Never compare with warm readings.
+        timing_cache: "cold", "shared" or "frozen", see `harness.runtimes.tensorrt.library`.
+        timing_cache_file: File of the timing cache; None: one for each TensorRT and kind of GPU in the cache folder.
+        cuda_graph: Whether the engine is timed as a CUDA graph, without the host's work between kernels.
+        cold_l2: Whether the L2 cache is overwritten before each inference; never compare with warm readings.
         plugins: Libraries with plugins.
         device: Number of the GPU.
-        profile: Build for inspection, with every layer recorded, for `layers`; not for engines that are compared.
+        profile: Whether layers are recorded in detail for `layers`; do not compare such engines.
 
     Raises:
-        ValueError: A choice that there is not, or a profile that is none.
+        ValueError: A parameter has an unknown value, or a profile is invalid.
     """
 
     capabilities = Capabilities(dialect="tensorrt")
@@ -86,7 +86,10 @@ class TensorRTBenchmarker:
 
     @cached_property
     def _ready(self) -> _TensorRTHandle:
-        """Open the device first: without one, TensorRT's own messages are misleading."""
+        """Return TensorRT and the GPU, opened at the first use.
+
+        The GPU is opened first, because without one the messages of TensorRT are misleading.
+        """
         cuda, device = open_device(self._device)
         library = open_library()
         self._options.check_runtime(f"TensorRT {library.version}", library.major, device)
@@ -97,11 +100,11 @@ class TensorRTBenchmarker:
         return _TensorRTHandle(library=library, cuda=cuda, device=device, cache=cache)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
-        """Build the candidate's engine, or load it where the candidate's file is one (.engine, .plan, .trt).
+        """Build the candidate's engine, or load it if the candidate's file is an engine (.engine, .plan, .trt).
 
         Raises:
-            BuildFailed: TensorRT refuses, or is known to; or the file cannot be cast.
-            UserError: TensorRT or the GPU cannot be used, or the timing cache.
+            BuildFailed: TensorRT refuses the model or is known to refuse it, or the file cannot be cast.
+            UserError: TensorRT, the GPU or the timing cache cannot be used.
         """
         path = candidate.source()
         if path.suffix in ENGINE_SUFFIXES:
@@ -116,15 +119,15 @@ class TensorRTBenchmarker:
         try:
             return build_plan(ready.library, source.path, source.options, ready.cache, quantized=source.has_qdq)
         except BuildFailed:
-            ready.cuda.call("cudaDeviceSynchronize")  # ends this worker where the build has left no usable GPU
+            ready.cuda.call("cudaDeviceSynchronize")  # ends this worker if the GPU is not usable after the build
             raise
 
     def save(self, candidate: Candidate, path: Path) -> None:
         """Write the candidate's engine to a file for `load`.
 
         Raises:
-            BuildFailed: See `build`.
-            UserError: See `build`.
+            BuildFailed: TensorRT refuses the model, or the file cannot be cast.
+            UserError: TensorRT, the GPU or the timing cache cannot be used.
         """
         with TemporaryDirectory(prefix="qdq-engine-") as workdir:
             path.write_bytes(self._serialized_engine(candidate.source(), Path(workdir)).content)
@@ -133,7 +136,7 @@ class TensorRTBenchmarker:
         """Load an engine that `save` or trtexec wrote, for this TensorRT and this kind of GPU only.
 
         Raises:
-            BuildFailed: It is none, or another TensorRT's or GPU's.
+            BuildFailed: The file is no engine, or one of another TensorRT or GPU.
         """
         return Artifact(
             engine=load_engine(self._ready.library, _read_engine_file(path), path.name), info={"plan": path.name}
@@ -144,7 +147,7 @@ class TensorRTBenchmarker:
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[EngineProbe]:
-        """Open a probe whose inputs are on the device.
+        """Open a probe with inputs in the memory of the GPU.
 
         Raises:
             MeasureFailed: The engine does not run, or there is not enough GPU memory.
@@ -153,9 +156,9 @@ class TensorRTBenchmarker:
             yield probe
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """Return the layers of the engine, in order, with their times from runs under a profiler.
+        """Return the layers of the engine in order, with times from runs under a profiler.
 
-        With `profile` each layer has its type, precision, kernel and origin; else its name and time only.
+        Without `profile` a layer has only name and time, and not its type, precision, kernel and origin.
         """
         return profile_layers(self._load_engine(artifact), PROFILED_RUNS)
 

@@ -18,7 +18,7 @@ TIMING_RUNS_PER_TACTIC = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SerializedEngine:
-    """A serialized engine."""
+    """Serialized engine with facts for the record."""
 
     content: bytes
     info: Mapping[str, Any]
@@ -30,13 +30,14 @@ def build_plan(
     """Build an engine.
 
     Args:
-        model: A file, with external data next to it; or the serialized model.
-        options: Their profiles are those of the dynamic inputs, see `harness.runtimes.tensorrt.options.fitted`.
-        cache: See `TimingCache`.
-        quantized: The model has Q/DQ pairs; a weakly typed network is configured by it.
+        library: TensorRT.
+        model: Path of the model, with external data next to it, or the serialized model.
+        options: Options of the build, whose profiles are those of the dynamic inputs only.
+        cache: Timing cache, which the build reads and updates according to its policy.
+        quantized: Whether the model has Q/DQ pairs, on which the flags of a weakly typed network depend.
 
     Raises:
-        BuildFailed: TensorRT refuses the model or finds no engine; its own words, with the nodes that they are about.
+        BuildFailed: TensorRT refuses the model or finds no engine; the message has TensorRT's text and the nodes.
         UserError: The timing cache cannot be used.
     """
     trt = library.trt
@@ -74,7 +75,7 @@ def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
     """Deserialize an engine.
 
     Raises:
-        BuildFailed: It is none, or one of another TensorRT or GPU, or there is too little memory.
+        BuildFailed: The content is no engine, one of another TensorRT or GPU, or needs too much memory.
     """
     library.messages.clear()
     runtime = _create_or_explain(library, library.trt.Runtime)
@@ -91,7 +92,7 @@ def _create_or_explain(library: TensorRTLibrary, make: Callable[[Any], Any]) -> 
     """Create a builder or a runtime, and raise with TensorRT's messages if it fails.
 
     Raises:
-        BuildFailed: The library gives none, as a rule for want of GPU memory; the bindings make that a `TypeError`.
+        BuildFailed: TensorRT returns none, usually for lack of GPU memory; its bindings then raise a `TypeError`.
     """
     try:
         return make(library.log)
@@ -100,7 +101,7 @@ def _create_or_explain(library: TensorRTLibrary, make: Callable[[Any], Any]) -> 
 
 
 def _network_flags(library: TensorRTLibrary, options: BuildOptions) -> int:
-    """Return the network flags as bits, through the enum because their numbers differ between major versions."""
+    """Return the network flags as bits; their numbers come from the enum, because they differ between versions."""
     flags = library.trt.NetworkDefinitionCreationFlag
     return 1 << int(flags.STRONGLY_TYPED) if options.typing == "strong" else 0
 
@@ -122,7 +123,7 @@ def _configure_builder(library: TensorRTLibrary, config: Any, options: BuildOpti
 
 
 def weak_typing_flags(precision: str, *, quantized: bool) -> Iterator[str]:
-    """Yield the precisions that a weakly typed network of 10.x may choose besides FP32; 11 has no such flags."""
+    """Yield the builder flags of the precisions that a weakly typed network of 10.x may use besides FP32."""
     if precision in ("f16", "bf16"):
         yield {"f16": "FP16", "bf16": "BF16"}[precision]
     if quantized:

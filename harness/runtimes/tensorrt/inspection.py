@@ -1,8 +1,8 @@
 """Layers of an engine from TensorRT's engine inspector, in the formats of 10.x and 11.x.
 
 Version 10 writes one string "Format/Datatype" per tensor ("Channel major FP16 format where channel % 4 == 0",
-"Thirty-two wide channel vectorized row major Int8 format."), 11 splits it; the engine's own tensors are "Bindings" in
-10 and "I/O Tensors" in 11. Both are read whatever the version, and spellings may be mixed.
+"Thirty-two wide channel vectorized row major Int8 format."), 11 two strings. Inputs and outputs of the engine are
+"Bindings" in 10 and "I/O Tensors" in 11. Both forms are accepted for every version.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _ORIGIN = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
 def read_layers(text: str, times_ms: Mapping[str, float]) -> tuple[Layer, ...]:
     """Return the layers of an engine.
 
-    The precision is that of the first input, in which a layer computes: "Precision" itself is the requested one
+    The precision of a layer is that of its first input, because the key "Precision" has the requested precision
     (TensorRT developer guide, engine inspector).
 
     Args:
-        text: `get_engine_information(JSON)`, or trtexec's --exportLayerInfo.
-        times_ms: Mean time by layer name, from a profiling run.
+        text: JSON text of `get_engine_information`, or of trtexec's --exportLayerInfo.
+        times_ms: Mean time in ms by layer name, from a profiling run.
 
     Raises:
-        MeasureFailed: It is no such JSON.
+        MeasureFailed: The text is no such JSON.
     """
     try:
         listed = json.loads(text)["Layers"]

@@ -1,11 +1,11 @@
-"""The Python module of TensorRT, 10.x or 11.x: found, checked, and listened to.
+"""Import of TensorRT 10.x or 11.x, collection of its messages, and its timing cache.
 
-What differs between the majors is decided by the version number alone. `hasattr(BuilderFlag, "FP16")` would turn a
-wanted FP16 build into an FP32 one on 11 without a word.
+Differences between the major versions are decided by the version number. A test such as `hasattr(BuilderFlag, "FP16")`
+would silently build FP32 instead of FP16 on 11.
 
-Its timing cache remembers from build to build which kernel was the fastest for a layer, and is a factor of an
-experiment. With `cold` every build times its kernels anew, so builds of one model differ by the noise of that timing;
-with `shared` later builds do as earlier ones did; `frozen` reads and never writes.
+The timing cache stores which kernel was the fastest for a layer, so its policy is a factor of an experiment. With
+`cold` every build times its kernels again, so builds of one model differ by the noise of these timings; with `shared`
+later builds use the kernels of earlier ones; `frozen` reads the cache and never writes it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class TensorRTLibrary:
 
     Attributes:
         version: Version of TensorRT, for instance "10.16.1.11".
-        log: Its logger; it must outlive everything that is made with it.
-        messages: Warnings and errors so far, in order, the last `MAX_LOG_LINES` of them.
+        log: Logger of TensorRT, which must exist as long as the objects that use it.
+        messages: The last `MAX_LOG_LINES` warnings and errors, in order.
     """
 
     trt: Any
@@ -56,7 +56,7 @@ class TensorRTLibrary:
         return " ".join(lines[-5:]) or "TensorRT gave no reason"
 
     def load_plugins(self, files: Sequence[str]) -> None:
-        """Register TensorRT's own plugins and those of these libraries.
+        """Register TensorRT's standard plugins and those of libraries.
 
         Raises:
             UserError: A library is missing or does not load.
@@ -77,13 +77,13 @@ class TensorRTLibrary:
 
 
 def open_library(module: Callable[[], Any] | None = None) -> TensorRTLibrary:
-    """Import TensorRT and make its logger.
+    """Import TensorRT and create its logger.
 
     Args:
-        module: Gives the module; by default it is imported.
+        module: Function that returns the module, for tests; None: it is imported.
 
     Raises:
-        UserError: It is not installed, its libraries are missing, or it is too old.
+        UserError: TensorRT is not installed, its libraries are missing, or it is too old.
     """
     trt = (module or _import_tensorrt)()
     version = str(trt.__version__)
@@ -95,10 +95,10 @@ def open_library(module: Callable[[], Any] | None = None) -> TensorRTLibrary:
 
 @functools.cache
 def _load_plugin_library(trt: Any, path: Path) -> Any:
-    """Load a library of plugins, once a process: the registry refuses one whose plugins it has (`IPluginRegistry`).
+    """Load a library of plugins once per process, because TensorRT's registry refuses plugins that it has.
 
     Raises:
-        OSError: It does not load.
+        OSError: The library does not load.
     """
     handle = trt.get_plugin_registry().load_library(str(path))
     if handle is None:
@@ -111,7 +111,7 @@ def _import_tensorrt() -> Any:
         import tensorrt
     except ModuleNotFoundError as error:
         raise UserError(f"TensorRT is not installed ({error}); {_INSTALL_HINT}") from error
-    except (ImportError, OSError) as error:  # the module is there, what it links to is not
+    except (ImportError, OSError) as error:  # the module exists, but a library that it needs is missing
         raise UserError(
             f"TensorRT's libraries are missing ({error}); {_INSTALL_HINT}, or put its lib folder into LD_LIBRARY_PATH"
         ) from error
@@ -153,10 +153,10 @@ def timing_cache_path(folder: Path, version: str, device: Device) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TimingCache:
-    """The cache of some builds.
+    """Timing cache with its policy ("cold", "shared" or "frozen").
 
     Attributes:
-        path: Its file; not read if the policy is cold.
+        path: File of the cache; not read if the policy is cold.
     """
 
     policy: CachePolicy
@@ -166,8 +166,8 @@ class TimingCache:
         """Load the timing cache into the configuration of a build.
 
         Raises:
-            UserError: The file cannot be read, is too large, damaged, or of another TensorRT or GPU; or it is missing
-                and frozen.
+            UserError: The file cannot be read, is too large, damaged, or of another TensorRT or GPU; or the policy is
+                frozen and it is missing.
         """
         content = b"" if self.policy == "cold" else self._read()
         library.messages.clear()
@@ -181,7 +181,7 @@ class TimingCache:
             )
 
     def leave(self, config: Any) -> None:
-        """Save the timings of a build to the shared cache, merged with concurrent writes, atomically.
+        """Add the timings of a build to a shared cache atomically, merged with those of other processes.
 
         Raises:
             UserError: The file cannot be written.

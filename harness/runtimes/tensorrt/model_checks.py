@@ -1,8 +1,8 @@
-"""Model files as TensorRT takes them: refused before a build where it is known to fail, and cast to FP16 or BF16.
+"""Preparation of model files for TensorRT: refusal of those whose build would fail, and casts to FP16 or BF16.
 
-A strongly typed network runs every operator in the type that the ONNX file gives it, so an FP16 engine needs an FP16
-file: weights, constants, and the scales of its Q/DQ pairs (TensorRT, "Strongly typed networks"; the type of a scale is
-the type of what DequantizeLinear gives).
+A strongly typed network runs every operator in the type of the ONNX file, so an FP16 engine needs a file with weights,
+constants and scales of Q/DQ pairs in FP16 (TensorRT, "Strongly typed networks"; DequantizeLinear returns the type of
+its scale).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
     """Read a model without its external data.
 
     Raises:
-        BuildFailed: Missing, no ONNX, or too large.
+        BuildFailed: The file is missing, no ONNX model, or too large.
     """
     try:
         if path.stat().st_size > MAX_PROTOBUF_BYTES:
@@ -56,7 +56,7 @@ def read_structure(path: Path) -> onnx.ModelProto:
 
 
 def has_qdq(proto: onnx.ModelProto) -> bool:
-    """Return whether any tensor of the main graph is dequantized."""
+    """Return whether the main graph has a DequantizeLinear node."""
     return any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
 
 
@@ -89,8 +89,8 @@ def read_io_dtypes(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], di
 def dominant_float_type(proto: onnx.ModelProto) -> str:
     """Return the type of most floating-point constants: "f32", "f16" or "bf16"; "f32" if there are none.
 
-    Most, because operators without FP16 stay FP32 in a model that was cast. A file cast by this project records its
-    type.
+    Not all have one type, because operators without FP16 stay FP32 in a cast model. A file that this project cast has
+    its type in the metadata.
     """
     said = next((entry.value for entry in proto.metadata_props if entry.key == CAST_METADATA_KEY), None)
     if said in LOW_PRECISION:
@@ -106,29 +106,31 @@ def dominant_float_type(proto: onnx.ModelProto) -> str:
 
 
 def check_tensorrt_qdq(proto: onnx.ModelProto, path: Path, capability: tuple[int, int]) -> None:
-    """Refuse Q/DQ that TensorRT does not take, by node, before minutes are spent on a build.
+    """Raise an error for Q/DQ pairs that TensorRT does not accept, because a build would fail only after minutes.
 
     Args:
-        proto: The model, its external data unread.
-        path: Its file, for that data.
-        capability: Of the GPU.
+        proto: Model without its external data.
+        path: File of the model, from which external data are read.
+        capability: Compute capability of the GPU.
 
     Raises:
-        BuildFailed: With the first such node.
+        BuildFailed: A pair is not accepted; the message names the first such node.
     """
     for problem in find_refused_qdq(QDQGraph(proto, path.parent), capability):
         raise BuildFailed(f"{path.name}: {problem}")
 
 
 def cast_model(path: Path, precision: str, folder: Path) -> Path:
-    """Cast a model to FP16 or BF16 with its inputs and outputs unchanged; return the file itself if it has the type.
+    """Cast a model to FP16 or BF16 without its inputs and outputs, and return the path of the new file.
 
-    ModelOpt's autocast casts every operator that supports it, except plug-ins. Casting is idempotent. Q/DQ scales
-    follow the type of their tensors; the default operator set becomes 19 (FP16) or 22 (BF16). It takes seconds, so a
-    cast of the same content in the folder is reused.
+    ModelOpt's autocast casts every operator that supports it, except plug-ins, and the scales of Q/DQ pairs. The
+    default operator set becomes 19 (FP16) or 22 (BF16). An existing cast of the same content in the folder is reused,
+    because a cast takes seconds.
 
     Args:
-        precision: "f32", "f16" or "bf16"; "f32" leaves the file as it is.
+        path: File of the model; it is returned if the precision is "f32" or the model has the type already.
+        precision: "f32", "f16" or "bf16".
+        folder: Folder of the new file.
 
     Raises:
         BuildFailed: The model is too large to be cast, or ModelOpt refuses it.
@@ -147,13 +149,13 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
     cast = call_in_helper_process(what, _convert_precision, path, precision, factor=RUNTIME_FACTOR)
     onnx.helper.set_model_props(cast, {**{p.key: p.value for p in cast.metadata_props}, CAST_METADATA_KEY: precision})
     folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder) as scratch:  # an interrupted file would be taken for a whole one
+    with TemporaryDirectory(dir=folder) as scratch:  # so that an interrupted call leaves no partial file
         move_model(write_model(cast, Path(scratch) / target.name), target)
     return target
 
 
 def _convert_precision(path: Path, precision: str) -> onnx.ModelProto:
-    """Return a model at FP16 or BF16; plug-in operators keep their types, for ModelOpt knows none without TensorRT."""
+    """Return a model at FP16 or BF16, except for plug-in operators, which ModelOpt cannot cast without TensorRT."""
     try:
         from modelopt.onnx.autocast.convert import convert_to_f16
     except ImportError as error:

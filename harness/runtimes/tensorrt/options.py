@@ -1,4 +1,4 @@
-"""Options of the TensorRT benchmarkers, checked once, and model files prepared for them."""
+"""Options of the TensorRT benchmarkers, and the preparation of model files according to them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ OPTIMIZATION_LEVELS = (None, *range(6))
 
 @dataclass(frozen=True, slots=True)
 class ParsedSource:
-    """A model file as TensorRT reads it.
+    """Model file that TensorRT parses.
 
     Attributes:
-        path: The file, cast where the options ask for it.
-        structure: The model without its external data, as it was before.
-        options: Options of the build, with the profiles of dynamic inputs alone.
+        path: Path of the file, which is a cast copy if the options require it.
+        structure: Original model without its external data.
+        options: Options of the build, with the profiles of dynamic inputs only.
     """
 
     path: Path
@@ -61,13 +61,13 @@ class BuildOptions:
 
     Attributes:
         precision: Precision of float operations: "f32", "tf32", "f16" or "bf16".
-        float_open: The harness may choose another precision.
-        typing: "strong": the file's types are the engine's. "weak" (10.x): TensorRT may choose lower ones.
-        workspace_bytes: Scratch memory that kernels may take; None: all of the device's.
-        optimization_level: 0 to 5; None: TensorRT's default (3).
-        profiles: By input that is dynamic.
-        timing_cache: See `harness.runtimes.tensorrt.library`.
-        detailed: Record every layer for inspection; not for engines that are timed.
+        float_open: Whether the harness may select another precision.
+        typing: "strong": operators run in the types of the file. "weak" (10.x): TensorRT may use lower precisions.
+        workspace_bytes: Scratch memory in bytes that kernels may use; None: all memory of the device.
+        optimization_level: Effort of the builder, 0 to 5; None: TensorRT's default (3).
+        profiles: Shapes of the dynamic inputs by name.
+        timing_cache: "cold", "shared" or "frozen", see `harness.runtimes.tensorrt.library`.
+        detailed: Whether layers are recorded for inspection; not for engines that are timed.
     """
 
     precision: str
@@ -80,10 +80,12 @@ class BuildOptions:
     detailed: bool = False
 
     def check_runtime(self, runtime: str, major: int, device: Device) -> None:
-        """Raise on options that this TensorRT or this GPU does not support.
+        """Raise an error for options that a TensorRT or a GPU does not support.
 
         Args:
-            runtime: Its name and version, for messages.
+            runtime: Name and version of TensorRT, for messages.
+            major: Major version of TensorRT.
+            device: The GPU.
 
         Raises:
             UserError: Weak typing on 11 or later; a float precision beyond the GPU's compute capability.
@@ -100,18 +102,18 @@ class BuildOptions:
             raise UserError(f"precision: {self.precision} needs compute capability {need}, {device.name} has {have}")
 
     def write_cast_model(self, path: Path, folder: Path) -> Path:
-        """See `harness.api.Benchmarker`: at FP16 and BF16 a cast file, unless TensorRT chooses the types itself.
+        """Return the file for a build: a cast copy in `folder` at FP16 and BF16 with strong typing, else `path`.
 
         Raises:
-            BuildFailed: See `harness.runtimes.tensorrt.model_checks.cast_model`.
+            BuildFailed: The model is too large to be cast, or ModelOpt refuses it.
         """
         return path if self.typing == "weak" else cast_model(path, self.precision, folder)
 
     def source(self, path: Path, folder: Path, device: Device) -> ParsedSource:
-        """Return the file that is parsed for a candidate's file.
+        """Check a candidate's file, and return the file that TensorRT parses for it.
 
         Raises:
-            BuildFailed: TensorRT is known to refuse it, it does not fit the profiles, or it cannot be read or cast.
+            BuildFailed: TensorRT is known to refuse the file, the profiles do not fit, or it cannot be read or cast.
         """
         structure = read_structure(path)
         check_tensorrt_qdq(structure, path, device.capability)
@@ -121,7 +123,7 @@ class BuildOptions:
         return ParsedSource(self.write_cast_model(path, folder), structure, replace(self, profiles=profiles))
 
     def describe(self, device: Device) -> dict[str, Any]:
-        """Return the facts that all builds have in common."""
+        """Return the options as JSON values for the record."""
         return {
             "typing": self.typing,
             "precision": self.precision,
@@ -135,7 +137,7 @@ class BuildOptions:
         }
 
     def describe_float_precision(self, device: Device) -> dict[str, Any]:
-        """Return the float precision, and those that this GPU could run instead."""
+        """Return the keys on float precision of `harness.api.Benchmarker.describe`."""
         offered = [name for name, least in MIN_CAPABILITY_BY_PRECISION.items() if device.capability >= least]
         return {
             "float_precision": self.precision,
@@ -153,10 +155,12 @@ def read_options(  # noqa: PLR0913 - one option, one parameter
     timing_cache: CachePolicy,
     profile: bool,
 ) -> BuildOptions:
-    """Validate the options of an experiment, see `TensorRTBenchmarker`; precision "auto" is "f32" until it is chosen.
+    """Validate options, which are parameters of `harness.runtimes.tensorrt.benchmarker.TensorRTBenchmarker`.
+
+    The precision "auto" becomes "f32" with `float_open`.
 
     Raises:
-        ValueError: A choice that there is not, or a profile that is none.
+        ValueError: An option has an unknown value, or a profile is invalid.
     """
     precision = normalize_float_precision(precision)
     check_choice("precision", precision, ("auto", *MIN_CAPABILITY_BY_PRECISION))
@@ -178,10 +182,10 @@ def read_options(  # noqa: PLR0913 - one option, one parameter
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise if a value is not one of the choices.
+    """Raise an error if a value is not one of the choices.
 
     Raises:
-        ValueError: With all of them.
+        ValueError: The value is unknown; the message lists all choices.
     """
     if value not in allowed:
         raise ValueError(f"{name}: one of {', '.join(map(str, allowed))}, but got {value!r}")
@@ -193,27 +197,27 @@ PROFILE_KEYS = ("min", "opt", "max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeProfile:
-    """Shapes of one input; it is timed at `opt`."""
+    """Smallest, largest and optimal shape of a dynamic input, which is timed at `opt`."""
 
     min: Shape
     opt: Shape
     max: Shape
 
     def covers(self, shape: Shape) -> bool:
-        """Return whether a shape lies within the profile."""
+        """Return whether a shape is within the profile."""
         return len(shape) == len(self.opt) and all(
             low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
         )
 
     def check_declared(self, name: str, declared: Shape) -> None:
-        """Refuse a profile that is of no use for an input.
+        """Raise an error if the profile does not fit an input.
 
         Args:
-            declared: Its shape in the model, -1 where it is dynamic.
+            name: Name of the input.
+            declared: Shape of the input in the model, with -1 for dynamic sizes.
 
         Raises:
-            BuildFailed: Another rank, another size where the model has a fixed one, or, for an input that is static,
-                not the shape that it was calibrated and is timed at.
+            BuildFailed: The rank or a fixed size differs, or the profile does not cover the shape of a static input.
         """
         if -1 not in declared:
             if not self.covers(declared):
@@ -231,10 +235,10 @@ class ShapeProfile:
             raise BuildFailed(f"profile of {name!r}: {self} does not fit the model's shape {format_shape(declared)}")
 
     def check_shape(self, name: str, shape: Shape) -> None:
-        """Refuse a shape outside of the profile.
+        """Raise an error for a shape outside of the profile.
 
         Raises:
-            MeasureFailed: With both.
+            MeasureFailed: The shape is outside; the message has the shape and the profile.
         """
         if not self.covers(shape):
             raise MeasureFailed(f"input {name!r} is {format_shape(shape)}, the profile takes {self}")
@@ -247,7 +251,7 @@ def read_profiles(spec: Mapping[str, Any]) -> dict[str, ShapeProfile]:
     """Read profiles by input, from `{"images": {"min": "1x3x224x224", "opt": "8x3x224x224", "max": "32x3x224x224"}}`.
 
     Raises:
-        ValueError: A key or shape that is none, or min <= opt <= max does not hold.
+        ValueError: A key or a shape is invalid, or min <= opt <= max is violated.
     """
     if not isinstance(spec, Mapping):
         raise ValueError(f"profiles: {{INPUT: {{min: 1x3x224x224, opt: ..., max: ...}}}}, but got {spec!r}")
@@ -260,11 +264,11 @@ def select_dynamic_profiles(
     """Return the profiles that a model needs: those of its dynamic inputs.
 
     Args:
-        profiles: As they were given.
-        declared: Shape of each input in the model, -1 where it is dynamic.
+        profiles: Profiles of the experiment by input.
+        declared: Shape of each input in the model, with -1 for dynamic sizes.
 
     Raises:
-        BuildFailed: One is of no input or does not fit it; a dynamic input has none.
+        BuildFailed: A profile names no input or does not fit it, or a dynamic input has no profile.
     """
     for name, profile in profiles.items():
         if name not in declared:

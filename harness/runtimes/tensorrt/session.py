@@ -1,4 +1,4 @@
-"""A loaded engine with inputs and outputs on the device: an execution context and buffers that are used again."""
+"""Execution of a TensorRT engine, with inputs and outputs in buffers on the device."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NUMPY_TYPES: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEngine:
-    """Engine with the resources that running it needs.
+    """Engine with the resources for its execution.
 
     Attributes:
-        graph: Time it as a CUDA graph.
-        flush_bytes: See `harness.runtimes.cuda.timing.GpuTimer`.
+        graph: Whether the engine is timed as a CUDA graph.
+        flush_bytes: Bytes that are overwritten before each inference, see `harness.runtimes.cuda.timing.GpuTimer`.
     """
 
     library: TensorRTLibrary
@@ -45,11 +45,11 @@ class LoadedEngine:
 
 @dataclass(frozen=True, slots=True)
 class _EngineTensor:
-    """An input or output of an engine.
+    """Input or output of an engine.
 
     Attributes:
-        shape: In the engine, -1 where it is dynamic.
-        profile: Of an input with a dynamic shape.
+        shape: Shape in the engine, with -1 for dynamic sizes.
+        profile: Profile of an input with a dynamic shape; None for other tensors.
     """
 
     name: str
@@ -64,10 +64,10 @@ class _EngineTensor:
         return self.shape if self.profile is None else self.profile.opt
 
     def check(self, shape: Shape) -> None:
-        """Refuse a shape that the engine does not take.
+        """Raise an error for a shape that the engine does not accept.
 
         Raises:
-            MeasureFailed: With both.
+            MeasureFailed: The shape is not accepted; the message has both shapes.
         """
         if self.profile is not None:
             self.profile.check_shape(self.name, shape)
@@ -78,11 +78,11 @@ class _EngineTensor:
 
 
 class ExecutionSession:
-    """An execution context with a stream and buffers, which grow where a shape needs it; a context manager.
+    """Execution context with a stream and buffers, which grow with the shapes; a context manager.
 
     Attributes:
         context: TensorRT's execution context.
-        stream: Handle of a stream of its own.
+        stream: Handle of the CUDA stream of this session.
     """
 
     def __init__(self, loaded: LoadedEngine) -> None:
@@ -116,7 +116,8 @@ class ExecutionSession:
         """Set shapes and values of all inputs, and allocate all outputs.
 
         Raises:
-            MeasureFailed: An input is missing, unknown or of a shape that the engine does not take; no memory.
+            MeasureFailed: An input is missing, unknown or has a shape that the engine does not accept, or there is not
+                enough memory.
         """
         inputs = {port.name: port for port in self._ports if port.is_input}
         if inputs.keys() != feeds.keys():
@@ -135,10 +136,10 @@ class ExecutionSession:
         self._call("cudaDeviceSynchronize")  # a copy from pageable memory may return before it has arrived
 
     def load_timing_inputs(self) -> None:
-        """Set the inputs for timing; a dynamic one has its optimal shape.
+        """Set the inputs for timing; dynamic ones have the shape `opt` of their profile.
 
         Raises:
-            MeasureFailed: See `load`.
+            MeasureFailed: See `load_inputs`.
         """
         types = {}
         for port in self._ports:
@@ -220,7 +221,7 @@ def _engine_tensors(trt: Any, engine: Any) -> list[_EngineTensor]:
 
 
 def _engine_profile(engine: Any, name: str) -> ShapeProfile:
-    """Return the profile of a dynamic input from the engine, which may have been built elsewhere."""
+    """Read the profile of a dynamic input from the engine, because another program may have built it."""
     low, best, high = (tuple(int(size) for size in shape) for shape in engine.get_tensor_profile_shape(name, 0))
     return ShapeProfile(min=low, opt=best, max=high)
 
@@ -230,10 +231,10 @@ HOST_TIMING_RUNS = 5
 
 
 class EngineProbe:
-    """An opened engine: one session that is timed, one that evaluators use; a context manager.
+    """Open engine with one session for timing and one for evaluators; a context manager.
 
     Attributes:
-        why_eager: See `harness.runtimes.cuda.timing.GpuTimer`.
+        why_eager: Reason why the engine is not timed as a CUDA graph, or "".
     """
 
     def __init__(self, loaded: LoadedEngine) -> None:
@@ -265,10 +266,10 @@ class EngineProbe:
         return readings.gpu_ms
 
     def conditions(self) -> Mapping[str, float]:
-        """Return the conditions of the GPU during sampling, and the host's overhead.
+        """Return the conditions of the GPU during sampling, and the overhead of the host for the last readings.
 
-        For the last series of readings: the host's time to queue one (`enqueue_ms`), the share during which the GPU may
-        have waited for the host (`host_bound`), and the time from queuing to completion (`end_to_end_ms`).
+        The overhead is the host's time to queue an inference (`enqueue_ms`), the share of inferences for which the GPU
+        may have waited for the host (`host_bound`), and the time from queuing to completion (`end_to_end_ms`).
         """
         facts = {**self._loaded.clocks.take_facts(), **self._host}
         facts["end_to_end_ms"] = statistics.median(self._timer.end_to_end(HOST_TIMING_RUNS))

@@ -1,4 +1,4 @@
-"""Latency by the command-line tool trtexec: the GPU compute time that it exports, not the latency that it prints."""
+"""Latency by the command-line tool trtexec: the GPU compute time of its export file, not its printed latency."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ MAX_LEFTOVER_AGE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _TrtexecEngine:
-    """Serialized engine with the information that running it needs.
+    """Serialized engine with the information to run it.
 
     Attributes:
-        profiles: Of dynamic inputs.
+        profiles: Shapes of dynamic inputs by name.
     """
 
     plan: Path
@@ -58,7 +58,7 @@ class _TrtexecEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrtexecHandle:
-    """The program and its GPU."""
+    """Path and version of trtexec, and its GPU."""
 
     program: str
     version: str
@@ -71,28 +71,28 @@ class _TrtexecHandle:
 
 
 class TrtexecBenchmarker:
-    """Build and time with the program trtexec of TensorRT 10 or 11, each model in a process of its own.
+    """Build and time models with the program trtexec of TensorRT 10 or 11, each in a new process.
 
     Args:
-        path: The program; by default the one on PATH.
+        path: Path of the program; None: trtexec on PATH.
         precision: Precision of float operations; see benchmarker `tensorrt`.
-        typing: "strong", or on 10 "weak".
+        typing: "strong", or "weak" for TensorRT 10.
         profiles: Shapes of dynamic inputs; see benchmarker `tensorrt`.
-        workspace_gb: Scratch memory, in units of 10^9 bytes; None: all there is.
-        optimization_level: 0 to 5; None: trtexec's default.
+        workspace_gb: Scratch memory that kernels may use, in units of 10^9 bytes; None: all memory of the GPU.
+        optimization_level: Effort of the builder, 0 to 5; None: trtexec's default.
         timing_cache: "cold", "shared" or "frozen".
-        timing_cache_file: Its file; by default one for each trtexec and kind of GPU in the cache folder.
-        cuda_graph: Time the engine as a CUDA graph.
-        warm_up_ms: Of each run of trtexec.
-        timeout_s: Longest run of trtexec.
+        timing_cache_file: File of the timing cache; None: one for each trtexec and kind of GPU in the cache folder.
+        cuda_graph: Whether the engine is timed as a CUDA graph.
+        warm_up_ms: Milliseconds of warm-up of each run of trtexec.
+        timeout_s: Time limit of each run of trtexec in seconds.
         device: Number of the GPU.
         plugins: Libraries with plugins, for builds and runs (--staticPlugins).
         extra: Further arguments for builds and runs, for instance those of remote autotuning:
             `[--safe, --skipInference, "--remoteAutoTuningConfig=ssh://..."]`; --skipInference is left out of runs.
-        profile: Build for inspection, for `layers`.
+        profile: Whether layers are recorded in detail for `layers`; do not compare such engines.
 
     Raises:
-        ValueError: A choice that there is not.
+        ValueError: A parameter has an unknown value, or a profile is invalid.
     """
 
     capabilities = Capabilities(dialect="tensorrt", interleaved=False)
@@ -129,7 +129,7 @@ class TrtexecBenchmarker:
 
     @cached_property
     def _trtexec_handle(self) -> _TrtexecHandle:
-        """Open the device first: trtexec needs one."""
+        """Return trtexec and the GPU, which are looked up at the first use."""
         device = open_device(self._device)[1]
         program, version = find_trtexec(self._path)
         tool = _TrtexecHandle(program=program, version=version, device=device)
@@ -191,7 +191,7 @@ class TrtexecBenchmarker:
         """Return the facts that results record; see `harness.api.Benchmarker`.
 
         Raises:
-            UserError: There is no trtexec or no GPU here: one sentence that says which and what to do.
+            UserError: trtexec or a GPU is missing on this machine; the message has the remedy.
         """
         tool = self._trtexec_handle
         return {
@@ -240,7 +240,7 @@ class TrtexecBenchmarker:
 
 
 class _TrtexecProbe:
-    """Readings of one engine, in the order in which trtexec took them."""
+    """Probe of one engine, whose readings come from runs of trtexec."""
 
     def __init__(self, owner: TrtexecBenchmarker, engine: _TrtexecEngine) -> None:
         self._owner, self._engine = owner, engine
@@ -256,7 +256,7 @@ class _TrtexecProbe:
         return [self._left.popleft() for _ in range(n)]
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return the outputs by name with the six digits that trtexec writes. Slow: one process per call."""
+        """Return the outputs by name, with the six digits that trtexec writes; each call starts a process."""
         engine, folder = self._engine, self._engine.plan.parent
         if feeds.keys() != engine.inputs.keys():
             raise MeasureFailed(f"the engine's inputs are {', '.join(engine.inputs)}, but got {', '.join(feeds)}")

@@ -1,7 +1,7 @@
-"""trtexec's command line, composed for the major that it belongs to, and what it writes, read back.
+"""Command lines of trtexec for each major version, and readers of the files that it writes.
 
-The same flags mean different things: 11 knows no precision flags and fails on them, and data transfers, spin wait and
-CUDA graphs have other defaults. So the defaults are stated each time, in the spelling of the major (TensorRT,
+The flags differ between versions: 11 fails on precision flags, and has other defaults for data transfers, spin wait and
+CUDA graphs. So these are always given explicitly, in the spelling of the version (TensorRT,
 samples/common/sampleOptions.cpp of 10.16 and 11.1).
 """
 
@@ -55,10 +55,10 @@ def parse_version(text: str) -> str:
 
 
 def check_extra_flags(extra: Sequence[str], major: int) -> None:
-    """Refuse passed-on arguments that would break the run in a way that is hard to see.
+    """Raise an error for extra arguments of trtexec that would invalidate the run.
 
     Raises:
-        ValueError: One that is set already, that this major does not know, or that needs --safe.
+        ValueError: The benchmarker sets an argument itself, this version does not know it, or it needs --safe.
     """
     for argument in extra:
         name = argument.partition("=")[0]
@@ -77,10 +77,10 @@ def check_extra_flags(extra: Sequence[str], major: int) -> None:
 
 
 def merge_flags(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:
-    """Return the arguments of a command and the passed-on ones, each of them once: trtexec refuses a second one.
+    """Return the arguments of a command and the extra ones without duplicates, which trtexec refuses.
 
     Raises:
-        UserError: A passed-on argument has another value than the benchmarker has set.
+        UserError: An extra argument has another value than the benchmarker sets.
     """
     given = {argument.partition("=")[0]: argument for argument in arguments}
     found = list(arguments)
@@ -101,8 +101,11 @@ def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *,
     """Return the arguments that build an engine without running it.
 
     Args:
-        major: Of trtexec.
-        quantized: The model has Q/DQ pairs.
+        model: File of the model.
+        engine: File that trtexec writes.
+        options: Options of the build.
+        major: Major version of trtexec.
+        quantized: Whether the model has Q/DQ pairs.
     """
     flags = [f"--onnx={model}", f"--saveEngine={engine}", "--skipInference"]
     if options.typing == "strong":
@@ -124,7 +127,7 @@ def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *,
 
 
 def run_flags(engine: Path, profiles: Mapping[str, ShapeProfile], major: int, *, graph: bool) -> list[str]:
-    """Return the arguments that run an engine on any major version: no transfers, spin wait, optional CUDA graph."""
+    """Return the arguments that run an engine without data transfers, with spin wait and optionally a CUDA graph."""
     flags = [f"--loadEngine={engine}"]
     if major < STRONG_TYPING_ONLY_MAJOR:
         flags += ["--noDataTransfers", "--useSpinWait", *(["--useCudaGraph"] if graph else [])]
@@ -138,11 +141,11 @@ def run_flags(engine: Path, profiles: Mapping[str, ShapeProfile], major: int, *,
 def read_times(path: Path, warm_up_ms: float) -> list[float]:
     """Return the GPU compute time of each inference in ms, from the file of --exportTimes.
 
-    It is taken by events and has no transfers and no time of the host. The warm-up, which some versions export as well,
-    is left out.
+    The times come from events on the GPU, without transfers and time of the host. The warm-up, which some versions
+    export too, is left out.
 
     Raises:
-        MeasureFailed: The file is missing, damaged, or holds nothing beyond the warm-up.
+        MeasureFailed: The file is missing, damaged, or contains only the warm-up.
     """
     rows = _read_json_export(path, "times")
     try:
@@ -209,10 +212,10 @@ def find_trtexec(path: str | None) -> tuple[str, str]:
     """Return the path of the program and its version.
 
     Args:
-        path: Of the program; None: the one on PATH.
+        path: Path of the program; None: trtexec on PATH.
 
     Raises:
-        UserError: There is none, or it is something else.
+        UserError: The program does not exist, or is not trtexec.
     """
     program = shutil.which(path or "trtexec")
     if program is None:
@@ -230,7 +233,7 @@ def run_trtexec(command: Sequence[str], timeout_s: float, failure: type[Candidat
     """Run trtexec and return its output.
 
     Raises:
-        CandidateError: `failure`, where it ends with another status than 0 or takes too long.
+        CandidateError: trtexec fails or takes longer than `timeout_s`; the class of the exception is `failure`.
     """
     try:
         done = subprocess.run(
@@ -253,7 +256,7 @@ def run_trtexec(command: Sequence[str], timeout_s: float, failure: type[Candidat
 
 
 def error_lines(output: str) -> str:
-    """Return the lines of the output that explain a failure: its errors, else the last lines."""
+    """Return the lines of trtexec's output that report errors, or else its last lines."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "[E]" in line or "Unknown option" in line]
     return " ".join((errors or lines)[-MAX_LOG_LINES:]) or "it printed nothing"

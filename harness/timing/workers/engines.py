@@ -1,4 +1,4 @@
-"""Interface through which the harness builds, times and scores engines, and policies for engines on one machine."""
+"""Interface by which the harness builds, times and scores engines, and policies for timings on one machine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class BuiltEngine:
     """Engine that was built and can be sampled.
 
     Attributes:
-        handle: Identifies the engine until it is released or its worker dies.
-        build_s: Wall-clock time of the build, without writing the model file.
+        handle: Number of the engine until it is released or its worker dies.
+        build_s: Wall-clock seconds of the build, without writing the model file.
         info: Facts about the engine from `Artifact.info`.
     """
 
@@ -44,14 +44,14 @@ class WorkerSpec:
     """Plug-ins that a worker needs to build, time and score engines.
 
     Attributes:
-        benchmarkers: By name; `MAIN_BENCHMARKER` is required, another may be the same runtime at FP32.
-        evaluators: By name; constructed on first use.
-        reference: Float model against which candidates may be timed.
+        benchmarkers: Benchmarkers by name, with `MAIN_BENCHMARKER`; others may be the same runtime at other precisions.
         workdir: Folder for scratch files and the worker's log.
-        adapt: Returns a benchmarker to use in place of each, such as one of several shapes; it is sent to processes.
-        concurrent_scoring: Evaluators may use all cores, because nothing of this machine is timed at the same time.
-        kills: Number of calls in a row during which a worker was killed, by digest of the candidate and method; counted
-            by all workers of this specification.
+        evaluators: Evaluators by name, constructed at the first use.
+        reference: File of the float model, in turns with which candidates may be timed.
+        adapt: Function that replaces each benchmarker, for instance by one for several shapes; it can be pickled.
+        concurrent_scoring: Whether evaluators may use all cores, because nothing is timed at the same time.
+        kills: Number of consecutive calls during which a worker was killed, by digest of the candidate and method, for
+            all workers of this specification.
     """
 
     benchmarkers: Mapping[str, PluginSpec]
@@ -80,7 +80,7 @@ class Engines(ABC):
 
     @property
     def gpus(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs that the engines run on, see `harness.api.Benchmarker`."""
+        """Return the UUIDs of the GPUs that the engines run on, see `harness.api.UsesGpu`."""
         return frozenset()
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
@@ -88,7 +88,7 @@ class Engines(ABC):
         return self._call("build", candidate, benchmarker)  # type: ignore[no-any-return]
 
     def examine(self, candidate: Candidate, look: Callable[[Path], T]) -> T:
-        """Write the candidate's file and return what `look` makes of it; counts as a build, but uses no engine."""
+        """Write the candidate's file and return the result of `look` on it, under the timing policy of a build."""
         return look(candidate.source())
 
     def sample(
@@ -98,8 +98,8 @@ class Engines(ABC):
 
         Args:
             rival: Latency to beat in ms; sampling stops as soon as the engine is clearly slower.
-            level_ms: Latency of the reference, to time the engine against it (`harness.timing.reference_sampling`);
-                None: the engine is timed alone.
+            level_ms: Latency of the reference in ms, to time the engine in turns with it
+                (`harness.timing.reference_sampling`); None: the engine is timed alone.
         """
         return self._call("sample", handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
 
@@ -112,7 +112,7 @@ class Engines(ABC):
     def prepare(
         self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
     ) -> Failed | None:
-        """Run an evaluator's `prepare`, if it has one, on the float engine."""
+        """Call `prepare` of an evaluator, if it exists, with the engine of the float model."""
         return self._call("prepare", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
 
     def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
@@ -125,10 +125,10 @@ class Engines(ABC):
 
 
 class TimingPolicy:
-    """Policy without restrictions, for workers that have a machine, or at least a device, each."""
+    """Policy without restrictions, for workers on separate machines or devices."""
 
     def building(self) -> AbstractContextManager[None]:
-        """Return a context for work that uses a processor and is not timed: builds, evaluators, the searcher itself."""
+        """Return a context for work that is not timed, but uses the processor: builds, evaluators, searchers."""
         return nullcontext()
 
     def timing(self) -> AbstractContextManager[None]:
@@ -137,7 +137,7 @@ class TimingPolicy:
 
 
 class SerialTiming(TimingPolicy):
-    """Policy with one timing at a time, which builds may overlap."""
+    """Policy that allows one timing at a time, and any number of builds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -149,7 +149,7 @@ class SerialTiming(TimingPolicy):
 
 
 class ExclusiveTiming(TimingPolicy):
-    """Policy with either several builds or a single timing; a waiting timing goes first."""
+    """Policy that allows several builds or a single timing; a timing that waits precedes new builds."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -188,7 +188,7 @@ class PolicedEngines(Engines):
     """Engines of one worker under a timing policy.
 
     Args:
-        write_lock: Held while a candidate's file is written, which is not thread-safe.
+        write_lock: Lock around the writing of candidates' files, which is not thread-safe.
     """
 
     def __init__(self, engines: Engines, policy: TimingPolicy, write_lock: threading.Lock) -> None:

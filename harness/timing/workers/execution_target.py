@@ -35,7 +35,7 @@ class ExecutionTarget(ABC):
 
     @abstractmethod
     def environment(self, commit: str | None) -> dict[str, Any]:
-        """Return the environment of the machine that has the devices, see `environment`."""
+        """Return the environment of a machine with the devices, see `harness.timing.provenance`."""
 
     @abstractmethod
     def describe(self, backend: PluginSpec, workdir: Path) -> Mapping[str, Any]:
@@ -52,14 +52,14 @@ class ExecutionTarget(ABC):
         """Open the workers that the searches of one task share.
 
         Args:
-            engines: Open engines of this specification, which are otherwise idle.
-            writer: Writes candidates on machines that cannot see the driver's files.
-            baseline: Float model, which evaluators on such machines may need to see first.
+            engines: Open engines of this specification, which the searches may use.
+            writer: Writer of candidates' files, for machines that cannot read the files of this one.
+            baseline: Float model, which evaluators on such machines may have to score first.
         """
 
 
 class LocalTarget(ExecutionTarget):
-    """This machine, with worker processes of which one is timed at a time."""
+    """This machine, with worker processes that time one after the other."""
 
     def __init__(self, executor: ExecutorSpec, limits: Limits) -> None:
         self._executor = executor
@@ -81,14 +81,14 @@ class LocalTarget(ExecutionTarget):
     def workers(
         self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate
     ) -> Iterator[QueueFactory]:
-        """Open the workers; a single worker of a single search needs no thread and no second process."""
+        """Open the workers; with one worker and one search at a time, `engines` run in the caller's thread."""
         if self._executor.workers == self._executor.searches == 1:
 
             @contextmanager
-            def lane(make_trial: TrialFnFactory) -> Iterator[Executor]:
+            def open_queue(make_trial: TrialFnFactory) -> Iterator[Executor]:
                 yield SyncExecutor(make_trial(engines))
 
-            yield lane
+            yield open_queue
             return
         worker = replace(spec, concurrent_scoring=self._executor.timing == "exclusive")
         with ThreadedExecutor(lambda: self.open(worker), self._executor.workers, self._policy) as pool:

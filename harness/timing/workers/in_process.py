@@ -1,4 +1,4 @@
-"""Engines in this process: used inside workers, and directly for benchmarkers with nothing to isolate."""
+"""Engines in this process: for worker processes, and for benchmarkers that execute no model and need no isolation."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Scorer:
             evaluator.prepare(with_progress(infer, evaluator, on_progress))
 
     def evaluate(self, infer: Infer, name: str, on_progress: ScoringCallback | None) -> Accuracy:
-        """Return the score of an engine, all figures finite; raise `EvaluationFailed` if there is none."""
+        """Score an engine; raise `EvaluationFailed` if a figure is not finite or the evaluator raises it."""
         evaluator = self.evaluator(name)
         return _checked(evaluator.score(with_progress(infer, evaluator, on_progress)), evaluator)
 
@@ -231,7 +231,7 @@ class InProcess(Engines):
                 self._recycle_workdir(engine.workdir)
 
     def _recycle_workdir(self, workdir: Path) -> None:
-        """Reuse an empty folder for the next engine: removing one waits for the disk, 3 ms and more."""
+        """Keep an empty folder for the next engine, because the removal of a folder takes 3 ms or more."""
         with suppress(OSError):
             if not any(workdir.iterdir()):
                 self._spare_workdirs.append(workdir)
@@ -240,7 +240,7 @@ class InProcess(Engines):
 
 
 def _checked(accuracy: Accuracy, evaluator: Evaluator) -> Accuracy:
-    """Return an evaluator's result with plain floats, all of them finite and the primary metric present."""
+    """Return a result with Python floats; raise `EvaluationFailed` if one is not finite or the metric is missing."""
     metrics = {metric: float(value) for metric, value in accuracy.metrics.items()}
     for metric, value in metrics.items():
         if not math.isfinite(value):
@@ -257,8 +257,12 @@ def _checked(accuracy: Accuracy, evaluator: Evaluator) -> Accuracy:
 def as_outcome(stage: str, work: Callable[[], T]) -> T | Failed:
     """Return the result of a plug-in call, or its exception as a `Failed`.
 
+    Args:
+        stage: Stage of the failure for exceptions other than `CandidateError`.
+        work: Call without arguments.
+
     Raises:
-        UserError: Raised by the plug-in, or the disk is full, which does not depend on the candidate.
+        UserError: The plug-in raised it, or the disk is full; neither depends on the candidate.
     """
     started_s = time.perf_counter()
     try:
@@ -281,7 +285,7 @@ def _to_failed(error: Exception | SystemExit, stage: str, started_s: float) -> F
 
 
 def _to_json_values(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plug-in's facts as JSON values; other objects become text."""
+    """Return the facts of a plug-in as JSON values; other objects are converted to text."""
     plain: dict[str, Any] = json.loads(json.dumps(dict(info), default=str), parse_constant=str)
     return plain
 

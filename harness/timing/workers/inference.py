@@ -1,4 +1,4 @@
-"""Inference of an engine as evaluators call it: several at the same time, with known outputs, and with progress."""
+"""Inference functions for evaluators: concurrent inferences, reuse of known outputs, and progress reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KnownOutputs = dict[object, tuple[Mapping[str, Array], Mapping[str, Array]]]
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentInfer:
-    """Inference of an engine, and one that several threads may call at the same time, for `infer_all`."""
+    """Inference function of an engine (`alone`), with one that `threads` threads may call at a time (`together`)."""
 
     alone: Infer
     together: Infer
@@ -44,9 +44,9 @@ class ConcurrentInfer:
 
 
 def infer_all(infer: Infer, inputs: Iterable[Mapping[str, Array]]) -> Iterator[Mapping[str, Array]]:
-    """Yield the outputs for each of several inputs, in order; several inferences run at the same time if they can.
+    """Yield the outputs for each of several inputs in order, with concurrent inferences if `infer` allows them.
 
-    They run one after the other while any run of this machine times on these cores.
+    Inferences run one after the other while any process of this machine times on the same cores.
     """
     if not isinstance(infer, ConcurrentInfer):
         yield from map(infer, inputs)
@@ -69,10 +69,10 @@ def infer_all(infer: Infer, inputs: Iterable[Mapping[str, Array]]) -> Iterator[M
 
 @contextmanager
 def open_infer(probe: Probe, evaluator: Evaluator, build_s: float) -> Iterator[Infer]:
-    """Return the inference of an engine for an evaluator, with several at the same time where that saves time.
+    """Yield the inference function of an engine for an evaluator, with concurrent inferences if that saves time.
 
     Args:
-        build_s: Seconds that the engine took to build; preparing it for several inferences may take as long.
+        build_s: Seconds of the engine's build; the preparation of concurrent inferences may take as long.
     """
     count = getattr(evaluator, "inferences", None)
     if isinstance(probe, InfersConcurrently) and isinstance(count, int):
@@ -85,9 +85,9 @@ def open_infer(probe: Probe, evaluator: Evaluator, build_s: float) -> Iterator[I
 
 
 def _open_lazily(probe: Any, threads: int, opened: ExitStack) -> Infer:
-    """Return an inference for several threads that may run a copy of the engine, made at the first call.
+    """Return an inference function for several threads, which copies the engine at its first call.
 
-    The copy is not used if its outputs for the first inputs are not those of the engine that was timed.
+    The copy is used only if its outputs for the first inputs are equal to those of the engine that was timed.
     """
     lock = threading.Lock()
     chosen: Infer | None = None
@@ -119,10 +119,13 @@ def _are_equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
 
 
 def remember_outputs(infer: Infer, known: KnownOutputs, keep: bool) -> Infer:
-    """Wrap `infer` to return the known outputs of an engine for the same inputs, and to `keep` those of this scoring.
+    """Wrap `infer` to return outputs that are known from earlier calls with the same inputs.
 
-    Inputs of `prepare` and images of the first stage are among those of the whole scoring, which follows on the same
-    engine.
+    The inputs of `prepare` and of the first stage are scored again with all other inputs, on the same engine.
+
+    Args:
+        known: Outputs by a key of the inputs.
+        keep: Whether outputs of this scoring are added to `known`.
     """
 
     def remembering(infer: Infer, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -138,7 +141,7 @@ def remember_outputs(infer: Infer, known: KnownOutputs, keep: bool) -> Infer:
 
 
 def _feeds_key(feeds: Mapping[str, Array]) -> object:
-    """Return the places of inputs that cannot change, which evaluators keep and give again, else a digest of them."""
+    """Return a key of inputs: the memory addresses of arrays that cannot change, or else a digest of their values."""
     if all(map(_is_frozen, feeds.values())):
         places = {name: array.__array_interface__ for name, array in feeds.items()}
         return tuple((name, at["data"][0], at["shape"], at["typestr"]) for name, at in sorted(places.items()))
@@ -146,7 +149,7 @@ def _feeds_key(feeds: Mapping[str, Array]) -> object:
 
 
 def _is_frozen(array: Array) -> bool:
-    """Return whether neither an array nor the one that it is a view of can be written to; its elements are in order."""
+    """Return whether an array is contiguous and neither it nor the owner of its memory can be written to."""
     owner = array if array.base is None else array.base
     return (
         array.flags.c_contiguous
@@ -176,7 +179,7 @@ def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallba
 
 
 def _wrap_infer(infer: Infer, wrapper: Callable[[Infer, Mapping[str, Array]], Mapping[str, Array]]) -> Infer:
-    """Return an inference that calls a thread-safe function with the one that it wraps."""
+    """Return an inference function that calls `wrapper`, a thread-safe function, with `infer` and the inputs."""
     if isinstance(infer, ConcurrentInfer):
         return replace(infer, alone=partial(wrapper, infer.alone), together=partial(wrapper, infer.together))
     return partial(wrapper, infer)

@@ -23,23 +23,29 @@ _waited_s = 0.0  # of all threads
 
 
 def lock_wait_s() -> float:
-    """Return the seconds for which this process has waited for other processes, in steps of up to `LOCK_REPORT_S`."""
+    """Return the seconds that this process has waited for other processes, counted in steps of `LOCK_REPORT_S`."""
     return _waited_s
 
 
 @contextmanager
 def timing_lock(folder: Path | None = None) -> Iterator[None]:
-    """Hold the lock for timing on the cores and GPUs that this process may use; wait until another process frees it.
+    """Hold the lock for timing on the cores and GPUs that this process may use; wait for other processes that hold it.
 
-    The kernel releases the lock of a process that dies. Processes whose cores overlap without being equal do not
-    exclude each other. The lock file is in the system's folder for temporary files by default.
+    The kernel releases the lock of a process that dies. Processes with different but overlapping sets of cores do not
+    exclude each other.
+
+    Args:
+        folder: Folder of the lock file; None: the system's folder for temporary files.
+
+    Raises:
+        UserError: The limit of `--wait` is over, or the lock file cannot be written.
     """
     with _hold_lock(_timing_lock_name(), folder):
         yield
 
 
 def is_timing(folder: Path | None = None) -> bool:
-    """Return whether the lock for timing is held at this moment, by this process or another one."""
+    """Return whether this process or another one holds the lock for timing."""
     path = (folder or Path(tempfile.gettempdir())) / f"qdq-{_timing_lock_name()}"
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -61,7 +67,7 @@ def device_lock(gpus: Iterable[str], folder: Path | None = None) -> Iterator[Non
     NVIDIA, "TensorRT Developer Guide": the builder times kernels, so other work on the GPU perturbs its choice.
     """
     with ExitStack() as stack:
-        for gpu in sorted(gpus):  # in one order: two processes that want the same two must not wait for each other
+        for gpu in sorted(gpus):  # in one order, so that two processes with the same GPUs never wait for each other
             stack.enter_context(_hold_lock(f"gpu-{_digest(gpu)}", folder))
         yield
 

@@ -1,7 +1,7 @@
-"""Worker process: a fresh interpreter, called over a socket, that ends when the driver ends.
+"""Worker process: a fresh interpreter that answers requests over a socket, and ends when the driver ends.
 
-The worker imports its body (`harness.timing.workers.sandbox` by default) instead of copying the driver: it never runs
-the driver's `__main__`, as multiprocessing's spawn would, and loads only the plug-ins that it needs.
+The driver is the process that started the worker. The worker imports one module (`harness.timing.workers.sandbox` by
+default), so unlike with multiprocessing it never runs the driver's `__main__`, and loads only the plug-ins it needs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import psutil
 
 from harness.timing.machine_noise import process_tree
 
-EXIT_LIMIT_S = 5.0  # of a process that closed its connection
-_KILLING_SIGNALS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})  # none of a crash
-POLL_INTERVAL_S = 0.25  # between two readings of a working process's memory
+EXIT_LIMIT_S = 5.0  # wait for the end of a process that closed its connection
+_KILLING_SIGNALS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})  # a crash has others
+POLL_INTERVAL_S = 0.25  # interval of the readings of a worker's memory
 _BOOT_CODE = (
     "import gc, json, sys; gc.set_threshold(50_000, 20, 20); sys.path[:] = json.loads(sys.argv[2]); "
     "from importlib import import_module; import_module(sys.argv[3]).serve(int(sys.argv[1]))"
@@ -33,12 +33,12 @@ _BOOT_CODE = (
 
 
 class WorkerProcess:
-    """Driver's end of a worker process.
+    """Worker process as the driver sees it.
 
     Args:
-        output: File for what the worker and its runtimes print.
+        output: File for the standard output and error of the worker and its runtimes.
         first_handle: First handle of this worker; lower ones belong to earlier workers.
-        body: Module whose `serve(fd)` the worker runs at the other end of the socket.
+        body: Module whose function `serve(fd)` the worker runs with its end of the socket.
 
     Raises:
         OSError: No process can be started.
@@ -53,7 +53,7 @@ class WorkerProcess:
         with ours, theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), json.dumps(sys.path), body],
-                stdin=subprocess.PIPE,  # never written to: see end_with_driver
+                stdin=subprocess.PIPE,  # never written to: see `die_with_parent`
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
@@ -92,7 +92,7 @@ class WorkerProcess:
 
     @property
     def was_killed(self) -> bool:
-        """Return whether another process ended this one; waits if it is about to end."""
+        """Return whether a signal of another process ended the worker; wait for a process that is about to end."""
         with suppress(subprocess.TimeoutExpired):
             return -self._process.wait(timeout=EXIT_LIMIT_S) in _KILLING_SIGNALS
         return False
@@ -122,11 +122,11 @@ class WorkerProcess:
 
 
 def wait_for_output(process: subprocess.Popen[str], limit_s: float, memory_gb: float) -> tuple[str, str]:
-    """Return what a process printed on stdout and stderr until its end.
+    """Wait for the end of a process, and return what it printed on stdout and on stderr.
 
     Raises:
-        TimeoutError: It takes longer.
-        MemoryError: It uses more memory, with its children.
+        TimeoutError: The process takes longer than `limit_s`.
+        MemoryError: The process and its children use more than `memory_gb` (1 GB is 10^9 bytes).
     """
     deadline_s = time.monotonic() + limit_s
     while True:
@@ -148,11 +148,11 @@ def used_memory_gb(pid: int) -> float:
 
 
 def die_with_parent() -> None:
-    """Tie the calling worker's life to the driver's, and leave Ctrl-C to the driver.
+    """Let the kernel end this worker when the driver ends, and leave Ctrl-C to the driver.
 
-    The kernel ends this worker and its children when the driver's end of stdin closes. That happens however the driver
-    ends, including kill -9, and needs no thread here, which a runtime that hangs while it holds the interpreter's lock
-    would stop. Linux' parent-death signal would also be sent when the driver's *thread* that started the worker ends.
+    The kernel signals this worker and its children when the driver's end of stdin closes, so also after kill -9. A
+    thread that waits for this would not run while a runtime hangs with the interpreter's lock, and Linux' parent-death
+    signal would also be sent when only the *thread* that started the worker ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGIO, signal.SIG_DFL)

@@ -1,7 +1,7 @@
-"""Engines in a worker process, so that a crash, a hang or excessive memory use costs a worker and never the search.
+"""Engines in a worker process, so that a crash, a hang or excessive memory use ends a worker and not the search.
 
-`Sandbox` keeps one worker and sends it one call at a time; the worker is replaced if a call kills it or exceeds its
-limit. `InProcess` does the work, in the worker or, for benchmarkers that use no runtime, in the driver.
+`Sandbox` has one worker, to which it sends one call at a time. It replaces a worker that crashed or exceeded a limit.
+`InProcess` handles the calls in the worker.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from harness.timing.workers.trial_pool import WorkerKilled
 from search.space import Resolved
 
 SANDBOX_START_LIMIT_S = 120.0
-PROGRESS_MESSAGE = "progress"  # kind of the messages that report scoring progress before an answer
+PROGRESS_MESSAGE = "progress"  # kind of messages with the progress of scoring, which precede an answer
 MAX_LOG_BYTES = 65_536
-MAX_STARTS = 3  # of a worker that is killed while it starts
+MAX_STARTS = 3  # number of attempts to start a worker that other processes kill
 _logger = logging.getLogger(__name__)
 
 
@@ -64,9 +64,9 @@ class Sandbox(Engines):
     """Engines in a worker process.
 
     A call that exceeds its time or memory limit, or whose worker dies, returns `Failed` with the end of the worker's
-    log, and the next call gets a fresh worker. Engines of a dead worker return `Failed` too. If another process killed
-    the worker, a start or a build is repeated, and other calls raise `WorkerKilled` instead; the second time in a row
-    counts as the candidate's failure, because the kernel kills processes that use too much memory.
+    log, and the next call gets a fresh worker. Calls for engines of a dead worker return `Failed` too. If another
+    process killed the worker, a start or a build is repeated, and other calls raise `WorkerKilled`. If this happens
+    twice in a row, it counts as the candidate's failure, because the kernel kills processes that use too much memory.
 
     Raises:
         UserError: The worker cannot construct its plug-ins, or the scratch folder cannot be written.
@@ -136,7 +136,7 @@ class Sandbox(Engines):
             return super().sample(handle, sampling, rival, level_ms)
 
     def _open(self, handle: int, level_ms: float | None) -> Failed | None:
-        """Open an engine before its first timing, without the timing lock: other runs may be timing meanwhile."""
+        """Open an engine before its first timing; this needs no timing lock."""
         key = (handle, level_ms is None)
         if key in self._opened and self._is_alive(handle):
             return None
@@ -148,7 +148,7 @@ class Sandbox(Engines):
     def evaluate(
         self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
     ) -> Accuracy | Failed:
-        """Score an engine: in the worker, or here if the evaluator is an object of this process."""
+        """Score an engine in the worker, or in this process if the evaluator is a registered object of it."""
         if not self._is_local(evaluator):
             return super().evaluate(handle, evaluator, watch)
         return as_outcome("evaluate", lambda: self._scorer.evaluate(self._infer_with(handle), evaluator, watch))
@@ -217,7 +217,7 @@ class Sandbox(Engines):
             return error.failed
 
     def _request(self, method: str, limit_s: float, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
-        """Send a call to the worker and return its answer, or a `Failed` that explains how the worker died.
+        """Send a call to the worker, and return its answer, or a `Failed` if the worker died or exceeded a limit.
 
         Raises:
             _Killed: Another process killed the worker.
@@ -278,7 +278,7 @@ class Sandbox(Engines):
             self._stop()
 
     def _start(self) -> WorkerProcess:
-        """Start a worker; one that is killed meanwhile is replaced."""
+        """Start a worker, and another one if it is killed while it starts."""
         for _ in range(MAX_STARTS - 1):
             try:
                 return self._start_once()

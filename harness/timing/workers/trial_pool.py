@@ -1,7 +1,7 @@
 """Executors of trials: a search submits candidates by number and collects the outcomes as they finish.
 
-A trial is all the work on one candidate (build, sample, score). `SyncExecutor` runs it in the caller's thread; a
-`ThreadedExecutor` has workers with engines of their own, in processes of this machine or on a cluster.
+A trial is the work on one candidate (build, sample, score). `SyncExecutor` runs trials in the caller's thread;
+`ThreadedExecutor` has several workers, in processes of this machine or on a cluster.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ TrialFn = Callable[[Candidate, Interval | None], Outcome]
 TrialFnFactory = Callable[[Engines], TrialFn]
 """Returns a worker's trial function, given its engines."""
 WorkerFactory = Callable[[], AbstractContextManager[Engines]]
-MAX_TRIAL_REASSIGNMENTS = 1  # to another worker, after the loss of the one that ran the trial
-POOL_SHUTDOWN_LIMIT_S = 20.0  # threads that are still running then end with the process
+MAX_TRIAL_REASSIGNMENTS = 1  # number of times a trial is given to another worker after the loss of its worker
+POOL_SHUTDOWN_LIMIT_S = 20.0  # wait for threads at the end; later ones end with the process
 _logger = logging.getLogger(__name__)
 
 
 class WorkerLost(UserError):
-    """A worker is gone for a reason other than its candidate: its machine left the cluster, or a user stopped it."""
+    """Loss of a worker for a reason other than its candidate: its machine left the cluster, or a user stopped it."""
 
 
 class WorkerKilled(WorkerLost):
-    """A worker process was killed by another process, such as the kernel when memory runs out; try again."""
+    """Kill of a worker process by another process, for instance by the kernel without memory; the call may succeed."""
 
 
 class Executor(Protocol):
-    """Runs the trials of one search; every submitted trial is collected exactly once."""
+    """Executor of the trials of one search; every submitted trial is collected exactly once."""
 
     def submit(self, number: int, candidate: Candidate, incumbent: Interval | None) -> None:
-        """Accept a trial; the incumbent is the search's at this moment."""
+        """Queue a trial; `incumbent` is the latency of the search's incumbent at this moment, in ms."""
         ...
 
     def collect(self) -> tuple[int, Outcome]:
@@ -90,14 +90,15 @@ class _TrialJob:
 
 
 class ThreadedExecutor:
-    """Pool of workers that several searches share, each with a queue and a trial function of its own.
+    """Pool of workers that several searches share, each with its own queue and trial function.
 
-    A worker that is lost returns its trial to the pool, once, and opens its engines again; if that fails, the other
-    workers continue.
+    After the loss of a worker its trial is given to another one, once, and its engines are opened again; if that fails,
+    the other workers continue.
 
     Args:
-        open_worker: Opens the engines of one worker; called in threads.
-        policy: Builds and timings that may overlap.
+        open_worker: Function that opens the engines of one worker; called in threads.
+        workers: Number of workers.
+        policy: Policy that decides which builds and timings may overlap.
     """
 
     def __init__(self, open_worker: WorkerFactory, workers: int, policy: TimingPolicy) -> None:
@@ -165,7 +166,7 @@ class ThreadedExecutor:
                 self._stop(error)
 
     def _serve_with_engines(self) -> bool:
-        """Run jobs with one set of engines; return True if these are lost and others are needed."""
+        """Run jobs with one set of engines; return whether they were lost and must be opened again."""
         with ExitStack() as stack:
             opened = self._open_worker()
             engines = stack.enter_context(opened)
@@ -200,10 +201,10 @@ class ThreadedExecutor:
 
 
 class SearchQueue:
-    """Executor of one search in a shared pool, open while the search runs.
+    """Executor of one search in a shared pool; a context manager that is open while the search runs.
 
-    The search itself counts as building under the timing policy: the computation between two outcomes would disturb a
-    timing as much.
+    Computations of the search between two outcomes count as builds under the timing policy, because they disturb
+    timings in the same way.
     """
 
     def __init__(
@@ -237,9 +238,9 @@ class SearchQueue:
 
 
 def run_concurrently(works: Sequence[Callable[[], None]], threads: int) -> None:
-    """Run all functions in some threads; if one raises, start no further one and raise its error.
+    """Run all functions in a number of threads; if one raises, start no further one and raise its error.
 
-    Functions that are running then are not waited for: close the resources that they use.
+    It does not wait for functions that run at that time; the caller has to close the resources that they use.
     """
     if threads == 1:
         for work in works:
