@@ -78,14 +78,14 @@ class GraphBuilderBase:
         domain: str = "",
         **attrs: Any,
     ) -> str | tuple[str, ...]:
-        """Add a node and return its output, or a tuple of outputs where `outputs` is given.
+        """Add a node, and return its output, or a tuple of outputs if `outputs` is given.
 
         Args:
             *inputs: Tensor names; "" omits an optional input.
             outputs: Number of outputs, or their names; not given: one output.
-            name: Name of the node (made unique); by default from the operator.
-            domain: Operator domain; any but the default one is imported at version 1.
-            **attrs: Attributes, `onnx.GraphProto` among them (see `graph`).
+            name: Name of the node, which is made unique; by default derived from the operator.
+            domain: Operator domain; domains other than the default one are imported at version 1.
+            **attrs: Attributes; an `onnx.GraphProto` (see `graph`) becomes a subgraph.
         """
         label = self._unique(name or op_type)
         if outputs is None:
@@ -113,7 +113,7 @@ class GraphBuilderBase:
         return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in known.tensor_type.shape.dim)
 
     def graph(self) -> onnx.GraphProto:
-        """Return the graph alone, unchecked: the body of an If, Loop or Scan, which may use names from outside."""
+        """Return the graph without a check, for the body of an If, Loop or Scan, which may use outside names."""
         return helper.make_graph(
             self._nodes, self.name, self._inputs, self._outputs, initializer=list(self._constants.values())
         )
@@ -122,7 +122,7 @@ class GraphBuilderBase:
         """Return the model, checked, with inferred shapes.
 
         Raises:
-            onnx.checker.ValidationError: What was built is no valid ONNX.
+            onnx.checker.ValidationError: The model is not valid ONNX.
         """
         opsets = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
         needed = helper.find_min_ir_version_for(opsets, ignore_unknown=True)
@@ -154,7 +154,7 @@ class GraphBuilderBase:
 
 
 class GraphBuilder(GraphBuilderBase):
-    """Collects nodes and weights; tensors are named by strings. Same seed and calls, same bytes.
+    """Builder with random weights; the same seed and calls give the same bytes.
 
     Args:
         opset: Version of the default operator set.
@@ -207,7 +207,7 @@ class GraphBuilder(GraphBuilderBase):
         return self.op("Add", out, self._bias(features, label)) if bias else out
 
     def batch_norm(self, x: str, *, epsilon: float = 1e-5, gain: float = 1.0, name: str | None = None) -> str:
-        """Add a BatchNormalization with drawn statistics near the identity, its scale drawn around `gain`."""
+        """Add a BatchNormalization with random statistics near the identity, and scales around `gain`."""
         channels, label = self.shape(x)[1], name or "BatchNormalization"
         drawn = {
             "scale": gain * self._rng.uniform(0.5, 1.5, channels),
@@ -229,7 +229,7 @@ class GraphBuilder(GraphBuilderBase):
         """Make a tensor an output of the model, under another name if one is given.
 
         Args:
-            shape: Only where it cannot be inferred; then the element type is float.
+            shape: Shape of a tensor whose shape cannot be inferred; the element type is then float.
             name: Name of the output; the tensor's own by default.
         """
         if name is not None and name != tensor:

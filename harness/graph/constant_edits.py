@@ -1,4 +1,4 @@
-"""Copies of a model with other constants, in which every node keeps its name and place."""
+"""Copies of a model with other constants and the same nodes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _OWN_BIAS_SUFFIX = "#bias"
 
 
 def is_private(model: Model, constant: str) -> bool:
-    """Return whether one node alone reads a constant, through one input."""
+    """Return whether only one input of one node reads a constant."""
     readers = model.consumers.get(constant, ())
     return constant in model.constants and len(readers) == 1 and constant not in {*model.outputs, *model.captured}
 
 
 def replace_constants(model: Model, arrays: Mapping[str, Array]) -> Model:
-    """Return a copy of a model with other values of some constants, of their own type and shape."""
+    """Return a copy of a model with other values of some constants, converted to their types; shapes must be equal."""
     proto = copy_message(model.proto)
     for tensor in proto.graph.initializer:
         if tensor.name in arrays:
@@ -34,9 +34,9 @@ def replace_constants(model: Model, arrays: Mapping[str, Array]) -> Model:
 
 
 def with_own_biases(model: Model, nodes: Iterable[Node]) -> tuple[Model, dict[str, str]]:
-    """Return a copy of a model in which nodes have biases of their own, and their constants by node.
+    """Return a copy of a model in which no other node reads the biases of `nodes`, and the bias constants by node.
 
-    A missing bias is added as zeros, a shared one is copied; nodes without a place for one are left out.
+    A missing bias is added as zeros, a shared one is copied; nodes that cannot have a bias are left out.
     """
     proto, types, found = copy_message(model.proto), dict(model.types), {}
     for node in nodes:

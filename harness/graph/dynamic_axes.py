@@ -1,8 +1,8 @@
-"""Put the Q/DQ pairs of a model with fixed inputs into the same model with its dynamic axes.
+"""Transfer of Q/DQ pairs from a model with fixed inputs to the same model with its dynamic axes.
 
-A search measures at one size of each dimension. Its result differs from the fixed float model in nodes that were added
-(Q/DQ pairs, casts), in what some nodes read, and in constants. These differences are applied to the original file,
-prepared in the same way but for its sizes, so that scales, zero points and stored weights are those that were measured.
+A search measures at one size of each dimension. Its result differs from the fixed float model in added nodes (Q/DQ
+pairs, casts), inputs of nodes, and constants. These differences are applied to the original file, which is prepared in
+the same way except for its sizes, so that scales, zero points and stored weights are those that were measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TransferError(UserError):
 
 
 def read_original(model: Model) -> onnx.ModelProto | None:
-    """Read the file of a model with dynamic inputs again, as it was given; None where its inputs were static."""
+    """Read the original file of a model with dynamic inputs; return None if its inputs are static."""
     if model.origin is None:
         return None
     if isinstance(model.origin.model, Path):
@@ -39,12 +39,12 @@ def read_original(model: Model) -> onnx.ModelProto | None:
 
 
 def load_dynamic(model: Model) -> Model | None:
-    """Prepare a model once more with its dynamic axes kept; None where its inputs were static.
+    """Prepare the original of a model with its dynamic axes; return None if its inputs are static.
 
-    Node names are those of `model`, except for what is folded where shapes are known.
+    Node names are those of `model`, except for nodes that are folded only at known shapes.
 
     Raises:
-        UserError: The file cannot be read any more, or cannot be prepared so.
+        UserError: The file cannot be read, or not be prepared with dynamic axes.
     """
     proto = read_original(model)
     if model.origin is None or proto is None:
@@ -57,14 +57,15 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
     """Write a quantized model with the dynamic axes of its original.
 
     Args:
-        model: The float model at fixed sizes; its original has dynamic axes.
-        file: The model with Q/DQ pairs that was made from it.
+        model: The float model at fixed sizes, whose original has dynamic axes.
+        file: The model with Q/DQ pairs at the same sizes.
+        target: File to write.
 
     Returns:
-        The file of the original float model, and the declared dimensions of its inputs.
+        The file of the original float model, and the declared dimensions of its inputs by name.
 
     Raises:
-        UserError: A Q/DQ pair has no place in it, or its inputs and outputs are not those of the original.
+        UserError: The original lacks a tensor for a Q/DQ pair, or the result has other inputs or outputs than it.
     """
     given, twin = read_original(model), load_dynamic(model)
     if given is None or twin is None or model.origin is None:
@@ -93,11 +94,12 @@ def transfer_changes(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic
 
     Args:
         fixed: The float model with fixed inputs.
-        quantized: The same with Q/DQ pairs, and casts where the runtime wants them.
-        dynamic: The float model with dynamic inputs; it is left alone.
+        quantized: The fixed model with Q/DQ pairs, and Casts that the runtime needs.
+        dynamic: The float model with dynamic inputs, which is not changed.
 
     Raises:
-        NotCarried: A node, an edge or a constant of the differences is another one in `dynamic`; it is named.
+        TransferError: A node, an edge or a constant of the differences has no counterpart in `dynamic`; the message
+            names it.
     """
     made = _ChangeTransfer(fixed.graph, quantized.graph, dynamic.graph)
     result = copy_message(dynamic)
@@ -109,7 +111,7 @@ def transfer_changes(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic
     if made.late:
         names = ", ".join(repr(node.input[0]) for node in made.late.values())
         logger.warning("%s: constant only at fixed shapes, so at other sizes it keeps that scale", names)
-    del result.graph.value_info[:]  # runtimes infer it, and that of changed tensors would be wrong
+    del result.graph.value_info[:]  # it would be wrong for changed tensors, and runtimes infer it
     return result
 
 
@@ -145,7 +147,7 @@ class _ChangeTransfer:
         return found
 
     def iter_constants(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-        """Yield the constants that these nodes read: changed ones as they are in the quantized model."""
+        """Yield the constants that nodes read, with the values of the quantized model if they differ."""
         nodes = list(nodes)
         read = {name for node in nodes for name in tensors_read(node)}
         read.update(value.name for value in self._dynamic.output)
@@ -190,7 +192,7 @@ class _ChangeTransfer:
         return result
 
     def _is_copy(self, old: str, new: str) -> bool:
-        """Return whether a constant only has another name, as tools give it to copies of shared constants."""
+        """Return whether two constants differ only in their names; tools rename copies of shared constants."""
         if old == new or old not in self._old or new not in self._new:
             return False
         renamed = copy_message(self._new[new])
@@ -206,10 +208,10 @@ class _ChangeTransfer:
             raise TransferError(f"{edge}: the constant has other values with dynamic axes")
 
     def _quantize_at_producer(self, old: str, new: str, edge: str) -> None:
-        """Quantize a tensor where it is made that is stored quantized at fixed shapes, with the same scale.
+        """Insert a pair after the producer of a tensor that is a quantized constant at fixed shapes.
 
-        Position embeddings that are cut to the length of the input are such. A scale for each channel may be one for
-        each position, so these are refused.
+        An example is a position embedding that is cut to the length of the input. Scales by channel are refused,
+        because they may be scales by position.
         """
         maker = next((node for node in self._added if new in node.output), None)
         computed = any(old in node.output for node in self._dynamic.node)

@@ -16,8 +16,10 @@ def write_forest(forest: Any, dimensions: int, interval: float, props: Mapping[s
 
     Args:
         forest: Fitted forest of scikit-learn; its features are the choices and the number of those that are not 0.
-        dimensions: Choices of a placement.
-        interval: Factor from the latency to the ends of its interval.
+        dimensions: Number of choices of a placement.
+        interval: Factor between the predicted latency and the ends of its interval.
+        props: Metadata of the file.
+        path: File to write.
     """
     nodes, targets = _tree_attributes(forest)
     factor = helper.make_tensor("interval", TensorProto.FLOAT, [1], [interval])
@@ -52,7 +54,7 @@ def write_forest(forest: Any, dimensions: int, interval: float, props: Mapping[s
 
 
 def _tree_attributes(forest: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """Return the attributes of `TreeEnsembleRegressor`: those of nodes, and those of leaves."""
+    """Return the attributes of `TreeEnsembleRegressor` that describe nodes, and those that describe leaves."""
     nodes: dict[str, list[Any]] = {
         f"nodes_{name}": []
         for name in ("treeids", "nodeids", "featureids", "modes", "values", "truenodeids", "falsenodeids")

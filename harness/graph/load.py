@@ -1,4 +1,4 @@
-"""Loading of an ONNX file as a `Model` that is ready for placement, or of its signature without any preparation."""
+"""Loading of an ONNX file as a prepared `Model`, or of its inputs, outputs and nodes without preparation."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSignature:
-    """Node of the main graph.
+    """Node of the main graph of a file.
 
     Attributes:
-        name: "" for a node without a name.
-        precisions: Storage types of its quantized inputs; empty if all are float.
+        name: Name of the node; "" without one.
+        precisions: Precisions of the quantized inputs; empty if all are float.
     """
 
     name: str
@@ -43,12 +43,13 @@ class NodeSignature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSignature:
-    """ONNX file as its author wrote it.
+    """Inputs, outputs and nodes of an ONNX file.
 
     Attributes:
-        inputs: Element type by its ONNX name in lower case, and shape of each input that is a tensor.
-        nodes: Nodes of the main graph in order, without Q/DQ.
-        axes: Declared dimensions of each input, with symbols; None: unknown rank.
+        inputs: Element type (ONNX name in lower case) and shape of each input that is a tensor.
+        outputs: Shape of each output.
+        nodes: Nodes of the main graph in order, without Q/DQ pairs.
+        axes: Declared dimensions of each input, with symbols; None for an unknown rank.
     """
 
     inputs: Mapping[str, tuple[str, Dims]]
@@ -63,7 +64,7 @@ class ModelSignature:
 
     @property
     def precisions(self) -> frozenset[str]:
-        """Storage types of its Q/DQ pairs ("int8", "fp8", "fp8e5m2", ...); empty for a float model."""
+        """Precisions of the Q/DQ pairs ("int8", "fp8", "fp8e5m2", ...); empty for a float model."""
         return frozenset(precision for node in self.nodes for precision in node.precisions)
 
 
@@ -78,8 +79,7 @@ def load(
 ) -> Model:
     """Read an ONNX file and prepare it for placement.
 
-    The result computes what the file computes: both are run once on random inputs and compared, see
-    `harness.graph.equivalence`.
+    The result and the file are run on random inputs, and their outputs must agree; see `harness.graph.equivalence`.
 
     Args:
         path: The file; external data must be in its folder or below.
@@ -167,7 +167,7 @@ def _prepare_proto(
 
 
 def _restore_declared_type(kind: onnx.TypeProto, declared: onnx.TypeProto, *, whole: bool) -> None:
-    """Copy to an output's type the parts that could not be inferred, its shape or names of dimensions, or all of it."""
+    """Copy the declared shape and names of dimensions of an output to its inferred type, or the whole type."""
     if whole or not kind.tensor_type.HasField("shape"):
         kind.CopyFrom(declared)
     sizes, named = kind.tensor_type.shape.dim, declared.tensor_type.shape.dim

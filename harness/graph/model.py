@@ -1,8 +1,8 @@
-"""Loaded model: checked, prepared, with static shapes, and indexed for the rest of the package.
+"""Loaded model: checked, prepared, with static shapes, and with indices of its nodes and tensors.
 
-Subgraphs of a node enter by a digest of what they compute. Outputs of a graph and inputs of a node are ordered, so a
-walk from the outputs against the data flow numbers everything that they depend on in one way only, independent of names
-and of the order of nodes in the file.
+Subgraphs of a node are represented by a digest of their computation. Outputs of a graph and inputs of a node are
+ordered, so a walk from the outputs against the data flow numbers all nodes that they depend on in a unique way,
+independent of names and of the order of nodes in the file.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Node:
         name: Unique in the model, never empty.
         inputs: Tensor names; "" for an omitted optional input.
         attributes: Plain Python values; graph-valued attributes are absent.
-        opaque: The node has a subgraph or is no operator that ONNX defines: it stays float.
+        opaque: Whether the node has a subgraph or is no operator of ONNX; such nodes stay float.
         captures: Tensors that the node's subgraphs read from outside, not among `inputs`, in an order independent of
             names.
-        body: Digest of the subgraphs; "" without any.
+        body: Digest of the subgraphs; "" without subgraphs.
     """
 
     index: int
@@ -62,11 +62,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicOriginal:
-    """A model with dynamic inputs, before it was fixed to one size of each.
+    """Original of a model whose dynamic inputs were fixed to one size.
 
     Attributes:
-        model: Its file, or the model itself where it came from memory.
-        min_opset: The operator set that it was upgraded to where it is older.
+        model: File of the original, or the original itself if it has no file.
+        min_opset: Version of the operator set that an older original was upgraded to.
     """
 
     model: Path | onnx.ModelProto = field(hash=False)
@@ -75,16 +75,16 @@ class DynamicOriginal:
 
 @dataclass(frozen=True)
 class Model:
-    """A float ONNX model, ready for placement. Never changed after loading.
+    """Prepared float model, which is not changed after loading.
 
     Attributes:
         proto: Cleaned model: unique node names, topological order, constants as initializers, BatchNormalization
             folded, static shapes inferred.
         source: Name of the model in messages and tables.
         sha256: Digest of the original file, external data included.
-        nodes: In topological order; `nodes[i].index == i`.
-        types: Type of every tensor of the main graph that shape inference could type.
-        origin: The model as it was given, if its inputs are dynamic there; see `harness.graph.dynamic_axes`.
+        nodes: Nodes in topological order; `nodes[i].index == i`.
+        types: Type of every tensor of the main graph whose type shape inference finds.
+        origin: Original of a model with dynamic inputs, see `harness.graph.dynamic_axes`; None for static inputs.
     """
 
     proto: onnx.ModelProto
@@ -106,7 +106,7 @@ class Model:
 
     @cached_property
     def output_names(self) -> frozenset[str]:
-        """The same as a set."""
+        """Names of the model's outputs as a set."""
         return frozenset(self.outputs)
 
     @cached_property
@@ -145,7 +145,7 @@ class Model:
 
     @cached_property
     def captured(self) -> frozenset[str]:
-        """Tensors that a subgraph reads, a reader that `consumers` does not list."""
+        """Tensors that a subgraph reads; `consumers` does not list such readers."""
         return frozenset(name for node in self.nodes for name in node.captures)
 
     @cached_property
@@ -153,7 +153,7 @@ class Model:
         return {}
 
     def cached_analysis(self, find: Callable[[Model], _Fact]) -> _Fact:
-        """Return the result of an analysis of this model, which is called once."""
+        """Return the result of `find` for this model, which is called only once."""
         if find not in self._analyses:
             self._analyses[find] = find(self)
         known: _Fact = self._analyses[find]
@@ -184,7 +184,7 @@ def _read_node(index: int, node: onnx.NodeProto, opsets: dict[str, int]) -> Node
 
 
 def _attribute_value(attribute: onnx.AttributeProto) -> Any:
-    """Return a Python value: numbers, text (bytes if it is none), numpy arrays, or tuples of them."""
+    """Return the value of an attribute: a number, text (bytes if not UTF-8), a NumPy array, or a tuple of them."""
     value = helper.get_attribute_value(attribute)
     if isinstance(value, bytes):
         return _decode_text(value)
@@ -226,10 +226,10 @@ def _digest_subgraphs(node: onnx.NodeProto) -> _SubgraphDigest:
 
 
 class _SubgraphWalk:
-    """Numbering of one graph.
+    """Numbering of the tensors of one subgraph by a walk from its outputs.
 
     Args:
-        captured: Numbers of the tensors from outside, which all graphs of a node share; new ones are added.
+        captured: Numbers of outside tensors, which all subgraphs of a node share; new ones are added.
     """
 
     def __init__(self, graph: onnx.GraphProto, captured: dict[str, int]) -> None:
@@ -245,7 +245,7 @@ class _SubgraphWalk:
         self._lines: list[str] = []
 
     def serialize_nodes(self) -> list[str]:
-        """Return a line for each node that an output depends on, and one for the outputs."""
+        """Return a text for each node that an output depends on, and one for the outputs."""
         stack = self._outputs[::-1]
         while stack:
             name = stack[-1]
@@ -282,12 +282,12 @@ def _attribute_graphs(attribute: onnx.AttributeProto) -> Sequence[onnx.GraphProt
 
 
 def _serialize_constant(tensor: onnx.TensorProto) -> str:
-    """Return type and shape of a constant: its values do not count, as outside of subgraphs."""
+    """Return type and shape of a constant as text, without its values, which patterns ignore."""
     return f"constant {tensor.data_type} {list(tensor.dims)}"
 
 
 def _serialize_attribute(attribute: onnx.AttributeProto) -> str:
-    """Return an attribute without its doc string: "" for subgraphs, type and shape for tensors."""
+    """Return an attribute as text: "" for subgraphs, type and shape for tensors."""
     if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
         return ""
     if attribute.type == onnx.AttributeProto.TENSOR:

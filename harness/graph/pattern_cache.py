@@ -1,8 +1,8 @@
 """Pattern cache: the best schemes of each pattern, across runs and models; `pattern_cache_io` reads and writes it.
 
-A scheme is a set of points in pattern coordinates, named as dimensions of a space are, so it fits every region with
-that pattern in any model. Schemes are ranked by their share of the baseline's latency: milliseconds of different models
-do not compare. The figures 4 and 32 are those of ModelOpt's autotune (user guide "Autotune (ONNX)").
+A scheme is a set of points in pattern coordinates with the names of a space's dimensions, so it fits every region with
+that pattern in any model. Schemes are ranked by the ratio of their latency to the baseline's, which is comparable
+between models. The defaults 4 and 32 are those of ModelOpt's autotune (user guide "Autotune (ONNX)").
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class MeasurementOrigin:
     """Backend, precision and device on which a scheme was measured.
 
     Attributes:
-        precision: Precision of its points: "int8", "fp8".
-        device: As the benchmarker describes it; "" where it is not known.
+        precision: Precision of the points: "int8" or "fp8".
+        device: Device in the benchmarker's description; "" if unknown.
     """
 
     backend: str
@@ -41,7 +41,7 @@ class MeasurementOrigin:
 
 @dataclass(frozen=True, slots=True, order=True)
 class CachedPoint:
-    """A quantized insertion point of a pattern; `place` is its node, child region or output, and the input's number."""
+    """Quantized insertion point of a pattern; `place` is the number of a node or child region, and of its input."""
 
     kind: PointKind
     place: tuple[int, int]
@@ -53,11 +53,11 @@ class CachedPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedScheme:
-    """The quantized points of a pattern, and what the fastest model that has them took.
+    """Quantized points of a pattern, with the latency of the fastest model that has exactly these points.
 
     Attributes:
-        latency_ms: Latency of that whole model; None where it was taken from a Q/DQ model and never measured.
-        baseline_ms: Latency of its float model, from the same run.
+        latency_ms: Latency in ms of the whole model; None for a scheme from a Q/DQ model that was not measured.
+        baseline_ms: Latency in ms of the float model in the same run.
     """
 
     points: frozenset[CachedPoint]
@@ -67,7 +67,7 @@ class CachedScheme:
 
     @property
     def latency_ratio(self) -> float:
-        """Latency as a share of the baseline's; infinite where one of them is not known."""
+        """Ratio of the latency to the baseline's; infinite if one of them is unknown."""
         if self.latency_ms is None or self.baseline_ms is None:
             return float("inf")
         return self.latency_ms / self.baseline_ms
@@ -75,7 +75,7 @@ class CachedScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPattern:
-    """The schemes of one pattern, best first; `size` is its number of nodes."""
+    """Schemes of one pattern, best first; `size` is the number of its nodes."""
 
     signature: str
     size: int
@@ -84,11 +84,12 @@ class CachedPattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatternCache:
-    """The best schemes by the signature of their pattern.
+    """Best schemes of each pattern.
 
     Attributes:
-        minimum_distance: Fewest points in which two schemes of one pattern and origin differ.
-        maximum_schemes: Most schemes of one pattern; 0: no limit.
+        minimum_distance: Smallest number of points in which two schemes of one pattern and origin differ.
+        maximum_schemes: Largest number of schemes of one pattern; 0: no limit.
+        patterns: Patterns with their schemes, by signature.
     """
 
     minimum_distance: int = MIN_DISTANCE_POINTS
@@ -102,10 +103,10 @@ class PatternCache:
 
 
 def parse_point(text: str) -> CachedPoint:
-    """Return the point whose `str` is a text.
+    """Return the point of a text such as "node_input/4.0/int8".
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is no point.
     """
     match = _POINT.fullmatch(text)
     if match is None:
@@ -115,12 +116,12 @@ def parse_point(text: str) -> CachedPoint:
 
 
 def count_differing_points(first: CachedScheme, second: CachedScheme) -> int:
-    """Count the points to add or remove, to turn one scheme into the other."""
+    """Return the number of points that only one of two schemes has."""
     return len(first.points ^ second.points)
 
 
 def merge_caches(cache: PatternCache, *others: PatternCache) -> PatternCache:
-    """Return a cache with the best schemes of all; the limits are those of the first. Merging is idempotent."""
+    """Return a cache with the best schemes of all caches, within the limits of the first; merging is idempotent."""
     found: dict[str, list[CachedScheme]] = {}
     sizes: dict[str, int] = {}
     for each in (cache, *others):
@@ -147,15 +148,17 @@ def build_cache(
     baseline_ms: float | None,
     origin: MeasurementOrigin,
 ) -> PatternCache:
-    """Return the schemes of each pattern from a search, each as good as the best model with that scheme, as a cache.
+    """Return a cache with the schemes of a search, ranked by the fastest placement that contains each of them.
 
-    So the schemes of the fastest placement come first everywhere. Failures and what breaks a constraint are left out.
+    Failures and placements that violate a constraint are left out.
 
     Args:
-        observations: Of placements of `space`, whose objective is a latency; they pass by once.
-        sizes: Number of nodes of each pattern of the model, by its whole signature.
-        baseline_ms: Latency of the float model in the same search; None: the best that these observations have of it,
-            and where they have none the cache is empty.
+        observations: Observations of placements of `space` whose objective is a latency; they are iterated once.
+        space: Space of the search.
+        sizes: Number of nodes of each pattern of the model by its whole signature.
+        baseline_ms: Latency of the float model in the same search; None: the lowest one among the observations. Without
+            any, the cache is empty.
+        origin: Backend, precision and device of the search.
     """
     patterns = _dimensions_by_signature(space, sizes)
     best, own_ms = _lowest_latencies(observations, patterns)
@@ -175,17 +178,17 @@ def build_cache(
 def propose_placements(
     cache: PatternCache, space: Space, origin: MeasurementOrigin | None = None, limit: int = 4
 ) -> list[Placement]:
-    """Return placements to begin a search with: the best scheme of every known pattern, the second best, and so on.
+    """Return placements for an initial design: with the best scheme of every pattern, the second best, and so on.
 
-    Patterns that the cache does not know stay float. A point is left out where the space has none at its place; where
-    the space lacks its precision, it takes the first one that is offered there.
+    Patterns that the cache does not contain stay float. A point that the space lacks is left out; a precision that the
+    space lacks at a point is replaced by the first one that it offers there.
 
     Args:
-        origin: Schemes from here come before all others.
-        limit: Most placements to return.
+        origin: Origin whose schemes precede all others.
+        limit: Largest number of placements.
 
     Returns:
-        Distinct placements that quantize something; none where the models share no pattern.
+        Different placements except the float model; none if the models share no pattern.
     """
     schemes = {group: _schemes_for_group(cache, group, origin) for group in space.groups}
     found: dict[str, Placement] = {}
@@ -200,7 +203,7 @@ def propose_placements(
 
 
 def describe_foreign_schemes(cache: PatternCache, origin: MeasurementOrigin) -> tuple[str, ...]:
-    """Describe differences between where schemes were measured and `origin`, as sentences for a warning and a table."""
+    """Return warnings about schemes that were measured with another backend, precision or device than `origin`."""
     said = []
     for other in cache.origins:
         pairs = (("backend", other.backend, origin.backend), ("precision", other.precision, origin.precision))
@@ -213,7 +216,7 @@ def describe_foreign_schemes(cache: PatternCache, origin: MeasurementOrigin) -> 
 
 
 def _select_schemes(schemes: Iterable[CachedScheme], minimum_distance: int, maximum: int) -> tuple[CachedScheme, ...]:
-    """Return the best schemes that are far enough apart, from each origin in turn, whatever device is faster."""
+    """Return the best schemes with the minimum distance, from each origin in turn, because devices differ in speed."""
     kept: dict[MeasurementOrigin, list[CachedScheme]] = {}
     for scheme in sorted(schemes, key=_scheme_sort_key):
         known = kept.setdefault(scheme.origin, [])
@@ -266,7 +269,7 @@ def _lowest_latencies(
 
 
 def _dimensions_by_signature(space: Space, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Return the dimensions of each pattern by its whole signature; if each region has its own, those of the first."""
+    """Return the dimensions of each pattern by signature; without sharing, those of the pattern's first region."""
     first: dict[str, tuple[int, ...]] = {}
     for group, indices in space.groups.items():
         first.setdefault(group.partition(".")[0], indices)

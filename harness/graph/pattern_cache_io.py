@@ -1,4 +1,4 @@
-"""File of a pattern cache: readable YAML, validated completely when it is read."""
+"""Reader and writer of pattern caches as YAML, with a complete validation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_cache(path: Path) -> PatternCache:
     """Read a cache file.
 
     Raises:
-        UserError: It cannot be read, is too large, or is not a pattern cache of qdq-bench; the text says where.
+        UserError: The file cannot be read, is too large, or is not a pattern cache of qdq-bench.
     """
     body = read_plain_yaml(path, _MAX_BYTES)
     if "pattern_schemes" in body:
@@ -50,10 +50,10 @@ def read_cache(path: Path) -> PatternCache:
 
 
 def write_cache(cache: PatternCache, path: Path) -> None:
-    """Write a cache file in one step.
+    """Write a cache file atomically.
 
     Raises:
-        OSError: It cannot be written; the old one is kept.
+        OSError: The file cannot be written; an old one is kept.
     """
     limits = {"minimum_distance": cache.minimum_distance, "maximum_schemes": cache.maximum_schemes}
     patterns = [
@@ -64,10 +64,10 @@ def write_cache(cache: PatternCache, path: Path) -> None:
 
 
 def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read a YAML mapping of plain values without trust: no aliases, no deep nesting, limited size.
+    """Read a YAML mapping of plain values from an untrusted file.
 
     Raises:
-        UserError: With file and place.
+        UserError: The file cannot be read, is larger than `max_bytes`, no YAML mapping, or has aliases or deep nesting.
     """
     try:
         size = path.stat().st_size
@@ -89,10 +89,10 @@ def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
-    """Replace a YAML file in one step; lists of plain values stand on one line each.
+    """Write a YAML file atomically, with lists of plain values on one line each.
 
     Raises:
-        OSError: It cannot be written; the old one is kept.
+        OSError: The file cannot be written; an old one is kept.
     """
     text = yaml.dump(dict(body), Dumper=_AliasFreeDumper, sort_keys=False, default_flow_style=None, width=4096)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,14 +101,14 @@ def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
 
 
 class _AliasFreeDumper(_SafeDumper):  # type: ignore[misc]
-    """Writes equal values out each time: the reader refuses aliases."""
+    """YAML dumper without aliases for equal values, which the reader refuses."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _reject_aliases_and_nesting(events: Iterable[Any], path: Path) -> None:
-    """Raise on aliases (an alias bomb needs nothing else) and deep nesting, before anything is built of them."""
+    """Raise `UserError` for aliases, which may expand exponentially, and for deep nesting, before values are built."""
     depth = 0
     for event in events:
         line = event.start_mark.line + 1
@@ -185,7 +185,7 @@ class _CacheRecord(_StrictModel):
         return self
 
     def to_cache(self) -> PatternCache:
-        """Return the cache; schemes beyond its limits, which an editor may have added, are dropped."""
+        """Return the cache without schemes beyond its limits, which an editor may have added."""
         found = {
             p.signature: CachedPattern(
                 signature=p.signature, size=p.size, schemes=tuple(s.to_scheme() for s in p.schemes)

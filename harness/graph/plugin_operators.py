@@ -1,4 +1,4 @@
-"""Plug-in operators, which ONNX does not define: detection, and removal for tools that do not know them."""
+"""Plug-in operators, which ONNX does not define: detection, and removal for tools that cannot process them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find_plugin_nodes(
     """Return the nodes of the main graph that are plug-ins, or have one in a subgraph, by index.
 
     Args:
-        known: Domain and name of operators that count as known though ONNX does not define them.
+        known: Domain and name of operators that are no plug-ins although ONNX does not define them.
     """
     opsets = opset_versions(proto)
 
@@ -44,14 +44,15 @@ def find_plugin_nodes(
 def truncate_before_plugins(
     file: Path, tensors: Collection[str], known: Collection[tuple[str, str]]
 ) -> tuple[set[str], str]:
-    """Cut a model file down to the nodes that no plug-in comes before, in place.
+    """Remove plug-ins and all nodes that depend on them from a model file, in place.
 
     Args:
-        file: A model whose nodes are in topological order; its external data stay as they are.
-        known: See `find_plugin_nodes`.
+        file: Model whose nodes are in topological order; its external data are not changed.
+        tensors: Names of tensors of interest.
+        known: Domain and name of operators that are no plug-ins although ONNX does not define them.
 
     Returns:
-        The tensors of interest that the file lacks now, and the operators of the plug-ins.
+        The tensors of interest that were removed, and the operators of the plug-ins.
     """
     proto = onnx.load(file, load_external_data=False)
     graph, plugins = proto.graph, find_plugin_nodes(proto, known)
@@ -70,11 +71,13 @@ def truncate_before_plugins(
 
 @dataclass(frozen=True, slots=True)
 class PluginSubgraph:
-    """The plug-ins of a model and all that depends on them, taken out of its file.
+    """Plug-ins of a model, and the nodes that depend on them, which were removed from its file.
 
     Attributes:
+        proto: Original model.
         nodes: Nodes that were removed, by index.
-        known: See `find_plugin_nodes`.
+        known: Domain and name of operators that are no plug-ins although ONNX does not define them.
+        source: Name of the model in messages.
     """
 
     proto: onnx.ModelProto
@@ -84,11 +87,11 @@ class PluginSubgraph:
 
     @property
     def operators(self) -> str:
-        """The operators of the plug-ins, for messages."""
+        """Names of the plug-in operators, for messages."""
         return _operator_names(find_plugin_nodes(self.proto, self.known))
 
     def restore_into(self, file: Path) -> None:
-        """Add what was taken out to a changed form of the file, in the operator set of that.
+        """Add the removed nodes to a changed version of the file, upgraded to its operator set.
 
         Raises:
             UserError: The nodes cannot be upgraded to that operator set.
@@ -102,14 +105,15 @@ class PluginSubgraph:
 
 
 def extract_plugin_subgraph(file: Path, known: Collection[tuple[str, str]], source: str) -> PluginSubgraph | None:
-    """Take the plug-ins of a model and all that depends on them out of its file; None where it has no plug-ins.
+    """Remove plug-ins and the nodes that depend on them from a model file; return them, or None without plug-ins.
 
     Args:
-        file: A model whose nodes are in topological order.
-        known: See `find_plugin_nodes`.
+        file: Model whose nodes are in topological order.
+        known: Domain and name of operators that are no plug-ins although ONNX does not define them.
+        source: Name of the model in messages.
 
     Raises:
-        BuildFailed: Nothing is left, or type or shape of a tensor is not known.
+        BuildFailed: No node is left, or type or shape of a tensor is unknown.
     """
     proto = onnx.load(file)
     plugins = find_plugin_nodes(proto, known)
@@ -123,10 +127,10 @@ def extract_plugin_subgraph(file: Path, known: Collection[tuple[str, str]], sour
 
 
 def remove_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto], source: str) -> onnx.ModelProto:
-    """Return a copy of a model without these nodes; the tensors that they read become outputs, those they make inputs.
+    """Return a copy of a model without some nodes, whose inputs become outputs, and whose outputs become inputs.
 
     Raises:
-        BuildFailed: Type or shape of such a tensor is not known.
+        BuildFailed: Type or shape of such a tensor is unknown.
     """
     cut = infer_types(proto, source)
     graph = cut.graph
@@ -156,10 +160,12 @@ def remove_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto]
 def restore_plugins(
     cut: onnx.ModelProto, proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto]
 ) -> onnx.ModelProto:
-    """Return a model with the plug-ins put back; what they read and make has the types of the original.
+    """Return a model with its plug-ins again, whose inputs and outputs have the types of the original.
 
     Args:
-        cut: Result of `remove_plugins`, with its operators in other types.
+        cut: Result of `remove_plugins`, after its operators were cast to other types.
+        proto: Original model.
+        plugins: Plug-ins by index.
     """
     whole = copy_message(cut)
     graph = whole.graph

@@ -40,7 +40,7 @@ def iter_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def find_captures(node: onnx.NodeProto) -> frozenset[str]:
-    """Return the tensors that a node's subgraphs use and do not define."""
+    """Return the outside tensors that the subgraphs of a node read."""
     found: set[str] = set()
     for graph in iter_subgraphs(node):
         used, defined = {value.name for value in graph.output}, {value.name for value in graph.input}
@@ -117,7 +117,7 @@ def copy_message(message: AnyMessage) -> AnyMessage:
 
 
 def replace_field(field: Any, values: Iterable[Any]) -> None:
-    """Replace the contents of a repeated field of protobuf; `values` may be a part of them."""
+    """Replace the contents of a repeated field of protobuf; `values` may be taken from the field itself."""
     kept = list(values)
     del field[:]
     field.extend(kept)

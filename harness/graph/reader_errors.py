@@ -1,4 +1,4 @@
-"""Float models with further readers of quantized inputs, whose errors they put out."""
+"""Float models with additional outputs: the errors that quantized inputs cause in the nodes that read them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class InputForm:
 
     Attributes:
         arrays: Scale and zero point of an activation, or the restored values of a weight.
-        nodes: QuantizeLinear and DequantizeLinear of an activation.
+        nodes: QuantizeLinear and DequantizeLinear of an activation; empty for a weight.
     """
 
     arrays: tuple[Array, ...]
     nodes: tuple[onnx.NodeProto, ...] = ()
 
     def is_equal(self, other: InputForm) -> bool:
-        """Return whether both restore the same values."""
+        """Return whether both forms give the same dequantized values."""
         return all(map(np.array_equal, self.arrays, other.arrays))
 
 
@@ -51,10 +51,10 @@ def read_input_form(graph: QDQGraph, edge: Edge) -> InputForm:
 
 
 class ReaderErrors:
-    """Float model with further readers of quantized inputs, whose squared errors are its outputs.
+    """Float model with copies of nodes that read quantized inputs, and the squared errors of these copies as outputs.
 
     Attributes:
-        proto: The model.
+        proto: Model with the added nodes and outputs.
     """
 
     def __init__(self, model: Model) -> None:
@@ -65,7 +65,7 @@ class ReaderErrors:
         self._outputs: dict[Edge, tuple[str, dict[str, str]]] = {}
 
     def add_readers(self, edge: Edge, forms: Mapping[str, InputForm]) -> None:
-        """Add one reader for each of the forms that differ."""
+        """Add a copy of the node at an edge for each different form of its input; `forms` are by name of the file."""
         reader = self._readers.get(edge.consumer)
         result = edge.tensor if reader is None else reader.output[0]
         found: dict[str, str] = {}
@@ -78,13 +78,13 @@ class ReaderErrors:
             if reader is not None:
                 changed = self._add_reader(reader, edge.slot, changed)
             error = self._add("Sub", changed, result)
-            if reader is not None and reader.op_type in CONVOLUTION_OPS:  # the mean is left to bias correction
+            if reader is not None and reader.op_type in CONVOLUTION_OPS:  # bias correction removes the mean error
                 error = self._add("Sub", error, self._add("GlobalAveragePool", error))
             found[name] = self._add_energy(error, self._model.types[result].dtype)
         self._outputs[edge] = (self._add_energy(result, self._model.types[result].dtype), found)
 
     def relative_errors(self, sums: Mapping[str, float]) -> dict[Edge, dict[str, float]]:
-        """Return the squared error of each form of each edge, relative to the float result."""
+        """Return the squared error of each form at each edge relative to the float result, from sums of the outputs."""
         return {
             edge: {name: sums[output] / max(sums[energy], _TINY) for name, output in found.items()}
             for edge, (energy, found) in self._outputs.items()

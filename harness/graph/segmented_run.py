@@ -1,4 +1,4 @@
-"""Runs of a model in segments, between which values can be read and changed, for all batches at once."""
+"""Execution of a model in segments, between which values of all batches can be read and changed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Feeds = Mapping[str, Array]
 
 
 def open_reference_session(model: str | bytes) -> Any:
-    """Return a session of ONNX Runtime that computes a model as it is written, on one thread.
+    """Return a session of ONNX Runtime without graph optimizations on one thread.
 
-    Results then depend neither on fusions nor on the number of cores.
+    Its results depend neither on fusions nor on the number of cores.
 
     Args:
         model: File of the model, or the model in bytes.
@@ -38,7 +38,7 @@ def open_reference_session(model: str | bytes) -> Any:
 
 
 def _run_all(proto: onnx.ModelProto | Path, batches: Sequence[Feeds]) -> Iterator[Feeds]:
-    """Yield the outputs for each batch, as `open_reference_session` computes them, several batches at the same time."""
+    """Yield the outputs of a reference session for each batch; several batches are computed at the same time."""
     session = open_reference_session(str(proto) if isinstance(proto, Path) else proto.SerializeToString())
     names = [value.name for value in session.get_outputs()]
 
@@ -54,7 +54,7 @@ def iter_outputs(path: Path, batches: Sequence[Feeds]) -> list[dict[str, Array]]
 
 
 def sum_outputs(path: Path, batches: Sequence[Feeds]) -> dict[str, float]:
-    """Return the sum over the batches of each output, which is a scalar; call it in the helper process."""
+    """Return the sum of each scalar output over the batches; call it in the helper process."""
     found: dict[str, float] = defaultdict(float)
     for outputs in _run_all(path, batches):
         for name, value in outputs.items():
@@ -75,10 +75,10 @@ def channel_maxima(path: Path, tensors: Sequence[str], batches: Sequence[Feeds])
 
 
 class SegmentedRun:
-    """Run of a model file up to one tensor after the other, in the order of its nodes.
+    """Execution of a model file in steps, in the order of its nodes.
 
     Attributes:
-        values: The values of each batch, of the tensors that later nodes read.
+        values: Values of each batch by tensor, for the tensors that later nodes read.
     """
 
     def __init__(self, path: Path, batches: Sequence[Feeds]) -> None:
@@ -100,17 +100,17 @@ class SegmentedRun:
         return tuple(self._outputs)
 
     def run_to(self, node: str) -> str:
-        """Run all nodes up to one that has not been run yet; return the name of its first output."""
+        """Run all nodes up to and including `node`, and return the name of its first output."""
         target: str = self._outputs[node]
         self._run(self._producer[target] + 1, target)
         return target
 
     def run_before(self, node: str) -> None:
-        """Run all nodes in front of one that has not been run yet, so that `values` has what it reads."""
+        """Run all nodes before `node`, so that `values` has its inputs."""
         self._run(self._producer[self._outputs[node]], "")
 
     def skip(self, node: str, results: Sequence[Array]) -> None:
-        """Give the results of a node instead of running it; `run_before` was called for it."""
+        """Set the results of `node` for each batch instead of running it; call `run_before` first."""
         target = self._outputs[node]
         self._position = self._producer[target] + 1
         self._drop_unread()
@@ -160,9 +160,10 @@ def layer_sqnr_db(
     """Return the SQNR of the results of layers in dB, mean over the batches; call it in the helper process.
 
     Args:
-        quantized_path: A Q/DQ model of it, with the same names of nodes.
+        float_path: Float model.
+        quantized_path: Q/DQ model with the same names of nodes.
         layers: Names of nodes.
-        batches: Inputs; the activations of all of them are in memory at a time.
+        batches: Inputs; the activations of all batches must fit into memory.
     """
     runs = SegmentedRun(float_path, batches), SegmentedRun(quantized_path, batches)
     found: dict[str, float] = {}
@@ -180,11 +181,12 @@ def measure_layer_shifts(
     """Return the mean error of the quantized layers' results by channel; call it in the helper process.
 
     Args:
-        quantized_path: A Q/DQ model of it, with the same names of nodes.
+        float_path: Float model.
+        quantized_path: Q/DQ model with the same names of nodes.
         layers: Axis of the channels of each layer's result, by the name of its node.
-        batches: Inputs; the activations of all of them are in memory at a time.
-        sequential: Each layer reads results from which the mean errors of earlier layers are removed; else it reads
-            those of the float model, through its own Q/DQ pairs.
+        batches: Inputs; the activations of all batches must fit into memory.
+        sequential: Whether each layer reads quantized results without the mean errors of earlier layers; otherwise it
+            reads results of the float model, with its Q/DQ pairs.
     """
     runs = SegmentedRun(float_path, batches), SegmentedRun(quantized_path, batches)
     order = [name for name in runs[1].names if name in layers]

@@ -43,7 +43,7 @@ _CHILD_BOOTSTRAP = (
     "import os, runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
     + _RUN_PROGRAM
 )
-_PLAIN_BOOTSTRAP = (  # the same for interpreters without the harness: see end_with_driver
+_PLAIN_BOOTSTRAP = (  # the same for interpreters without the harness: see `die_with_parent`
     "import fcntl, os, runpy, signal, sys; signal.signal(signal.SIGIO, signal.SIG_DFL); "
     "fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp()); "
     "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC); " + _RUN_PROGRAM
@@ -234,7 +234,7 @@ def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.Com
         BuildFailed: It took too long, or too much memory.
     """
     environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
-    theirs, ours = os.pipe()  # never written to: see end_with_driver
+    theirs, ours = os.pipe()  # never written to: see `die_with_parent`
     with open(ours, "wb"), open(theirs, "rb") as stdin:
         process = subprocess.Popen(
             _child_command(tool, folder / "request.json"),

@@ -76,7 +76,7 @@ class OriginalModel:
         nodes: Nodes of the main graph, without names and documentation.
         constants: Initializers and Constant nodes by name.
         samples: Declared first size of each input.
-        opsets: Version by domain.
+        opsets: Version of the operator set by domain.
     """
 
     source: Path | onnx.ModelProto
@@ -88,7 +88,7 @@ class OriginalModel:
 
     @classmethod
     def of(cls, proto: onnx.ModelProto, source: Path | onnx.ModelProto, key: str = "") -> OriginalModel:
-        """Describe `proto`, which may be changed afterwards, and which was read from `source`."""
+        """Return the description of a model that was read from `source`; `proto` may be changed afterwards."""
         shapes = {value.name: value.type.tensor_type.shape.dim for value in proto.graph.input}
         return cls(
             source=source,
@@ -136,7 +136,7 @@ def check_equivalent(original: OriginalModel, model: Model) -> bool:
 def _compare_versions(
     original: OriginalModel, before: onnx.ModelProto | Path | bytes, model: Model
 ) -> EquivalenceVerdict:
-    """Run the comparison in the helper process, which gets models of more than 1.9 GB as files."""
+    """Compare two versions in the helper process; models of more than 1.9 GB are passed to it as files."""
     types = {name: model.types[name] for name in model.inputs if name in model.types}
     untyped = [name for name in model.inputs if name not in types]
     if untyped:
@@ -157,7 +157,7 @@ def _compare_versions(
 
 
 def _compare_in_helper(task: ComparisonTask, source: str) -> EquivalenceVerdict:
-    """Run the comparison, and if it crashes (division by 0) once more with integers of 1."""
+    """Run the comparison, and repeat it with integer inputs of 1 if it crashes, for instance by a division by 0."""
     try:
         return call_in_helper_process(f"{source}: the comparison", compare_runs, task)
     except HelperCallFailed as error:

@@ -31,8 +31,8 @@ from harness.graph.equivalence.versions import (
 from harness.graph.passes.static_shapes import static_types
 from harness.graph.protos import iter_graphs, iter_nodes
 
-# Least signal-to-noise ratio. In FP32, folded BatchNormalization is above 110 dB, a changed operator below 60. With 11
-# or 8 significant bits, one rounding of a result is 70 or 52 dB, and roundings add up.
+# Smallest signal-to-noise ratio of equal models. In FP32, a folded BatchNormalization has more than 110 dB, a changed
+# operator less than 60 dB. With 11 or 8 significant bits, one rounding gives 70 or 52 dB, and roundings add up.
 FP32_THRESHOLD_DB = 80.0
 _THRESHOLD_DB_BY_DTYPE = {TensorProto.FLOAT16: 40.0, TensorProto.BFLOAT16: 25.0}
 _ROUNDING_DB_BY_THRESHOLD = {FP32_THRESHOLD_DB: 144.0, 40.0: 66.0, 25.0: 48.0}  # of a value to half its last digit
@@ -100,9 +100,9 @@ def _compare_uninformative(
 
 
 def _first_changed_node(original: ModelVersion, prepared: ModelVersion, feeds: Feeds, limit_db: float) -> str | None:
-    """Describe the first node whose results differ on equal inputs; "" without one, None if it cannot be determined."""
+    """Describe the first node whose results differ on equal inputs, "" if none does, or None if this is unknown."""
     graph = prepared.proto.graph
-    # Weights may be nodes, of PaddlePaddle for instance: a fold changes them, and their readers are compared with them.
+    # Weights may be nodes (PaddlePaddle); folding changes them, so they are compared together with their readers.
     nodes = (node for node in original.proto.graph.node if node.op_type != "Constant")
     producers = {name: node for node in nodes for name in node.output if name}
     made = {name for node in graph.node for name in node.output}
@@ -146,7 +146,7 @@ def _describe_deviation(found_db: float, limit_db: float) -> str:
 
 
 def threshold_db(proto: onnx.ModelProto) -> float:
-    """Return the least ratio that a valid preparation of a model keeps, by the coarsest of its float types."""
+    """Return the smallest ratio in dB of a valid preparation, which depends on the coarsest float type of the model."""
     types = {value.type.tensor_type.elem_type for value in (*proto.graph.input, *proto.graph.output)}
     types.update(tensor.data_type for graph in iter_graphs(proto.graph) for tensor in graph.initializer)
     for attribute in (attribute for node in iter_nodes(proto) for attribute in node.attribute):
@@ -158,12 +158,13 @@ def threshold_db(proto: onnx.ModelProto) -> float:
 
 
 def normalization_db(before: npt.NDArray[Any], after: npt.NDArray[Any], limit_db: float) -> float:
-    """Return the least ratio for a folded BatchNormalization, at most `limit_db`.
+    """Return the smallest valid ratio in dB for a folded BatchNormalization, at most `limit_db`.
 
-    If a mean is far larger than the spread around it, rounding of the input alone takes digits from the result.
+    If a mean is far larger than the spread around it, the rounding of the input alone makes the result inexact.
 
     Args:
-        before: Its input, channels along axis 1.
+        before: Input of the BatchNormalization, with channels along axis 1.
+        after: Result of the BatchNormalization.
         limit_db: `threshold_db` of the model.
     """
     axes = tuple(axis for axis in range(before.ndim) if axis != 1)

@@ -1,4 +1,4 @@
-"""Version of a model, original or prepared, run in ONNX Runtime with its optimizations off."""
+"""Execution of the original and the prepared version of a model in ONNX Runtime without graph optimizations."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ class ComparisonTask:
     Attributes:
         original: File or serialized model from the user.
         prepared: File or serialized prepared model.
+        inputs: Element type and shape of each input of the prepared model.
         widened: Inputs with one sample in the original and `samples` in the prepared model.
-        draws: Kinds of random inputs to try in turn: 0 is normal floats with integers 0 and 1 (of 8 bits: all), 1 is
-            floats from 0 to 1 with integers 0, and 2 is floats from 1 to 2 with integers 1.
+        samples: Number of samples of the prepared model.
+        draws: Kinds of random inputs, in the order in which they are tried. 0: normal floats, integers 0 and 1 (all
+            values for 8 bits); 1: floats from 0 to 1, integers 0; 2: floats from 1 to 2, integers 1.
     """
 
     original: Path | bytes
@@ -54,7 +56,7 @@ class ComparisonTask:
 
 
 class RunFailed(Exception):
-    """A version of the model could not be run; `error` is ONNX Runtime's."""
+    """Failure to run a version of a model, with the error of ONNX Runtime."""
 
     def __init__(self, error: Exception | str) -> None:
         text = " ".join(str(error).split())
@@ -64,11 +66,11 @@ class RunFailed(Exception):
 
 @dataclass(slots=True)
 class ModelVersion:
-    """Model of a comparison of two; its methods raise `RunFailed` if ONNX Runtime is missing or fails.
+    """Version of a model in a comparison; methods raise `RunFailed` if ONNX Runtime is missing or fails.
 
     Attributes:
-        source: The file or the serialized model.
-        proto: The model, which keeps external data external.
+        source: File or serialized model.
+        proto: Parsed model without its external data.
     """
 
     source: Path | bytes
@@ -113,7 +115,7 @@ class ModelVersion:
             raise RunFailed(error) from error
 
     def run(self, session: Any, feeds: Feeds, names: Sequence[str] | None = None) -> Values:
-        """Return outputs of one inference, all by default, without those of types that NumPy lacks."""
+        """Run one inference, and return outputs by name, by default all whose types NumPy has."""
         kinds = {value.name: value.type for value in session.get_outputs()}
         names = [n for n in names or kinds if kinds[n] in _NUMPY_READABLE_TYPES or not kinds[n].startswith("tensor(")]
         try:
@@ -148,9 +150,16 @@ class ModelVersion:
     def compute_nodes_separately(
         self, values: Values, feeds: Feeds, wanted: Collection[str], times: int = 1
     ) -> list[Values]:
-        """Return the wanted results of nodes that read given values, not results of other nodes; changes `proto`.
+        """Run every node on given values instead of the results of other nodes; this changes `proto`.
 
-        The nodes are run several times in one session, in which random numbers differ from run to run.
+        Args:
+            values: Value of each tensor, which its readers get.
+            feeds: Inputs of the model by name.
+            wanted: Names of the results to return.
+            times: Number of runs in one session, in which random numbers differ from run to run.
+
+        Returns:
+            The results by name for each run.
         """
         graph, made = self.proto.graph, []
         for node in graph.node:
@@ -175,14 +184,14 @@ def _join_samples(results: list[Any]) -> Any:
 
 
 def accepted_runs(original: ModelVersion, task: ComparisonTask) -> list[tuple[Values, Feeds]]:
-    """Run the original on inputs that it accepts.
+    """Run the original on random inputs of several kinds.
 
     Returns:
-        Results and inputs: the first with a result that is not constant if there is one, or all if the model has
-        branches, each of which some inputs may take.
+        Pairs of results and inputs. For a model with branches, all accepted inputs, because each branch may need other
+        ones; else the first inputs with a result that is not constant, if there are any.
 
     Raises:
-        NotRun: It accepts none.
+        RunFailed: The model accepts none of the inputs.
     """
     session, accepted, problem = original.open_session(), [], RunFailed("no inputs could be drawn")
     branches = any(node.op_type == "If" for graph in iter_graphs(original.proto.graph) for node in graph.node)

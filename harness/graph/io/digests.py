@@ -1,4 +1,4 @@
-"""SHA-256 of model files. ONNX is imported only for a model with external data, so reports do without it."""
+"""SHA-256 of model files. ONNX is imported only for models with external data, so that reports do not need it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _READ_CHUNK_BYTES = 1 << 24
 
 
 def digest_file(model_path: Path) -> str:
-    """Return the SHA-256 of a model's file and its external data, independent of the names of the latter.
+    """Return the SHA-256 of a model file and its external data, independent of the names of the data files.
 
     Raises:
         OSError: A file cannot be read.

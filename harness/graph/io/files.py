@@ -1,4 +1,4 @@
-"""Model files with their external data: written, copied, moved and hashed as one."""
+"""Model files with their external data: write, copy, move and hash them together."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def digest_model(proto: onnx.ModelProto) -> str:
 
 
 def copy_model(model_path: Path, folder: Path, name: str = "model.onnx") -> Path:
-    """Copy a model with its external data, which are named after the copy: a folder may hold several models.
+    """Copy a model with its external data into a folder, which may have other models.
 
-    A model without external data is copied byte for byte. Links are no alternative: ONNX refuses linked external data.
+    A model without external data is copied byte for byte. No links are made, because ONNX refuses linked external data.
 
     Returns:
-        The copy; its external data are `<name>.data`, `<name>.data1` and so on.
+        Path of the copy; its external data are `<name>.data`, `<name>.data1` and so on.
     """
     target = folder / name
     content, destinations = _renamed_after(target, model_path)
@@ -76,7 +76,7 @@ def copy_model(model_path: Path, folder: Path, name: str = "model.onnx") -> Path
 
 
 def move_model(model_path: Path, target: Path) -> None:
-    """Move a model with its external data, named as by `copy_model`; it appears complete or not at all."""
+    """Move a model with its external data, which get the names of `copy_model`; the model file is moved last."""
     target.parent.mkdir(parents=True, exist_ok=True)
     content, destinations = _renamed_after(target, model_path)
     if destinations:
@@ -97,7 +97,7 @@ def model_files(model_path: Path) -> list[Path]:
 
 
 def _external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, ExternalTensors]:
-    """Return `read_external_tensors`, or an empty model without parsing one that has no external data."""
+    """Return the result of `read_external_tensors`; a model without external data is not parsed."""
     found = may_have_external_data(content, model_path)
     return read_external_tensors(content, model_path) if found else (onnx.ModelProto(), [])
 

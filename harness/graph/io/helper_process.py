@@ -1,12 +1,11 @@
 """Helper process for native code (onnx, ONNX Runtime, OpenVINO) on models that may be damaged or malicious.
 
-The C++ of onnx trusts files: it indexes, divides and counts by their contents. With onnx 1.21, a Conv whose weights
-have another rank than its input, strides of 0 or a Slice of 2^62 steps raise no exception: the process crashes or never
-returns. Each call has a limit of time and memory; log messages of the process are those of the driver.
+The C++ code of onnx does not validate files: with onnx 1.21, a Conv whose weights have another rank than its input,
+strides of 0 or a Slice of 2^62 steps raise no exception, but crash the process or never return. So each call has limits
+of time and memory. The caller's process (the driver) repeats the log messages of the helper.
 
-The helper is a fresh interpreter. A fork does not work if the driver has threads: locks of other threads stay locked in
-the fork, and before a fork OpenBLAS (0.3.31, `blas_thread_shutdown`) waits for its threads, which a working one never
-answers.
+The helper is a fresh interpreter, because a fork does not work if the driver has threads: locks of other threads stay
+locked in the fork, and OpenBLAS (0.3.31, `blas_thread_shutdown`) waits before a fork for threads that may be busy.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ Report = Callable[..., object]
 
 
 class HelperCallFailed(UserError):
-    """The helper process crashed, or exceeded a limit.
+    """Crash of the helper process, or a call that exceeded a limit.
 
     Attributes:
-        how: The failure as the predicate of a sentence.
-        crashed: False if a limit was exceeded.
+        how: Description of the failure without a subject, for instance "was ended by SIGSEGV".
+        crashed: Whether the process crashed; False if a limit was exceeded.
     """
 
     def __init__(self, what: str, how: str, *, crashed: bool) -> None:
@@ -60,15 +59,16 @@ class HelperCallFailed(UserError):
 
 
 def call_in_helper_process(what: str, work: Callable[[*Ts], T], *args: *Ts, factor: float = 1.0) -> T:
-    """Return the result of a function that runs in the helper process, whose first start takes a tenth of a second.
+    """Call a function in the helper process, and return its result.
 
-    The limits are `QDQ_MODEL_LIMIT_S`, 60 seconds by default, and `QDQ_MODEL_MEMORY_GB`, 80 % of the free memory.
+    The limits are `QDQ_MODEL_LIMIT_S`, by default 60 seconds, and `QDQ_MODEL_MEMORY_GB`, by default 80 % of the free
+    memory.
 
     Args:
-        what: Subject of the message on failure: the file and the step.
-        work: A module-level function; its arguments, result and exceptions can be pickled.
-        args: Its arguments.
-        factor: Of the time limit, for steps that may take longer.
+        what: Subject of the error message: the file and the step.
+        work: Module-level function, whose arguments, result and exceptions can be pickled.
+        args: Arguments of the function.
+        factor: Factor of the time limit, for steps that may take longer.
 
     Raises:
         HelperCallFailed: The process crashed, exceeded the time limit, or used too much memory.
@@ -79,17 +79,19 @@ def call_in_helper_process(what: str, work: Callable[[*Ts], T], *args: *Ts, fact
 
 
 def call_with_reports(what: str, work: Callable[..., T], *args: Any, factor: float, on_report: Report) -> T:
-    """Return the result of a function as `call_in_helper_process` does; each call of its last argument is one here."""
+    """Call a function as `call_in_helper_process` does, with a last argument whose calls go to `on_report`."""
     result: T = _process_helper(os.getpid()).call(what, (work, args), factor, on_report)
     return result
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits of a step on a model, with the end of a message about each.
+    """Limits of a step on a model, with messages about them.
 
     Attributes:
-        factor: Of the time limit, for steps that may take longer.
+        seconds: Time limit, with the factor.
+        memory_gb: Memory limit in units of 10^9 bytes.
+        factor: Factor of the time limit, for steps that may take longer.
     """
 
     seconds: float
@@ -105,13 +107,13 @@ class StepLimits:
 
     @property
     def time_message(self) -> str:
-        """Return the predicate of a step that exceeded the time limit."""
+        """Return the message about the time limit without its subject, the step."""
         doubled = f"{LIMIT_S_VARIABLE}={2 * self.seconds / self.factor:g}"
         return f"takes more than {self.seconds:g} s ({doubled} doubles that limit)"
 
     @property
     def memory_message(self) -> str:
-        """Return the predicate of a step that exceeded the memory limit."""
+        """Return the message about the memory limit without its subject, the step."""
         return f"takes more than {self.memory_gb:.1f} GB of memory ({MEMORY_VARIABLE} sets that limit)"
 
 
@@ -151,7 +153,7 @@ def _surroundings() -> tuple[int, str, list[str], dict[str, str]]:
 
 
 def _adopt(level: int, folder: str, path: list[str], environment: dict[str, str]) -> None:
-    """Give the helper process the driver's surroundings, which may change between two calls."""
+    """Apply log level, working folder, import path and environment of the driver, which may change between calls."""
     logging.getLogger().setLevel(level)
     os.chdir(folder)
     sys.path[:] = path
@@ -191,7 +193,7 @@ def _as_picklable(error: Exception) -> Exception:
 
 
 class NativeCallWorker:
-    """Helper process that executes one call at a time, from any thread; it is restarted after a failure."""
+    """Helper process that executes one call at a time for all threads, and is restarted after a failure."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -226,7 +228,7 @@ class NativeCallWorker:
         raise HelperCallFailed(what, how, crashed=crashed)
 
     def _running_worker(self) -> WorkerProcess:
-        """Return the process; start a new one if it ended meanwhile, for instance because the kernel needed memory."""
+        """Return the running process; start one if there is none or the kernel killed it."""
         if self._worker is not None and self._worker.alive:
             return self._worker
         self._stop()
@@ -259,5 +261,5 @@ def _receive_answer(worker: WorkerProcess, limits: StepLimits, on_report: Report
 
 @lru_cache(maxsize=1)
 def _process_helper(_process: int) -> NativeCallWorker:
-    """Return the helper of a process, by its id: a fork must not use its parent's."""
+    """Return the helper of the process with this id, because a fork must not use the helper of its parent."""
     return NativeCallWorker()

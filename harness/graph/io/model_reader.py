@@ -1,4 +1,4 @@
-"""Reading of model files from anywhere: nothing in them is trusted before it is checked."""
+"""Reading of untrusted model files, with checks of sizes, functions and external data."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _BITS_BY_DTYPE = {
 
 @contextmanager
 def refuse_damage(source: object) -> Iterator[None]:
-    """Report any exception that a damaged model causes as a `UserError` which names it."""
+    """Turn any exception of the body, which a damaged model may cause, into a `UserError` that names the model."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # files can be invalid in more ways than there are checks
+    except Exception as error:  # the checks do not find all damages
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
             f"{source}: cannot be processed ({text}); the file may be damaged or use an unsupported construct: export "
@@ -92,7 +92,7 @@ def _read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
 
 
 def check_functions(proto: onnx.ModelProto, source: str) -> None:
-    """Check that functions can be inlined; native code (onnx 1.21) recurses, or doubles a nest of calls, without limit.
+    """Check that functions can be inlined, because native code (onnx 1.21) inlines them without a limit.
 
     Raises:
         UserError: A function calls itself, or inlining would give more than `MAX_INLINED_NODES` nodes.
@@ -131,7 +131,7 @@ def _iter_calls(nodes: Iterable[onnx.NodeProto], bodies: Container[object]) -> I
 
 
 def _inlined_cost(nodes: Iterable[onnx.NodeProto]) -> int:
-    """Return a number of nodes, where large ones count for each 4 KiB: every call copies their constants."""
+    """Return the number of nodes, where a large one counts once per 4 KiB, because inlining copies its constants."""
     parts = iter_graphs(onnx.FunctionProto(node=nodes))
     return sum(max(1, node.ByteSize() >> 12) for part in parts for node in part.node)
 
@@ -140,7 +140,7 @@ def load_external_data(proto: onnx.ModelProto, folder: Path, source: str) -> lis
     """Return the tensors of a model whose values are in other files, each with that file.
 
     Raises:
-        UserError: A file is missing, or outside the model's folder; or files or tensors are larger than the memory.
+        UserError: A file is missing or outside of the model's folder, or the data are larger than the memory.
     """
     files: dict[str, Path] = {}
     external: ExternalTensors = []
@@ -164,7 +164,7 @@ def load_external_data(proto: onnx.ModelProto, folder: Path, source: str) -> lis
 
 
 def _external_size_bytes(entries: Mapping[str, str], file: Path) -> int:
-    """Return the number of bytes that a tensor reads; damaged numbers are reported by onnx."""
+    """Return the number of bytes of a tensor in an external file; onnx reports invalid numbers later."""
     try:
         return int(entries.get("length") or file.stat().st_size - int(entries.get("offset") or 0))
     except ValueError:
@@ -273,7 +273,7 @@ def distinct_files(external: ExternalTensors) -> list[Path]:
 
 
 def read_external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, ExternalTensors]:
-    """Return a model as it is in its file, and its external tensors; an empty model if it cannot be parsed.
+    """Return a model without its external data, and its external tensors; an empty model if it cannot be parsed.
 
     Raises:
         UserError: The external data are damaged.

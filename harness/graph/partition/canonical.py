@@ -1,12 +1,12 @@
 """Exact canonical form of a region; private to `harness.graph.partition.patterns`.
 
-The inputs of a node are ordered, so a depth-first walk from a *sink* (a node whose results no node inside the region
-reads) against the data numbers everything it reaches in one way only. A region with one sink, which is what discovery
-makes, has its canonical order in one such walk. Of several sinks the order is searched: first by colours refined over
-the graph (Weisfeiler, Leman 1968), then by the smallest code, with branches that give equal codes (automorphisms) taken
-once, as in McKay 1981, "Practical Graph Isomorphism".
+The inputs of a node are ordered, so a depth-first walk against the data flow from a *sink* (a node whose results no
+node inside the region reads) numbers all nodes that it reaches in a unique way. For a region with one sink, the usual
+case, one walk gives the canonical order. For several sinks the order is searched: first by colours refined over the
+graph (Weisfeiler, Leman 1968), then by the smallest code, with one of several branches that give equal codes
+(automorphisms), as in McKay 1981, "Practical Graph Isomorphism".
 
-The code of a region says everything about it: equal codes are an isomorphism, node by node and input by input.
+The code of a region describes it completely, so two regions have equal codes only if they are isomorphic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _MAX_SEARCH_STEPS = (
-    40_000  # nodes that may be numbered while equal-looking sinks are distinguished; beyond it the first one is taken
+    40_000  # limit of numbered nodes while sinks of one colour are compared; beyond it the first sink is used
 )
 _MAX_REFINEMENT_ROUNDS = 8
 
@@ -26,13 +26,13 @@ class NodeLabels:
     """Nodes and activations of a model by number.
 
     Attributes:
-        labels: All distinct node labels, sorted: operator, attributes that matter, kind of each input.
-        label: For each node the position of its label.
-        digest: For each label 63 bits of its SHA-256, the same in any model and process.
-        reads: For each node the activations that it reads, in slot order; what else it reads is in its label.
-        producer: For each activation the node that makes it, or -1.
-        position: For each activation its position among the outputs of that node, or -1.
-        number: Activations by tensor name.
+        labels: All distinct node labels, sorted; a label has operator, relevant attributes and the kind of each input.
+        label: Position of the label of each node.
+        digest: 60 bits of the SHA-256 of each label, equal in all models and processes.
+        reads: Activations that each node reads, in the order of its inputs; its label describes the other inputs.
+        producer: Node that computes each activation, or -1.
+        position: Position of each activation among the outputs of that node, or -1.
+        number: Number of each activation by tensor name.
     """
 
     labels: tuple[str, ...]
@@ -46,12 +46,12 @@ class NodeLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionGraph:
-    """A region, as the canonical form sees it.
+    """Region whose canonical form is computed.
 
     Attributes:
-        nodes: Its nodes in topological order.
-        outputs: For a node the bits of those of its outputs that leave the region.
-        child: For a node the child region that it is in; empty for a LEAF.
+        nodes: Nodes of the region in topological order.
+        outputs: Bit mask of the outputs of each node that leave the region.
+        child: Number of the child region of each node; empty for a LEAF.
     """
 
     nodes: Sequence[int]
@@ -61,12 +61,12 @@ class RegionGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanonicalForm:
-    """Canonical form: `code` is equal exactly for isomorphic regions, position by position in `order`.
+    """Canonical form of a region; isomorphic regions have equal codes, and their nodes match by position in `order`.
 
     Attributes:
-        order: Node indices.
-        code: For each node in order: its label, the number of its reads, for each a pair (position of the producer, its
-            output) or (-1 - number of the outside tensor, 0), bits of outputs, child.
+        order: Node indices in canonical order.
+        code: For each node in order: label, number of reads, a pair per read, bit mask of outputs, child. The pair is
+            (position of the producer, its output) or (-1 - number of the outside tensor, 0).
         children: Children in the order in which their nodes first appear.
     """
 
@@ -76,7 +76,7 @@ class CanonicalForm:
 
 
 def canonical_form(wiring: NodeLabels, subject: RegionGraph) -> CanonicalForm:
-    """Return the canonical form of a region, which is equal for isomorphic regions alone.
+    """Return the canonical form of a region.
 
     Args:
         wiring: Labels of the nodes and their connections in the whole graph.
@@ -92,7 +92,7 @@ def canonical_form(wiring: NodeLabels, subject: RegionGraph) -> CanonicalForm:
 
 
 def describe_code(wiring: NodeLabels, code: Sequence[int]) -> str:
-    """Return a code with labels in full: a text that means the same in every model."""
+    """Return a code as text with labels instead of their numbers, so that it is comparable between models."""
     lines, place = [], 0
     while place < len(code):
         end = place + 4 + 2 * code[place + 1]
@@ -102,7 +102,7 @@ def describe_code(wiring: NodeLabels, code: Sequence[int]) -> str:
 
 
 class _Numbering:
-    """Numbering in progress, which can be taken back to an earlier mark."""
+    """Numbering in progress, which can be rolled back to an earlier mark."""
 
     def __init__(self, wiring: NodeLabels, subject: RegionGraph) -> None:
         self._wiring = wiring
@@ -120,7 +120,7 @@ class _Numbering:
         return [node for node in self._subject.nodes if node not in read]
 
     def number_dependencies(self, sink: int) -> None:
-        """Assign numbers to everything that a sink depends on and that has none yet, data first."""
+        """Assign numbers to a sink and the nodes that it depends on, inputs first; numbered nodes are skipped."""
         producer, reads, place, inside = self._wiring.producer, self._wiring.reads, self._place, self._inside
         stack = [sink]
         while stack:
@@ -166,7 +166,7 @@ class _Numbering:
 
 
 class CanonicalSearch:
-    """Finds the order of sinks whose code is smallest among those that the colours allow."""
+    """Search for the order of sinks with the smallest code among the orders that the colours allow."""
 
     def __init__(self, walk: _Numbering, sinks: Sequence[int], colours: Mapping[int, int], size: int) -> None:
         self._walk = walk
@@ -180,9 +180,9 @@ class CanonicalSearch:
         return self._complete_numbering(self._cells, search=True)[1]
 
     def _complete_numbering(self, cells: Sequence[list[int]], search: bool) -> tuple[tuple[int, ...], list[int]]:
-        """Return the code with all sinks of the cells numbered, and their order; the state is restored.
+        """Return the code with all sinks of the cells numbered, and their order, and roll the numbering back.
 
-        Where sinks are tied, a search takes the one that leads to the smallest code, else the first one is taken.
+        Among tied sinks, `search` selects the one that leads to the smallest code; otherwise the first one is used.
         """
         walk, mark, order = self._walk, self._walk.mark(), []
         for place, cell in enumerate(cells):
@@ -204,7 +204,7 @@ class CanonicalSearch:
         return code, order
 
     def _sinks_of_smallest_code(self, sinks: list[int]) -> list[int]:
-        """Return the sinks that add the smallest code to what is numbered already."""
+        """Return the sinks whose numbering adds the smallest code."""
         if len(sinks) == 1:
             return sinks
         found: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -235,7 +235,7 @@ class CanonicalSearch:
 
 
 def _refine_colours(wiring: NodeLabels, subject: RegionGraph) -> dict[int, int]:
-    """Return colours that isomorphic nodes share, refined along and against the data until they split no further."""
+    """Return colours that isomorphic nodes share, refined along and against the data flow until none splits."""
     producer, position, reads = wiring.producer, wiring.position, wiring.reads
     colour = {n: hash((wiring.digest[wiring.label[n]], subject.outputs.get(n, 0))) for n in subject.nodes}
     outside = {t: 0 for n in subject.nodes for t in reads[n] if producer[t] not in colour}

@@ -1,17 +1,17 @@
-"""Cutting a data-flow graph into leaves and composites; private to `harness.graph.partition.regions`.
+"""Partition of a data-flow graph into leaves and composites; private to `harness.graph.partition.regions`.
 
-The place of every cut depends on its neighbourhood alone (a convergence, a linear operator), so that equal blocks are
-cut equally at every position. The rules, along each chain of `harness.graph.partition.post_dominators`:
+The position of a cut depends only on its neighbourhood (a convergence, a linear operator), so that equal blocks are cut
+equally at every position. The rules, along each chain of `harness.graph.partition.post_dominators`:
 
 - A vertex and the branches that converge on it are one *item*. Without a linear operator among its branches and with
   fewer than `smallest` vertices it is *plain* (x * sigmoid(x), a normalization); else it is a *block* (a residual
   block, attention, inception branches, squeeze-and-excite).
-- A block takes the elementwise items behind it as its epilogue.
+- Elementwise items directly after a block are its epilogue.
 - A block of fewer than `smallest` vertices is a leaf; a larger one a composite. A composite with one branch continues
   that branch through the convergence; with several, the convergence begins a leaf of its own.
-- Runs of plain items fall into groups: a linear operator, or others, with the elementwise items behind. Whole groups
-  fill leaves of up to `longest`; in a longer run, groups that repeat at once (depthwise, pointwise, depthwise, ...) are
-  a leaf each time.
+- Runs of plain items are divided into groups: a linear operator, or other operators, with the elementwise items after
+  it. Leaves contain whole groups, up to `longest` vertices; in a longer run, each repetition of consecutive groups
+  (depthwise, pointwise, depthwise, ...) is a leaf.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from enum import Enum
 
 from harness.graph.partition.post_dominators import BranchStructure
 
-_MAX_REGION_DEPTH = (
-    32  # deeper nesting is spliced into its parent, so that trees stay shallow enough to compare and print
-)
+_MAX_REGION_DEPTH = 32  # deeper regions become part of their parent, so that trees can be compared and printed
 
 
 class VertexKind(Enum):
-    """VIRTUAL: no node, belongs to no region. LINEAR: begins a new group of a sequence. ELEMENTWISE: may end one."""
+    """Kind of a vertex: VIRTUAL is no node, LINEAR starts a group of a run, ELEMENTWISE may end a group."""
 
     VIRTUAL = 0
     LINEAR = 1
@@ -38,7 +36,7 @@ class VertexKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RegionDraft:
-    """A region to be: the number of its parent's draft (-1: none), and its vertices where it is a leaf."""
+    """Draft of a region: number of the parent's draft (-1: none), and the vertices of a leaf (None: composite)."""
 
     parent: int
     vertices: tuple[int, ...] | None = None
@@ -59,10 +57,11 @@ def partition_graph(
     """Cut a graph into leaves and composites; a parent comes before its children.
 
     Args:
-        kinds: Kind of each vertex but the sink.
-        labels: Equal for vertices that do the same; this decides what counts as a repetition.
-        longest: Most vertices of a leaf made of a sequence.
-        smallest: Fewest vertices of a convergence that is split.
+        flow: Chains and branches of the graph.
+        kinds: Kind of each vertex except the sink.
+        labels: Label of each vertex; repetitions have equal labels.
+        longest: Largest number of vertices in a leaf that is a sequence.
+        smallest: Smallest number of vertices in a convergence that is split.
     """
     return _Partitioner(flow, kinds, labels, longest, smallest).partition()
 
@@ -183,7 +182,7 @@ class _Partitioner:
             self._emit_leaf(parent, leaf)
 
     def _emit_repetitions(self, groups: list[list[_ChainItem]]) -> list[list[_ChainItem]]:
-        """Return the leaves of a long run: one for each repetition of groups, the groups between them packed."""
+        """Return the leaves of a long run: one per repetition of groups, and others of the groups in between."""
         keys = [tuple(self._repetition_key(item) for item in group) for group in groups]
         leaves: list[list[_ChainItem]] = []
         rest: list[list[_ChainItem]] = []
@@ -202,7 +201,7 @@ class _Partitioner:
         return leaves + _pack_leaves(rest, self._longest)
 
     def _find_period(self, groups: list[list[_ChainItem]], keys: list[tuple[Hashable, ...]], place: int) -> int:
-        """Return the smallest number of groups that fit into a leaf and repeat at once, or 0."""
+        """Return the smallest number of consecutive groups that fit into a leaf and repeat directly, or 0."""
         period, size = 0, 0
         while place + 2 * period < len(groups):
             size += _total_size(groups[place + period])
@@ -220,7 +219,7 @@ class _Partitioner:
         return label, frozenset(self._labels[v] for v in self._flow.branch_vertices(item.vertex) if self._real[v])
 
     def _split_group(self, group: list[_ChainItem]) -> list[list[_ChainItem]]:
-        """Return a group that fits into a leaf, else its parts, cut where the data diverges and then by length."""
+        """Return a group that fits into a leaf, or its parts, cut at divergences and then by length."""
         if _total_size(group) <= self._longest:
             return [group]
         parts: list[list[_ChainItem]] = []

@@ -1,9 +1,9 @@
-"""Patterns: classes of isomorphic regions, with the isomorphism.
+"""Patterns: classes of isomorphic regions, with the correspondence of their nodes.
 
-Two regions have one pattern exactly when their canonical codes are equal: operators, the attributes that matter, the
-wiring input by input, which inputs are constants, omitted or of which kind of type, and which results leave the region.
-Names, shapes of activations and the order of nodes in the file do not count. The pattern keeps each region's nodes in
-canonical order, so a point in pattern coordinates (node, input) resolves by indexing.
+Two regions have one pattern if their canonical codes are equal: operators, relevant attributes, connections input by
+input, kinds of inputs (constant, omitted, type), and outputs of the region. Names, shapes of activations and the order
+of nodes in the file are ignored. A pattern has the nodes of each region in canonical order, so a point in pattern
+coordinates (node, input) is found by indexing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.graph.partition.canonical import CanonicalForm, NodeLabels, RegionG
 from harness.graph.partition.regions import Region, RegionType
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, QUANTIZABLE_FLOAT_TYPES
 
-# Numbers and paddings that change neither where a Q/DQ pair may stand nor which kernel runs.
+# Attributes that change neither the valid positions of Q/DQ pairs nor the kernel of a runtime.
 _IGNORED_ATTRIBUTES = frozenset({
     "alpha", "auto_pad", "beta", "ceil_mode", "coordinate_transformation_mode", "count_include_pad", "cubic_coeff_a",
     "epsilon", "exclude_outside", "extrapolation_value", "gamma", "max", "min", "momentum", "nearest_mode",
@@ -29,14 +29,14 @@ _IGNORED_ATTRIBUTES = frozenset({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """A class of isomorphic regions of one model.
+    """Class of isomorphic regions of one model.
 
     Attributes:
-        signature: SHA-256 of the canonical code, in hexadecimal; the same in every model and process.
-        operators: Operator of each node, in canonical order.
-        regions: The regions, in graph order.
-        order: For each region its node indices in canonical order: equal positions match each other.
-        children: For each region its child regions in canonical order.
+        signature: SHA-256 of the canonical code in hexadecimal, equal in all models and processes.
+        operators: Operator of each node in canonical order.
+        regions: Regions in graph order.
+        order: Node indices of each region in canonical order; nodes at equal positions correspond.
+        children: Child regions of each region in canonical order.
     """
 
     signature: str
@@ -115,7 +115,7 @@ def _label_nodes(model: Model) -> NodeLabels:
 
 
 def _node_label(model: Model, node: Node) -> str:
-    """Describe what two matching nodes have in common, apart from the activations that they read."""
+    """Return a text that is equal for corresponding nodes: operator, attributes, kinds of inputs and outputs."""
     parts = [f"{node.domain}:{node.op}", *_relevant_attributes(model, node)]
     kinds = [_input_kind(model, node, slot, name) for slot, name in enumerate(node.inputs)]
     while kinds and kinds[-1] == "_":
@@ -154,7 +154,7 @@ def _relevant_attributes(model: Model, node: Node) -> list[str]:
 
 
 def _classify_groups(node: Node, weight: Sequence[int]) -> str:
-    """Return the kind of kernel that a convolution runs in; the number of groups does not matter."""
+    """Return "dense", "depthwise" or "grouped", because the number of groups does not decide the kernel."""
     groups = int(node.attributes.get("group", 1))
     if groups <= 1:  # damaged files have 0
         return "dense"

@@ -5,9 +5,9 @@ topological order finds the immediate post-dominators (Cooper, Harvey, Kennedy 2
 Algorithm", section 3, on the reversed graph). Post-dominance, unlike single-entry single-exit regions (Johnson,
 Pearson, Pingali 1994, "The Program Structure Tree"), does not break where a mask or a memory enters from the side.
 
-The children of v in that tree are the ends of all that flows into v. Where one of them feeds all the others, it is the
-divergence and v the convergence: the two follow each other in *series*, and the other children are the *branches*
-between them. So the tree falls into chains, and every chain vertex carries the branches that converge on it.
+The children of v in that tree are the last vertices of all paths into v. If one of them feeds all the others, it is the
+divergence and v the convergence: the two are in *series*, and the other children are the *branches* between them. So
+the tree is divided into chains, and each vertex of a chain has the branches that converge on it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchStructure:
-    """Chains and branches of a graph; vertices are numbered in topological order, the sink comes last.
+    """Chains and branches of a graph, whose vertices are numbered in topological order with the sink last.
 
     Attributes:
-        series: For each vertex the one before it in its chain, or -1 where a chain begins.
-        branches: For each vertex the last vertices of the chains that converge on it, in topological order.
+        series: Vertex before each vertex in its chain; -1 at the start of a chain.
+        branches: Last vertices of the chains that converge on each vertex, in topological order.
     """
 
     series: tuple[int, ...]
@@ -30,11 +30,11 @@ class BranchStructure:
 
     @property
     def sink(self) -> int:
-        """The virtual vertex that every path ends in."""
+        """Number of the virtual vertex at the end of every path."""
         return len(self.series) - 1
 
     def chain(self, last: int) -> list[int]:
-        """Return the chain that ends in a vertex, in the direction of the data."""
+        """Return the vertices of the chain that ends in a vertex, in the direction of the data flow."""
         found = []
         while last >= 0:
             found.append(last)
@@ -56,8 +56,8 @@ def find_branch_structure(successors: Sequence[Sequence[int]]) -> BranchStructur
     """Find the chains and branches of an acyclic graph.
 
     Args:
-        successors: For each vertex its successors, all with greater numbers, without repetition. A vertex without
-            successors leads to the sink, which is number `len(successors)`; others may name the sink themselves.
+        successors: Successors of each vertex, which have greater numbers and no duplicates. The sink has the number
+            `len(successors)`; it is the successor of vertices without any, and may be one of other vertices.
     """
     sink = len(successors)
     tree = _AncestorTree(sink)

@@ -1,7 +1,7 @@
 """Regions: connected subgraphs with inputs and outputs, as a tree that covers every node exactly once.
 
-Discovery is hierarchical and deterministic, and what it cuts depends on the neighbourhood only, so repeated blocks give
-equal regions. See `post_dominators` for the structure that it follows and `partitioner` for the cuts.
+The partition is hierarchical and deterministic. A cut depends only on its neighbourhood, so repeated blocks give equal
+regions. `post_dominators` finds the structure of the graph, `partitioner` the cuts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harness.graph.partition.post_dominators import find_branch_structure
 from harness.graph.rules.operator_sets import ACTIVATION_OPS, LINEAR_OPS
 
 _ELEMENTWISE = ACTIVATION_OPS | {"Add", "BatchNormalization", "Div", "Max", "Min", "Mul", "Sub"}
-MAX_MAIN_INPUTS = 1024  # candidates for the main input: nodes pass on a bit for each
+MAX_MAIN_INPUTS = 1024  # number of inputs among which the main input is searched, because each takes a bit per node
 
 
 class RegionType(Enum):
@@ -30,16 +30,16 @@ class RegionType(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A subgraph with its boundary.
+    """Subgraph with its boundary.
 
     Attributes:
-        id: Number in pre-order over the tree, from 0; the ROOT has -1.
+        id: Number in pre-order over the tree, from 0; -1 for the ROOT.
         type: LEAF, COMPOSITE or ROOT.
-        level: Depth below the ROOT: its children have 0; the ROOT itself has -1.
-        nodes: Indices of the nodes directly in it, in topological order; only a LEAF has any.
-        children: Child regions, in the order of their first nodes; a LEAF has none.
-        inputs: Tensors that come from outside, constants excluded, in order of first use.
-        outputs: Tensors made inside that are used outside or are outputs of the model.
+        level: Depth below the ROOT: 0 for its children, -1 for the ROOT.
+        nodes: Indices of the nodes of a LEAF in topological order; empty for other regions.
+        children: Child regions in the order of their first nodes; empty for a LEAF.
+        inputs: Tensors from outside, without constants, in the order of their first use.
+        outputs: Tensors computed inside that are used outside or are outputs of the model.
     """
 
     id: int
@@ -73,8 +73,8 @@ def discover_regions(
     """Partition a model into regions.
 
     Args:
-        maximum_sequence_region_size: Most nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: Fewest nodes of a convergence that is split into a COMPOSITE.
+        maximum_sequence_region_size: Largest number of nodes in a LEAF that is a sequence.
+        minimum_topdown_search_size: Smallest number of nodes in a convergence that is split into a COMPOSITE.
 
     Returns:
         The ROOT; each node of the model is in exactly one LEAF below it, and each LEAF is connected.
@@ -100,7 +100,7 @@ def discover_regions(
 
 
 def find_readers(model: Model) -> dict[str, list[int]]:
-    """Return the indices of the nodes that read a tensor, subgraphs included, in order and without repetition."""
+    """Return the indices of the nodes that read each tensor, also in a subgraph, in order and without duplicates."""
     found: dict[str, list[int]] = defaultdict(list)
     for node in model.nodes:
         for name in {*node.inputs, *node.captures} - {""}:
@@ -132,9 +132,10 @@ def find_boundary(
 
 
 def _split_by_main_input(model: Model) -> list[tuple[list[int], str | None]]:
-    """Return the nodes that depend on the main input with that input, and all other nodes.
+    """Divide the nodes into those that depend on the main input, and all others, each with its input or None.
 
-    What else comes in (masks, position tables, memory) joins from the side, so it must not hide the main line.
+    The main input is the one that most nodes depend on. Nodes that depend only on others (masks, position tables,
+    memory) are partitioned separately, because they would hide the structure of the main part.
     """
     names = model.inputs[:MAX_MAIN_INPUTS]
     reach = {name: 1 << bit for bit, name in enumerate(names)}
@@ -158,7 +159,7 @@ def _split_by_main_input(model: Model) -> list[tuple[list[int], str | None]]:
 def _partition_part(
     model: Model, readers: Mapping[str, list[int]], nodes: list[int], tensor: str | None, sizes: tuple[int, int]
 ) -> list[RegionDraft]:
-    """Cut one part. Vertex 0 is `tensor`, if given: a block that begins at an input looks like any other."""
+    """Partition one part. `tensor`, if given, is vertex 0, so that a block at an input is cut like any other block."""
     first = 0 if tensor is None else 1
     vertex = {index: position + first for position, index in enumerate(nodes)}
     ends = set(model.outputs)
@@ -185,13 +186,13 @@ def _vertex_kind(node: Node) -> VertexKind:
 
 
 def _repetition_label(node: Node) -> str:
-    """Return what identifies a node in repetitions; strides may change along them."""
+    """Return the label of a node that is equal in repetitions; it has no strides, which may differ between them."""
     attributes = node.attributes
     return f"{node.domain}:{node.op} {attributes.get('kernel_shape')} {int(attributes.get('group', 1)) > 1}"
 
 
 class RegionTreeBuilder:
-    """Turns drafts into the tree: drops composites of one child, orders, numbers, and finds the boundaries."""
+    """Builder of the tree from drafts, which removes composites with one child, orders, numbers and adds boundaries."""
 
     def __init__(self, model: Model, readers: Mapping[str, list[int]], drafts: Sequence[RegionDraft]) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Summary of regions and patterns for `qdq regions`: figures, text lines and JSON. Nothing here prints."""
+"""Summary of regions and patterns for `qdq regions`: figures, lines of text, and JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TreeOptions:
     """Options of the printed region tree.
 
     Attributes:
-        include_all: Also LEAF regions without quantizable operators.
-        verbose: Also the names of nodes and boundary tensors.
+        include_all: Whether LEAF regions without quantizable operators are printed.
+        verbose: Whether the names of nodes and boundary tensors are printed.
     """
 
     include_all: bool = False
@@ -33,15 +33,15 @@ class TreeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscoverySummary:
-    """Figures of one discovery; the ROOT is not counted among the regions.
+    """Numbers of nodes, regions (without the ROOT) and patterns of a model.
 
     Attributes:
-        covered: Nodes that are in some LEAF.
-        top: Regions right below the ROOT.
-        refined: Of these, how many were split further.
-        patterns: Distinct patterns of LEAF and COMPOSITE regions.
-        leaf_patterns: Distinct patterns of LEAF regions.
-        histogram: Number of LEAF regions by their number of nodes, ascending.
+        covered: Number of nodes that are in a LEAF.
+        top: Number of regions directly below the ROOT.
+        refined: Number of these regions that were split further.
+        patterns: Number of patterns of LEAF and COMPOSITE regions.
+        leaf_patterns: Number of patterns of LEAF regions.
+        histogram: Pairs (number of nodes, number of LEAF regions with it) in ascending order.
     """
 
     nodes: int
@@ -108,9 +108,9 @@ def _coverage_line(figures: DiscoverySummary) -> str:
 
 
 def is_quantizable(region: Region, model: Model) -> bool:
-    """Return whether a region is no LEAF or has an operator that gains from Q/DQ.
+    """Return whether a region is no LEAF or has an operator of `QUANTIZABLE_OPS`.
 
-    The same rule as ModelOpt's `has_quantizable_operations` (nvidia-modelopt 0.47, autotune/insertion_points.py).
+    This is the rule of ModelOpt's `has_quantizable_operations` (nvidia-modelopt 0.47, autotune/insertion_points.py).
     """
     return region.type is not RegionType.LEAF or any(model.nodes[index].op in QUANTIZABLE_OPS for index in region.nodes)
 
@@ -158,7 +158,7 @@ def _leaf_shape(region: Region, model: Model) -> str:
 
 
 def to_json(model: Model, root: Region, patterns: Sequence[Pattern]) -> dict[str, Any]:
-    """Return regions, in pre-order with the id of their parent, and patterns as plain values."""
+    """Return the summary, the regions in pre-order with the id of their parent, and the patterns as JSON values."""
     signature = {region.id: pattern.signature for pattern in patterns for region in pattern.regions}
     parent = {child.id: region.id for region in root.walk() for child in region.children}
     figures = summarize_discovery(model, root, patterns)

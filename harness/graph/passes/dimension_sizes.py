@@ -1,7 +1,7 @@
 """Static sizes for the dynamic dimensions of a model's inputs.
 
-A size comes from a shape given for an input, from a value given for a symbol (ONNX `dim_param`), from an expression of
-known symbols ("past + 1"), or from the default: the batch is 1. A symbol has the same size in all inputs.
+A size comes from the shape that the user gives for an input, from the value for a symbol (ONNX `dim_param`), from an
+expression of known symbols ("past + 1"), or from the default batch of 1. A symbol has the same size in all inputs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Axes = tuple[Axis, ...]
 """Declared shape: a size, a symbol, or None for a dimension without either."""
 Shapes = Mapping[str, str | tuple[int, ...]]
 
-# Symbols that exporters write for unknown sizes (paddle2onnx: "?" for each); two of them may differ in size.
+# Symbols that exporters write for any unknown size (paddle2onnx: "?"), so equal symbols may have different sizes.
 UNNAMED_SYMBOLS = frozenset({"", "?", "-1", "None"})
 BATCH_SYMBOL = re.compile(r"(?:num_?|n_?|dyn_?)?batch(?:es|_?(?:size|dim|axis|num|n))?(?:_?\d+)?|bs|bsz", re.IGNORECASE)
-# Symbols, short or made by an exporter, that mean the batch if they are the first dimension of an input.
+# Symbols that mean the batch only as the first dimension of an input.
 LEADING_BATCH_SYMBOL = re.compile(r"[nb]|unk__\d+|.*_dynamic_axes_\d+|(?:p2o\.)?DynamicDimension\.\d+", re.IGNORECASE)
-MAX_SOLVED_SIZE = 32_769  # of a symbol in an expression whose size is given
-MAX_EXPRESSION_CHARS = 200  # a longer text is a name
+MAX_SOLVED_SIZE = 32_769  # largest size that is tried for a symbol of an expression with known size
+MAX_EXPRESSION_CHARS = 200  # longer texts are names, not expressions
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 
 
@@ -36,10 +36,11 @@ class InputSizes:
     """Sizes that a user gives for dynamic inputs.
 
     Attributes:
-        shapes: Static shape by input name, "1x3x224x224" or numbers.
+        shapes: Static shape by input name, as "1x3x224x224" or as numbers.
         dims: Size by symbol.
-        samples: Shape of one sample of data by input, "" for the only one; for symbols that nothing else gives.
-        keep_dynamic: Leave the inputs dynamic: for the delivered model, after the search at fixed sizes.
+        samples: Shape of one sample of the calibration data by input name ("" for the only input), for symbols whose
+            size is not given otherwise.
+        keep_dynamic: Whether inputs stay dynamic, for the delivered model.
     """
 
     shapes: Shapes = field(default_factory=dict)
@@ -53,8 +54,8 @@ class MissingSizes:
     """Dimensions without a size.
 
     Attributes:
-        symbols: Their names, each once.
-        inputs: Inputs with a dimension that has no name, or of unknown rank.
+        symbols: Symbols without a size.
+        inputs: Names of inputs of unknown rank, or with a dimension without size and symbol.
     """
 
     symbols: tuple[str, ...] = ()
@@ -70,8 +71,8 @@ class ResolvedShapes:
 
     Attributes:
         shapes: Shape of each input without unknown dimensions.
-        default_sizes: Sizes that batch dimensions got by default and others from samples, by their name in messages.
-        missing: Dimensions that are still unknown.
+        default_sizes: Sizes from the default batch or from samples, by the name of the dimension in messages.
+        missing: Dimensions without a size.
         known: Size by symbol.
     """
 
@@ -90,7 +91,7 @@ def parse_shape(given: str | tuple[int, ...], where: str) -> tuple[int, ...]:
 
 
 def axes_of(value: onnx.ValueInfoProto) -> Axes | None:
-    """Return the declared dimensions of an input or output; None: its rank is unknown."""
+    """Return the declared dimensions of an input or output, or None if its rank is unknown."""
     tensor = value.type.tensor_type
     return tuple(_declared_axis(dim) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
 
@@ -134,7 +135,7 @@ def resolve_shapes(
     """Determine a static shape for each input from its declared dimensions, the given sizes and the default batch.
 
     Raises:
-        UserError: A given size does not fit the model or contradicts another one; the text begins with `source`.
+        UserError: A given size does not fit the model or contradicts another one; the message starts with `source`.
     """
     resolver = _SizeResolver(inputs, source)
     for symbol, size in sizes.dims.items():
@@ -155,10 +156,10 @@ def resolve_shapes(
 
 
 class _SizeResolver:
-    """Known sizes by symbol, each with the key that gave it.
+    """Resolver of the sizes of symbols.
 
     Attributes:
-        sizes: Size and its origin ("dims.N", "shapes.x" or "" for a default), by symbol.
+        sizes: Size and its origin ("dims.N", "shapes.x" or "" for a default) by symbol.
     """
 
     def __init__(self, inputs: Mapping[str, Axes | None], source: str) -> None:
@@ -282,7 +283,7 @@ class _SizeResolver:
         return known if len(known) == len(sizes) else None
 
     def missing(self) -> MissingSizes:
-        """Return the unknown symbols, each once, and the inputs with unknown dimensions that have no symbol."""
+        """Return the symbols without a size, and the inputs with unknown dimensions that have no symbol."""
         symbols: dict[str, None] = {}
         unnamed = [name for name, axes in self._inputs.items() if axes is None and name not in self._given_shapes]
         for name, position, axis in self._iter_axes():
@@ -299,7 +300,7 @@ class _SizeResolver:
                 yield name, position, axis
 
     def _expression_size(self, symbol: str) -> int | None:
-        """Return the value of an expression; None: it is no expression, or a symbol in it is unknown."""
+        """Return the value of an expression, or None for other texts and if a symbol is unknown."""
         names = self._parts.get(symbol)
         if names is None or any(name not in self.sizes for name in names):
             return None
@@ -307,7 +308,7 @@ class _SizeResolver:
 
 
 def expression_symbols(text: str) -> tuple[str, ...]:
-    """Return the symbols in an expression of integers and symbols with +, -, * and //; () if it is no such."""
+    """Return the symbols of an expression of integers and symbols with +, -, * and //; () for any other text."""
     if len(text) > MAX_EXPRESSION_CHARS:
         return ()
     try:
@@ -319,7 +320,7 @@ def expression_symbols(text: str) -> tuple[str, ...]:
 
 
 def evaluate_expression(text: str, values: Mapping[str, int]) -> int | None:
-    """Return the value of an expression that `expression_symbols` accepts; None if it is no size."""
+    """Return the value of an expression that `expression_symbols` accepts, or None if it is not positive."""
     try:
         size = _evaluate_tree(ast.parse(text, mode="eval").body, values)
     except ZeroDivisionError:
@@ -328,7 +329,7 @@ def evaluate_expression(text: str, values: Mapping[str, int]) -> int | None:
 
 
 def _evaluate_tree(node: ast.expr, values: Mapping[str, int] | None) -> int:
-    """Return the value of a tree; with `values=None` only check that it has no other nodes (`ValueError`)."""
+    """Return the value of a syntax tree; raise `ValueError` for other nodes; `values=None` only checks the nodes."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.Name):

@@ -1,7 +1,7 @@
-"""Clean-up of a model's structure before anything is placed in it, with its BatchNormalization folded.
+"""Normalization of a model's structure: names of nodes, constants as initializers, folded BatchNormalization.
 
-During preparation, large weights are kept outside of the model and replaced by inputs (`detach`, `attach`): ONNX's
-passes serialize the model, which is limited to 2 GiB, and protobuf copies a tensor whenever it moves.
+During preparation, large weights are replaced by inputs (`externalize_weights`, `restore_weights`), because passes of
+ONNX serialize the model, which is limited to 2 GiB, and protobuf copies a tensor whenever it moves.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from harness.graph.protos import (
 Weights = dict[str, onnx.TensorProto]
 """Initializers by name that are kept outside of the model."""
 
-MAX_SHOWN_BYTES = 4096  # larger initializers are weights; smaller ones may be shapes, which inference needs
-MAX_FOLDED_BYTES = 1 << 28  # larger results are not computed in advance
+MAX_SHOWN_BYTES = 4096  # larger initializers are externalized; smaller ones may be shapes, which inference needs
+MAX_FOLDED_BYTES = 1 << 28  # larger results are not folded
 MASK_PREFIX = "qdq.unknown."
 
 
@@ -45,7 +45,7 @@ def externalize_weights(graph: onnx.GraphProto) -> Weights:
 
 
 def restore_weights(graph: onnx.GraphProto, weights: Weights) -> None:
-    """Undo `detach` for the weights that are still used, in place."""
+    """Undo `externalize_weights` for the weights that are still used, in place."""
     used = {name for node in graph.node for name in tensors_read(node)}
     used.update(value.name for value in graph.output)
     replace_field(graph.input, [value for value in graph.input if value.name not in weights])
@@ -84,13 +84,13 @@ def restore_custom_ops(proto: onnx.ModelProto) -> None:
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Give every node of the main graph a unique name, in place; names that are unique already stay.
+    """Give every node of the main graph a unique name, in place; unique names are kept.
 
-    The names are part of recorded results, so that a pass with other names (onnx_ir's NameFixPass) cannot replace this.
+    The names are part of recorded results, so a pass with other names (onnx_ir's NameFixPass) cannot replace this one.
     """
     taken = {node.name for node in graph.node}
     seen: set[str] = set()
-    last_numbers: dict[str, int] = {}  # by stem, so that thousands of equal names take no quadratic time
+    last_numbers: dict[str, int] = {}  # by stem, so that thousands of equal names do not take quadratic time
     for index, node in enumerate(graph.node):
         if not node.name or node.name in seen:
             stem = node.name or f"{node.op_type}_{index}"
@@ -135,7 +135,8 @@ def check_valid(proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto] = 
     """Raise `onnx.checker.ValidationError` if a model is not valid ONNX; custom operators are allowed.
 
     Args:
-        constants: Initializers that are not part of it: the checker serializes the model, which is limited to 2 GiB.
+        proto: Model, with large initializers left out, because the checker serializes it, which is limited to 2 GiB.
+        constants: The initializers that were left out.
     """
     checked = copy_message(proto)
     checked.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in constants)
@@ -152,11 +153,11 @@ _Floats = npt.NDArray[np.float64]
 
 
 def fold_batch_norms(graph: onnx.GraphProto) -> int:
-    """Fold each BatchNormalization that alone reads the result of a Conv, ConvTranspose or Gemm; return their number.
+    """Fold each BatchNormalization that is the only reader of a Conv, ConvTranspose or Gemm; return their number.
 
     In inference it is y = s * (x - mean) + b with s = scale / sqrt(var + epsilon) for each channel (Ioffe and Szegedy
-    2015, algorithm 2), so it can be part of weight and bias of the operator that computes x. The graph is changed in
-    place; inferred types stay valid, as the operator's output gets the name of the output that it replaces.
+    2015, algorithm 2), so it can be folded into weight and bias of the operator that computes x. The graph is changed
+    in place; inferred types stay valid, because the output of the operator gets the name of the replaced output.
 
     The rules of onnxscript.rewriter fold the same three operators, but in float32 instead of float64, without a check
     for overflow in float16, and not if a weight is shared.
@@ -187,7 +188,7 @@ def _is_inference_batch_norm(node: onnx.NodeProto, constants: dict[str, onnx.Ten
 def _fold_into(
     linear: onnx.NodeProto, norm: onnx.NodeProto, constants: dict[str, onnx.TensorProto], uses: Counter[str]
 ) -> bool:
-    """Scale weight and bias of `linear`; return False if its form or its element type does not allow it."""
+    """Scale weight and bias of `linear`; return False if its inputs or its element type do not allow it."""
     if linear.domain or linear.op_type not in ("Conv", "ConvTranspose", "Gemm"):
         return False
     weight_name, bias_name = linear.input[1], linear.input[2] if len(linear.input) > 2 else ""
@@ -230,7 +231,7 @@ def _scale_weight(weight: _Floats, factor: _Floats, linear: onnx.NodeProto) -> _
 def _store_constant(
     array: npt.NDArray[Any], old: str, stem: str, constants: dict[str, onnx.TensorProto], uses: Counter[str]
 ) -> str:
-    """Store new values under the old name, or under a new one if there is none or other nodes read it."""
+    """Store new values as constant `old`, or under a new name if it is "" or other nodes read it; return the name."""
     name, number = old, 0
     while not name or uses[name] > (name == old):
         name = f"{stem}_{number}" if number else stem

@@ -1,4 +1,4 @@
-"""Passes that prepare a model for placement, and the contract that they keep."""
+"""Passes that prepare a model for placement, with their pre- and postconditions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from harness.graph.protos import is_standard_op, iter_graphs, iter_subgraphs, op
 logger = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")
 
-FLOAT16_QUANTIZE_OPSET = 19  # the first whose QuantizeLinear accepts float16 (ONNX operator schemas)
-MIN_IR_VERSION = 4  # the first whose initializers need not be inputs
+FLOAT16_QUANTIZE_OPSET = 19  # first opset whose QuantizeLinear accepts float16 (ONNX operator schemas)
+MIN_IR_VERSION = 4  # first IR version whose initializers need not be inputs
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class ModelDraft:
     """Model during its preparation.
 
     Attributes:
-        proto: The model without its large weights.
+        proto: Model without its large weights.
         weights: Large weights, which are inputs of `proto`.
-        custom_ops: Operators that ONNX does not define at the model's own opset, as "domain.op".
+        custom_ops: Operators that ONNX does not define at the model's original opset, as "domain.op".
         types_before_upgrade: Known types before the upgrade of the opset; empty without one.
     """
 
@@ -66,11 +66,12 @@ def _accept(draft: ModelDraft) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Change of a model that keeps what it computes, with its pre- and postcondition.
+    """Change of a model that does not change its results, with a pre- and a postcondition.
 
     Attributes:
-        requires: Raises `UserError` if the pass cannot be applied.
-        ensures: Raises `UserError` if the result is not valid.
+        call: Function that changes the draft.
+        requires: Function that raises `UserError` if the pass cannot be applied.
+        ensures: Function that raises `UserError` if the result is not valid.
     """
 
     call: Callable[[ModelDraft], object]
@@ -121,7 +122,7 @@ def _inline_functions(draft: ModelDraft) -> None:
 
 
 def _normalize_opsets(draft: ModelDraft) -> None:
-    """Use one name of the default domain, and a format version that runtimes can read."""
+    """Use one name for the default domain, and an IR version that runtimes can read."""
     proto = draft.proto
     opsets: dict[str, int] = {}
     for opset in proto.opset_import:
@@ -175,7 +176,7 @@ def _require_valid(draft: ModelDraft) -> None:
 
 
 def _require_valid_custom_ops(draft: ModelDraft) -> None:
-    """Check operators that only the newer opset defines: shape inference (onnx 1.21) trusts them."""
+    """Check operators that only the newer opset defines, because shape inference (onnx 1.21) does not check them."""
     nodes = [
         node
         for graph in (iter_graphs(draft.proto.graph) if draft.custom_ops else ())

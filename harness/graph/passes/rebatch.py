@@ -1,6 +1,6 @@
-"""Batch size of models that were exported for one sample, as most detectors are.
+"""Change of the batch size of models that were exported for one sample, like most detectors.
 
-The first size of the inputs is set, and so are the constants that Reshape, Resize and Expand read as shapes. Then every
+The first size of the inputs is changed, and the constants that Reshape, Resize and Expand read as shapes. Then every
 tensor that depends on the inputs is checked: its first axis must be the batch, and its shape for one sample must be
 unchanged. Models that mix samples or move them to another axis are refused.
 """
@@ -24,16 +24,16 @@ from harness.graph.protos import attribute_value, copy_message, iter_subgraphs, 
 logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, str | tuple[int, ...]]
-SHAPE_INPUT_SLOT = {"Reshape": 1, "Expand": 1, "Resize": 3}  # input that is the shape of the result
-# Operators along the first axis, or by indices for one sample, which the shape of the result does not show.
+SHAPE_INPUT_SLOT = {"Reshape": 1, "Expand": 1, "Resize": 3}  # number of the input that is the shape of the result
+# Operators that work along the first axis, or with indices for one sample, without a change of the result's shape.
 BATCH_MIXING_OPS = frozenset(
     {"CumSum", "GatherElements", "GatherND", "GRU", "LSTM", "RNN", "Scatter", "ScatterElements", "ScatterND"}
 )
-SHAPE_OPS = frozenset({"Shape", "Size"})  # their results are no data
+SHAPE_OPS = frozenset({"Shape", "Size"})  # their results do not depend on values
 
 
 def with_batch_size(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx.ModelProto:
-    """Return a model fixed to one sample with the batch size that the shapes give; any other model unchanged.
+    """Return a model with the batch size of `shapes` if it is fixed to one sample, or else the model itself.
 
     Raises:
         UserError: The model cannot be changed; the message names the operator that prevents it.
@@ -64,7 +64,7 @@ def with_batch_size(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx
 
 
 def _requested_batch_sizes(graph: onnx.GraphProto, shapes: Shapes, source: str) -> dict[str, int]:
-    """Return the batch size of each input that is fixed to one sample in the model and not in the shapes."""
+    """Return the batch size in `shapes` of each input that is fixed to one sample in the model, if it is above 1."""
     sizes = {}
     inputs = {value.name: value for value in graph.input}
     for name, given in shapes.items():

@@ -26,12 +26,12 @@ from harness.graph.protos import (
     replace_field,
 )
 
-MAX_COMPUTED_BYTES = 1 << 31  # of one constant on the way to others; ONNX Runtime would compute it at each start
+MAX_COMPUTED_BYTES = 1 << 31  # largest intermediate constant, which ONNX Runtime would also compute at each start
 
 TensorValues = dict[str, np.ndarray[Any, Any]]
 
-_OPAQUE_DOMAIN = "qdq.box"  # of nodes with subgraphs and of operators that ONNX does not define
-# Results of other types, such as FLOAT8 and sequences, do not come back from ONNX Runtime with their type.
+_OPAQUE_DOMAIN = "qdq.box"  # domain for nodes with subgraphs and operators that ONNX does not define
+# ONNX Runtime returns results of other types, such as FLOAT8 and sequences, without their type.
 _FOLDABLE_DTYPES = frozenset(
     onnx.TensorProto.DataType.Value(name)
     for name in ("FLOAT DOUBLE FLOAT16 INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 BOOL STRING").split()  # noqa: SIM905
@@ -51,10 +51,10 @@ class _ConstantTooLarge(Exception):
 
 
 def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
-    """Sort nodes topologically, fold constants and remove what no output needs, in place.
+    """Sort nodes topologically, fold constants and remove unused nodes and weights, in place.
 
-    Nodes with subgraphs and unknown operators are opaque: they are not computed, and tensors that their subgraphs
-    capture count as inputs. Attributes, types and weights stay exactly those of the file. Node names must be unique.
+    Nodes with subgraphs and unknown operators are not folded, and tensors that their subgraphs read count as inputs.
+    Attributes, types and weights are not changed. Node names must be unique.
 
     Raises:
         UserError: The graph has a cycle, or computes a constant of more than `MAX_COMPUTED_BYTES`.
@@ -106,7 +106,7 @@ def _sorted_names(graph: onnx.GraphProto, source: str) -> dict[str | None, int]:
 
 
 def fold_shape_ops(graph: onnx.GraphProto) -> bool:
-    """Replace Shape and Size of tensors with static shape by initializers, in place; return whether there were any."""
+    """Replace Shape and Size of tensors with a static shape by initializers, in place; return whether any exists."""
     names = {node.name for node in graph.node if node.op_type in ("Shape", "Size") and not node.domain}
     types, outputs = static_types(graph) if names else {}, {value.name for value in graph.output}
     rest = []
@@ -126,10 +126,9 @@ def fold_shape_ops(graph: onnx.GraphProto) -> bool:
 
 
 def remove_noops(graph: onnx.GraphProto) -> bool:
-    """Remove nodes that return their input, in place, except those that compute an output or are read by a subgraph.
+    """Remove nodes that return their input, in place, and return whether there were any.
 
-    Returns:
-        Whether there were any.
+    Nodes that compute an output of the model, or a tensor that a subgraph reads, are kept.
     """
     constants = {tensor.name: tensor for tensor in graph.initializer}
     types = static_types(graph)
@@ -151,7 +150,7 @@ def remove_noops(graph: onnx.GraphProto) -> bool:
 
 
 def _is_noop(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
-    """Return whether a node whose result has the shape of its first input returns that input."""
+    """Return whether a node returns its first input, given that the result has the same type and shape."""
     if node.op_type in ("Concat", "Split"):
         return len(node.input if node.op_type == "Concat" else node.output) == 1
     if node.op_type == "Gather":  # of all indices in order: their number is that of the axis
@@ -185,12 +184,12 @@ def _fold_constants(
     opsets: Mapping[str, int],
     source: str,
 ) -> tuple[set[str], TensorValues]:
-    """Compute the nodes outside `_OPAQUE_DOMAIN` that depend on constants alone.
+    """Compute the nodes outside of `_OPAQUE_DOMAIN` that depend only on constants.
 
     Nodes must be in topological order and have unique names.
 
     Returns:
-        Names of the nodes that are not needed any more, and the values of tensors that they computed.
+        Names of the computed nodes, and the values of their results that other nodes need.
     """
     foldable = _foldable_nodes(nodes, constants)
     if not foldable:

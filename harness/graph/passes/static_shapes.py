@@ -1,4 +1,4 @@
-"""Static shapes: sizes of the inputs are fixed or asked for, and types of all other tensors are inferred from them."""
+"""Static shapes: fix the sizes of the inputs or ask the user for them, and infer the types of all other tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _OPS_TYPED_LIKE_FIRST_INPUT = frozenset({"GroupNormalization"})  # onnx 1.21 infers no type for their result
 _PLAIN_YAML_KEY = re.compile(r"[A-Za-z_][\w.]*")
-# Sizes for examples, of which the first that the model accepts are used.
+# Sizes for the example in an error message; the first ones that the model accepts are used.
 EXAMPLE_IMAGE_SIZES = (224, 32)
 EXAMPLE_OTHER_SIZES = (128, 64, 16)
 EXAMPLE_CHANNELS = (3, 1)
@@ -68,7 +68,7 @@ def copy_with_static_inputs(path: Path, sizes: InputSizes, target: Path) -> Path
     """Write a copy with static inputs and no other change; Q/DQ models keep their pairs.
 
     Returns:
-        The copy, or `path` itself if its inputs are static and no size is given, or if it is no ONNX model.
+        Path of the copy; `path` if its inputs are static and no size is given, or if it is no ONNX model.
     """
     if not (sizes.shapes or sizes.dims):
         try:
@@ -84,7 +84,7 @@ def copy_with_static_inputs(path: Path, sizes: InputSizes, target: Path) -> Path
 
 
 def has_dynamic_inputs(graph: onnx.GraphProto) -> bool:
-    """Return whether an input that is no initializer has a dimension without a fixed size."""
+    """Return whether an input, except for initializers, has a dimension without a fixed size."""
     declared = (axes_of(value) for value in input_values(graph) if value.type.HasField("tensor_type"))
     return any(axes is None or not all(isinstance(axis, int) for axis in axes) for axes in declared)
 
@@ -163,7 +163,7 @@ def _is_dynamic(value: onnx.ValueInfoProto) -> bool:
 
 
 def _describe_default_sizes(resolved: ResolvedShapes) -> str:
-    """Return the sentence about batch dimensions that got the default size."""
+    """Return a message about dimensions that got a default size."""
     sizes = ", ".join(f"{name} is dynamic and set to {size}" for name, size in resolved.default_sizes.items())
     symbol = next((name.strip("'") for name in resolved.default_sizes if name.startswith("'")), "batch")
     option = format_size_options({symbol: 8}, {})
@@ -171,7 +171,7 @@ def _describe_default_sizes(resolved: ResolvedShapes) -> str:
 
 
 def _describe_missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, sizes: InputSizes) -> str:
-    """Return the sentence that asks for missing sizes, with an example that passes ONNX's shape inference."""
+    """Return a message that asks for missing sizes, with an example that passes ONNX's shape inference."""
     inputs = {v.name: axes_of(v) for v in proto.graph.input if v.type.HasField("tensor_type")}
     dynamic = "; ".join(
         f"input {name!r} has the dynamic shape {format_axes(axes)}"
@@ -200,7 +200,7 @@ def parse_named_shapes(option: str, texts: Iterable[str], example: str = "images
     """Return shapes as text by input name from the values of an option, each NAME:SHAPE.
 
     Raises:
-        UserError: One is not of this form.
+        UserError: A text does not have this form.
     """
     found = {}
     for text in texts:
@@ -226,10 +226,10 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
 def find_example_sizes(
     proto: onnx.ModelProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes, sizes: InputSizes
 ) -> ExampleSizes:
-    """Return sizes of dynamic inputs for an error message: the first that pass shape inference, or the first of all.
+    """Return example sizes of dynamic inputs for an error message, if possible ones that pass shape inference.
 
     Args:
-        inputs: Axes by input name; None: the rank is unknown.
+        inputs: Declared dimensions by input name; None if the rank is unknown.
     """
     examples = list(_iter_example_sizes(proto.graph, inputs, resolved))
     for dims, shapes in examples:
@@ -262,7 +262,7 @@ def _iter_example_sizes(
 
 
 def _conv_input_channels(graph: onnx.GraphProto, name: str) -> int | None:
-    """Return the channels that a Conv expects of an input."""
+    """Return the number of channels of an input that a Conv reads, by the shape of its weight, or None."""
     weights = {tensor.name: tensor.dims for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Conv" and node.input[0] == name and node.input[1] in weights:

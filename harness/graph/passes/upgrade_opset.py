@@ -1,7 +1,7 @@
-"""Upgrade of a model's opset that does not change what it computes.
+"""Upgrade of a model's opset that does not change its results.
 
-onnx's version converter (1.21) does most of it, but loses the meaning of a few operators: Upsample and Resize before
-opset 11 become a Resize that samples at half pixels, Hardmax works along one axis from opset 13 on and along all
+onnx's version converter (1.21) changes the meaning of a few operators, which are handled here: Upsample and Resize
+before opset 11 become a Resize that samples at half pixels, Hardmax works along one axis from opset 13 on and along all
 following axes before, Scan of opset 8 loses its batch axis, and training becomes inference.
 """
 
@@ -16,11 +16,11 @@ from harness.errors import UserError
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.protos import attribute_value, constants_by_name, iter_graphs, replace_field
 
-EXPLICIT_RESIZE_OPSET = 11  # Resize has coordinate modes
-_SINGLE_AXIS_SOFTMAX_OPSET = 13  # Hardmax works along one axis
-_UNBATCHED_SCAN_OPSET = 9  # Scan has no batch axis
-_NO_IS_TEST_OPSET = 7  # training is no attribute any more, but the number of outputs of BatchNormalization
-_TRAINING_MODE_OPSET = 14  # training of BatchNormalization is an attribute again
+EXPLICIT_RESIZE_OPSET = 11  # from this opset on, Resize has coordinate modes
+_SINGLE_AXIS_SOFTMAX_OPSET = 13  # from this opset on, Hardmax works along one axis
+_UNBATCHED_SCAN_OPSET = 9  # from this opset on, Scan has no batch axis
+_NO_IS_TEST_OPSET = 7  # from this opset on, BatchNormalization for training is recognised by its number of outputs
+_TRAINING_MODE_OPSET = 14  # from this opset on, it is recognised by an attribute
 
 
 def upgrade_opset(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> onnx.ModelProto:
@@ -59,7 +59,7 @@ def _iter_nodes(graph: onnx.GraphProto, *operators: str) -> Iterator[onnx.NodePr
 
 
 def _refuse_unconvertible(graph: onnx.GraphProto, version: int) -> None:
-    """Raise `RuntimeError` if a node does something that newer opsets cannot do, or do differently."""
+    """Raise `RuntimeError` for a node that newer opsets cannot express."""
     for node in _iter_nodes(graph, "BatchNormalization", "Dropout", "Scan"):
         if node.op_type == "Scan" and version < _UNBATCHED_SCAN_OPSET:
             raise RuntimeError(f"{_describe_node(node)} has the batch axis of opset 8, which Scan lost in opset 9")
@@ -70,7 +70,7 @@ def _refuse_unconvertible(graph: onnx.GraphProto, version: int) -> None:
 
 
 def _explicit_resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return name, attributes and output of the Resize that replaces each Upsample and Resize before opset 11."""
+    """Return nodes with the name, attributes and output of the Resize that replaces each Upsample or old Resize."""
     constants = {name: value for inner in iter_graphs(graph) for name, value in constants_by_name(inner).items()}
     resizes = []
     for node in _iter_nodes(graph, "Upsample", "Resize"):
@@ -100,7 +100,7 @@ def _upsample_rounding(node: onnx.NodeProto, constants: Mapping[str, onnx.Tensor
 
 
 def _restore_resizes(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) -> None:
-    """Give the Resize nodes of a converted graph, whose order is unchanged, their names and attributes."""
+    """Set names and attributes of the Resize nodes of a converted graph, which are in the order of `resizes`."""
     new_names = {}
     for node, resize in zip(list(_iter_nodes(graph, "Resize")) if resizes else (), resizes, strict=True):
         node.name = resize.name
@@ -115,7 +115,7 @@ def _restore_resizes(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) 
 
 
 def _flatten_hardmax(graph: onnx.GraphProto) -> None:
-    """Apply every Hardmax to the rows of a matrix, which has the same meaning in all opsets, in place."""
+    """Replace every Hardmax by one over the rows of a matrix, whose meaning is equal in all opsets, in place."""
     for inner in iter_graphs(graph):
         nodes: list[onnx.NodeProto] = []
         for node in inner.node:

@@ -1,8 +1,7 @@
-"""Placements of a float model in its cast form: the same nodes at FP16 or BF16, with Casts between some of them.
+"""Insertion of a float model's placements into its cast version: the same nodes at FP16 or BF16, with some Casts.
 
-What casts a model (ModelOpt's autocast) keeps the names of its nodes, so an insertion point is found again by node and
-input; the tensor there may be a Cast's. Spaces, digests and imported placements stay those of the float model, whatever
-precision the rest of it runs in.
+ModelOpt's autocast keeps the names of nodes, so an insertion point is found by node and input; the tensor there may be
+the result of a Cast. Spaces, digests and imported placements are those of the float model at any float precision.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ Ranges = Mapping[str, tuple[float, float]]
 
 
 def map_edges_to_cast_model(resolved: Resolved, cast: Model) -> Resolved:
-    """Return the same inputs of the same nodes in a cast model.
+    """Return the edges at the same inputs of the same nodes in a cast model.
 
     Raises:
-        UserError: A node is not there any more.
+        UserError: The cast model lacks a node.
     """
     nodes = {node.name: node for node in cast.nodes}
     require_all_nodes((edge for edge, _ in resolved), cast)
@@ -36,10 +35,10 @@ def map_edges_to_cast_model(resolved: Resolved, cast: Model) -> Resolved:
 
 
 def require_all_nodes(edges: Iterable[Edge], cast: Model) -> None:
-    """Refuse a cast model that lacks a node whose input may be quantized.
+    """Raise an error if a cast model lacks a node whose input may be quantized.
 
     Raises:
-        UserError: With the names of the nodes.
+        UserError: Nodes are missing; the message names the first ones.
     """
     there = {node.name for node in cast.nodes}
     lost = sorted({edge.consumer for edge in edges if edge.consumer} - there)
@@ -49,13 +48,14 @@ def require_all_nodes(edges: Iterable[Edge], cast: Model) -> None:
 
 
 class CastInserter(Inserter):
-    """Inserts placements of a float model into its cast form.
+    """Inserter of placements of a float model into its cast version.
 
     Args:
-        dialect: Form of Q/DQ of the runtime.
-        ranges: Range of each activation by its tensor in the float model; at FP16 values end at 65504.
-        model: The float model, by whose nodes and inputs the ranges are carried over; without it, by names of tensors.
-        choices: Contents of the pairs; a depthwise Conv whose data has another name in the cast model has one scale.
+        cast: Cast model.
+        dialect: Dialect of the runtime.
+        ranges: Range of each activation by its tensor in the float model; it is limited to 65504 for FP16 tensors.
+        model: Float model, whose nodes and inputs map ranges to tensors of the cast model; None: names of tensors do.
+        choices: Contents of the pairs. A depthwise Conv gets one scale if its data has another name in the cast model.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class CastInserter(Inserter):
 
 
 def _ranges_by_position(model: Model, cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
-    """Return the range of each tensor of a cast model, by node and input or output of the float model.
+    """Return the range of each tensor of a cast model, which is found by node and input or output.
 
-    Casting merges the model's own Casts with new ones or drops them, so names of tensors change. Where several tensors
-    of the float model have become one, its range includes all of theirs.
+    Names of tensors differ, because Casts of the model are merged with new ones or removed. If several tensors of the
+    float model become one, its range includes all of theirs.
     """
     nodes = {node.name: node for node in cast.nodes}
     found: dict[str, tuple[float, float]] = {}
@@ -86,7 +86,7 @@ def _ranges_by_position(model: Model, cast: Model, ranges: Ranges) -> dict[str, 
         same = nodes.get(node.name)
         if same is None:
             continue
-        # A newer operator set may have more inputs (ReduceMean takes its axes there).
+        # Operators of a newer operator set may have more inputs (the axes of ReduceMean).
         inputs, outputs = (
             zip(a, b, strict=False) for a, b in ((node.inputs, same.inputs), (node.outputs, same.outputs))
         )
@@ -99,7 +99,7 @@ def _ranges_by_position(model: Model, cast: Model, ranges: Ranges) -> dict[str, 
 
 
 def _clip_ranges_to_float16(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
-    """Return ranges cut to what FP16 holds for tensors of that type, whose scale would be infinite otherwise."""
+    """Return ranges that are limited to the largest FP16 value for FP16 tensors, whose scale could be infinite."""
     found = dict(ranges)
     for name, (low, high) in ranges.items():
         if name in cast.types and cast.types[name].dtype == "float16":
@@ -108,7 +108,7 @@ def _clip_ranges_to_float16(cast: Model, ranges: Ranges) -> dict[str, tuple[floa
 
 
 def _ranges_by_name(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
-    """Return the range of each tensor of a cast model, by the names that ModelOpt gives to what its Casts make."""
+    """Return the range of each tensor of a cast model, by the names that ModelOpt gives to results of its Casts."""
     found = dict(ranges)
     for node in cast.nodes:
         if node.op == "Cast":

@@ -1,9 +1,9 @@
-"""Checks of Q/DQ in a file against what TensorRT takes: each problem with its node and the rule.
+"""Checks of the Q/DQ pairs of a file by the rules of TensorRT.
 
 Sources: `IQuantizeLayer` in NvInfer.h (symmetric only, positive scales); onnx-tensorrt's importer (UINT8 is read as
-INT8 or refused; INT32 is no quantized type); ModelOpt's README (FP8 from compute capability 8.9 on); and the compiler
-of TensorRT-RTX 1.7, asked about small models (`tests/recorded/compiler_verdicts.csv`): what it refuses is refused in
-both dialects, what has no effect there is known of TensorRT-RTX alone.
+INT8 or refused; INT32 is no quantized type); ModelOpt's README (FP8 from compute capability 8.9 on); and verdicts of
+the compiler of TensorRT-RTX 1.7 on small models (`tests/recorded/compiler_verdicts.csv`). Refusals of that compiler
+apply to both dialects, pairs without effect only to TensorRT-RTX.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ CHECKED_DIALECTS = {dialect.name: dialect for dialect in (TENSORRT, TENSORRT_RTX
 FP8_CAPABILITY = (8, 9)
 _UNKNOWN_TYPES = frozenset({TensorProto.INT16, TensorProto.UINT16})
 _PRECISION_NAMES = {TensorProto.INT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8"}
-_UINT8_TEXT = "is UINT8; TensorRT accepts only INT8: quantize in dialect tensorrt, or symmetric and signed"
+_UINT8_TEXT = "is UINT8; TensorRT accepts only INT8: quantize in dialect tensorrt, or symmetrically to signed integers"
 _UINT8_WARNING = "is UINT8 and read as INT8: values above 127 steps are cut off"
 Level = Literal["refused", "warning", "no effect"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QDQProblem:
-    """A reason why TensorRT refuses a file, or computes other results than it describes.
+    """Reason why TensorRT refuses a file, computes other values, or ignores pairs.
 
     Attributes:
-        text: The reason as the predicate of a sentence about the node.
-        level: "refused"; "warning" (it computes other values); "no effect" (it computes in float, so pairs cost time).
+        node: Name of the node.
+        operator: Type of the node.
+        rule: Name of the rule.
+        text: Reason without its subject, the node.
+        level: "refused"; "warning" (other values are computed); "no effect" (the node runs in float, so that its pairs
+            only take time).
     """
 
     node: str
@@ -51,17 +55,17 @@ class QDQProblem:
 
 
 def find_refused_qdq(graph: QDQGraph, capability: tuple[int, int], dialect: Dialect = TENSORRT) -> Iterator[QDQProblem]:
-    """Yield the problems for which a file is refused; see `find_qdq_problems`."""
+    """Yield the problems with level "refused"; see `find_qdq_problems`."""
     return (found for found in find_qdq_problems(graph, capability, dialect) if found.level == "refused")
 
 
 def find_qdq_problems(
     graph: QDQGraph, capability: tuple[int, int], dialect: Dialect = TENSORRT
 ) -> Iterator[QDQProblem]:
-    """Yield the nodes with a problem, in the order of the file.
+    """Yield the problems of a file in the order of its nodes.
 
     Args:
-        graph: The file; external data are read where a rule needs values.
+        graph: Graph of the file; external data are read only if a rule needs values.
         capability: Compute capability of the GPU.
         dialect: One of `CHECKED_DIALECTS`.
     """
@@ -81,14 +85,14 @@ _Problem = tuple[str, Level, str]
 
 
 def _pair_problem(node: Any, graph: QDQGraph, capability: tuple[int, int], dialect: Dialect) -> _Problem | None:
-    """Return the rule that a Q or DQ node breaks, its level, and the reason; None if it breaks none."""
+    """Return name, level and reason of the rule that a Q or DQ node violates, or None."""
     named = node.input[2] if len(node.input) > 2 else ""
     zero, kind = graph.constants.get(named), _stored_type(node, graph)
     shifted = zero is not None and bool(graph.values(named).any())
     if kind == TensorProto.UINT8 and (dialect is TENSORRT or shifted):
         return "uint8", "refused", _UINT8_TEXT
     if kind == TensorProto.INT32:
-        return "int32", "refused", "is INT32, the form of quantized biases; TensorRT wants biases in float"
+        return "int32", "refused", "is INT32, the type of quantized biases; TensorRT needs biases in float"
     if kind in _UNKNOWN_TYPES:
         return "int16", "refused", "has 16 bits; TensorRT accepts INT8 and FP8"
     if kind == TensorProto.FLOAT8E5M2:
@@ -106,7 +110,7 @@ def _pair_problem(node: Any, graph: QDQGraph, capability: tuple[int, int], diale
 
 
 def _product_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem | None:
-    """Return the fault of the pairs on data and weight of a linear operator, or None."""
+    """Return the problem of the pairs on data and weight of a linear operator, or None."""
     pairs = [_operand_pair(graph, name) for name in node.input[:2]]
     kinds = [None if pair is None else _read_type(pair, graph) for pair in pairs]
     if None not in kinds and kinds[0] != kinds[1] and node.op_type != "ConvTranspose":
@@ -128,7 +132,7 @@ def _product_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem |
 
 
 def _float_kernel_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem | None:
-    """Return that a quantized operator has no kernel but those in float, or None."""
+    """Return the problem of a quantized operator that has only float kernels, or None."""
     pair = _operand_pair(graph, node.input[0]) if node.input and node.input[0] else None
     precision = _PRECISION_NAMES.get(0 if pair is None else _stored_type(pair, graph), "")
     if (precision, node.op_type) not in dialect.float_kernels:
@@ -137,9 +141,9 @@ def _float_kernel_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Prob
 
 
 def _operand_pair(graph: QDQGraph, tensor: str) -> Any:
-    """Return the DequantizeLinear that a product's operand comes from, also through what only moves values; or None."""
+    """Return the DequantizeLinear before an operand, also before nodes that only move or scale values, or None."""
     pooled = False
-    for _ in graph.proto.graph.node:  # a damaged file may have a circle
+    for _ in graph.proto.graph.node:  # limited, because a damaged file may have a cycle
         if (node := graph.producer.get(tensor)) is None:
             return None
         if node.op_type == DEQUANTIZE:
@@ -165,13 +169,13 @@ def _has_unusable_data_scale(node: Any, pair: Any, graph: QDQGraph) -> bool:
 
 
 def _scale_shape(graph: QDQGraph, pair: Any) -> tuple[int, ...]:
-    """Return the shape of a constant scale, () for a scalar and for one that is computed."""
+    """Return the shape of a constant scale; () for a scalar and for a scale that is no constant."""
     scale = graph.constants.get(pair.input[1])
     return () if scale is None else tuple(scale.dims)
 
 
 def _channel_axes(node: Any, graph: QDQGraph) -> tuple[int, ...] | None:
-    """Return the axes of a weight along which scales may differ, or None if that is not known."""
+    """Return the axes of a weight along which scales may differ, or None if they are unknown."""
     shape = _weight_shape(node, graph)
     if not shape:
         return None
@@ -183,19 +187,19 @@ def _channel_axes(node: Any, graph: QDQGraph) -> tuple[int, ...] | None:
 
 
 def _weight_shape(node: Any, graph: QDQGraph) -> tuple[int, ...]:
-    """Return the shape of a constant weight, or ()."""
+    """Return the shape of a constant weight, or () for other tensors."""
     weight = graph.constants.get(graph.before_pairs(node.input[1]))
     return () if weight is None else tuple(weight.dims)
 
 
 def _read_type(node: Any, graph: QDQGraph) -> int:
-    """Return the type that TensorRT reads the quantized side in: UINT8 as INT8."""
+    """Return the stored element type as TensorRT reads it, so INT8 for UINT8."""
     kind = _stored_type(node, graph)
     return TensorProto.INT8 if kind == TensorProto.UINT8 else kind
 
 
 def _stored_type(node: Any, graph: QDQGraph) -> int:
-    """Return the element type of the quantized side, by the zero point if there is one; 0 if it is not known."""
+    """Return the stored element type of a Q or DQ node, from its zero point if it has one; 0 if it is unknown."""
     if len(node.input) > 2 and node.input[2]:
         zero = graph.constants.get(node.input[2])
         return 0 if zero is None else int(zero.data_type)

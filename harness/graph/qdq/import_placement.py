@@ -1,4 +1,4 @@
-"""Placement of a Q/DQ file, as edges of the float model that it was made from, or of one of the same structure."""
+"""Reading of the placement of a Q/DQ file, as edges of its float model or of one with the same structure."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _QOPERATOR_OPS = frozenset({"ConvInteger", "MatMulInteger", "DynamicQuantizeLine
 _IGNORED_OPS = QDQ_OPS | {"Cast", "Identity"}
 # Suffixes of ONNX Runtime's quantization tools, which ModelOpt's `quantize` uses too.
 _TENSOR_SUFFIXES = ("_QuantizeLinear_Output", "_QuantizeLinear_Input", "_DequantizeLinear_Output", "_quantized")
-_INTEGER_TYPES = frozenset({TensorProto.INT64, TensorProto.BOOL})  # of shapes and axes, which differ between opsets
+_INTEGER_TYPES = frozenset({TensorProto.INT64, TensorProto.BOOL})  # types of shapes and axes, ignored in comparisons
 
 
 def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
-    """Return the quantized edges of a Q/DQ model with their precision, in terms of `model`.
+    """Return the quantized edges of a Q/DQ model, as edges of `model` with their precision.
 
-    A quantized input is matched by the name of its node, else by the tensor and the operator that reads it, else by
-    what is computed there: names may all have changed. What the other tool fused or added finds no match and is left
-    out. Scales are not imported, see `import_ranges`.
+    A quantized input is matched by the name of its node, else by its tensor and operator, else by the computation that
+    leads to it, because a tool may change all names. Nodes that the tool fused or added have no match and are left out.
+    Scales are not imported, see `import_ranges`.
 
     Args:
-        source: A file or a model, made from the saved `model` by another tool (ModelOpt, ONNX Runtime).
+        source: File or model that another tool (ModelOpt, ONNX Runtime) made from `model`.
+        model: Float model.
 
     Raises:
         UserError: The file cannot be read, is in QOperator format, or has no Q/DQ pair that fits the model.
@@ -76,12 +77,14 @@ def _import_placement(source: Path | onnx.ModelProto, model: Model, name: str) -
 
 
 def compare_import(source: Path, model: Model, placed: Resolved) -> tuple[Resolved, Resolved]:
-    """Return the quantized edges of a Q/DQ model that a placement lacks, and those that it adds; both sorted.
+    """Return the quantized edges that only a Q/DQ model has, and those that only a placement has, both sorted.
 
     An edge without a counterpart in `model` has the names of the file.
 
     Args:
-        source: See `import_placement`.
+        source: File that another tool made from `model`.
+        model: Float model.
+        placed: Quantized edges of the placement.
 
     Raises:
         UserError: The file cannot be read.
@@ -94,12 +97,13 @@ def compare_import(source: Path, model: Model, placed: Resolved) -> tuple[Resolv
 
 
 def import_ranges(source: Path, model: Model) -> dict[str, tuple[float, float]]:
-    """Return the lowest and the highest value that the Q/DQ pairs of activations represent, by tensor of `model`.
+    """Return the smallest and the largest value that the Q/DQ pair of each activation represents, by tensor.
 
-    Pairs with a scale for each channel, and tensors without a counterpart, are left out.
+    Pairs with scales by channel, and tensors without a counterpart in `model`, are left out.
 
     Args:
-        source: See `import_placement`.
+        source: File that another tool made from `model`.
+        model: Float model.
 
     Raises:
         UserError: The file cannot be read.
@@ -115,7 +119,7 @@ def import_ranges(source: Path, model: Model) -> dict[str, tuple[float, float]]:
 
 
 def require_float_model(model: Model) -> None:
-    """Raise `UserError` if a model is quantized already; the text says how such a model can be used."""
+    """Raise `UserError` if a model is quantized; the message says how to use such a model."""
     for node in model.nodes:
         if node.op in QDQ_OPS or _is_qoperator(node.op):
             raise UserError(
@@ -130,7 +134,7 @@ def _is_qoperator(op: str) -> bool:
 
 
 def map_to_float_tensors(names: set[str], model: Model) -> set[str]:
-    """Return the tensors of a float model that names from a Q/DQ model refer to, with or without a tool's suffix."""
+    """Return the tensors of a float model for names of a Q/DQ model, which may have the suffix of a tool."""
     known = model.constants.keys() | model.producer.keys() | set(model.inputs)
     found: set[str] = set()
     for name in names:
@@ -182,12 +186,12 @@ class _EdgeMatcher:
 
 
 def _match_equivalent_nodes(theirs: onnx.GraphProto, ours: onnx.GraphProto) -> dict[str, str]:
-    """Return the first output of our node by the first output of each of their nodes that computes the same.
+    """Match nodes of two graphs by their computations, and return our first outputs by their first outputs.
 
-    Both graphs are numbered along the data: a node by its operator and the numbers of what it reads, so equal numbers
-    mean equal computations from the inputs of the model on. Q/DQ pairs and Casts are ignored; constants are compared by
-    shape, since a quantized weight has other values than the float one. Nodes with one number (the projections of query
-    and key, for instance) are paired in the order of the file if both graphs have equally many.
+    A node gets a number for its operator and the numbers of its inputs, so equal numbers mean equal computations from
+    the inputs of the model on. Q/DQ pairs and Casts are ignored; constants are compared by shape, because a quantized
+    weight has other values than the float one. Nodes with the same number (for instance the projections of query and
+    key) are matched in the order of the file if both graphs have the same number of them.
     """
     numbers: dict[Hashable, int] = {}
     found, wanted = (_number_computations(graph, numbers) for graph in (theirs, ours))
@@ -221,13 +225,13 @@ def _number_computations(graph: onnx.GraphProto, numbers: dict[Hashable, int]) -
 
 
 def transfer_placement(source: Path, model: Model) -> dict[Edge, str]:
-    """Return the quantized edges of an exported file with their precision, in terms of another float model.
+    """Return the quantized edges of an exported file, as edges of another float model with their precision.
 
-    The models may differ in names and in the values of weights, as after another training, and in nothing else.
+    The models may differ only in names and values of weights, for instance after another training.
 
     Args:
         source: Q/DQ file that qdq-bench exported.
-        model: Float model, prepared as the one that the file was made from.
+        model: Float model, prepared in the same way as the one of the file.
 
     Raises:
         UserError: The file cannot be read or has no Q/DQ pair, or the structures differ; the message has the first
@@ -260,7 +264,7 @@ def _output_index(placed: QDQGraph, edge: Edge) -> int:
 
 
 def _differences(placed: QDQGraph, graph: onnx.GraphProto, model: Model) -> Iterator[str]:
-    """Yield differences of structure: inputs, outputs, then node by node in the order of the file."""
+    """Yield descriptions of the differences in inputs, outputs, and nodes in the order of the file."""
     names: dict[str, str] = {}
     theirs, ours = input_values(placed.proto.graph), input_values(graph)
     if len(theirs) != len(ours) or len(placed.outputs) != len(graph.output):

@@ -1,8 +1,8 @@
-"""Insertion of a placement's Q/DQ pairs into a model, as a proto or straight to a file.
+"""Insertion of a placement's Q/DQ pairs into a model, with a protobuf message or a file as result.
 
-Activations get one pair per tensor and precision, right behind the tensor's producer and shared by every selected
-consumer; constants get their quantized form behind a DequantizeLinear; float consumers keep the float tensor. The graph
-is never sorted or parsed again: see `harness.graph.quantize.node_variants` and `protobuf_wire`.
+An activation gets one pair per precision, directly after its producer, which all quantized consumers share; a constant
+is stored quantized with a DequantizeLinear; float consumers read the float tensor. Files are joined from encoded pieces
+without sorting or parsing the graph, see `harness.graph.quantize.node_variants` and `protobuf_wire`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from search.space import Resolved, edges_digest
 
 
 def _join(parts: Iterable[Iterable[Any]]) -> Iterable[Any]:
-    """Return the items of all parts; most parts are empty, and skipped."""
+    """Return the items of all parts, of which most are empty."""
     return chain.from_iterable(filter(None, parts))
 
 
 class InsertionPlan:
-    """Variants of the nodes of a model, and of the pairs behind each, last of those behind the model's inputs."""
+    """Variants of the nodes of a model, and of the pairs after each node; the last are after the model's inputs."""
 
     def __init__(self, nodes: list[NodeVariant], behind: list[PairVariant]) -> None:
         self.nodes = nodes
@@ -50,7 +50,7 @@ class InsertionPlan:
 
     @property
     def count_pairs(self) -> int:
-        """Number of pairs; see `Inserter.count_pairs`."""
+        """Number of pairs, see `Inserter.count_pairs`."""
         constants = {constant for form in self.nodes for constant in form.quantized}
         return sum(form.pairs for form in self.behind) + len(constants)
 
@@ -59,10 +59,13 @@ class Inserter:
     """Writer of placements of a float model as ONNX models in one dialect. Not thread-safe.
 
     Args:
+        model: Float model.
+        dialect: Dialect of the runtime.
         ranges: Smallest and largest value of each activation that may be quantized.
+        choices: Estimators and scales of the pairs.
 
     Raises:
-        UserError: The model has tensors named like those that are inserted, or the dialect does not offer a choice.
+        UserError: The model has names of inserted tensors, or the dialect does not offer a choice.
     """
 
     def __init__(
@@ -96,10 +99,10 @@ class Inserter:
         self._header = protobuf_wire.encode_graph_header(model.proto.graph)
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
-        """Return the model with exactly these Q/DQ pairs, all weights inside.
+        """Return the model with the Q/DQ pairs of quantized edges, without external data.
 
         Raises:
-            UserError: An edge is not one of this model's or cannot be quantized, or a range is missing.
+            UserError: An edge does not exist in the model or cannot be quantized, or a range is missing.
         """
         resolved = self.map_edges(resolved)
         draft = self._plan_insertion(resolved)
@@ -115,14 +118,15 @@ class Inserter:
         return proto
 
     def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path:
-        """Write a candidate for building, and its weights in files that all candidates in the folder share.
+        """Write a candidate's file, with weights in data files that all candidates in the folder share.
 
         Args:
-            folder: Made where missing.
-            name: Of the file, without suffix; by default the placement's digest.
+            resolved: Quantized edges.
+            folder: Folder of the files; created if missing.
+            name: Name of the file without suffix; None: the digest of the placement.
 
         Raises:
-            UserError: As `insert`.
+            UserError: An edge does not exist in the model or cannot be quantized, or a range is missing.
         """
         draft = self._plan_insertion(self.map_edges(resolved))
         dropped = self._unused_constants(draft)
@@ -138,19 +142,19 @@ class Inserter:
         return write_model(self.insert(resolved), path)
 
     def count_pairs(self, resolved: Resolved) -> int:
-        """Return the number of Q/DQ pairs of a placement, as `qdq_graph.count_pairs` does for its file.
+        """Return the number of Q/DQ pairs of a placement, which `qdq_graph.count_pairs` returns for its file.
 
-        A pair on an activation counts once, however many consumers share it. A constant counts once for each precision,
-        even where consumers read it with different scales. A bias in INT32 belongs to its operator and does not count.
+        A pair on an activation counts once for all its consumers. A constant counts once for each precision, even if
+        consumers read it with different scales. A bias in INT32 does not count.
         """
         return self._plan_insertion(self.map_edges(resolved)).count_pairs
 
     def map_edges(self, resolved: Resolved) -> Resolved:
-        """Return the edges of a placement in the model that they are inserted into: here, the edges themselves."""
+        """Return the edges of a placement in the model of the files: here the same edges, in `CastInserter` others."""
         return resolved
 
     def _check_graph(self, proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto]) -> None:
-        """Check that a result has the model's own inputs and outputs and is valid ONNX."""
+        """Check that a result has the inputs and outputs of the model and is valid ONNX."""
         inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
         if inputs != [value.name for value in self._model.proto.graph.input] or tuple(outputs) != self._model.outputs:
             raise AssertionError(f"{self._model.source}: insertion changed inputs or outputs: {inputs}, {outputs}")
@@ -180,12 +184,12 @@ class Inserter:
         return [(self._model.outputs[int(slot)], precision) for slot, precision in sorted(slots.items())]
 
     def _unused_constants(self, draft: InsertionPlan) -> frozenset[str]:
-        """Return the constants of the float model that no node reads any more."""
+        """Return the constants of the float model that the nodes of a plan do not read."""
         replaced = Counter(_join(map(attrgetter("replaced"), draft.nodes)))
         return frozenset(name for name, count in replaced.items() if count >= self._uses[name])
 
     def _graph_pieces(self, draft: InsertionPlan) -> list[bytes]:
-        """Return the pieces of the graph without its constants."""
+        """Return the encoded pieces of the graph without its constants."""
         ahead = [
             self._header,
             draft.behind[GRAPH_INPUT_INDEX].nodes,

@@ -1,10 +1,10 @@
-"""Predictor of the latency of placements, from states of operators: proposals for the initial design.
+"""Predictor of the latency of placements, which proposes placements for the initial design.
 
 A placement gives every operator a state: none, some or all of its inputs are quantized, and all readers of its result
-or not. The features sum multiply-accumulates, tensor sizes and numbers of operators by kind and state, as shares of the
-model's; a linear model of them gives the log latency relative to the float model. Its coefficients are fitted on the
-committed readings (`tests/recorded/train_latency_predictor.py`), once on all models and once without each of them:
-where these fits disagree, the proposals differ.
+or not. The features are multiply-accumulates, tensor sizes and numbers of operators by kind and state, as shares of the
+model's totals; a linear model of them predicts the log latency relative to the float model. The coefficients were
+fitted to the committed readings (`tests/recorded/train_latency_predictor.py`), once to all models and once without each
+of them. The fits differ, and so do their proposals.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ARITHMETIC_KINDS = ("add", "bias", "mul", "scale", "clip", "activation", "softm
 _MOVING_KINDS = ("concat", "gpool", "pool", "resize", "view", "movement")
 _POOLED = dict.fromkeys(_LINEAR_KINDS, "linear") | dict.fromkeys(_ARITHMETIC_KINDS, "arithmetic")
 _POOLED |= dict.fromkeys(_MOVING_KINDS, "moving")
-#: Each kind, and the sums of kinds: ridge regression shrinks a kind with few readings to its sum.
+#: Kinds, and sums of several kinds, to which ridge regression shrinks kinds with few readings.
 _KINDS = (*_POOLED, "linear", "arithmetic", "moving")
 _VOLUMES = ("macs", "size", "nodes")
 _STATES = tuple(f"{inputs}{outputs}" for inputs in ("none", "some", "all") for outputs in ("", "+result"))
@@ -65,7 +65,8 @@ class PlacementFeatures:
     """Features of the placements of one space.
 
     Args:
-        space: Its space in the dialect of the runtime.
+        model: Float model.
+        space: Space of the model in the dialect of the runtime.
     """
 
     def __init__(self, model: Model, space: Space) -> None:
@@ -93,7 +94,7 @@ class PlacementFeatures:
         self._float = self._sums([space.float_placement()])
 
     def encode(self, placements: Sequence[Placement]) -> Floats:
-        """Return the differences of the features to those of the float model, of shape [placements, COLUMNS]."""
+        """Return the features minus those of the float model, with shape [placements, COLUMNS]."""
         return (self._sums(placements) - self._float) / self._scale
 
     def _sums(self, placements: Sequence[Placement]) -> Floats:
@@ -135,7 +136,7 @@ class PlacementFeatures:
         return [*edges, *([Edge(name, "", 0)] if name in self._model.output_names else [])]
 
     def _reader_edges(self, node: Node) -> list[Edge]:
-        """Return the edges that read the result of a node, or of the activations that are fused with it."""
+        """Return the edges that read the result of a node, or that of an activation that is fused with it."""
         edges = [edge for name in self._results(node) for edge in self._edges_of(name)]
         while node.op in LINEAR_OPS and len(edges) == 1 and self._is_fused(edges[0]):
             (name,) = self._model.nodes[self._model.consumers[edges[0].tensor][0][0]].outputs
@@ -147,7 +148,7 @@ class PlacementFeatures:
         return reader is not None and reader.op in (_CLIPPING_OPS if self._outputs_quantized else ACTIVATION_OPS)
 
     def _node_volumes(self, node: Node) -> Floats:
-        """Return multiply-accumulates, elements read and written, and 1, at the node's kind and at the sum's."""
+        """Return multiply-accumulates, elements read and written, and 1, in the columns of the node's kind and sum."""
         volumes = np.zeros((len(_KINDS), len(_VOLUMES)))
         kind = _operator_kind(self._model, node)
         names = {edge.tensor for edge in self._data_edges(node)}.union(self._results(node))
@@ -161,7 +162,7 @@ def _all_edges(space: Space) -> list[Edge]:
 
 
 def _membership(lists: Sequence[Sequence[Edge]], numbers: Mapping[Edge, int]) -> Floats:
-    """Return 1 where an edge (row) is in a list (column)."""
+    """Return a matrix [edges, lists] with 1 for each edge in a list, else 0."""
     found = np.zeros((len(numbers), len(lists)))
     for column, edges in enumerate(lists):
         found[[numbers[edge] for edge in edges if edge in numbers], column] = 1
@@ -195,7 +196,7 @@ def _convolution_kind(model: Model, node: Node) -> str:
 
 
 def runtime_key(facts: Mapping[str, Any]) -> str:
-    """Return the key of the coefficients for a benchmarker's facts: runtime, float precision, instructions."""
+    """Return the key of the coefficients for the facts of a benchmarker: runtime, float precision, instructions."""
     device = str(facts.get("device", ""))
     instructions = "vnni" if "VNNI" in device or "AMX" in device else "avx2" if "AVX" in device else "unknown"
     return f"{facts['name']}/{facts.get('float_precision', 'f32')}/{instructions}"
@@ -203,7 +204,7 @@ def runtime_key(facts: Mapping[str, Any]) -> str:
 
 @cache
 def _coefficients() -> Mapping[str, Floats]:
-    """Return the coefficients by runtime key, of shape [fits, COLUMNS]; the first fit is on all models."""
+    """Return the coefficients by runtime key, with shape [fits, COLUMNS]; the first fit has all models."""
     body = json.loads(resources.files(__package__).joinpath(FILE_NAME).read_text(encoding="utf-8"))
     places = [COLUMNS.index(name) for name in body["columns"]]
     found = {}
@@ -214,17 +215,17 @@ def _coefficients() -> Mapping[str, Floats]:
 
 
 def predict_log_ratios(features: Floats, coefficients: Floats) -> Floats:
-    """Return log latencies relative to the float model, of shape [fits, placements]."""
+    """Return predicted log latencies relative to the float model, with shape [fits, placements]."""
     return coefficients @ features.T
 
 
 def choose_portfolio(predicted: Floats, count: int, chosen: Sequence[int] = ()) -> list[int]:
-    """Return `count` columns whose best has the least predicted log latency, in the mean over fits; greedily.
+    """Return the columns of a portfolio, selected greedily by the mean over fits of its lowest predicted latency.
 
     Args:
-        predicted: Log latencies of shape [fits, placements].
+        predicted: Log latencies with shape [fits, placements].
         count: Maximum number of columns.
-        chosen: Columns that are measured anyway; not returned.
+        chosen: Columns that belong to the portfolio already; not returned.
     """
     best = predicted[:, list(chosen)].min(1) if chosen else np.full(len(predicted), np.inf)
     found: list[int] = []
@@ -240,12 +241,14 @@ def propose_fast_placements(model: Model, space: Space, facts: Mapping[str, Any]
     """Return at most `count` placements: `FIRST_RULES`, then the fastest predicted ones that complement them and "all".
 
     Args:
-        space: Its space, with INT8.
+        model: Float model.
+        space: Space of the model, with INT8.
         facts: Facts of the benchmarker: `name`, `device`, `float_precision`.
         count: Maximum number of placements.
 
     Returns:
-        Different placements that are neither float nor everything; none if the runtime is unknown to the predictor.
+        Different placements, without those that quantize nothing or everything; none if the predictor has no
+        coefficients for the runtime.
     """
     fits = _coefficients().get(runtime_key(facts))
     if fits is None or any("int8" not in dimension.choices for dimension in space.dimensions):
@@ -272,7 +275,7 @@ def propose_fast_placements(model: Model, space: Space, facts: Mapping[str, Any]
 
 
 def _descend(space: Space, start: Placement, predict: Callable[[Sequence[Placement]], Floats]) -> Placement:
-    """Return a placement that no single change improves, or the last one after a limit of steps."""
+    """Return a placement that no single change improves by the prediction, or the last one after `_MAX_STEPS`."""
     current, value = start, float(predict([start])[0])
     for _ in range(_MAX_STEPS):
         tried = [_flip(space, current, index) for index in range(len(space))]

@@ -25,7 +25,7 @@ QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 QDQ_OPS = frozenset({QUANTIZE, DEQUANTIZE})
 CAST_OPS = frozenset({"Cast", "Identity"})
 _TRANSPARENT_OPS = CAST_OPS | {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"}
-# Runtimes fold these into the linear operator in front, which some of them then call by the folded one's name.
+# Runtimes fold these into the linear operator before them, and some name the result after the folded operator.
 _FOLDABLE_OPS = frozenset({"Add", "BatchNormalization", "Div", "Identity", "Mul", "Sub"})
 _PRECISION_BY_STORAGE = {
     TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8",
@@ -55,16 +55,17 @@ def read_qdq_edges(proto: onnx.ModelProto) -> dict[Edge, str]:
 
 
 def diff_edges(expected: Resolved, source: Path | onnx.ModelProto) -> tuple[Resolved, Resolved]:
-    """Return expected edges that a model lacks, and edges in the model that were not expected; both sorted."""
+    """Return the expected edges that a model lacks, and its unexpected edges; both sorted."""
     edges = read_qdq_graph(source).edges if isinstance(source, Path) else read_qdq_edges(source)
     wanted, found = set(expected), set(edges.items())
     return tuple(sorted(wanted - found)), tuple(sorted(found - wanted))
 
 
 def count_pairs(path: Path) -> int:
-    """Return the number of Q/DQ pairs of a model: quantized tensors, however many consumers each has.
+    """Return the number of Q/DQ pairs of a model, which is the number of quantized tensors.
 
-    Of an OpenVINO IR its FakeQuantize operators, and of an ONNX file without pairs its integer operators.
+    For an OpenVINO IR it is the number of FakeQuantize operators, for an ONNX file without pairs that of its integer
+    operators.
     """
     if path.suffix == IR_SUFFIX:
         return path.read_bytes().count(b'type="FakeQuantize"')
@@ -86,7 +87,7 @@ def node_name(node: onnx.NodeProto) -> str:
 
 
 def unique_node_names(graph: onnx.GraphProto) -> list[str]:
-    """Return the name of each node in edges: of nodes with one name all but the first get a number, as in `load`."""
+    """Return unique names of the nodes, as in edges: duplicates get a number, as in `harness.graph.load.load`."""
     taken = {node.name for node in graph.node}
     found: dict[str, None] = {}
     for node in graph.node:
@@ -102,14 +103,14 @@ class QDQGraph:
     """Index of a model with or without Q/DQ pairs.
 
     Args:
-        proto: The model; external data need not be loaded.
-        folder: Folder of its external data.
+        proto: Model, whose external data need not be loaded.
+        folder: Folder of the external data.
 
     Attributes:
-        labels: Name of each node in edges; see `unique_node_names`.
-        producer: Node that computes a tensor.
-        readers: Nodes that read a tensor, in order.
-        constants: Initializers and values of Constant nodes.
+        labels: Name of each node in edges, see `unique_node_names`.
+        producer: Node that computes each tensor.
+        readers: Nodes that read each tensor, in order.
+        constants: Initializers and values of Constant nodes by name.
         outputs: Names of the outputs.
     """
 
@@ -125,8 +126,8 @@ class QDQGraph:
                 self.readers[name].append(node)
 
     def before_pairs(self, tensor: str) -> str:
-        """Return the input of the Q/DQ pairs that end in a tensor, or the tensor itself."""
-        for _ in self.proto.graph.node:  # a damaged file may have a circle
+        """Return the input of the Q/DQ pairs that compute a tensor, or the tensor itself without pairs."""
+        for _ in self.proto.graph.node:  # limited, because a damaged file may have a cycle
             node = self.producer.get(tensor)
             if node is None or node.op_type not in QDQ_OPS:
                 break
@@ -134,7 +135,7 @@ class QDQGraph:
         return tensor
 
     def values(self, name: str) -> Any:
-        """Return the values of a constant as float64, or None if there is none of this name."""
+        """Return the values of a constant as float64, or None if the name is no constant."""
         tensor = self.constants.get(name)
         if tensor is None:
             return None
@@ -156,14 +157,14 @@ class QDQGraph:
 
     @property
     def unsigned_tensors(self) -> frozenset[str]:
-        """Return the tensors with a pair of UINT8 and zero point 0, which keeps no negative values."""
+        """Return the tensors with a pair of UINT8 and zero point 0, which clips negative values."""
         quantize = [node for node in self._nodes_of(frozenset({QUANTIZE})) if node.input[0] not in self.constants]
         unsigned = [node for node in quantize if self._stored_type(node) == TensorProto.UINT8]
         zeros = {node.input[0]: self.values(node.input[2]) if len(node.input) > 2 else np.zeros(1) for node in unsigned}
         return frozenset(name for name, zero in zeros.items() if zero is not None and not zero.any())
 
     def producer_through(self, tensor: str, transparent: frozenset[str]) -> Any:
-        """Return the node that computes a tensor, in front of nodes of transparent operators; None without one."""
+        """Return the node that computes a tensor, skipping nodes of transparent operators, or None for an input."""
         node = self.producer.get(tensor)
         while node is not None and node.op_type in transparent:
             node = self.producer.get(node.input[0])
@@ -173,9 +174,9 @@ class QDQGraph:
     def edges(self) -> dict[Edge, str]:
         """Quantized edges with their precision.
 
-        An edge is quantized if its tensor comes from a DequantizeLinear fed by a QuantizeLinear or by a constant, with
-        or without Casts. It has the name of the tensor in front of the first QuantizeLinear; a constant stored
-        quantized has the name of the float constant, as far as its own name shows it. INT32, the form of biases, is no
+        An edge is quantized if its tensor comes from a DequantizeLinear after a QuantizeLinear or a constant, with or
+        without Casts. Its tensor is the one before the first QuantizeLinear; for a constant that is stored quantized it
+        is the float constant, whose name is derived from that of the stored one. INT32, the type of biases, is no
         precision of an edge. UINT8 counts as "int8".
         """
         uses = [
@@ -195,14 +196,14 @@ class QDQGraph:
         return dict(zip(self.labels, self.proto.graph.node, strict=True))
 
     def edge_pair(self, edge: Edge) -> tuple[Any, Any]:
-        """Return the QuantizeLinear, None in front of a stored constant, and the DequantizeLinear of an edge."""
+        """Return the QuantizeLinear (None for a constant that is stored quantized) and DequantizeLinear of an edge."""
         name = self._by_label[edge.consumer].input[edge.slot] if edge.consumer else edge.tensor
         dequantize = self.producer_through(name, CAST_OPS)
         quantize = None if dequantize is None else self.producer_through(dequantize.input[0], CAST_OPS)
         return (quantize if quantize is not None and quantize.op_type == QUANTIZE else None), dequantize
 
     def edge_range(self, edge: Edge) -> tuple[float, float] | None:
-        """Return the values that the pair of an edge clips to; None without one constant scale, as of weights."""
+        """Return the smallest and the largest value that a pair represents, or None without a constant scalar scale."""
         quantize, _ = self.edge_pair(edge)
         if quantize is None:
             return None
@@ -211,7 +212,7 @@ class QDQGraph:
             return None
         zero = self.values(quantize.input[2]) if len(quantize.input) > 2 and quantize.input[2] else np.zeros(1)
         low, high = limits
-        low = -high if low < 0 and not zero.any() else low  # symmetric, like the ranges of a calibration
+        low = -high if low < 0 and not zero.any() else low  # symmetric, as in the ranges of a calibration
         return float((low - zero.item()) * scale.item()), float((high - zero.item()) * scale.item())
 
     def _resolve_dequantized(self, name: str) -> tuple[str, str] | None:
@@ -263,13 +264,13 @@ class QDQGraph:
 
     @cached_property
     def pair_neighbours(self) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-        """By Q or DQ node, the node in front of the pair (else "a constant" or "input NAME"), and those behind it."""
+        """Node before the pair (or "a constant", "input NAME") and nodes after it, by the name of each Q or DQ node."""
         pairs = self._nodes_of(QDQ_OPS)
         return {node_name(node): (self._source_label(node), tuple(self._reader_names(node))) for node in pairs}
 
     @cached_property
     def unfusable_reasons(self) -> Mapping[str, str]:
-        """By Q or DQ node, the reason why no runtime can fuse it."""
+        """Reason why no runtime can fuse a Q or DQ node, by its name."""
         pairs = self._nodes_of(QDQ_OPS)
         return {node_name(node): text for node in pairs if (text := self._unfusable_reason(node))}
 
@@ -322,7 +323,7 @@ class QDQGraph:
 
 
 def _original_tensor_name(name: str, *, own: bool = False) -> str:
-    """Return the name of the float tensor; tensors of the model itself (`own`) may end like those of other tools."""
+    """Return the name of the float tensor, without the suffix of a tool unless this project quantized it (`own`)."""
     stem = name.rpartition(NAME_PREFIX)[0]
     if stem or own:
         return stem or name

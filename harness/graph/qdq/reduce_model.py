@@ -1,7 +1,6 @@
-"""Parts of a model file: the operators between two cuts, and copies with narrower weights or data or more pairs.
+"""Parts and variants of a model file: operators between two cuts, copies with 7-bit values, with fewer or more pairs.
 
-The tensors of a graph are ordered by their dependencies. Q/DQ pairs stay with their operator, so that a runtime fuses
-the same operators in a part as in the whole model.
+Q/DQ pairs stay with their operator, so that a runtime fuses the same operators in a part as in the whole model.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from search.space import Edge
 DISCONTINUOUS_OPS = frozenset(
     {"ArgMax", "ArgMin", "Bernoulli", "Hardmax", "Multinomial", "NonMaxSuppression", "NonZero", "TopK", "Unique"}
 ) | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-NARROWING_DIVISOR = 2  # of 8-bit integers, for 7 bits
+NARROWING_DIVISOR = 2  # divisor of 8-bit integers, so that they have 7 bits
 NARROWED_SUFFIX = "_narrowed"
 
 
 class ModelGraph(QDQGraph):
-    """Graph of a model file, whose external data are loaded, by tensor."""
+    """Graph of a model file with its external data, whose parts can be written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(onnx.load(path))
@@ -58,7 +57,7 @@ class ModelGraph(QDQGraph):
         return depth
 
     def sources(self, tensor: str) -> tuple[str, ...]:
-        """Return the input-dependent tensors that a tensor is computed from, without those of QuantizeLinear."""
+        """Return the inputs of the node of a tensor that depend on model inputs; skip results of QuantizeLinear."""
         found: dict[str, None] = {}
         node = self.producer.get(tensor)
         for name in () if node is None else tensors_read(node):
@@ -75,7 +74,7 @@ class ModelGraph(QDQGraph):
         return path[::-1]
 
     def boundary_tensors(self, tensor: str, operators: int) -> tuple[str, ...]:
-        """Return the inputs of the last operators that compute a tensor; Q/DQ pairs do not count as operators."""
+        """Return the inputs of the last `operators` operators before a tensor, not counting Q/DQ pairs."""
         inside: set[int] = set()
         front, left = {tensor}, operators
         while left > 0:
@@ -101,9 +100,10 @@ class ModelGraph(QDQGraph):
         """Write the model that computes some tensors.
 
         Args:
-            outputs: Names of tensors; those inside the model get no type, which runtimes infer.
-            inputs: Arrays with the types and shapes of the tensors that become inputs; None: the model's own inputs.
-            without_pairs: Bypass the Q/DQ pairs of data; weights stay quantized.
+            path: File to write.
+            outputs: Names of the output tensors; tensors inside the model get no type, because runtimes infer it.
+            inputs: Arrays with type and shape of the tensors that become inputs; None: the inputs of the model.
+            without_pairs: Whether Q/DQ pairs of data are removed; weights stay quantized.
         """
         graph = self.proto.graph
         ends = {} if inputs is None else dict(inputs)
@@ -150,7 +150,7 @@ class ModelGraph(QDQGraph):
 
 
 def find_index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the outputs that depend on indices, counts or random numbers (TopK), and the tensors these start from."""
+    """Return the outputs that depend on operators such as TopK (`DISCONTINUOUS_OPS`), and the inputs of these."""
     graph = onnx.load(path, load_external_data=False).graph
     made = {name for node in graph.node for name in node.output}
     jumping: set[str] = set()
@@ -165,9 +165,9 @@ def find_index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 def write_7bit_copy(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
-    """Write a copy of a Q/DQ model whose 8-bit weights or data have 7 bits; return False if it has none of them.
+    """Write a copy of a Q/DQ model whose 8-bit weights or data have 7 bits; return whether it has any.
 
-    The copy loses a bit of precision, so it is compared with itself in another runtime, not with the model.
+    The copy is less precise than the model, so its results must be compared with a reference execution of the copy.
     """
     proto = onnx.load(path)
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
@@ -218,10 +218,13 @@ def _array_info(name: str, array: Array) -> Any:
 
 
 class PairRemover:
-    """Writer of copies of a Q/DQ model with the pairs of some nodes alone; constants stored quantized stay so.
+    """Writer of copies of a Q/DQ model with the pairs of some nodes; constants that are stored quantized stay so.
 
     Args:
-        path: The model; `UserError` if it cannot be read.
+        path: File of the model.
+
+    Raises:
+        UserError: The file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -242,7 +245,7 @@ class PairRemover:
         return tuple(self._sources)
 
     def write(self, kept_nodes: frozenset[str], path: Path) -> Path:
-        """Write the model with the pairs of these nodes; other nodes read the tensors in front of their pairs."""
+        """Write the model with the pairs at the inputs of `kept_nodes`; other nodes read the float tensors."""
         proto = copy_message(self._graph.proto)
         for node, label in zip(proto.graph.node, self._graph.labels, strict=True):
             for slot, source in self._sources.get(label, {}).items() if label not in kept_nodes else ():
@@ -251,14 +254,15 @@ class PairRemover:
 
 
 def write_with_edges(shipped: Path, edges: Sequence[Edge], path: Path) -> bool:
-    """Write a Q/DQ model with more edges quantized, each tensor by its own pair or one like another tensor's.
+    """Write a Q/DQ model with further quantized edges; a tensor without a pair gets a copy of another tensor's.
 
     Args:
-        edges: Inputs of nodes, with the names that they have in the model.
+        shipped: File of the model.
+        edges: Edges with the names of this model.
         path: File to write, in the folder of the model because of external data.
 
     Returns:
-        Whether there is a pair to copy.
+        Whether the model has a pair to copy; otherwise no file is written.
     """
     graph = read_qdq_graph(shipped)
     pairs = {edge.tensor: graph.edge_pair(edge) for edge in graph.edges}

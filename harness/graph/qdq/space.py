@@ -1,8 +1,8 @@
-"""The space of placements of a model: the insertion points of its patterns, resolved to edges.
+"""Space of the placements of a model: the insertion points of its patterns, resolved to edges.
 
-Three kinds of points, in pattern coordinates: the input of a node (a LEAF's nodes), the input of a child region (a
-COMPOSITE's children), and an output (a LEAF's outputs, into all their consumers). No two dimensions act on the same
-edges: a child input or an output that repeats an earlier dimension is left out.
+There are three kinds of points, in pattern coordinates: inputs of nodes (of a LEAF), inputs of child regions (of a
+COMPOSITE), and outputs (of a LEAF, to all their consumers). No two dimensions have the same edges: a child input or an
+output with the edges of an earlier dimension is left out.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _KINDS: tuple[PointKind, ...] = ("node_input", "child_input", "output")
 
 @dataclass(slots=True)
 class DimensionDraft:
-    """A dimension under construction.
+    """Draft of a dimension.
 
     Attributes:
         group: Name of its pattern, or of a region of the pattern.
-        place: Position in the pattern: of the node, child or output, then of the input.
-        start: Index of the first node of its first region, which orders the dimensions.
-        points: Points that it acts on, region by region.
-        ends: Model outputs that it acts on.
+        place: Position in the pattern: number of the node, child or output, and number of its input.
+        start: Index of the first node of its first region, by which dimensions are sorted.
+        points: Quantization points of the dimension, region by region.
+        ends: Edges to outputs of the model.
     """
 
     group: str
@@ -62,14 +62,16 @@ def build_space(
     """Build the space of all placements of a model in a dialect.
 
     Args:
-        precisions: Precisions to offer besides float; a point offers those that are legal for it.
-        sharing: "pattern": regions of one pattern share a scheme. "region": each region has its own.
-        root: Regions; by default those that `discover` finds.
-        kinds: Kinds of points; by default node inputs, and outputs where the dialect quantizes them.
+        model: Float model.
+        dialect: Dialect of the runtime.
+        precisions: Precisions besides float, of which a point has those that are legal for it.
+        sharing: "pattern": regions of one pattern share a scheme; "region": each region has a scheme.
+        root: Tree of regions; None: that of `harness.graph.partition.regions.discover_regions`.
+        kinds: Kinds of points; None: node inputs, and outputs if the dialect quantizes them.
 
     Raises:
-        ValueError: An unknown sharing or kind.
-        UserError: The model is quantized already.
+        ValueError: `sharing` or a kind is unknown.
+        UserError: The model is already quantized.
     """
     require_float_model(model)
     wanted = _supported_kinds(kinds, dialect)
@@ -149,7 +151,7 @@ class _SpaceBuilder:
     def _region_points(
         self, kind: PointKind, pattern: Pattern, number: int, region: Region
     ) -> Iterator[tuple[tuple[int, int], list[QuantizationPoint], list[Edge]]]:
-        """Yield the place in the pattern, the points and the model outputs of each point of a region."""
+        """Yield position in the pattern, quantization points and edges to model outputs of each point of a region."""
         if kind == "node_input":
             for place, index in enumerate(pattern.order[number]):
                 for point in self.points[index]:
@@ -193,9 +195,9 @@ class _SpaceBuilder:
 def _distinct_dimensions(
     drafts: Iterable[DimensionDraft], precisions: Sequence[str], macs: int
 ) -> list[tuple[DimensionDraft, Dimension]]:
-    """Return the dimensions that act on a set of edges on which no earlier dimension acts.
+    """Return the dimensions without those that have the same set of edges as an earlier one.
 
-    Which of several patterns keeps such edges is decided by its name, for the order of patterns is the file's.
+    Patterns are sorted by name first, because their order depends on the file.
     """
     found: list[tuple[DimensionDraft, Dimension]] = []
     known: set[frozenset[Edge]] = set()

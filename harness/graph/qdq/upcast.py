@@ -1,7 +1,7 @@
-"""Q/DQ models whose pairs are in 16-bit floats, rewritten in float32: the same pairs with the same scales.
+"""Conversion of Q/DQ models in 16-bit floats to float32, with the same pairs and scales.
 
-ONNX Runtime's CPU kernel of QuantizeLinear truncates float16 where ONNX says to round (onnxruntime issue 22741; half of
-the values are one step off with 1.24), and has no kernel for bfloat16. FP8 is not concerned.
+ONNX Runtime's CPU kernel of QuantizeLinear truncates float16 where ONNX specifies rounding (onnxruntime issue 22741;
+half of the values are one step off with 1.24), and has no kernel for bfloat16. FP8 is not affected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision"})
 
 
 def write_float32_copy(path: Path, folder: Path) -> Path | None:
-    """Write the float32 form of a model into a folder; None where it has no integer pairs in 16-bit floats.
+    """Write a float32 copy of a model to a folder; return None if it has no integer pairs in 16-bit floats.
 
     Raises:
         UserError: The file cannot be read.
@@ -49,7 +49,7 @@ def write_float32_copy(path: Path, folder: Path) -> Path | None:
 
 
 def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy whose 16-bit floats are float32; inputs and outputs keep their types, by Casts."""
+    """Return a copy with float32 instead of 16-bit floats, and Casts that keep the types of inputs and outputs."""
     copy = copy_message(proto)
     before, after = _cast_borders(copy.graph)
     for graph in iter_graphs(copy.graph):
@@ -95,7 +95,7 @@ def _quantizes_16bit_floats(proto: onnx.ModelProto) -> bool:
 
 
 def _cast_borders(graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
-    """Return the Casts behind inputs and in front of outputs, whose inner names are changed everywhere."""
+    """Return Casts after inputs and before outputs, and rename these tensors inside the graph."""
     inputs = {v.name: v for v in input_values(graph) if v.type.tensor_type.elem_type in HALF_TYPES}
     outputs = {v.name: v for v in graph.output if v.type.tensor_type.elem_type in HALF_TYPES and v.name not in inputs}
     names = {name for each in iter_graphs(graph) for node in each.node for name in (*node.input, *node.output)}

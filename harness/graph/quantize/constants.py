@@ -1,4 +1,4 @@
-"""Constants of a model in quantized form: each is made once, and candidates refer to it."""
+"""Quantized constants of a model, which are created once for all candidates."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from harness.graph.rules.precision_sensitive import find_unquantizable_constants
 INLINE_BYTES = 4096
 """Larger tensors of a candidate are kept in the shared external data file."""
 
-_MAX_INT32_BIAS = 2**30  # half of the range: room for the accumulator behind it
+_MAX_INT32_BIAS = 2**30  # half of the range, so that the accumulator does not overflow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedConstant:
-    """A quantized constant, encoded.
+    """Encoded quantized constant.
 
     Attributes:
-        output: The dequantized tensor.
-        node: Its DequantizeLinear, as a record of a graph.
+        output: Name of the dequantized tensor.
+        node: DequantizeLinear as an encoded field of a graph.
         tensors: Stored values, scale and zero point.
     """
 
@@ -50,7 +50,7 @@ class QuantizedConstant:
 
 
 class ConstantQuantizer:
-    """Quantizer of the constants of a model; equal requests get equal names, independent of earlier ones."""
+    """Quantizer of the constants of a model; names of results do not depend on earlier requests."""
 
     def __init__(self, model: Model, dialect: Dialect, weight_estimator: WeightEstimator = max_magnitude) -> None:
         self._model = model
@@ -81,15 +81,15 @@ class ConstantQuantizer:
     def quantize_weight_and_bias(self, node: Node, data_scale: Array) -> dict[int, QuantizedConstant]:
         """Quantize a linear operator's weight to INT8, its bias to INT32 (scale = alpha x data scale x weight scale).
 
-        Alpha is that of a Gemm, else 1: ONNX Runtime 1.24 adds the stored bias to the integer products and scales their
-        sum by all three (microsoft/onnxruntime#28130). A bias left float it would quantize itself, without alpha
-        (weight_bias_quantization.cc), so an alpha below 0 makes these scales negative.
+        Alpha is that of a Gemm, otherwise 1: ONNX Runtime 1.24 adds the stored bias to the integer products and scales
+        their sum by all three (microsoft/onnxruntime#28130). It would quantize a float bias itself, without alpha
+        (weight_bias_quantization.cc), so a negative alpha makes these scales negative.
 
-        Weight scales are widened where the bias would not fit into 32 bits otherwise (channels that are all but dead;
-        the same remedy as in ONNX Runtime's `quantize_static`). A bias that is not [channels] is left out.
+        Weight scales are increased if the bias would not fit into 32 bits (channels with weights near 0; ONNX Runtime's
+        `quantize_static` does the same). A bias with another shape than [channels] is left out.
 
         Returns:
-            The weight as 1, the bias as 2; that of a MatMul is a constant of the Add behind it (see `bias_place`).
+            The weight by the key 1 and the bias by 2; the bias of a MatMul is in the Add after it (see `bias_place`).
         """
         weight = self.quantize_weight_input(node, 1, "int8")
         bias_name = self._bias_name(node)
@@ -120,14 +120,14 @@ class ConstantQuantizer:
 
     @cached_property
     def float_records(self) -> Mapping[str, bytes]:
-        """Every constant of the float model as a record of a graph: inline, or a reference into a data file."""
+        """Constants of the float model by name as encoded fields of a graph: inline, or references into a data file."""
         return {name: self._encode_tensor(tensor) for name, tensor in self._model.constants.items()}
 
     def write_files(self, stored: Collection[QuantizedConstant], folder: Path) -> Iterable[bytes]:
-        """Write the data files that the float model and these constants refer to, where they are not there yet.
+        """Write the data files that the float model and some constants refer to, unless they exist.
 
         Returns:
-            Tensors of each constant as records of a graph: inline, or references into a data file.
+            Tensors of each constant as encoded fields of a graph: inline, or references into a data file.
         """
         for each in stored:
             if each not in self._encoded:
@@ -150,9 +150,9 @@ class ConstantQuantizer:
         return file.references[tensor.name] if file else protobuf_wire.encode_initializer(tensor)
 
     def _data_file_for(self, tensor: TensorProto) -> protobuf_wire.DataFile | None:
-        """Return the data file that holds a constant; None if the constant is small enough for the model itself.
+        """Return the data file of a constant, or None if the constant is small enough for the model file.
 
-        All large constants of the float model are in one file, all weights of one precision in another.
+        All large constants of the float model are in one data file, all weights of one precision in another.
         """
         if tensor.name not in self._files:
             float_model = tensor.name in self._model.constants
@@ -169,9 +169,9 @@ class ConstantQuantizer:
         self._files.update({t.name: file if t.name in large else None for t in tensors})
 
     def _all_weights(self, precision: str) -> list[TensorProto]:
-        """Return every weight of the model at a precision, once; nothing where the precision is none of weights.
+        """Return all weights of the model at a precision at the first call, and none at later ones or for "int32".
 
-        Integers that are multiplied, as coordinates are, are no weights; those with NaN or infinite values stay float.
+        Integer operands, such as coordinates, are no weights; weights with NaN or infinite values stay float.
         """
         if precision in self._complete or precision not in MAX_LEVEL:
             return []
@@ -199,7 +199,7 @@ class ConstantQuantizer:
         bias, weight = self._model.constants.get(name), self._model.constants[node.inputs[1]]
         if bias is None or bias.data_type != TensorProto.FLOAT:
             return None
-        if node.op == "MatMul":  # the runtime makes a Gemm of it, if the weight is a matrix and the bias has values
+        if node.op == "MatMul":  # the runtime fuses it to a Gemm if the weight is a matrix and the bias has values
             damaged = name in self._model.cached_analysis(find_unquantizable_constants)
             return None if damaged or len(weight.dims) != 2 else name
         axis = self._channel_axis(node, 1)

@@ -1,8 +1,8 @@
-"""Edges of a placement as bits of the nodes that read and make the tensors, and the tensors that share a scale in it.
+"""Encoding of a placement's edges as bits of consumer and producer nodes, and shared scales of tensors.
 
-An operator that only moves values (a MaxPool, a Split) runs on stored integers if the tensors on both sides have one
-scale. So its outputs take the scale of its input, but only if that input is quantized: behind a float input they keep
-the scale of their own range. The tensors around a Concat share a scale if all of its inputs are quantized.
+An operator that only moves values (MaxPool, Split) runs on stored integers if its inputs and outputs have one scale. So
+its outputs get the scale of its input if that input is quantized; after a float input they have the scale of their own
+range. The inputs and the output of a Concat share a scale if all inputs are quantized.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _RequestTarget = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class NodeRequests:
-    """A placement as request bits (see `VariantTable`) of each node, by its index, and of `GRAPH_INPUT_INDEX`.
+    """Placement as request bits (see `VariantTable`) by the index of the node; `GRAPH_INPUT_INDEX` is the last.
 
     Attributes:
-        consumer_masks: Bits for the inputs of each node.
-        producer_masks: Bits for the outputs of each node.
+        consumer_masks: Bits of the inputs of each node.
+        producer_masks: Bits of the outputs of each node.
     """
 
     consumer_masks: list[int]
@@ -43,11 +43,11 @@ class NodeRequests:
 
 
 class EdgeRequests:
-    """Edges of placements of a model as request bits; each edge is checked once.
+    """Converter of the edges of placements to request bits, which checks each edge once.
 
     Args:
-        readers: Variant tables of the nodes, and of `GRAPH_INPUT_INDEX`, as consumers; used here only to allocate bits.
-        makers: The same of the nodes as producers.
+        readers: Variant tables of consumers by node index, with that of `GRAPH_INPUT_INDEX`; they allocate the bits.
+        makers: Variant tables of producers by node index, with that of `GRAPH_INPUT_INDEX`.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class EdgeRequests:
         self._known: dict[tuple[str, str, int, str], _RequestTarget] = {}
 
     def group_by_node(self, resolved: Resolved) -> NodeRequests:
-        """Sort the edges of a placement.
+        """Return the request bits of a placement by node.
 
         Raises:
-            UserError: An edge is not one of this model's, cannot be quantized, or is asked for twice.
+            UserError: An edge does not exist in the model, cannot be quantized, or is a duplicate.
         """
         known, read, made = self._known, [0] * len(self._readers), [0] * len(self._makers)
         for edge, precision in resolved:
@@ -89,7 +89,7 @@ class EdgeRequests:
         return NodeRequests(read, made)
 
     def _request_target(self, edge: Edge, precision: str) -> _RequestTarget:
-        """Return reader and producer of an edge, each with the bit to set; constants need no pair there."""
+        """Return consumer, its bit, producer and its bit for an edge; the bit of a constant's producer is 0."""
         if edge.consumer:
             reader, slot = self._consumer_node(edge, precision).index, edge.slot
         else:
@@ -158,13 +158,13 @@ class _ConditionalBit(NamedTuple):
 
 @dataclass(slots=True)
 class _TensorCluster:
-    """The operators of one group of tensors.
+    """Operators whose tensors may share scales.
 
     Attributes:
-        nodes: In topological order.
-        indexes: Index of each node in the model.
-        masks: By node: the bits of its quantized inputs that decide about its link.
-        known: By the state of those bits: what to set on the nodes that read, and on those that make the tensors.
+        nodes: Operators in topological order.
+        indexes: Index of each operator in the model.
+        masks: Bits of the inputs of each operator that decide whether its tensors share a scale.
+        known: Bits to set for consumers and for producers, by the state of those bits.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -174,7 +174,7 @@ class _TensorCluster:
 
 
 class SharedScaleFinder:
-    """Finder of the shared scales of each placement; `readers` and `makers` as in `EdgeRequests`."""
+    """Finder of the shared scales of a placement; for the arguments `readers` and `makers` see `EdgeRequests`."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class SharedScaleFinder:
         self._clusters = list(clusters.values())
 
     def mark_shared_scales(self, asked: NodeRequests) -> None:
-        """Mark each quantized place of a placement whose scale is not made from its own range."""
+        """Set the bits of quantized inputs and outputs whose scale depends on other tensors, in place."""
         masks = asked.consumer_masks
         for cluster in self._clusters:
             state = tuple(map(and_, map(masks.__getitem__, cluster.indexes), cluster.masks))
@@ -213,7 +213,7 @@ class SharedScaleFinder:
                         row[node] |= bit
 
     def _required_bits(self, node: Node, precision: str) -> int:
-        """Return the bits of the inputs that must be quantized for a node's link to hold."""
+        """Return the bits of the inputs that must be quantized so that the tensors of a node share a scale."""
         if node.index in self._links.fixed:
             return 0
         slots = range(len(node.inputs)) if node.op == "Concat" else (0,)
@@ -237,7 +237,7 @@ class SharedScaleFinder:
     def _cluster_shared_scales(
         self, cluster: _TensorCluster, state: tuple[int, ...], precision: str
     ) -> Mapping[str, SharedScale]:
-        """Return the tie of each tensor of a cluster at one precision, but for tensors with a scale of their own."""
+        """Return the shared scale of each tensor of a cluster at one precision, without tensors that have their own."""
         parents: dict[str, str] = {}
         origin: dict[str, str] = {}
         concats: list[str] = []

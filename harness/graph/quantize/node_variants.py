@@ -1,7 +1,7 @@
-"""Variants of a node and of the Q/DQ pairs behind it: encoded once, then found by a number.
+"""Encoded variants of a node and of the Q/DQ pairs after it, which are stored by a number.
 
-A placement affects a node by few choices: which of its inputs are quantized and how. They are the bits of a number, so
-a candidate is assembled by one look-up for each node, however many edges it has.
+A placement affects a node by few choices: which inputs are quantized, and how. They are the bits of a number, so a
+candidate is assembled by one look-up for each node.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ Form = TypeVar("Form")
 
 
 class RequestBit(NamedTuple):
-    """A request of a placement at a place.
+    """Request of a placement at an input or output of a node.
 
     Attributes:
-        kind: "quantized"; "channels": quantized with one scale for each channel, at a producer; "tied": the scale is
-            made from other tensors; "final": the tensor leaves the model quantized, and its pair takes over its name;
-            "renamed": the node gave that name away; "bias": the constant is the bias of a quantized MatMul.
-        place: Input slot of a consumer; tensor name at a producer.
-        precision: Precision of a request that is not "renamed".
-        tie: Tensors that a tied scale is made from.
+        kind: "quantized"; "channels": quantized with one scale for each channel, at a producer; "tied": the scale
+            depends on other tensors; "final": the tensor is a quantized output of the model, whose pair gets its name;
+            "renamed": the output of the node has another name for that reason; "bias": the constant is the bias of a
+            quantized MatMul.
+        place: Input slot of a consumer, or tensor name at a producer.
+        precision: Precision of the request; "" for "renamed".
+        tie: Tensors on which a tied scale depends.
     """
 
     kind: Literal["quantized", "channels", "tied", "final", "renamed", "bias"]
@@ -41,7 +42,7 @@ class RequestBit(NamedTuple):
 
 
 class VariantTable(dict[int, Form]):
-    """Variants of one node by its requests, which are the bits of the key; `make` is called on first use of a key."""
+    """Variants of one node by the bits of its requests; `make` creates a variant at the first use of its key."""
 
     __slots__ = ("_bits", "_make")
 
@@ -61,15 +62,15 @@ class VariantTable(dict[int, Form]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeVariant:
-    """A node with the quantized constants that it reads.
+    """Encoded node with the quantized constants that it reads.
 
     Attributes:
-        node: A record of the graph.
-        stored: Each of these constants.
-        replaced: Constants of the float model that it does not read any more.
-        quantized: Name and precision of each constant that the placement asks for; a bias stored with its weight is not
-            among them.
-        bias: Index of the Add that adds the bias of a MatMul, and the request for that bias as INT32.
+        node: Node as an encoded field of the graph.
+        stored: Quantized constants.
+        replaced: Constants of the float model that the quantized ones replace.
+        quantized: Name and precision of each constant that the placement quantizes, without biases that are stored with
+            their weight.
+        bias: Index of the Add that adds the bias of a MatMul, and the request for that bias as INT32; or None.
     """
 
     node: bytes
@@ -81,11 +82,12 @@ class NodeVariant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairVariant:
-    """The Q/DQ pairs behind a node, or in front of the first one.
+    """Encoded Q/DQ pairs after a node, or after the inputs of the model.
 
     Attributes:
-        nodes: Records of the graph.
-        grid: Record of each scale and zero point.
+        nodes: Nodes of the pairs as encoded fields of the graph.
+        grid: Scales and zero points as encoded fields of the graph.
+        pairs: Number of pairs.
     """
 
     nodes: bytes
@@ -104,10 +106,10 @@ class VariantEncoder:
         self._pieces = [protobuf_wire.NodePieces(proto) for proto in model.proto.graph.node]
 
     def encode_node(self, index: int, marks: frozenset[RequestBit]) -> NodeVariant:
-        """Encode a node of the model that reads and writes what is requested.
+        """Encode a node for a set of requests.
 
         Raises:
-            UserError: Two precisions are asked for at one input, or see `ActivationScales.of`.
+            UserError: Two precisions are requested at one input, or the range of a tensor is unknown or not finite.
         """
         node = self._model.nodes[index]
         asked, final = self.precisions_by_place(marks, "quantized"), self.precisions_by_place(marks, "final")
@@ -137,10 +139,10 @@ class VariantEncoder:
         )
 
     def encode_pairs(self, marks: frozenset[RequestBit]) -> PairVariant:
-        """Encode the pairs of all tensors that one node makes, or of the inputs of the model.
+        """Encode the pairs of all outputs of one node, or of the inputs of the model.
 
         Raises:
-            UserError: See `ActivationScales.of`.
+            UserError: The range of a tensor is unknown or not finite.
         """
         final = self.precisions_by_place(marks, "final")
         ties = _ties_by_place(marks)
@@ -152,10 +154,10 @@ class VariantEncoder:
         return PairVariant(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
 
     def precisions_by_place(self, marks: Iterable[RequestBit], kind: str) -> dict[int | str, str]:
-        """Return the precision by place of the requests of one kind.
+        """Return the precision of each request of one kind by its place.
 
         Raises:
-            UserError: Two for one place.
+            UserError: Two requests have the same place.
         """
         places = [(mark.place, mark.precision) for mark in marks if mark.kind == kind]
         found = dict(places)
@@ -166,7 +168,7 @@ class VariantEncoder:
     def _quantized_constant(
         self, node: Node, slot: int, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], SharedScale]
     ) -> dict[int, QuantizedConstant]:
-        """Quantize a constant; return results by input, as some dialects quantize the bias with the weight."""
+        """Quantize a constant, and return results by input, because some dialects quantize the bias with the weight."""
         precision = asked[slot]
         if node.op not in self._dialect.linear_ops:
             tensor = node.inputs[slot]
@@ -190,10 +192,10 @@ class VariantEncoder:
     def _bias_request(
         self, node: Node, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], SharedScale]
     ) -> tuple[int, RequestBit] | None:
-        """Return the request for the bias of a MatMul by weights, both quantized, at the Add behind it.
+        """Return the request for the bias of a quantized MatMul at the Add after it, or None.
 
-        ONNX Runtime makes a Gemm of MatMul and Add before it looks for pairs. With a bias as INT32 the Gemm runs on
-        integers, with its result in float or quantized; with a float bias it dequantizes both operands.
+        ONNX Runtime fuses MatMul and Add to a Gemm before it looks for pairs. With an INT32 bias the Gemm runs on
+        integers, with a float or quantized result; with a float bias both operands are dequantized.
         """
         if node.op != "MatMul" or node.inputs[1] not in self._model.constants or not self._stores_bias(asked):
             return None
@@ -201,7 +203,7 @@ class VariantEncoder:
         return None if place is None else (place[0].index, RequestBit("bias", place[1], "int8", ties.get((0, "int8"))))
 
     def _bias_of_product(self, node: Node, marks: frozenset[RequestBit]) -> dict[int, QuantizedConstant]:
-        """Return the bias as INT32 of an Add behind a quantized MatMul, by its input; empty if there is none."""
+        """Return the INT32 bias of an Add after a quantized MatMul by its input, or an empty mapping."""
         found = {}
         for mark in marks:
             if mark.kind == "bias":

@@ -1,4 +1,4 @@
-"""Numeric choices: the contents of Q/DQ pairs, apart from their places."""
+"""Numeric choices: estimators of ranges and kinds of scales of the Q/DQ pairs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Granularity = Literal["tensor", "channel"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericChoices:
-    """Contents of the Q/DQ pairs of every placement of a task.
+    """Choices for the scales and zero points of the Q/DQ pairs of all placements of a task.
 
     Attributes:
         activations: Range estimator of activations; see the entry points of `qdq.range_estimators`.
         percentile: Share of the values inside the range, in per cent; for the estimator "percentile".
         weights: Range estimator of weights; see the entry points of `qdq.weight_estimators`.
         depthwise: Scales of the INT8 data of depthwise convolutions: one, or one for each channel.
-        symmetric: Whether INT8 activations have zero point 0; None: as the dialect has them.
+        symmetric: Whether INT8 activations have zero point 0; None: the default of the dialect.
     """
 
     activations: str = "minmax"
@@ -34,10 +34,7 @@ class NumericChoices:
 
     @property
     def text(self) -> str:
-        """Return the choices that differ from the defaults, for digests and tables; "" if none does.
-
-        Two sets of choices whose texts differ give different files from the same edges.
-        """
+        """Return the choices that differ from the defaults, for digests and tables; "" if none does."""
         return ", ".join(self._changes())
 
     def _changes(self) -> Iterator[str]:
@@ -55,7 +52,7 @@ class NumericChoices:
         """Return the dialect with these choices.
 
         Raises:
-            UserError: The dialect does not offer one of them.
+            UserError: The dialect does not offer a choice.
         """
         if self.depthwise == "channel" and not dialect.channel_activations:
             raise UserError(f"depthwise: 'tensor' for dialect {dialect.name!r}, which has one scale for a tensor")
@@ -72,17 +69,17 @@ DEFAULT_CHOICES = NumericChoices()
 
 
 def channel_name(tensor: str, channel: int) -> str:
-    """Return the name of one channel of a tensor among ranges; no tensor of a model has such a name."""
+    """Return the key of one channel of a tensor in a mapping of ranges; no tensor of a model has such a name."""
     return f"{tensor}{NAME_PREFIX}channel{channel}"
 
 
 def is_channel_name(name: str) -> bool:
-    """Return whether a name among ranges is that of a channel."""
+    """Return whether a key of a mapping of ranges is that of a channel."""
     return NAME_PREFIX in name
 
 
 def is_depthwise(model: Model, node: Node) -> bool:
-    """Return whether a node is a Conv in which every channel of the data has weights of its own."""
+    """Return whether a node is a Conv with one group for each channel of its data."""
     if node.op != "Conv" or node.opaque or node.inputs[1] not in model.constants:
         return False
     weight = model.constants[node.inputs[1]]

@@ -1,7 +1,7 @@
-"""ONNX files by concatenation: a protobuf message is the concatenation of its encoded fields, in any order.
+"""Encoding of ONNX files from pieces: a protobuf message is the concatenation of its encoded fields, in any order.
 
-A candidate differs from its model in a few per cent of the nodes, so every node and tensor is encoded once and a
-candidate's file is joined from the pieces. Field numbers are those of onnx.proto3; the encoding is that of
+A candidate differs from its model in a few per cent of the nodes, so every node and tensor is encoded once, and the
+file of a candidate is joined from the pieces. Field numbers are those of onnx.proto3; the encoding is that of
 protobuf.dev/programming-guides/encoding (length-delimited records, wire type 2).
 """
 
@@ -43,7 +43,7 @@ def _encode_field_header(number: int, size: int) -> bytes:
 
 
 class NodePieces:
-    """An encoded node, some of whose inputs and outputs can get other names."""
+    """Encoded node whose inputs and outputs can be renamed."""
 
     __slots__ = ("_outputs", "_parts")
 
@@ -58,7 +58,7 @@ class NodePieces:
         self._parts.append(rest.SerializeToString(deterministic=True))
 
     def rename_tensors(self, inputs: Mapping[int, str], outputs: Mapping[int, str]) -> bytes:
-        """Return the node as a record of its graph, with new names of some inputs and outputs."""
+        """Return the node as an encoded field of its graph, with new names of some inputs and outputs by number."""
         parts = self._parts.copy()
         for slot, name in inputs.items():
             parts[slot] = _encode_text(_INPUT, name)
@@ -97,20 +97,20 @@ def encode_graph_header(message: GraphProto) -> bytes:
 
 
 def split_model_frame(message: ModelProto) -> tuple[bytes, bytes]:
-    """Encode a model without its graph: the fields before the graph in a file, and those after it."""
+    """Return the encoded fields of a model before its graph, and those after it."""
     return _iter_fields(message, lambda number: number < _GRAPH), _iter_fields(message, lambda number: number > _GRAPH)
 
 
 def _iter_fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]) -> bytes:
     kept = type(message)()
-    for descriptor, value in message.ListFields():  # never copy what is not wanted: it holds the weights
+    for descriptor, value in message.ListFields():  # other fields are not copied, because they have the weights
         if not wanted(descriptor.number):
             continue
         if descriptor.is_repeated:
             getattr(kept, descriptor.name).extend(value)
         elif descriptor.message_type is not None:
             getattr(kept, descriptor.name).CopyFrom(value)
-        elif isinstance(value, bytes):  # text that is not UTF-8, which protobuf reads and does not write
+        elif isinstance(value, bytes):  # text that is not UTF-8, which protobuf can read but not write
             setattr(kept, descriptor.name, value.decode(errors="replace"))
         else:
             setattr(kept, descriptor.name, value)
@@ -121,8 +121,8 @@ def _iter_fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]
 def encode_model(model_frame: tuple[bytes, bytes], pieces: Iterable[bytes]) -> bytes:
     """Join a whole model from its frame and the pieces of its graph.
 
-    Fields stand by their numbers: OpenVINO takes a file for no ONNX where one comes twice among the first few, as the
-    operator sets do (onnx_model_validator.cpp).
+    Fields are in the order of their numbers, because OpenVINO does not recognise an ONNX file with a repeated field,
+    such as the operator sets, among the first ones (onnx_model_validator.cpp).
     """
     ahead, behind = model_frame
     graph = b"".join(pieces)
@@ -133,7 +133,7 @@ class DataFile:
     """Large tensors in one external data file (ONNX external data format), named by its content.
 
     Args:
-        tensors: By name, their values in `raw_data`. Never changed afterwards.
+        tensors: Tensors by name, with values in `raw_data`; they must not be changed afterwards.
     """
 
     def __init__(self, tensors: Mapping[str, TensorProto]) -> None:
@@ -141,7 +141,7 @@ class DataFile:
 
     @cached_property
     def name(self) -> str:
-        """File name: equal exactly where the content is equal, so a file that exists needs no writing."""
+        """Name of the file, which is a digest of its content, so that an existing file is not written again."""
         digest = hashlib.blake2b(digest_size=8)
         for chunk in self._chunks():
             digest.update(chunk)
@@ -149,7 +149,7 @@ class DataFile:
 
     @cached_property
     def references(self) -> Mapping[str, bytes]:
-        """Initializers that point into the file, as records of a graph, by tensor name."""
+        """Initializers that refer to the file, as encoded fields of a graph, by tensor name."""
         found, offset = {}, 0
         for name, tensor in self._tensors.items():
             size = len(_raw_bytes(tensor))
@@ -162,7 +162,7 @@ class DataFile:
         return found
 
     def write(self, folder: Path) -> None:
-        """Write the file where it does not exist; safe against other processes that do the same."""
+        """Write the file if it does not exist; several processes may do this at the same time."""
         path = folder / self.name
         if path.exists():
             return

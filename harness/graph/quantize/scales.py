@@ -1,8 +1,9 @@
 """Scales and zero points of activations, from calibrated ranges, in the form of a dialect.
 
-A scale is made from the tensor's own range, or from those of the tensors that it is tied to (see `ties`): then the Q/DQ
-pairs on both sides of an operator cancel out, and it runs on stored integers. The output of an absorbed activation
-keeps its own among tensors with negative values: the activation disappears into a zero point at 0 alone.
+A scale is computed from the range of the tensor, or from those of all tensors that share it (`SharedScale`): then the
+Q/DQ pairs on both sides of an operator cancel out, and it runs on stored integers. The output of an activation that the
+runtime computes by clipping does not share a scale with tensors that have negative values, because the clipping needs
+the zero point at the lowest stored value.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from harness.graph.rules.sentinels import holds_sentinel
 
 @dataclass(frozen=True, slots=True)
 class SharedScale:
-    """The tensors that a scale is made from instead of the tensor's own range.
+    """Tensors from whose ranges a scale is computed instead of the range of its tensor.
 
     Attributes:
-        origin: The first tensor of the chain of quantized movers that leads to the tensor, or the tensor itself.
-        members: All tensors that share a scale with it around Concats; empty if no Concat is quantized.
+        origin: First tensor of the chain of quantized operators that only move values to the tensor, or the tensor.
+        members: All tensors that share the scale around quantized Concats; empty without them.
     """
 
     origin: str
@@ -52,12 +53,13 @@ class SharedScale:
 
 
 class ScaleLinks:
-    """The operators of a model across which scales may be shared, whatever a placement quantizes.
+    """Operators of a model whose inputs and outputs may share a scale in some placement.
 
     Attributes:
-        source: By output of an operator that moves or repeats values: the tensor whose values it holds.
+        source: Input of each operator that moves or repeats values, by its outputs.
         joins: These operators and every Concat, in topological order.
-        fixed: Indices of joins without an insertion point, which runtimes remove: their link holds in every placement.
+        fixed: Indices of joins without an insertion point, which runtimes remove, so that every placement shares the
+            scale.
     """
 
     def __init__(self, model: Model, dialect: Dialect) -> None:
@@ -81,11 +83,11 @@ class ScaleLinks:
                     self.source[name] = node.inputs[0]
 
     def group_name(self, tensor: str) -> str:
-        """Return a name for all tensors that may ever share a scale with this one."""
+        """Return a name that is equal for all tensors that may share a scale with a tensor."""
         return find_root(self._parents, tensor)
 
     def iter_value_chain(self, tensor: str) -> Iterator[str]:
-        """Yield a tensor and those whose values it holds, back to the first."""
+        """Yield a tensor and the tensors before it whose values it has, back to the first one."""
         while True:
             yield tensor
             if tensor not in self.source:
@@ -104,12 +106,12 @@ def find_root(links: dict[str, str], name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPair:
-    """A Q/DQ pair on an activation, encoded.
+    """Encoded Q/DQ pair on an activation.
 
     Attributes:
-        output: The dequantized tensor.
-        nodes: QuantizeLinear and DequantizeLinear, as records of a graph.
-        grid: Scale and zero point, as records of a graph.
+        output: Name of the dequantized tensor.
+        nodes: QuantizeLinear and DequantizeLinear as encoded fields of a graph.
+        grid: Scale and zero point as encoded fields of a graph.
     """
 
     output: str
@@ -118,7 +120,7 @@ class EncodedPair:
 
 
 class ActivationScales:
-    """Scale and zero point of every activation, from `ranges`, its smallest and largest value."""
+    """Scales and zero points of activations, from `ranges`, which has the smallest and largest value of each."""
 
     def __init__(
         self,
@@ -153,10 +155,10 @@ class ActivationScales:
         "Quantization and training of neural networks", eqs. 1 and 12); FP8: amax / 448 (E5M2: 57344).
 
         Args:
-            tie: Tensors that the scale is made from; None: the tensor's own range.
+            tie: Tensors from whose ranges the scale is computed; None: only the tensor itself.
 
         Raises:
-            UserError: No range is known, or it is not finite.
+            UserError: A range is unknown or not finite.
         """
         key = (tensor, precision, tie)
         known = self._grids.get(key)
@@ -165,7 +167,7 @@ class ActivationScales:
         return known
 
     def has_channel_scales(self, node: Node, slot: int, precision: str) -> bool:
-        """Return whether an input of a node takes one scale for each channel; such a pair serves that input alone."""
+        """Return whether an input of a node has one scale for each channel; its pair is used by no other input."""
         known = slot == 0 and precision == "int8" and is_depthwise(self._model, node)
         return known and node.inputs[0] in self._depthwise and channel_name(node.inputs[0], 0) in self._ranges
 
@@ -194,7 +196,7 @@ class ActivationScales:
     def _int8_grid(
         self, tensor: str, tie: SharedScale | None, bounds: tuple[float, float], whole: tuple[float, float]
     ) -> tuple[Array, Array]:
-        """Return scale and zero point for a range; `whole`, the range of the tensor, decides about the storage type."""
+        """Return scale and zero point for the range `bounds`; that of the tensor, `whole`, decides the type."""
         (low, high), dtype = bounds, self._dtype(tensor)
         origin = tensor if tie is None else self.links.group_name(tensor) if tie.members else tie.origin
         storage, affine = self._dialect.activation, not self._dialect.symmetric_activation
@@ -215,7 +217,8 @@ class ActivationScales:
         """Return the Q/DQ pair on an activation; see `scale_and_zero_point`.
 
         Args:
-            final: The precision at which this tensor leaves the model; such a pair takes over the tensor's name.
+            final: Precision of a quantized output of the model, whose pair at this precision gets the tensor's name;
+                None for other tensors.
         """
         key = (tensor, precision, tie, final)
         if key not in self._pairs:
@@ -232,7 +235,7 @@ class ActivationScales:
         """Return the INT8 pair with one scale for each channel; see `channel_scales`.
 
         Args:
-            final: The tensor leaves the model quantized, by another pair, which takes over its name.
+            final: Whether the tensor is a quantized output of the model, whose name another pair gets.
         """
         if tensor not in self._channel_pairs:
             name = f"{tensor}{NAME_PREFIX}int8.channels"
@@ -242,7 +245,7 @@ class ActivationScales:
         return self._channel_pairs[tensor]
 
     def _scale_range(self, tensor: str, tie: SharedScale | None) -> tuple[float, float]:
-        """Return the range that a tensor's scale is made from, widened to include 0."""
+        """Return the range for the scale of a tensor, extended to include 0."""
         joint = self._joint_range(SharedScale(tensor) if tie is None else tie)
         low, high = self._observed_range(tensor) if joint is None else joint
         low, high = min(0.0, low), max(0.0, high)
@@ -251,7 +254,7 @@ class ActivationScales:
         return low, high
 
     def _joint_range(self, tie: SharedScale) -> tuple[float, float] | None:
-        """Return the range of all tensors that share a scale, found once; None if none of them counts."""
+        """Return the range of all tensors that share a scale, or None if none of them counts; cached."""
         key = SharedScale("", tie.members) if tie.members else tie
         if key not in self._joint_ranges:
             names = tie.members or (tie.origin,)
@@ -261,7 +264,7 @@ class ActivationScales:
         return self._joint_ranges[key]
 
     def _counts_for_shared_scale(self, tensor: str) -> bool:
-        """Return whether a tensor counts where several share a scale; a constant that says "none" does not."""
+        """Return whether a tensor counts for a shared scale; constants with sentinels such as -1e9 do not."""
         constant = self._model.constant_array(tensor)
         if constant is not None:
             held = all(abs(bound) <= MAX_CONSTANT_MAGNITUDE for bound in self._observed_range(tensor))
@@ -299,7 +302,7 @@ def _encode_pair(
 
 
 def _softmax_results(model: Model, dialect: Dialect, links: ScaleLinks) -> frozenset[str]:
-    """Return the tensors that hold results of a Softmax, be it behind operators that a runtime removes or moves."""
+    """Return the results of Softmax nodes, and the tensors that have the same values after other operators."""
     found: set[str] = set()
     for node in model.nodes:
         slot = find_repeated_input(model, node)

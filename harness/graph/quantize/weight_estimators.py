@@ -18,22 +18,22 @@ class WeightEstimator(Protocol):
     """Estimator of the magnitude that the largest stored value of each channel represents."""
 
     def __call__(self, rows: Rows, quantize: Callable[[Rows], Rows]) -> Rows:
-        """Return one magnitude for each channel, not negative.
+        """Return a magnitude of at least 0 for each channel.
 
         Args:
-            rows: Weights as [channels, values]; one channel where the tensor has one scale.
-            quantize: Returns the weights as they are restored from their stored form with given magnitudes.
+            rows: Weights with shape [channels, values]; one channel if the tensor has one scale.
+            quantize: Function that quantizes and dequantizes `rows` with given magnitudes.
         """
         ...
 
 
 def max_magnitude(rows: Rows, quantize: Callable[[Rows], Rows]) -> Rows:
-    """Take the largest magnitude of each channel, so that nothing is clipped."""
+    """Return the largest magnitude of each channel, so that no value is clipped."""
     return np.asarray(np.abs(rows).max(axis=1, initial=0), np.float32)
 
 
 def least_squares(rows: Rows, quantize: Callable[[Rows], Rows]) -> Rows:
-    """Take the magnitude with the least squared error, for each channel one of 51 between half the largest and it.
+    """Return the magnitude with the smallest squared error among 51 values from half to all of the largest one.
 
     The grid search of Nagel et al. 2021, "A white paper on neural network quantization", arXiv:2106.08295, section
     3.1 (equation 19), with the largest magnitude where several errors are equal.
@@ -48,13 +48,13 @@ def least_squares(rows: Rows, quantize: Callable[[Rows], Rows]) -> Rows:
 
 
 def load_weight_estimator(name: str) -> WeightEstimator:
-    """Return the estimator of a name; `UserError` if there is none."""
+    """Return the estimator with a name; raise `UserError` if it is unknown."""
     estimator: WeightEstimator = registry.load_plugin("weight estimator", name)
     return estimator
 
 
 class WeightEstimatorContract:
-    """Tests of the promises of a weight estimator. Subclass it, set `estimator`, run pytest."""
+    """Tests of the contract of a weight estimator; derive a class from it, set `estimator`, and run pytest."""
 
     estimator: Any
 

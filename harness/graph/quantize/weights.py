@@ -1,7 +1,7 @@
 """Quantized constants: weights of linear operators (symmetric, one scale per output channel), other constants.
 
-Each is stored quantized behind a DequantizeLinear alone. OpenVINO 2026.4, ONNX Runtime and TensorRT fold that form into
-the same kernels as float weights behind a Q/DQ pair, and read a quarter of the bytes.
+Each is stored quantized with a DequantizeLinear and no QuantizeLinear. OpenVINO 2026.4, ONNX Runtime and TensorRT fuse
+that form into the same kernels as float weights with a Q/DQ pair, and the file is a quarter of the size.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ STORAGE_DTYPES: dict[str, npt.DTypeLike] = {
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A constant in quantized form.
+    """Quantized constant.
 
     Attributes:
-        values: Stored values, in the shape of the float constant.
-        scale: Scalar, or one per channel along `axis`; positive.
-        zero_point: Of the type of `values` and the shape of `scale`.
-        axis: Of the channels; None: one scale for the tensor.
+        values: Stored values with the shape of the float constant.
+        scale: Positive scale: a scalar, or one per channel along `axis`.
+        zero_point: Zero point with the type of `values` and the shape of `scale`.
+        axis: Axis of the channels; None: one scale for the tensor.
     """
 
     values: Array
@@ -51,15 +51,15 @@ class QuantizedTensor:
 
 
 def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) -> int | None:
-    """Return the output-channel axis of the weight at an input of a linear operator; None: one scale for the tensor.
+    """Return the axis of the output channels of a linear operator's weight, or None for one scale for the tensor.
 
     Args:
         node: Conv [K, C, ...], ConvTranspose [C, K, ...], Gemm [K, N] or transB [N, K], MatMul [K, N]; a stack of
-            matrices has one scale, for runtimes differ in what channels of it are.
-        slot: The input that holds the weight; one on the left of Gemm or MatMul has no output channels.
+            matrices has one scale, because runtimes differ in its channels.
+        slot: Number of the input with the weight; a left operand of Gemm or MatMul has no output channels.
         rank: Number of axes of the weight.
-        transposed: The axis for ConvTranspose, where one exists (see `Dialect.transposed_axis`); with groups the axis
-            holds the channels of one group, so there is none.
+        transposed: Axis for ConvTranspose (see `Dialect.transposed_axis`), or None. It is not used with groups, because
+            the axis then has only the channels of one group.
     """
     if slot != 1 or rank < 2:
         return None
@@ -73,9 +73,9 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
 
 
 def bias_place(model: Model, node: Node) -> tuple[Node, int] | None:
-    """Return the node and input where a linear operator's bias is added, or may be; None if there is no such place.
+    """Return the node and the number of the input for the bias of a linear operator, or None if it cannot have one.
 
-    The bias of a MatMul is the constant vector of the Add that alone reads its result.
+    The bias of a MatMul is the constant vector of the Add that is the only reader of its result.
     """
     if node.op in ("Conv", "ConvTranspose") or (node.op == "Gemm" and node.attributes.get("beta", 1.0) == 1):
         free = len(node.inputs) < 3 or not node.inputs[2] or node.inputs[2] in model.constants
@@ -100,14 +100,15 @@ def quantize_weight(
 ) -> QuantizedTensor:
     """Quantize a weight symmetrically: scale = amax / 127 (INT8), amax / 448 (FP8 E4M3), amax / 57344 (E5M2).
 
-    Channels of zeros take the largest scale of the tensor, so that a bias expressed in it stays representable.
+    Channels of zeros get the largest scale of the tensor, so that a bias that is stored with this scale fits.
 
     Args:
         weight: Float values.
-        axis: See `weight_axis`.
+        axis: Axis of the output channels; None: one scale for the tensor.
         precision: "int8", "fp8" or "fp8e5m2".
         floor: Smallest allowed scale, for each channel or for all.
-        limit: Largest stored magnitude instead of the type's, which makes the scale amax / limit.
+        limit: Largest stored magnitude, so that the scale is amax / limit; None: that of the precision.
+        estimator: Estimator of amax for each channel.
     """
     limit = MAX_LEVEL[precision] if limit is None else limit
     values = weight.astype(np.float32)
@@ -147,5 +148,5 @@ def quantize_affine(values: Array, scale: Array, zero_point: Array) -> Quantized
 
 
 def smallest_scale(dtype: npt.DTypeLike) -> float:
-    """Return the scale of a tensor of zeros: positive, as TensorRT demands; the product of two is a normal float."""
+    """Return the scale for a tensor of zeros: positive for TensorRT; the product of two is a normal float."""
     return max(1e-10, float(ml_dtypes.finfo(dtype).smallest_subnormal))  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
 """Inputs of a node that are quantized together, and operands of one product that must have one precision.
 
-The first are data and weight, activations of a Concat, and constants with the data. The second need no pair at the
-product: NVIDIA's compiler moves a DequantizeLinear behind operators that only move values, and behind a product with
-a constant scalar. Where a MatMul or Gemm then gets INT8 from one side and FP8 from the other, it refuses the model
-(version 1.7: "Input and filter have to be the same type"); `tests/recorded/compiler_verdicts.csv` has the cases.
+Data and weight, the activations of a Concat, and constants with their data are quantized together. Operands must have
+one precision even if their pairs are further away: NVIDIA's compiler moves a DequantizeLinear after operators that only
+move values, and after a product with a constant scalar. If a MatMul or Gemm then has INT8 and FP8 operands, it refuses
+the model (version 1.7: "Input and filter have to be the same type"); see `tests/recorded/compiler_verdicts.csv`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCALING_OPS = frozenset({"Div", "Mul"})
 
 
 def find_agreements(model: Model, dialect: Dialect) -> tuple[Agreement, ...]:
-    """Return the products whose operands must have one precision, with the edges that may give it."""
+    """Return the products whose operands must have one precision, with the edges that decide it."""
     products = (node for node in model.nodes if node.op in dialect.linear_ops - CONVOLUTION_OPS and not node.opaque)
     paths = ([tuple(_iter_path(model, node, slot)) for slot in (0, 1)] for node in products)
     return tuple(Agreement(first, second) for first, second in paths if len(first) > 1 or len(second) > 1)
@@ -43,7 +43,7 @@ def _iter_path(model: Model, node: Node, slot: int) -> Iterator[Edge]:
 
 
 def passed_slot(model: Model, node: Node) -> int | None:
-    """Return the input whose DequantizeLinear the compiler moves behind a node, or None."""
+    """Return the number of the input whose DequantizeLinear the compiler moves after a node, or None."""
     if node.opaque:
         return None
     if node.op in PASSING_OPS:
@@ -56,13 +56,13 @@ def passed_slot(model: Model, node: Node) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class JointInputs:
-    """Inputs of a node that are quantized together, found once for a node: it may have thousands of inputs.
+    """Inputs of a node that are quantized together; computed once, because a node may have thousands of inputs.
 
     Attributes:
-        slots: The inputs in order.
-        members: The same as a set.
-        constants: Names of the constants among them.
-        first: The first activation among them, or the first of them.
+        slots: Numbers of the inputs in order.
+        members: Numbers of the inputs as a set.
+        constants: Names of the constants among the inputs.
+        first: Number of the first activation, or of the first input without activations.
     """
 
     slots: tuple[int, ...]
@@ -72,11 +72,11 @@ class JointInputs:
 
 
 def jointly_quantized_inputs(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[int, ...]:
-    """Return the inputs of a node that are quantized together with this one, itself included, in order.
+    """Return the numbers of all inputs of a node that are quantized together with input `slot`, in order.
 
-    These are data and weight of a linear operator; all activations of a Concat, which share a scale; and, if the
-    dialect asks for it, constants with the first activation, or with the first constant if there is no activation (a
-    table of embeddings).
+    These are data and weight of a linear operator; all activations of a Concat, which share a scale; and, for some
+    operators of a dialect (`constant_operands`), constants with the first activation, or with the first constant if
+    there is no activation (a table of embeddings).
     """
     if node.op in dialect.linear_ops:
         return (0, 1)
@@ -85,7 +85,7 @@ def jointly_quantized_inputs(model: Model, dialect: Dialect, node: Node, slot: i
 
 
 def find_joint_inputs(model: Model, node: Node, *, with_constants: bool) -> JointInputs:
-    """Return the inputs of a node that are quantized together, with constants among them if asked; cached."""
+    """Return the inputs of a node that are quantized together, optionally with constants; cached."""
     known = model.cached_analysis(_make_joint_inputs_cache)
     key = (node.index, with_constants)
     if key not in known:

@@ -1,4 +1,4 @@
-"""Dialects: the form of Q/DQ of each runtime, as data. Plug-ins add one by an entry point of `qdq.dialects`."""
+"""Dialects: the form of Q/DQ pairs that each runtime fuses. Plug-ins add one by an entry point of `qdq.dialects`."""
 
 from __future__ import annotations
 
@@ -22,43 +22,44 @@ INT8_MAX_LEVEL, INT7_MAX_LEVEL = 127, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The form of Q/DQ that one runtime turns into fast kernels.
+    """Form of Q/DQ pairs for which one runtime has fast kernels.
 
     Attributes:
         name: Name in `qdq.dialects`.
         activation: Storage type of activations at precision "int8".
-        symmetric_activation: Zero point 0 (scale = amax / 127), else a range that includes 0 over 255 steps.
-        unsigned_positive: Symmetric activations that are never negative are stored as UINT8 with zero point 0.
-        affine_ops: Operators whose data is UINT8 over the whole range, zero point included, even so.
+        symmetric_activation: Whether activations have zero point 0 (scale = amax / 127); otherwise their range, which
+            includes 0, has 255 steps.
+        unsigned_positive: Whether symmetric activations without negative values are UINT8 with zero point 0.
+        affine_ops: Operators whose data are UINT8 with a zero point even if `symmetric_activation` is set.
         weight: Storage type of weights at "int8"; always symmetric, one scale per output channel.
         weight_limit: Largest magnitude of a stored INT8 weight; scale = amax / limit.
-        transposed_axis: Output-channel axis of a ConvTranspose weight [C, K, R, S] that takes one scale per channel;
-            None: one scale for the tensor.
-        unit_softmax: The result of a Softmax is stored with the range 0 to 1, whatever its calibrated range is.
-        bias: "int32": the bias of a linear operator whose data and weight are quantized gets a DequantizeLinear with
-            scale = data scale x weight scale (x alpha of a Gemm), also that of a MatMul, in an Add behind it without
-            pairs; "float": it is left alone.
-        min_opset: Smallest opset of the default domain that carries its INT8 Q/DQ; see `opset`.
-        linear_ops: Operators that take data and weight quantized together.
-        points: Further operators whose floating-point inputs may be quantized.
-        constant_operands: Operators of `points` whose constants are quantized together with their data: the runtime has
-            an integer kernel for them only where every input is quantized.
-        between_conv_and_activation: A Q/DQ pair between Conv, BatchNormalization and activation is legal.
-        absorbed: Activations that the runtime computes by the clipping of the pair behind them: a pair in front of one,
-            where nothing else reads that tensor, is never legal.
-        bare_products: A matrix times weights may be INT8 where it has no bias of its own.
-        faults: Names in `runtime_faults.RUNTIME_FAULTS`: what the runtime computes wrongly at INT8 stays float.
-        quantize_outputs: A linear operator is fused only where its output is quantized too.
-        operands_agree: A linear operator whose operands reach pairs of different precision through operators that move
-            values is refused.
-        float_kernels: Precisions and operators that the runtime computes in float, so that pairs cost time.
-        generates_kernels: Neighbouring operators without weights become one kernel, in which pairs have no effect.
-        max_fp8_filter: Largest filter of a convolution that has FP8 kernels, in elements of one channel; 0: any.
-        grouped_fp8: Grouped convolutions may take FP8.
-        float16: Tensors in float16 may be quantized.
-        precisions: Precisions that the runtime runs besides float.
-        zero_points: INT8 activations may have a zero point other than 0.
-        channel_activations: The INT8 data of a depthwise Conv may have one scale for each channel.
+        transposed_axis: Output-channel axis of a ConvTranspose weight [C, K, R, S] with one scale per channel; None:
+            one scale for the tensor.
+        unit_softmax: Whether the result of a Softmax is stored with the range 0 to 1, whatever its calibrated range is.
+        bias: "int32": the bias of a quantized linear operator gets a DequantizeLinear with scale = data scale x weight
+            scale (x alpha of a Gemm); the bias of a MatMul is in an Add after it without pairs. "float": biases are not
+            changed.
+        min_opset: Smallest opset of the default domain for INT8 pairs, see `opset`.
+        linear_ops: Operators whose data and weight are quantized together.
+        points: Other operators whose floating-point inputs may be quantized.
+        constant_operands: Operators of `points` whose constants are quantized together with their data, because the
+            runtime has an integer kernel only if all inputs are quantized.
+        between_conv_and_activation: Whether a pair between Conv, BatchNormalization and activation is legal.
+        absorbed: Activations that the runtime computes by the clipping of the pair after them. A pair before such an
+            activation is illegal if no other node reads the tensor.
+        bare_products: Whether a product of a matrix and weights without a bias may be INT8.
+        faults: Names in `runtime_faults.RUNTIME_FAULTS` of operators that the runtime computes wrongly at INT8.
+        quantize_outputs: Whether the runtime fuses a linear operator only if its output is quantized too.
+        operands_agree: Whether the runtime refuses a linear operator whose operands have pairs of different precisions,
+            also before operators that only move values.
+        float_kernels: Precisions and operators that the runtime computes in float, so that pairs only take time.
+        generates_kernels: Whether adjacent operators without weights become one kernel, in which pairs have no effect.
+        max_fp8_filter: Largest number of filter elements of one channel for FP8 convolutions; 0: no limit.
+        grouped_fp8: Whether grouped convolutions may be FP8.
+        float16: Whether float16 tensors may be quantized.
+        precisions: Quantized precisions of the runtime.
+        zero_points: Whether INT8 activations may have a zero point other than 0.
+        channel_activations: Whether the INT8 data of a depthwise Conv may have one scale for each channel.
     """
 
     name: str
@@ -99,10 +100,10 @@ class Dialect:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return its fields, ready for a digest.
+        """Return the fields for the fingerprint of a run.
 
-        A field that was added later is left out where it has its default; so are rules that show in the space, and
-        fields that only limit numeric choices.
+        Fields that were added later are left out if they have their default, and so are fields that only affect the
+        space or limit numeric choices.
         """
         fields = asdict(self)
         for name in _SPACE_FIELDS:
@@ -113,7 +114,7 @@ class Dialect:
 
     @property
     def operators(self) -> frozenset[str]:
-        """Every operator whose inputs may be quantized."""
+        """Operators whose inputs may be quantized."""
         return self.linear_ops | self.points
 
 
@@ -132,8 +133,8 @@ TENSORRT = Dialect(
     zero_points=False,
 )
 
-# TensorRT for RTX, by its compiler (1.7): ConvTranspose and AveragePool, and MaxPool on FP8, run in float whatever is
-# asked; grouped convolutions have FP8 kernels. None of that is known of TensorRT itself.
+# TensorRT for RTX, by its compiler (1.7): ConvTranspose, AveragePool, and MaxPool with FP8 always run in float; grouped
+# convolutions have FP8 kernels. For TensorRT itself this is unknown.
 _RTX_FLOAT_KERNELS = frozenset({
     ("int8", "AveragePool"), ("int8", "ConvTranspose"), ("fp8", "AveragePool"), ("fp8", "ConvTranspose"),
     ("fp8", "MaxPool"),
@@ -144,10 +145,9 @@ TENSORRT_RTX = replace(
 
 # OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU. An
 # Einsum of two operands becomes a MatMul before that.
-# Measured on 2026.4 with AVX512-VNNI: a Conv takes UINT8 data up to a fifth faster than INT8 data, whatever the zero
-# point, and computes a result a fifth off from INT8 data behind a Concat; a MatMul pays a tenth for a zero point. A
-# matrix (no stack of them) times weights, without the bias of a Gemm, is garbage where its result is quantized, off by
-# a factor of 1e9.
+# Measured on 2026.4 with AVX512-VNNI: a Conv is up to a fifth faster with UINT8 than with INT8 data, at any zero point,
+# and its result is wrong by a fifth with INT8 data after a Concat; a zero point makes a MatMul a tenth slower. A matrix
+# (not a stack of them) times weights without the bias of a Gemm is wrong by a factor of 1e9 if its result is quantized.
 OPENVINO = Dialect(
     name="openvino",
     unsigned_positive=True,
@@ -219,10 +219,10 @@ BUILTIN_DIALECTS = {
 
 
 def load_dialect(use: str) -> Dialect:
-    """Return the dialect of a name, or of a `package.module:Attribute`.
+    """Return the dialect with a name, or of a `package.module:Attribute`.
 
     Raises:
-        UserError: There is none, or it is no `Dialect`.
+        UserError: The name is unknown, or the attribute is no `Dialect`.
     """
     found: object = registry.load_plugin("dialect", use)
     if not isinstance(found, Dialect):
@@ -236,6 +236,6 @@ def dialect_name_for(benchmarker: object, use: str, facts: Mapping[str, Any]) ->
     Args:
         benchmarker: The plug-in, whose capabilities may name a dialect.
         use: Name of the benchmarker, and by default of its dialect.
-        facts: Description from the device that measures, which may name another dialect.
+        facts: Description of the benchmarker on the device that measures, which may name another dialect.
     """
     return str(facts.get("dialect", capabilities_of(benchmarker).dialect or use))

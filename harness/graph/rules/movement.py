@@ -1,4 +1,4 @@
-"""Operators whose outputs hold values of an input, unchanged: those that move values, and those that do nothing."""
+"""Operators whose outputs have unchanged values of an input: those that move values, and those without effect."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _REDUCTION_OPS = frozenset(
 
 
 def is_value_preserving(node: Node, dialect: Dialect) -> bool:
-    """Return whether an operator's outputs hold values of its first input alone.
+    """Return whether the outputs of an operator have only values of its first input.
 
-    Where the runtime's kernels take and give integers, values between two of them count as well.
+    Interpolated values count too if the runtime has integer kernels for the operator.
     """
     if node.op == "Resize":
         modes = ("nearest", "linear") if dialect.quantize_outputs else ("nearest",)
@@ -37,10 +37,10 @@ def is_value_preserving(node: Node, dialect: Dialect) -> bool:
 
 
 def find_repeated_input(model: Model, node: Node) -> int | None:
-    """Return the input that a node's first output repeats value by value, or None where it computes something.
+    """Return the number of the input that is equal to the first output of a node, or None if there is none.
 
     Runtimes remove such nodes (Identity, Dropout, a Cast to the same type or to a wider one and back, Mul by 1), so
-    what is behind one is to be treated as if it were behind the node in front.
+    nodes after one are treated as if they were after the node before it.
     """
     if node.opaque or not node.inputs or not node.inputs[0]:
         return None
@@ -74,7 +74,7 @@ def _is_identity(model: Model, node: Node) -> bool:
 
 
 def _keeps_values(model: Model, node: Node) -> bool:
-    """Return whether a Cast gives the values that it reads: to its own type, to a wider one, or back from there."""
+    """Return whether a Cast does not change values: to the same type, to a wider one, or back from a wider one."""
     target = model.types.get(node.outputs[0])
     while target is not None and (known := model.types.get(node.inputs[0])) is not None:
         if known.dtype == target.dtype:
@@ -91,7 +91,7 @@ def _keeps_values(model: Model, node: Node) -> bool:
 
 
 def _input_of_neutral_operation(model: Model, node: Node) -> int | None:
-    """Return the other input of an operation with a constant that changes neither values nor shape."""
+    """Return the number of the other input if the constant of an operation changes neither values nor shape."""
     neutral, slots = _NEUTRAL_OPERANDS[node.op]
     for slot in slots:
         other = node.inputs[1 - slot]

@@ -1,4 +1,4 @@
-"""Kinds of operators of the default domain, and which elements carry Q/DQ: the one place that lists them."""
+"""Sets of operators of the default domain, and the element types that can be quantized."""
 
 from __future__ import annotations
 

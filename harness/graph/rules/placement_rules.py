@@ -1,7 +1,7 @@
-"""Rules that decide which inputs of which nodes may carry a Q/DQ pair, parametrised by the dialect of a runtime.
+"""Rules that decide which inputs of nodes may have a Q/DQ pair in the dialect of a runtime.
 
-The rules restate TensorRT's documentation ("Explicit quantization", sections on layer recommendations and placement;
-`IQuantizeLayer` in NvInfer.h); a dialect says which of them its runtime shares.
+The rules are those of TensorRT's documentation ("Explicit quantization", sections on layer recommendations and
+placement; `IQuantizeLayer` in NvInfer.h); a dialect has those that apply to its runtime.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, find_affected_nod
 
 
 class _InputSite(NamedTuple):
-    """An input of a node, for which a precision is requested.
+    """Input of a node, for which a precision is requested.
 
     Attributes:
         tensor: Tensor at this input; "" if it is omitted.
@@ -60,13 +60,13 @@ class _InputSite(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementRule:
-    """A reason why an input stays float.
+    """Rule that keeps an input float.
 
     Attributes:
         name: Name in messages and tables.
         text: The rule as a sentence.
-        forbids: Returns whether the rule forbids a pair at an input.
-        applies: Returns whether a dialect has the rule at a precision.
+        forbids: Function that returns whether the rule forbids a pair at an input.
+        applies: Function that returns whether a dialect has the rule at a precision.
     """
 
     name: str
@@ -91,8 +91,7 @@ def first_violated_rule(
     """Return the first rule that keeps an input of a node float at a precision, or None if a Q/DQ pair is legal.
 
     Args:
-        rules: Rules that `applicable_rules` returns, which callers with many inputs determine once; None: they are
-            determined here.
+        rules: Result of `applicable_rules`, which callers with many inputs can compute once; None: it is computed.
     """
     tensor = node.inputs[slot] if slot < len(node.inputs) else ""
     linear, convolution = node.op in dialect.linear_ops, node.op in CONVOLUTION_OPS
@@ -104,7 +103,7 @@ def first_violated_rule(
 
 
 def _shares_another_point(site: _InputSite) -> bool:
-    """Check the point: a linear operator's is at its first input, that of constants at the first activation."""
+    """Return whether the input belongs to the point of another input of the node, the first of those that are joint."""
     if site.is_linear:
         return site.slot != 0
     joint = site.joint_constants if site.tensor in site.model.constants else ()
@@ -123,7 +122,7 @@ def _has_bad_operand(site: _InputSite) -> bool:
 
 
 def _is_bare_product(site: _InputSite) -> bool:
-    """Return whether a matrix, not a stack of them, is multiplied by weights without a bias of its own."""
+    """Return whether the node multiplies a matrix, not a stack of them, by weights without a bias."""
     if site.is_convolution or not site.is_linear:
         return False
     data, weight, *rest = site.node.inputs
@@ -141,7 +140,7 @@ def _is_vector_product(site: _InputSite) -> bool:
 
 
 def _has_unquantizable_constant(site: _InputSite) -> bool:
-    """Consider all inputs that are quantized together; around a Concat also constants that stay float."""
+    """Return whether an input that is quantized together with this one, or any input of a Concat, is unquantizable."""
     if site.is_linear:
         names = site.node.inputs[: 3 if site.dialect.bias == "int32" else 2]
         return not site.model.cached_analysis(find_unquantizable_constants).isdisjoint(names)
@@ -164,7 +163,7 @@ def _find_nodes_with_unquantizable_operands(model: Model) -> frozenset[int]:
 
 
 def _find_first_activations(model: Model) -> Mapping[int, float]:
-    """Return the first activation among the inputs of each Concat; infinity: there is none."""
+    """Return the number of the first activation among the inputs of each Concat; infinity without activations."""
     return {
         node.index: next((slot for slot, name in enumerate(node.inputs) if model.is_activation(name)), math.inf)
         for node in model.nodes
@@ -181,7 +180,7 @@ def _is_absorbed(site: _InputSite) -> bool:
         or tensor in model.captured
     ):
         return False
-    if site.node.op == "Clip":  # one that does not begin at 0, as integers do, depends on rounding
+    if site.node.op == "Clip":  # a lower bound other than 0 depends on the rounding of the pair
         low = model.constant_array(inputs[1]) if len(inputs) > 1 else None
         return len(model.consumers[tensor]) == 1 and low is not None and not low.any()
     return len(model.consumers[tensor]) == 1

@@ -1,4 +1,4 @@
-"""Insertion points at node inputs: legal places of Q/DQ pairs, the edges that they act on, and their cost."""
+"""Insertion points at node inputs: legal places of Q/DQ pairs, the edges that they quantize, and their cost."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _ROLE_BY_OP = {op: role for role, ops in _OPS_BY_ROLE.items() for op in ops}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationPoint:
-    """A place at one node for a Q/DQ pair.
+    """Place for a Q/DQ pair at one node.
 
     Attributes:
         node: Index of the node.
-        slot: Its input; the first one where several go together.
+        slot: Number of the input, or of the first of several inputs that are quantized together.
         edges: Edges that are quantized together.
-        precisions: The legal ones among those asked for, in that order.
-        role: See `search.space.Dimension`.
-        macs: Multiply-accumulates behind it; 0 but for linear operators.
+        precisions: Legal precisions among the requested ones, in that order.
+        role: Role of the node, see `search.space.Dimension`.
+        macs: Number of multiply-accumulates of a linear operator; 0 for others.
     """
 
     node: int
@@ -68,7 +68,7 @@ def find_points(
 def float_inputs_with_rule(
     model: Model, dialect: Dialect, precision: str = "int8"
 ) -> tuple[tuple[Edge, PlacementRule], ...]:
-    """Return every input that no point acts on, with the first rule that keeps it float, in graph order."""
+    """Return every input without an insertion point, with the first rule that keeps it float, in graph order."""
     found, rules = [], applicable_rules(dialect, precision)
     for node, points in zip(model.nodes, find_points(model, dialect, (precision,)), strict=True):
         taken = {edge.slot for point in points for edge in point.edges}
@@ -81,9 +81,9 @@ def float_inputs_with_rule(
 
 
 def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -> str:
-    """Explain why a model has no insertion point, by the rule that keeps most of its inputs float, and what to do.
+    """Return an error message for a model without insertion points, with the rule for most inputs and a remedy.
 
-    Inputs of a type that another export of the model would not have come before all others.
+    If inputs have a float type that another export of the model would avoid, the message is about these.
     """
     head = f"{model.source}: no insertion point that dialect {dialect.name!r} allows at {precision}"
     refused = float_inputs_with_rule(model, dialect, precision)
@@ -102,8 +102,8 @@ def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -
 def input_role(model: Model, dialect: Dialect, node: Node) -> str:
     """Return the role of a node for the tensors that it reads.
 
-    An Add is "add" where both operands are activations, as on a residual connection; adding a constant is "other", like
-    any operator that no role names. A mean over images is "pool", one over features is part of a normalization.
+    An Add of two activations, as in a residual connection, is "add"; an Add of a constant is "other", like all
+    operators without a role. A mean over images is "pool", one over features is part of a normalization.
     """
     if node.op in dialect.linear_ops:
         return "linear"
@@ -116,7 +116,7 @@ def input_role(model: Model, dialect: Dialect, node: Node) -> str:
 
 
 def weighted_ops_without_points(model: Model, dialect: Dialect) -> tuple[str, ...]:
-    """Return the operators that hold weights (matrices or more) and have no point, such as LSTM; sorted."""
+    """Return the sorted types of operators that have weights of rank 2 or more but no point, such as LSTM."""
     found = set()
     for node in model.nodes:
         if not node.opaque and node.op not in dialect.operators:

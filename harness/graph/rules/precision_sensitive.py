@@ -1,4 +1,4 @@
-"""Inputs whose values must not be rounded: parameters of operators, poles, and what leads to them; unfit constants."""
+"""Inputs that must not be quantized: parameters of operators, poles, inputs that lead to them, and some constants."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ _SIGN_PRESERVING_OPS = (_VALUE_PRESERVING_OPS | POOLING_OPS | _REDUCTION_OPS) - 
 
 
 def find_unquantizable_constants(model: Model) -> frozenset[str]:
-    """Return the constants in floating point with NaN, infinite or huge values, which no scale holds."""
+    """Return the floating-point constants with NaN, infinite or huge values, for which no scale is valid."""
     magnitudes = model.cached_analysis(_largest_magnitudes)
     return frozenset(name for name, largest in magnitudes.items() if not largest <= MAX_CONSTANT_MAGNITUDE)
 
 
 def find_sentinel_constants(model: Model) -> frozenset[str]:
-    """Return the constants in floating point, weights apart, whose scale would round all but a sentinel to 0."""
+    """Return the floating-point constants, except weights, whose scale would round all values but a sentinel to 0."""
     read = {name for node in model.nodes if node.op not in LINEAR_OPS for name in node.inputs}
     magnitudes = model.cached_analysis(_largest_magnitudes)
     names = (name for name in read if MIN_SENTINEL_MAGNITUDE <= magnitudes.get(name, 0) <= MAX_CONSTANT_MAGNITUDE)
@@ -77,7 +77,7 @@ def find_sentinel_constants(model: Model) -> frozenset[str]:
 
 
 def _largest_magnitudes(model: Model) -> Mapping[str, float]:
-    """Return the largest magnitude in each constant in floating point that is not empty; NaN if one value is NaN."""
+    """Return the largest magnitude of each floating-point constant that is not empty; NaN if a value is NaN."""
     found: dict[str, float] = {}
     for name, tensor in model.constants.items():
         if name in model.types and model.types[name].dtype in QUANTIZABLE_FLOAT_TYPES:
@@ -97,9 +97,9 @@ def _read_values(tensor: onnx.TensorProto) -> npt.NDArray[np.generic]:
 
 
 def find_parameter_inputs(model: Model) -> frozenset[NodeInput]:
-    """Return the inputs that are parameters of their operator, and those of the operators that compute them.
+    """Return the inputs that are parameters of their operator, and the inputs from which these are computed.
 
-    Shapes and indices are followed through arithmetic, other parameters through what only moves values.
+    Shapes and indices are traced back through arithmetic, other parameters through operators that only move values.
     """
     return _inputs_leading_to(model, SHAPE_SLOTS, _SHAPE_COMPUTING_OPS) | _inputs_leading_to(
         model, PARAMETER_SLOTS, _VALUE_PRESERVING_OPS
@@ -123,9 +123,9 @@ def _inputs_leading_to(
 
 
 def find_pole_inputs(model: Model) -> frozenset[NodeInput]:
-    """Return the inputs of operators with a pole at 0, and those of operators that pass a 0 on to one.
+    """Return the inputs of operators with a pole at 0, and of operators before them that keep a value at 0.
 
-    A grid rounds small values to 0. Linear operators end the search, for they sum up many values.
+    Quantization rounds small values to 0. Linear operators end the search, because they sum many values.
     """
     found: set[NodeInput] = set()
     demands: dict[str, _Demand] = {}
@@ -157,7 +157,7 @@ def _is_pole(model: Model, node: Node, slot: int) -> bool:
 
 
 def _propagate_demand(model: Model, node: Node, demand: _Demand | None) -> _Demand | None:
-    """Return the demand on inputs that follows from the one on the node's result; None where none does."""
+    """Return the demand on the inputs of a node that follows from the demand on its result, or None."""
     if demand is None or node.op not in _ZERO_PRESERVING_OPS:
         return None
     least, signed = demand
@@ -171,9 +171,9 @@ def _propagate_demand(model: Model, node: Node, demand: _Demand | None) -> _Dema
 
 
 def _is_guarded(model: Model, node: Node, constants: list[npt.NDArray[np.float64]], least: float) -> bool:
-    """Return whether a node keeps its result away from 0 by a constant.
+    """Return whether a constant, such as an added epsilon, keeps the result of a node away from 0.
 
-    A Clip does not: OpenVINO 2026.4.1 rounds its bounds to stored integers, so a small one becomes 0.
+    The bounds of a Clip do not count, because OpenVINO 2026.4.1 rounds them to stored integers, so small ones become 0.
     """
     if node.op not in ("Add", "Max", "Sum") or not any((values >= least).all() for values in constants):
         return False
@@ -182,7 +182,7 @@ def _is_guarded(model: Model, node: Node, constants: list[npt.NDArray[np.float64
 
 
 def _find_nonnegative_tensors(model: Model) -> frozenset[str]:
-    """Return the results of nodes that are never negative; forwards, because chains may be long."""
+    """Return the results of nodes that are never negative, in one pass through the graph."""
     found: set[str] = set()
     for node in model.nodes:
         positive = node.op in _NONNEGATIVE_OPS or _is_square(model, node)

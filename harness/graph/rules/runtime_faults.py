@@ -1,7 +1,7 @@
 """Operators that a runtime computes wrongly, or refuses, with an INT8 input; each fault is a placement rule.
 
-Found by running every operator that may be quantized in many shapes, alone and between others, against the same Q/DQ
-file in ONNX Runtime without optimizations. FP8 is right in all cases, for it is computed in floating point.
+The faults were found by comparing each quantizable operator, in many shapes, alone and between others, with ONNX
+Runtime without optimizations on the same Q/DQ file. FP8 is right in all cases, because it is computed in floating point.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ MAX_EPSILON = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class RuntimeFault:
-    """A fault of a runtime.
+    """Fault of a runtime.
 
     Attributes:
         text: The rule as a sentence.
-        matches: Returns whether a node of these operators has the fault if its data are quantized.
+        operators: Types of operators that may have the fault.
+        matches: Function that returns whether a node of these types has the fault if its data are quantized.
     """
 
     text: str
@@ -43,7 +44,7 @@ def _reduces_batch(model: Model, node: Node) -> bool:
 
 
 def _reduction_axes(model: Model, node: Node) -> set[int] | None:
-    """Return the axes of a reduction of three, none of them below 0; None: they are computed."""
+    """Return the axes of a reduction of a tensor of rank 3 as numbers from 0, or None if they are not constant."""
     given = node.attributes.get("axes", ())
     if len(node.inputs) > 1 and node.inputs[1]:
         axes = model.constant_array(node.inputs[1])
@@ -109,7 +110,7 @@ _INTEGER_PRESERVING_OPS = MOVEMENT_OPS | {"LeakyRelu", "MaxPool", "PRelu", "Relu
 
 
 def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
-    """Return, for each fault, the nodes whose data it strikes, and those that pass stored integers on to one."""
+    """Return the nodes with each fault, and the nodes before them that pass stored integers to them."""
     nodes: dict[str, set[int]] = {name: set() for name in RUNTIME_FAULTS}
     tensors: dict[str, set[str]] = {name: set() for name in RUNTIME_FAULTS}
     for node in reversed(model.nodes):

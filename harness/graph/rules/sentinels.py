@@ -1,8 +1,8 @@
-"""Finite values that stand for "no value": the -1e4 of an attention mask, the -1e9 around the input of a MaxPool.
+"""Sentinels: finite values that mean "no value", such as -1e4 in an attention mask or -1e9 around a MaxPool's input.
 
-One step of an 8-bit grid that holds such a value is larger than nearly everything else in the tensor. What tells it
-from an outlier is that it repeats: the largest magnitudes form a narrow cluster with a gap below, where outliers and
-the massive activations of transformers spread.
+With such a value in the range, one step of an 8-bit scale is larger than nearly all other values of the tensor. Unlike
+outliers and the massive activations of transformers, sentinels repeat: the largest magnitudes form a narrow cluster
+with a gap below it.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_BIN_COUNT = 1 << 15  # the upper half of a float32 without its sign: 128 bins for each power of two
+_BIN_COUNT = 1 << 15  # bins by the upper 16 bits of a float32 without its sign: 128 bins for each power of two
 _CHUNK_VALUES = 1 << 18
 _QUANTIZATION_LEVELS = 127
 _MIN_COLLAPSED_SHARE = 0.99
-_MAX_CLUSTER_WIDTH_BINS = 12  # bins of a cluster, 5 to 9 per cent: scores around a sentinel spread it
-_MAX_RARE_SHARE = 1e-4  # smaller shares are outliers, but for a single value
-_MIN_GAP_RATIO = 16  # empty bins below a cluster, 6 to 12 per cent
-_MAX_CLUSTER_COUNT = 4  # two masks that are added give -1e4 and -2e4
+_MAX_CLUSTER_WIDTH_BINS = 12  # largest width of a cluster, 5 to 9 per cent, because scores are added to sentinels
+_MAX_RARE_SHARE = 1e-4  # clusters with a smaller share are outliers, unless they have a single value
+_MIN_GAP_RATIO = 16  # smallest number of empty bins below a cluster, 6 to 12 per cent
+_MAX_CLUSTER_COUNT = 4  # several clusters, because the sum of two masks has -1e4 and -2e4
 MIN_SENTINEL_MAGNITUDE = 100.0
 """Magnitude from which a value may be a sentinel: shifted windows are masked with -100."""
 _MIN_LONE_SENTINEL_MAGNITUDE = (
-    1000.0  # an 8-bit grid holds any single value and zeros; added to scores, it is a sentinel
+    1000.0  # 8 bits can represent one value and zeros, but the value is a sentinel if it is added to scores
 )
 
 
 @dataclass(slots=True)
 class MagnitudeHistogram:
-    """Counts the magnitudes of a tensor's values, batch by batch, in bins of at most 0.8 per cent.
+    """Histogram of the magnitudes of a tensor over several batches, with bins of at most 0.8 per cent.
 
     Attributes:
-        bins: Numbers of the bins that are not empty, in ascending order; 0 holds zeros.
+        bins: Numbers of the bins that are not empty, in ascending order; bin 0 has the zeros.
+        counts: Number of values in each of these bins.
     """
 
     bins: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add(self, values: Array) -> None:
-        """Count further values, all of them finite."""
+        """Count the values of another batch, which must be finite."""
         total = np.zeros(_BIN_COUNT, np.int64)
         total[self.bins] = self.counts
         flat = np.ravel(values)
@@ -55,12 +56,12 @@ class MagnitudeHistogram:
 
     @property
     def has_few_magnitudes(self) -> bool:
-        """Return whether the values have few magnitudes, each with a meaning, as in a mask."""
+        """Return whether the values have few different magnitudes, as in a mask."""
         return len(self.bins) <= _MAX_CLUSTER_COUNT
 
     @property
     def has_sentinel(self) -> bool:
-        """Return whether the tensor holds a sentinel, or one and zeros, as in a mask that is added to scores."""
+        """Return whether the tensor has a sentinel, also if all other values are zeros, as in an additive mask."""
         alone = (
             self.has_few_magnitudes
             and self.bins.size
@@ -71,7 +72,7 @@ class MagnitudeHistogram:
 
     @property
     def is_collapsed_by_sentinel(self) -> bool:
-        """Return whether a scale that holds a sentinel rounds nearly all other values to 0 or to one step."""
+        """Return whether a scale for the range with a sentinel rounds nearly all other values to 0 or one step."""
         first = int(self.bins.size > 0 and self.bins[0] == 0)
         rest, counts = self.bins[first:], self.counts[first:]
         if not rest.size or _bin_lower_bound(rest[-1]) < MIN_SENTINEL_MAGNITUDE:
@@ -92,13 +93,13 @@ class MagnitudeHistogram:
 
 
 def holds_sentinel(values: Array, *, alone: bool = True) -> bool:
-    """Return whether a constant with finite values holds a sentinel.
+    """Return whether a constant with finite values has a sentinel.
 
     Args:
         alone: Whether a sentinel counts if all other values are zeros.
     """
     if not values.size or max(-values.min(), values.max()) < MIN_SENTINEL_MAGNITUDE:
-        return False  # nearly all constants, of which a histogram takes much longer
+        return False  # the case of nearly all constants, without a histogram, which takes much longer
     spread = MagnitudeHistogram()
     spread.add(values)
     return spread.has_sentinel if alone else spread.is_collapsed_by_sentinel
