@@ -1,5 +1,6 @@
 """From the YAML to the table, on a simulated runtime: what a user sees, runs again, interrupts and gets wrong."""
 
+import importlib
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from harness.graph.io.digests import digest_file
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.records import Failed
+from harness.report.plots.plot_files import draw_plots
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import read_journal
@@ -25,8 +27,6 @@ from harness.results_dir.manifest import read_manifest, reopen_task
 from harness.results_dir.ownership import owned_results_dir
 from harness.selection.confirmation import read_events
 from harness.timing.confirmation import summarize_turns
-
-DRAWN = True
 
 EXPERIMENT = """
 experiment: small
@@ -39,6 +39,7 @@ budget: {evaluations: [6, 12]}
 seeds: [0, 1]
 confirmation: {builds: 3, rounds: 2, samples: 3}
 """
+SHORT = EXPERIMENT.replace("[random, evolutionary]", "[random]").replace("[6, 12]", "[4]").replace("[0, 1]", "[0]")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def choices(out: Path) -> dict[str, list[tuple[int, ...]]]:
     return {p.name: [e.proposal.choices for e in read_journal(p)] for p in sorted(out.glob("*/runs/*.jsonl*"))}
 
 
-def test_every_method_has_its_row_and_the_tables_are_written(done):
+def test_every_method_has_its_row_and_the_tables_are_written(done, folder, monkeypatch):
     table = (done / "report" / "main.md").read_text()
     rows = [line.split("|")[4].strip() for line in table.splitlines() if line.startswith("| net")]
     assert rows == ["float", "all", "linear", "random", "evolutionary"]
@@ -74,6 +75,9 @@ def test_every_method_has_its_row_and_the_tables_are_written(done):
     assert {p.name for p in (done / "report").iterdir()} >= {
         "main.md", "main.csv", "main.tex", "budget.md", "budget.csv", "budget.tex", "index.html",
     }  # fmt: skip
+    monkeypatch.setattr(importlib.import_module("harness.report.render"), "draw_plots", draw_plots)
+    shutil.rmtree(done / "report")
+    assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
     assert not list((done / "report").glob("*.png")), "the page draws the curves of a task"
     assert qdq("report", str(done)) == 0
     assert (done / "report" / "anytime-net-simulated-int8.png").exists()
@@ -132,7 +136,7 @@ def test_a_model_of_others_that_changed_is_timed_anew(done, folder, tmp_path):
     best = max((done / "net-simulated-int8" / "models").glob("*.onnx"), key=lambda path: path.stat().st_size)
     shutil.copy(best, folder / "mine.onnx")
     mine = "{use: import, label: mine, params: {path: mine.onnx}}"
-    text = EXPERIMENT.replace("[float, all, linear]", f"[float, {mine}]").replace("[all, linear]", "[mine]")
+    text = SHORT.replace("[float, all, linear]", f"[float, {mine}]").replace("[all, linear]", "[mine]")
     (folder / "mine.yaml").write_text(text)
     assert qdq("run", str(folder / "mine.yaml"), "--out", str(tmp_path / "out")) == 0
     proto = onnx.load(folder / "mine.onnx")
@@ -153,7 +157,7 @@ def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(
         path = folder / label / "model.onnx"
         onnx.save(proto, path, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
     theirs = ", ".join(f"{{use: import, label: {label}, params: {{path: {label}/model.onnx}}}}" for label in "ab")
-    text = EXPERIMENT.replace("[float, all, linear]", f"[float, {theirs}]").replace("[all, linear]", "[a, b]")
+    text = SHORT.replace("[float, all, linear]", f"[float, {theirs}]").replace("[all, linear]", "[a, b]")
     (folder / "both.yaml").write_text(text)
     assert qdq("run", str(folder / "both.yaml"), "--out", str(tmp_path / "out")) == 0
     for label in "ab":
@@ -162,7 +166,7 @@ def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(
 
 
 def test_the_stress_test_among_the_baselines_has_its_row_and_the_task_is_through(folder, tmp_path):
-    (folder / "stress.yaml").write_text(EXPERIMENT.replace("baselines: [all, linear]", "baselines: [extreme]"))
+    (folder / "stress.yaml").write_text(SHORT.replace("baselines: [all, linear]", "baselines: [extreme]"))
     for _ in range(2):
         assert qdq("run", str(folder / "stress.yaml"), "--out", str(tmp_path / "out")) == 0
     assert read_manifest(tmp_path / "out")["complete"]
@@ -335,7 +339,7 @@ def test_a_task_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, ca
     for name in ("bad", "worse"):
         (folder / f"{name}.onnx").write_bytes(b"no model")
     file = folder / "two.yaml"
-    file.write_text(EXPERIMENT.replace("models: [", "models: [bad.onnx, worse.onnx, "))
+    file.write_text(SHORT.replace("models: [", "models: [bad.onnx, worse.onnx, "))
     assert qdq("run", str(file), "--out", str(tmp_path / "out")) == 2
     error = capsys.readouterr().err
     assert re.search(r"bad-simulated-int8: .*bad\.onnx", error)

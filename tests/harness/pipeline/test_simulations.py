@@ -48,7 +48,7 @@ SPACE = Space(
     )
 )
 PLAN = Confirmation()
-FEWER_TURNS = Confirmation(rounds=8)
+FEWER_TURNS = Confirmation(rounds=4)
 """Of the tests: intervals are over builds, so that more turns of each change no coverage."""
 FLAT_EVALUATIONS = 25
 FLOOR_PLAN = Confirmation(builds=3, rounds=4, samples=5)

@@ -34,8 +34,8 @@ ORDER = ["--seeds", "4", "--budget", "5", "--budget", "20", "--workers", "1"]
 
 @pytest.fixture(autouse=True)
 def few_random_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hundred random searches instead of ten thousand; plots only in the test that reads them."""
-    monkeypatch.setattr(simulated_selection, "RANDOM_SEARCHES", 200)
+    """Fifty random searches instead of ten thousand; plots only in the test that reads them."""
+    monkeypatch.setattr(simulated_selection, "RANDOM_SEARCHES", 50)
     if request.function is not test_every_searcher_has_its_line_on_every_table:
         monkeypatch.setattr(budget_study, "_draw_plots", lambda *_: None)
 
@@ -125,7 +125,22 @@ def test_what_is_never_reached_is_censored_and_not_left_out(
     make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, out = make_table(), tmp_path / "out"
-    main(["study", str(table.path), "--out", str(out), "--searcher", "random", "--seeds", "3", "--budget", "4"])
+    main(
+        [
+            "study",
+            str(table.path),
+            "--out",
+            str(out),
+            "--searcher",
+            "random",
+            "--seeds",
+            "3",
+            "--budget",
+            "4",
+            "--workers",
+            "1",
+        ]
+    )
     (line,) = pd.read_csv(out / "reach.csv").to_dict("records")
     assert line["reached_99"] == 0
     assert math.isnan(line["evaluations_99"])
@@ -369,7 +384,7 @@ budgets: [5, 12]
 def test_a_study_is_a_file(tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "study.yaml", tmp_path / "out"
     path.write_text(STUDY)
-    main(["study", str(path), "--out", str(out)])
+    main(["study", str(path), "--out", str(out), "--workers", "1"])
     assert "median over 4 seeds (tour: 2) [quartiles]" in capsys.readouterr().out
     budget = pd.read_csv(out / "budget.csv")
     assert list(budget["table"].unique()) == ["one", "two"]
@@ -598,7 +613,7 @@ def test_modules_beside_a_study_are_found(
     )
     asked = "searchers: ['beside_a_study:Mine']\nseeds: 2\nbudgets: [5]\ninitial: none\n"
     (tmp_path / "study.yaml").write_text(f"study: mine\ntables: [one.parquet]\n{asked}")
-    main(["study", "../study.yaml", "--out", "out"])
+    main(["study", "../study.yaml", "--out", "out", "--workers", "1"])
     printed = capsys.readouterr().out
     assert "Mine" in printed
     assert "0 initial placements of every search" in printed
