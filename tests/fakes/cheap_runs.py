@@ -7,14 +7,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.timing.machine_noise import MachineSnapshot
 from harness.timing.workers.in_process import InProcess
+
+
+class QuietMachine:
+    """Monitor of a machine on which nothing else runs."""
+
+    def read(self) -> MachineSnapshot:
+        return MachineSnapshot(at_s=0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leave out what takes longer than a simulated run, unless the module names it: `FULL_TURNS = True` and so on.
 
-    - FULL_TURNS: turns of a final selection and a confirmation of a minimum length
+    - FULL_TURNS: turns of a final selection and a confirmation of a minimum length, and all turns of a race
+    - MONITORED: disturbances by other programs, for which turns are repeated
     - DRAWN: the plots of reports
     - ALL_FORMATS: plots as PDF, whose fonts take longer than the other formats
     - LATEX: the text of tables in LaTeX
@@ -24,6 +33,9 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         if not getattr(request.module, "FULL_TURNS", False):
             patch.setattr("harness.timing.confirmation.MIN_CONFIRMATION_TURN_MS", 1.0)
             patch.setattr("harness.timing.confirmation.TURN_WARMUP_MS", 0.0)
+            patch.setattr("harness.selection.racing.TURNS_PER_RACING_ROUND", (4, 4, 4))
+        if not getattr(request.module, "MONITORED", False):
+            patch.setattr("harness.timing.workers.in_process.MachineMonitor", QuietMachine)
         if not getattr(request.module, "DRAWN", False):
             patch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
         if not getattr(request.module, "ALL_FORMATS", False):

@@ -22,6 +22,7 @@ from harness.timing.sampling import Samples
 from harness.timing.workers.engines import BuiltEngine, Engines
 
 FLOAT = "float"
+FULL_TURNS = True
 
 
 class Machine(Instant):
