@@ -178,7 +178,8 @@ def test_autotune_and_run_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     convolutions(builder)
     builder.save(tmp_path / "net.onnx")
     monkeypatch.setattr("harness.compat.modelopt_autotune.benchmark.Sampling", partial(Sampling, max_ms=20.0))
-    main(["autotune", "-m", "net.onnx", "-o", "tuned", "--dim", "width=20", "--max_evals", "3", "--timing_runs", "3"])
+    main(["autotune", "-m", "net.onnx", "-o", "tuned", "--dim", "width=20", "--max_evals", "3", "--timing_runs", "3",
+          "--backend", "here:OpenVINO"])  # fmt: skip
     tuned = onnx.load("tuned/optimized_final.dynamic.onnx")
     assert list(tuned.graph.input) == list(onnx.load("net.onnx").graph.input)
     assert "optimized_final.dynamic.onnx keeps the dynamic axes" in Path("tuned/logs/final.log").read_text()
@@ -186,6 +187,7 @@ def test_autotune_and_run_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "experiment: e\nmodels: [{use: net.onnx, dims: {width: 20}}]\nsearchers: [random]\ninitial: [float, linear]\n"
         "baselines: [linear]\nbudget: {evaluations: [4]}\nconfirmation: {builds: 3, rounds: 3, samples: 3}\n"
         "sampling: {warmup_ms: 1, min_samples: 3, max_ms: 10}\n"
+        "backends: [{use: 'here:OpenVINO', label: openvino, params: {precision: f32}}]\n"
     )
     main(["run", "e.yaml", "--out", "out"])
     models = next(Path("out").glob("*/models"))

@@ -44,7 +44,7 @@ def test_the_recipe_ends_in_a_table_of_map_and_latency(detector: Path, coco: Pat
     """Cut to what a test has time for: no PTQ tools, one float precision, one evaluation beyond the seed."""
     config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe", tmp_path)
     changes = {
-        "backends": [{"use": "here:OpenVINO", "label": "openvino", "params": {"threads": 1, "precision": "f32"}}],
+        "backends": [{"use": "onnxruntime", "params": {"threads": 1}}],
         "precision": ["int8"],
         "initial": ["float"],
         "baselines": ["linear"],
