@@ -1,7 +1,7 @@
 """Operators that a runtime computes wrongly, or refuses, with an INT8 input; each fault is a placement rule.
 
 The faults were found by comparing each quantizable operator, in many shapes, alone and between others, with ONNX
-Runtime without optimizations on the same Q/DQ file. FP8 is right in all cases, because it is computed in floating point.
+Runtime without optimizations on the same Q/DQ file. FP8 is right in all cases, because it is computed in floats.
 """
 
 from __future__ import annotations
