@@ -26,7 +26,6 @@ from harness.results_dir.io import explain_write_errors
 from harness.timing.provenance import describe_environment
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import CandidateWriter
-from harness.timing.workers.locks import lock_wait_s
 from harness.timing.workers.sandbox import open_engines
 from search.space import Resolved
 
@@ -101,6 +100,7 @@ class RayWorker:
         self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))
         self._sessions: dict[int, _EngineSession] = {}
         self._kills: Counter[tuple[str, str]] = Counter()  # of all sessions, see `WorkerSpec`
+        self._lock_waits: list[float] = []
         self._files: LRUByteCache[Path] = LRUByteCache(
             FILE_CACHE_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True)
         )
@@ -115,7 +115,7 @@ class RayWorker:
 
     def lock_wait_s(self) -> float:
         """Return the seconds for which this worker has waited for other runs on its node; called during other calls."""
-        return lock_wait_s()
+        return sum(self._lock_waits)
 
     def open(
         self, number: int, spec: WorkerSpec, limits: Limits, writer: CandidateWriter | None
@@ -125,7 +125,7 @@ class RayWorker:
         folder.mkdir()
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            own = replace(_relocate_paths(spec, folder), kills=self._kills)
+            own = replace(_relocate_paths(spec, folder), kills=self._kills, lock_waits=self._lock_waits)
             engines = stack.enter_context(open_engines(own, limits))
             facts = {name: dict(engines.describe(name)) for name in spec.benchmarkers}
             closing = stack.pop_all()

@@ -52,6 +52,7 @@ class WorkerSpec:
         concurrent_scoring: Whether evaluators may use all cores, because nothing is timed at the same time.
         kills: Number of consecutive calls during which a worker was killed, by digest of the candidate and method, for
             all workers of this specification.
+        lock_waits: Seconds of each wait for a lock of another process, see `harness.timing.workers.locks.timing_lock`.
     """
 
     benchmarkers: Mapping[str, PluginSpec]
@@ -61,6 +62,7 @@ class WorkerSpec:
     adapt: Callable[[Benchmarker], Benchmarker] | None = None
     concurrent_scoring: bool = True
     kills: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
+    lock_waits: list[float] = field(default_factory=list, compare=False, repr=False)
 
 
 class Engines(ABC):

@@ -19,16 +19,10 @@ from harness.paths import WAIT_VARIABLE, describe_process
 LOCK_REPORT_S = 5.0  # a longer wait is reported
 MAX_OWNER_BYTES = 1_000
 _logger = logging.getLogger(__name__)
-_waited_s = 0.0  # of all threads
-
-
-def lock_wait_s() -> float:
-    """Return the seconds that this process has waited for other processes, counted in steps of `LOCK_REPORT_S`."""
-    return _waited_s
 
 
 @contextmanager
-def timing_lock(folder: Path | None = None) -> Iterator[None]:
+def timing_lock(folder: Path | None = None, waits: list[float] | None = None) -> Iterator[None]:
     """Hold the lock for timing on the cores and GPUs that this process may use; wait for other processes that hold it.
 
     The kernel releases the lock of a process that dies. Processes with different but overlapping sets of cores do not
@@ -36,11 +30,12 @@ def timing_lock(folder: Path | None = None) -> Iterator[None]:
 
     Args:
         folder: Folder of the lock file; None: the system's folder for temporary files.
+        waits: List to which the seconds of waits for other processes are appended, in steps of up to `LOCK_REPORT_S`.
 
     Raises:
         UserError: The limit of `--wait` is over, or the lock file cannot be written.
     """
-    with _hold_lock(_timing_lock_name(), folder):
+    with _hold_lock(_timing_lock_name(), folder, waits):
         yield
 
 
@@ -61,19 +56,19 @@ def is_timing(folder: Path | None = None) -> bool:
 
 
 @contextmanager
-def device_lock(gpus: Iterable[str], folder: Path | None = None) -> Iterator[None]:
+def device_lock(gpus: Iterable[str], folder: Path | None = None, waits: list[float] | None = None) -> Iterator[None]:
     """Hold GPUs, given by UUID, for timing and for work that disturbs timing or is disturbed by it, such as builds.
 
     NVIDIA, "TensorRT Developer Guide": the builder times kernels, so other work on the GPU perturbs its choice.
     """
     with ExitStack() as stack:
         for gpu in sorted(gpus):  # in one order, so that two processes with the same GPUs never wait for each other
-            stack.enter_context(_hold_lock(f"gpu-{_digest(gpu)}", folder))
+            stack.enter_context(_hold_lock(f"gpu-{_digest(gpu)}", folder, waits))
         yield
 
 
 @contextmanager
-def _hold_lock(name: str, folder: Path | None) -> Iterator[None]:
+def _hold_lock(name: str, folder: Path | None, waits: list[float] | None) -> Iterator[None]:
     path = (folder or Path(tempfile.gettempdir())) / f"qdq-{name}"
     try:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -83,7 +78,7 @@ def _hold_lock(name: str, folder: Path | None) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _wait_for_lock(handle, path)
+            _wait_for_lock(handle, path, [] if waits is None else waits)
         with suppress(OSError):  # a full disk
             os.ftruncate(handle, 0)
             os.pwrite(handle, describe_process(with_host=True).encode(), 0)
@@ -92,7 +87,7 @@ def _hold_lock(name: str, folder: Path | None) -> Iterator[None]:
         os.close(handle)
 
 
-def _wait_for_lock(handle: int, path: Path) -> None:
+def _wait_for_lock(handle: int, path: Path, waits: list[float]) -> None:
     """Lock an open file that another process has locked; report its owner after some seconds.
 
     A thread waits in the kernel's queue, because a process that polls may never find the lock free. Time for which
@@ -101,7 +96,6 @@ def _wait_for_lock(handle: int, path: Path) -> None:
     Raises:
         UserError: The limit of `--wait` is over.
     """
-    global _waited_s
     limit_s, waited_s, reported = _wait_limit_s(), 0.0, False
     queued, acquired = os.dup(handle), threading.Event()
 
@@ -116,7 +110,7 @@ def _wait_for_lock(handle: int, path: Path) -> None:
         if owner.startswith((f"{os.getpid()} ", f"{os.getpid()},")):
             continue
         waited_s += step_s
-        _waited_s += step_s
+        waits.append(step_s)
         waiting = f"{path}: waiting for the timings of process {owner}"
         if waited_s >= limit_s:
             raise UserError(

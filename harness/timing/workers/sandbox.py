@@ -115,7 +115,7 @@ class Sandbox(Engines):
             return path
         with explain_write_errors(self._log), suppress(FileNotFoundError):
             os.truncate(self._log, 0)
-        with device_lock(self.gpus):
+        with device_lock(self.gpus, waits=self._spec.lock_waits):
             args = (candidate.digest, candidate.edges, path, benchmarker)
             try:
                 built: BuiltEngine | Failed = self._request("build", self._limits.build_s, *args)
@@ -132,7 +132,8 @@ class Sandbox(Engines):
         """Time an engine while no other run times on the same cores and GPUs; see `Engines.sample`."""
         if failed := self._open(handle, level_ms):
             return failed
-        with timing_lock():  # acquired here, so that waiting for another run counts against no limit
+        # Acquired here, so that waiting for another run counts against no limit.
+        with timing_lock(waits=self._spec.lock_waits):
             return super().sample(handle, sampling, rival, level_ms)
 
     def _open(self, handle: int, level_ms: float | None) -> Failed | None:
@@ -199,7 +200,7 @@ class Sandbox(Engines):
         elif method == "open":  # the first engine that is timed against the reference waits for its build
             limit_s = self._limits.measure_s + (self._limits.build_s if args[1] else 0.0)
         kills, key = self._spec.kills, (self._digests.get(handle, ""), method)
-        with device_lock(self.gpus):
+        with device_lock(self.gpus, waits=self._spec.lock_waits):
             try:
                 answer = self._request(method, limit_s, *args, on_progress=on_progress)
             except _Killed as error:
