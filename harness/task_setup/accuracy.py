@@ -1,4 +1,4 @@
-"""Set-up of accuracy in a task: evaluators, their halves of the data, the proxy, and the objective."""
+"""Set-up of the evaluators of a task: on all data or its halves, the proxy, and the objective of the searches."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ class Scoring:
     """Evaluators of a task and their data.
 
     Attributes:
-        evaluators: Evaluators by name: `MAIN_BENCHMARKER` scores the finalists, `SEARCH_EVALUATOR` the candidates of
-            searches if these have their own half of the data, `PROXY_EVALUATOR` is the proxy. Empty without evaluator.
-        metric: Metric of `MAIN_BENCHMARKER`; None without an evaluator.
-        facts: Facts on which the scores of the searches depend, for the fingerprint.
-        data: Digest of the data by name of the evaluator, for evaluators that report it; part of the fingerprint too.
+        evaluators: Evaluators by name. `MAIN_BENCHMARKER` scores the finalists, `SEARCH_EVALUATOR` the candidates of
+            searches on their half of the data, `FIRST_STAGE_EVALUATOR` their first images, `PROXY_EVALUATOR` is the
+            proxy. Empty without an evaluator.
+        metric: Metric of the evaluator; None without an evaluator.
+        facts: Settings on which the scores of the searches depend, for the fingerprint.
+        data: Digest of the data by name of the evaluator, if it reports one; part of the fingerprint too.
     """
 
     objective: Objective
@@ -61,16 +62,18 @@ class Scoring:
 
     @property
     def cross_fitted(self) -> bool:
-        """Return whether the loss of a choice is estimated by cross-fitting: under a bound, without other samples."""
+        """Return whether cross-fitting estimates the loss of the selected placement, under a bound without halves."""
         return self.objective.max_drop is not None and not self.objective.halves
 
     def goal(self, book: AccuracyStore, model_file: Path, folder: Path) -> Goal:
-        """Return the goal of the searches, and score the float model, the reference of every drop, if needed.
+        """Return the goal of the searches; score the float model, the reference of losses, if it has no score.
 
-        A float model with a score close to 0 is reported to the observer of the store.
+        The observer of the store gets a warning if the score of the float model is close to 0.
 
         Args:
-            folder: Folder of the task, whose record of the noise floor has the float model's latency.
+            book: Store of the task's scores.
+            model_file: File of the float model.
+            folder: Folder of the task, whose record of the noise floor has the latency of the float model.
 
         Raises:
             UserError: The float model itself cannot be scored.
@@ -80,8 +83,8 @@ class Scoring:
         known = {name: book.known_float_score(model_file, name) for name in self.evaluators}
         if None in known.values():
             known = dict(self.prepare_evaluators(book, model_file))
-        if said := next(filter(None, self._float_score_warnings(known)), ""):
-            book.observer.say(f"{folder.name}: {said}")
+        if warning := next(filter(None, self._float_score_warnings(known)), ""):
+            book.observer.say(f"{folder.name}: {warning}")
         own = known[self.search_evaluator]
         objective = self.objective
         if not objective.uses_accuracy or own is None:
@@ -100,7 +103,7 @@ class Scoring:
         )
 
     def _float_score_warnings(self, known: Mapping[str, Accuracy | None]) -> Iterator[str]:
-        """Yield warnings about a float model whose own score is close to 0."""
+        """Yield warnings about a float model with a score close to 0."""
         for name, accuracy in known.items():
             if accuracy is not None and name != PROXY_EVALUATOR:
                 yield low_reference_warning(
@@ -108,7 +111,9 @@ class Scoring:
                 )
 
     def prepare_evaluators(self, book: AccuracyStore, model_file: Path) -> Mapping[str, Accuracy]:
-        """Score the float model by all evaluators, before they score any other model, and return its scores by name.
+        """Score the float model by all evaluators, and return its accuracy by the name of the evaluator.
+
+        Call this before other models are scored, because an evaluator may compare with the float model.
 
         Raises:
             UserError: The float model itself cannot be scored.
@@ -135,10 +140,14 @@ class Scoring:
 
 
 def rejected_loss(goal: Goal, reference: Accuracy, found: Accuracy) -> float | None:
-    """Return the loss of a candidate that a paired bootstrap over the first images rejects, else None.
+    """Return the loss of a candidate on the first images if it violates the bound with high confidence, else None.
 
-    It is a sequential test of the bound: such a candidate is not scored on the other images. `reference` is the
-    accuracy of the float model on the first images.
+    This is a sequential test by a paired bootstrap: a rejected candidate is not scored on the other images.
+
+    Args:
+        goal: Objective with the bound.
+        reference: Accuracy of the float model on the first images.
+        found: Accuracy of the candidate on the first images.
     """
     metric = goal.metric or ""
     if goal.max_drop is None:
@@ -151,9 +160,9 @@ def rejected_loss(goal: Goal, reference: Accuracy, found: Accuracy) -> float | N
 
 
 def mixable_record(goal: Goal, reference: Accuracy, found: Accuracy) -> str:
-    """Return the record of single images of a score that keeps the bound without some fold; else "".
+    """Return the record of single images of a candidate that keeps the bound outside of some fold, or "".
 
-    `harness.selection.cross_fitting.cross_fitted_drop` may choose these scores; the float model's is not needed again.
+    `harness.selection.cross_fitting.cross_fitted_drop` may select such a candidate. The float model needs no record.
     """
     if found.mixable in ("", reference.mixable):
         return ""
@@ -163,10 +172,13 @@ def mixable_record(goal: Goal, reference: Accuracy, found: Accuracy) -> str:
 
 
 def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path) -> Scoring:
-    """Return the evaluators of a task's models.
+    """Return the evaluators of a task.
 
     Args:
-        work: Scratch folder, for outputs of the float model.
+        objective: Objective of the experiment.
+        spec: Entry of the model in the experiment.
+        model: The float model.
+        work: Scratch folder for outputs of the float model.
 
     Raises:
         UserError: The evaluator cannot be used, lacks the metric of the objective, or its data cannot be halved.
@@ -203,7 +215,7 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
 
 
 def _first_stage(spec: ModelSpec, model: Model, work: Path, half: str | None) -> tuple[PluginSpec | None, int]:
-    """Return the evaluator on every n-th image of the search, or None for few images or unknown data, and n."""
+    """Return (evaluator on every n-th image of the search, n); the evaluator is None for few images or unknown data."""
     whole = _require_evaluator(evaluator_spec(spec, model, work, half))
     data = whole.params.get("data")
     if not isinstance(data, Mapping) or "every" in data or "reference" in whole.params:
@@ -222,7 +234,7 @@ def _evaluator_data_digest(use: PluginSpec) -> str:
 
 
 def make_proxy_evaluator(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
-    """Return the fidelity evaluator on `samples` samples of the calibration data; no table reports its values."""
+    """Return the fidelity evaluator on `samples` samples of the calibration data, whose values no table shows."""
     data = spec.calibration.data
     params = {"samples": samples, "sqnr_only": True, **({} if data is None else {"data": data})}
     proxied = spec.model_copy(update={"evaluator": PluginSpec(use="fidelity", params=params)})

@@ -1,4 +1,4 @@
-"""Bound on the loss of accuracy: checks of its size, and its description for the user."""
+"""Checks and descriptions of the bound on the loss of accuracy."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
 
 
 def check_bound(objective: Objective, metric: str | None, model: str) -> None:
-    """Raise an error for a bound that every file keeps: a value of 1 probably means one percentage point.
+    """Raise an error for a bound without effect, such as 1 for a metric up to 1, which probably means one point.
 
     Args:
         metric: Metric of the model's evaluator; None without an evaluator.
 
     Raises:
-        UserError: The bound allows the loss of the whole range of a metric with a largest value of 1, or in dB.
+        UserError: The bound allows the loss of the whole range of a metric with a largest value, or of one in dB.
     """
     bound = objective.max_drop
     key = objective.drop_key
@@ -88,7 +88,9 @@ def bound_status(
 
     Args:
         bound: Bound in the form of `objective.max_drop`.
-        results: Results of its task, with the metric and its direction.
+        reference: Accuracy of the float model, or the failure of its evaluation.
+        found: Accuracy of the model, or the failure of its evaluation.
+        results: Results of the task, with the metric and its direction.
     """
     metric = results.metric or ""
     values = []
@@ -106,10 +108,10 @@ def bound_status(
     shown = f"drop {format_drop(Interval(value=loss, low=math.nan, high=math.nan), metric)}"
     if metric in METRIC_CAPS:  # a drop from a capped score is meaningless
         shown, limit = f"{metric_name(metric)} {value:.1f}", base - limit
-    said = f"{shown} now, {'within' if within else 'beyond'} the bound {limit:g}"
+    text = f"{shown} now, {'within' if within else 'beyond'} the bound {limit:g}"
     if results.blind:
-        return False, f"{said}; the float model itself scores {base:.4f}, so the drop is meaningless"
-    return within, said
+        return False, f"{text}; the float model itself scores {base:.4f}, so the drop is meaningless"
+    return within, text
 
 
 def _describe_bound(objective: Objective, metric: str, higher_is_better: bool) -> str:

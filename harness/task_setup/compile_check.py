@@ -28,12 +28,12 @@ def compile_tasks(experiment: Experiment, target: str) -> Iterator[str]:
     """Compile each model of an experiment, and yield a line with the compiler's verdict for each file.
 
     Args:
-        experiment: The experiment; tasks of other dialects than TensorRT's are left out.
+        experiment: Experiment, whose tasks of other dialects than TensorRT's are left out.
         target: Key of `harness.runtimes.rtx_compile.compiler.TARGETS`.
 
     Raises:
-        UserError: The compiler is not installed, no task is on TensorRT, or, after all lines, the compiler refuses a
-            file.
+        UserError: The compiler is not installed, no task is on TensorRT, or the compiler refuses a file; the latter is
+            raised after all lines.
     """
     import_compiler()
     tasks = [task for task in plan_tasks(experiment) if _dialect_name(task) in COMPILED_DIALECTS]
@@ -61,7 +61,7 @@ def _dialect_name(task: TaskSpec) -> str:
 
 
 def _write_files(task: TaskSpec, work: Path) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the files that the runtime of a task reads: in float, and with all points quantized."""
+    """Write the models of a task in float and with all points quantized, and yield a label and the path of each."""
     dialect = load_dialect(_dialect_name(task))
     model = open_model(task.model, work, dialect.opset(task.precisions))
     file = runtime_input_file(task.backend, save_to_folder(model, work), work)

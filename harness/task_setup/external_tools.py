@@ -1,4 +1,4 @@
-"""Q/DQ models made by PTQ tools: fixed baselines and initial placements, each made once and stored."""
+"""Q/DQ models of PTQ tools for baselines and initial placements, which are created once and cached."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ class ExternalModel:
     """Q/DQ model of another tool, or the reason for its failure.
 
     Attributes:
-        method: Calibration method of the tool if it lacks that of the experiment; "" otherwise.
-        seconds: Wall-clock time of the tool; None for an imported model.
+        path: File of the model; None if the tool failed.
+        pairs: Number of Q/DQ pairs.
+        reason: Reason for the failure, or "".
+        method: Calibration method of the tool if it lacks that of the experiment; otherwise "".
+        seconds: Wall-clock seconds of the tool; None for an imported model.
     """
 
     name: str
@@ -53,11 +56,12 @@ class ExternalModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationRequest:
-    """Input of every tool.
+    """Model, data and options for PTQ tools.
 
     Attributes:
+        source: Name of the model in messages.
         data: Calibration batches, which are read only if no cached model exists.
-        data_key: Key of the cache, which depends on the model, the data and the preprocessing.
+        data_key: Text for the key of the cache, which depends on the model, the data and the preprocessing.
         metric: Evaluator and bound of the search, for tools that keep a bound; None without a bound.
     """
 
@@ -69,50 +73,55 @@ class QuantizationRequest:
     metric: MetricRequest | None = None
 
 
-def run_external_tool(name: str, order: QuantizationRequest, observer: Observer) -> ExternalModel:
+def run_external_tool(name: str, request: QuantizationRequest, observer: Observer) -> ExternalModel:
     """Quantize with another tool, or return its cached result for the same model, data and options.
 
     A tool without the calibration method of the experiment uses its nearest method.
 
+    Args:
+        name: Name of the tool in `harness.accuracy.tools.catalog`.
+        request: Model, data and options.
+        observer: Receiver of progress and failures.
+
     Raises:
         UserError: The disk is full.
     """
-    options, tool = order.options, TOOLS[name]
+    options, tool = request.options, TOOLS[name]
     reason = unavailable_reason(name, options.get("precision", "int8"))
-    if tool.controls_accuracy and order.metric is None:
+    if tool.controls_accuracy and request.metric is None:
         reason = reason or "keeps a bound on accuracy, but the objective has none"
     if reason:
-        observer.say(f"{order.source}: {name} cannot run: {reason}")
+        observer.say(f"{request.source}: {name} cannot run: {reason}")
         return ExternalModel(name=name, path=None, reason=reason)
-    asked = options.get("method", "minmax")
-    method = tool.nearest_method(asked)
+    requested = options.get("method", "minmax")
+    method = tool.nearest_method(requested)
     options = {**options, "method": method}
     if name == SIGNED_ORT_TOOL:
         options = {**options, "dialect_name": _signed_dialect_name(options["dialect_name"])}
-    instead = method if (remark := method_substitute(name, asked)) else ""
+    substitute = method if (remark := method_substitute(name, requested)) else ""
     if remark:
-        observer.say(f"{order.source}: {remark}")
-    metric = order.metric if tool.controls_accuracy else None
+        observer.say(f"{request.source}: {remark}")
+    metric = request.metric if tool.controls_accuracy else None
     is_ir = name in _IR_TOOLS and options["dialect_name"].startswith("openvino")
-    key = _cache_key(name, options, f"{order.data_key}{metric or ''}")
+    key = _cache_key(name, options, f"{request.data_key}{metric or ''}")
     path = cache_dir() / "ptq" / key / f"{name}{IR_SUFFIX if is_ir else '.onnx'}"
     seconds_file = path.with_suffix(".seconds")
     if not path.exists():
-        with observer.work(f"{order.source}: quantize with {name}", 1) as step, explain_write_errors(path):
+        with observer.work(f"{request.source}: quantize with {name}", 1) as step, explain_write_errors(path):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                seconds = PTQ_FUNCTIONS[name](order.model_file, path, order.data, metric=metric, **options)
+                seconds = PTQ_FUNCTIONS[name](request.model_file, path, request.data, metric=metric, **options)
             except BuildFailed as error:
-                observer.say(f"{order.source}: {name} failed: {error}")
-                return ExternalModel(name=name, path=None, reason=str(error), method=instead)
+                observer.say(f"{request.source}: {name} failed: {error}")
+                return ExternalModel(name=name, path=None, reason=str(error), method=substitute)
             seconds_file.write_text(f"{seconds:.2f}", encoding="ascii")
             step.advance()
     taken_s = float(seconds_file.read_text(encoding="ascii")) if seconds_file.exists() else None
-    return ExternalModel(name=name, path=path, pairs=count_pairs(path), method=instead, seconds=taken_s)
+    return ExternalModel(name=name, path=path, pairs=count_pairs(path), method=substitute, seconds=taken_s)
 
 
 def tool_remarks(experiment: Experiment) -> Iterator[str]:
-    """Yield a line for each setting of the experiment that a PTQ tool in `initial` or `baselines` cannot follow."""
+    """Yield a line for each setting of the experiment that a PTQ tool in `initial` or `baselines` does not support."""
     named = (*(start.use for start in experiment.initial), *experiment.baselines)
     for name in dict.fromkeys(each for each in named if each in PTQ_FUNCTIONS):
         for setting in experiment.precision:
@@ -130,11 +139,15 @@ def fully_quantized_symmetric(
 ) -> ExternalModel:
     """Quantize every point in symmetric INT8, as the simplest tools do.
 
-    The features of a dialect that preserve accuracy or speed (UINT8 data, zero points) are not used. This is a stress
-    test: a model that keeps its accuracy needs no search for accuracy.
+    The features of a dialect for accuracy or speed (UINT8 data, zero points) are not used. A model that keeps its
+    accuracy in this form needs no search under a bound on accuracy.
 
     Args:
-        work: Folder of the written file.
+        model: The float model.
+        dialect: Dialect of the runtime.
+        ranges: Range of each activation.
+        work: Folder of the new file.
+        space: Space of the model.
     """
     plain = replace(
         dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()

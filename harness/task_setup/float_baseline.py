@@ -1,8 +1,8 @@
-"""Properties of a backend, and its float baseline: the float precision that is measured to be the fastest.
+"""Properties of a backend, and its baseline: the float model at its fastest float precision.
 
 A CPU may report BF16 and be faster at FP32. So if the experiment does not set the precision, the float model is timed
-at each. The fastest precision becomes the baseline of the task and the precision of the operators that candidates leave
-in float; each other precision gets a row. If the experiment sets the precision, no other one is built or timed.
+at all of them. The fastest precision is that of the baseline and of the operators that candidates leave in float; each
+other precision gets a row. If the experiment sets the precision, no other one is built or timed.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ CAST_FOLDER_NAME = "cast"
 
 
 def runtime_input_file(use: PluginSpec, path: Path, folder: Path) -> Path:
-    """Return the file that a benchmarker reads for a given one, which is also the file to deliver.
+    """Return the file that a benchmarker builds for a model file, for instance a cast copy; it is also delivered.
 
     Args:
         use: The backend.
-        path: The given file.
-        folder: Folder that stores written files, so that each is written once.
+        path: File of the model.
+        folder: Folder for converted files, each of which is written once.
 
     Returns:
-        The given file itself if the benchmarker reads it or it cannot be cast; in the latter case its build fails with
-        the reason.
+        The converted file, or `path` if no conversion is needed or it fails; in the latter case the build fails too,
+        with the reason.
     """
     benchmarker = registry.create_plugin("benchmarker", use.use, use.params)
     if not isinstance(benchmarker, SupportsCast):
@@ -71,7 +71,7 @@ def runtime_input_file(use: PluginSpec, path: Path, folder: Path) -> Path:
 
 
 def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> dict[str, str]:
-    """Return the reasons why candidates cannot be cast to float precisions of a backend; nothing is built.
+    """Return the reasons why candidates cannot be cast to float precisions of a backend, without a build.
 
     Args:
         use: The backend; if its float precision is open, each precision of the device is checked.
@@ -79,7 +79,7 @@ def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> d
         precisions: Quantized precisions of the search space.
 
     Returns:
-        The reason by float precision; empty if all casts are possible.
+        Reasons by float precision; empty if all casts are possible.
     """
     made = registry.create_plugin("benchmarker", use.use, use.params)
     if not isinstance(made, SupportsCast):
@@ -100,10 +100,10 @@ def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> d
 
 
 def _available_precisions(use: PluginSpec) -> dict[str, PluginSpec]:
-    """Return the backend at each float precision that it may run at, or by "" alone if its precision is set."""
+    """Return the backend at each float precision, or only by the key "" if its precision is fixed or unknown."""
     try:
         facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
-    except UserError:  # the device is not here
+    except UserError:  # the device is on another machine
         facts = {}
     return _benchmarkers_by_precision(use, facts) if facts.get("float_open", False) else {"": use}
 
@@ -123,12 +123,10 @@ def select_float_baseline(
     observer: Observer,
     facts: Mapping[str, Any] | None = None,
 ) -> Mapping[str, PluginSpec]:
-    """Return the backend at its fastest float precision as `MAIN_BENCHMARKER`, and at each other one by precision.
+    """Return the backend at its fastest float precision as `MAIN_BENCHMARKER`, and at all others by precision.
 
-    A precision that the experiment sets is the only one.
-
-    The choice and its readings are stored in `float.json`, so that a resumed run of the same model on the same runtime
-    uses the same baseline.
+    A precision that the experiment sets is the only one. The result and its readings are stored in
+    `float.json`, so that a resumed run has the same baseline.
 
     Args:
         backend: Backend of the experiment.
@@ -139,7 +137,7 @@ def select_float_baseline(
         facts: Description of the benchmarker on the machine of the task; None: read on this machine.
 
     Raises:
-        UserError: The stored choice is of another model, runtime or device, or the float model fails.
+        UserError: The stored result is of another model, runtime or device, or the float model fails.
     """
     if facts is None:
         facts = registry.create_plugin("benchmarker", backend.use, backend.params).describe()
@@ -202,7 +200,7 @@ def _measure_precisions(
 
 
 def _is_clear(events: Sequence[TurnEvent], baseline: str, count: int) -> bool:
-    """Return whether all precisions were timed, and one is faster than each other one by at least `CLEAR_RATIO`."""
+    """Return whether all precisions were timed, and the fastest is faster than the others by `CLEAR_RATIO`."""
     rows = summarize_turns(events, baseline=baseline).rows.values()
     fastest, *others = sorted(row.latency_ms.value for row in rows)
     return len(others) == count - 1 and all(latency_ms >= CLEAR_RATIO * fastest for latency_ms in others)
@@ -219,10 +217,10 @@ UNLABELLED_SAMPLE_FACTOR = 8
 
 
 class FloatTrial:
-    """Early check of an evaluator: score of the float model on its first samples, by ONNX Runtime in a worker.
+    """Early check of an evaluator, which scores the float model on its first samples with ONNX Runtime in a worker.
 
-    The check is skipped for an evaluator whose parameter `data` is none of `harness.accuracy.data.datasets` (the later
-    score of the float model covers it), and for a model that ONNX Runtime does not run (the calibration reports that).
+    The check is skipped for an evaluator with data of an unknown kind (the later score of the float model covers it),
+    and for a model that ONNX Runtime does not run (the calibration reports it).
 
     Args:
         work: Scratch folder.
@@ -244,8 +242,8 @@ class FloatTrial:
         Raises:
             UserError: The float model cannot be scored.
         """
-        asked = evaluator_spec(spec, model, self._work)
-        use = None if asked is None else _with_few_samples(asked)
+        evaluator = evaluator_spec(spec, model, self._work)
+        use = None if evaluator is None else _with_few_samples(evaluator)
         if use is None:
             return
         runtime = PluginSpec(use="onnxruntime", params={"optimization": "basic"})
@@ -260,12 +258,12 @@ class FloatTrial:
             raise UserError(f"evaluator {use.use!r}: the float model cannot be scored; {found.stage}: {found.reason}")
         factory = registry.load_plugin("evaluator", use.use)
         metric, higher = getattr(factory, "metric", ""), getattr(factory, "higher_is_better", True)
-        if found is not None and (said := low_reference_warning(found, metric, higher, use.params)):
-            self._observer.say(f"{spec.name}, on the first samples: {said}")
+        if found is not None and (warning := low_reference_warning(found, metric, higher, use.params)):
+            self._observer.say(f"{spec.name}, on the first samples: {warning}")
 
 
 def _with_few_samples(use: PluginSpec) -> PluginSpec | None:
-    """Return the evaluator with as few samples as it accepts, or None if its data are of an unknown kind."""
+    """Return the evaluator with at most a few samples, or None if its data are of an unknown kind."""
     data = use.params.get("data")
     if not isinstance(data, Mapping) or data.get("use") not in ALLOWED_DATA_KEYS:
         return None
@@ -274,7 +272,7 @@ def _with_few_samples(use: PluginSpec) -> PluginSpec | None:
         if isinstance(most, int) and most <= count:
             return use
         short = use.model_copy(update={"params": {**use.params, "data": {**data, "count": count}}})
-        with suppress(UserError):  # there are fewer samples, or none of them has a label
+        with suppress(UserError):  # raised if there are fewer samples, or none has a label
             registry.create_plugin("evaluator", use.use, short.params)
             return short
     return use
@@ -291,7 +289,7 @@ def _score_float_model(engines: Engines, file: Path, *, compares: bool) -> Accur
 
 
 def dialect_use(backend: PluginSpec, facts: Mapping[str, Any]) -> str:
-    """Return the registry name of a backend's dialect on the device with these facts."""
+    """Return the name of a backend's dialect on the device that `facts` describe."""
     return dialect_name_for(registry.create_plugin("benchmarker", backend.use, backend.params), backend.use, facts)
 
 
@@ -301,8 +299,8 @@ class BackendProperties:
 
     Attributes:
         emulated: Precisions that the device only emulates.
-        facts: Description of the benchmarker.
-        is_in_process: Whether the benchmarker runs no model.
+        facts: Result of the benchmarker's `describe`.
+        is_in_process: Whether the benchmarker executes no model, and so runs in this process.
     """
 
     dialect: Dialect
@@ -319,8 +317,7 @@ def read_runtime(backend: PluginSpec, facts: Mapping[str, Any] | None = None) ->
         facts: Description of the benchmarker on another machine; None: read on this machine.
 
     Raises:
-        UserError: The backend names no dialect, or its runtime or device is missing (checked before the calibration,
-            which takes minutes).
+        UserError: The dialect of the backend is unknown, or its runtime or device is missing.
     """
     benchmarker = registry.create_plugin("benchmarker", backend.use, backend.params)
     require_timing(backend.use, benchmarker)

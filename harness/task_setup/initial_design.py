@@ -1,4 +1,4 @@
-"""Initial placements of the searches and fixed baselines, by name."""
+"""Initial placements of the searches and placements of baselines, by name."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalMode
 
 
 def fix_imported_inputs(found: Mapping[str, ExternalModel], model: Model, folder: Path) -> dict[str, ExternalModel]:
-    """Return imported models with the input shapes of the float model; models with dynamic inputs are copied.
+    """Return imported models with the input shapes of the float model, as copies of models with dynamic inputs.
 
     Args:
         found: Result of `load_imported_models`.
         model: The float model at the shape of the search.
+        folder: Folder of the copies.
 
     Raises:
         UserError: An input of an imported model cannot have the shape.
@@ -67,7 +68,7 @@ def fix_imported_inputs(found: Mapping[str, ExternalModel], model: Model, folder
 
 
 def initial_file(start: PluginSpec) -> Path:
-    """Return the Q/DQ file of an entry of `initial` that names a file, a folder to deploy, or results with one.
+    """Return the Q/DQ file for an entry of `initial` with a file, a folder to deploy, or results with one such folder.
 
     Raises:
         UserError: There is no such file, or it cannot be read.
@@ -77,7 +78,7 @@ def initial_file(start: PluginSpec) -> Path:
 
 
 def find_qdq_file(path: Path) -> Path:
-    """Return the Q/DQ file of a path to a file, a folder to deploy, or results with one.
+    """Return the Q/DQ file for the path of a file, a folder to deploy, or results with one such folder.
 
     Raises:
         UserError: There is no such file, it cannot be read, or has no Q/DQ pair.
@@ -95,7 +96,7 @@ def _resolve_folder(path: Path) -> Path:
 
 
 def is_exported(path: Path) -> bool:
-    """Return whether qdq-bench wrote the Q/DQ pairs of a file, and not another tool."""
+    """Return whether the Q/DQ pairs of a file have the names that qdq-bench gives them."""
     nodes = read_qdq_graph(path).proto.graph.node
     return any(NAME_PREFIX in node.output[0] for node in nodes if node.op_type in QDQ_OPS)
 
@@ -131,10 +132,11 @@ def check_files(starts: Sequence[PluginSpec]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialDesign:
-    """Inputs from which initial placements are made.
+    """Model, space and Q/DQ models from which initial placements are created.
 
     Attributes:
-        external_models: Models of PTQ tools, and imported ones, by name.
+        external_models: Models of PTQ tools and imported models, by name.
+        facts: Description of the benchmarker.
     """
 
     spec: TaskSpec
@@ -145,7 +147,7 @@ class InitialDesign:
     facts: Mapping[str, Any]
 
     def placements(self, starts: Sequence[PluginSpec]) -> dict[str, dict[str, Placement]]:
-        """Return the placements by name for each entry; an entry whose tool failed or that shares nothing has none.
+        """Return the placements by name for each entry; a failed tool or a cache without common patterns gives none.
 
         Raises:
             UserError: A pattern cache cannot be read.
@@ -182,10 +184,10 @@ class InitialDesign:
             self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
 
     def _read_placement(self, path: Path) -> Placement:
-        """Return the placement of an exported file, or the one nearest to that of another tool's file.
+        """Return the placement of an exported file, or the nearest placement of the space for a file of another tool.
 
         Raises:
-            UserError: The structures differ, or the space of this task lacks an edge of an exported file.
+            UserError: The structures of file and model differ, or the space lacks an edge of an exported file.
         """
         if not is_exported(path):
             return self.space.nearest(import_placement(path, self.model))
@@ -253,8 +255,8 @@ def tensorrt_guide_placement(space: Space, model: Model) -> Placement:
     """Return the placement that TensorRT's guide recommends ("Working with Quantized Types", Q/DQ placement).
 
     It quantizes all inputs of linear operators, inputs of pooling, and the skip connection of a residual Add, but not
-    the operand whose convolution is fused with the Add. If the dialect offers both operands, the one that is computed
-    first is taken as the skip connection.
+    the operand whose convolution is fused with the Add. If both operands can be quantized, the one that is computed
+    first counts as the skip connection.
     """
     operands: dict[str, list[Edge]] = defaultdict(list)
     for dimension in space.dimensions:
@@ -273,14 +275,14 @@ MAX_PRIOR_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScreenedUnit:
-    """Names of dimensions that reduce latency at a precision, according to a file of `qdq sensitivity`."""
+    """Dimensions that reduce the latency when only they are quantized, by a file of `qdq sensitivity`."""
 
     dimensions: tuple[str, ...]
     precision: str
 
 
 def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
-    """Return the units of a file of `qdq sensitivity` that gained when only they were quantized, best first.
+    """Return the units of a file of `qdq sensitivity` that reduced the latency, those with the largest gain first.
 
     Raises:
         UserError: The file is damaged, or of another kind.
@@ -304,11 +306,12 @@ def _units_with_gain(units: Sequence[Any]) -> Iterator[ScreenedUnit]:
 
 
 def nested_prior_placements(units: Sequence[ScreenedUnit], space: Space, count: int) -> list[Placement]:
-    """Return at most `count` different placements with increasing shares of the units, best first.
+    """Return at most `count` different placements that quantize increasing shares of the units, best units first.
 
     Args:
-        units: Units in order of quantization; those that are not in the space are skipped.
-        count: Number of shares: with 4, a quarter, half, three quarters and all of the units.
+        units: Units in the order in which they are quantized; those that the space lacks are skipped.
+        space: Space of the task.
+        count: Number of shares; 4 means a quarter, half, three quarters and all of the units.
     """
     places = {dimension.name: index for index, dimension in enumerate(space.dimensions)}
     known = [unit for unit in units if any(name in places for name in unit.dimensions)]

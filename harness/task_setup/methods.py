@@ -1,4 +1,4 @@
-"""Set-up of a method in a task: a searcher, an ablated searcher, or a search by another tool."""
+"""Set-up of a searcher in a task: with all its inputs, with ablations, or as an external searcher."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from search.space import Placement, Space
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSetup:
-    """Searcher of a method with its space and candidates; an external searcher has its own space.
+    """Searcher with its space and candidates; an external searcher has another space than the task.
 
     Attributes:
         searcher: The searcher, or the failure of its constructor.
+        candidate: Function that returns the candidate of a placement.
     """
 
     space: Space
@@ -41,12 +42,12 @@ class SearchSetup:
 
     @property
     def close_error(self) -> Failed | None:
-        """Return the error that an external searcher raised on exit; known once the search is closed."""
+        """Return the error that an external searcher raised when it was closed, or None."""
         return self.searcher.left if isinstance(self.searcher, ExternalSearcherAdapter) else None
 
 
 def is_external_searcher(method: SearcherSpec) -> bool:
-    """Return whether a method is an external searcher, which makes its own models.
+    """Return whether a method is an external searcher, which proposes model files instead of placements.
 
     Raises:
         UserError: No searcher has this name.
@@ -55,9 +56,9 @@ def is_external_searcher(method: SearcherSpec) -> bool:
 
 
 def task_for_method(task: Task, method: SearcherSpec) -> Task:
-    """Return the task with the space of a method and the initial placements within this space.
+    """Return the task for a method, without the parts that its ablations (`without`) remove.
 
-    Ablations remove the initial placements, or make a separate choice for each region.
+    These are the initial placements, and the sharing of schemes by regions of a pattern.
     """
     space = task.searched_space
     offered = () if "initial" in method.without else task.initial_design
@@ -71,10 +72,11 @@ def task_for_method(task: Task, method: SearcherSpec) -> Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartModel:
-    """Q/DQ model of another tool whose placement a method evaluates first, in the tool's own form.
+    """Q/DQ model of another tool, whose placement is in the initial design of a search.
 
     Attributes:
-        digest: Name of the row, which is the name of the initial placement instead of a digest.
+        digest: Name of the row: the name of the initial placement, because the model has other pairs than a placement.
+        placement_digest: Digest of the placement that was read from the model.
     """
 
     digest: str
@@ -84,7 +86,7 @@ class WarmStartModel:
 
 
 def warm_start_models(task: Task, method: SearcherSpec) -> tuple[WarmStartModel, ...]:
-    """Return the models with precisions of the task that the device does not emulate; none for an external searcher."""
+    """Return the models whose precisions the device does not emulate; none for an external searcher."""
     if is_external_searcher(method):
         return ()
     precisions = set(task.spec.precisions) - task.accuracy_only
@@ -101,10 +103,12 @@ def warm_start_models(task: Task, method: SearcherSpec) -> tuple[WarmStartModel,
 
 @contextmanager
 def open_search(run: SearchSpec, task: Task, keep: int) -> Iterator[SearchSetup]:
-    """Yield the searcher of a method with its space and candidates, and close it on exit.
+    """Yield the searcher of a search with its space and candidates, and close it on exit.
 
     Args:
-        keep: Largest number of confirmed placements, which an external searcher must store.
+        run: Searcher and seed.
+        task: Task of the search.
+        keep: Largest number of confirmed placements, whose files an external searcher must keep.
     """
     if is_external_searcher(run.searcher):
         with _open_external_searcher(run, task, keep) as search:

@@ -28,7 +28,9 @@ def open_model(spec: ModelSpec, work: Path, min_opset: int = MIN_OPSET) -> Model
     Dynamic dimensions without a size get the sizes of the calibration arrays.
 
     Args:
-        work: Scratch folder, for models of the zoo.
+        spec: Entry of the model in the experiment.
+        work: Scratch folder for models of the zoo.
+        min_opset: Opset that an older model is upgraded to.
 
     Raises:
         UserError: The name is not in the zoo, the file does not exist, or it is not a supported model.
@@ -47,7 +49,9 @@ def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None =
     """Return the evaluator of a model with the parameters that the harness supplies, or None without an evaluator.
 
     Args:
-        work: Scratch folder, for outputs of the float model.
+        spec: Entry of the model in the experiment.
+        model: The loaded model.
+        work: Scratch folder for outputs of the float model.
         half: "search" or "report" for one half of the evaluator's data; None: all data.
 
     Raises:
@@ -72,9 +76,11 @@ def complete_evaluator(
     preprocess: PluginSpec | None,
     reference: Path | None = None,
 ) -> PluginSpec:
-    """Return an evaluator with the parameters that the harness knows.
+    """Return an evaluator with the parameters that the harness supplies, such as the inputs of the model.
 
     Args:
+        evaluator: Entry of the evaluator in the experiment.
+        inputs: Element type and shape of each input of the model.
         base: Folder from which relative paths start.
         preprocess: Preprocessing of the model, used if the evaluator has none.
         reference: File for outputs of the float model.
@@ -96,7 +102,7 @@ def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return element type and shape of each input of a model, by name.
 
     Raises:
-        UserError: No engine can be timed with an input.
+        UserError: An input is no tensor.
     """
     for name in model.inputs:
         if name not in model.types:
@@ -122,7 +128,7 @@ TimeRange = tuple[float, float]
 
 
 def describe_workload(experiment: Experiment) -> str:
-    """Return a text with the numbers of tasks, searches and evaluations, and a rough estimate of the time."""
+    """Return a line with the numbers of tasks, searches and evaluations, and a rough estimate of the time."""
     tasks = plan_tasks(experiment)
     searches = sum(len(task.runs) for task in tasks)
     evaluations = searches * max(experiment.budget.evaluations)

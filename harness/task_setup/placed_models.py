@@ -1,4 +1,4 @@
-"""Models of one placement with several combinations of ranges and scales, without and with recovery steps."""
+"""Models of one placement with other estimators and scales, with recovery steps, and with nodes left float."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class JudgedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlacer:
-    """Ranges of the activations of a task by each of several estimators.
+    """Inserter of Q/DQ pairs with several combinations of estimators and scales.
 
     Attributes:
-        combinations: Choices of estimators and scales; each gives a model.
-        tensors: Names of the activations of the space.
+        combinations: Choices of estimators and scales, each of which gives a model.
+        tensors: Names of the activations that may be quantized.
+        by_method: Ranges of the activations by estimator.
     """
 
     task: Task
@@ -74,9 +75,9 @@ class ModelPlacer:
             )
 
     def rank(self, resolved: Resolved, held: Sequence[Feeds]) -> list[JudgedModel]:
-        """Return the models of quantized edges in order of their SQNR on held-out samples, the best first.
+        """Return the models of quantized edges in descending order of their SQNR on held-out samples.
 
-        The combination of the task is first unless another one gains at least `MIN_GAIN_DB`.
+        The combination of the task is first unless another one is better by at least `MIN_GAIN_DB`.
 
         Raises:
             UserError: ONNX Runtime does not run a model.
@@ -91,9 +92,9 @@ class ModelPlacer:
     def recalibration(
         self, choices: NumericChoices, batches: Sequence[Mapping[str, Array]]
     ) -> Callable[[Model], Ranges]:
-        """Return a function that calibrates a changed float model on the same samples with the same choices.
+        """Return a function that calibrates a changed float model with the same choices.
 
-        A step that changes the model in the same way for each placement has its model calibrated once.
+        Ranges are stored by the digest of the model, because a step may change it in the same way for each placement.
         """
 
         def calibrate_again(model: Model) -> Ranges:
@@ -120,7 +121,7 @@ class ModelPlacer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryAttempt:
-    """Model of a placement with its contents and steps.
+    """Model of a placement after recovery steps.
 
     Attributes:
         sqnr_db: SQNR of the outputs on held-out calibration samples, in dB.
@@ -134,12 +135,12 @@ class RecoveryAttempt:
     left_float: tuple[FloatGroup, ...] = ()
 
     def keeps_kernels(self, choices: NumericChoices) -> bool:
-        """Return whether the file is as fast as the one with the choices of the task."""
+        """Return whether the file runs the same kernels as one with `choices`, so that both are equally fast."""
         return not self.left_float and self.placed.choices.depthwise == choices.depthwise
 
     @property
     def label(self) -> str:
-        """Return the choices and steps in which the file differs from the given one."""
+        """Return a description of the choices, steps and float nodes that the file adds to the placement."""
         kept = [gain.step for gain in self.gains if gain.kept]
         left = sum(len(group.nodes) for group in self.left_float)
         float_nodes = f"{left} nodes float" if left else ""
@@ -193,25 +194,25 @@ def open_placer(
 def iter_attempts(
     placer: ModelPlacer, resolved: Resolved, batches: Sequence[Feeds], observer: Observer
 ) -> Iterator[RecoveryAttempt]:
-    """Yield models of a placement: as given, with recovery steps, with other choices of scales, and partly float.
+    """Yield models of a placement: without recovery, with recovery steps, with other scales, and partly float.
 
-    The last are recovered models with increasing numbers of groups left float, the groups that cost most first. Nothing
-    follows where ONNX Runtime does not run a model.
+    The last ones are recovered models with increasing numbers of float groups of nodes, those that cost most accuracy
+    first. The iteration ends if ONNX Runtime does not run a model.
     """
-    held = split_held_out(batches)[1]
+    held_out = split_held_out(batches)[1]
     with suppress(UserError, CandidateError):
-        ranked = placer.rank(resolved, held)
+        ranked = placer.rank(resolved, held_out)
         given = next(each for each in ranked if each.placed.choices == placer.task.choices)
         yield RecoveryAttempt(placed=given.placed, sqnr_db=given.sqnr_db)
         recalibrate = placer.recalibration(ranked[0].placed.choices, batches)
         placed, gains = recover(ranked[0].placed, create_steps(RECOVERY_STEPS), batches, recalibrate, observer)
-        kept = [gain.after_db for gain in gains if gain.kept]
-        if kept:
-            yield RecoveryAttempt(placed=placed, gains=gains, sqnr_db=kept[-1] or 0.0)
+        gained = [gain.after_db for gain in gains if gain.kept]
+        if gained:
+            yield RecoveryAttempt(placed=placed, gains=gains, sqnr_db=gained[-1] or 0.0)
         others = (each for each in ranked[:2] if each is not given)
         yield from (RecoveryAttempt(placed=each.placed, sqnr_db=each.sqnr_db) for each in others)
-        groups = rank_groups(placed, held, observer)
+        groups = rank_groups(placed, held_out, observer)
         for chosen in iter_float_sets(groups):
             partly = leave_float(placed, {name for group in chosen for name in group.nodes})
-            (sqnr_db,) = measure_sqnr_db([partly], held)
+            (sqnr_db,) = measure_sqnr_db([partly], held_out)
             yield RecoveryAttempt(placed=partly, gains=gains, sqnr_db=sqnr_db, left_float=chosen)

@@ -268,8 +268,9 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
     for half, evaluator in zip(halves, made, strict=True):
         if isinstance(evaluator, Sized):
             where, count = f"evaluator{'' if half is None else f', {half} half'}", len(evaluator)
-            said = (few_images_note(count), bound_resolution_note(objective, getattr(evaluator, "metric", None), count))
-            yield from (f"{where}: {note}" for note in said if note)
+            metric = getattr(evaluator, "metric", None)
+            notes = (few_images_note(count), bound_resolution_note(objective, metric, count))
+            yield from (f"{where}: {note}" for note in notes if note)
 
 
 def _check_shape_set(model: ModelSpec) -> None:
@@ -280,23 +281,23 @@ def _check_shape_set(model: ModelSpec) -> None:
 
 
 def _sample_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -> Iterator[str]:
-    """Yield remarks if more samples are requested than exist, or if a default leaves some out."""
+    """Yield remarks if more samples are requested than exist, if a default leaves some out, or if images are shared."""
     calibration = model.calibration
     if calibration.data is not None:
-        asked, there = calibration.samples, len(data.open(calibration.data, model.base_dir))
-        if "samples" in calibration.model_fields_set and there < asked < MAX_COUNT:
-            yield f"calibration.samples: {asked} are asked for, but the data have {there}"
-        elif "samples" not in calibration.model_fields_set and asked < there:
-            yield f"calibration.samples: not given, so the first {asked} of {there} samples are used"
-        if objective.proxy > there:
-            yield f"objective.proxy: {objective.proxy} samples are asked for, but the calibration data have {there}"
+        requested, available = calibration.samples, len(data.open(calibration.data, model.base_dir))
+        if "samples" in calibration.model_fields_set and available < requested < MAX_COUNT:
+            yield f"calibration.samples: {requested} are requested, but the data have {available}"
+        elif "samples" not in calibration.model_fields_set and requested < available:
+            yield f"calibration.samples: not given, so the first {requested} of {available} samples are used"
+        if objective.proxy > available:
+            yield f"objective.proxy: {objective.proxy} samples are requested, but the calibration data have {available}"
     params: Mapping[str, Any] = {} if model.evaluator is None else model.evaluator.params
-    wanted, scored = params.get("samples"), params.get("data")
+    limit, scored = params.get("samples"), params.get("data")
     if not isinstance(scored, Mapping):
         return
-    there = len(data.open(scored, model.base_dir))
-    if isinstance(wanted, int) and wanted > there:
-        yield f"evaluator.params.samples: {wanted} are asked for, but the data have {there}"
+    available = len(data.open(scored, model.base_dir))
+    if isinstance(limit, int) and limit > available:
+        yield f"evaluator.params.samples: {limit} are requested, but the data have {available}"
     if calibration.data is not None and (shared := _count_shared_images(calibration, scored, model.base_dir, data)):
         yield f"{shared} of the calibration images are also scored, so the accuracy on new images may be lower"
 
@@ -315,7 +316,7 @@ def _count_shared_images(
 
 
 def _check_channels(model: Model) -> None:
-    """Raise an error for shapes with channels that a convolution refuses; ONNX's shape inference accepts them."""
+    """Raise an error for input shapes whose channels do not fit a convolution, which shape inference accepts."""
     for node in model.nodes:
         weight = model.constants.get(node.inputs[1]) if node.op == "Conv" and not node.opaque else None
         if weight is None or node.inputs[0] not in model.types:

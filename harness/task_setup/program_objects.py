@@ -139,7 +139,7 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
 
 
 class _FunctionEvaluator:
-    """Evaluator that calls a function with the function `run`, which maps inputs to outputs."""
+    """Evaluator that calls a metric function with `run`, a function from inputs to outputs of the engine."""
 
     metric, higher_is_better = "metric", True
 
@@ -157,7 +157,7 @@ class _FunctionEvaluator:
 
 
 def _factory_of(evaluator: Any, named: Any = None) -> Any:
-    """Return a function without parameters that returns the evaluator, named like its class or function."""
+    """Return a factory without parameters that returns the evaluator and has the name of its class or function."""
 
     def factory() -> Any:
         return evaluator

@@ -25,8 +25,8 @@ from harness.timing.workers.sandbox import open_engines
 
 ANCHOR_PLACEMENTS = ("float", "all", "linear")  # without PTQ tools, which take minutes
 
-# For thousands of engines: few samples of each, and in turns with the float model, because a machine changes its speed
-# in the quarter of an hour that a table takes.
+# Sampling for thousands of engines: few samples of each, in turns with the float model, because the speed of a machine
+# changes in the quarter of an hour that a table takes.
 STUDY_LIMITS: Mapping[str, Any] = {
     "warmup_ms": 30.0, "min_samples": 7, "max_samples": 21, "max_ms": 300.0, "interleave": "always",
 }  # fmt: skip
@@ -62,8 +62,8 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
         shapes: Static shapes of dynamic inputs; only for a model.
         dims: Sizes of dynamic dimensions by symbol; only for a model.
         precision: Quantized precision; by default that of the experiment file, or INT8.
-        fidelity: Whether every engine's outputs are compared with the float model's if there is no evaluator.
-        timed: Whether the study measures latencies, for which a `shape_set` is refused.
+        fidelity: Whether outputs are compared with those of the float model if there is no evaluator.
+        timed: Whether the study measures latencies, so that a model with a `shape_set` is refused.
 
     Raises:
         UserError: An argument cannot be used, or the experiment has more than one task.
@@ -100,11 +100,10 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
 
 
 def study_name(study: StudyTask, placement: str) -> str:
-    """Return a folder name of model, backend with its parameters, shapes, placement and precision.
+    """Return the name of a placement's folder, such as "resnet18-openvino-precision=f32-threads=1-linear-int8".
 
-    For instance "resnet18-openvino-precision=f32-threads=1-linear-int8". The name of the float model has no quantized
-    precision. A digest replaces parameters and shapes that are not valid in a file name, such as a path. The folder of
-    the study's file is not part of the name.
+    It has the model, the backend with its parameters, shapes, the placement and its precision, which the float model
+    lacks. A digest replaces parameters and shapes that are not valid in a file name, such as a path.
     """
     spec = study.spec
     given = {**spec.backend.params, **spec.model.shapes, **spec.model.dims}

@@ -67,26 +67,26 @@ UNCALIBRATED_ABS_MAX = 12.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """State that all searches of one task share.
+    """Inputs that all searches of one task share.
 
     Attributes:
-        model: The prepared float model, from which the space is made.
+        model: The prepared float model, whose insertion points form the space.
         float_file: File of `model`, which is calibrated and which other tools quantize.
-        model_file: File of the baseline: `float_file`, or its cast form, see `with_benchmarkers`.
-        initial_design: Placements from which every searcher starts.
-        ranges: Lowest and highest value of each activation, from the calibration.
+        model_file: File of the baseline: `float_file`, or its cast copy, see `with_benchmarkers`.
+        initial_design: Placements that every search evaluates first.
+        ranges: Smallest and largest value of each activation, from the calibration.
         choices: Choices of range estimators and scales.
-        placements: Initial placements and fixed baselines by name.
-        calibrated_on: Source of the ranges, for the tables.
-        remarks: Remarks on the activations of the calibration data, for the tables.
+        placements: Placements of the initial design and the baselines, by name.
+        calibrated_on: Description of the calibration data, for the tables.
+        remarks: Remarks on the ranges, for the tables.
         cache_remarks: Remarks on schemes of pattern caches that were measured on another machine, for the tables.
-        external_models: Models of the PTQ tools, and imported models, by name.
+        external_models: Models of the PTQ tools and imported models, by name.
         work: Scratch folder for candidates.
         accuracy_only: Precisions that the device only emulates.
-        benchmarkers: Backend at each float precision, that of the baseline as `MAIN_BENCHMARKER`; empty before
+        benchmarkers: Backend at each float precision, with that of the baseline as `MAIN_BENCHMARKER`; empty before
             `with_benchmarkers`.
-        cast: Model of `model_file`, if it differs from `model`.
-        facts: Facts reported by the backend about itself and its device.
+        cast: Model of `model_file` if it differs from `model`, or None.
+        facts: Result of the benchmarker's `describe`.
         feeds: Calibration batches.
     """
 
@@ -132,7 +132,7 @@ class Task:
         return replace(task, model_file=file, cast=cast, inserter=inserter)
 
     def runtime_input_file(self, path: Path, benchmarker: str = MAIN_BENCHMARKER) -> Path:
-        """Return the file that a benchmarker reads for a given one."""
+        """Return the file that a benchmarker builds for a model file, for instance a cast copy."""
         use = self.benchmarkers.get(benchmarker)
         return path if use is None else runtime_input_file(use, path, self.work / CAST_FOLDER_NAME)
 
@@ -142,9 +142,9 @@ class Task:
 
     @property
     def searched_space(self) -> Space:
-        """Return the space without precisions that the device emulates; its placements are valid for `space`.
+        """Return the space without precisions that the device emulates; its placements are valid in `space`.
 
-        The space is empty if no other precision is left, because then no placements can be compared by speed.
+        The space is empty if no other precision is left, because latency is not measured at emulated precisions.
         """
         if not self.accuracy_only:
             return self.space
@@ -185,7 +185,7 @@ def compose_task(
         facts: Description of the benchmarker on the machine that measures; None: read on this machine.
 
     Raises:
-        UserError: A setting cannot be used.
+        UserError: The model, its data, a plug-in or a precision cannot be used; the message names it.
     """
     with explain_write_errors(work):
         work.mkdir(parents=True, exist_ok=True)
@@ -208,17 +208,17 @@ def compose_task(
     feeds = CalibrationBatches(spec.model, model, input_types(model))
     if not runtime.is_in_process and not (work.parent / ACCURACY_FILE_NAME).exists():
         FloatTrial(work, experiment.limits, observer).run(spec.model, model, model_file)
-    known = load_imported_ranges(experiment.initial, model)
+    imported_ranges = load_imported_ranges(experiment.initial, model)
     if feeds.is_random:
-        others = " for tensors that no imported file has a range of" if known else ""
+        others = " for tensors that no imported file has a range of" if imported_ranges else ""
         observer.say(
             f"{model.source}: no calibration data given, random data is used{others}: do not trust any accuracy"
         )
     task = calibrate_task(
-        spec, model, model_file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=known
+        spec, model, model_file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=imported_ranges
     )
-    starts = _initial_and_baselines(experiment)
-    order = QuantizationRequest(
+    entries = _initial_and_baselines(experiment)
+    request = QuantizationRequest(
         model_file=model_file,
         source=model.source,
         data=feeds,
@@ -226,24 +226,26 @@ def compose_task(
         options={**feeds.ptq_options(dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
         metric=_metric_request(experiment.objective, spec.model, model, work),
     )
-    foreign = {
-        start.name: run_external_tool(start.name, order, observer) for start in starts if start.use in PTQ_FUNCTIONS
+    external = {
+        start.name: run_external_tool(start.name, request, observer) for start in entries if start.use in PTQ_FUNCTIONS
     }
-    foreign |= fix_imported_inputs(load_imported_models(starts), model, work / "imported")
-    if any(start.use == FULLY_QUANTIZED for start in starts):
-        foreign[FULLY_QUANTIZED] = fully_quantized_symmetric(model, dialect, task.ranges, work, task.space)
-    seeding = InitialDesign(
-        spec=spec, space=task.space, model=model, external_models=foreign, observer=observer, facts=facts
+    external |= fix_imported_inputs(load_imported_models(entries), model, work / "imported")
+    if any(start.use == FULLY_QUANTIZED for start in entries):
+        external[FULLY_QUANTIZED] = fully_quantized_symmetric(model, dialect, task.ranges, work, task.space)
+    design = InitialDesign(
+        spec=spec, space=task.space, model=model, external_models=external, observer=observer, facts=facts
     )
-    found = seeding.placements(starts)
+    placements = design.placements(entries)
     return replace(
         task,
         initial_design=tuple(
-            InitialPlacement(name=n, placement=p) for start in experiment.initial for n, p in found[start.name].items()
+            InitialPlacement(name=n, placement=p)
+            for start in experiment.initial
+            for n, p in placements[start.name].items()
         ),
-        placements={name: placement for each in found.values() for name, placement in each.items()},
-        external_models=foreign,
-        cache_remarks=seeding.foreign_origin_notes(starts),
+        placements={name: placement for each in placements.values() for name, placement in each.items()},
+        external_models=external,
+        cache_remarks=design.foreign_origin_notes(entries),
     )
 
 
@@ -272,7 +274,7 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
     Args:
         spec: Model, backend and precision of the task.
         model_file: File of the model; its folder is the scratch folder of the task.
-        space: Space of the model; the task has only its points with usable ranges.
+        space: Space of the model; the space of the task lacks points without a usable range.
         observer: Receiver of progress and remarks on the data.
         uncalibrated_abs_max: Limit of every range if plug-in operators prevent a calibration on random data.
         known_ranges: Ranges from files, which replace those of the calibration.

@@ -377,7 +377,7 @@ def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder: Path)
 
 
 @pytest.mark.parametrize(("samples", "said"), [
-    (300, "calibration.samples: 300 are asked for, but the data have 24"),
+    (300, "calibration.samples: 300 are requested, but the data have 24"),
     (24, None),
     (4, None),
 ])  # fmt: skip
