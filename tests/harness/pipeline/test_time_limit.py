@@ -76,8 +76,8 @@ def test_a_task_without_time_left_still_delivers_a_confirmed_file(tmp_path: Path
     assert qdq("run", str(tmp_path / "limited.yaml"), "--out", str(tmp_path / "out")) == 0
     (folder,) = (path.parent for path in (tmp_path / "out").rglob("task.json"))
     events = read_json(folder / "noise_floor.json")["events"]
-    assert {(each["build"], each["round"]) for each in events} == {(b, r) for b in range(3) for r in range(2)}
-    assert "2 of 8 rounds, because of the time limit" in capsys.readouterr().err
+    assert {(each["build"], each["round"]) for each in events} == {(b, r) for b in range(3) for r in range(3)}
+    assert "3 of 8 rounds, because of the time limit" in capsys.readouterr().err
     rows, _ = read_finalists(folder)
     assert len(rows) == 2, "the float model and the baseline"
     assert '"rounds": 4' in read_text(folder / "confirmation.jsonl")
