@@ -207,7 +207,7 @@ def test_a_run_of_a_model_that_reads_strings_is_refused(
     onnx.save(g.build(), "odd.onnx")
     (tmp_path / "odd.yaml").write_text(EXPERIMENT.format(backend=REAL))
     assert qdq("run", "odd.yaml", "--out", "out") == 2
-    assert "odd.onnx: input 'words' has the type 'string'" in capsys.readouterr().err
+    assert "odd.onnx: input 'words' is of type 'string'" in capsys.readouterr().err
 
 
 def test_a_model_of_strings_passes_through() -> None:

@@ -205,7 +205,7 @@ def test_fixed_inputs_are_the_same_each_time_and_fit_every_type() -> None:
         np.testing.assert_array_equal(one[name], two[name])
     assert set(one["ids"].ravel().tolist()) <= {0, 1}
     assert len({value.tobytes() for value in itertools.chain(make_fixed_inputs(types, 1).values(), one.values())}) > 5
-    with pytest.raises(MeasureFailed, match="input 'words' has the type 'str256'"):
+    with pytest.raises(MeasureFailed, match="input 'words' is of type 'str256'"):
         make_fixed_inputs({"words": (np.dtype("U8"), (1,))})
 
 
