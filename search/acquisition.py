@@ -1,10 +1,10 @@
 """Acquisition of candidates: expected improvement under constraints and failures.
 
-Jones, Schonlau, Welch 1998 (J. Global Optim. 13, eq. 15) for the improvement; Gardner et al. 2014 ("Bayesian
-optimization with inequality constraints", eq. 6) for its product with the probability of being feasible. With two
-objectives, the improvement is that of the hypervolume (Emmerich, Deutz, Klinkenberg 2011, "Hypervolume-based expected
+The expected improvement is that of Jones, Schonlau, Welch 1998 (J. Global Optim. 13, eq. 15), times the probability of
+being feasible (Gardner et al. 2014, "Bayesian optimization with inequality constraints", eq. 6). With two objectives,
+it is the expected improvement of the hypervolume (Emmerich, Deutz, Klinkenberg 2011, "Hypervolume-based expected
 improvement: monotonicity properties and exact computation", IEEE CEC). Pending proposals count as measured at their
-expected value ("kriging believer", Ginsbourger et al. 2010), so that a batch spreads.
+expected value ("kriging believer", Ginsbourger et al. 2010), so that the proposals of a batch differ.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 
 Vector = npt.NDArray[np.float64]
 MAX_TRAINING_ROWS = 300
-"""Scores that the models are fitted to at most ("subset of datapoints", Rasmussen and Williams 2006, section 8.3.3), so
-that the cost of a proposal is bounded; fits to all grow with the third power of their number."""
+"""Largest number of scores that the models are fitted to ("subset of datapoints", Rasmussen and Williams 2006, section
+8.3.3). It bounds the cost of a proposal, because the cost of a fit grows with the third power of this number."""
 MAX_TRAINING_FAILURES = 100
-"""Failures that the models are fitted to at most, the latest."""
+"""Largest number of failures that the failure model is fitted to; the latest are used."""
 REFERENCE_MARGIN_SHARE = 0.1
-"""How far the reference point of the hypervolume lies behind the worst of the front, as a share of its range."""
+"""Distance of the hypervolume's reference point from the worst values of the front, as a share of their range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class AcquisitionScores:
         acquisition: Expected improvement, or expected growth of the hypervolume, times the probabilities that the
             candidate builds and that it satisfies the constraint.
         objective: Expected logarithm of the objective, or the objective itself if one was not positive.
-        violation: Expected signed violation, negative inside the bound; zeros if no score violated it.
+        violation: Expected signed violation, negative inside the bound; 0 if no score violated it so far.
     """
 
     keys: list[bytes]
@@ -74,7 +74,7 @@ class AcquisitionScores:
 
     @property
     def ranking(self) -> list[int]:
-        """Return the candidate indices, best first; values that differ in the last bits only keep their order."""
+        """Return the candidate indices, best first; rounded, so that differences in the last bits keep the order."""
         largest = max(float(self.acquisition.max(initial=0.0)), 1e-300)
         return [int(index) for index in np.argsort(-np.round(self.acquisition / largest, 9), kind="stable")]
 
@@ -84,8 +84,12 @@ class SurrogateModel:
 
     Args:
         space: Space of the search.
-        model: Makes the regressors of objective and failure. The violation and a second objective (loss of accuracy)
-            always have a Gaussian process. Of more than two objectives, the first two count.
+        model: Constructor of the regressors of the first objective and of failure. The violation and the second
+            objective (loss of accuracy) always use a Gaussian process; further objectives are ignored.
+
+    Attributes:
+        constrained: Whether a score of the last fit violated the constraint.
+        known: Keys (`FeatureRows.keys`) of all placements seen so far.
     """
 
     def __init__(self, space: Space, model: Callable[[], Regressor] = GaussianProcess) -> None:
@@ -95,12 +99,12 @@ class SurrogateModel:
             GaussianProcess(ADDITIVE_KERNEL_WEIGHTS),
             GaussianProcess(ADDITIVE_KERNEL_WEIGHTS),
         )
-        self.constrained = False  # whether a constraint was broken so far
+        self.constrained = False
         self._failing = False
         self._best: float | None = None
-        self._front: ParetoFront | None = None  # None where there is one objective
+        self._front: ParetoFront | None = None  # None if there is one objective
         self.known: set[bytes] = set()
-        self._seen_count = 0  # of the placements in `known`
+        self._seen_count = 0  # number of placements of the archive that are in `known`
 
     def fit(self, archive: Archive) -> None:
         """Fit all models to an archive with at least one score; pending placements count as evaluated.
@@ -124,7 +128,7 @@ class SurrogateModel:
             smooth = self._objective.fit(tried[len(failed) :], np.append(values, believed), errors)[: len(entries)]
         self._fit_violations(rows, scores)
         eligible = np.array([score.violation == 0 and not score.assumed for score in scores])
-        # A lucky reading is no incumbent: what the model makes of it is.
+        # The incumbent's value is the model's prediction, not the measurement, which may be low by chance.
         holding = self._predicted_feasible(awaited)
         attained = [*smooth[eligible], *believed[holding]]
         self._best = float(min(attained)) if attained else None
@@ -135,14 +139,14 @@ class SurrogateModel:
             self._failure.fit(tried[: len(scored)], outcomes, np.zeros(len(outcomes)))
 
     def _predicted_feasible(self, awaited: FeatureRows) -> npt.NDArray[np.bool_]:
-        """Return a mask of the pending rows that are expected to satisfy the constraint."""
+        """Return for each pending row whether it is expected to satisfy the constraint."""
         if not self.constrained or not len(awaited):
             return np.ones(len(awaited), dtype=bool)
         holding: npt.NDArray[np.bool_] = self._violation.predict(awaited)[0] <= 0
         return holding
 
     def _fit_front(self, rows: FeatureRows, scores: Sequence[Score], firsts: Vector, awaited: FeatureRows) -> None:
-        """Fit the second objective, and set the front of feasible and expectedly feasible rows."""
+        """Fit the second objective, and set the front of all rows that are feasible or expected to be."""
         rated = [n for n, score in enumerate(scores) if len(score.values) > 1]
         holding = [n for n in rated if scores[n].violation == 0]
         self._front = None
@@ -186,9 +190,11 @@ class SurrogateModel:
 
 
 def _select_entries(archive: Archive) -> list[ArchiveEntry]:
-    """Return the entries to train on, in their order: all, or the best half, an even sample, and the latest.
+    """Return the entries to train on, in the archive's order.
 
-    The sample is every entry whose position is a multiple of a power of two, and so changes little from fit to fit.
+    Above `MAX_TRAINING_ROWS` entries, half of the rows are the best entries, up to a quarter is an even sample, and the
+    rest are the latest. The sample is every entry whose position is a multiple of a power of two, so that it changes
+    little from fit to fit.
     """
     entries = list(archive)
     if len(entries) <= MAX_TRAINING_ROWS:
@@ -203,12 +209,13 @@ def _select_entries(archive: Archive) -> list[ArchiveEntry]:
 
 
 def signed_violations(scores: Sequence[Score]) -> Vector:
-    """Return by how much each score breaks the constraint: negative inside the bound, NaN if it was not checked.
+    """Return the signed violation of each score: negative inside the bound, NaN if the constraint was not checked.
 
-    A violation alone gives the distance to the bound only for scores beyond it. The metric behind the constraint is the
-    one in `Score.metrics` whose distance from the violation is the same for all violating scores; that distance is the
-    bound. One violating score cannot identify the metric if there are several. If no metric qualifies, or a score lacks
-    it (for instance because a proxy excluded the placement), its violation is returned unchanged.
+    `Score.violation` is 0 for all feasible scores. Their distance to the bound comes from the constrained metric, which
+    is identified in `Score.metrics`: the one whose difference from the violation, or sum with it, is the same for all
+    violating scores; this constant is the bound. One violating score cannot identify the metric if there are several.
+    Scores without the metric (for instance because a proxy excluded the placement), or all scores if no metric
+    qualifies, keep their violation unchanged.
     """
     plain = np.array([math.nan if score.assumed else score.violation for score in scores])
     broken = [score for score in scores if not score.assumed and score.violation > 0]
@@ -236,7 +243,7 @@ def signed_violations(scores: Sequence[Score]) -> Vector:
 
 
 def front_with_reference(attained: Vector, seen: Vector) -> ParetoFront:
-    """Return the Pareto front of points and a reference point slightly worse than the front in both objectives.
+    """Return the Pareto front of feasible points, with a reference point slightly worse than all of it.
 
     Args:
         attained: Feasible points, shape (points, 2).
@@ -253,14 +260,15 @@ def front_with_reference(attained: Vector, seen: Vector) -> ParetoFront:
 def expected_hypervolume_improvement(front: ParetoFront, mean: Vector, deviation: Vector) -> Vector:
     """Return the expected growth of the hypervolume for each candidate.
 
-    The area left of the reference point is divided into strips between the steps of the front. In each strip the growth
-    is a width times a height, which are independent, and each is an expected improvement (Yang, Emmerich, Deutz, Baeck
-    2019, "Efficient computation of expected hypervolume improvement using box decomposition algorithms", J. Global
-    Optim. 75, section 3).
+    The area that the reference point bounds is divided into strips between the points of the front. In each strip the
+    expected growth is the product of two independent expected improvements, that of the width and that of the height
+    (Yang, Emmerich, Deutz, Baeck 2019, "Efficient computation of expected hypervolume improvement using box
+    decomposition algorithms", J. Global Optim. 75, section 3).
 
     Args:
-        mean: Expected objectives of the candidates, shape (2, candidates), normal and independent.
-        deviation: Their standard deviations, shape (2, candidates).
+        front: Present front.
+        mean: Expected objectives of the candidates, normal and independent, shape (2, candidates).
+        deviation: Standard deviations of the objectives, shape (2, candidates).
     """
     ends = np.append(front.points[:, 0], front.reference[0])
     heights = np.append(front.reference[1], front.points[:, 1])
@@ -276,7 +284,12 @@ def _log_objectives(scores: Sequence[Score]) -> tuple[Vector, Vector]:
 
 
 def _expected_improvement(gain: Vector, deviation: Vector) -> Vector:
-    """Return the expected improvement over the incumbent, for minimization."""
+    """Return the expected improvement over the incumbent.
+
+    Args:
+        gain: Incumbent's value minus the expected value.
+        deviation: Standard deviation of the prediction.
+    """
     z = gain / deviation
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
     improvement: Vector = np.maximum(gain * ndtr(z) + deviation * density, 0.0)

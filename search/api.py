@@ -19,11 +19,11 @@ Searchers that continue from an incumbent give one more guarantee: `local`, `sen
 6. A difference within the standard errors is a tie, and a tie displaces nothing: the proposals are those that equal
    readings would lead to (`search.archive.Archive.incumbents`, `search.archive.improves`).
 
-The others: `random` and `exhaustive` use no reading. `annealing` begins each cycle from such an incumbent, but may move
-to a tie as it may to a loss. In `nsga2` a tie dominates nothing, but of ties the fastest and the slowest reading breed
-first. `portfolio` gives no credit for a tie; its members decide the rest. `random_mutation` uses the lowest reading, as
-ModelOpt does; `tpe` and `optuna` use the readings unchanged; `auto` and `surrogate` make candidates from the lowest
-readings and choose by a model of all readings.
+The others: `random` and `exhaustive` ignore the scores. `annealing` begins each cycle from such an incumbent, but may
+move to a tie as it may to a slower placement. In `nsga2` no placement dominates a tie, but among ties those with the
+lowest and the highest latency become parents first. `portfolio` gives no credit for a tie; its members decide the rest.
+`random_mutation` uses the lowest latency, as ModelOpt does; `tpe` and `optuna` use the latencies unchanged; `auto` and
+`surrogate` make candidates from the placements with the lowest latencies and choose by a model of all scores.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A placement that could not be built or measured."""
+    """A placement that could not be built or measured.
+
+    Attributes:
+        stage: Step that failed, for instance "build".
+        reason: Message of the error.
+    """
 
     stage: str
     reason: str
@@ -84,7 +89,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Outcome of one placement."""
+    """Outcome of one placement, whose `digest` is `Space.digest(placement)`."""
 
     placement: Placement
     digest: str
@@ -93,7 +98,7 @@ class Observation:
 
 @runtime_checkable
 class Searcher(Protocol):
-    """Proposes placements and learns from their outcomes. See the module's guarantees."""
+    """Search algorithm: proposes placements and learns from their outcomes, with the guarantees of this module."""
 
     def ask(self, n: int) -> Sequence[Placement]:
         """Return up to n placements to evaluate next; empty if the searcher has nothing left."""
@@ -115,7 +120,7 @@ class SearcherFactory(Protocol):
 
 
 def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Refuse a searcher's parameter outside low to high, both allowed.
+    """Refuse a searcher's parameter below `low` or above `high`.
 
     Raises:
         ValueError: "NAME is LOW to HIGH, but got VALUE".

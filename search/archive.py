@@ -25,7 +25,7 @@ class ArchiveEntry:
 
     Attributes:
         score: Pooled score, see `Archive.tell`; its metrics are the latest ones.
-        tells: Number of different scores.
+        tells: Number of different scores pooled in `score`.
     """
 
     placement: Placement
@@ -35,7 +35,7 @@ class ArchiveEntry:
 
 
 class Archive:
-    """Observations by digest.
+    """All placements that a searcher proposed or observed, by digest.
 
     Example::
 
@@ -51,7 +51,7 @@ class Archive:
         self._entries: dict[str, ArchiveEntry] = {}
         self._failures: dict[str, Observation] = {}
         self._pending: dict[str, Placement] = {}
-        self._positions: dict[str, int] = {}  # in the order of first scores
+        self._positions: dict[str, int] = {}  # digest: number of placements that were scored earlier
         self._ranked: list[ArchiveEntry] = []
         self._incumbents: tuple[int, float, list[ArchiveEntry]] | None = None  # of the last k and significance
         self._leaders: tuple[int, list[list[Any]]] | None = (
@@ -166,7 +166,7 @@ class Archive:
     def nsga_order(self, k: int) -> tuple[ArchiveEntry, ...]:
         """Return up to k scored placements by violation, then front by front, least crowded first within a front.
 
-        Among scores of equal violation, those with fewer objectives than others come last: a coordinate is unknown.
+        Among scores of equal violation, those with fewer objectives than others come last.
         """
         found: list[ArchiveEntry] = []
         for _, alike in groupby(sorted(self._leading_entries(k), key=self._standing), key=self._standing):
@@ -184,9 +184,8 @@ class Archive:
     def _leading_entries(self, k: int) -> list[ArchiveEntry]:
         """Return the entries that fewer than k others precede, in the order of their first scores.
 
-        The first k in the order of `nsga_order` are among them, with all entries of their fronts ("k-skyband",
-        Papadias, Tao, Fu, Seeger 2005, "Progressive skyline computation in database systems", ACM TODS 30,
-        section 5.4).
+        They contain the first k of `nsga_order` ("k-skyband", Papadias, Tao, Fu, Seeger 2005, "Progressive skyline
+        computation in database systems", ACM TODS 30, section 5.4).
         """
         if self._leaders is None or self._leaders[0] < k:
             self._leaders = (k, [])  # `tell` updates it from then on
@@ -220,7 +219,12 @@ class Archive:
         """Return up to k scored placements, best first, where differences within the noise are ties.
 
         In the order of their first scores, each placement is inserted before the first one that it beats by more than
-        the noise (`improves`), else appended. So a low reading by chance does not displace an equal, earlier placement.
+        the noise (`improves`), else appended. So a score that is low by chance does not displace an earlier, equal
+        placement.
+
+        Args:
+            k: Largest number of placements.
+            significance: Number of combined standard errors that count as noise.
         """
         if self._incumbents is None or self._incumbents[:2] != (k, significance):
             self._incumbents = (k, significance, [])  # `tell` updates it from then on
@@ -250,7 +254,7 @@ class ArchiveSearcher(ABC):
         self._archive = Archive()
 
     def ask(self, n: int) -> Sequence[Placement]:
-        """Return up to n placements to evaluate next; see `search.api.Searcher`."""
+        """Return up to n placements to evaluate next; empty if there is none, or none until an outcome arrives."""
         return self._archive.ask(n, self._propose, self._space)
 
     def tell(self, observation: Observation) -> None:
@@ -302,7 +306,7 @@ def _pool_scores(scores: list[Score]) -> Score:
 
 
 def _stderr_of_mean(scores: list[Score]) -> float:
-    """Return the standard error from the scatter of the scores, at least that of the known errors."""
+    """Return the standard error of the mean from the larger of scatter and largest known error."""
     scatter = statistics.stdev(score.objective for score in scores)
     return max(scatter, *(score.stderr for score in scores)) / math.sqrt(len(scores))
 

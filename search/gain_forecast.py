@@ -1,9 +1,9 @@
-"""Forecast of the further gain of a search, and the stopping rule that follows from it.
+"""Forecast of the further gain of a search, and the stopping rule based on it.
 
-The forecast knows three counts: evaluations so far, evaluations since the last gain, and evaluations left. Its
-coefficients were fitted to replayed searches of `auto` on recorded tables (`tests/recorded/gain_forecast.py`, which
-prints the calibration on held-out models). The posterior of a Gaussian process, as in Wilson 2024 ("Stopping Bayesian
-optimization with probabilistic regret bounds"), predicted the later gains of the same searches no better.
+The inputs are three counts: evaluations so far, evaluations since the last gain, and evaluations left. The coefficients
+were fitted to replayed searches of `auto` on recorded tables (`tests/recorded/gain_forecast.py`, which prints the
+calibration on held-out models). The posterior of a Gaussian process, as in Wilson 2024 ("Stopping Bayesian optimization
+with probabilistic regret bounds"), did not predict the later gains of these searches better.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import math
 __all__ = ["FIRST_FORECAST", "HORIZON", "THRESHOLD_SHARE", "WORTHWHILE_GAIN", "GainForecast", "features"]
 
 WORTHWHILE_GAIN = 0.005
-"""Relative gain of latency below which a search has not improved."""
+"""Relative gain of latency up to which a search counts as not improved."""
 HORIZON = 100
-"""Evaluations left at most that a forecast is for."""
+"""Largest number of further evaluations that a forecast covers."""
 FIRST_FORECAST = 8
-"""Evaluations before the first forecast."""
+"""Number of evaluations before the first forecast."""
 THRESHOLD_SHARE = 0.6
-"""A search is checked after each evaluation and stops at the first low chance, which is too low on average; so it stops
-where the chance is below this share of the wanted one."""
+"""Factor on the chance of a gain below which a search stops. The chance is compared after every evaluation, and the
+first value below the threshold is on average an underestimate; the factor corrects for that."""
 CHANCE_WEIGHTS = (-2.973, 0.08, -0.847, 0.927)
+"""Coefficients of `features` for the log odds of a further gain above `WORTHWHILE_GAIN`."""
 MEAN_WEIGHTS = (-5.713, -0.205, -0.547, 0.834)
+"""Coefficients of `features` for the logarithm of the expected relative gain."""
 
 
 def features(evaluations: int, since_gain: int, left: int) -> tuple[float, float, float, float]:
@@ -31,7 +33,7 @@ def features(evaluations: int, since_gain: int, left: int) -> tuple[float, float
 
 
 class GainForecast:
-    """Forecast of one search from its readings.
+    """Forecast of the further gain of one search.
 
     Args:
         budget: Number of evaluations of the search.
@@ -50,7 +52,7 @@ class GainForecast:
         """Count one evaluation.
 
         Args:
-            latency_ms: Reading in milliseconds; infinite after a failure or a missed bound.
+            latency_ms: Measured latency in milliseconds; infinite after a failure or a violated constraint.
         """
         self.evaluations += 1
         self.evaluations_since_gain += 1
@@ -61,11 +63,11 @@ class GainForecast:
 
     @property
     def expected_gain(self) -> float | None:
-        """Return the expected further gain of latency, relative; None while there are too few evaluations."""
+        """Return the expected further gain relative to the latency; None while there are too few evaluations."""
         return None if not self._is_ready else math.exp(self._dot(MEAN_WEIGHTS))
 
     def is_spent(self, probability: float) -> bool:
-        """Return whether no gain of more than `WORTHWHILE_GAIN` is to come with this probability."""
+        """Return whether with this probability no further gain of more than `WORTHWHILE_GAIN` is expected."""
         if not self._is_ready:
             return False
         chance = 1 / (1 + math.exp(-self._dot(CHANCE_WEIGHTS)))

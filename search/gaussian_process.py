@@ -1,8 +1,9 @@
 """Regression with uncertainty from few noisy placements: an additive and pairwise Gaussian process.
 
 Rasmussen and Williams 2006, "Gaussian Processes for Machine Learning": algorithm 2.1 for the posterior, eq. 5.8 for the
-marginal likelihood. A linear kernel is Bayesian ridge regression on its features (their section 2.1), so this is one
-ridge regression over point, role, pattern and border features, with a remainder that knows only which are alike.
+marginal likelihood. A linear kernel is Bayesian ridge regression on its features (their section 2.1), so the model is
+one ridge regression on point, role, pattern and border features, plus terms that depend only on the distance between
+two placements.
 """
 
 from __future__ import annotations
@@ -23,22 +24,32 @@ Vector = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]
 
 KERNEL_WEIGHTS = (2.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-"""Relative prior variances of the kernel's parts: roles, scopes, points, pairs, borders, likeness. Chosen by predicting
-held-out placements of four zoo spaces; the best part differs by model, and the sum is never far behind it."""
+"""Relative prior variances of the kernel's parts: roles, scopes, points, pairs, borders, distance. Chosen by predicting
+held-out placements of four zoo spaces; the best single part differs by model, and the sum is almost as good."""
 ADDITIVE_KERNEL_WEIGHTS = (0.3, 1.0, 2.0, 0.2, 0.2, 0.3)
-"""The same for what adds up over points more than latency does: the loss of accuracy."""
+"""Relative prior variances for the loss of accuracy, in which the effects of points add up more than in latency."""
 NUGGET_VARIANCES = (1e-3, 1e-2, 6e-2)
-"""Variance that no feature explains, relative to that of the observations; chosen by marginal likelihood."""
+"""Candidates for the variance that no feature explains, relative to that of the observations."""
 LARGE_FIT_ROWS = 300
-"""Rows from which on the nugget is chosen at every `NUGGET_PERIOD`-th fit only, as that takes three Cholesky roots."""
+"""Number of rows from which the nugget is chosen only at every `NUGGET_PERIOD`-th fit, because choosing it takes a
+Cholesky decomposition per candidate."""
 NUGGET_PERIOD = 10
 
 
 class Regressor(Protocol):
-    """Learns values of placements and says how sure it is."""
+    """Regression that predicts the value of a placement and its standard deviation."""
 
     def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
-        """Fit values with their standard errors, discarding earlier data; return the expected values of the rows."""
+        """Fit the model to data, which replace those of earlier fits.
+
+        Args:
+            rows: Features of n placements.
+            values: Observed values, shape (n,).
+            errors: Standard errors of the values, shape (n,); 0 if unknown.
+
+        Returns:
+            Expected values of the rows, shape (n,).
+        """
         ...
 
     def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
@@ -48,10 +59,17 @@ class Regressor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Posterior:
-    """State of a fit that predictions and the next fit use.
+    """Result of a fit.
 
     Attributes:
-        kernel: Kernel of the rows before it is scaled to the variance of the values.
+        rows: Features that the model was fitted to.
+        kernel: Kernel of the rows, not scaled.
+        mean: Mean of the values.
+        scale: Standard deviation of the values.
+        kernel_weights: Prior variances of the kernel's parts, scaled to explain the variance of the values.
+        cholesky_factor: Lower Cholesky factor of the covariance of the values.
+        weights: Weights of the rows in a prediction.
+        nugget: Chosen variance of `NUGGET_VARIANCES`.
     """
 
     rows: FeatureRows
@@ -65,7 +83,10 @@ class _Posterior:
 
 
 class GaussianProcess:
-    """See the module. Values are standardised, and the kernel is scaled to explain their variance.
+    """Gaussian process on features of placements.
+
+    Values are standardised, and the kernel is scaled to explain their variance. The nugget is chosen by marginal
+    likelihood.
 
     Args:
         kernel_weights: Relative prior variances of the kernel's parts.
@@ -77,7 +98,7 @@ class GaussianProcess:
         self._fits = 0
 
     def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
-        """See `Regressor`."""
+        """Fit the model and choose the nugget; arguments and result as in `Regressor.fit`."""
         mean, scale = float(values.mean()), max(float(values.std()), 1e-9)
         targets, noise = (values - mean) / scale, (errors / scale) ** 2
         plain = self._extend_kernel(rows)
@@ -90,7 +111,7 @@ class GaussianProcess:
         return smooth
 
     def _extend_kernel(self, rows: FeatureRows) -> Matrix:
-        """Return the kernel of the rows, reusing the values of pairs of rows that the last fit had."""
+        """Return the kernel of the rows; values of row pairs of the last fit are reused."""
         kernel, keys = np.empty((len(rows), len(rows))), rows.keys()
         fresh = list(range(len(rows)))
         if (last := self._fitted) is not None:
@@ -105,7 +126,7 @@ class GaussianProcess:
         return kernel
 
     def _nuggets(self, size: int) -> tuple[float, ...]:
-        """Return the nuggets to choose from: all, or in large fits most times the last one alone."""
+        """Return the nuggets to choose from: all, or in most large fits only that of the last fit."""
         self._fits += 1
         last = self._fitted
         if last is None or size < LARGE_FIT_ROWS or self._fits % NUGGET_PERIOD == 0:
@@ -113,7 +134,11 @@ class GaussianProcess:
         return (last.nugget,)
 
     def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
-        """See `Regressor`."""
+        """Return the posterior mean and standard deviation of each row.
+
+        Raises:
+            ValueError: `fit` was not called.
+        """
         fitted = self._fitted
         if fitted is None:
             raise ValueError("predict needs a fit first")
@@ -124,15 +149,15 @@ class GaussianProcess:
 
 
 def _solve(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]:
-    """Log marginal likelihood but for a constant, Cholesky root of the covariance, weights of the observations."""
+    """Return the log marginal likelihood up to a constant, the Cholesky factor and the weights of the observations."""
     root: Matrix = cholesky(covariance, lower=True, check_finite=False)
     weights: Vector = cho_solve((root, True), targets, check_finite=False)
     evidence = -0.5 * float(targets @ weights) - float(np.log(np.diag(root)).sum())
-    return round(evidence, 6), root, weights  # rounded: another library's last bit must not choose another nugget
+    return round(evidence, 6), root, weights  # rounded, so that last bits of a BLAS do not change the chosen nugget
 
 
 def _kernel(a: FeatureRows, b: FeatureRows, mix: Vector) -> Matrix:
-    """Return the kernel [rows of a, rows of b]: a mixture of parts, each of about unit variance."""
+    """Return the kernel, shape (rows of a, rows of b): a weighted sum of parts of about unit variance."""
     roles, points = a.roles @ b.roles.T, a.points @ b.points.T
     kernel: Matrix = mix[0] * np.exp(-0.5 * _squared_distances(a.roles, b.roles, roles))
     kernel += mix[2] * points

@@ -10,10 +10,10 @@ from search.space import Placement, Space
 __all__ = ["HEURISTIC_RULES", "expert_placements"]
 
 HeuristicRule = Callable[[Space, str | None], Placement]
-"""Makes the placement in a space at a precision; None: each point's first one."""
+"""Function of a space and a precision (None: each point's first one) that returns a placement."""
 
 FUSED_ROLES = frozenset({"linear", "add", "pool", "concat"})
-"""Roles that fusing runtimes run in INT8 together."""
+"""Roles that OpenVINO and TensorRT fuse and run in INT8 together."""
 
 
 def _quantize_inputs(*roles: str) -> HeuristicRule:
@@ -21,7 +21,7 @@ def _quantize_inputs(*roles: str) -> HeuristicRule:
 
 
 def _quantize_inputs_and_results(*roles: str) -> HeuristicRule:
-    """Return a rule that quantizes the points of some roles, and the readers of the results of `FUSED_ROLES`."""
+    """Return a rule that quantizes inputs with these roles, and of `FUSED_ROLES` among them also the results."""
     moved = FUSED_ROLES.intersection(roles)
 
     def rule(space: Space, precision: str | None) -> Placement:
@@ -44,7 +44,7 @@ HEURISTIC_RULES: Mapping[str, HeuristicRule] = {
     "movers_io": _quantize_inputs_and_results(*FUSED_ROLES),
     "gates_io": _quantize_inputs_and_results(*FUSED_ROLES, "movement", "mul"),
 }
-"""By name; `initial` and `baselines` of an experiment know them by it. `_io`: inputs and results."""
+"""Rules by the names that `initial` and `baselines` of an experiment use. `_io`: inputs and results are quantized."""
 
 FUSING_RUNTIME_RULES = ("linear_pool_concat", "linear_movement", "linear_add", "movers")
 INTEGER_RUNTIME_RULES = ("movers_io", "linear_io", "gates_io")
@@ -53,14 +53,14 @@ INTEGER_RUNTIME_RULES = ("movers_io", "linear_io", "gates_io")
 def expert_placements(space: Space) -> Iterator[Placement]:
     """Return the placements that are fastest on most models of a kind of runtime, the least obvious first.
 
-    ONNX Runtime runs most operators in INT8 only where the result is quantized too, for all of its readers ("Quantize
-    ONNX models", QDQ format); a dialect of that kind has points at outputs, others have none. There the readers of a
-    result are quantized with the operator, and gates, x * sigmoid(x), run on integers too or not at all. Products of
-    matrices also have a float result: in a Transformer `linear` is the fastest rule, an initial placement by default.
+    ONNX Runtime runs most operators in INT8 only if the result is quantized too, for all of its readers ("Quantize ONNX
+    models", QDQ format). Its dialect has points at outputs, those of other runtimes have none. The rules therefore
+    quantize the readers of a result with the operator, and one rule adds gates, x * sigmoid(x). Matrix products may
+    have a float result: in a Transformer `linear` is the fastest rule, and it is an initial placement by default.
 
-    OpenVINO and TensorRT fuse linear operators, residual additions, pooling and concatenation. The additions alone may
-    double the time (a Transformer in BF16 on OpenVINO: 8.8 ms with, 4.1 without them); the heads of attention may be
-    moved as integers.
+    OpenVINO and TensorRT fuse linear operators, residual additions, pooling and concatenation. Quantized additions may
+    double the time (a Transformer in BF16 on OpenVINO: 8.8 ms with, 4.1 ms without them). Movement operators such as
+    the transpositions of attention heads may run on integers.
     """
     names = INTEGER_RUNTIME_RULES if space.has_output_points else FUSING_RUNTIME_RULES
     return (HEURISTIC_RULES[name](space, None) for name in names)

@@ -1,6 +1,6 @@
-"""Moves between placements: pure functions of their arguments and a Generator.
+"""Moves between placements: functions of a placement, its space and a random generator.
 
-Quantized means: a choice other than 0 ("float"). No function changes what it is given.
+A dimension is quantized if its choice is not 0 ("float"). No function modifies a placement or a space.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def assign(placement: Placement, indices: Iterable[int], choice: int, space: Spa
     """Return the placement with one choice at all `indices`, or a dimension's last choice if it has fewer."""
     choices = list(placement.choices)
     for index in indices:
-        choices[index] = choice if choice < 2 else min(choice, space.sizes[index] - 1)  # every dimension has two
+        choices[index] = choice if choice < 2 else min(choice, space.sizes[index] - 1)  # at least two choices exist
     return Placement(tuple(choices))
 
 
@@ -33,7 +33,7 @@ def random_with_density(space: Space, rng: np.random.Generator, density: float) 
     choices = [0] * len(space)
     for index in np.flatnonzero(rng.random(len(space)) < density):
         size = space.sizes[index]
-        choices[index] = 1 if size == 2 else int(rng.integers(1, size))  # a draw from one choice takes its time too
+        choices[index] = 1 if size == 2 else int(rng.integers(1, size))  # no draw if there is one precision: faster
     return Placement(tuple(choices))
 
 
@@ -98,9 +98,9 @@ def crossover_by_group(first: Placement, second: Placement, space: Space, rng: n
 
 
 def dimension_blocks(space: Space) -> tuple[tuple[int, ...], ...]:
-    """Return sets of dimensions to move together: each role, each pattern, each role within a pattern.
+    """Return sets of dimensions to change together: each role, each pattern, each role within a pattern.
 
-    Sets of one dimension and repeated sets are left out; larger shares of the model's cost come first.
+    Sets of one dimension and repeated sets are left out; sets with a larger share of the model's cost come first.
     """
     found: dict[tuple[str, str], list[int]] = {}
     for index, dimension in enumerate(space.dimensions):
@@ -124,14 +124,17 @@ def first_unseen(
 def random_neighbour(
     placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], attempts: int = 200
 ) -> Placement | None:
-    """Return an unseen placement a few flips away, or None: one flip with probability 1/2, two with 1/4 and so on."""
+    """Return an unseen placement a few flips away, or None if no attempt finds one.
+
+    The number of flips is 1 with probability 1/2, 2 with probability 1/4, and so on.
+    """
     return first_unseen(lambda: flip(placement, space, rng, int(rng.geometric(0.5))), space, seen, attempts)
 
 
 def random_kick(
     placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], count: int
 ) -> Placement | None:
-    """Return an unseen placement `count` flips away, slightly more if that one was seen, or None if none is near."""
+    """Return an unseen placement `count` flips away, or a few flips more if that one was seen, or None."""
     found = flip(placement, space, rng, count)
     return random_neighbour(found, space, rng, seen) if space.digest(found) in seen else found
 
@@ -162,13 +165,13 @@ def next_inputs(space: Space) -> Mapping[int, int]:
         same = consumers[index] & consumers[after]
         if not same:
             found[index] = after
-        elif after in found:  # another input of the same node: what follows that follows this
+        elif after in found:  # another input of the same node, so both have the same successor
             found[index] = found[after]
     return dict(reversed(found.items()))
 
 
 def result_readers(space: Space) -> Mapping[int, tuple[int, ...]]:
-    """Map each node input to the readers of its node's result: the next input and points on its tensors."""
+    """Map each node input to the points that read its node's result: the next input and all on the same tensors."""
     sharing: dict[str, set[int]] = defaultdict(set)
     for index, dimension in enumerate(space.dimensions):
         for edge in dimension.edges:
@@ -180,16 +183,18 @@ def result_readers(space: Space) -> Mapping[int, tuple[int, ...]]:
 
 
 def singletons(space: Space) -> tuple[tuple[int, ...], ...]:
-    """Return each dimension as a set of its own, larger shares of the model's cost first."""
+    """Return each dimension as a set of its own; larger shares of the model's cost come first."""
     return _sort_new_sets(([index] for index in range(len(space))), set(), space)
 
 
 def move_sets(space: Space) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return sets of dimensions to move together, coarse to fine: across patterns, within patterns, points.
+    """Return three lists of sets of dimensions to change together, from coarse to fine.
 
-    Across patterns: a role, the readers of its results, both, and the outputs. Within patterns: a pattern, a role in
-    it, the readers of its results, both, and the inputs of one node. The points are the dimensions that are not such a
-    set already.
+    1. Across patterns: a role, the readers of its results, both, and all points of one kind.
+    2. Within a pattern: all its points, and the sets of list 1 limited to it; also the inputs of one node.
+    3. Single points.
+
+    No set is repeated; within a list, sets with a larger share of the model's cost come first.
     """
     after = result_readers(space)
     wide: dict[str, list[int]] = defaultdict(list)

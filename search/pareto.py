@@ -1,4 +1,4 @@
-"""Pareto fronts of points whose every coordinate is to be minimised."""
+"""Pareto fronts of points; all coordinates are minimised."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Values = npt.NDArray[np.float64]
 def front_numbers(values: Values, noise: Values | None = None, stop_after: int | None = None) -> npt.NDArray[np.int64]:
     """Return the front number of each point: 0 if no other dominates it, 1 if only points of front 0 do, and so on.
 
-    One point dominates another if it is nowhere larger and somewhere smaller (Deb et al. 2002, "A fast and elitist
-    multiobjective genetic algorithm: NSGA-II", section III A); in the first coordinate by more than the noise. Takes
-    n log n steps with two coordinates, unless many points have the same second one and different noise; else n squared.
+    One point dominates another if no coordinate is larger and at least one is smaller (Deb et al. 2002, "A fast and
+    elitist multiobjective genetic algorithm: NSGA-II", section III A); the first coordinate counts as smaller only if
+    the difference exceeds the noise. The time is O(n log n) for two coordinates, unless many points have the same
+    second one and different noise; else O(n²).
 
     Args:
         values: Shape (points, coordinates).
-        noise: Standard error of each point's first coordinate, shape (points,); None: exact.
-        stop_after: Once this number of points has a front, all others share the next number; None: no limit.
+        noise: Standard error of each point's first coordinate, shape (points,); None: 0.
+        stop_after: Once this number of points has a front, all other points get the next number; None: no limit.
     """
     error = np.zeros(len(values)) if noise is None else noise
     front = _fronts_of_two(values, error) if values.shape[1] == 2 else _fronts_of_any(values, error)
@@ -57,11 +58,12 @@ def _fronts_of_any(values: Values, error: Values) -> npt.NDArray[np.int64]:
 
 
 def _fronts_of_two(values: Values, error: Values) -> npt.NDArray[np.int64]:
-    """Return the front of each point of two coordinates, in ascending order of the second and then the first.
+    """Return the front of each point that has two coordinates.
 
-    Fronts with a point of smaller second and no larger first coordinate dominate a point, and these are the first ones
-    (Jensen 2003, "Reducing the run-time complexity of multiobjective EAs", IEEE Trans. Evol. Comput. 7, section III).
-    Among points of equal second coordinate, the noise decides.
+    Points are visited in ascending order of the second coordinate, then of the first. The fronts that dominate a point
+    are those whose smallest first coordinate so far is not larger, found by bisection (Jensen 2003, "Reducing the
+    run-time complexity of multiobjective EAs", IEEE Trans. Evol. Comput. 7, section III). Points with an equal second
+    coordinate dominate each other only if the first differs by more than the noise.
     """
     front = np.empty(len(values), dtype=np.int64)
     lowest: list[float] = []  # smallest first coordinate of each front, ascending
@@ -78,7 +80,7 @@ def _fronts_of_two(values: Values, error: Values) -> npt.NDArray[np.int64]:
             last = max(last, number)
             front[index] = number
             same = members.setdefault(number, [])
-            if not same or noise < same[-1][1]:  # else an earlier one dominates whatever this one does
+            if not same or noise < same[-1][1]:  # else an earlier member dominates all points that this one does
                 same.append((value, noise))
         for number, same in sorted(members.items()):
             lowest[number : number + 1] = [min([same[0][0], *lowest[number : number + 1]])]
@@ -93,12 +95,15 @@ def _is_undominated(
 
 
 def insert_nondominated(front: list[T], new: T, values: Callable[[T], Sequence[float]]) -> bool:
-    """Add an entry to a front unless an entry dominates it, remove the entries that it dominates, and return if added.
+    """Add an entry to a front unless one dominates it, and remove the entries that it dominates.
 
     Args:
         front: Entries of which none dominates another; changed in place.
         new: Entry to add.
-        values: Coordinates of an entry, all to be minimised.
+        values: Function that returns the coordinates of an entry.
+
+    Returns:
+        Whether the entry was added.
     """
     if any(dominates(values(known), values(new)) for known in front):
         return False
@@ -107,12 +112,12 @@ def insert_nondominated(front: list[T], new: T, values: Callable[[T], Sequence[f
 
 
 def dominates(one: Sequence[float], other: Sequence[float], noise: float = 0.0) -> bool:
-    """Return whether a point is nowhere larger than another and somewhere smaller, see `front_numbers`.
+    """Return whether a point has no coordinate larger than another point and at least one smaller.
 
     Args:
         one: Coordinates of the point.
-        other: Values of the other point.
-        noise: Difference of the first coordinates that counts as none.
+        other: Coordinates of the other point.
+        noise: Largest difference of the first coordinates that counts as equal.
     """
     pairs = list(zip(one, other, strict=True))
     first = other[0] - one[0] > noise
@@ -120,10 +125,10 @@ def dominates(one: Sequence[float], other: Sequence[float], noise: float = 0.0) 
 
 
 def crowding_distance(values: Values) -> Values:
-    """Return the crowding distance of each point on its front; infinite at both ends.
+    """Return the crowding distance of each point on its front; infinite for the smallest and largest coordinates.
 
-    The sum over the coordinates of the gap between both neighbours, as a share of the whole range (Deb et al. 2002,
-    section III B).
+    It is the sum, over the coordinates, of the distance between the neighbours on both sides as a share of the range
+    (Deb et al. 2002, section III B).
 
     Args:
         values: The points of one front, shape (points, coordinates).
@@ -154,7 +159,7 @@ def nsga_ranking(values: Values, noise: Values | None = None, stop_after: int | 
 
 
 def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
-    """Return the exact volume that points dominate below a reference point; meant for small fronts.
+    """Return the exact volume between points and a reference point that they dominate; meant for small fronts.
 
     Computed by slices along the last coordinate (Zitzler 1999, dissertation, section 3.1). Points that are not below
     the reference in every coordinate add nothing.

@@ -1,7 +1,7 @@
-"""Features of a placement for a model of latency: its resolved edges, summed up at several scales.
+"""Features of a placement for a model of latency: its resolved edges, aggregated at several scales.
 
-Edges that the same dimensions cover always have the same precision, so they are one *atom*. An atom's state is all
-there is to know of its edges; two placements are the same graph exactly where all atoms have the same states.
+Edges that the same dimensions cover always have the same precision, so they form one *atom*. The state of an atom is
+the precision of its edges. Two placements give the same graph exactly if all atoms have the same states.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = ["FeatureExtractor", "FeatureRows"]
 
 Matrix = npt.NDArray[np.float64]
 MAX_ADJACENT_PAIRS = 600
+"""Largest number of pairs of adjacent atoms that become features; the most frequent pairs are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,13 @@ class FeatureRows:
     """n placements as rows of features; each block's prior variances sum to about one.
 
     Attributes:
-        states: State of each atom [n, atoms]: 0 is float, k the k-th precision of the space.
-        roles: Share of each role's edges at each precision [n, roles x precisions], and of the model's
-            multiply-accumulates.
-        scopes: The same for each role within each pattern, weighted.
+        states: State of each atom, shape (n, atoms): 0 is float, k the k-th precision of the space.
+        roles: For each precision, the share of each role's edges that have it, and the share of the model's
+            multiply-accumulates behind such edges; shape (n, precisions x (roles + 1)).
+        scopes: For each precision, the weighted share of the edges of each role within each pattern.
         points: One-hot states of the atoms, weighted.
-        pairs: Weighted number of neighbouring atoms of which one alone is quantized.
-        borders: The same summed over pairs of roles.
+        pairs: For each pair of adjacent atoms, a weight if their states differ, else 0.
+        borders: For each pair of roles, the share of its pairs of adjacent atoms whose states differ.
     """
 
     states: npt.NDArray[np.int8]
@@ -45,7 +46,7 @@ class FeatureRows:
     borders: Matrix
 
     def __getitem__(self, rows: slice | list[int] | npt.NDArray[np.int64]) -> FeatureRows:
-        """Return some of the rows; a slice copies nothing."""
+        """Return some of the rows; a slice makes no copy."""
         return FeatureRows(
             states=self.states[rows],
             roles=self.roles[rows],
@@ -65,14 +66,14 @@ class FeatureRows:
 
 @dataclass(frozen=True, slots=True)
 class _EdgeIndicators:
-    """Edges of a space and the dimensions that cover them.
+    """Atoms of a space.
 
     Attributes:
-        cover: Dimensions that cover each atom, in order, padded with -1 [atoms, depth].
-        count: Number of edges.
-        cost: Share of the model's multiply-accumulates.
-        owner: The dimension whose role and pattern an atom has: a node's input before any other kind.
-        members: Number of the atom of each edge.
+        cover: Indices of the dimensions that cover each atom, ascending, padded with -1, shape (atoms, depth).
+        count: Number of edges of each atom.
+        cost: Share of the model's multiply-accumulates behind each atom.
+        owner: Index of the dimension whose role and pattern each atom has: of kind "node_input" if there is one.
+        members: Index of the atom of each edge.
     """
 
     cover: npt.NDArray[np.int64]
@@ -83,10 +84,10 @@ class _EdgeIndicators:
 
 
 class FeatureExtractor:
-    """Turns placements of one space into features; stateless after its construction.
+    """Computes the features of placements of one space; stateless after its construction.
 
-    Three kinds of atoms are neighbours, as conversions between float and quantized arise there: inputs of one node,
-    readers of one tensor, and points that follow each other in graph order.
+    Atoms are adjacent if a difference in precision needs a conversion: two inputs of one node, two readers of one
+    tensor, and two points that follow each other in graph order.
     """
 
     def __init__(self, space: Space) -> None:
@@ -113,9 +114,9 @@ class FeatureExtractor:
 
     def __call__(self, placements: Sequence[Placement]) -> FeatureRows:
         """Return the features of the placements, in their order."""
-        encoded = b"".join(bytes(placement.choices) for placement in placements)  # many times as fast as from tuples
+        encoded = b"".join(bytes(placement.choices) for placement in placements)  # much faster than from tuples
         choices = np.frombuffer(encoded, dtype=np.uint8).reshape(len(placements), len(self._space))
-        coded = np.zeros((len(placements), len(self._space) + 1), dtype=np.int8)  # the last column is the padding's
+        coded = np.zeros((len(placements), len(self._space) + 1), dtype=np.int8)  # last column: padding of `cover`
         coded[:, :-1] = self._states[np.arange(len(self._space)), choices]
         states = np.zeros((len(placements), len(self._atoms.count)), dtype=np.int8)
         for column in self._atoms.cover.T:  # the earlier dimension decides
@@ -157,7 +158,7 @@ def _edge_indicators(space: Space) -> _EdgeIndicators:
 def _adjacent_indicators(
     space: Space, atoms: _EdgeIndicators
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Matrix]:
-    """Return both indicators of each adjacent pair and the number of times it occurs."""
+    """Return both atoms of each adjacent pair and how often the pair occurs, the most frequent pairs only."""
     together: dict[tuple[str, str], set[int]] = defaultdict(set)
     found: Counter[tuple[int, int]] = Counter()
     for edge, atom in atoms.members.items():
@@ -177,7 +178,7 @@ def _adjacent_indicators(
 
 
 def _share_matrix(names: Sequence[str], weights: Matrix) -> Matrix:
-    """Return weights that turn indicators into shares: one column per name, each with sum one."""
+    """Return the matrix that maps indicators to weighted shares per name: one column per name, each with sum 1."""
     columns = {name: number for number, name in enumerate(dict.fromkeys(names))}
     sums = np.zeros((len(names), len(columns)))
     for row, name in enumerate(names):

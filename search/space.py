@@ -1,8 +1,8 @@
-"""Space of Q/DQ placements: named dimensions over resolved edges.
+"""Space of Q/DQ placements: named dimensions and the edges that they quantize.
 
-A `Dimension` is one insertion point of one pattern. It resolves to the edges of every region that has this pattern, so
-one choice quantizes the same place in all of them. Several dimensions may cover the same edge (a child region's input
-and the node input behind it); the *resolved* edges identify a placement, not the choices that led to them.
+A `Dimension` is one insertion point of one pattern. It covers the edges of every region that has this pattern, so one
+choice quantizes the same place in all of them. Several dimensions may cover the same edge (a child region's input and
+the node input behind it). Placements are therefore identified by their *resolved* edges, not by their choices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PointKind = Literal["node_input", "child_input", "output"]
 class Edge:
     """Position of a Q/DQ pair: input number `slot` of node `consumer`, fed by `tensor`.
 
-    A tensor that is itself an output of the model has the consumer "" and the slot 0.
+    For a pair on an output of the model, the consumer is "" and the slot 0.
     """
 
     tensor: str
@@ -35,6 +35,7 @@ class Edge:
 
 
 _Path = tuple[tuple[int, ...], ...]
+"""Operand's edges as positions in the sorted edges: each edge, followed by the other input edges of its consumer."""
 
 Resolved = tuple[tuple[Edge, str], ...]
 """The quantized edges of a placement with their precision, sorted; float edges are absent."""
@@ -56,7 +57,7 @@ class Dimension:
         group: Pattern of the point; crossover and per-pattern search use it.
         kind: Kind of insertion point.
         choices: Allowed precisions, first "float", then for instance "int8", "fp8".
-        edges: All edges that the choice acts on, in every region that has the pattern.
+        edges: All edges that the dimension covers, in every region that has the pattern.
         role: Kind of consumer of the tensor: "linear", "add", "mul", "pool", "concat", "activation", "normalization",
             "movement" or "other"; heuristics use it.
         cost: Share of the model's multiply-accumulates behind this point, 0 to 1.
@@ -79,13 +80,13 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Two paths of edges to one operator, which cannot take operands of two precisions.
+    """Requirement that both operands of an operator have the same precision if both are quantized.
 
-    The first quantized edge of a path gives the operand's precision.
+    The precision of an operand is that of the first quantized edge on its path.
 
     Attributes:
-        first: Edges from the operator backwards.
-        second: The same for its other operand; where the precisions differ, this operand gives way.
+        first: Edges of the first operand, from the operator backwards.
+        second: Edges of the second operand, from the operator backwards; made float if the precisions differ.
     """
 
     first: tuple[Edge, ...]
@@ -98,8 +99,8 @@ class Space:
 
     Attributes:
         dimensions: The insertion points, in graph order of their first region.
-        agreements: Pairs of precisions that must agree; see `Agreement`.
-        whole_has_output_points: True if the space that this one is a part of has points at outputs.
+        agreements: Operands whose precisions must agree.
+        whole_has_output_points: Whether the space that this one is a part of has points at outputs.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -130,7 +131,7 @@ class Space:
 
     @cached_property
     def has_output_points(self) -> bool:
-        """Return whether the dialect has points at outputs, also if this part of a space has none."""
+        """Return whether the space, or the space that it is a part of, has points at outputs."""
         return self.whole_has_output_points or any(dimension.kind == "output" for dimension in self.dimensions)
 
     def validate(self, placement: Placement) -> Placement:
@@ -149,8 +150,8 @@ class Space:
     def resolve(self, placement: Placement) -> Resolved:
         """Return the quantized edges of a placement, sorted.
 
-        Where two dimensions quantize one edge differently, the earlier dimension decides. Where precisions must agree
-        and do not, the second operand's pair is left out, with all others of its reader.
+        If two dimensions quantize one edge differently, the earlier dimension decides. If precisions must agree and do
+        not, the edge of the second operand and all other input edges of its consumer become float.
         """
         edges, members = self._edge_table
         found = [""] * len(edges)
@@ -175,7 +176,7 @@ class Space:
 
     @cached_property
     def _agreement_table(self) -> tuple[tuple[_Path, _Path], ...]:
-        """Return the two paths of each agreement: by edge its position, then those of its reader's other edges."""
+        """Return the two paths of each agreement, without edges that no dimension covers."""
         edges, _ = self._edge_table
         own = {edge: place for place, edge in enumerate(edges)}
         readers: dict[str, list[int]] = {}
@@ -190,11 +191,11 @@ class Space:
         return tuple((first, second) for first, second in pairs if first and second)
 
     def with_dimensions(self, dimensions: tuple[Dimension, ...]) -> Space:
-        """Return a space of other dimensions on edges of this one, with the same agreements."""
+        """Return a space with other dimensions that cover edges of this one, and with the same agreements."""
         return Space(dimensions, self.agreements, self.has_output_points)
 
     def subspace(self, indices: Iterable[int]) -> Space:
-        """Return the space of some dimensions, without agreements, whose other edges it does not have."""
+        """Return the space of some dimensions; without agreements, because they may refer to other edges."""
         chosen = tuple(self.dimensions[index] for index in indices)
         return Space(chosen, whole_has_output_points=self.has_output_points)
 
@@ -210,25 +211,24 @@ class Space:
         return Placement((0,) * len(self))
 
     def quantize_all(self, precision: str | None = None) -> Placement:
-        """Quantize every point, to `precision` if it is offered, by default to the point's first precision."""
+        """Quantize every point that has `precision` among its choices; None: every point, to its first precision."""
         return self._quantize_where(lambda _: True, precision)
 
     def quantize_roles(self, roles: Iterable[str], precision: str | None = None) -> Placement:
-        """Quantize the points with one of these roles; all others stay float."""
+        """Quantize the points with one of these roles, as `quantize_all` does; all others stay float."""
         wanted = frozenset(roles)
         return self._quantize_where(lambda dimension: dimension.role in wanted, precision)
 
     def quantize_dimensions(self, indices: Iterable[int], precision: str | None = None) -> Placement:
-        """Quantize the points with these indices into `dimensions`; all others stay float."""
+        """Quantize the points with these indices into `dimensions`, as `quantize_all` does; all others stay float."""
         wanted, choices = frozenset(indices), self.quantize_all(precision).choices
         return Placement(tuple(choice if index in wanted else 0 for index, choice in enumerate(choices)))
 
     def nearest(self, edges: Mapping[Edge, str]) -> Placement:
-        """Return the placement that agrees with most of the given quantized edges.
+        """Return the placement that agrees with most of the given quantized edges, for instance of an external model.
 
-        Where these are the edges of a placement of this space, the result has just these edges. Else a dimension is
-        quantized when more than half of its edges are; it takes the precision that most of them have. This is how a
-        foreign Q/DQ model becomes a seed.
+        If a placement of this space has exactly these edges, the result resolves to them. Otherwise a dimension is
+        quantized if more than half of its edges are, and has the precision that most of them have.
         """
         exact = Placement(tuple(_common_choice(dimension, edges) for dimension in self.dimensions))
         if self.resolve(exact) == tuple(sorted(edges.items())):
@@ -262,7 +262,7 @@ def _first_quantized(found: Sequence[str], path: _Path) -> tuple[int, ...]:
 
 
 def _common_choice(dimension: Dimension, edges: Mapping[Edge, str]) -> int:
-    """Return the choice that all edges of a dimension share, or 0 if they differ or it is not one of its choices."""
+    """Return the choice that all edges of a dimension share, or 0 if they differ or the dimension does not offer it."""
     found = {edges.get(edge, FLOAT) for edge in dimension.edges}
     precision = found.pop() if len(found) == 1 else FLOAT
     return dimension.choices.index(precision) if precision in dimension.choices else 0

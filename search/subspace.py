@@ -24,8 +24,8 @@ def load_searcher(use: str) -> SearcherFactory:
     option `--trust-plugins` of `qdq` sets.
 
     Raises:
-        ValueError: No searcher has this name (the message lists the installed ones), the module is not trusted, or it
-            has no class with `ask` and `tell` of this name.
+        ValueError: No installed searcher has this name (the message lists those that are installed), plug-ins are not
+            trusted, or `package.module:Class` is not a class with the methods `ask` and `tell`.
     """
     if ":" in use:
         if os.environ.get(TRUST_VARIABLE) != "1":
@@ -44,7 +44,7 @@ def load_searcher(use: str) -> SearcherFactory:
 
 
 def known_outcome(archive: Archive, placement: Placement, digest: str) -> Observation | None:
-    """Return the known outcome of a placement, for a searcher that proposes it again, or None."""
+    """Return the outcome that an archive has of a placement, or None."""
     entry, failed = archive.get(digest), archive.failures.get(digest)
     if entry is not None:
         return Observation(placement=placement, digest=digest, outcome=entry.score)
@@ -58,7 +58,7 @@ class SubspaceSearcher:
         space: The whole space.
         indices: Dimensions to search.
         base: Values of all other dimensions.
-        make: Makes the searcher of the subspace from its space.
+        make: Constructor of the inner searcher; called with the subspace.
     """
 
     def __init__(

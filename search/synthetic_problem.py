@@ -1,4 +1,4 @@
-"""Synthetic problem: a space and a latency over it whose optimum is known exactly."""
+"""Synthetic problem: a space and a latency function on it whose optimum is known exactly."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def common_initial_placements(space: Space) -> tuple[Placement, ...]:
 class SyntheticObjective:
     """Latency with a known optimum: effects of points and of neighbouring pairs, in log latency.
 
-    A pure function of the resolved edges, as a real latency is. Linear points gain by their cost, all points gain or
-    lose a little besides; a pair is two neighbours, of one pattern or of two that follow each other, that fuse (or
-    reformat) where both are quantized.
+    The latency depends on the resolved edges only, as a real one does. Quantizing a linear point saves time in
+    proportion to its cost, and every point has a small random effect in addition. Two successive dimensions have a
+    random pair effect if both are quantized, as with operators that fuse or tensors that are reformatted.
 
     Args:
         space: From `synthetic_space`; patterns of at most 12 dimensions that share no edges.
-        seed: Another seed, another landscape and other noise.
-        noise: Standard deviation of one measurement, relative.
-        coupling: Size of the pair effects next to the point effects.
+        seed: Seed of the effects and of the noise.
+        noise: Standard deviation of one measurement, relative to the latency.
+        coupling: Factor of the pair effects.
     """
 
     def __init__(self, space: Space, *, seed: int, noise: float = 0.01, coupling: float = 1.0) -> None:
@@ -93,7 +93,7 @@ class SyntheticObjective:
         return float(10.0 * math.exp((self._points * shares).sum() + (self._pairs * on[:-1] * on[1:]).sum()))
 
     def observe(self, placement: Placement) -> Observation:
-        """Return one noisy measurement as an observation."""
+        """Return a measurement with noise as an observation."""
         latency_ms = self.latency_ms(placement)
         measured_ms = latency_ms * math.exp(self._noise * self._rng.normal())
         score = Score(objective=measured_ms, stderr=self._noise * latency_ms)
@@ -103,8 +103,8 @@ class SyntheticObjective:
     def optimum(self) -> Placement:
         """Return the exact best placement, by dynamic programming over the patterns.
 
-        The part behind a pattern depends on it only through whether its last point is quantized, so the best beginning
-        of either kind is kept, and all options of each pattern are enumerated.
+        A pattern affects the following ones only by whether its last point is quantized. So all choices of a pattern
+        are enumerated, and for each of the two cases the best placement of the patterns so far is kept.
         """
         best = {False: self._space.float_placement()}
         for members in self._space.groups.values():
@@ -122,7 +122,7 @@ class SyntheticObjective:
         return min(best.values(), key=self.latency_ms)
 
     def regret(self, placement: Placement) -> float:
-        """Return the noise-free latency loss relative to the optimum: 0.1 is 10 %."""
+        """Return the noise-free latency relative to the optimum, minus 1: 0.1 is 10 % slower."""
         return self.latency_ms(placement) / self.latency_ms(self.optimum) - 1.0
 
 
@@ -136,7 +136,11 @@ def run_search_loop(
 ) -> list[Observation]:
     """Evaluate the initial placements, then ask and tell until `evaluations` placements are known.
 
-    A known placement is reported again with its known outcome and costs nothing, as in the harness.
+    A proposal that is known gets its earlier outcome and does not count, as in the harness. The loop also ends if the
+    searcher proposes nothing, or 200 known placements in a row.
+
+    Returns:
+        The first observation of each placement, in order.
     """
     known: dict[str, Observation] = {}
     for placement in initial:

@@ -1,4 +1,4 @@
-"""For authors of searchers: a planted problem with a known optimum, and the conformance kit.
+"""Conformance tests for authors of searchers, and a synthetic problem with a known optimum.
 
 Example::
 
@@ -7,8 +7,8 @@ Example::
     class TestMySearcher(SearcherContract):
         def make(self, space, seed): return MySearcher(space, seed=seed)
 
-Run pytest on the file that holds this class: it tests what asks and tells show of the promises of `search.api`. Where
-your searcher lets a tie displace nothing (promise 6), take `IncumbentContract` instead.
+Run pytest on the file with this class. It tests the guarantees of `search.api` as far as `ask` and `tell` show them. If
+your searcher also gives guarantee 6 (a tie displaces nothing), use `IncumbentContract` as the base class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class SearcherContract:
-    """Tests of the promises that every searcher gives (`search.api`). Subclass it, define `make`, run pytest."""
+    """Tests of the guarantees that every searcher gives (`search.api`); a subclass defines `make`."""
 
     def make(self, space: Space, seed: int) -> Searcher:
         """Return a new searcher; the only method that a subclass must implement."""
@@ -50,7 +50,13 @@ class SearcherContract:
     def _begin(
         self, dimensions: int, groups: int, *, initial: bool = False
     ) -> tuple[Space, SyntheticObjective, Searcher]:
-        """Return a space, an objective and a new searcher, which has received the initial placements if asked."""
+        """Return a space, an objective and a new searcher.
+
+        Args:
+            dimensions: Number of insertion points.
+            groups: Number of patterns.
+            initial: Whether the searcher receives the outcomes of the common initial placements.
+        """
         space = synthetic_space(dimensions, groups=groups)
         objective, searcher = SyntheticObjective(space, seed=0), self.make(space, 0)
         for placement in common_initial_placements(space) if initial else ():
@@ -58,7 +64,7 @@ class SearcherContract:
         return space, objective, searcher
 
     def transcript(self) -> list[list[int]]:
-        """Return the proposals of a fixed run with foreign observations, batches, failures and repeats."""
+        """Return the choices proposed in a fixed run with batches, failures, repeats and initial placements."""
         space = synthetic_space(12, groups=3, precisions=("int8", "fp8"), seed=3)
         objective = SyntheticObjective(space, seed=3)
         searcher = self.make(space, 7)
@@ -277,7 +283,7 @@ def _known_transcript(contract: Callable[[], SearcherContract]) -> list[list[int
 
 @cache
 def _other_process() -> ProcessPoolExecutor:
-    """Return a new interpreter with another hash seed; one for all contracts, for its imports take seconds."""
+    """Return a process of a new interpreter with another hash seed; shared, because its imports take seconds."""
     seed = os.environ.get("PYTHONHASHSEED")
     pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     os.environ["PYTHONHASHSEED"] = "12345"

@@ -16,17 +16,18 @@ MAX_ATTEMPTS = 50
 class AnnealingSearcher(ArchiveSearcher):
     """Simulated annealing: accept faster placements, and slower ones with a probability that decreases over time.
 
-    The temperature is a relative loss: a loss of that size is accepted with probability 1/e. It decreases geometrically
-    over a cycle of evaluations; the next cycle starts hot again from the incumbent. The noise of the comparison is
-    added to each loss, so that a tie is a small loss and not a gain (the penalty for uncertain energies, in the spirit
-    of Ceperley and Dewing 1999, J. Chem. Phys. 110, 9812). A larger violation is never accepted.
+    The temperature is the relative increase of latency that is accepted with probability 1/e. It decreases
+    geometrically over a cycle of evaluations; the next cycle starts at the highest temperature from the incumbent. The
+    noise of a comparison is added to the increase, so that a tie counts as slightly slower and not as faster (similar
+    to the penalty for uncertain energies of Ceperley and Dewing 1999, J. Chem. Phys. 110, 9812). A placement with a
+    larger violation than the present one is never accepted.
 
     Args:
         space: Space to search.
         seed: Seed of all draws.
-        hottest: Temperature at the start of a cycle, as a relative loss.
-        coldest: Temperature at the end of a cycle, as a relative loss.
-        cycle: Evaluations per cycle.
+        hottest: Temperature at the start of a cycle.
+        coldest: Temperature at the end of a cycle.
+        cycle: Number of evaluations per cycle.
         block: Probability that a move sets a whole role or pattern at once instead of flipping points.
     """
 
@@ -63,7 +64,13 @@ class AnnealingSearcher(ArchiveSearcher):
             self._base = observation.placement
 
     def _accepts(self, new: Score, old: Score | None, own: bool) -> bool:
-        """Return whether the base moves to the new placement; one that another source proposed must be better."""
+        """Return whether the base moves to the new placement.
+
+        Args:
+            new: Score of the new placement.
+            old: Score of the base; None if it has none.
+            own: Whether this searcher proposed the placement; any other must be better than the base.
+        """
         if old is None or improves(new, old):
             return True
         if not own or new.violation > old.violation:

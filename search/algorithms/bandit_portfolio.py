@@ -1,6 +1,6 @@
-"""Several searchers share one budget; a bandit gives turns to those whose proposals improve the best.
+"""Portfolio of searchers that share one budget; a bandit prefers those that improve the incumbent.
 
-The area-under-the-curve credit of OpenTuner (Ansel et al. 2014, section 4.2; Fialho et al. 2010, "Analyzing
+The credit is the area under the curve of OpenTuner (Ansel et al. 2014, section 4.2; Fialho et al. 2010, "Analyzing
 bandit-based adaptive operator selection mechanisms") with the upper confidence bound of Auer et al. 2002.
 """
 

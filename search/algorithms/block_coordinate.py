@@ -1,4 +1,4 @@
-"""Any searcher, one pattern at a time: the scope "per pattern" with revision."""
+"""Block coordinate descent: any searcher, applied to one pattern at a time in repeated rounds."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MAX_ATTEMPTS = 50
 class PerPatternSearcher(ArchiveSearcher):
     """Block coordinate descent: search one pattern at a time while the others keep the incumbent's schemes.
 
-    First the schemes that the best other placements have for the pattern are tried, then the proposals of its searcher.
-    After the last pattern a new round begins, so that later patterns revise earlier ones. A round without a new
-    proposal ends the descent; the next one starts from the incumbent with a tenth of its points flipped. Of placements
-    that tie, the incumbent is the one scored first. (`random_mutation` with scope "per_pattern" is ModelOpt's
-    procedure: one round, and each pattern is committed permanently.)
+    For each pattern, the schemes that the best other placements have for it are tried first, then the proposals of the
+    inner searcher. After the last pattern a new round begins, so that earlier patterns are revised. A round without a
+    new proposal ends the descent; the next one starts from the incumbent with a tenth of its points flipped. Of
+    placements that tie, the incumbent is the one scored first. (`random_mutation` with scope "per_pattern" is
+    ModelOpt's procedure: one round, and each pattern is committed permanently.)
 
     Args:
         space: Space to search.
         seed: Seed of all draws.
         searcher: Name of the searcher of each pattern.
         params: Parameters of that searcher.
-        evaluations: Proposals per turn of a pattern.
+        evaluations: Number of proposals per pattern and round.
         order: "graph": patterns in the order of the model; "cost": patterns with more multiply-accumulates first.
     """
 
@@ -71,7 +71,7 @@ class PerPatternSearcher(ArchiveSearcher):
             self._part.tell(observation)
 
     def _propose(self) -> Placement | None:
-        """Return a proposal of the first pattern that has one, or None while pending outcomes decide the next base."""
+        """Return a proposal of the first pattern that has one, or None while pending outcomes may change the base."""
         part = self._part or self._start_block(self._base_placement())
         while self._in_vain < len(self._turns):
             if self._left and (placement := self._propose_in_pattern(part)) is not None:
@@ -102,7 +102,7 @@ class PerPatternSearcher(ArchiveSearcher):
         return start
 
     def _start_block(self, base: Placement) -> SubspaceSearcher:
-        """Start the search of the current pattern; its searcher learns the outcomes that are known on this base."""
+        """Start the search of the current pattern and tell its searcher all known outcomes that differ only there."""
         self._left = self._evaluations
         indices = self._turns[0] if self._turns else ()
         seed = int(self._rng.integers(2**31))
@@ -127,6 +127,6 @@ class PerPatternSearcher(ArchiveSearcher):
         return None
 
     def _tell_known(self, part: SubspaceSearcher, placement: Placement) -> None:
-        """Tell a pattern's searcher the outcome of its proposal if the graph was evaluated before."""
+        """Tell a pattern's searcher the outcome of a placement if it is known."""
         if (known := known_outcome(self._archive, placement, self._space.digest(placement))) is not None:
             part.tell(known)

@@ -21,7 +21,8 @@ __all__ = ["EvolutionarySearcher"]
 
 LEARNING_RATE = 0.22
 MAX_ATTEMPTS = 100
-FREE_REPEATS = 2000  # children that a search draws beyond two per proposal; without a limit, time is not linear
+FREE_REPEATS = 2000
+"""Number of children that a search may draw beyond two per proposal, so that its time stays linear in the proposals."""
 
 
 class EvolutionarySearcher(ArchiveSearcher):
@@ -36,7 +37,7 @@ class EvolutionarySearcher(ArchiveSearcher):
         space: Space to search.
         seed: Seed of all draws.
         population: Number of parents (mu).
-        tournament: Candidates drawn for one parent; the best of them is taken.
+        tournament: Number of candidates drawn for one parent; the best of them is taken.
         crossover: Probability that a child has two parents; it takes each pattern whole from either.
         block: Probability that a mutation also sets a whole role or pattern at once.
         significance: Number of combined standard errors that a child must gain to displace a parent.
@@ -75,7 +76,7 @@ class EvolutionarySearcher(ArchiveSearcher):
         left = FREE_REPEATS + 2 * len(self._archive.seen) - self._children
         attempts = min(MAX_ATTEMPTS, max(left, 1))
         placement = first_unseen(make, self._space, self._archive, attempts)
-        if placement is None and attempts < MAX_ATTEMPTS:  # near the parents nearly all is known
+        if placement is None and attempts < MAX_ATTEMPTS:  # nearly all placements near the parents are known
             placement = random_neighbour(make(), self._space, self._rng, self._archive)
         return placement or random_neighbour(self._random_placement(), self._space, self._rng, self._archive)
 

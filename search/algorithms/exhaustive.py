@@ -1,4 +1,4 @@
-"""Every placement once: the truth about a small space, and a screening of single points in a large one."""
+"""Exhaustive search: all placements of a space, those with few quantized points first."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["ExhaustiveSearcher"]
 class ExhaustiveSearcher(ArchiveSearcher):
     """Try all placements in the order of their number of quantized points; for small spaces and complete tables.
 
-    Among equal numbers, points with more multiply-accumulates come first. The search ends with the space and proposes
-    nothing that is known. n points of two choices have 2**n placements.
+    Among equal numbers, points with more multiply-accumulates come first. Known placements are left out. A space of n
+    points with two choices has 2**n placements.
 
     Args:
         space: Space to enumerate.

@@ -1,7 +1,7 @@
-"""Sensitivity first, then greed: measure each block and point on its own, combine what gained most for its cost.
+"""Sensitivity-guided greedy search: measure changes of blocks and points one at a time, then combine the best.
 
-The scheme behind sensitivity-guided mixed precision (Wu et al. 2020, arXiv 2004.09602, "Partial quantization", for
-leaving layers out; HAWQ, arXiv 1905.03696, for the order by sensitivity), on measured latency and in both directions.
+This is the scheme of sensitivity-guided mixed precision (Wu et al. 2020, arXiv 2004.09602, "Partial quantization", for
+leaving layers out; HAWQ, arXiv 1905.03696, for the order by sensitivity) on measured latency and in both directions.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ Change = tuple[tuple[int, ...], int]
 class SensitivityGreedySearcher(ArchiveSearcher):
     """Measure single changes of the incumbent, then combine them, the largest gain first.
 
-    A round tests changes of one base: blocks across patterns, then blocks within patterns, then single points; larger
-    shares of the model's multiply-accumulates first. "in" quantizes points that are float (leave one in), "out" makes
-    quantized points float (leave one out). After each stage its changes are ordered by gain per cost and applied
-    cumulatively: a change that gains on top of all before it is kept, any other is reverted. Cost is the number of
-    edges changed, so that small changes with a large gain come first. If the base violates the constraint, gain is the
-    violation removed and cost the latency lost. The next stage starts from the combined placement, the next round from
-    the best placement that had no round yet (of ties, the one scored first); random placements come last.
+    A round has three stages that test changes of one base: blocks across patterns, blocks within patterns, and single
+    points, those with a larger share of the model's multiply-accumulates first. After each stage its changes are
+    ordered by gain per cost and applied cumulatively: a change that gains on top of all before it is kept, any other is
+    reverted. Cost is the number of edges changed, so that small changes with a large gain come first. If the base
+    violates the constraint, gain is the reduction of the violation and cost the increase of latency. The next stage
+    starts from the combined placement, the next round from the best placement that had no round yet (of ties, the one
+    scored first). After the last round, random placements are proposed.
 
     Args:
         space: Space to search.
         seed: Seed of the draws after the last round.
-        direction: Direction of the changes.
+        direction: "in": quantize points that are float (leave one in); "out": make quantized points float (leave one
+            out); "both": both.
         share: Share of a stage's changes that one round tests, the costliest first; the first stage is tested in full.
         significance: Number of combined standard errors that a gain must exceed to count.
     """
@@ -110,7 +111,7 @@ class SensitivityGreedySearcher(ArchiveSearcher):
         return (self._archive.get(entry.digest) or entry).score
 
     def _measure(self, placement: Placement) -> Generator[Placement | None, None, ArchiveEntry | None]:
-        """Propose a placement unless it is known, and wait for its outcome; None where it failed."""
+        """Propose a placement unless it is known, wait for its outcome, and return its entry; None if it failed."""
         digest = self._space.digest(placement)
         if digest not in self._archive:
             yield placement
@@ -132,7 +133,11 @@ class SensitivityGreedySearcher(ArchiveSearcher):
 
 
 def _gain_rate(alone: Score, base: Score, edges: int) -> float:
-    """Return violation removed per latency lost if the base violates the constraint, else latency gained per edge."""
+    """Return the value of a change per cost; larger is better.
+
+    It is the violation removed per increase of latency if the base violates the constraint, else the latency saved per
+    edge.
+    """
     lost = alone.objective - base.objective
     if base.violation > 0:
         return (base.violation - alone.violation) / max(lost, 1e-3 * abs(base.objective), 1e-12)

@@ -1,4 +1,4 @@
-"""Local search: moves from the incumbent in the order of their expected effect, first improvement wins."""
+"""Local search: moves from the incumbent, those of larger cost first; the first improvement is accepted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Move = tuple[tuple[int, ...], int]
 
 
 class LocalSearcher(ArchiveSearcher):
-    """Local search: take the first change that gains more than the noise, and restart if none does.
+    """Local search: accept the first change that gains more than the noise, and restart if none does.
 
     The base is the best placement so far. Its neighbours are proposed one after the other, blocks first (a role, a
     pattern, a role within a pattern), then single points, both in the order of their share of the model's cost. A
@@ -26,7 +26,7 @@ class LocalSearcher(ArchiveSearcher):
         seed: Seed of all draws.
         significance: Number of combined standard errors that a gain must exceed to count.
         perturbation: Share of the points that a restart flips, at least two points.
-        blocks_first: False omits the moves of whole blocks.
+        blocks_first: Whether moves of whole blocks are tried, before those of single points.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LocalSearcher(ArchiveSearcher):
         self._archive.tell(observation)
         if new and self._beats_base(observation.digest, base, leader):
             self._move_to(observation.placement)
-        elif base in self._archive.failures or (led and not self._is_incumbent(base)):  # measured again, it fell behind
+        elif base in self._archive.failures or (led and not self._is_incumbent(base)):  # a new score of the base
             self._move_to(self._incumbent_placement())
 
     def _beats_base(self, digest: str, base: str, leader: ArchiveEntry | None) -> bool:

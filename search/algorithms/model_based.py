@@ -1,4 +1,4 @@
-"""The default searcher: expert rules, then block moves, combinations and retreats, chosen by a model of latency."""
+"""Default searcher: expert rules, then moves of blocks and their combinations, chosen by a model of latency."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Move = tuple[tuple[int, ...], int]
 """Dimensions and the choice that all of them get."""
 
 MAX_BASES = 4
-"""Placements that candidates are made from."""
+"""Largest number of placements that candidates are made from."""
 MAX_PAIRED_MOVES = 9
-"""Best moves that are combined in pairs."""
+"""Number of best moves that are combined in pairs."""
 MAX_CUMULATIVE_MOVES = 12
-"""Placements of a ladder at most."""
+"""Largest number of moves that are applied one on top of the other."""
 
 
 class AutoSearcher(ArchiveSearcher):
@@ -33,24 +33,23 @@ class AutoSearcher(ArchiveSearcher):
     The search begins with the expert rules that are new (`search.heuristics`). Every later proposal is the candidate
     with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
 
-    1. Moves from each of the best placements that differ from each other: blocks across patterns (a role, the readers
-    of
-       its results), blocks within a pattern, single points, coarse ones first; crossovers of patterns; two to four
-        points
-       at once; random sets of roles and of points.
+    1. Moves from several good placements that differ from each other: blocks across patterns (a role, the readers of
+       its results), blocks within a pattern, and single points; also crossovers of patterns, flips of two to four
+       points, and random sets of blocks and of points.
     2. The most promising moves combined: in pairs, and cumulatively in the order of their expected gain. With a
-    constraint
-       also retreats from the fastest placements that violate it, block by block in the order of violation removed per
-       latency lost, and advances from the best feasible placement in the order of gain per violation.
+       constraint, also moves to float from the fastest violating placement, cumulatively in the order of violation
+       removed per increase of latency, and moves to a quantized precision from the best placement in the order of
+       latency saved per increase of the violation.
 
-    With several objectives, the best placements are those of the front, see `search.archive.Archive.nsga_order`.
+    With several objectives, the best placements are those of `search.archive.Archive.nsga_order`.
 
     Args:
         space: Space to search.
         seed: Seed of all draws.
         rules: Number of expert rules tried before the model decides.
-        surrogate: False: moves from the incumbent, coarse to fine, without a model.
-        blocks: False omits all moves except single points.
+        surrogate: Whether a model chooses among the candidates. If not, moves from the best placements are proposed in
+            a fixed order, coarse ones first.
+        blocks: Whether blocks are moved; if not, only single points.
         candidates: Number of candidates compared in the first round.
     """
 
@@ -87,8 +86,8 @@ class AutoSearcher(ArchiveSearcher):
     def _is_dominated_by_violation(self, rule: Placement) -> bool:
         """Return whether a rule quantizes everything that a violating placement quantizes.
 
-        Nothing is known of a constraint that the float model is not known to hold: it may be one of latency, which more
-        pairs do heal.
+        False unless the float model is known to be feasible: otherwise the constraint may be one that more Q/DQ pairs
+        help to satisfy, such as a bound on latency.
         """
         unquantized = self._archive.get(self._space.digest(self._space.float_placement()))
         if unquantized is None or unquantized.score.violation > 0:
@@ -119,21 +118,23 @@ class AutoSearcher(ArchiveSearcher):
         return max(fresh, key=lambda pair: round(pair[0], 12))[1] if fresh else None
 
     def _base(self) -> Placement:
-        """Return the best placement, or one drawn from the least crowded of the front."""
+        """Return the best placement; with several objectives, one drawn from the least crowded of the front."""
         leaders = self._archive.base_entries(MAX_BASES)
         place = int(self._rng.integers(len(leaders))) if self._archive.is_multi_objective else 0
         return leaders[place].placement
 
     def _sample_moves(self, count: int) -> list[Move]:
-        """Return all moves across patterns and a sample of the others, `count` in total."""
+        """Return the moves across patterns and a random sample of the others: `count` moves, or up to half more."""
         others = (*self._narrow, *self._points)
         kept = self._rng.permutation(len(others))[: max(count - len(self._wide), count // 2)]
         return [*self._wide[:count], *(others[index] for index in sorted(kept))]
 
     def _random_candidates(self) -> Iterator[Placement]:
-        """Yield candidates that are no single move: rivals of the best, crossovers, several points, random sets.
+        """Yield candidates other than single moves from the best placement.
 
-        Where an operator gains only if several of its points change together, no sequence of single moves gets there.
+        They are moves from other good placements, crossovers with these, random sets of blocks, flips of several points
+        and random placements. If an operator gains only when several of its points change together, no sequence of
+        improving single moves finds that.
         """
         bases = [entry.placement for entry in self._diverse_elite()]
         room = self._candidates // 2
@@ -177,7 +178,14 @@ class AutoSearcher(ArchiveSearcher):
             yield from self._cumulative_moves(base, self._order_by_exchange_rate(base, advisor, back=False))
 
     def _order_by_exchange_rate(self, base: Placement, advisor: SurrogateModel, *, back: bool) -> list[Move]:
-        """Return moves to float by violation per latency, or from float by latency per violation."""
+        """Return moves with their best exchange of latency for violation first.
+
+        Args:
+            base: Placement that the moves start from.
+            advisor: Fitted models.
+            back: True: moves to float, by violation removed per increase of latency. False: moves to a quantized
+                precision, by latency saved per increase of the violation.
+        """
         moves = [move for move in self._sample_moves(self._candidates // 4) if (move[1] == 0) == back]
         advice = advisor.score([base, *(self._apply(base, move) for move in moves)])
         slower = advice.objective[1:] - advice.objective[0]
@@ -188,7 +196,7 @@ class AutoSearcher(ArchiveSearcher):
         return [moves[index] for index in np.argsort(-rates, kind="stable") if bought[index] > 0]
 
     def _cumulative_moves(self, base: Placement, moves: Sequence[Move]) -> Iterator[Placement]:
-        """Yield placements that apply the moves cumulatively, skipping moves that touch earlier ones."""
+        """Yield placements that apply the moves cumulatively, without moves of points that an earlier move changed."""
         touched: set[int] = set()
         rungs = 0
         for indices, choice in moves:

@@ -1,4 +1,4 @@
-"""NSGA-II over placements: a whole front of latency against whatever else is minimised (Deb et al. 2002)."""
+"""NSGA-II over placements: searches the whole Pareto front of several objectives (Deb et al. 2002)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optuna's samplers as searchers: `tpe` and, by the name of the sampler, `optuna`.
+"""Optuna's samplers as searchers: TPE as `tpe`, any other as `optuna` with its name.
 
 TPE: Bergstra et al. 2011, "Algorithms for hyper-parameter optimization"; Watanabe 2023, arXiv 2304.11127.
 """
@@ -26,12 +26,13 @@ from search.moves import random_neighbour
 __all__ = ["OptunaSearcher", "TPESearcher"]
 
 MAX_SAMPLER_DRAWS = 4
+"""Number of draws for a new placement before a known one is varied."""
 BATCH_SETTINGS = {"constant_liar": True, "warn_asynchronous_seeding": False}
 """Settings for samplers that accept them, because proposals come in batches."""
 UNCHECKED_VIOLATION = 1e-12
-"""Violation of an unchecked constraint: ranks after all feasible trials and before all violating ones."""
+"""Violation of an unchecked constraint, which ranks after all feasible trials and before all violating ones."""
 FAILURE_VIOLATION = 1e12
-"""Violation of a failure, if there is a constraint: ranks after everything that has a value."""
+"""Violation of a failure if there is a constraint, so that it ranks after all trials with a value."""
 
 
 class _OptunaStudySearcher(ArchiveSearcher):
@@ -40,14 +41,14 @@ class _OptunaStudySearcher(ArchiveSearcher):
     Every outcome, also of an initial placement, becomes a finished trial, as if the sampler had proposed it. A failure
     becomes a pruned trial without a value. From the first violation on, violations are Optuna's constraint: feasible
     trials rank first, then those with an unchecked constraint (`Score.assumed`). Several objectives make a
-    multi-objective study. A pending placement is a running trial. A known placement is drawn again, then varied by a
-    few flips until it is new.
+    multi-objective study. A pending placement is a running trial. If the sampler proposes a known placement, it is
+    asked again up to three times, then the placement is varied by a few flips until it is new.
 
     Args:
         space: Space to search.
         seed: Seed of all draws.
-        sampler: Makes the sampler from a seed.
-        parameter: Makes the parameter of a dimension from its number of choices; its values are 0, 1 and so on.
+        sampler: Function that returns the sampler for a seed.
+        parameter: Function that returns the distribution of a dimension with a number of choices: 0, 1 and so on.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class _OptunaStudySearcher(ArchiveSearcher):
             self._study.tell(trial, outcome.values)
 
     def _constraints(self, outcome: Score | Failure) -> dict[str, float]:
-        """Return the constraint values of a trial; none before the first violation, to sample fast.
+        """Return the constraint values of a trial; none before the first violation, because sampling is faster then.
 
         Optuna ranks violating trials by the violation alone, so unchecked ones get tiny violations in the order of
         their objectives.
@@ -138,7 +139,7 @@ class _OptunaStudySearcher(ArchiveSearcher):
         return {"violation": max(outcome.violation, assumed)}
 
     def _rebuild(self) -> None:
-        """Create the study anew, because Optuna never changes a finished trial and a pooled score has moved."""
+        """Create the study anew, because Optuna cannot change a finished trial when its pooled score changes."""
         trials = self._study.get_trials(deepcopy=False)
         finished, waiting = self._finished, self._running
         self._study, self._finished, self._running = self._new_study(), {}, {}
@@ -169,15 +170,15 @@ class TPESearcher(_OptunaStudySearcher):
     """Optuna's TPE sampler over categorical parameters.
 
     Failures rank after every trial with a value, so that TPE avoids them. Pending proposals count as bad ones (constant
-    liar), so that a batch spreads. TPE uses the order of the objectives only: latency and log latency are equivalent.
+    liar), so that those of a batch differ. TPE uses only the order of the objectives, so a logarithm has no effect.
 
     Args:
         space: Space to search.
         seed: Seed of all draws.
         n_startup_trials: Number of finished trials, initial and failed ones included, before TPE replaces random draws.
-        n_ei_candidates: Candidates drawn from the good density for one proposal.
-        multivariate: One joint density over all dimensions; False: each dimension on its own. (Optuna's `group` would
-            change nothing: all dimensions always occur together.)
+        n_ei_candidates: Number of candidates drawn from the density of good trials for one proposal.
+        multivariate: Whether the density is a joint one of all dimensions; if not, each dimension has its own.
+            (Optuna's `group` would have no effect, because every trial has all dimensions.)
     """
 
     def __init__(
@@ -209,9 +210,9 @@ class TPESearcher(_OptunaStudySearcher):
 class OptunaSearcher(_OptunaStudySearcher):
     """Search with any sampler of `optuna.samplers` by its class name.
 
-    Choices are integers, so that samplers for numeric parameters work as well. A Gaussian process takes about a second
-    per proposal at a hundred points. Genetic samplers such as NSGAIISampler breed from their own proposals only, not
-    from initial placements. CmaEsSampler supports one objective and no bound.
+    Choices are integers, so that samplers for numeric parameters work as well. GPSampler takes about a second per
+    proposal for a space of a hundred points. Genetic samplers such as NSGAIISampler use only their own proposals as
+    parents, not initial placements. CmaEsSampler supports one objective and no constraint.
 
     Args:
         space: Space to search.
@@ -250,7 +251,7 @@ class OptunaSearcher(_OptunaStudySearcher):
 
 
 def _available_samplers() -> dict[str, Any]:
-    """Return the samplers that need nothing but a seed and do not stop the study themselves."""
+    """Return the samplers, by name, that can be made from a seed alone and do not stop the study themselves."""
     names = [name for name in optuna.samplers.__all__ if name.endswith("Sampler") and name != "BruteForceSampler"]
     return {name: getattr(optuna.samplers, name) for name in names if _needs_only_a_seed(name)}
 
@@ -261,7 +262,7 @@ def _needs_only_a_seed(name: str) -> bool:
 
 
 def _widen_study_shape(form: tuple[int, bool], outcome: Score | Failure) -> tuple[int, bool]:
-    """Return the number of objectives, and whether there is a constraint, after one more outcome."""
+    """Return the number of objectives of a study, and whether it has a constraint, after one more outcome."""
     if isinstance(outcome, Failure):
         return form
     return max(form[0], len(outcome.values)), form[1] or outcome.violation > 0 or outcome.assumed
@@ -269,7 +270,7 @@ def _widen_study_shape(form: tuple[int, bool], outcome: Score | Failure) -> tupl
 
 @contextmanager
 def _silence_optuna() -> Iterator[None]:
-    """Silence Optuna's log on stderr, for which it has only a global switch, and its experimental warnings."""
+    """Silence Optuna's experimental warnings and its log on stderr, which has only a global switch."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(max(verbosity, optuna.logging.ERROR))
     try:

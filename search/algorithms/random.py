@@ -1,4 +1,4 @@
-"""Random search without repeats: the reference of every table."""
+"""Random search without repeats, the reference in comparisons of searchers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RandomSearcher"]
 
 Density = Literal["stratified", "uniform"]
 MAX_ENUMERATED_PLACEMENTS = 4096
-MAX_ATTEMPTS = 1000
+MAX_ATTEMPTS = 1000  # draws for an unseen placement
 
 
 class RandomSearcher(ArchiveSearcher):
@@ -28,9 +28,9 @@ class RandomSearcher(ArchiveSearcher):
     Args:
         space: Space to draw from.
         seed: Seed of all draws.
-        density: "uniform" draws every choice of a dimension with equal probability, so with many dimensions about half
-        of a placement is quantized. "stratified" first draws the share of quantized points uniformly from 0 to 1 and
-        so covers sparse and dense placements equally; it has no effect on enumerated spaces.
+        density: "uniform" draws every choice of a dimension with equal probability, so with many dimensions of two
+            choices about half of the points are quantized. "stratified" first draws the share of quantized points
+            uniformly from 0 to 1 and so covers sparse and dense placements equally. No effect on enumerated spaces.
     """
 
     def __init__(self, space: Space, *, seed: int, density: Density = "stratified") -> None:

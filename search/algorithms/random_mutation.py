@@ -1,6 +1,6 @@
-"""Random mutation of the best, the algorithm of ModelOpt's ONNX autotune.
+"""Random mutation of the best placements, the algorithm of ModelOpt's ONNX autotune.
 
-Facts from its user guide ("Autotune (ONNX)") and its source at version 0.47; the code is our own.
+It follows the user guide ("Autotune (ONNX)") and the source of ModelOpt 0.47; no code was copied.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ Scope = Literal["joint", "per_pattern"]
 class RandomMutationSearcher(ArchiveSearcher):
     """Mutate one of the best placements, as ModelOpt does: add and remove one to three points of each kind.
 
-    "joint" mutates the whole model. "per_pattern" is ModelOpt's procedure: patterns in graph order, those of COMPOSITE
-    regions last. Each pattern starts from the committed schemes of earlier ones, has `schemes_per_pattern` turns, the
-    first without any Q/DQ pair of its own, and commits its best scheme permanently; later patterns are float until
-    their turn. Initial placements serve each pattern as ModelOpt's pattern cache does: their scheme for it is tried
-    first. One difference to ModelOpt: a known scheme takes a turn there; here it is not measured again.
+    Scope "joint" mutates the whole model. Scope "per_pattern" is ModelOpt's procedure: one pattern after the other in
+    graph order, those of COMPOSITE regions last. Each pattern has `schemes_per_pattern` turns on top of the committed
+    schemes of earlier patterns, the first without any Q/DQ pair of its own; then its best scheme is committed
+    permanently. Later patterns are float until then. Initial placements have the role of ModelOpt's pattern cache:
+    their scheme for a pattern is tried first. Unlike in ModelOpt, a known scheme takes no turn, as it is not measured
+    again.
 
     Args:
         space: Space to search.
         seed: Seed of all draws.
-        scope: "joint" or "per_pattern", see above.
-        schemes_per_pattern: Turns of one pattern (ModelOpt: 30, or 200 in its mode "extensive"); no effect in scope
-            "joint".
+        scope: "joint" or "per_pattern".
+        schemes_per_pattern: Number of turns of one pattern (ModelOpt: 30, or 200 in its mode "extensive"); no effect
+            in scope "joint".
         top_share: Share of the measured placements, best first, that parents are drawn from.
-        minimum_parents: Minimum number of placements to draw parents from, if there are as many.
+        minimum_parents: Smallest number of placements that parents are drawn from, if there are as many.
         maximum_mutations: Largest number of additions, and of removals, for one kind of point.
-        maximum_generation_attempts: Mutations tried for an unseen placement before the pattern (in scope "joint" the
-            search) ends.
+        maximum_generation_attempts: Number of mutations tried for an unseen placement; if none is unseen, the pattern
+            (in scope "joint" the search) ends.
     """
 
     def __init__(  # noqa: PLR0913 - the settings of a searcher are the keywords of its constructor
@@ -71,7 +72,7 @@ class RandomMutationSearcher(ArchiveSearcher):
         self._turns = [tuple(range(len(space)))] if joint else _composite_last(space)
         self._schemes = math.inf if joint else schemes_per_pattern
         self._had = {space.digest(self._committed)}
-        self._alike: set[str] = set()  # digests of what is as committed outside the pattern whose turn it is
+        self._alike: set[str] = set()  # digests that equal the committed placement outside the current pattern
 
     def tell(self, observation: Observation) -> None:
         if observation.digest not in self._archive:
@@ -84,7 +85,7 @@ class RandomMutationSearcher(ArchiveSearcher):
             self._alike.add(entry.digest)
 
     def _propose(self) -> Placement | None:
-        """Return a scheme of the first pattern that has one, or None while pending outcomes decide its commit."""
+        """Return a scheme of the current pattern, or of the next one that has any; None while outcomes are pending."""
         while self._turns:
             if (placement := self._propose_in_pattern()) is not None:
                 self._had.add(self._space.digest(placement))

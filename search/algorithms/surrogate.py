@@ -1,4 +1,4 @@
-"""Model-guided search: the most promising of many neighbours of the best, by expected improvement."""
+"""Model-guided search: proposes the neighbour of the best placements with the largest expected improvement."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = ["ExtraTrees", "SurrogateSearcher"]
 
 ModelKind = Literal["ridge", "forest"]
 CANDIDATE_SHARES = (0.6, 0.2, 0.1)
-"""Of the candidates: block moves and single points, children of two parents, two to four flips; the rest are random."""
+"""Shares of the candidates: moves of blocks and points, crossovers, two to four flips. The rest are random."""
 
 
 class SurrogateSearcher(ArchiveSearcher):
     """Bayesian optimization with a Gaussian process over placements (`search.acquisition`, `search.gaussian_process`).
 
-    The model of log latency is additive in points, roles, patterns and their shares of the multiply-accumulates, and
-    pairwise in neighbours of which exactly one is quantized. Candidates are moves around the best few placements:
-    blocks (roles, patterns, roles within patterns, readers of their results), points, crossovers, random draws. With
-    two objectives, the best placements are the least crowded of the front, and the expected growth of the hypervolume
-    decides.
+    The model of log latency adds up effects of points, of roles, of patterns, of shares of the multiply-accumulates,
+    and of pairs of adjacent points with different precisions. Candidates are made from the best few placements by moves
+    of blocks (roles, patterns, roles within patterns, readers of their results), moves of points, and crossovers;
+    others are random. With two objectives, the best placements are the least crowded of the front, and the expected
+    growth of the hypervolume decides.
 
     Args:
         space: Space to search.
         seed: Seed of all draws.
-        model: "ridge": Bayesian ridge regression with a remainder (a Gaussian process). "forest": extremely randomized
-            trees of scikit-learn, whose spread is the uncertainty; about seven times as slow.
+        model: "ridge": Gaussian process that extends Bayesian ridge regression. "forest": extremely randomized trees of
+            scikit-learn, whose standard deviation is the uncertainty; takes about seven times as long.
         startup: Number of scored placements, initial ones included, before the model replaces random draws.
         candidates: Number of candidates compared for one proposal.
         parents: Number of best placements that candidates are made from.
@@ -99,9 +99,9 @@ class SurrogateSearcher(ArchiveSearcher):
 
 
 class ExtraTrees:
-    """Extremely randomised trees (Geurts et al. 2006) whose disagreement is the uncertainty.
+    """Regressor of extremely randomised trees (Geurts et al. 2006).
 
-    As in Hutter, Hoos, Leyton-Brown 2011 (SMAC, section 4.1): mean and spread over the trees.
+    Predictions are the mean and standard deviation over the trees (Hutter, Hoos, Leyton-Brown 2011, SMAC, section 4.1).
     """
 
     def __init__(self, seed: int, trees: int = 40) -> None:
@@ -111,16 +111,16 @@ class ExtraTrees:
         self._trees = [ExtraTreeRegressor(min_samples_leaf=2, max_features=0.5, random_state=int(s)) for s in seeds]
 
     def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
-        """See `search.gaussian_process.Regressor`; standard errors become weights, and one of 0 is not known."""
+        """Fit all trees as in `search.gaussian_process.Regressor.fit`; smaller standard errors give larger weights."""
         known = errors[errors > 0]
         typical = float(np.median(known)) if len(known) else 1.0
         columns, weights = _feature_matrix(rows), 1.0 / (1.0 + (errors / typical) ** 2)
-        for tree in self._trees:  # without the checks of a whole forest, which take most of the time of a small one
+        for tree in self._trees:  # the input checks of scikit-learn's forest would take most of the time
             tree.fit(columns, values, sample_weight=weights, check_input=False)
         return self.predict(rows)[0]
 
     def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
-        """See `search.gaussian_process.Regressor`."""
+        """Return the mean and the standard deviation of the trees' predictions for each row."""
         columns = _feature_matrix(rows)
         votes = np.array([tree.tree_.predict(columns)[:, 0] for tree in self._trees])
         return votes.mean(axis=0), votes.std(axis=0) + 1e-3
