@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -167,6 +169,11 @@ def _signed_dialect_name(dialect_name: str) -> str:
 
 
 def _cache_key(name: str, options: PtqOptions, data_key: str) -> str:
-    tools = sorted(f"{d.name} {d.version}" for d in distributions() if d.name and d.name.startswith(PTQ_PACKAGES))
-    text = json.dumps([name, ptq_fingerprint(options, name), data_key, tools])
+    text = json.dumps([name, ptq_fingerprint(options, name), data_key, _installed_tools(tuple(sys.path))])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@functools.cache  # reading the name of everything on the path takes about 30 ms
+def _installed_tools(path: tuple[str, ...]) -> tuple[str, ...]:
+    found = (dist for dist in distributions(path=list(path)) if dist.name and dist.name.startswith(PTQ_PACKAGES))
+    return tuple(sorted(f"{dist.name} {dist.version}" for dist in found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -172,7 +173,8 @@ def _run_probes(probes: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _package_versions() -> dict[str, str]:
+@functools.cache
+def _package_versions() -> Mapping[str, str]:
     versions = {}
     for name in RECORDED_PACKAGES:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from harness.studies.replay import check_table
 from harness.studies.replay_report import table_lines
 
 ROOT = Path(__file__).resolve().parents[3]
+read_table = functools.cache(read_table)
 TABLES = sorted((ROOT / "results" / "tables").glob("*.parquet"))
 
 SHAPES = {
