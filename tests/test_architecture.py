@@ -36,7 +36,7 @@ def test_search_needs_little_and_optuna_in_its_bridge_alone():
 
 
 CALIBRATION_WITH_ONNX = (
-    "calibration/histogram_calibrators", "calibration/sentinel_observer", "calibration/ptq_child",
+    "calibration/histogram_calibrators", "calibration/ptq_child",
     "tools/programs/nncf_child",
 )  # fmt: skip
 

@@ -102,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_the_harness_takes_of_a_trial(benchmark: Any, folder: Path) -> None:
     if benchmark.disabled:
-        pytest.skip("tests/harness/run runs shorter ones; enable benchmarks to take the time of a long one")
+        pytest.skip("tests/harness/pipeline runs shorter ones; enable benchmarks to take the time of a long one")
     outs = [folder / f"out-{number}" for number in range(DRIVERS)]
 
     def drive() -> tuple[float, list[list[float]]]:

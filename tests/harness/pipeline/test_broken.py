@@ -173,7 +173,7 @@ def test_tables_say_which_searches_broke_or_ended_early(ran: tuple[Path, int, st
         assert f"traceback: {TASK}/runs/Asks-1.failed.txt." in text
         assert f"{TASK}: Idle-1 ended at " in text
         assert "Plain-1" not in text
-    assert "broke" not in (report / "cost.md").read_text()
+    assert "Asks-1" not in (report / "cost.md").read_text()
     assert "own readings" in (report / "targets.md").read_text()
     assert "Asks-1 failed at 4 of 8" in (report / "index.html").read_text()
 
@@ -218,8 +218,8 @@ def test_a_mended_searcher_goes_on_where_it_broke(copy: Path, marks: Mark) -> No
     assert read_text(journal(copy, "Asks")).startswith(before)
     assert len(evaluated(copy, "Asks")) == BUDGET
     assert read_termination(journal(copy, "Asks")) is None
-    assert "Asks-1 broke" not in said
-    assert "Asks-1 broke" not in (copy / "out" / "report" / "main.md").read_text()
+    assert "Asks-1 failed" not in said
+    assert "Asks-1 failed" not in (copy / "out" / "report" / "main.md").read_text()
 
 
 def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy: Path, marks: Mark) -> None:

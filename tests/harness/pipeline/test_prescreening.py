@@ -140,8 +140,10 @@ def test_a_search_continues_with_the_same_outcomes(more: str, tmp_path: Path, mo
     monkeypatch.setattr(prescreening, "compile_file", compile_file)
     out = tmp_path / "out"
     run_experiment(experiment(tmp_path, 4, more), out=out, observer=NullProgress())
-    run_experiment(experiment(tmp_path, 8, more), out=out, observer=NullProgress())
     (journal,) = [path.with_suffix("") for path in out.glob("*/runs/*.jsonl.gz")]
+    first = [entry.result for entry in read_journal(journal) if entry.result]
+    run_experiment(experiment(tmp_path, 8, more), out=out, observer=NullProgress())
+    assert [entry.result for entry in read_journal(journal) if entry.result][:4] == first
     outcomes = [entry.result.outcome for entry in read_journal(journal) if entry.result]
     assert len(compiled) == len(outcomes)
     counts = count_prescreened(outcomes)

@@ -210,7 +210,7 @@ def test_a_disk_that_fills_within_a_line_costs_only_that_line(path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_is_reported_once_and_not_again_on_closing(path):
+def test_append_line_names_the_file_on_a_full_disk(path):
     with (
         pytest.raises(UserError, match=r"j.jsonl: cannot be written \(No space left on device\)"),
         open("/dev/full", "ab", buffering=0) as file,

@@ -189,11 +189,12 @@ def test_lines_say_what_is_known(make_table: MakeTable) -> None:
     assert "1.56 % within 1 % of the optimum (random search needs 32 evaluations on average)" in lines[3]
 
 
+@pytest.mark.parametrize("searcher", [(), ("--searcher", "random")])
 def test_a_mistyped_start_is_refused_with_or_without_a_searcher(
-    make_table: MakeTable, capsys: pytest.CaptureFixture[str]
+    searcher: tuple[str, ...], make_table: MakeTable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["replay", str(make_table(dimensions=2).path), "--initial", "linaer"])
+        main(["replay", str(make_table(dimensions=2).path), "--initial", "linaer", *searcher])
     assert ended.value.code == 2
     assert "initial: 'linaer' is no placement of a replay; did you mean 'linear'?" in capsys.readouterr().err
 
