@@ -33,7 +33,7 @@ LONG_FILES = ("test_contracts.py", "test_docs.py", "test_more_algorithms.py", "t
 
 
 @pytest.fixture(scope="session", autouse=True)
-def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+def temporary_folder(tmp_path_factory):
     """Give each process of the suite a timing lock of its own, which lies in the folder for temporary files."""
     os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # its sockets lie there: at most 107 bytes a path
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.getbasetemp())

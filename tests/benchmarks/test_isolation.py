@@ -7,9 +7,6 @@ ResNet-18 on OpenVINO. Work is what the worker reports itself; the rest of the w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,14 +21,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+def sandbox(tmp_path_factory):
     pytest.importorskip("openvino")
     spec = WorkerSpec(benchmarkers={"main": PluginSpec(use="openvino")}, workdir=tmp_path_factory.mktemp("work"))
     with Sandbox(spec, Limits()) as engines:
         yield engines
 
 
-def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark: Any, tmp_path: Path, request: Any) -> None:
+def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark, tmp_path, request):
     if benchmark.disabled:
         pytest.skip(
             "tests/harness/timing/workers/test_sandbox.py has the behaviour; enable benchmarks to take the time"
@@ -58,7 +55,7 @@ def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark: Any, tmp_pa
     assert share < 0.05
 
 
-def test_a_fresh_worker(benchmark: Any, tmp_path: Path) -> None:
+def test_a_fresh_worker(benchmark, tmp_path):
     """What a crash, or a build of the confirmation, costs beside its work."""
     if benchmark.disabled:
         pytest.skip("tests/harness/timing/workers/test_sandbox.py starts many; enable benchmarks to take the time")

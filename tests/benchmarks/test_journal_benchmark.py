@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from long_results import write_long_results
@@ -44,12 +43,12 @@ TAIL = "print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu,
 
 
 @pytest.fixture(scope="module")
-def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def journal(tmp_path_factory):
     return write_long_results(tmp_path_factory.mktemp("long"), LINES // 2)
 
 
 @pytest.mark.parametrize("work", WORKS)
-def test_long_journals(benchmark: Any, work: str, request: pytest.FixtureRequest) -> None:
+def test_long_journals(benchmark, work, request):
     if benchmark.disabled:
         pytest.skip("tests/harness/report/test_long.py reads a long one; enable benchmarks to take its time")
     path: Path = request.getfixturevalue("journal")

@@ -89,7 +89,7 @@ def repeat_tasks(folder: Path, source: Path, models: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("load")
     builder = GraphBuilder("net", seed=1)
     x = builder.input("x", (1, 3, 8, 8))
@@ -112,7 +112,7 @@ def measure(benchmark: Any, script: str, *args: object) -> tuple[float, float]:
     return cpu_s, most_mib
 
 
-def test_a_report_of_many_tasks(benchmark: Any, folder: Path) -> None:
+def test_a_report_of_many_tasks(benchmark, folder):
     if benchmark.disabled:
         pytest.skip("tests/harness/report writes small ones; enable benchmarks to take the time of a large one")
     write_experiment(folder / "two.yaml", 1, 2, 50)
@@ -126,7 +126,7 @@ def test_a_report_of_many_tasks(benchmark: Any, folder: Path) -> None:
     print(f"\n| report of {TASKS} tasks | {first_s:.0f} s of processor time, {most_mib:.0f} MiB, {page / 1e6:.1f} MB |")
 
 
-def test_the_start_of_500_tasks(benchmark: Any, folder: Path) -> None:
+def test_the_start_of_500_tasks(benchmark, folder):
     if benchmark.disabled:
         pytest.skip("enable benchmarks to take the time of a start")
     write_experiment(folder / "many.yaml", 25, 20, 50)
@@ -135,7 +135,7 @@ def test_the_start_of_500_tasks(benchmark: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("evaluations", [100, 10_000])
-def test_the_memory_of_a_run(benchmark: Any, folder: Path, evaluations: int) -> None:
+def test_the_memory_of_a_run(benchmark, folder, evaluations):
     if benchmark.disabled:
         pytest.skip("enable benchmarks to take the memory of a long run")
     name = f"run{evaluations}.yaml"
@@ -145,7 +145,7 @@ def test_the_memory_of_a_run(benchmark: Any, folder: Path, evaluations: int) -> 
 
 
 @pytest.mark.parametrize("searcher", ["random", "evolutionary", "auto", "nsga2", "tpe", *OPTUNA_SAMPLERS])
-def test_the_time_of_a_searcher(benchmark: Any, searcher: str) -> None:
+def test_the_time_of_a_searcher(benchmark, searcher):
     if benchmark.disabled:
         pytest.skip("tests/search/test_growth.py counts; enable benchmarks to take the time")
     name, params = ("optuna", {"sampler": searcher}) if searcher in OPTUNA_SAMPLERS else (searcher, {})

@@ -14,8 +14,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,7 +84,7 @@ print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu, SPENT[0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long")
     builder = GraphBuilder("net", seed=1)
     x = builder.input("x", (1, 3, 8, 8))
@@ -100,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_the_harness_takes_of_a_trial(benchmark: Any, folder: Path) -> None:
+def test_what_the_harness_takes_of_a_trial(benchmark, folder):
     if benchmark.disabled:
         pytest.skip("tests/harness/pipeline runs shorter ones; enable benchmarks to take the time of a long one")
     outs = [folder / f"out-{number}" for number in range(DRIVERS)]

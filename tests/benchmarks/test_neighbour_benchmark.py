@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -46,9 +45,7 @@ while True:
 
 def pinned(core: int, *command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, *command],
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        stdout=subprocess.DEVNULL,
+        [sys.executable, *command], preexec_fn=lambda: os.sched_setaffinity(0, {core}), stdout=subprocess.DEVNULL
     )
 
 
@@ -69,7 +66,7 @@ def rows(core: int, folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "out" / "report" / "main.csv").set_index("method")
 
 
-def test_a_busy_neighbour(benchmark: Any, tmp_path: Path) -> None:
+def test_a_busy_neighbour(benchmark, tmp_path):
     if benchmark.disabled:
         pytest.skip("it says something about a machine; enable benchmarks to take the time")
     pytest.importorskip("onnxruntime")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +74,7 @@ def pace(executor: str, out: Path) -> Pace:
     )
 
 
-def test_builds_ahead(benchmark: Any, tmp_path: Path) -> None:
+def test_builds_ahead(benchmark, tmp_path):
     if benchmark.disabled:
         pytest.skip("tests/harness/pipeline/test_window.py has the behaviour; enable benchmarks to take the time")
     pytest.importorskip("openvino")

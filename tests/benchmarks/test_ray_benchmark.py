@@ -107,7 +107,7 @@ def _candidate(placement: Placement) -> Candidate:
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+def driver(tmp_path_factory):
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in RAY_ENVIRONMENT.items():
@@ -121,7 +121,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         made.shutdown()
 
 
-def test_what_ray_adds_to_a_trial(benchmark: Any, request: pytest.FixtureRequest) -> None:
+def test_what_ray_adds_to_a_trial(benchmark, request):
     if benchmark.disabled:
         pytest.skip("tests/harness/cluster runs a cluster; enable benchmarks to take its time")
     driver: Driver = request.getfixturevalue("driver")
@@ -135,7 +135,7 @@ def test_what_ray_adds_to_a_trial(benchmark: Any, request: pytest.FixtureRequest
     )
 
 
-def test_what_a_second_worker_gives(benchmark: Any, request: pytest.FixtureRequest) -> None:
+def test_what_a_second_worker_gives(benchmark, request):
     if benchmark.disabled:
         pytest.skip("tests/harness/cluster runs a cluster; enable benchmarks to take its time")
     driver: Driver = request.getfixturevalue("driver")

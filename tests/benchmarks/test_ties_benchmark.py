@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def choices(task: TaskResults) -> Iterator[Choice]:
             yield Choice(met[pick.row], pick.row in starts, known, max(MIN_CLAIMED_GAIN, task.noise_floor or 0.0))
 
 
-def test_what_a_tie_is_worth(benchmark: Any) -> None:
+def test_what_a_tie_is_worth(benchmark):
     if benchmark.disabled:
         pytest.skip("it only prints figures of committed tables; enable benchmarks")
     folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{FINAL_SELECTION_LOG_NAME}*")})

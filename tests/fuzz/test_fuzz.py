@@ -455,7 +455,7 @@ def outcome_of(use: Callable[[], object], name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_mutated_files_are_used_or_refused(kind: str, tmp_path: Path) -> None:
+def test_mutated_files_are_used_or_refused(kind, tmp_path):
     spec = KINDS[kind]
     Path("/proc/self/clear_refs").write_text("5")  # forgets the largest memory so far: proc(5)
     files, found, findings = spec.files(), Counter[str](), Counter[str]()
@@ -494,7 +494,7 @@ def odd_path(folder: Path, rng: random.Random) -> str:
 
 
 @pytest.mark.slow
-def test_odd_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_paths_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QDQ_ASSETS", str(tmp_path))
     (tmp_path / "d.onnx").mkdir()

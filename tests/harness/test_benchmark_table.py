@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -60,11 +59,11 @@ def rows() -> dict[str, TableEntry]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "some" / "table.parquet"
 
 
-def test_what_is_written_is_read(path: Path) -> None:
+def test_what_is_written_is_read(path):
     write_table(path, facts(), rows())
     table = read_table(path)
     assert table.metadata == facts()
@@ -75,7 +74,7 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_samples_are_kept_as_single_precision_and_compressed(path: Path) -> None:
+def test_samples_are_kept_as_single_precision_and_compressed(path):
     write_table(path, facts(), rows())
     with pq.ParquetFile(path) as file:
         assert file.schema_arrow.field("samples_ms").type == pa.list_(pa.float32())
@@ -83,7 +82,7 @@ def test_samples_are_kept_as_single_precision_and_compressed(path: Path) -> None
         assert b'"model_sha256"' in file.schema_arrow.metadata[METADATA_KEY]
 
 
-def test_a_changed_byte_is_never_silent(path: Path) -> None:
+def test_a_changed_byte_is_never_silent(path):
     write_table(path, facts(), rows())
     intact, seen = path.read_bytes(), 0
     for position in range(0, len(intact), max(1, len(intact) // 400)):
@@ -97,7 +96,7 @@ def test_a_changed_byte_is_never_silent(path: Path) -> None:
     assert seen > 200
 
 
-def test_2048_placements_take_less_than_1_mb(path: Path) -> None:
+def test_2048_placements_take_less_than_1_mb(path):
     space = synthetic_space(60, groups=8, seed=1)
     subspace = TableSubspace(space, tuple(range(0, 22, 2)), space.float_placement())
     samples = Measured(samples_ms=tuple(1.0 + i / 7919 for i in range(15)), build_s=0.3, measure_s=0.2)
@@ -161,7 +160,7 @@ def one_number(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
         (zero_latency, "row 0 has a latency that is no positive number"),
     ],
 )
-def test_rows_that_cannot_be_are_refused(path: Path, change: Any, message: str) -> None:
+def test_rows_that_cannot_be_are_refused(path, change, message):
     write_table(path, facts(), change(rows()))
     with pytest.raises(UserError, match=f"table.parquet: damaged: {message}"):
         read_table(path)
@@ -180,13 +179,13 @@ def test_rows_that_cannot_be_are_refused(path: Path, change: Any, message: str) 
         ({"dimensions": SPACE.dimensions[:1] * 5}, "two dimensions of a space share one name"),
     ],
 )
-def test_descriptions_that_do_not_fit_are_refused(path: Path, changes: dict[str, Any], message: str) -> None:
+def test_descriptions_that_do_not_fit_are_refused(path, changes, message):
     write_table(path, facts(**changes), rows())
     with pytest.raises(UserError, match=message):
         read_table(path)
 
 
-def test_what_is_no_table_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_table_is_refused(path, monkeypatch):
     with pytest.raises(UserError, match=r"table\.parquet: cannot be read: No such file"):
         read_table(path)
     path.parent.mkdir()
@@ -233,7 +232,7 @@ def test_what_is_no_table_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch
         read_table(path)
 
 
-def test_a_space_of_more_placements_than_can_be_counted_is_refused(path: Path) -> None:
+def test_a_space_of_more_placements_than_can_be_counted_is_refused(path):
     many = tuple(replace(SPACE.dimensions[0], name=f"d{number}") for number in range(70))
     names = tuple(dimension.name for dimension in many)
     changes = {"dimensions": many, "varied": names, "base": (0,) * 70, "sensitivity": dict.fromkeys(names, 0.1)}
@@ -242,7 +241,7 @@ def test_a_space_of_more_placements_than_can_be_counted_is_refused(path: Path) -
         read_table(path)
 
 
-def test_what_is_small_only_because_its_values_are_equal_is_refused_before_it_is_unpacked(path: Path) -> None:
+def test_what_is_small_only_because_its_values_are_equal_is_refused_before_it_is_unpacked(path):
     write_table(path, facts(), rows())
     first = pq.read_table(path).slice(0, 1)
     text = pa.array(["x" * 100_000], pa.string())

@@ -18,7 +18,7 @@ TYPES = {
 }
 
 
-def test_feeds_depend_on_the_seed_but_neither_on_count_nor_order() -> None:
+def test_feeds_depend_on_the_seed_but_neither_on_count_nor_order():
     first, second = list(random_feeds(TYPES, 3, 7)), list(random_feeds(dict(reversed(TYPES.items())), 2, 7))
     for one, other in zip(first, second, strict=False):
         for name in TYPES:
@@ -27,7 +27,7 @@ def test_feeds_depend_on_the_seed_but_neither_on_count_nor_order() -> None:
     assert not np.array_equal(first[0]["f"], next(random_feeds(TYPES, 1, 8))["f"])
 
 
-def test_feeds_have_type_and_shape_of_the_input_and_valid_indices() -> None:
+def test_feeds_have_type_and_shape_of_the_input_and_valid_indices():
     feed = next(random_feeds(TYPES, 1))
     assert {name: (a.dtype.name, a.shape) for name, a in feed.items()} == {
         "f": ("float32", (2, 3)), "h": ("float16", (4,)), "d": ("float64", ()), "i": ("int64", (5,)),
@@ -45,6 +45,6 @@ def test_feeds_have_type_and_shape_of_the_input_and_valid_indices() -> None:
         ("float", (1, 2**40), r"1,099,511,627,776 elements by its shape \[1, 1099511627776\]"),
     ],
 )
-def test_inputs_that_cannot_be_timed_are_rejected(kind: str, shape: tuple[int, ...], message: str) -> None:
+def test_inputs_that_cannot_be_timed_are_rejected(kind, shape, message):
     with pytest.raises(UserError, match=f"input 's' .*{message}"):
         next(random_feeds({"x": ("float", (1,)), "s": (kind, shape)}, 1))

@@ -22,13 +22,13 @@ def interval(value: float, low: float, high: float) -> Interval:
     return Interval(value=value, low=low, high=high)
 
 
-def test_median_interval_of_few_samples_is_their_range() -> None:
+def test_median_interval_of_few_samples_is_their_range():
     assert median_ci([3.0, 1.0, 2.0]) == interval(2.0, 1.0, 3.0)
     assert median_ci([4.0]) == interval(4.0, 4.0, 4.0)
     assert median_ci([1.0, 2.0, 3.0, 4.0, 9.0]) == interval(3.0, 1.0, 9.0)
 
 
-def test_median_interval_between_two_order_statistics() -> None:
+def test_median_interval_between_two_order_statistics():
     # n = 10: ranks 1 to 10 cover 0.9980, 2 to 9 cover 0.9785, 3 to 8 cover 0.8906 (binomial table).
     # For 0.95, share = (0.9785 - 0.95) / (0.9785 - 0.8906) and weight = 8 share / (2 + 6 share).
     share = (0.978515625 - 0.95) / (0.978515625 - 0.890625)
@@ -39,13 +39,13 @@ def test_median_interval_between_two_order_statistics() -> None:
     assert found.high == pytest.approx(9 - weight)
 
 
-def test_median_interval_needs_a_sample() -> None:
+def test_median_interval_needs_a_sample():
     with pytest.raises(ValueError, match="a median needs at least one sample"):
         median_ci([])
 
 
 @given(READINGS, st.floats(min_value=0.1, max_value=10))
-def test_median_interval_contains_the_median_and_scales(samples: list[float], factor: float) -> None:
+def test_median_interval_contains_the_median_and_scales(samples, factor):
     found, scaled = median_ci(samples), median_ci([factor * value for value in samples])
     assert min(samples) <= found.low <= found.value <= found.high <= max(samples)
     assert found.value == np.median(samples)
@@ -55,20 +55,20 @@ def test_median_interval_contains_the_median_and_scales(samples: list[float], fa
 
 
 @given(READINGS)
-def test_a_higher_level_is_never_narrower(samples: list[float]) -> None:
+def test_a_higher_level_is_never_narrower(samples):
     loose, strict = median_ci(samples, 0.8), median_ci(samples, 0.99)
     assert strict.low <= loose.low + 1e-9
     assert strict.high >= loose.high - 1e-9
 
 
 @pytest.mark.parametrize("count", [7, 11, 30, 101])
-def test_median_intervals_cover(count: int) -> None:
+def test_median_intervals_cover(count):
     rng = np.random.default_rng(count)
     hits = [median_ci(np.exp(0.1 * row)) for row in rng.standard_normal((2000, count))]
     assert np.mean([found.low <= 1 <= found.high for found in hits]) == pytest.approx(0.95, abs=0.02)
 
 
-def test_standard_error_of_the_median_is_that_of_theory() -> None:
+def test_standard_error_of_the_median_is_that_of_theory():
     rng = np.random.default_rng(0)
     errors = [stderr_of_median(rng.standard_normal(101)) for _ in range(200)]
     assert np.mean(errors) == pytest.approx(np.sqrt(np.pi / 2 / 101), rel=0.1)
@@ -77,7 +77,7 @@ def test_standard_error_of_the_median_is_that_of_theory() -> None:
 
 @pytest.mark.parametrize(("between", "within"), [(0.0, 0.01), (0.005, 0.005), (0.02, 0.001)])
 @pytest.mark.parametrize("builds", [3, 5])
-def test_ratio_intervals_cover(builds: int, between: float, within: float) -> None:
+def test_ratio_intervals_cover(builds, between, within):
     rng = np.random.default_rng(builds)
     hits = 0
     for _ in range(500):
@@ -90,34 +90,34 @@ def test_ratio_intervals_cover(builds: int, between: float, within: float) -> No
     assert hits / 500 == pytest.approx(0.95, abs=0.025)
 
 
-def test_ratios_without_noise_are_exact() -> None:
+def test_ratios_without_noise_are_exact():
     found = paired_ratio_ci([[3.0, 3.0], [6.0, 6.0], [4.0, 4.0]], [[2.0, 2.0], [4.0, 4.0], [8 / 3, 8 / 3]])
     assert [found.low, found.value, found.high] == pytest.approx([1.5] * 3)
 
 
-def test_one_build_falls_back_on_its_rounds_and_one_reading_has_no_limits() -> None:
+def test_one_build_falls_back_on_its_rounds_and_one_reading_has_no_limits():
     found = block_ci([[1.0, 1.1, 0.9, 1.0]])
     assert found.low < 1 < found.high
     assert block_ci([[2.0]]) == interval(pytest.approx(2.0), 0.0, float("inf"))
 
 
-def test_a_bad_round_does_not_move_its_build() -> None:
+def test_a_bad_round_does_not_move_its_build():
     quiet = block_ci([[1.0, 1.0, 1.0], [1.01, 1.01, 1.01], [0.99, 0.99, 0.99]])
     assert block_ci([[1.0, 1.0, 50.0], [1.01, 1.01, 1.01], [0.99, 0.99, 0.99]]) == quiet
 
 
 @pytest.mark.parametrize("builds", [[], [[]], [[1.0, 0.0]], [[1.0], [-1.0]], [[float("nan")]]])
-def test_intervals_refuse_readings_that_are_not_positive(builds: list[list[float]]) -> None:
+def test_intervals_refuse_readings_that_are_not_positive(builds):
     with pytest.raises(ValueError, match="an interval needs readings, all of them positive"):
         block_ci(builds)
 
 
-def test_pairs_need_both_sides() -> None:
+def test_pairs_need_both_sides():
     with pytest.raises(ValueError, match="the same rounds on both sides"):
         paired_ratio_ci([[1.0, 2.0]], [[1.0]])
 
 
-def test_floor_is_a_gain_in_either_direction() -> None:
+def test_floor_is_a_gain_in_either_direction():
     assert noise_floor_from_ratios([]) == 0.0
     assert noise_floor_from_ratios([1.0, 1.0]) == 0.0
     assert noise_floor_from_ratios([1.0, 1 / 1.04, 1.01]) == pytest.approx(0.04)
@@ -136,14 +136,14 @@ def test_floor_is_a_gain_in_either_direction() -> None:
         (interval(1.06, 1.02, 1.10), 0.05, "faster"),
     ],
 )
-def test_verdict(speedup: Interval, noise_floor: float, expected: str) -> None:
+def test_verdict(speedup, noise_floor, expected):
     assert speedup_verdict(speedup, noise_floor) == expected
 
 
 @given(
     st.floats(min_value=0.2, max_value=5), st.floats(min_value=0, max_value=0.5), st.floats(min_value=0, max_value=0.2)
 )
-def test_verdicts_are_fair_to_both_sides(ratio: float, width: float, noise_floor: float) -> None:
+def test_verdicts_are_fair_to_both_sides(ratio, width, noise_floor):
     swapped = {"faster": "slower", "slower": "faster", "tie": "tie"}
     one = interval(ratio, ratio / (1 + width), ratio * (1 + width))
     other = interval(1 / ratio, 1 / one.high, 1 / one.low)

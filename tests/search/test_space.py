@@ -7,9 +7,7 @@ import pytest
 from search.space import Dimension, Edge, Placement, Space
 
 EDGES = tuple(Edge(f"t{i}", f"n{i}", 0) for i in range(5))
-SPACE = Space(
-    (Dimension(name="p", group="g", kind="node_input", choices=("float", "int8", "fp8"), edges=EDGES),),
-)
+SPACE = Space((Dimension(name="p", group="g", kind="node_input", choices=("float", "int8", "fp8"), edges=EDGES),))
 
 
 @pytest.mark.parametrize(

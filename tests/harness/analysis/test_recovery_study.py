@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ backends: [{use: onnxruntime, params: {optimization: disabled}}]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: Any) -> Path:
+def folder(tmp_path, monkeypatch):
     """Conv, depthwise Conv of channels of different sizes, and Conv."""
     net, rng = GraphBuilder("net", seed=0), np.random.default_rng(0)
     x = net.op(
@@ -40,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: Any) -> Path:
     return tmp_path
 
 
-def test_each_combination_is_scored_with_and_without_recovery(folder: Path, capsys: Any) -> None:
+def test_each_combination_is_scored_with_and_without_recovery(folder, capsys):
     assert qdq("recover", "small.yaml", "--depthwise", "channel", "--step", "bias_correction", "--out", "out") == 0
     rows = read_json(folder / "out/recovery.json")["rows"]
     assert [(row["choices"], len(row["steps"])) for row in rows] == [
@@ -55,7 +53,7 @@ def test_each_combination_is_scored_with_and_without_recovery(folder: Path, caps
     assert "placement linear" in printed
 
 
-def test_calibration_samples_choose_the_second_file_at_the_placement_of_another_file(folder: Path) -> None:
+def test_calibration_samples_choose_the_second_file_at_the_placement_of_another_file(folder):
     assert qdq("recover", "small.yaml", "--auto", "--out", "out") == 0
     rows = read_json(folder / "out/recovery.json")["rows"]
     assert [bool(row["steps"]) for row in rows] == [False, True]
@@ -74,7 +72,7 @@ def test_calibration_samples_choose_the_second_file_at_the_placement_of_another_
     assert len({file.read_bytes() for file in files}) == 1, "its places, with the contents of the experiment"
 
 
-def test_nodes_that_cost_most_are_left_float_and_named_as_options(folder: Path, capsys: Any) -> None:
+def test_nodes_that_cost_most_are_left_float_and_named_as_options(folder, capsys):
     assert qdq("recover", "small.yaml", "--float-groups", "1", "--out", "out") == 0
     rows = read_json(folder / "out/recovery.json")["rows"]
     ((group,),) = [row["left_float"] for row in rows if "left_float" in row]
@@ -85,7 +83,7 @@ def test_nodes_that_cost_most_are_left_float_and_named_as_options(folder: Path, 
     assert (folder / "named/models/0.onnx").read_bytes() == (folder / "out/models/1.onnx").read_bytes()
 
 
-def test_parts_of_the_calibration_samples_show_how_much_the_figure_depends_on_them(folder: Path, capsys: Any) -> None:
+def test_parts_of_the_calibration_samples_show_how_much_the_figure_depends_on_them(folder, capsys):
     assert qdq("recover", "small.yaml", "--subsets", "3", "--out", "out") == 0
     rows = read_json(folder / "out/recovery.json")["rows"]
     assert [row.get("samples", "") for row in rows] == ["", *(f"samples {k} of 3" for k in (1, 2, 3))]
@@ -106,6 +104,6 @@ def test_parts_of_the_calibration_samples_show_how_much_the_figure_depends_on_th
         (("--depthwise", "channel", "--backend", "onnxruntime"), "depthwise"),
     ],
 )
-def test_what_cannot_be_used_is_refused(folder: Path, arguments: tuple[str, ...], words: str, capsys: Any) -> None:
+def test_what_cannot_be_used_is_refused(folder, arguments, words, capsys):
     assert qdq("recover", "small.yaml", *arguments) == 2
     assert words in capsys.readouterr().err

@@ -17,12 +17,12 @@ from harness.graph.rules.dialects import OPENVINO
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_every_input_has_a_point_or_a_rule(folder: Path) -> None:
+def test_every_input_has_a_point_or_a_rule(folder):
     g = GraphBuilder("net")
     x = g.op("Relu", g.conv(g.input("x", (1, 4, 8, 8)), 8, 3, name="first"), name="relu")
     y = g.op("Reshape", g.conv(x, 8, 1, name="second"), g.const([1, -1]), name="flat")
@@ -42,9 +42,7 @@ def test_every_input_has_a_point_or_a_rule(folder: Path) -> None:
     json.dumps(found.data())
 
 
-def test_a_quantized_model_is_refused_with_what_it_is_good_for(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantized_model_is_refused_with_what_it_is_good_for(folder, capsys):
     g = GraphBuilder("net")
     g.output(g.conv(g.input("x", (1, 4, 8, 8)), 8, 3, name="first"))
     model = load(g.save(Path("net.onnx")))

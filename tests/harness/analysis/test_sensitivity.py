@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from small import qdq, save_chain
 
@@ -31,7 +28,7 @@ class Noisy(Bench):
 """
 
 
-def test_what_cannot_be_studied_leaves_no_folder(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_what_cannot_be_studied_leaves_no_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "cut.onnx").write_bytes(b"hello")
     monkeypatch.chdir(tmp_path)
     assert qdq("sensitivity", "cut.onnx") == 2
@@ -40,7 +37,7 @@ def test_what_cannot_be_studied_leaves_no_folder(tmp_path: Path, monkeypatch: An
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sensitivity")
     save_chain(folder / "net.onnx", (8, 8, 8), size=8)
     (folder / "paying_plugin.py").write_text(PLUGINS)
@@ -48,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(folder: Path) -> Path:
+def measured(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
@@ -57,7 +54,7 @@ def measured(folder: Path) -> Path:
     return folder / "out"
 
 
-def test_each_point_has_both_directions_best_gain_per_noise_first(measured: Path) -> None:
+def test_each_point_has_both_directions_best_gain_per_noise_first(measured):
     body = read_json(measured / "sensitivity.json")
     assert body["kind"] == "sensitivity"
     assert len(body["units"]) >= 4
@@ -73,7 +70,7 @@ def test_each_point_has_both_directions_best_gain_per_noise_first(measured: Path
     assert not (measured / "work").exists()
 
 
-def test_of_what_loses_time_the_noisier_stands_behind() -> None:
+def test_of_what_loses_time_the_noisier_stands_behind():
     def rank(gain_us: float, sqnr_db: float) -> float:
         effect = UnitEffect(gain_us=Interval(value=gain_us, low=gain_us, high=gain_us), sqnr_db=sqnr_db)
         return UnitSensitivity(unit=None, alone=effect, left_out=effect).rank  # type: ignore[arg-type]
@@ -83,9 +80,7 @@ def test_of_what_loses_time_the_noisier_stands_behind() -> None:
 
 
 @pytest.mark.parametrize(("backend", "noisy"), [("Paying", False), ("Noisy", True)])
-def test_a_file_gets_headings_and_the_word_that_it_was_too_noisy_to_rank(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str, noisy: bool
-) -> None:
+def test_a_file_gets_headings_and_the_word_that_it_was_too_noisy_to_rank(folder, monkeypatch, capsys, backend, noisy):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     out = f"../{folder.name}/{backend}"
@@ -110,7 +105,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-def test_searches_start_from_what_was_measured(measured: Path, folder: Path) -> None:
+def test_searches_start_from_what_was_measured(measured, folder):
     (folder / "primed.yaml").write_text(EXPERIMENT)
     assert qdq("run", str(folder / "primed.yaml"), "--out", str(folder / "primed")) == 0
     facts = read_json(folder / "primed" / "net-paying-int8" / "task.json")
@@ -127,7 +122,7 @@ def test_searches_start_from_what_was_measured(measured: Path, folder: Path) -> 
         (add_checksum(f'{{"kind":"sensitivity","schema":{SCHEMA_VERSION},"units":[{{}}]}}'), "'alone'"),
     ],
 )
-def test_another_file_is_refused_beforehand(folder: Path, capsys: Any, text: str, expected: str) -> None:
+def test_another_file_is_refused_beforehand(folder, capsys, text, expected):
     (folder / "other.json").write_text(text)
     (folder / "wrong.yaml").write_text(EXPERIMENT.replace("out/sensitivity.json", "other.json"))
     assert qdq("run", str(folder / "wrong.yaml"), "--check") == 2
@@ -142,19 +137,19 @@ def space() -> Space:
     return Space((dimension("a", "g", "int8", "fp8"), dimension("b", "g", "int8"), dimension("c", "h", "int8")))
 
 
-def test_units_are_patterns_or_points_at_each_precision() -> None:
+def test_units_are_patterns_or_points_at_each_precision():
     patterns = [(unit.name, unit.precision, unit.dimensions) for unit in quantization_units(space(), "pattern")]
     assert patterns == [("g", "int8", (0, 1)), ("g", "fp8", (0, 1)), ("h", "int8", (2,))]
     assert [unit.name for unit in quantization_units(space(), "point")] == ["a", "a", "b", "c"]
 
 
-def test_a_ladder_takes_the_best_first_and_drops_what_the_model_does_not_have() -> None:
+def test_a_ladder_takes_the_best_first_and_drops_what_the_model_does_not_have():
     units = [ScreenedUnit(dimensions=("c",), precision="int8"), ScreenedUnit(dimensions=("gone",), precision="int8"),
              ScreenedUnit(dimensions=("a", "b"), precision="fp8")]  # fmt: skip
     assert [placement.choices for placement in nested_prior_placements(units, space(), 2)] == [(0, 0, 1), (2, 0, 1)]
     assert nested_prior_placements(units[1:2], space(), 2) == []
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="not a file of 'qdq sensitivity'"):
         read_prior(tmp_path / "nothing.json")

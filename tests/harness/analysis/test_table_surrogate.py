@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -12,13 +9,12 @@ from made_up_tables import make_table
 from small import qdq
 
 from harness.analysis.table_surrogate import write_surrogate
-from harness.benchmark_table import BenchmarkTable
 from harness.errors import UserError
 
 __all__ = ["make_table"]
 
 
-def test_the_file_predicts_and_states_its_error(tmp_path: Path, make_table: Callable[..., BenchmarkTable]) -> None:
+def test_the_file_predicts_and_states_its_error(tmp_path, make_table):
     onnxruntime = pytest.importorskip("onnxruntime")
     table = make_table(dimensions=7, noise=0.01, path=tmp_path / "t.parquet")
     error = write_surrogate(table, tmp_path / "s.onnx")
@@ -37,6 +33,6 @@ def test_the_file_predicts_and_states_its_error(tmp_path: Path, make_table: Call
     assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "s.onnx").read_bytes()
 
 
-def test_few_readings_are_refused(tmp_path: Path, make_table: Callable[..., BenchmarkTable]) -> None:
+def test_few_readings_are_refused(tmp_path, make_table):
     with pytest.raises(UserError, match="fewer than"):
         write_surrogate(make_table(dimensions=4, noise=0.01, path=tmp_path / "t.parquet"), tmp_path / "s.onnx")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from made_up_tables import make_table
 
 from harness.bench.submission import table_landscape
-from harness.benchmark_table import BenchmarkTable
 
 __all__ = ["make_table"]
 
@@ -26,7 +22,7 @@ tasks:
 
 
 @pytest.fixture(autouse=True)
-def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_table: Callable[..., BenchmarkTable]) -> Path:
+def tasks(tmp_path, monkeypatch, make_table):
     folder = tmp_path / "tasks"
     folder.mkdir()
     (folder / "tasks.yaml").write_text(TASKS)

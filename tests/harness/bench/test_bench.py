@@ -29,7 +29,7 @@ def submit(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_a_task_gives_the_readings_of_a_replay() -> None:
+def test_a_task_gives_the_readings_of_a_replay():
     task = load("one", seed=3)
     placements = list(task.landscape.table.subspace.placements())
     readings = [task.evaluate(placements[index]) for index in (5, 0, 5, 9)]
@@ -45,14 +45,14 @@ def test_a_task_gives_the_readings_of_a_replay() -> None:
         load("on")
 
 
-def test_a_tier_leaves_out_tasks_that_every_search_starts_solved() -> None:
+def test_a_tier_leaves_out_tasks_that_every_search_starts_solved():
     catalogue = read_catalogue()
     assert list(catalogue.tasks_of_tier("lite")) == ["one", "two"]
     assert list(catalogue.tasks_of_tier("full")) == ["one", "two", "three"]
     assert list(catalogue.tasks_of_tier("extended")) == ["one", "two", "three"]
 
 
-def test_a_table_of_the_archive_is_a_task(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_the_archive_is_a_task(tasks, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = load("three").optimum_ms
     with ZipFile(tasks / ARCHIVE_FILE, "w") as file:
@@ -69,7 +69,7 @@ def test_a_table_of_the_archive_is_a_task(tasks: Path, tmp_path: Path, monkeypat
         load("three")
 
 
-def test_a_submission_repeats_and_grows(tmp_path: Path) -> None:
+def test_a_submission_repeats_and_grows(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     before = PathCache(folder).paths_by_seed(read_submission(folder).searchers["random"].key("random", "two"))
     submission = read_submission(submit(folder, "local", "random"))
@@ -80,7 +80,7 @@ def test_a_submission_repeats_and_grows(tmp_path: Path) -> None:
     assert all(each.same for each in check_submission(folder, searches=4, seed=0, observer=NullProgress()))
 
 
-def test_searches_that_the_manifest_lacks_are_refused(tmp_path: Path) -> None:
+def test_searches_that_the_manifest_lacks_are_refused(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     part = folder / "walks" / "other.parquet"
     part.parent.mkdir()
@@ -91,13 +91,13 @@ def test_searches_that_the_manifest_lacks_are_refused(tmp_path: Path) -> None:
     assert read_submission(folder).searchers
 
 
-def test_fewer_searches_do_not_remove_those_that_are_there(tmp_path: Path) -> None:
+def test_fewer_searches_do_not_remove_those_that_are_there(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     run_searchers([ReplayedSearcher(use="random", seeds=1)], "lite", folder, NullProgress())
     assert [task.seeds for task in read_submission(folder).searchers["random"].tasks.values()] == [2, 2]
 
 
-def test_damage_other_tables_and_other_searches_are_found(tmp_path: Path, tasks: Path) -> None:
+def test_damage_other_tables_and_other_searches_are_found(tmp_path, tasks):
     folder = submit(tmp_path / "mine", "random")
     submission = json.loads((folder / "submission.json").read_text())
     assert qdq("bench", "check", str(folder), "--searches", "1") == 0
@@ -120,9 +120,7 @@ def test_damage_other_tables_and_other_searches_are_found(tmp_path: Path, tasks:
         ({"budget": 0}, "budget"),
     ],
 )
-def test_a_strangers_submission_with_odd_numbers_is_refused(
-    tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_a_strangers_submission_with_odd_numbers_is_refused(tmp_path, changes, named):
     folder = submit(tmp_path / "mine", "random")
     submission = read_json(folder / "submission.json")
     record = submission["searchers"]["random"]
@@ -134,7 +132,7 @@ def test_a_strangers_submission_with_odd_numbers_is_refused(
 
 
 @pytest.mark.parametrize("task", ["../tasks/one", "x" * 400, "none"])
-def test_a_submission_names_only_known_tasks(tmp_path: Path, task: str) -> None:
+def test_a_submission_names_only_known_tasks(tmp_path, task):
     folder = submit(tmp_path / "mine", "random")
     submission = read_json(folder / "submission.json")
     tasks = submission["searchers"]["random"]["tasks"]
@@ -144,7 +142,7 @@ def test_a_submission_names_only_known_tasks(tmp_path: Path, task: str) -> None:
         read_submission(folder)
 
 
-def test_a_submission_needs_searchers_with_names_and_a_manifest(tmp_path: Path) -> None:
+def test_a_submission_needs_searchers_with_names_and_a_manifest(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     record = read_json(folder / "submission.json")["searchers"]["random"]
     for searchers, expected in (
@@ -169,7 +167,7 @@ def seal(folder: Path, submission: dict[str, Any]) -> None:
     write_json(folder / "manifest.json", {"complete": True, "tasks": {}, "files": files})
 
 
-def test_odd_parameters_of_a_searcher_are_a_difference(tmp_path: Path) -> None:
+def test_odd_parameters_of_a_searcher_are_a_difference(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     submission = read_json(folder / "submission.json")
     submission["searchers"]["random"]["params"] = {"members": 5, "searcher": [1]}
@@ -179,9 +177,7 @@ def test_odd_parameters_of_a_searcher_are_a_difference(tmp_path: Path) -> None:
     assert "no parameter" in found.differences
 
 
-def test_a_searcher_that_was_changed_does_not_repeat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_searcher_that_was_changed_does_not_repeat(tmp_path, monkeypatch, capsys):
     text = "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
     (tmp_path / "mine_of_bench.py").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -194,7 +190,7 @@ def test_a_searcher_that_was_changed_does_not_repeat(
     assert [each["same"] for each in json.loads(capsys.readouterr().out)] == [False]
 
 
-def test_the_leaderboard_compares_searchers_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leaderboard_compares_searchers_over_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("harness.studies.simulated_selection.RANDOM_SEARCHES", 50)
     monkeypatch.setattr("harness.bench.leaderboard.PLANNED", ("random", "local"))
     monkeypatch.setattr("harness.bench.leaderboard.PLANNED_BUDGET", 8)
@@ -218,7 +214,7 @@ def test_the_leaderboard_compares_searchers_over_blocks(tmp_path: Path, monkeypa
     assert (tmp_path / "page.png").stat().st_size > 10_000
 
 
-def test_exports_have_every_placement_and_every_table(tmp_path: Path) -> None:
+def test_exports_have_every_placement_and_every_table(tmp_path):
     assert qdq("bench", "export", str(tmp_path)) == 0
     results = json.loads((tmp_path / "one-T4.json").read_text())["results"]
     assert len(results) == len(table_landscape("one").outcomes)
@@ -232,7 +228,7 @@ def test_exports_have_every_placement_and_every_table(tmp_path: Path) -> None:
     ]
 
 
-def test_formats_of_others_accept_the_exports(tmp_path: Path) -> None:
+def test_formats_of_others_accept_the_exports(tmp_path):
     kernel_tuner, jsonschema = pytest.importorskip("kernel_tuner.file_utils"), pytest.importorskip("jsonschema")
     mlcroissant = pytest.importorskip("mlcroissant")
     assert qdq("bench", "export", str(tmp_path)) == 0

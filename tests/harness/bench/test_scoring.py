@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from small import qdq
@@ -14,7 +13,7 @@ from harness.bench.accuracy import ACCURACY_FILE, read_accuracy, score_key
 from harness.bench.export import write_croissant
 from harness.bench.scoring import PlacementScorer, score_tables
 from harness.benchmark_table import read_table
-from harness.config.experiment import Experiment, parse_experiment
+from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.progress import NullProgress
@@ -25,7 +24,7 @@ TEXT = "experiment: scores\nmodels: [{model}]\nbackends: [simulated]\nprecision:
 
 
 @pytest.fixture
-def experiment(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
+def experiment(tmp_path, tasks, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     builder = GraphBuilder("net", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 3, 3, pad=1))
@@ -40,9 +39,7 @@ def experiment(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return parse_experiment(TEXT.format(model=model), "scores", tmp_path)
 
 
-def test_tables_of_a_model_share_the_accuracy_of_their_placements(
-    experiment: Experiment, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_of_a_model_share_the_accuracy_of_their_placements(experiment, tasks, tmp_path, monkeypatch):
     out, one, two = tasks / ACCURACY_FILE, tasks / "one.parquet", tasks / "two.parquet"
     score, scored = PlacementScorer.score, []
 
@@ -83,7 +80,7 @@ def test_tables_of_a_model_share_the_accuracy_of_their_placements(
     assert {"metric", "accuracy", "computed_by"} <= {each["name"] for each in croissant["recordSet"][-1]["field"]}
 
 
-def test_a_table_of_another_model_is_not_scored(experiment: Experiment, tasks: Path, tmp_path: Path) -> None:
+def test_a_table_of_another_model_is_not_scored(experiment, tasks, tmp_path):
     with pytest.raises(UserError, match="no model is called"):
         score_tables(experiment, [tasks / "three.parquet"], tmp_path / "out" / "a.parquet", NullProgress())
     shutil.copy(tasks / "three.parquet", tasks / ACCURACY_FILE.replace("scores/", ""))

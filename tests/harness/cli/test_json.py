@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +22,13 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_every_command_with_a_table_has_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_with_a_table_has_the_option(capsys):
     for name in COMMANDS.keys() - WITHOUT_TABLE:
         assert qdq(*name.split(), "--help") == 0
         assert "--json" in capsys.readouterr().out, name
 
 
-def test_a_report_and_a_comparison_have_raw_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_and_a_comparison_have_raw_values(tmp_path, capsys):
     folder = write_folder(tmp_path)
     found = printed(capsys, "report", str(folder), "--json", "--no-plots")
     speedups = {row["method"]: row["speedup"] for row in found["tables"]["main"] if row["task"] == TASK}
@@ -43,13 +42,13 @@ def test_a_report_and_a_comparison_have_raw_values(tmp_path: Path, capsys: pytes
     assert found["shown"].startswith("4.00")
 
 
-def test_lists_are_objects_by_heading(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_are_objects_by_heading(capsys):
     rows = printed(capsys, "list", "--json")["rows"]
     assert {"searcher", "benchmarker", "zoo model"} <= {row["kind"] for row in rows}
     assert all(set(row) == {"kind", "name", "origin", "what it does"} for row in rows)
 
 
-def test_events_are_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_are_one_object_a_line(capsys):
     with EventProgress() as progress:
         progress.say("a\nb")
         with progress.work("search", 2) as step:

@@ -18,12 +18,12 @@ SIMULATED = ("--backend", "simulated", "--param", "noise=0.0")
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return str(save_chain(tmp_path / "net.onnx", (4, 6, 8), size=8))
 
 
-def test_a_finished_table_is_not_overwritten_by_another_one(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_table_is_not_overwritten_by_another_one(model, capsys):
     table = ("record", model, *SIMULATED, "--out", "t.parquet", "--dimensions")
     assert qdq(*table, "2") == 0
     said = capsys.readouterr().out
@@ -48,9 +48,7 @@ def test_a_finished_table_is_not_overwritten_by_another_one(model: str, capsys: 
 
 
 @pytest.mark.parametrize("disturbed", ["", "waited for a core"])
-def test_noise_reports_disturbed_turns(
-    model: str, disturbed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_noise_reports_disturbed_turns(model, disturbed, monkeypatch, capsys):
     sample = InProcess.sample
 
     def taken(self: InProcess, *args: Any) -> Any:
@@ -64,9 +62,7 @@ def test_noise_reports_disturbed_turns(
     assert read_json(Path("n/noise.json"))["disturbed"] == float(bool(disturbed))
 
 
-def test_the_advice_of_noise_names_only_its_own_options(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_advice_of_noise_names_only_its_own_options(model, monkeypatch, capsys):
     def changed(*_: object) -> None:
         raise FingerprintMismatch(f"float.json: backend.version: '1' -> '2'\n{CHANGED_RUN_ADVICE}")
 
@@ -76,7 +72,7 @@ def test_the_advice_of_noise_names_only_its_own_options(
     assert capsys.readouterr().err.startswith(expected)
 
 
-def test_folders_of_noise_are_named_after_the_measurement(model: str) -> None:
+def test_folders_of_noise_are_named_after_the_measurement(model):
     def name(placement: str = "float", shapes: dict[str, str] | None = None, **params: object) -> str:
         return study_name(make_study(model, backend="simulated", params=params, shapes=shapes), placement)
 

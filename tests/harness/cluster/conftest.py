@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ class Workplace:
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+def place(tmp_path_factory):
     """Two models and data to score them on."""
     folder = tmp_path_factory.mktemp("cluster")
     for name, sizes in (("net", (8, 8, 12, 12)), ("other", (8, 12, 8))):
@@ -125,7 +124,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 @pytest.fixture(scope="session")
-def cluster(place: Workplace) -> Iterator[Any]:
+def cluster(place):
     """A head that the driver is connected to, without workers, and two nodes with one CPU each."""
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     from harness.cluster import RAY_ENVIRONMENT

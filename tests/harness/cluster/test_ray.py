@@ -33,11 +33,11 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 
 
 @pytest.fixture(scope="module")
-def local(place: Any) -> Any:
+def local(place):
     return place.run("local", "{use: local, workers: 2}")
 
 
-def test_a_cluster_runs_what_one_machine_runs(cluster: Any, place: Any, local: Any) -> None:
+def test_a_cluster_runs_what_one_machine_runs(cluster, place, local):
     ran = place.run("ray", "{use: ray, workers: 2}")
     assert ran.journals() == local.journals()
     assert ran.table() == local.table()
@@ -45,14 +45,14 @@ def test_a_cluster_runs_what_one_machine_runs(cluster: Any, place: Any, local: A
     assert not [text for text in ran.said if "refused" in text or "lost" in text or "yields" in text]
 
 
-def test_searches_share_the_workers_and_each_asks_as_if_it_were_alone(cluster: Any, place: Any) -> None:
+def test_searches_share_the_workers_and_each_asks_as_if_it_were_alone(cluster, place):
     alone = place.run("alone", "{use: local}")
     ran = place.run("shared", "{use: ray, workers: 2, searches: 2, window: 1}")
     assert ran.journals() == alone.journals()
     assert ran.table() == alone.table()
 
 
-def test_a_node_that_leaves_in_the_middle_costs_nothing(cluster: Any, place: Any, local: Any) -> None:
+def test_a_node_that_leaves_in_the_middle_costs_nothing(cluster, place, local):
     node = cluster.add_node(num_cpus=1)
     out = place.folder / "left"
 
@@ -68,9 +68,7 @@ def test_a_node_that_leaves_in_the_middle_costs_nothing(cluster: Any, place: Any
     assert [text for text in ran.said if "was lost" in text and "2 left" in text]
 
 
-def test_models_travel_once_and_placements_are_written_where_they_are_built(
-    cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_travel_once_and_placements_are_written_where_they_are_built(cluster, place, monkeypatch):
     import ray
 
     sent: list[Any] = []
@@ -96,9 +94,7 @@ def test_models_travel_once_and_placements_are_written_where_they_are_built(
     assert len({found.info["bytes"] for found in there.outcomes() if isinstance(found, Measured)}) > 2
 
 
-def test_a_worker_of_another_kind_is_refused_with_the_difference(
-    cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_of_another_kind_is_refused_with_the_difference(cluster, place, monkeypatch):
     from harness.cluster import ray_pool as fleet
 
     monkeypatch.setattr(fleet, "RAY_START_LIMIT_S", 15.0)
@@ -119,9 +115,7 @@ def test_a_worker_of_another_kind_is_refused_with_the_difference(
     assert "packages.numpy: '1.0' -> " in said[0]
 
 
-def test_a_cluster_without_such_devices_says_what_it_has(
-    cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_without_such_devices_says_what_it_has(cluster, place, monkeypatch):
     from harness.cluster import ray_pool as fleet
 
     monkeypatch.setattr(fleet, "RAY_START_LIMIT_S", 2.0)
@@ -129,7 +123,7 @@ def test_a_cluster_without_such_devices_says_what_it_has(
         place.run("gpu", "{use: ray, workers: 1, resources: {GPU: 1}}")
 
 
-def test_usage_reporting_is_off(cluster: Any) -> None:
+def test_usage_reporting_is_off(cluster):
     from ray._common.usage.usage_lib import usage_stats_enabled
 
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
@@ -146,7 +140,7 @@ class Noting(NullProgress):
         self.said.append(text)
 
 
-def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch):
     pytest.importorskip("ray")
     from harness.cluster.ray_pool import RayPool, RayWorkerHandle
 
@@ -164,7 +158,7 @@ def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch: pytest.M
     assert noting.said[1:] == ["another one"]
 
 
-def test_engines_on_a_gpu_need_workers_that_reserve_one() -> None:
+def test_engines_on_a_gpu_need_workers_that_reserve_one():
     pytest.importorskip("ray")
     from harness.cluster.ray_pool import RayPool
 

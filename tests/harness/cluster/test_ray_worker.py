@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ class Reads:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RayWorker]:
+def host(monkeypatch, tmp_path):
     from harness.timing.workers import in_process as local
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -66,7 +65,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RayWorker]
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_files_are_asked_for_once_and_lie_beside_their_weights(host: RayWorker) -> None:
+def test_files_are_asked_for_once_and_lie_beside_their_weights(host):
     order = BuildRequest(digest="float", edges=(), files_key="key")
     assert isinstance(host.build(0, order, MAIN_BENCHMARKER), KeyError), "they were never sent"
     host.store_files("key", {"model.onnx": b"a model", "model.bin": b"its weights"})
@@ -77,7 +76,7 @@ def test_files_are_asked_for_once_and_lie_beside_their_weights(host: RayWorker) 
     assert Reads.read == ["a model"] * 2
 
 
-def test_models_that_nobody_used_for_long_make_room(host: RayWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_nobody_used_for_long_make_room(host, monkeypatch):
     monkeypatch.setattr(host, "_files", LRUByteCache(25, host._files._drop))
     for name in "abc":
         host.store_files(name, {f"{name}.onnx": b"0123456789"})
@@ -93,7 +92,7 @@ def test_models_that_nobody_used_for_long_make_room(host: RayWorker, monkeypatch
     ), "the newest always stays"
 
 
-def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host: RayWorker) -> None:
+def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host):
     for digest in ("aa", "bb"):
         built = host.build(0, BuildRequest(digest=digest, edges=EDGES), MAIN_BENCHMARKER)
         assert isinstance(built, BuiltEngine)
@@ -101,7 +100,7 @@ def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host: RayW
     assert Reads.read == ["placement aa", "placement bb"]
 
 
-def test_without_a_maker_a_placement_fails_with_the_reason(host: RayWorker, tmp_path: Path) -> None:
+def test_without_a_maker_a_placement_fails_with_the_reason(host, tmp_path):
     host.open(
         1,
         WorkerSpec(benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="reads")}, workdir=tmp_path / "driver"),
@@ -113,7 +112,7 @@ def test_without_a_maker_a_placement_fails_with_the_reason(host: RayWorker, tmp_
     assert failed.reason == "neither a file nor a candidate writer was sent"
 
 
-def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "harness.cluster.ray_target", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with (

@@ -6,7 +6,6 @@ import os
 import re
 import threading
 import time
-from typing import Any
 
 import pytest
 from stored import read_text
@@ -49,11 +48,11 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 
 
 @pytest.fixture(scope="module")
-def alone(place: Any) -> Any:
+def alone(place):
     return place.run("sharded-alone", "{use: local}", SHARDED)
 
 
-def test_model_by_searcher_by_seed_is_spread_over_the_cluster(cluster: Any, place: Any, alone: Any) -> None:
+def test_model_by_searcher_by_seed_is_spread_over_the_cluster(cluster, place, alone):
     ran = place.run("sharded", "{use: ray, workers: 2, tasks: 2, searches: 2, window: 1}", SHARDED)
     assert len(ran.entries()) == 8, "2 models x 2 searchers x 2 seeds"
     assert ran.journals(10) == alone.journals(10)
@@ -63,7 +62,7 @@ def test_model_by_searcher_by_seed_is_spread_over_the_cluster(cluster: Any, plac
     assert alone.processes() == {os.getpid()}
 
 
-def test_a_node_that_leaves_while_several_tasks_run_costs_nothing(cluster: Any, place: Any, alone: Any) -> None:
+def test_a_node_that_leaves_while_several_tasks_run_costs_nothing(cluster, place, alone):
     node = cluster.add_node(num_cpus=1)
     out = place.folder / "sharded-left"
 
@@ -79,7 +78,7 @@ def test_a_node_that_leaves_while_several_tasks_run_costs_nothing(cluster: Any, 
     assert [text for text in ran.said if "was lost" in text]
 
 
-def test_evaluators_run_on_the_workers(cluster: Any, place: Any) -> None:
+def test_evaluators_run_on_the_workers(cluster, place):
     here = place.run("scored-alone", "{use: local, window: 3}", SCORED)
     there = place.run("scored", "{use: ray, workers: 2}", SCORED)
     assert there.journals(12) == here.journals(12)
@@ -93,9 +92,7 @@ def test_evaluators_run_on_the_workers(cluster: Any, place: Any) -> None:
     assert all(int(metrics.get("process", 0)) != os.getpid() for metrics in finalists)
 
 
-def test_results_of_another_machine_go_on_where_the_change_is_accepted(
-    cluster: Any, place: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_another_machine_go_on_where_the_change_is_accepted(cluster, place, monkeypatch):
     from harness.cluster import ray_pool
 
     executor = "{use: ray, workers: 1, window: 1}"
@@ -113,7 +110,7 @@ def test_results_of_another_machine_go_on_where_the_change_is_accepted(
     assert len(again.entries()) == 4, "two searches, before and after"
 
 
-def test_the_driver_needs_no_device_of_its_own(cluster: Any, place: Any) -> None:
+def test_the_driver_needs_no_device_of_its_own(cluster, place):
     text = ONE_TASK.replace("costly:Costly", "costly:Elsewhere")
     with pytest.raises(UserError, match="there is no such device here"):
         place.run("elsewhere-local", "{use: local}", text)

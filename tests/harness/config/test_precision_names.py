@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from harness import registry
@@ -22,7 +19,7 @@ from harness.task_setup.preflight import check_experiment
 @pytest.mark.parametrize(("text", "name"), [
     ("fp16", "f16"), ("FP32", "f32"), ("bfloat16", "bf16"), ("TF32", "tf32"), ("f16", "f16"), ("auto", "auto"),
 ])  # fmt: skip
-def test_every_usual_spelling_is_known(text: str, name: str) -> None:
+def test_every_usual_spelling_is_known(text, name):
     assert normalize_float_precision(text) == name
 
 
@@ -33,7 +30,7 @@ def test_every_usual_spelling_is_known(text: str, name: str) -> None:
     ("tensorrt", {"precision": "bfloat16"}),
     ("trtexec", {"precision": "TF32"}),
 ])  # fmt: skip
-def test_backends_take_them(tmp_path: Path, backend: str, params: Any) -> None:
+def test_backends_take_them(tmp_path, backend, params):
     backends = str([{"use": backend, "params": params}]).replace("'", '"')
     text = f'{{"experiment": "e", "models": ["zoo:mlp"], "backends": {backends}, "initial": "none", "baselines": []}}'
     check_experiment(parse_experiment(text.replace("zoo:mlp", _zoo()), "e.yaml", tmp_path))
@@ -47,14 +44,14 @@ def _zoo() -> str:
     return f"zoo:{next(iter(zoo.model_names()))}"
 
 
-def test_tensorrt_builds_at_the_precision_that_is_meant() -> None:
+def test_tensorrt_builds_at_the_precision_that_is_meant():
     for text, name in (("half", "f16"), ("fp32", "f32"), ("tf32", "tf32")):
         assert TensorRTBenchmarker(precision=text)._options.precision == name  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fp4"):
         TensorRTBenchmarker(precision="fp4")  # type: ignore[arg-type]
 
 
-def test_command_lines_and_specs_take_them() -> None:
+def test_command_lines_and_specs_take_them():
     assert get_parser().parse_args(["-m", "m", "--default_dq_dtype", "fp16"]).default_dq_dtype == "float16"
     assert Config(default_dq_dtype="bf16").default_dq_dtype == "bfloat16"
     assert ptq.get_parser().parse_args(["--high_precision_dtype", "float32"]).high_precision_dtype == "fp32"
@@ -64,6 +61,6 @@ def test_command_lines_and_specs_take_them() -> None:
         assert spec.gen_trt_engine.tensorrt.data_type == name
 
 
-def test_a_float_precision_where_one_to_quantize_to_belongs_says_where_it_goes() -> None:
+def test_a_float_precision_where_one_to_quantize_to_belongs_says_where_it_goes():
     with pytest.raises(UserError, match=r"precision.*'fp16'.*params: \{precision: f16\}"):
         parse_experiment('{"experiment": "e", "models": ["m.onnx"], "precision": ["fp16"]}', "e.yaml")

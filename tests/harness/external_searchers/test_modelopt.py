@@ -14,7 +14,7 @@ from harness.graph.qdq.qdq_graph import count_pairs
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     builder = GraphBuilder("net", seed=1)
     x = builder.input("x", (1, 3, 16, 16))
     for channels in (8, 12):
@@ -38,7 +38,7 @@ def walk(peer: ModelOptAutotune, most: int = 100) -> list[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def walked(model, tmp_path_factory) -> tuple[Path, list[tuple[str, int]]]:
+def walked(model, tmp_path_factory):
     """A whole walk, and the folder that it left."""
     folder = tmp_path_factory.mktemp("walked")
     with ModelOptAutotune(task(model, folder), schemes_per_region=3) as peer:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ FAKES = Path(__file__).parents[2] / "fakes"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A working folder, with checks of few rounds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -39,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def machine(folder, monkeypatch):
     """A simulated GPU with TensorRT 11 and trtexec, also for programs that are started."""
     program = folder / "bin" / "trtexec"
     program.parent.mkdir()
@@ -72,9 +71,7 @@ def python(code: str, **more: Any) -> Step:
     return Step(**{"name": "step", "title": "a program", "needs": (), "program": ("-c", code), **more})
 
 
-def test_without_a_gpu_all_but_doctor_is_skipped_with_the_remedy(
-    folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_all_but_doctor_is_skipped_with_the_remedy(folder, capsys, monkeypatch):
     monkeypatch.setattr(steps, "open_device", lambda: (_ for _ in ()).throw(UserError("no driver; install one")))
     monkeypatch.setattr(kit, "list_steps", lambda: (python("print('found')", name="doctor"), *list_steps()[1:]))
     main(["validate-gpu", "out", "--check"])
@@ -86,7 +83,7 @@ def test_without_a_gpu_all_but_doctor_is_skipped_with_the_remedy(
     assert all(record["reason"] for record in found.values() if record["status"] == "skipped")
 
 
-def test_a_step_is_continued_kept_or_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_continued_kept_or_repeated(folder, monkeypatch):
     step = python("from pathlib import Path; p = Path('n'); p.open('a').write('x'); print(p.stat().st_size); exit(3)")
     missing = ["no library"]
     monkeypatch.setitem(steps.REQUIREMENTS, "library", lambda: missing[0])
@@ -103,7 +100,7 @@ def test_a_step_is_continued_kept_or_repeated(folder: Path, monkeypatch: pytest.
     assert run_validation(folder / "out", print)[0].reason == "3"
 
 
-def test_a_crash_ends_its_step_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_ends_its_step_alone(folder, monkeypatch):
     crash = python("import os; print('half way', flush=True); os.kill(os.getpid(), 11)", name="crash")
     monkeypatch.setattr(kit, "list_steps", lambda: (crash, python("print(1)")))
     found = run_validation(folder / "out", print)
@@ -112,7 +109,7 @@ def test_a_crash_ends_its_step_alone(folder: Path, monkeypatch: pytest.MonkeyPat
     assert "half way" in found[0].reason
 
 
-def test_the_folder_belongs_to_one_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_belongs_to_one_gpu(folder, monkeypatch):
     gpu = {"name": "A", "driver_version": "1"}
     monkeypatch.setattr(kit, "describe_environment", lambda: {"gpus": [dict(gpu)]})
     monkeypatch.setattr(kit, "list_steps", lambda: ())
@@ -122,7 +119,7 @@ def test_the_folder_belongs_to_one_gpu(folder: Path, monkeypatch: pytest.MonkeyP
         run_validation(folder / "out", print)
 
 
-def test_what_is_sent_names_neither_user_nor_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent_names_neither_user_nor_folders(folder, monkeypatch):
     monkeypatch.setattr(kit.getpass, "getuser", lambda: "fridolin")
     code = (
         f"from pathlib import Path; print('{folder.resolve()}/x of fridolin'); Path('a.json').write_text('fridolin'); "
@@ -140,7 +137,7 @@ def test_what_is_sent_names_neither_user_nor_folders(folder: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("use", ["openvino", "onnxruntime"])
-def test_runtimes_of_the_cpu_keep_the_contract(use: str) -> None:
+def test_runtimes_of_the_cpu_keep_the_contract(use):
     found = {check.name: check for check in check_benchmarker(use)}
     failed = [str(check) for check in found.values() if not check.passed]
     assert failed == []
@@ -148,7 +145,7 @@ def test_runtimes_of_the_cpu_keep_the_contract(use: str) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_the_contract_finds_a_wrong_engine() -> None:
+def test_the_contract_finds_a_wrong_engine():
     """The stand-in of TensorRT computes right and lists no layers; that of trtexec always gives the same outputs."""
     found = {use: {c.name: c.passed for c in check_benchmarker(use)} for use in ("tensorrt", "trtexec")}
     assert [name for name, passed in found["tensorrt"].items() if not passed] == ["layers"]
@@ -157,7 +154,7 @@ def test_the_contract_finds_a_wrong_engine() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_the_timer_is_compared_with_itself_and_with_trtexec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timer_is_compared_with_itself_and_with_trtexec(folder, monkeypatch):
     assert [check.passed for check in check_timer()] == [True] * 6
     import fake_trt
 
@@ -171,7 +168,7 @@ def test_the_timer_is_compared_with_itself_and_with_trtexec(folder: Path, monkey
 
 
 @pytest.mark.usefixtures("machine")
-def test_placements_with_equal_kernels_are_timed_in_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placements_with_equal_kernels_are_timed_in_turns(folder, monkeypatch):
     """The stand-in of the compiler makes the same kernels of all models."""
     monkeypatch.setattr(measures, "compile_file", lambda path, target: SimpleNamespace(kernels=()))
     small_model(folder / "net.onnx")
@@ -202,7 +199,7 @@ class OneCase:
 
 
 @pytest.mark.usefixtures("machine")
-def test_verdicts_are_compared_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_compared_and_kept(monkeypatch):
     small = OneCase({"MatMul int8 int8": "int8", "MatMul int8-zero=3 int8": "parser"})
     monkeypatch.setitem(sys.modules, "compiler_cases", small)  # type: ignore[arg-type]
     for _ in range(2):
@@ -215,7 +212,7 @@ def test_verdicts_are_compared_and_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("machine")
-def test_the_whole_kit_on_a_simulated_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_whole_kit_on_a_simulated_gpu(folder, monkeypatch, capsys):
     """Programs run as on a real machine, but for workers; ModelOpt's steps and the verdicts have tests of their own."""
     net = small_model(folder / "net.onnx")
     monkeypatch.setattr(steps, "MODELS", {"net": str(net)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -18,7 +17,6 @@ from harness.results_dir.journal import read_journal
 from harness.results_dir.termination import read_termination
 
 TASK = "net-simulated-int8"
-Mark = Callable[[str], None]
 BUDGET = 8
 SEARCHERS = '''
 from pathlib import Path
@@ -111,7 +109,7 @@ BREAKS = {
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+def ran(tmp_path_factory):
     """The folder, with the exit status and what went to standard error."""
     folder = tmp_path_factory.mktemp("broken")
     save_chain(folder / "net.onnx", (8, 8, 12, 12))
@@ -135,7 +133,7 @@ def evaluated(folder: Path, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_the_error_of_a_searcher_is_kept_with_its_traceback(ran: tuple[Path, int, str], name: str) -> None:
+def test_the_error_of_a_searcher_is_kept_with_its_traceback(ran, name):
     folder, _, said = ran
     spent, reason, where = BREAKS[name]
     assert len(evaluated(folder, name)) == spent
@@ -150,7 +148,7 @@ def test_the_error_of_a_searcher_is_kept_with_its_traceback(ran: tuple[Path, int
     assert len(trace.splitlines()) < 60
 
 
-def test_the_run_goes_on_to_its_tables_and_ends_with_one_message(ran: tuple[Path, int, str]) -> None:
+def test_the_run_goes_on_to_its_tables_and_ends_with_one_message(ran):
     folder, status, said = ran
     assert status == 2
     assert "Traceback" not in said
@@ -165,7 +163,7 @@ def test_the_run_goes_on_to_its_tables_and_ends_with_one_message(ran: tuple[Path
     assert table.loc["Makes", "verdict"] == "nothing measured"
 
 
-def test_tables_say_which_searches_broke_or_ended_early(ran: tuple[Path, int, str]) -> None:
+def test_tables_say_which_searches_broke_or_ended_early(ran):
     report = ran[0] / "out" / "report"
     for name in ("main", "budget", "targets"):
         text = (report / f"{name}.md").read_text().replace("\\", "")
@@ -178,7 +176,7 @@ def test_tables_say_which_searches_broke_or_ended_early(ran: tuple[Path, int, st
     assert "Asks-1 failed at 4 of 8" in (report / "index.html").read_text()
 
 
-def test_a_search_that_has_nothing_more_says_so(ran: tuple[Path, int, str]) -> None:
+def test_a_search_that_has_nothing_more_says_so(ran):
     folder, _, said = ran
     spent = len(evaluated(folder, "Idle"))
     assert f"{TASK} Idle-1 ended at {spent} of 8: it had nothing more to propose\n" in said
@@ -189,7 +187,7 @@ def test_a_search_that_has_nothing_more_says_so(ran: tuple[Path, int, str]) -> N
 
 
 @pytest.fixture
-def copy(ran: tuple[Path, int, str], tmp_path: Path) -> Path:
+def copy(ran, tmp_path):
     """Only `Asks`, whose class looks for its marks in the first folder."""
     folder = tmp_path / "copy"
     shutil.copytree(ran[0], folder)
@@ -197,7 +195,7 @@ def copy(ran: tuple[Path, int, str], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def marks(ran: tuple[Path, int, str]) -> Iterator[Mark]:
+def marks(ran):
     """Makes the files that mend `Asks`; they are gone afterwards."""
     made: list[Path] = []
 
@@ -210,7 +208,7 @@ def marks(ran: tuple[Path, int, str]) -> Iterator[Mark]:
         path.unlink(missing_ok=True)
 
 
-def test_a_mended_searcher_goes_on_where_it_broke(copy: Path, marks: Mark) -> None:
+def test_a_mended_searcher_goes_on_where_it_broke(copy, marks):
     before = read_text(journal(copy, "Asks"))
     marks("mended")
     status, said = again(copy)
@@ -222,7 +220,7 @@ def test_a_mended_searcher_goes_on_where_it_broke(copy: Path, marks: Mark) -> No
     assert "Asks-1 failed" not in (copy / "out" / "report" / "main.md").read_text()
 
 
-def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy: Path, marks: Mark) -> None:
+def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy, marks):
     before = read_text(journal(copy, "Asks"))
     marks("mended")
     marks("other")
@@ -234,7 +232,7 @@ def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy: Path, 
     assert [search.searcher for search in load(copy / "out").tasks[0].searches].count("Asks") == 1
 
 
-def test_an_interruption_costs_a_mended_searcher_nothing(copy: Path, ran: tuple[Path, int, str], marks: Mark) -> None:
+def test_an_interruption_costs_a_mended_searcher_nothing(copy, ran, marks):
     marks("mended")
     marks("other")
     marks("interrupted")
@@ -248,7 +246,7 @@ def test_an_interruption_costs_a_mended_searcher_nothing(copy: Path, ran: tuple[
     assert read_termination(journal(copy, "Asks")) is None
 
 
-def test_a_searcher_that_never_broke_may_not_propose_something_else(copy: Path, marks: Mark) -> None:
+def test_a_searcher_that_never_broke_may_not_propose_something_else(copy, marks):
     marks("mended")
     again(copy)
     marks("other")

@@ -42,7 +42,7 @@ def experiment(folder: Path, more: str = "") -> Experiment:
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def compared(monkeypatch):
     """Return the list to which each comparison of an early answer appends the digest of its row."""
     digests: list[str] = []
 
@@ -54,7 +54,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return digests
 
 
-def test_the_first_answer_precedes_the_search_and_later_ones_are_better(tmp_path: Path, compared: list[str]) -> None:
+def test_the_first_answer_precedes_the_search_and_later_ones_are_better(tmp_path, compared):
     answers: list[EarlyAnswer] = []
     files: list[bytes] = []
 
@@ -79,9 +79,7 @@ def test_the_first_answer_precedes_the_search_and_later_ones_are_better(tmp_path
     assert {event["row"] for event in read_json(floor)["events"]} == {"float", "A/A twin"}
 
 
-def test_under_a_bound_the_first_answer_follows_its_score(
-    tmp_path: Path, compared: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_a_bound_the_first_answer_follows_its_score(tmp_path, compared, monkeypatch):
     answers: list[EarlyAnswer] = []
 
     def bounded(*arguments: Any, **options: Any) -> EarlyAnswers:
@@ -93,9 +91,7 @@ def test_under_a_bound_the_first_answer_follows_its_score(
     assert answers[0].digest not in compared
 
 
-def test_an_interrupted_run_keeps_the_confirmed_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_keeps_the_confirmed_file(tmp_path, monkeypatch, capsys):
     def stop(answer: EarlyAnswer, out: Path, observer: object) -> str:
         (out / "kept.onnx").write_bytes(answer.file.read_bytes())
         return "take kept.onnx"
@@ -115,14 +111,14 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_there_is_none_where_trials_run_at_once(tmp_path: Path) -> None:
+def test_there_is_none_where_trials_run_at_once(tmp_path):
     answers: list[EarlyAnswer] = []
     found = experiment(tmp_path, more="executor: {workers: 2}")
     run_experiment(found, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
     assert not answers
 
 
-def test_a_run_without_time_left_still_evaluates_what_it_answered(tmp_path: Path) -> None:
+def test_a_run_without_time_left_still_evaluates_what_it_answered(tmp_path):
     answers: list[EarlyAnswer] = []
     config = experiment(tmp_path, more="")
     config = config.model_copy(update={"budget": config.budget.model_copy(update={"task_minutes": 1e-5})})
@@ -132,9 +128,7 @@ def test_a_run_without_time_left_still_evaluates_what_it_answered(tmp_path: Path
     assert evaluated == {answer.digest for answer in answers} | {"e3b0c44298fc1c14"}, "and the float model"
 
 
-def test_a_run_that_continues_after_an_answer_keeps_it_as_a_finalist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_continues_after_an_answer_keeps_it_as_a_finalist(tmp_path, monkeypatch):
     answers: list[EarlyAnswer] = []
 
     def interrupted(answer: EarlyAnswer) -> None:
@@ -153,7 +147,7 @@ def test_a_run_that_continues_after_an_answer_keeps_it_as_a_finalist(
     assert all(onnx.load(path).graph.node for path in rows.parent.glob("models/*.onnx"))
 
 
-def test_an_initial_placement_that_fails_leaves_the_others(tmp_path: Path) -> None:
+def test_an_initial_placement_that_fails_leaves_the_others(tmp_path):
     text = YAML.replace("noise: 0.001", "noise: 0.001, failure_rate: 0.5, seed: 3").replace("[float, ", "[float, all, ")
     config = parse_experiment(text.format(model=experiment(tmp_path).models[0].use), "test", tmp_path)
     answers: list[EarlyAnswer] = []
@@ -162,7 +156,7 @@ def test_an_initial_placement_that_fails_leaves_the_others(tmp_path: Path) -> No
     assert all(answer.speedup > 1 for answer in answers)
 
 
-def test_a_search_without_initial_placements_is_answered_by_its_own(tmp_path: Path, compared: list[str]) -> None:
+def test_a_search_without_initial_placements_is_answered_by_its_own(tmp_path, compared):
     text = YAML.replace("[random]", "[{{use: random, without: [initial]}}]")
     config = parse_experiment(text.format(model=experiment(tmp_path).models[0].use), "test", tmp_path)
     answers: list[EarlyAnswer] = []
@@ -171,9 +165,7 @@ def test_a_search_without_initial_placements_is_answered_by_its_own(tmp_path: Pa
     assert {answer.digest for answer in answers} <= set(compared), "nothing was timed with the noise floor"
 
 
-def test_initial_placements_that_leave_no_memory_for_the_baseline_are_confirmed_later(
-    tmp_path: Path, compared: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initial_placements_that_leave_no_memory_for_the_baseline_are_confirmed_later(tmp_path, compared, monkeypatch):
     def refuse(comparison: PairedComparison, *arguments: Any) -> tuple[TurnEvent, ...]:
         if comparison.rows and comparison.name.startswith("A/A"):
             raise UserError("the baseline failed: more than 0.4 GB of memory")

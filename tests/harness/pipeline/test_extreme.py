@@ -14,7 +14,7 @@ from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO
 from harness.task_setup.external_tools import fully_quantized_symmetric
 
 
@@ -34,7 +34,7 @@ def zero_points(path: Path) -> set[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME], ids=lambda dialect: dialect.name)
-def test_every_edge_is_symmetric_int8(dialect: Dialect, tmp_path: Path) -> None:
+def test_every_edge_is_symmetric_int8(dialect, tmp_path):
     model = net()
     space = build_space(model, dialect)
     ranges = {name: (0.0, 6.0) for name in ("x", *(name for node in model.nodes for name in node.outputs))}

@@ -15,7 +15,7 @@ from harness.pipeline.early_answer import EarlyAnswer
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from harness.records import Failed, Measured
-from harness.results_dir.journal import JournalEntry, read_journal
+from harness.results_dir.journal import read_journal
 from harness.selection.confirmation import read_events, read_noise_floor
 from harness.timing.confirmation import summarize_parts, summarize_turns
 
@@ -57,7 +57,7 @@ sampling: {warmup_ms: 0, min_samples: 3, max_samples: 3}
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     save_chain(folder / "net.onnx", (4, 6, 8, 10), size=8)
     with pytest.MonkeyPatch.context() as patch:
@@ -68,16 +68,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def entries(task: Path) -> list[JournalEntry]:
+def entries(task):
     return [entry for entry in read_journal(task / "runs" / "random-0.jsonl") if entry.result is not None]
 
 
-def test_the_search_spends_its_budget_whatever_fails(entries: list[JournalEntry]) -> None:
+def test_the_search_spends_its_budget_whatever_fails(entries):
     assert len(entries) == 20
     assert 4 <= sum(entry.result is not None and isinstance(entry.result.outcome, Measured) for entry in entries) <= 16
 
 
-def test_each_failure_says_what_happened(entries: list[JournalEntry]) -> None:
+def test_each_failure_says_what_happened(entries):
     failed = [entry.result.outcome for entry in entries if entry.result and isinstance(entry.result.outcome, Failed)]
     met = Counter(reason for outcome in failed for reason in REASONS if reason in outcome.reason)
     assert met.total() == len(failed), [outcome.reason for outcome in failed]
@@ -86,7 +86,7 @@ def test_each_failure_says_what_happened(entries: list[JournalEntry]) -> None:
     assert all("about to fall" in outcome.log_tail for outcome in fallen)
 
 
-def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zero(task: Path) -> None:
+def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zero(task):
     summary = summarize_turns(read_events(task), baseline="float", noise_floor=read_noise_floor(task))
     best = max((row for row in summary.rows.values()), key=lambda row: row.speedup.value)
     assert best.verdict == "faster"
@@ -94,9 +94,7 @@ def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zer
     assert (read_noise_floor(task), summary.noise_floor) == (0.0, 0.0)
 
 
-def test_workers_time_all_shapes_and_score_before_an_early_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_time_all_shapes_and_score_before_an_early_answer(tmp_path, monkeypatch):
     builder = GraphBuilder("net", seed=1)
     builder.output(builder.conv(builder.input("x", ("batch", 3, 8, 8)), 8, 3, pad=1))
     builder.save(tmp_path / "net.onnx")

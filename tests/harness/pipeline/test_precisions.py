@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import pytest
 from small import qdq, save_chain
@@ -30,7 +29,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("precisions")
     save_chain(folder / "net.onnx", (8, 8), size=8)
     (folder / "precisions.yaml").write_text(EXPERIMENT)
@@ -44,7 +43,7 @@ def rows(out: Path, precision: str) -> dict[str, dict[str, str]]:
     return {row["method"]: row for row in found}
 
 
-def test_fp8_has_an_accuracy_and_never_a_speed(out: Path) -> None:
+def test_fp8_has_an_accuracy_and_never_a_speed(out):
     emulated = {"fp8": ("all", "linear", "linear-fp8"), "fp8e5m2": ("all", "linear"), "mixed": ("linear-fp8",)}
     for precision, methods in emulated.items():
         for method in methods:
@@ -55,14 +54,14 @@ def test_fp8_has_an_accuracy_and_never_a_speed(out: Path) -> None:
     assert "| accuracy only" in (out / "report" / "main.md").read_text()
 
 
-def test_int8_keeps_its_speed_beside_fp8(out: Path) -> None:
+def test_int8_keeps_its_speed_beside_fp8(out):
     for precision in ("int8", "mixed"):
         row = rows(out, precision)["all"]
         assert row["verdict"] in ("faster", "tie", "slower")
         assert float(row["latency_ms"]) > 0
 
 
-def test_what_has_no_speed_is_not_confirmed(out: Path) -> None:
+def test_what_has_no_speed_is_not_confirmed(out):
     for precision in ("fp8", "fp8e5m2", "mixed"):
         task = out / f"net-openvino-{precision}"
         body = read_json(task / "rows.json")["rows"]
@@ -73,24 +72,24 @@ def test_what_has_no_speed_is_not_confirmed(out: Path) -> None:
             assert (row["id"] in confirmed) != emulated
 
 
-def test_a_search_without_a_speed_is_left_out_and_says_so(out: Path) -> None:
+def test_a_search_without_a_speed_is_left_out_and_says_so(out):
     assert not list((out / "net-openvino-fp8").glob("runs/*"))
     row = rows(out, "fp8")["random"]
     assert row["reason"] == "accuracy only: no search, because latency is not measured"
 
 
-def test_a_search_among_both_goes_by_what_has_a_speed(out: Path) -> None:
+def test_a_search_among_both_goes_by_what_has_a_speed(out):
     entries = list(read_journal(out / "net-openvino-mixed" / "runs" / "random-0.jsonl"))
     assert len(entries) >= 4
     assert {choice for entry in entries for choice in entry.proposal.choices} == {0, 1}
     assert [entry.proposal.origin for entry in entries[:3]] == ["initial:float", "initial:all", "searcher"]
 
 
-def test_a_placement_at_a_precision_that_a_task_lacks_says_so(out: Path) -> None:
+def test_a_placement_at_a_precision_that_a_task_lacks_says_so(out):
     assert rows(out, "int8")["linear-fp8"]["verdict"] == "no fp8 at precision int8"
 
 
-def test_a_backend_without_the_precision_is_refused(out: Path, capsys: Any) -> None:
+def test_a_backend_without_the_precision_is_refused(out, capsys):
     other = out.parent / "other.yaml"
     other.write_text(
         EXPERIMENT.replace("{use: 'here:OpenVINO', label: openvino, params: {precision: f32}}", "onnxruntime")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +45,7 @@ def refused(**more: Any) -> Compilation:
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Outcome], list[str]]]:
+def screen(monkeypatch):
     """Runs candidates with these verdicts; returns their outcomes and the digests of those that were timed."""
 
     def screen(screening: Prescreening, verdicts: dict[str, Any]) -> tuple[list[Outcome], list[str]]:
@@ -71,7 +70,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Outcome]
     return screen
 
 
-def test_refused_and_equal_candidates_are_not_timed(screen: Any) -> None:
+def test_refused_and_equal_candidates_are_not_timed(screen):
     verdicts = {"a": built(kernel()), "b": built(kernel("b")), "c": refused(), "d": built(kernel(storage="fp8"))}
     outcomes, timed = screen(Prescreening("sm89", (), reuse=True), verdicts)
     first, second, third, _ = outcomes
@@ -83,7 +82,7 @@ def test_refused_and_equal_candidates_are_not_timed(screen: Any) -> None:
     assert count_prescreened(outcomes) == {"timed": 2, "equal": 1, "refused": 1}
 
 
-def test_known_outcomes_are_those_of_the_journal(screen: Any) -> None:
+def test_known_outcomes_are_those_of_the_journal(screen):
     (first,), _ = screen(Prescreening("sm89", (), reuse=True), {"a": built(kernel())})
     asked: Any = type("Asked", (), {"digest": "a"})
     result: Any = type("Result", (), {"outcome": first})
@@ -92,14 +91,14 @@ def test_known_outcomes_are_those_of_the_journal(screen: Any) -> None:
     assert (again.info["equal_kernels"], timed) == ("a", [])
 
 
-def test_equal_kernels_count_only_where_accuracy_does_not(screen: Any) -> None:
+def test_equal_kernels_count_only_where_accuracy_does_not(screen):
     verdicts = {"a": built(kernel()), "b": built(kernel()), "c": refused()}
     outcomes, timed = screen(Prescreening("sm89", (), reuse=False), verdicts)
     assert timed == ["a", "b"]
     assert isinstance(outcomes[2], Failed)
 
 
-def test_no_verdict_is_no_refusal(screen: Any) -> None:
+def test_no_verdict_is_no_refusal(screen):
     verdicts = {"a": refused(crashed=True), "b": BuildFailed("a log of an unknown form")}
     assert screen(Prescreening("sm89", (), reuse=True), verdicts)[1] == ["a", "b"]
 
@@ -128,7 +127,7 @@ def experiment(folder: Path, count: int, more: str = "") -> Experiment:
 
 
 @pytest.mark.parametrize("more", ["", "executor: {workers: 2}\n"])
-def test_a_search_continues_with_the_same_outcomes(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_continues_with_the_same_outcomes(more, tmp_path, monkeypatch):
     """The stand-in of the compiler makes one kernel of each model, by the number of its pairs modulo 3."""
     compiled: list[str] = []
 
@@ -153,7 +152,7 @@ def test_a_search_continues_with_the_same_outcomes(more: str, tmp_path: Path, mo
     assert b'"prescreening":"sm89"' in next(read_lines(journal))[1]
 
 
-def test_it_needs_the_compiler_and_a_backend_of_tensorrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_needs_the_compiler_and_a_backend_of_tensorrt(tmp_path, monkeypatch):
     def missing() -> None:
         raise UserError("no compiler: pip install it")
 
@@ -169,7 +168,7 @@ def test_it_needs_the_compiler_and_a_backend_of_tensorrt(tmp_path: Path, monkeyp
 
 
 @INSTALLED
-def test_the_compiler_itself_gives_equal_kernels_for_pairs_without_effect(tmp_path: Path) -> None:
+def test_the_compiler_itself_gives_equal_kernels_for_pairs_without_effect(tmp_path):
     from harness.runtimes.rtx_compile.compiler import compile_file
 
     def digest(case: Case) -> str:

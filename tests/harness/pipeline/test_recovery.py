@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ GOAL = Goal(metric="top1", reference=0.8, max_drop=0.05)
 
 
 @pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def running(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     net, rng = GraphBuilder("net", seed=0), np.random.default_rng(0)
     scale = np.array([0.02, 1, 5, 9], np.float32)
@@ -97,7 +96,7 @@ class Book:
         return Accuracy(metrics={"top1": value}, per_item=(1.0,) * right + (0.0,) * (100 - right))
 
 
-def test_the_fastest_on_both_sides_of_the_bound_and_the_closest_beyond_it_are_recovered(running: Any) -> None:
+def test_the_fastest_on_both_sides_of_the_bound_and_the_closest_beyond_it_are_recovered(running):
     everything = tuple(running.task.space.quantize_all().choices)
     cases = {"within": (5.0, 0.79), "second": (6.0, 0.78), "third": (7.0, 0.8), "fastest": (2.0, 0.5),
              "closest": (3.0, 0.74), "other": (2.5, 0.6), "slower": (5.5, 0.7), "noise": (4.95, 0.745),
@@ -107,9 +106,7 @@ def test_the_fastest_on_both_sides_of_the_bound_and_the_closest_beyond_it_are_re
     assert [each.digest for each in found] == ["fastest", "closest", "within", "second"]
 
 
-def test_a_recovered_model_within_the_bound_is_kept_with_its_steps(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recovered_model_within_the_bound_is_kept_with_its_steps(running, monkeypatch):
     everything = running.task.space.quantize_all()
     digest = running.task.space.digest(everything)
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, digest)])
@@ -137,9 +134,7 @@ def test_a_recovered_model_within_the_bound_is_kept_with_its_steps(
     assert recover_placements(running, Book()) == Recovery()  # type: ignore[arg-type]
 
 
-def test_a_placement_within_the_bound_gets_one_more_accurate_file(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_placement_within_the_bound_gets_one_more_accurate_file(running, monkeypatch):
     everything = running.task.space.quantize_all()
     space = running.task.space
     float_placement = space.float_placement()
@@ -156,9 +151,7 @@ def test_a_placement_within_the_bound_gets_one_more_accurate_file(
     assert found.losses[model.digest] < found.losses[space.digest(everything)]
 
 
-def test_nothing_is_tried_that_a_file_surely_within_the_bound_makes_needless(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_tried_that_a_file_surely_within_the_bound_makes_needless(running, monkeypatch):
     space = running.task.space
     placements = [space.quantize_all(), space.quantize_roles(("linear",))]
     trials = [trial(running.task, each.choices, 2.0 + i, 0.8, space.digest(each)) for i, each in enumerate(placements)]
@@ -173,9 +166,7 @@ def test_nothing_is_tried_that_a_file_surely_within_the_bound_makes_needless(
     assert book.files == ["as given"]
 
 
-def test_recovery_that_outlasts_the_searches_is_recorded_and_tried_when_the_run_continues(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recovery_that_outlasts_the_searches_is_recorded_and_tried_when_the_run_continues(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     with monkeypatch.context() as patch:
@@ -187,9 +178,7 @@ def test_recovery_that_outlasts_the_searches_is_recorded_and_tried_when_the_run_
     assert count_pairs(model.path) > 0
 
 
-def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     book = Book(0.6, 0.7, 0.71, 0.72, *[0.7] * 9)
@@ -198,9 +187,7 @@ def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(
     assert (facts["within"], facts["loss"]) == (False, pytest.approx(0.8 - max(0.7, 0.71, 0.72)))
 
 
-def test_a_placement_whose_predicted_loss_was_too_large_is_kept_as_given(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_placement_whose_predicted_loss_was_too_large_is_kept_as_given(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     ((model,),) = recover_placements(running, Book(0.79, *[0.7] * 9)).models.values()  # type: ignore[arg-type]
@@ -209,9 +196,7 @@ def test_a_placement_whose_predicted_loss_was_too_large_is_kept_as_given(
     assert count_pairs(model.path) > 0
 
 
-def test_the_nodes_that_cost_most_are_left_float_where_nothing_else_keeps_the_bound(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_nodes_that_cost_most_are_left_float_where_nothing_else_keeps_the_bound(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     ((model,),) = recover_placements(running, Book(0.6, 0.7, 0.7, 0.7, 0.7, 0.78)).models.values()  # type: ignore[arg-type]

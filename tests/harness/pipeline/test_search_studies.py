@@ -25,7 +25,7 @@ def read(name: str) -> Experiment:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_experiment_has_tasks_of_different_names(path: Path) -> None:
+def test_every_experiment_has_tasks_of_different_names(path):
     names = [task.name for task in plan_tasks(load_experiment(path))]
     assert names
     assert len(set(names)) == len(names)
@@ -39,7 +39,7 @@ def test_every_experiment_has_tasks_of_different_names(path: Path) -> None:
         ("searchers_onnxruntime", {"ort_static", "ort_static_s8"}),
     ],
 )
-def test_auto_stands_beside_the_tool_cold_and_warm_and_beside_fixed_rows(name: str, static: set[str]) -> None:
+def test_auto_stands_beside_the_tool_cold_and_warm_and_beside_fixed_rows(name, static):
     experiment = read(name)
     assert [model.name for model in experiment.models] == SEVEN
     assert [searcher.name for searcher in experiment.searchers] == ["modelopt", "modelopt_warm", "auto"]
@@ -47,7 +47,7 @@ def test_auto_stands_beside_the_tool_cold_and_warm_and_beside_fixed_rows(name: s
     assert {25, 100} <= set(experiment.budget.evaluations)
 
 
-def test_the_ablation_leaves_out_every_part_and_one_at_a_time() -> None:
+def test_the_ablation_leaves_out_every_part_and_one_at_a_time():
     whole, *variants = [searcher for searcher in read("ablation_auto").searchers if searcher.use == "auto"]
     left_out = [{*variant.params, *variant.without} for variant in variants]
     assert not whole.params
@@ -56,14 +56,14 @@ def test_the_ablation_leaves_out_every_part_and_one_at_a_time() -> None:
     assert set.union(*left_out) == PARTS
 
 
-def test_budgets_are_compared_live_over_five_seeds() -> None:
+def test_budgets_are_compared_live_over_five_seeds():
     experiment = read("budget_ablation")
     assert {"auto", "random_mutation", "tpe", "evolutionary", "local"} == {each.use for each in experiment.searchers}
     assert len(experiment.seeds) == 5
     assert {10, 25, 50, 100} == set(experiment.budget.evaluations)
 
 
-def test_placements_move_between_runtimes_threads_and_models_of_a_family() -> None:
+def test_placements_move_between_runtimes_threads_and_models_of_a_family():
     experiment = read("transfer")
     assert {(use.use, use.params["threads"]) for use in experiment.backends} == {
         (runtime, threads) for runtime in ("openvino", "onnxruntime") for threads in (1, 2)
@@ -75,7 +75,7 @@ def test_placements_move_between_runtimes_threads_and_models_of_a_family() -> No
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ["searchers_openvino", "searchers_openvino_bf16", "searchers_onnxruntime"])
-def test_nothing_stands_in_the_way_of_a_run(name: str) -> None:
+def test_nothing_stands_in_the_way_of_a_run(name):
     if name.endswith("_bf16") and "bf16" not in create_plugin("benchmarker", "openvino", {}).describe()["float_params"]:
         with pytest.raises(UserError, match=r"this CPU offers .* but got 'bf16'"):
             check_experiment(read(name))

@@ -173,30 +173,30 @@ def speedup_coverage(folder: Path, runs: int, noise: Mapping[str, float], plan: 
 
 
 @pytest.mark.slow
-def test_intervals_cover_on_a_restless_machine(tmp_path: Path) -> None:
+def test_intervals_cover_on_a_restless_machine(tmp_path):
     assert 0.905 <= speedup_coverage(tmp_path, 150, RESTLESS, FEWER_TURNS) <= 0.995
 
 
 @pytest.mark.slow
-def test_intervals_cover(tmp_path: Path) -> None:
+def test_intervals_cover(tmp_path):
     """Of 150 the standard error is 1.8 %, so 90.5 to 99.5 % is what a true 95 % gives."""
     for share in coverage(tmp_path, 150, FEWER_TURNS):
         assert 0.905 <= share <= 0.995
 
 
 @pytest.fixture(scope="module")
-def flat(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def flat(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flat")
     return [flat_search(folder, number, FEWER_TURNS) for number in range(60)]
 
 
 @pytest.mark.slow
-def test_searches_where_there_is_nothing_to_find_claim_nothing(flat: list[Found]) -> None:
+def test_searches_where_there_is_nothing_to_find_claim_nothing(flat):
     assert sum(found.verdict == "faster" for found in flat) <= 3
 
 
 @pytest.mark.slow
-def test_what_a_search_says_of_its_winner_is_too_good(flat: list[Found]) -> None:
+def test_what_a_search_says_of_its_winner_is_too_good(flat):
     assert sum(found.naive for found in flat) > len(flat) / 2
     assert np.mean([found.shrinkage for found in flat]) > 0.01
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,14 +33,14 @@ def limit(spent_s: float) -> TimeLimit:
     return TimeLimit(seconds=300.0, clock=clock)
 
 
-def test_searches_share_the_first_half_and_recovery_ends_before_the_confirmation() -> None:
+def test_searches_share_the_first_half_and_recovery_ends_before_the_confirmation():
     assert limit(30).search_seconds(2) == pytest.approx(60)
     assert limit(290).search_seconds(1) == pytest.approx(30), "a slow set-up leaves some"
     assert limit(200).allows_recovery
     assert not limit(215).allows_recovery
 
 
-def test_a_confirmation_that_would_take_too_long_is_shortened() -> None:
+def test_a_confirmation_that_would_take_too_long_is_shortened():
     whole = Confirmation(builds=5, rounds=20)
     assert limit(200).shorten(whole, rows=2, turn_s=0.25) == whole, "3 rows x 100 turns take 75 s"
     shorter = limit(270).shorten(whole, rows=2, turn_s=0.25)
@@ -51,7 +50,7 @@ def test_a_confirmation_that_would_take_too_long_is_shortened() -> None:
     assert (least.builds, least.rounds) == (MIN_PLAN.builds, MIN_PLAN.rounds)
 
 
-def test_the_time_left_includes_final_selection_and_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_includes_final_selection_and_confirmation(monkeypatch):
     later_s = seconds_after_searches(1.0, Confirmation(builds=3, rounds=2, candidates=4), baselines=2, searches=1)
     assert later_s == 8 * 6 + 24 * 4 + 5 * 6, "race of 4 and 2 candidates, then 3 rows and 2 builds of the float model"
     left = TimeLeft(evaluations=10, replayed=4, later_s=later_s, since_s=0.0)
@@ -61,7 +60,7 @@ def test_the_time_left_includes_final_selection_and_confirmation(monkeypatch: py
     assert replace(left, later_s=0.0).describe(7) == ""
 
 
-def test_a_clock_counts_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_counts_earlier_runs(tmp_path, monkeypatch):
     now = iter([0.0, 5.0, 7.0, 100.0, 104.0])
     monkeypatch.setattr(phases, "time", SimpleNamespace(monotonic=lambda: next(now)))
     clock = phases.PhaseClock(tmp_path, "set-up")
@@ -70,7 +69,7 @@ def test_a_clock_counts_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert phases.PhaseClock(tmp_path, "set-up").elapsed_s == 9.0
 
 
-def test_a_task_without_time_left_still_delivers_a_confirmed_file(tmp_path: Path, capsys: Any) -> None:
+def test_a_task_without_time_left_still_delivers_a_confirmed_file(tmp_path, capsys):
     save_chain(tmp_path / "chain.onnx", (8, 8, 12))
     (tmp_path / "limited.yaml").write_text(EXPERIMENT)
     assert qdq("run", str(tmp_path / "limited.yaml"), "--out", str(tmp_path / "out")) == 0

@@ -19,7 +19,7 @@ def accuracy(kind: str, facts: dict[str, Any], metric: str) -> Accuracy:
     return Accuracy(metrics={metric: 0.5}, evidence=encode_evidence(kind, facts))
 
 
-def test_the_class_of_a_classifier_that_collapsed_is_named() -> None:
+def test_the_class_of_a_classifier_that_collapsed_is_named():
     classes = [0] * 20 + [1] * 12 + [2] * 3
     before = accuracy("mean", {"top1": [1.0] * 35, "classes": classes}, "top1")
     after = accuracy("mean", {"top1": [1.0] * 19 + [0.0] * 7 + [1.0] * 6 + [0.0] * 3, "classes": classes}, "top1")
@@ -31,7 +31,7 @@ def test_the_class_of_a_classifier_that_collapsed_is_named() -> None:
     assert worst_class(before, after, "top5") is None
 
 
-def test_the_category_of_a_detector_that_is_missed_is_named() -> None:
+def test_the_category_of_a_detector_that_is_missed_is_named():
     box = [10.0, 10.0, 50.0, 50.0]
     labels = {
         "images": [{"id": i} for i in range(12)],
@@ -54,7 +54,7 @@ def test_the_category_of_a_detector_that_is_missed_is_named() -> None:
     assert (worst.reference, worst.found) == (pytest.approx(1.0), 0.0)
 
 
-def test_the_class_of_a_segmentation_that_shrank_is_named() -> None:
+def test_the_class_of_a_segmentation_that_shrank_is_named():
     before = accuracy("miou", {"areas": [[0, 90, 90, 90, 7, 10, 10, 10]] * 10}, "miou")
     after = accuracy("miou", {"areas": [[0, 90, 90, 95, 7, 5, 10, 5]] * 10}, "miou")
     worst = worst_class(before, after, "miou")
@@ -62,7 +62,7 @@ def test_the_class_of_a_segmentation_that_shrank_is_named() -> None:
     assert (worst.label, worst.samples, worst.reference, worst.found) == (7, 10, 1.0, 0.5)
 
 
-def test_damaged_evidence_is_refused() -> None:
+def test_damaged_evidence_is_refused():
     damaged = accuracy("mean", {"top1": [1.0], "classes": [1, 2]}, "top1")
     with pytest.raises(ValueError, match="damaged"):
         worst_class(damaged, damaged, "top1")

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from incumbents import iter_incumbents
@@ -35,32 +33,32 @@ print(json.dumps({"text": text, "mib": int(peak.split()[1]) / 2**10}))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long")
     write_long_results(folder, EVALUATIONS)
     return folder
 
 
 @pytest.fixture(scope="module")
-def said(folder: Path) -> Any:
+def said(folder):
     done = subprocess.run([sys.executable, "-c", REPORT, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc: getrusage counts the parent before exec")
-def test_the_report_stays_small(folder: Path, said: Any) -> None:
+def test_the_report_stays_small(folder, said):
     assert said["mib"] < 300
     for path in (folder / "report").iterdir():
         assert path.stat().st_size < (10_000_000 if path.suffix == ".csv" else 3_000_000), path.name
 
 
-def test_it_counts_every_evaluation(said: Any) -> None:
+def test_it_counts_every_evaluation(said):
     lines = [line for line in said["text"].splitlines() if "| random " in line]
     assert any(f"| {EVALUATIONS - EVALUATIONS // 997}/{EVALUATIONS} " in line for line in lines)
 
 
-def test_curves_are_thinned_without_a_step_lost(folder: Path) -> None:
+def test_curves_are_thinned_without_a_step_lost(folder):
     curves = curve_frame(load(folder).tasks)
     assert len(curves[curves["seed"] == 0]) > EVALUATIONS - 10, "all from the first incumbent on"
     drawn = median_band(curves[curves["seed"] == 0], "evaluations")
@@ -70,7 +68,7 @@ def test_curves_are_thinned_without_a_step_lost(folder: Path) -> None:
     assert drawn.index[-1] == EVALUATIONS
 
 
-def test_a_search_goes_on_behind_them_and_its_finalists_are_chosen(folder: Path) -> None:
+def test_a_search_goes_on_behind_them_and_its_finalists_are_chosen(folder):
     path = folder / TASK / "runs" / "random-0.jsonl"
     with Journal(path, {}) as journal:
         assert len(journal.entries) == EVALUATIONS

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from small import qdq
@@ -29,11 +27,11 @@ def remedies(folder: Path) -> str:
     return "\n".join(describe_next_steps(results, main_frame(results)))
 
 
-def test_a_row_that_may_be_shipped_needs_no_remedy(folder: Path) -> None:
+def test_a_row_that_may_be_shipped_needs_no_remedy(folder):
     assert remedies(folder) == ""
 
 
-def test_the_file_to_deploy_is_named_if_it_exists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_to_deploy_is_named_if_it_exists(folder, monkeypatch):
     recorded: dict[Path, str] = {}
     monkeypatch.setattr("harness.report.next_steps.digest_file", lambda path: recorded[path])
     backend = read_json(folder / TASK / "task.json")["backend"]
@@ -65,7 +63,7 @@ def test_the_file_to_deploy_is_named_if_it_exists(folder: Path, monkeypatch: pyt
     assert line.startswith(f"take {shipped}: "), "the folder to deploy"
 
 
-def test_faster_rows_beyond_the_bound_have_remedies(folder: Path) -> None:
+def test_faster_rows_beyond_the_bound_have_remedies(folder):
     edit_json(folder / TASK / "task.json", goal=STRICT)
     results = load(folder)
     (answer,) = describe_answers(results, main_frame(results))
@@ -86,12 +84,12 @@ def test_faster_rows_beyond_the_bound_have_remedies(folder: Path) -> None:
         ({"calibrated_on": "random data"}, "- calibration data: the ranges are those of random data"),
     ],
 )
-def test_the_calibration_decides_the_remedy(folder: Path, facts: Mapping[str, Any], expected: str) -> None:
+def test_the_calibration_decides_the_remedy(folder, facts, expected):
     edit_json(folder / TASK / "task.json", goal=STRICT, **facts)
     assert expected in remedies(folder).splitlines()
 
 
-def test_a_drop_whose_interval_includes_the_bound_asks_for_more_images(folder: Path) -> None:
+def test_a_drop_whose_interval_includes_the_bound_asks_for_more_images(folder):
     edit_json(folder / TASK / "task.json", goal=STRICT)
     hits = {"sha of float": [1.0] * 80 + [0.0] * 20, "sha of aa": [0.0] + [1.0] * 79 + [0.0] * 20}
     scores = {f"{name} main": {"metrics": {"top1": sum(per) / 100}, "per_item": per} for name, per in hits.items()}
@@ -99,14 +97,14 @@ def test_a_drop_whose_interval_includes_the_bound_asks_for_more_images(folder: P
     assert "- more images: the interval of that drop includes the bound" in remedies(folder).splitlines()
 
 
-def test_a_very_loose_bound_is_not_suggested(folder: Path) -> None:
+def test_a_very_loose_bound_is_not_suggested(folder):
     edit_json(folder / TASK / "task.json", goal=STRICT)
     edit_json(folder / TASK / "accuracy.json", **{"sha of aa main": {"metrics": {"top1": 0.6}, "per_item": []}})
     assert "(least: all, +0.1000)" in remedies(folder)
     assert "looser" not in remedies(folder)
 
 
-def test_rows_that_are_not_faster_have_other_remedies(folder: Path) -> None:
+def test_rows_that_are_not_faster_have_other_remedies(folder):
     write_confirmation(folder / TASK, SLOW_MS)
     rows = read_json(folder / TASK / "rows.json")
     for row in rows["rows"]:
@@ -127,13 +125,13 @@ def test_rows_that_are_not_faster_have_other_remedies(folder: Path) -> None:
     assert "none of its rows within the bound is faster" in remedies(folder)
 
 
-def test_an_unfinished_task_has_no_remedies(folder: Path) -> None:
+def test_an_unfinished_task_has_no_remedies(folder):
     edit_json(folder / TASK / "task.json", goal=STRICT)
     (folder / TASK / "confirmation.jsonl").unlink()
     assert remedies(folder) == ""
 
 
-def test_remedies_are_printed_below_the_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remedies_are_printed_below_the_tables(folder, capsys):
     edit_json(folder / TASK / "task.json", goal=STRICT)
     assert qdq("report", str(folder)) == 0
     tables, _, advice = capsys.readouterr().out.partition("No row of ")
@@ -141,7 +139,7 @@ def test_remedies_are_printed_below_the_tables(folder: Path, capsys: pytest.Capt
     assert advice.startswith(f"{TASK} may be shipped: ")
 
 
-def test_a_search_that_ended_by_itself_needs_no_larger_budget(folder: Path) -> None:
+def test_a_search_that_ended_by_itself_needs_no_larger_budget(folder):
     edit_json(folder / TASK / "task.json", goal=STRICT)
     rows = read_json(folder / TASK / "rows.json")
     for pick in rows["picks"]:

@@ -100,8 +100,7 @@ def test_a_manifest_of_a_stranger_names_no_plot_outside_of_the_report(tmp_path, 
         (tmp_path / f"x.{kind}").touch()
     entry = {"inputs": "digest", "complete": True, "plots": [["title", name, True]]}
     write_json(
-        tmp_path / "manifest.json",
-        {"files": describe_files(tmp_path, list_files(tmp_path)), "plots": {TASK: entry}},
+        tmp_path / "manifest.json", {"files": describe_files(tmp_path, list_files(tmp_path)), "plots": {TASK: entry}}
     )
     calls = []
     PlotCache(tmp_path, {TASK: "digest"}).draw(TASK, lambda: calls.append(1) or [], complete=True)

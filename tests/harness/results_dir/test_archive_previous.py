@@ -46,7 +46,7 @@ def write_model(path: Path, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sections")
     write_model(folder / "net.onnx", seed=1)
     (folder / "small.yaml").write_text(EXPERIMENT)
@@ -55,7 +55,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(done: Path, tmp_path: Path) -> Path:
+def copy(done, tmp_path):
     shutil.copytree(done, tmp_path / "copy")
     return tmp_path / "copy"
 
@@ -69,9 +69,7 @@ def age(copy: Path) -> None:
     write_json(path, facts)
 
 
-def test_changed_versions_are_refused_with_the_difference_and_the_way_on(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_versions_are_refused_with_the_difference_and_the_way_on(copy, capsys):
     age(copy)
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 2
     error = capsys.readouterr().err
@@ -79,7 +77,7 @@ def test_changed_versions_are_refused_with_the_difference_and_the_way_on(
     assert "--accept-changes" in error
 
 
-def test_an_accepted_change_begins_a_new_section_of_the_table(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_accepted_change_begins_a_new_section_of_the_table(copy, capsys):
     age(copy)
     before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
@@ -91,9 +89,7 @@ def test_an_accepted_change_begins_a_new_section_of_the_table(copy: Path, capsys
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0, "and it goes on without the flag"
 
 
-def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accepted(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accepted(copy, capsys):
     write_model(copy / "net.onnx", seed=2)
     command = ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
     assert qdq(*command) == 2
@@ -104,7 +100,7 @@ def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accep
     assert set(main_frame(load(copy / "out"))["task"]) == {TASK, f"{TASK}.1"}
 
 
-def test_more_seeds_go_on_with_what_is_there(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_seeds_go_on_with_what_is_there(copy, capsys):
     (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
     before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
@@ -121,9 +117,7 @@ def confirmed(task: Path) -> dict[str, str]:
     return rows
 
 
-def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(copy, capsys):
     task, command = copy / "out" / TASK, ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
     journal = task / "runs" / "random-0.jsonl"
     before = read_text(journal)
@@ -141,7 +135,7 @@ def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(
     assert "different: budget); use another --out, or --accept-changes" in capsys.readouterr().err
 
 
-def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_others(copy: Path) -> None:
+def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_others(copy):
     task = copy / "out" / TASK
     before = read_text(task / "runs" / "random-0.jsonl")
     more = EXPERIMENT.replace("[random]", "[random, evolutionary]").replace(
@@ -154,9 +148,7 @@ def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_other
     assert confirmed(task) == {row.id: row.sha256 for row in read_finalists(task)[0]}
 
 
-def test_another_executor_is_the_same_experiment_unless_the_window_differs(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_executor_is_the_same_experiment_unless_the_window_differs(copy, capsys):
     out = str(copy / "out")
     (copy / "small.yaml").write_text(f"{EXPERIMENT}executor: {{use: local, workers: 3, window: 1}}\n")
     assert qdq("run", str(copy / "small.yaml"), "--out", out) == 0
@@ -165,7 +157,7 @@ def test_another_executor_is_the_same_experiment_unless_the_window_differs(
     assert "window: None -> 3" in capsys.readouterr().err
 
 
-def test_failed_trials_are_tried_once_more_when_asked(copy: Path) -> None:
+def test_failed_trials_are_tried_once_more_when_asked(copy):
     path = copy / "out" / TASK / "runs" / "random-0.jsonl"
     lines = read_text(path).splitlines(keepends=True)
     failed = sum('"status":"failed"' in line for line in lines)
@@ -178,14 +170,7 @@ def test_failed_trials_are_tried_once_more_when_asked(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(("with_host", "owner"), [("0", ""), ("1", r" of \w+ on \S+")])
-def test_who_holds_a_folder_is_said(
-    done: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    with_host: str,
-    owner: str,
-) -> None:
+def test_who_holds_a_folder_is_said(done, tmp_path, capsys, monkeypatch, with_host, owner):
     monkeypatch.setenv(HOST_VARIABLE, with_host)
     with owned_results_dir(tmp_path / "out", load_experiment(done / "small.yaml")):
         assert qdq("run", str(done / "small.yaml"), "--out", str(tmp_path / "out")) == 2
@@ -194,14 +179,14 @@ def test_who_holds_a_folder_is_said(
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody can write to")
-def test_a_read_only_folder_is_said_at_once(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_folder_is_said_at_once(done, capsys):
     assert qdq("run", str(done / "small.yaml"), "--out", "/proc/self/out") == 2
     error = capsys.readouterr().err
     assert "/proc/self/out: cannot be written (" in error
     assert "use another --out" in error
 
 
-def test_a_clock_that_jumps_changes_nothing(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_changes_nothing(done, tmp_path, monkeypatch):
     import time
 
     now, calls = time.time(), iter(range(10**9))
@@ -214,7 +199,7 @@ def test_a_clock_that_jumps_changes_nothing(done: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("lost", "ends"), [(MAX_WORKER_LOSSES, True), (MAX_WORKER_LOSSES + 1, False)])
-def test_a_task_that_loses_its_worker_goes_on_so_often(tmp_path: Path, lost: int, ends: bool) -> None:
+def test_a_task_that_loses_its_worker_goes_on_so_often(tmp_path, lost, ends):
     begun, said = [], []
 
     class Loud(NullProgress):

@@ -10,7 +10,7 @@ from harness.results_dir.fingerprint import facts_digest
 FACTS = "{'b': frozenset({'int8', 'fp8', 'float'}), 'a': [1, 2.5, None], 'c': {'x': True}}"
 
 
-def test_digests_depend_neither_on_the_process_nor_on_the_order() -> None:
+def test_digests_depend_neither_on_the_process_nor_on_the_order():
     code = f"from harness.results_dir.fingerprint import facts_digest; print(facts_digest({FACTS}))"
     command = [sys.executable, "-c", code]
     environments = [{"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)} for seed in ("1", "2")]
@@ -20,5 +20,5 @@ def test_digests_depend_neither_on_the_process_nor_on_the_order() -> None:
     assert here == "6e8a9d39542f4498"
 
 
-def test_digests_of_different_facts_differ() -> None:
+def test_digests_of_different_facts_differ():
     assert len({facts_digest(facts) for facts in ({"a": 1}, {"a": 2}, {"b": 1}, {"a": {1}}, {"a": {1, 2}})}) == 5

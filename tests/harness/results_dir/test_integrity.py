@@ -9,7 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 from socket import gethostname
-from typing import Any
 
 import pytest
 from small import qdq, save_chain
@@ -45,7 +44,7 @@ NOT_RESULTS = {".lock", "optuna.journal"}
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("integrity")
     save_chain(folder / "net.onnx", (8, 8, 12))
     (folder / "small.yaml").write_text(EXPERIMENT)
@@ -54,7 +53,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(done: Path, tmp_path: Path) -> Path:
+def copy(done, tmp_path):
     shutil.copytree(done, tmp_path / "out")
     return tmp_path / "out"
 
@@ -70,7 +69,7 @@ def shown(folder: Path) -> str:
     return "\n".join([report_text(results, tables), *describe_answers(results, main)])
 
 
-def test_an_undamaged_folder_is_complete(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undamaged_folder_is_complete(done, capsys):
     found = check_results(done)
     assert found.problems == ()
     assert found.complete
@@ -78,7 +77,7 @@ def test_an_undamaged_folder_is_complete(done: Path, capsys: pytest.CaptureFixtu
     assert "none damaged; complete" in capsys.readouterr().out
 
 
-def test_a_flipped_byte_is_never_silent(copy: Path) -> None:
+def test_a_flipped_byte_is_never_silent(copy):
     before, files = shown(copy), [path for path in sorted(copy.rglob("*")) if path.is_file()]
     assert "take " in before
     for path in (path for path in files if path.name not in NOT_RESULTS):
@@ -96,7 +95,7 @@ def test_a_flipped_byte_is_never_silent(copy: Path) -> None:
     assert shown(copy) == before
 
 
-def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy: Path) -> None:
+def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy):
     for name in ("rows.json", "confirmation.jsonl.gz", "runs/random-0.jsonl.gz", "patterns.yaml"):
         path = copy / TASK / name
         whole = path.read_bytes()
@@ -105,14 +104,14 @@ def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy: Path) -> None
         path.write_bytes(whole)
 
 
-def test_a_line_that_was_taken_away_is_refused(copy: Path) -> None:
+def test_a_line_that_was_taken_away_is_refused(copy):
     path = copy / TASK / "noise_floor.json"
     path.unlink()
     assert str(path) in shown(copy)
     assert [text.split("; ")[0] for text in check_results(copy).problems] == [f"{path}: missing"]
 
 
-def test_a_damaged_model_is_not_recommended(copy: Path) -> None:
+def test_a_damaged_model_is_not_recommended(copy):
     models = sorted((copy / TASK / "models").glob("*.onnx"))
     assert "take " in shown(copy)
     for path in models:
@@ -122,7 +121,7 @@ def test_a_damaged_model_is_not_recommended(copy: Path) -> None:
     assert "damaged, do not ship it" in text
 
 
-def test_a_damaged_task_is_not_skipped_but_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_task_is_not_skipped_but_named(copy, capsys):
     path = copy / TASK / "confirmation.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     command = ["run", str(copy.parent / "small.yaml"), "--out", str(copy)]
@@ -138,14 +137,14 @@ def test_a_damaged_task_is_not_skipped_but_named(copy: Path, capsys: pytest.Capt
     assert check_results(copy).problems == ()
 
 
-def test_results_name_no_folder_and_no_host(done: Path) -> None:
+def test_results_name_no_folder_and_no_host(done):
     private = [str(done.parent), str(Path.home()), sys.prefix, *filter(lambda name: len(name) > 3, [gethostname()])]
     for path in (path for path in done.rglob("*") if path.is_file() and path.suffix not in (".png", ".onnx")):
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         assert [name for name in private if name.encode() in text] == [], path
 
 
-def test_texts_that_results_keep_have_marks_instead_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_results_keep_have_marks_instead_of_folders(monkeypatch):
     text = f'File "{Path.cwd()}/mine.py", {tempfile.gettempdir()}/x.onnx, {sys.prefix}/lib/a.py'
     assert hide_paths(text) == 'File "./mine.py", <tmp>/x.onnx, <python>/lib/a.py'
     assert Failed(stage="build", reason=text, log_tail=text).without_paths().log_tail == hide_paths(text)
@@ -154,7 +153,7 @@ def test_texts_that_results_keep_have_marks_instead_of_folders(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../outside.json", "a/../../b"])
-def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path, name):
     write_json(tmp_path / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": {name: [0, ""]}})
     with pytest.raises(UserError, match=r"manifest\.json: .* no path within the folder"):
         read_manifest(tmp_path)
@@ -163,24 +162,24 @@ def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path: Path, name: st
 @pytest.mark.parametrize(
     "changes", [{"tasks": [1]}, {"tasks": {"a": 1}}, {"files": {"a": 5}}, {"files": {"a": []}}, {"files": None}]
 )
-def test_a_manifest_of_another_form_is_damage(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_manifest_of_another_form_is_damage(tmp_path, changes):
     write_json(tmp_path / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": {}, **changes})
     with pytest.raises(UserError, match=rf"manifest\.json: damaged \({next(iter(changes))}"):
         read_manifest(tmp_path)
 
 
-def test_a_long_name_in_a_manifest_is_a_missing_file(tmp_path: Path) -> None:
+def test_a_long_name_in_a_manifest_is_a_missing_file(tmp_path):
     (found,) = find_changed_files(tmp_path, {"x" * 400: [0, ""]})
     assert found.problem == "missing"
 
 
-def test_what_is_no_regular_file_is_damage_and_not_read(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_damage_and_not_read(tmp_path):
     os.mkfifo(tmp_path / "a.json")
     (found,) = find_changed_files(tmp_path, {"a.json": [0, ""]})
     assert "no regular file" in found.problem
 
 
-def test_a_log_that_unpacks_to_any_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_unpacks_to_any_size_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"0" * 2**21))
     monkeypatch.setattr(lines, "MAX_UNPACKED_BYTES", 2**20)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: unpacks to more"):
@@ -188,7 +187,7 @@ def test_a_log_that_unpacks_to_any_size_is_refused(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("stored", ["a.jsonl", "a.jsonl.gz"])
-def test_a_line_of_any_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
+def test_a_line_of_any_size_is_refused(tmp_path, monkeypatch, stored):
     raw = b"0" * 2**12
     (tmp_path / stored).write_bytes(gzip.compress(raw) if stored.endswith(".gz") else raw)
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 2**10)
@@ -197,7 +196,7 @@ def test_a_line_of_any_size_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
             next(read(tmp_path / "a.jsonl"))
 
 
-def test_json_of_any_size_is_refused_before_it_is_read(copy: Path) -> None:
+def test_json_of_any_size_is_refused_before_it_is_read(copy):
     path = copy / TASK / "task.json"
     with path.open("wb") as file:
         file.truncate(2**40)  # takes no space
@@ -206,7 +205,7 @@ def test_json_of_any_size_is_refused_before_it_is_read(copy: Path) -> None:
         load(copy)
 
 
-def test_a_number_that_no_float_can_be_is_damage(copy: Path) -> None:
+def test_a_number_that_no_float_can_be_is_damage(copy):
     write_json(copy / TASK / "phases.json", {"searches": 10**400})
     (copy / MANIFEST_FILE).unlink()
     with pytest.raises(UserError, match=r"phases\.json.*401 digits"):
@@ -214,7 +213,7 @@ def test_a_number_that_no_float_can_be_is_damage(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["report", f"{TASK}/env.json", ".lock", f"{TASK}/rows.tmp"])
-def test_a_link_out_of_the_folder_is_not_followed(copy: Path, tmp_path: Path, name: str) -> None:
+def test_a_link_out_of_the_folder_is_not_followed(copy, tmp_path, name):
     outside, path = tmp_path / "outside", copy / name
     outside.mkdir()
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -227,7 +226,7 @@ def test_a_link_out_of_the_folder_is_not_followed(copy: Path, tmp_path: Path, na
 
 
 @pytest.mark.parametrize("label", ["../../stolen", "/stolen", '"a\\0"', "a" * 300, '"\\e[31m"'])
-def test_a_task_of_a_stranger_is_a_folder_within_the_results(copy: Path, label: str) -> None:
+def test_a_task_of_a_stranger_is_a_folder_within_the_results(copy, label):
     (copy / MANIFEST_FILE).unlink()
     (copy / "experiment.yaml").write_text(f"models: [{{use: net.onnx, label: {label}}}]\nbackends: [x]\n")
     with pytest.raises(UserError, match=r"experiment\.yaml: a task is called .* no folder name"):
@@ -236,7 +235,7 @@ def test_a_task_of_a_stranger_is_a_folder_within_the_results(copy: Path, label: 
 
 @pytest.mark.parametrize("key", ["file", "id"])
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other.onnx", "a/b.onnx"])
-def test_a_row_names_nothing_outside_of_its_folder(copy: Path, key: str, name: str) -> None:
+def test_a_row_names_nothing_outside_of_its_folder(copy, key, name):
     rows = copy / TASK / "rows.json"
     body = read_json(rows)
     body["rows"][0][key] = name

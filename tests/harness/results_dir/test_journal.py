@@ -129,10 +129,7 @@ def test_another_run_is_rejected_with_the_leaves_that_differ(path):
         pass
     with pytest.raises(UserError, match=r"(?s)started with something else.*--out") as caught:
         Journal(path, {"backend": {**backend, "version": "2026.4"}, "ranges": "ab"})
-    assert str(caught.value).splitlines()[1:-1] == [
-        "  backend.version: '2026.3' -> '2026.4'",
-        "  ranges: None -> 'ab'",
-    ]
+    assert str(caught.value).splitlines()[1:-1] == ["  backend.version: '2026.3' -> '2026.4'", "  ranges: None -> 'ab'"]
 
 
 def test_a_tuple_equals_its_list_in_the_fingerprint(path):

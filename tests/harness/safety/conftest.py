@@ -88,7 +88,7 @@ class Workplace:
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+def workplace(tmp_path_factory):
     """The experiment with its model."""
     folder = tmp_path_factory.mktemp("safety")
     save_small(folder / "net.onnx")

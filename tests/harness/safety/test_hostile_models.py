@@ -59,7 +59,7 @@ def in_fork(work: Callable[[], str], limit_s: float = SLOW_S) -> str:
     return said if os.WIFEXITED(status) and said else f"crash: signal {os.WTERMSIG(status)}"
 
 
-def test_a_comment_that_is_no_utf8_does_no_harm(tmp_path: Path) -> None:
+def test_a_comment_that_is_no_utf8_does_no_harm(tmp_path):
     proto = onnx.load_model_from_string(onnx_files()[0])
     proto.producer_name = proto.doc_string = "marker"
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString().replace(b"marker", b"mark\xf6r"))
@@ -69,7 +69,7 @@ def test_a_comment_that_is_no_utf8_does_no_harm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "..\\secret.bin", "link.bin", ""]
 )
-def test_external_data_outside_of_the_models_folder_is_refused(tmp_path: Path, location: str) -> None:
+def test_external_data_outside_of_the_models_folder_is_refused(tmp_path, location):
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "secret.bin").write_bytes(b"x" * 64)
@@ -85,7 +85,7 @@ def test_external_data_outside_of_the_models_folder_is_refused(tmp_path: Path, l
         load(folder / "m.onnx")
 
 
-def test_a_cycle_is_refused(tmp_path: Path) -> None:
+def test_a_cycle_is_refused(tmp_path):
     nodes = [helper.make_node("Add", ["x", "b"], ["a"]), helper.make_node("Relu", ["a"], ["b"])]
     info = [helper.make_tensor_value_info(name, 1, [2]) for name in ("x", "b")]
     graph = helper.make_graph(nodes, "cycle", info[:1], info[1:])
@@ -113,7 +113,7 @@ def nested(depth: int) -> bytes:
 
 
 @pytest.mark.parametrize("depth", [3, 30, 90, 150, 5000])
-def test_deep_nesting_is_read_or_refused(tmp_path: Path, depth: int) -> None:
+def test_deep_nesting_is_read_or_refused(tmp_path, depth):
     path = tmp_path / "deep.onnx"
     path.write_bytes(nested(depth))
     assert in_fork(lambda: use(path)) in ("refused", "used")
@@ -148,9 +148,7 @@ def calling_functions(calls: dict[str, list[str]], *, wrapped: bool = False) -> 
         ({f"f{level}": [f"f{level + 1}"] * 2 for level in range(40)} | {"f40": []}, "100,000 are inlined"),
     ],
 )
-def test_functions_that_never_end_are_refused_before_native_code(
-    calls: dict[str, list[str]], cause: str, wrapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_that_never_end_are_refused_before_native_code(calls, cause, wrapped, tmp_path, monkeypatch):
     proto = calling_functions(calls, wrapped=wrapped)
     onnx.save(proto, tmp_path / "f.onnx")
     monkeypatch.setattr("harness.graph.io.helper_process._process_helper", None)
@@ -161,7 +159,7 @@ def test_functions_that_never_end_are_refused_before_native_code(
         load_proto(proto, source="f", sha256="")
 
 
-def test_a_long_chain_of_functions_is_read(tmp_path: Path) -> None:
+def test_a_long_chain_of_functions_is_read(tmp_path):
     chain = {f"f{level}": [f"f{level + 1}"] for level in range(300)}
     proto = calling_functions(chain | {"f300": []})
     proto.functions[-1].node.append(helper.make_node("Relu", ["x"], ["y"]))

@@ -75,7 +75,7 @@ def write_model(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("names")
     write_model(folder / MODEL)
     (folder / "names.yaml").write_text(EXPERIMENT, encoding="utf-8")
@@ -106,7 +106,7 @@ def is_plain(text: str) -> bool:
         "regions {0}/none{codes}.onnx",
     ],
 )
-def test_commands_print_no_control_codes(command: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_no_control_codes(command, folder, capfd):
     words = {
         "model": str(folder / MODEL), "damaged": str(folder / f"damaged{CODES}.onnx"), "codes": CODES,
         "task": "net-simulated-int8",
@@ -118,7 +118,7 @@ def test_commands_print_no_control_codes(command: str, folder: Path, capfd: pyte
     assert is_plain(out + err), ascii(out + err)
 
 
-def test_the_page_runs_its_own_scripts_alone(folder: Path) -> None:
+def test_the_page_runs_its_own_scripts_alone(folder):
     page = (folder / "out/report/index.html").read_text(encoding="utf-8")
     tags = Tags(page)
     assert tags.found.count("script") == 5, "its data, Plotly, and its code in three parts"
@@ -132,7 +132,7 @@ def test_the_page_runs_its_own_scripts_alone(folder: Path) -> None:
     assert is_plain(data)
 
 
-def test_no_file_of_the_report_is_more_than_text(folder: Path) -> None:
+def test_no_file_of_the_report_is_more_than_text(folder):
     paths = [path for path in (folder / "out/report").rglob("*") if path.suffix in (".tex", ".svg", ".md", ".csv")]
     assert {path.suffix for path in paths} == {".tex", ".svg", ".md", ".csv"}
     for path in paths:
@@ -146,7 +146,7 @@ def test_no_file_of_the_report_is_more_than_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["=1+2", "@SUM(A1)", "+cmd|' /C calc'!A0", "-2+3", "\t=1", f"=A{CODES}", "a|b`<i>"])
-def test_a_table_is_text_in_every_form(name: str, tmp_path: Path) -> None:
+def test_a_table_is_text_in_every_form(name, tmp_path):
     cells = pd.DataFrame({"model": [name], name: ["1"], "change": ["-1.5"]})
     write_table(ReportTable(name="t", cells=cells, raw=cells.assign(ms=[-2.5]), note=name), tmp_path)
     head, row = csv.reader((tmp_path / "t.csv").read_text(encoding="utf-8").splitlines())
@@ -157,7 +157,7 @@ def test_a_table_is_text_in_every_form(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "a/../../b", "\x1b", "-" * 300, ".ssh/keys", "C:\\x", "CON\0"])
-def test_file_names_stay_in_their_folder(name: str, tmp_path: Path) -> None:
+def test_file_names_stay_in_their_folder(name, tmp_path):
     path = tmp_path / safe_file_name(name)
     path.write_text("")
     assert path.resolve().parent == tmp_path.resolve()

@@ -116,7 +116,7 @@ def read_all(folder: Path, numbers: range) -> None:
 
 
 @pytest.mark.slow
-def test_operators_that_lie_are_read_or_refused_and_nothing_falls(tmp_path: Path) -> None:
+def test_operators_that_lie_are_read_or_refused_and_nothing_falls(tmp_path):
     fallen, number = [], 0
     while number < FUZZ:
         child = os.fork()
@@ -145,17 +145,11 @@ def test_operators_that_lie_are_read_or_refused_and_nothing_falls(tmp_path: Path
 @pytest.mark.parametrize(
     ("shape", "attributes", "message"),
     [
-        (
-            (1, 8),
-            {},
-            "shape inference was ended by SIGABRT.* damaged",
-        ),
+        ((1, 8), {}, "shape inference was ended by SIGABRT.* damaged"),
         ((1, 3, 8, 8), {"strides": [0, 0]}, "shape inference was ended by SIGFPE.* damaged"),
     ],
 )
-def test_what_onnx_falls_over_is_refused_and_nobody_falls(
-    tmp_path: Path, shape: tuple[int, ...], attributes: dict[str, Any], message: str
-) -> None:
+def test_what_onnx_falls_over_is_refused_and_nobody_falls(tmp_path, shape, attributes, message):
     node = helper.make_node("Conv", ["x", "w"], ["y"], name="conv", **attributes)
     ends = [helper.make_tensor_value_info("x", 1, shape), helper.make_tensor_value_info("y", 1, None)]
     weight = numpy_helper.from_array(np.ones((4, 3, 3, 3), np.float32), "w")

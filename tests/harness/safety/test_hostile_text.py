@@ -35,7 +35,7 @@ BOMB = "a: &a [x, x]\n" + "".join(
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 @pytest.mark.parametrize("reader", ["experiment", "cache", "state"])
-def test_yaml_makes_no_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, payload: str, reader: str) -> None:
+def test_yaml_makes_no_objects(tmp_path, monkeypatch, payload, reader):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "file.yaml"
     path.write_text(f"experiment: {payload}\nmodels: [net.onnx]\n")
@@ -48,7 +48,7 @@ def test_yaml_makes_no_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     "text", [BOMB, "a: " + "[" * 100_000, "a: " + "{a: " * 5_000, "? " * 5_000, "\0", "a: 'x\n" * 50]
 )
-def test_bombs_and_nesting_without_end_are_refused_quickly(tmp_path: Path, reader: str, text: str) -> None:
+def test_bombs_and_nesting_without_end_are_refused_quickly(tmp_path, reader, text):
     path = tmp_path / "file.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=r"file\.yaml"):
@@ -56,7 +56,7 @@ def test_bombs_and_nesting_without_end_are_refused_quickly(tmp_path: Path, reade
 
 
 @pytest.mark.parametrize("reader", ["file", "cache", "state"])
-def test_a_file_larger_than_ours_ever_are_is_not_read(tmp_path: Path, reader: str) -> None:
+def test_a_file_larger_than_ours_ever_are_is_not_read(tmp_path, reader):
     path = tmp_path / "file.yaml"
     with path.open("wb") as file:
         file.truncate(1 << 30)
@@ -64,7 +64,7 @@ def test_a_file_larger_than_ours_ever_are_is_not_read(tmp_path: Path, reader: st
         _read(reader, path)
 
 
-def test_a_matrix_that_asks_for_millions_of_tasks_is_refused() -> None:
+def test_a_matrix_that_asks_for_millions_of_tasks_is_refused():
     axes = "".join(f"  backends.params.p{n}: [{', '.join(map(str, range(100)))}]\n" for n in range(9))
     with pytest.raises(
         UserError, match=r"e\.yaml: matrix\.backends\.\*: asks for 1000000000000000000 backends, but at"
@@ -81,14 +81,14 @@ def _read(reader: str, path: Path) -> object:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\x80\x04\x95", b"{", b"\xff\xfe", b'{"a": ' * 100_000])
-def test_damaged_json_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_damaged_json_is_refused(tmp_path, content):
     path = tmp_path / "rows.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"rows\.json"):
         read_json(path)
 
 
-def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
+def test_a_pickle_is_never_loaded(tmp_path):
     """Nothing in the harness unpickles a file; only the pipe between the driver and its own workers carries pickles."""
     root = Path(registry.__file__).parent
     users = {
@@ -106,13 +106,13 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
     "use",
     ["../evil:Thing", "/tmp/evil.py:X", "..evil:X", "evil/../x:Thing", "os:system;x", ":", "a:", ":b", "a b:c", "\0:x"],
 )  # fmt: skip
-def test_plug_in_names_are_names_and_no_paths(tmp_path: Path, use: str) -> None:
+def test_plug_in_names_are_names_and_no_paths(tmp_path, use):
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     with pytest.raises(UserError, match="searcher "):
         registry.create_plugin("searcher", use, {})
 
 
-def test_an_experiment_of_a_stranger_connects_to_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_of_a_stranger_connects_to_no_cluster(monkeypatch):
     monkeypatch.delenv(TRUST_VARIABLE)
     executor = ExecutorSpec(use="ray", address="ray://stranger:10001")
     with (
@@ -123,7 +123,7 @@ def test_an_experiment_of_a_stranger_connects_to_no_cluster(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 101, "a\nb", "<script>", "\\input{x}", "-rf"])
-def test_names_that_become_folders_are_refused(name: str) -> None:
+def test_names_that_become_folders_are_refused(name):
     for text in (
         EXPERIMENT_YAML.replace("experiment: small", f"experiment: {json.dumps(name)}"),
         EXPERIMENT_YAML.replace("label: net", f"label: {json.dumps(name)}"),
@@ -133,7 +133,7 @@ def test_names_that_become_folders_are_refused(name: str) -> None:
             parse_experiment(text, "e.yaml")
 
 
-def test_nothing_is_sent_anywhere() -> None:
+def test_nothing_is_sent_anywhere():
     """A process that loads the runtimes opens no connection; what would report is switched off."""
     code = (
         "import socket, sys\n"

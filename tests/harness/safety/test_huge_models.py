@@ -58,9 +58,7 @@ def write_model(path: Path, what: str) -> None:
         ("tensor", "the constant 'z' has 17,592.2 GB by its shape, and at most 2.1 GB are computed;"),
     ],
 )
-def test_what_is_declared_huge_ends_with_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, said: str
-) -> None:
+def test_what_is_declared_huge_ends_with_one_message(tmp_path, capsys, what, said):
     write_model(tmp_path / "huge.onnx", what)
     (tmp_path / "e.yaml").write_text(EXPERIMENT)
     with pytest.raises(SystemExit) as end:
@@ -96,7 +94,7 @@ def constant_of_5_gb(op: str) -> tuple[list[onnx.NodeProto], list[TensorProto]]:
 
 
 @pytest.mark.parametrize("op", ["ConstantOfShape", "Range", "Expand", "Tile", "Concat", "computed"])
-def test_a_constant_of_5_gb_is_refused_before_it_is_computed(tmp_path: Path, op: str) -> None:
+def test_a_constant_of_5_gb_is_refused_before_it_is_computed(tmp_path, op):
     nodes, constants = constant_of_5_gb(op)
     nodes += [
         helper.make_node("ReduceMax", ["big"], ["most"], name="most", keepdims=0),
@@ -111,7 +109,7 @@ def test_a_constant_of_5_gb_is_refused_before_it_is_computed(tmp_path: Path, op:
 
 
 @pytest.mark.parametrize("part", ["weight", "many", "sparse weight"])
-def test_external_data_beyond_the_memory_are_refused_unread(tmp_path: Path, part: str) -> None:
+def test_external_data_beyond_the_memory_are_refused_unread(tmp_path, part):
     """A file with a hole of 2 TB takes no space on disk; many tensors may read the same bytes."""
     proto = onnx.ModelProto.FromString(onnx_files()[0])
     size = 2**41 if part != "many" else 2**30

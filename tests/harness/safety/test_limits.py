@@ -45,13 +45,13 @@ def numbers_without_limit(annotation: Any, metadata: tuple[Any, ...], path: str)
 
 
 @pytest.mark.parametrize("model", [Experiment, BudgetStudy, Spec])
-def test_numbers_in_files_have_an_upper_limit(model: type[BaseModel]) -> None:
+def test_numbers_in_files_have_an_upper_limit(model):
     free = set(numbers_without_limit(model, (), ""))
     bounds = {".objective.max_drop", ".objective.max_latency"}  # numbers that results are compared with
     assert free <= bounds | {".seeds"}
 
 
-def test_numbers_on_the_command_line_have_an_upper_limit() -> None:
+def test_numbers_on_the_command_line_have_an_upper_limit():
     group: Any = typer.main.get_command(app)
     free = {
         f"{name} {option.opts[0]}"
@@ -63,7 +63,7 @@ def test_numbers_on_the_command_line_have_an_upper_limit() -> None:
 
 
 @pytest.mark.parametrize("flag", ["schemes_per_region", "warmup_runs", "timing_runs", "max_evals", "seed"])
-def test_numbers_of_autotune_have_an_upper_limit(flag: str) -> None:
+def test_numbers_of_autotune_have_an_upper_limit(flag):
     options = get_parser().parse_args(["-m", "m.onnx", f"--{flag}", str(10**30)])
     with pytest.raises(AutotunerError, match=f"--{flag} is at most"):
         check_counts(options)
@@ -78,7 +78,7 @@ def test_numbers_of_autotune_have_an_upper_limit(flag: str) -> None:
         "limits: {build_s: 1e300}",
     ],
 )
-def test_a_huge_number_is_refused_with_the_limit(keys: str) -> None:
+def test_a_huge_number_is_refused_with_the_limit(keys):
     with pytest.raises(UserError, match=r"less than or equal to [0-9]"):
         parse_experiment(f"experiment: e\nmodels: [m.onnx]\n{keys}\n", "e.yaml", Path())
 
@@ -93,19 +93,19 @@ def test_a_huge_number_is_refused_with_the_limit(keys: str) -> None:
         ("benchmarker", "openvino", {"threads": 10**12}),
     ],
 )
-def test_a_huge_number_of_a_plugin_is_refused_with_the_limit(kind: str, use: str, params: dict[str, Any]) -> None:
+def test_a_huge_number_of_a_plugin_is_refused_with_the_limit(kind, use, params):
     with pytest.raises(UserError, match=r"at most 1[0,]+, but got 10*$"):
         registry.check_params(kind, use, params, ("space", "seed", "reference", "inputs"))
 
 
-def test_data_have_an_upper_limit() -> None:
+def test_data_have_an_upper_limit():
     with pytest.raises(UserError, match=r"data\.count: at most"):
         read_int_key({"count": 10**12}, "count", 1)
     with pytest.raises(UserError, match="at most"):
         draw_split("evaluation", 10**7)
 
 
-def test_repetitions_in_long_lists_are_found_by_hashes() -> None:
+def test_repetitions_in_long_lists_are_found_by_hashes():
     class Value:
         compared = 0
 

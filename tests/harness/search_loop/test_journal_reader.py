@@ -34,7 +34,7 @@ def entry(
 
 
 @pytest.fixture
-def entries() -> list[JournalEntry]:
+def entries():
     """Two evaluations (the second result arrives first), a duplicate, a retry of the second, and a third evaluation."""
     return [
         entry(0, outcome(8.0), 120.0),
@@ -45,7 +45,7 @@ def entries() -> list[JournalEntry]:
     ]
 
 
-def test_duplicates_and_retries_do_not_count(entries: list[JournalEntry]) -> None:
+def test_duplicates_and_retries_do_not_count(entries):
     assert [(spent, found.proposal.number) for spent, found, _ in iter_counted(entries)] == [
         (1, 0),
         (2, 1),
@@ -55,14 +55,14 @@ def test_duplicates_and_retries_do_not_count(entries: list[JournalEntry]) -> Non
     assert [trial.evaluations for trial in iter_evaluations(entries, Goal())] == [1, 2, 3]
 
 
-def test_a_successful_retry_belongs_to_the_budget_of_its_failure(entries: list[JournalEntry]) -> None:
+def test_a_successful_retry_belongs_to_the_budget_of_its_failure(entries):
     found = state_at_budgets(entries, Goal(), [2, 1], 3)
     assert [trial.latency_ms for trial in found[2].best] == [2.0, 8.0]
     assert [trial.latency_ms for trial in found[1].best] == [8.0]
     assert [trial.latency_ms for trial in iter_incumbents(entries, Goal())] == [8.0, 2.0]
 
 
-def test_minutes_are_those_of_the_last_result(entries: list[JournalEntry]) -> None:
+def test_minutes_are_those_of_the_last_result(entries):
     assert state_at_budgets(entries[:2], Goal(), [2])[2].minutes == 2.0, (
         "the first proposal took longer than the second"
     )
@@ -71,12 +71,12 @@ def test_minutes_are_those_of_the_last_result(entries: list[JournalEntry]) -> No
     assert state_at_budgets([], Goal(), [25])[25].minutes == 0.0
 
 
-def test_a_failure_is_part_of_all_later_budgets(entries: list[JournalEntry]) -> None:
+def test_a_failure_is_part_of_all_later_budgets(entries):
     found = state_at_budgets(entries, Goal(), [1, 2])
     assert (found[1].last_failure, found[2].last_failure) == (None, LOST)
 
 
-def test_reading_stops_at_the_largest_budget(entries: list[JournalEntry]) -> None:
+def test_reading_stops_at_the_largest_budget(entries):
     passing = iter(entries)
     state_at_budgets(passing, Goal(), [1])
     assert [each.proposal.number for each in passing] == [2, 3, 4]
@@ -86,9 +86,7 @@ READINGS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=25
 
 
 @given(READINGS, st.integers(1, 25), st.integers(1, 5))
-def test_best_placements_equal_those_of_a_sorted_list_and_of_the_first_front(
-    readings: list[tuple[int, int]], budget: int, count: int
-) -> None:
+def test_best_placements_equal_those_of_a_sorted_list_and_of_the_first_front(readings, budget, count):
     told = [entry(n, outcome(float(ms), map=loss / 10), float(n)) for n, (ms, loss) in enumerate(readings)]
     within = list(enumerate(readings))[:budget]
     fastest = [number for number, _ in sorted(within, key=lambda each: each[1][0])][:count]
@@ -98,6 +96,6 @@ def test_best_placements_equal_those_of_a_sorted_list_and_of_the_first_front(
     assert {trial.choices[0] for trial in state_at_budgets(told, FRONT, [budget], 99)[budget].best} == front
 
 
-def test_scipy_is_imported_only_if_needed() -> None:
+def test_scipy_is_imported_only_if_needed():
     code = "import sys, harness.search_loop.journal_reader; sys.exit('scipy.stats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

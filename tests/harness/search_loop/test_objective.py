@@ -36,14 +36,14 @@ def objective(text: str) -> Objective:
     return parse_experiment(f"experiment: e\nmodels: [zoo:resnet18]\nobjective: {{{text}}}", "e.yaml").objective
 
 
-def test_a_bound_on_a_named_metric_is_the_bound_and_the_metric() -> None:
+def test_a_bound_on_a_named_metric_is_the_bound_and_the_metric():
     assert objective("map_drop: 0.01") == Objective(max_drop=0.01, metric="map")
     assert objective("max_drop: 0.01") == Objective(max_drop=0.01)
     assert not objective("").uses_accuracy
 
 
 @pytest.mark.parametrize(("text", "bound"), [("max_drop: 1%", 0.004), ("top1_drop: 2.5 %", 0.01), ("max_drop: 0", 0.0)])
-def test_a_bound_is_absolute_or_a_share_of_the_float_models_figure(text: str, bound: float) -> None:
+def test_a_bound_is_absolute_or_a_share_of_the_float_models_figure(text, bound):
     given = objective(text).max_drop
     assert given is not None
     assert absolute_bound(given, -0.4) == pytest.approx(bound)
@@ -65,7 +65,7 @@ def test_a_bound_is_absolute_or_a_share_of_the_float_models_figure(text: str, bo
         ("proxy: -1", "objective.proxy: Input should be greater than or equal to 0"),
     ],
 )
-def test_objectives_that_nobody_can_follow_are_named(text: str, expected: str) -> None:
+def test_objectives_that_nobody_can_follow_are_named(text, expected):
     with pytest.raises(UserError) as caught:
         objective(text)
     assert expected in str(caught.value)
@@ -81,7 +81,7 @@ def test_objectives_that_nobody_can_follow_are_named(text: str, expected: str) -
         ("map_drop: 0.01", "top1", "objective.map_drop: the evaluator of model 'net' gives 'top1'; write top1_drop"),
     ],
 )
-def test_an_objective_needs_its_metric(text: str, metric: str | None, expected: str) -> None:
+def test_an_objective_needs_its_metric(text, metric, expected):
     with pytest.raises(UserError) as caught:
         check_objective(objective(text), metric, "net")
     assert expected in str(caught.value)
@@ -97,12 +97,12 @@ def score(goal: Goal, latency_ms: float, **metrics: float) -> Score:
     return found
 
 
-def test_goals_of_latency_alone_are_written_down_as_they_always_were() -> None:
+def test_goals_of_latency_alone_are_written_down_as_they_always_were():
     assert encode_goal(Goal()) == {"metric": None, "reference": 0.0, "higher_is_better": True, "max_drop": 0.0}
     assert encode_goal(Goal(metric="map", minimize="pareto", max_drop=None))["minimize"] == "pareto"
 
 
-def test_a_front_has_latency_and_loss_and_what_was_not_scored_stands_behind() -> None:
+def test_a_front_has_latency_and_loss_and_what_was_not_scored_stands_behind():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="pareto", float_ms=10.0)
     found = score(goal, 4.0, map=0.4)
     assert found.objectives == pytest.approx((4.0, 0.1))
@@ -113,14 +113,14 @@ def test_a_front_has_latency_and_loss_and_what_was_not_scored_stands_behind() ->
 
 
 @pytest.mark.parametrize(("value", "over"), [(0.75, 0.0), (0.7499, 0.0001), (0.76, 0.0), (0.8, 0.0)])
-def test_a_loss_that_is_the_bound_but_for_round_off_is_within(value: float, over: float) -> None:
+def test_a_loss_that_is_the_bound_but_for_round_off_is_within(value, over):
     goal = Goal(metric="top1", reference=0.76, max_drop=0.01)
     assert 0.76 - 0.75 > 0.01, "as floating point has it"
     assert goal.violation({"top1": value}) == pytest.approx(over)
     assert is_feasible(score(goal, 1.0, top1=value)) == (over == 0.0)
 
 
-def test_accuracy_first_ranks_by_loss_among_those_fast_enough() -> None:
+def test_accuracy_first_ranks_by_loss_among_those_fast_enough():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="accuracy", max_latency_ms=5.0)
     good, bad, slow = score(goal, 4.9, map=0.49), score(goal, 2.0, map=0.3), score(goal, 6.0)
     assert [found.objective for found in (good, bad)] == pytest.approx([0.01, 0.2])
@@ -130,7 +130,7 @@ def test_accuracy_first_ranks_by_loss_among_those_fast_enough() -> None:
     assert score(goal, 4.0).assumed
 
 
-def test_what_the_proxy_rules_out_ranks_behind_by_what_is_believed_of_it() -> None:
+def test_what_the_proxy_rules_out_ranks_behind_by_what_is_believed_of_it():
     goal = Goal(metric="map", reference=0.5, max_drop=0.01)
     believed = score(goal, 3.0, **{PROXY: 4.0, PREDICTED_METRIC: 0.3})
     assert believed.violation == pytest.approx(0.19)
@@ -139,7 +139,7 @@ def test_what_the_proxy_rules_out_ranks_behind_by_what_is_believed_of_it() -> No
     assert (unknown.violation, unknown.assumed) == (0.0, True)
 
 
-def test_errors_are_lost_where_they_grow() -> None:
+def test_errors_are_lost_where_they_grow():
     goal = Goal(metric="error", reference=0.1, higher_is_better=False, max_drop=0.02)
     assert goal.violation({"error": 0.15}) == pytest.approx(0.03)
     assert goal.violation({PREDICTED_METRIC: 0.15}) == pytest.approx(0.03)
@@ -186,7 +186,7 @@ def metrics_of(found: Any) -> Mapping[str, float]:
     return found.metrics
 
 
-def test_every_candidate_has_its_proxy_and_the_fast_ones_their_metric() -> None:
+def test_every_candidate_has_its_proxy_and_the_fast_ones_their_metric():
     slow, fast = Evaluators(proxy=20.0), Evaluators(proxy=20.0)
     assert metrics_of(look(slow, GOAL, 11.0, INCUMBENT)) == {PROXY: 20.0}
     assert metrics_of(look(fast, GOAL, 5.0, INCUMBENT)) == {PROXY: 20.0, "map": 0.45}
@@ -197,9 +197,7 @@ def test_every_candidate_has_its_proxy_and_the_fast_ones_their_metric() -> None:
     (None, {"map": 0.45}, [FIRST_STAGE_EVALUATOR, "search"]),
     (0.2, {PREDICTED_METRIC: pytest.approx(0.3)}, [FIRST_STAGE_EVALUATOR]),
 ])  # fmt: skip
-def test_a_candidate_that_the_first_images_reject_is_not_scored_on_the_others(
-    rejected: float | None, metrics: dict[str, Any], diary: list[str]
-) -> None:
+def test_a_candidate_that_the_first_images_reject_is_not_scored_on_the_others(rejected, metrics, diary):
     engines: Any = Evaluators()
     gate = AccuracyGate(goal=GOAL, evaluator="search", rejected_loss=lambda found: rejected)
     assert metrics_of(gate.evaluate_accuracy(engines, 0, outcome(5.0), INCUMBENT)) == metrics
@@ -209,7 +207,7 @@ def test_a_candidate_that_the_first_images_reject_is_not_scored_on_the_others(
     assert slow.diary == []
 
 
-def test_a_damaged_record_of_an_evaluator_makes_the_candidate_fail() -> None:
+def test_a_damaged_record_of_an_evaluator_makes_the_candidate_fail():
     def mixable(found: Accuracy) -> str:
         raise ValueError("the evidence of a score is damaged")
 
@@ -219,7 +217,7 @@ def test_a_damaged_record_of_an_evaluator_makes_the_candidate_fail() -> None:
     assert (found.stage, "damaged" in found.reason) == ("evaluate", True)
 
 
-def test_a_candidate_that_the_proxy_rules_out_is_not_scored() -> None:
+def test_a_candidate_that_the_proxy_rules_out_is_not_scored():
     witnesses = known((30.0, 0.499), (12.0, 0.40), (11.0, 0.42), (10.0, 0.38))
     engines = Evaluators(proxy=9.0)
     assert metrics_of(look(engines, GOAL, 5.0, witnesses)) == {PROXY: 9.0, PREDICTED_METRIC: pytest.approx(0.42)}
@@ -234,12 +232,12 @@ def test_a_candidate_that_the_proxy_rules_out_is_not_scored() -> None:
         known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38), (5.0, 0.48)),  # one further away did better: no word to trust
     ],
 )
-def test_a_proxy_that_has_not_shown_its_worth_rules_nothing_out(witnesses: IncumbentState) -> None:
+def test_a_proxy_that_has_not_shown_its_worth_rules_nothing_out(witnesses):
     engines = Evaluators(proxy=9.0)
     assert "map" in metrics_of(look(engines, GOAL, 5.0, witnesses))
 
 
-def test_a_front_takes_in_what_no_known_placement_dominates() -> None:
+def test_a_front_takes_in_what_no_known_placement_dominates():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="pareto", float_ms=10.0)
     witnesses = known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38), latency_ms=6.0)
     slower, faster = Evaluators(proxy=9.0), Evaluators(proxy=9.0)
@@ -248,7 +246,7 @@ def test_a_front_takes_in_what_no_known_placement_dominates() -> None:
     assert AccuracyGate(goal=goal).latency_to_beat(INCUMBENT) is None, "a slower placement may be more accurate"
 
 
-def test_accuracy_first_scores_what_is_fast_enough_and_may_lose_less() -> None:
+def test_accuracy_first_scores_what_is_fast_enough_and_may_lose_less():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="accuracy", max_latency_ms=9.0)
     assert metrics_of(look(Evaluators(proxy=20.0), goal, 9.5, INCUMBENT)) == {PROXY: 20.0}
     assert "map" in metrics_of(look(Evaluators(proxy=20.0), goal, 8.5, INCUMBENT))
@@ -257,11 +255,11 @@ def test_accuracy_first_scores_what_is_fast_enough_and_may_lose_less() -> None:
 
 
 @pytest.mark.parametrize("engines", [Evaluators(proxy=None), Evaluators(proxy=20.0, value=None)])
-def test_an_evaluator_that_fails_fails_the_candidate(engines: Evaluators) -> None:
+def test_an_evaluator_that_fails_fails_the_candidate(engines):
     assert isinstance(look(engines, GOAL, 5.0, INCUMBENT), Failed)
 
 
-def test_without_a_proxy_nothing_is_believed() -> None:
+def test_without_a_proxy_nothing_is_believed():
     assert loss_lower_bound(known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38)).scored, None, GOAL) is None
 
 
@@ -275,7 +273,7 @@ def entries(*outcomes: Measured | Failed) -> list[JournalEntry]:
     ]
 
 
-def test_leaders_of_a_front_are_the_front_the_roundest_first() -> None:
+def test_leaders_of_a_front_are_the_front_the_roundest_first():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="pareto", float_ms=10.0)
     told = entries(
         outcome(10.0, map=0.5), outcome(4.0, map=0.48), outcome(3.0, map=0.1), outcome(5.0, map=0.47), outcome(2.0)
@@ -284,7 +282,7 @@ def test_leaders_of_a_front_are_the_front_the_roundest_first() -> None:
     assert [trial.choices for trial in state_at_budgets(told, goal, [5])[5].best] == [(1,)]
 
 
-def test_leaders_by_accuracy_lose_least_and_of_equals_the_fastest() -> None:
+def test_leaders_by_accuracy_lose_least_and_of_equals_the_fastest():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="accuracy", max_latency_ms=6.0)
     told = entries(outcome(7.0), outcome(5.0, map=0.4), outcome(5.5, map=0.5), outcome(4.0, map=0.5))
     assert [(t.choices, t.latency_ms) for t in state_at_budgets(told, goal, [4], 2)[4].best] == [
@@ -293,7 +291,7 @@ def test_leaders_by_accuracy_lose_least_and_of_equals_the_fastest() -> None:
     ]
 
 
-def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trusted() -> None:
+def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trusted():
     scored = [outcome(5.0, map=value, **{PROXY: proxy}) for value, proxy in ((0.5, 40.0), (0.3, 9.0), (0.4, 12.0))]
     told = entries(*scored, outcome(6.0, **{PROXY: 3.0}), Failed(stage="build", reason="no"))
     found = state_at_budgets(told, GOAL, [9])[9].metric_usage
@@ -301,7 +299,7 @@ def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trus
     assert state_at_budgets(entries(outcome(5.0)), Goal(), [1])[1].metric_usage.agreement is None
 
 
-def test_what_was_built_again_has_the_scatter_of_its_builds() -> None:
+def test_what_was_built_again_has_the_scatter_of_its_builds():
     """A searcher that is told 5 ms of a placement whose builds took 5 and 6 must not take 5.2 for something else."""
     once = score_outcome(Measured(samples_ms=(5.0,) * 20, build_s=0.1, measure_s=0.1), Goal())
     twice = Measured(samples_ms=(5.0,) * 20, rebuilt_ms=((6.0,) * 20,), build_s=0.1, measure_s=0.1)

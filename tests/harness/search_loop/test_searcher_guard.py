@@ -32,7 +32,7 @@ class Counting:
         self.seen.append(threads())
 
 
-def test_a_searcher_has_one_thread_and_whoever_comes_after_it_has_them_all() -> None:
+def test_a_searcher_has_one_thread_and_whoever_comes_after_it_has_them_all():
     space, searcher, before = synthetic_space(4, groups=1), Counting(), threads()
     placement = space.float_placement()
     guarded = SearcherGuard(searcher, space)

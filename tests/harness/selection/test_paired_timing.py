@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from turns import Instant, Listening, row
@@ -45,7 +44,7 @@ class Failing(Busy):
         return super().build(candidate, benchmarker)
 
 
-def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path):
     rows, plan = (row("a"), row("b")), TurnSchedule(builds=2, rounds=3, samples=3)
     path = tmp_path / "confirmation.jsonl"
     contest = PairedComparison(
@@ -64,7 +63,7 @@ def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> N
     assert len(readings.paired_samples("a", "float")[0]) == 2
 
 
-def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
+def test_a_record_goes_on_with_fewer_rows(tmp_path):
     """Its builds count on, and what was timed before stays."""
     path = tmp_path / "final_selection.jsonl"
     whole = PairedComparison(
@@ -84,7 +83,7 @@ def test_a_record_goes_on_with_fewer_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disturbed", ["", "waited for a core 50% of the time"])
-def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp_path: Path, disturbed: str) -> None:
+def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp_path, disturbed):
     contest = PairedComparison(
         name="confirmation",
         path=tmp_path / "confirmation.jsonl",

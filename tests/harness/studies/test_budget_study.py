@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.benchmark_table import BenchmarkTable
 from harness.cli.main import main
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.records import Measured, Outcome
@@ -27,13 +26,12 @@ from harness.studies import budget_study, path_cache, replay_pool, simulated_sel
 from harness.studies.search_key import SearchKey, search_key
 from harness.studies.study_file import BudgetStudy, ReplayedSearcher, load_study
 
-MakeTable = Callable[..., BenchmarkTable]
 SEARCHERS = ["--searcher", "random", "--searcher", "local"]
 ORDER = ["--seeds", "4", "--budget", "5", "--budget", "20", "--workers", "1"]
 
 
 @pytest.fixture(autouse=True)
-def few_random_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def few_random_searches(request, monkeypatch):
     """Fifty random searches instead of ten thousand; plots only in the test that reads them."""
     monkeypatch.setattr(simulated_selection, "RANDOM_SEARCHES", 50)
     if request.function is not test_every_searcher_has_its_line_on_every_table:
@@ -41,7 +39,7 @@ def few_random_searches(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def tables(make_table: MakeTable, tmp_path: Path) -> list[str]:
+def tables(make_table, tmp_path):
     paths = [tmp_path / f"{name}.parquet" for name in ("one", "two")]
     for path in paths:
         make_table(noise=0.01, path=path)
@@ -49,7 +47,7 @@ def tables(make_table: MakeTable, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+def replayed(monkeypatch):
     """What is replayed from now on: table, searcher, seed. One worker, this process, does it."""
     done: list[tuple[str, str, int]] = []
     replay_walks = replay_pool.replay_paths
@@ -68,9 +66,7 @@ def walks(out: Path) -> dict[tuple[str, str, int], list[int]]:
     return {(line["table"], line["searcher"], line["seed"]): line["walk"] for line in lines}
 
 
-def test_every_searcher_has_its_line_on_every_table(
-    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_searcher_has_its_line_on_every_table(tables, tmp_path, capsys):
     out = tmp_path / "out"
     main(["study", *tables, "--out", str(out), *SEARCHERS, *ORDER])
     printed = capsys.readouterr().out
@@ -97,9 +93,7 @@ def test_every_searcher_has_its_line_on_every_table(
     assert list(ranks["searcher"]) == ["local", "random"]
 
 
-def test_a_table_in_which_nothing_beats_float_has_no_line_in_what_is_reached(
-    tables: list[str], make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_in_which_nothing_beats_float_has_no_line_in_what_is_reached(tables, make_table, tmp_path, capsys):
     def slower(choices: tuple[int, ...]) -> Outcome:
         return Measured(samples_ms=(1.0 + sum(choices),) * 7, build_s=0.1, measure_s=0.1)
 
@@ -121,9 +115,7 @@ def test_a_table_in_which_nothing_beats_float_has_no_line_in_what_is_reached(
     assert "A table without a placement faster than the float model has no line." in capsys.readouterr().out
 
 
-def test_what_is_never_reached_is_censored_and_not_left_out(
-    make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_never_reached_is_censored_and_not_left_out(make_table, tmp_path, capsys):
     table, out = make_table(), tmp_path / "out"
     main(
         [
@@ -147,9 +139,7 @@ def test_what_is_never_reached_is_censored_and_not_left_out(
     assert "> 4 (0 of 3)" in capsys.readouterr().out
 
 
-def test_it_goes_on_where_it_stopped(
-    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_where_it_stopped(tables, tmp_path, replayed, monkeypatch):
     out, whole = tmp_path / "out", tmp_path / "whole"
     main(["study", *tables, "--out", str(whole), *SEARCHERS, *ORDER])
     assert len(replayed) == len(walks(whole)) == 2 * 2 * 4
@@ -178,9 +168,7 @@ def test_it_goes_on_where_it_stopped(
     assert replayed == []
 
 
-def test_one_more_searcher_costs_no_more_than_itself(
-    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]]
-) -> None:
+def test_one_more_searcher_costs_no_more_than_itself(tables, tmp_path, replayed):
     """As with the folder of a study that somebody else made."""
     out = tmp_path / "out"
     main(["study", *tables, "--out", str(out), *SEARCHERS, *ORDER])
@@ -194,9 +182,7 @@ def test_one_more_searcher_costs_no_more_than_itself(
     assert before.items() < walks(out).items(), "what is not asked now is kept"
 
 
-def test_what_is_kept_is_not_believed(
-    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], replayed: list[tuple[str, str, int]]
-) -> None:
+def test_what_is_kept_is_not_believed(tables, tmp_path, capsys, replayed):
     """A walk that cannot be one of this table is replayed, what is no file of walks is refused."""
     out = tmp_path / "out"
     order = ["study", tables[0], "--out", str(out), *SEARCHERS, *ORDER]
@@ -215,10 +201,7 @@ def test_what_is_kept_is_not_believed(
     for bad, said in (
         ([{**line, "walk": [None]} for line in lines], "no cache of searches (a value is missing)"),
         ([{**line, "table": None} for line in lines], "no cache of searches (a value is missing)"),
-        (
-            [{**line, "table": 1001 * "x"} for line in lines],
-            "no cache of searches (a name of more than 1000",
-        ),
+        ([{**line, "table": 1001 * "x"} for line in lines], "no cache of searches (a name of more than 1000"),
     ):
         pq.write_table(pa.Table.from_pylist(bad, schema=good.schema), out / "walks.parquet")
         with pytest.raises(SystemExit) as ended:
@@ -245,9 +228,9 @@ def test_what_is_kept_is_not_believed(
     ],
 )
 def test_more_than_any_study_keeps_is_neither_read_nor_written(
-    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    limit: dict[str, int], said: str,
-) -> None:  # fmt: skip
+    tables, tmp_path, capsys, monkeypatch,
+    limit, said,
+):  # fmt: skip
     out = tmp_path / "out"
     order = ["study", *tables, "--out", str(out), *SEARCHERS, *ORDER]
     main(order)
@@ -265,8 +248,8 @@ def test_more_than_any_study_keeps_is_neither_read_nor_written(
 
 
 def test_a_smaller_budget_reads_what_is_there_and_a_larger_one_replays_what_is_too_short(
-    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+    tables, tmp_path, replayed, capsys
+):
     def study(out: str, most: int, *more: str) -> str:
         replayed.clear()
         main(["study", *tables, "--out", str(tmp_path / out), *SEARCHERS, "--seeds", "4", "--budget", str(most), *more])
@@ -286,9 +269,7 @@ def test_a_smaller_budget_reads_what_is_there_and_a_larger_one_replays_what_is_t
     assert replayed == [], "another question took the place of what was there"
 
 
-def test_more_than_one_folder_keeps_is_refused_before_anything_is_replayed(
-    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_one_folder_keeps_is_refused_before_anything_is_replayed(tables, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("harness.studies.budget_study.MAX_EVALUATIONS", 319)
     with pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path / "out"), *SEARCHERS, *ORDER])
@@ -298,17 +279,13 @@ def test_more_than_one_folder_keeps_is_refused_before_anything_is_replayed(
     assert not (tmp_path / "out").exists()
 
 
-def test_two_studies_of_one_folder_are_refused(
-    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_studies_of_one_folder_are_refused(tables, tmp_path, capsys):
     with exclusive_lock(tmp_path / "out", "replaying a study"), pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path / "out"), *SEARCHERS, *ORDER])
     assert "is replaying a study; wait for it, or use another --out" in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_folder_of_the_tables_takes_no_study(
-    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_the_tables_takes_no_study(tables, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path), *SEARCHERS, *ORDER])
     assert "the folder has the tables, and walks.parquet would be read as one" in " ".join(
@@ -316,7 +293,7 @@ def test_the_folder_of_the_tables_takes_no_study(
     )
 
 
-def test_no_worker_outlives_a_command_that_was_killed(tables: list[str], tmp_path: Path) -> None:
+def test_no_worker_outlives_a_command_that_was_killed(tables, tmp_path):
     endless = ["--searcher", "annealing", "--seeds", "5000", "--budget", "60", "--workers", "2"]
     command = [sys.executable, "-m", "harness.cli.main", "study", *tables, "--out", str(tmp_path / "out"), *endless]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
@@ -352,18 +329,14 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
         (["--searcher", "nobody"], "no searcher is called 'nobody'"),
     ],
 )
-def test_mistakes_name_what_would_do(
-    make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], message: str
-) -> None:
+def test_mistakes_name_what_would_do(make_table, tmp_path, capsys, changes, message):
     with pytest.raises(SystemExit) as ended:
         main(["study", str(make_table().path), "--out", str(tmp_path / "out"), "--seeds", "2", *changes])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_two_tables_of_one_name_are_refused(
-    make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_tables_of_one_name_are_refused(make_table, tmp_path, capsys):
     first = make_table()
     (tmp_path / "other").mkdir()
     second = make_table(path=tmp_path / "other" / first.path.name)
@@ -381,7 +354,7 @@ budgets: [5, 12]
 """
 
 
-def test_a_study_is_a_file(tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_is_a_file(tables, tmp_path, capsys):
     path, out = tmp_path / "study.yaml", tmp_path / "out"
     path.write_text(STUDY)
     main(["study", str(path), "--out", str(out), "--workers", "1"])
@@ -394,14 +367,14 @@ def test_a_study_is_a_file(tables: list[str], tmp_path: Path, capsys: pytest.Cap
     assert {len(walk) for walk in kept.values()} == {12}
 
 
-def test_tables_may_be_named_by_a_whole_path(tables: list[str], tmp_path: Path) -> None:
+def test_tables_may_be_named_by_a_whole_path(tables, tmp_path):
     path = tmp_path / "elsewhere" / "study.yaml"
     path.parent.mkdir()
     path.write_text(STUDY.replace("*.parquet", str(Path(tables[0]).parent / "*.parquet")))
     assert sorted(load_study(path).tables) == sorted(tables)
 
 
-def test_tables_are_found_below_a_folder_whose_name_has_brackets(tables: list[str], tmp_path: Path) -> None:
+def test_tables_are_found_below_a_folder_whose_name_has_brackets(tables, tmp_path):
     home = tmp_path / "runs [new]"
     (home / "deeper" / "still").mkdir(parents=True)
     for place, table in zip(("deeper", "deeper/still"), tables, strict=True):
@@ -421,18 +394,12 @@ def test_tables_are_found_below_a_folder_whose_name_has_brackets(tables: list[st
         (STUDY.replace("seeds: 4", "sedes: 4"), [], "study.yaml: sedes: unknown key; did you mean 'seeds'"),
         (STUDY.replace("[5, 12]", "[]"), [], "study.yaml: budgets: a list with at least one entry, but got []"),
         (STUDY.replace("label: tour", "label: random"), [], "two searchers have one name: random"),
-        (
-            STUDY.replace("*.parquet", "none/*.parquet"),
-            [],
-            "tables: no file matches 'none/*.parquet'; 'qdq record",
-        ),
+        (STUDY.replace("*.parquet", "none/*.parquet"), [], "tables: no file matches 'none/*.parquet'; 'qdq record"),
         (STUDY.replace("*.parquet", "none.parquet"), [], "none.parquet: cannot be read: No such file"),
         ("- a list", [], "is a mapping of keys, but got list"),
     ],
 )
-def test_a_study_that_is_wrong_says_where(
-    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, options: list[str], message: str
-) -> None:
+def test_a_study_that_is_wrong_says_where(tables, tmp_path, capsys, text, options, message):
     path = tmp_path / "study.yaml"
     path.write_text(text)
     with pytest.raises(SystemExit) as ended:
@@ -441,15 +408,13 @@ def test_a_study_that_is_wrong_says_where(
     assert message in capsys.readouterr().err
 
 
-def test_many_workers_find_what_one_does(tables: list[str], tmp_path: Path) -> None:
+def test_many_workers_find_what_one_does(tables, tmp_path):
     for workers in ("1", "2"):
         main(["study", *tables, "--out", str(tmp_path / workers), *SEARCHERS, *ORDER[:-1], workers])
     assert walks(tmp_path / "1") == walks(tmp_path / "2")
 
 
-def test_more_seeds_keep_the_searches_that_are_done(
-    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]]
-) -> None:
+def test_more_seeds_keep_the_searches_that_are_done(tables, tmp_path, replayed):
     out, order = tmp_path / "out", ["--searcher", "random", "--budget", "5", "--workers", "1"]
     main(["study", tables[0], "--out", str(out), *order, "--seeds", "10"])
     main(["study", tables[0], "--out", str(out), *order, "--seeds", "14"])
@@ -457,12 +422,8 @@ def test_more_seeds_keep_the_searches_that_are_done(
 
 
 def test_the_searchers_of_somebody_else_are_replayed_again_once_their_file_changes(
-    tables: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    replayed: list[tuple[str, str, int]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tables, tmp_path, monkeypatch, replayed, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     source = "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
@@ -478,7 +439,7 @@ def test_the_searchers_of_somebody_else_are_replayed_again_once_their_file_chang
         assert len(pq.read_table("out/walks.parquet")) == 2, "walks of code that is gone are kept"
 
 
-def test_committed_studies_are_valid() -> None:
+def test_committed_studies_are_valid():
     root = Path(__file__).resolve().parents[3]
     paths = list((root / "experiments/studies").glob("*.yaml"))
     assert paths
@@ -494,9 +455,7 @@ def told_all(choices: tuple[int, ...]) -> Outcome:
     return Measured(samples_ms=(10.0 - sum(choices[:6]),) * 7, build_s=0.5, measure_s=0.1)
 
 
-def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(
-    make_table: MakeTable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(make_table, tmp_path, capsys):
     telling = make_table(noise=0.01, path=tmp_path / "telling.parquet")
     idle = make_table(outcome=told_all, path=tmp_path / "idle.parquet")
     out = tmp_path / "out"
@@ -522,9 +481,7 @@ def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(
     assert "Left out" not in capsys.readouterr().out
 
 
-def test_a_searcher_that_had_nothing_more_to_propose_is_named_below_each_table(
-    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_searcher_that_had_nothing_more_to_propose_is_named_below_each_table(tables, tmp_path, capsys):
     study = tmp_path / "study.yaml"
     walk = "{use: random_mutation, label: walk, params: {scope: per_pattern, schemes_per_pattern: 3}}"
     study.write_text(f"study: mine\ntables: {tables}\nsearchers: [random, {walk}]\nseeds: 2\nbudgets: [10, 40]\n")
@@ -538,9 +495,7 @@ def test_a_searcher_that_had_nothing_more_to_propose_is_named_below_each_table(
     ("use", "params"),
     [("per_pattern", {"searcher": "plug_inner:Own"}), ("portfolio", {"members": ["local", "plug_inner:Own"]})],
 )
-def test_changed_code_of_a_searcher_within_another_is_replayed_again(
-    make_table: MakeTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str, params: dict[str, Any]
-) -> None:
+def test_changed_code_of_a_searcher_within_another_is_replayed_again(make_table, tmp_path, monkeypatch, use, params):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plug_inner", raising=False)
     table = make_table(path=tmp_path / "one.parquet").path
@@ -554,7 +509,7 @@ def test_changed_code_of_a_searcher_within_another_is_replayed_again(
     assert asked[1] != asked[2]
 
 
-def test_ranks_and_pairs_are_there_for_every_budget(make_table: MakeTable, tmp_path: Path) -> None:
+def test_ranks_and_pairs_are_there_for_every_budget(make_table, tmp_path):
     """After the largest most searches are at the optimum of so small a table; what tells them apart comes before."""
     names, out = ("one", "two", "three"), tmp_path / "out"
     tables = [str(make_table(noise=0.01, path=tmp_path / f"{name}.parquet").path) for name in names]
@@ -579,7 +534,7 @@ def test_ranks_and_pairs_are_there_for_every_budget(make_table: MakeTable, tmp_p
     assert " at 20; ranks of one budget that differ by more than 1.91 are different at 5 % (Nemenyi)" in note
 
 
-def test_the_score_of_random_search_is_0_whatever_all_are_told_first(make_table: MakeTable, tmp_path: Path) -> None:
+def test_the_score_of_random_search_is_0_whatever_all_are_told_first(make_table, tmp_path):
     table = make_table(noise=0.1)
     order = ["--searcher", "random", "--seeds", "60", "--budget", "20", "--workers", "1"]
     for start in ([], ["--cold"]):
@@ -589,9 +544,7 @@ def test_the_score_of_random_search_is_0_whatever_all_are_told_first(make_table:
         assert abs(line["score"]) < 2 * half < 0.5, start
 
 
-def test_fewer_seeds_read_what_is_there(
-    tables: list[str], tmp_path: Path, replayed: list[tuple[str, str, int]]
-) -> None:
+def test_fewer_seeds_read_what_is_there(tables, tmp_path, replayed):
     out, order = tmp_path / "out", ["--searcher", "random", "--budget", "5", "--workers", "1"]
     main(["study", tables[0], "--out", str(out), *order, "--seeds", "14"])
     for seeds in (12, 7):
@@ -602,9 +555,7 @@ def test_fewer_seeds_read_what_is_there(
         assert (out / "budget.csv").read_text() == (tmp_path / f"anew{seeds}" / "budget.csv").read_text()
 
 
-def test_modules_beside_a_study_are_found(
-    tables: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_modules_beside_a_study_are_found(tables, tmp_path, monkeypatch, capsys):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -619,9 +570,7 @@ def test_modules_beside_a_study_are_found(
     assert "0 initial placements of every search" in printed
 
 
-def test_a_start_that_is_none_is_refused_before_anything_is_replayed(
-    tables: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_that_is_none_is_refused_before_anything_is_replayed(tables, tmp_path, capsys):
     (tmp_path / "study.yaml").write_text(f"{STUDY}initial: [float, lineer]\n")
     with pytest.raises(SystemExit) as ended:
         main(["study", str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")])

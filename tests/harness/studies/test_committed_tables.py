@@ -30,12 +30,12 @@ SHAPES = {
 """As the commands of docs/explanation/replay.md give them: these files leave the batch open."""
 
 
-def test_there_are_at_least_four() -> None:
+def test_there_are_at_least_four():
     assert len(TABLES) >= 4
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_a_table_is_small_whole_and_of_the_model_as_it_is(path: Path, tmp_path: Path) -> None:
+def test_a_table_is_small_whole_and_of_the_model_as_it_is(path, tmp_path):
     assert path.stat().st_size < 5_000_000
     table = read_table(path)  # refuses what is not whole or not what it says
     if table.metadata.source.startswith("assets:") and not os.environ.get("QDQ_ASSETS"):
@@ -45,14 +45,14 @@ def test_a_table_is_small_whole_and_of_the_model_as_it_is(path: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_nothing_that_every_search_is_told_beats_the_optimum(path: Path) -> None:
+def test_nothing_that_every_search_is_told_beats_the_optimum(path):
     landscape = Landscape(read_table(path))
     best_ms = landscape.latency_ms[landscape.optimum]
     assert min(landscape.anchors_ms.values()) > 0.98 * best_ms, "the optimum of a table is no lucky reading"
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_the_docs_say_what_the_table_says(path: Path) -> None:
+def test_the_docs_say_what_the_table_says(path):
     placements, optimum = table_lines(read_table(path))[1:3]
     line = next(
         line for line in (ROOT / "docs/explanation/replay.md").read_text().splitlines() if f"`{path.stem}`" in line
@@ -66,9 +66,7 @@ def test_the_docs_say_what_the_table_says(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, task in read_catalogue().tasks.items() if task.tier == "extended"])
-def test_a_table_of_the_archive_is_whole_and_as_the_docs_say(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_of_the_archive_is_whole_and_as_the_docs_say(name, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table = read_table(table_path(name))
     assert len(table.rows) >= 128
@@ -81,7 +79,7 @@ def test_a_table_of_the_archive_is_whole_and_as_the_docs_say(
     assert optimum.startswith(f"optimum {best_ms} ms ({', '.join(f'{name} {ms} ms' for name, ms in shown)})")
 
 
-def test_accuracies_are_of_placements_of_the_tables() -> None:
+def test_accuracies_are_of_placements_of_the_tables():
     scores = read_accuracy(data_folder() / ACCURACY_FILE)
     assert all(row.samples == 64 for row in scores.values())
     tables = {
@@ -91,9 +89,7 @@ def test_accuracies_are_of_placements_of_the_tables() -> None:
     assert {key[:3] for key in scores} <= tables
 
 
-def test_a_table_of_another_model_is_refused_before_anything_is_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_of_another_model_is_refused_before_anything_is_timed(tmp_path, capsys):
     file = tmp_path / "other.yaml"
     table = ROOT / "results" / "tables" / "encoder6-openvino-f32.parquet"
     file.write_text(

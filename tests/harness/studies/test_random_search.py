@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from harness.benchmark_table import BenchmarkTable
 from harness.config.sections import PluginSpec
 from harness.records import Failed, Measured, Outcome
 from harness.report.statistics import score_against_random
@@ -17,11 +16,9 @@ from harness.studies.replay import initial_placements, read_paths, replay, repla
 from harness.studies.simulated_selection import random_search
 from search.api import Observation, Placement
 
-MakeTable = Callable[..., BenchmarkTable]
-
 
 @pytest.fixture(autouse=True)
-def fewer_random_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+def fewer_random_searches(monkeypatch):
     """Two thousand are seven times as many as the seeds that they are compared with, instead of 33 times."""
     monkeypatch.setattr("harness.studies.simulated_selection.RANDOM_SEARCHES", 2000)
 
@@ -78,12 +75,7 @@ ALL_DIFFERENT = {(0, 0): 8.0, (0, 1): 4.0, (1, 0): 2.0, (1, 1): 1.0}
         ({(0, 1): 4.0, (1, 0): 2.0}, ()),
     ],
 )
-def test_it_is_the_mean_over_all_orders(
-    make_table: MakeTable,
-    latency_ms: dict[tuple[int, int], float],
-    alike: tuple[int, ...],
-    initial: tuple[str, ...],
-) -> None:
+def test_it_is_the_mean_over_all_orders(make_table, latency_ms, alike, initial):
     landscape = Landscape(make_table(dimensions=2, outcome=by_latency(latency_ms)))
     landscape.identity[list(alike)] = min(landscape.identity[list(alike)], default=0)
     first = initial_placements(landscape, initial)
@@ -112,9 +104,7 @@ def partly_alike(noise: float) -> Callable[[tuple[int, ...]], Outcome]:
 
 @pytest.mark.parametrize("initial", [(), ("float", "all", "linear")])
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_the_searcher_random_has_its_mean_and_the_score_0(
-    make_table: MakeTable, noise: float, initial: tuple[str, ...]
-) -> None:
+def test_the_searcher_random_has_its_mean_and_the_score_0(make_table, noise, initial):
     landscape = Landscape(make_table(outcome=partly_alike(noise)))
     landscape.identity[1:32:2] = landscape.identity[0:32:2]
     first, seeds = initial_placements(landscape, initial), 300
@@ -128,13 +118,13 @@ def test_the_searcher_random_has_its_mean_and_the_score_0(
     assert scores.std() > 0
 
 
-def test_noise_misleads_it_as_it_misleads_searchers(make_table: MakeTable) -> None:
+def test_noise_misleads_it_as_it_misleads_searchers(make_table):
     quiet, noisy = (Landscape(make_table(noise=noise)) for noise in (0.0, 0.3))
     found = [random_search(each, 64).mean(axis=0) / each.latency_ms.min() - 1 for each in (quiet, noisy)]
     assert found[0][-1] == pytest.approx(0.0)
     assert found[1][-1] > 0.01
 
 
-def test_the_same_table_gives_the_same_searches(make_table: MakeTable) -> None:
+def test_the_same_table_gives_the_same_searches(make_table):
     landscape = Landscape(make_table(noise=0.1))
     np.testing.assert_array_equal(random_search(landscape, 5), random_search(landscape, 5))

@@ -30,7 +30,7 @@ PARAMS = {"seed": 5, "noise": 0.0}
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     builder = GraphBuilder("net", seed=1)
@@ -46,7 +46,7 @@ def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **par
     return read_table(record(study, out, dimensions, NullProgress(), search=search))
 
 
-def test_a_table_is_complete_and_true(model: Path, tmp_path: Path) -> None:
+def test_a_table_is_complete_and_true(model, tmp_path):
     table = recorded(model, tmp_path / "t.parquet")
     facts = table.metadata
     assert (facts.model, facts.source, facts.dialect, facts.precision) == ("net", str(model), "openvino", "int8")
@@ -65,7 +65,7 @@ def test_a_table_is_complete_and_true(model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.recording"))
 
 
-def test_the_rest_is_fixed_at_the_best_known_and_the_most_telling_vary(model: Path, tmp_path: Path) -> None:
+def test_the_rest_is_fixed_at_the_best_known_and_the_most_telling_vary(model, tmp_path):
     table = recorded(model, tmp_path / "t.parquet")
     latency = {d: r.outcome.samples_ms[0] for d, r in table.rows.items() if isinstance(r.outcome, Measured)}
     whole, facts = table.subspace.full_space, table.metadata
@@ -76,7 +76,7 @@ def test_the_rest_is_fixed_at_the_best_known_and_the_most_telling_vary(model: Pa
     assert all(value <= least for name, value in facts.sensitivity.items() if name not in facts.varied)
 
 
-def test_a_search_first_finds_what_single_changes_do_not(model: Path, tmp_path: Path) -> None:
+def test_a_search_first_finds_what_single_changes_do_not(model, tmp_path):
     def best_ms(table: BenchmarkTable) -> float:
         return min(r.outcome.info["truth_ms"] for r in table.rows.values() if isinstance(r.outcome, Measured))
 
@@ -98,7 +98,7 @@ class Cut(Exception):
     """The power failed."""
 
 
-def test_a_recording_that_was_cut_off_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_was_cut_off_goes_on(model, tmp_path, monkeypatch):
     whole = recorded(model, tmp_path / "whole.parquet", dimensions=3)
     built: list[str] = []
     build = InProcess.build
@@ -127,9 +127,7 @@ def test_a_recording_that_was_cut_off_goes_on(model: Path, tmp_path: Path, monke
     assert not built
 
 
-def test_a_lucky_reading_is_not_the_optimum_of_the_table(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lucky_reading_is_not_the_optimum_of_the_table(model, tmp_path, monkeypatch):
     true = recorded(model, tmp_path / "true.parquet", dimensions=3)
     whole, inside = true.subspace.full_space, [true.subspace.to_full_space(p) for p in true.subspace.placements()]
     around = [Placement(anchor) for anchor in true.metadata.anchors.values()]
@@ -155,9 +153,7 @@ def test_a_lucky_reading_is_not_the_optimum_of_the_table(
     assert outcome.samples_ms == pytest.approx([truth[chosen]] * 20, rel=1e-6)
 
 
-def test_a_lucky_reading_that_cannot_be_repeated_is_no_optimum(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lucky_reading_that_cannot_be_repeated_is_no_optimum(model, tmp_path, monkeypatch):
     """What seems fastest is built once, and never again when it is to meet the others."""
     table = recorded(model, tmp_path / "true.parquet", dimensions=3)
     fastest = table.subspace.to_full_space(list(table.subspace.placements())[Landscape(table).optimum])
@@ -179,9 +175,7 @@ def test_a_lucky_reading_that_cannot_be_repeated_is_no_optimum(
     assert numbers == list(range(len(numbers)))
 
 
-def test_what_has_too_many_choices_for_so_few_placements_is_refused_before_it_is_measured(
-    model: Path, tmp_path: Path
-) -> None:
+def test_what_has_too_many_choices_for_so_few_placements_is_refused_before_it_is_measured(model, tmp_path):
     study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
     with pytest.raises(UserError, match="--dimensions 1: nothing to enumerate, for a dimension has at least 3 choices"):
         record(study, tmp_path / "mixed.parquet", 1, NullProgress())
@@ -198,7 +192,7 @@ class Listening(NullProgress):
         self.said.append(text)
 
 
-def test_a_machine_that_changes_its_pace_is_told(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_changes_its_pace_is_told(model, tmp_path, monkeypatch):
     """Half as fast while the last ones meet, so that even what was known before seems faster than the optimum."""
     sample = InProcess.sample
 
@@ -221,13 +215,13 @@ def test_a_machine_that_changes_its_pace_is_told(model: Path, tmp_path: Path, mo
     assert beaten[0].endswith("use more --dimensions, or --search 200")
 
 
-def test_a_steady_machine_is_not_spoken_of(model: Path, tmp_path: Path) -> None:
+def test_a_steady_machine_is_not_spoken_of(model, tmp_path):
     observer = Listening()
     record(make_study(str(model), backend="simulated", params=PARAMS), tmp_path / "t.parquet", 2, observer)
     assert not [text for text in observer.said if "float model takes" in text or "optimum" in text]
 
 
-def test_a_recording_of_something_else_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_of_something_else_is_refused(model, tmp_path, monkeypatch):
     out = tmp_path / "t.parquet"
     recorded(model, out)
     with pytest.raises(UserError, match=r"(?s)t\.parquet: .*backend\.options\.seed: 5 -> 6"):
@@ -244,7 +238,7 @@ def test_a_recording_of_something_else_is_refused(model: Path, tmp_path: Path, m
         recorded(tmp_path / "other.onnx", out)
 
 
-def test_failures_are_recorded_and_nothing_but_failures_is_an_error(model: Path, tmp_path: Path) -> None:
+def test_failures_are_recorded_and_nothing_but_failures_is_an_error(model, tmp_path):
     table = recorded(model, tmp_path / "some.parquet", failure_rate=0.3)
     failed = [row.outcome for row in table.rows.values() if isinstance(row.outcome, Failed)]
     assert 0 < len(failed) < len(table.rows)
@@ -254,8 +248,8 @@ def test_failures_are_recorded_and_nothing_but_failures_is_an_error(model: Path,
 
 
 def test_changes_that_fail_one_after_the_other_do_not_stop_a_recording_in_which_others_work(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, tmp_path, monkeypatch
+):
     """What a search has measured first shows that the machine works, however many single changes are refused."""
     study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
     whole = read_table(record(study, tmp_path / "plain.parquet", 2, NullProgress())).subspace.full_space
@@ -274,9 +268,7 @@ def test_changes_that_fail_one_after_the_other_do_not_stop_a_recording_in_which_
     assert refused <= failed
 
 
-def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(model, tmp_path, monkeypatch):
     monkeypatch.setattr("harness.studies.best_confirmation.FASTEST_PER_COMPARISON", 2)
     schedule = TurnSchedule(builds=1, rounds=6, samples=3)
     monkeypatch.setattr("harness.studies.best_confirmation.CONFIRMATION_SCHEDULE", schedule)
@@ -301,7 +293,7 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(
     assert table.metadata.backend["options"]["optimization"] == "all"
 
 
-def test_sensitivity_is_the_typical_change_of_log_latency() -> None:
+def test_sensitivity_is_the_typical_change_of_log_latency():
     choices = ("float", "int8", "fp8")
     space = Space(
         tuple(Dimension(name=n, group="p", kind="node_input", choices=choices, edges=(Edge(n, n, 0),)) for n in "abc")
@@ -322,14 +314,14 @@ def test_sensitivity_is_the_typical_change_of_log_latency() -> None:
     assert sensitivity(space, anchors, {}).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_neighbours_differ_in_one_dimension() -> None:
+def test_neighbours_differ_in_one_dimension():
     space = synthetic_space(4, groups=2, precisions=("int8", "fp8"), seed=1)
     found = list(neighbours(space, Placement((0, 1, 2, 0))))
     assert len(found) == len(set(found)) == 8
     assert all(sum(a != b for a, b in zip(p.choices, (0, 1, 2, 0), strict=True)) == 1 for p in found)
 
 
-def test_the_commands_run_from_the_shell(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_run_from_the_shell(model, tmp_path, capsys):
     chosen = ["--backend", "simulated", "--param", "seed=5", "--param", "noise=0.01"]
     main(["record", str(model), "--dimensions", "2", *chosen])
     printed = capsys.readouterr().out
@@ -356,9 +348,7 @@ def test_the_commands_run_from_the_shell(model: Path, tmp_path: Path, capsys: py
         (["--fidelity"], "cannot be scored; evaluate: the simulated benchmarker has only latencies"),
     ],
 )
-def test_mistakes_end_with_one_message(
-    model: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_end_with_one_message(model, arguments, message, capsys):
     backend = [] if "--backend" in arguments else ["--backend", "simulated"]
     with pytest.raises(SystemExit) as end:
         main(["record", str(model), *backend, *arguments])
@@ -366,7 +356,7 @@ def test_mistakes_end_with_one_message(
     assert message in capsys.readouterr().err
 
 
-def test_an_experiment_of_one_task_is_taken_whole(model: Path, tmp_path: Path) -> None:
+def test_an_experiment_of_one_task_is_taken_whole(model, tmp_path):
     text = """
 experiment: mine
 models: [{use: net.onnx, calibration: {samples: 2, method: percentile}}]
@@ -386,7 +376,7 @@ sampling: {min_samples: 5, max_samples: 5}
         make_study(str(tmp_path / "two.yaml"))
 
 
-def test_the_placements_of_another_table_are_measured_without_a_screening(model: Path, tmp_path: Path) -> None:
+def test_the_placements_of_another_table_are_measured_without_a_screening(model, tmp_path):
     first = recorded(model, tmp_path / "first.parquet")
     study = make_study(str(model), backend="simulated", params={**PARAMS, "base_ms": 20.0})
     out = tmp_path / "again.parquet"

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from harness.benchmark_table import BenchmarkTable
 from harness.errors import UserError
 from harness.records import Failed, Measured, Outcome
 from harness.studies.landscape_metrics import estimate_drift, measure_difficulty
 from harness.studies.recorded_landscape import Landscape, MetricBound
 from search.api import Failure
 
-MakeTable = Callable[..., BenchmarkTable]
-
 
 def measured(latency_ms: float, **metrics: float) -> Measured:
     return Measured(samples_ms=(latency_ms,) * 7, build_s=0.1, measure_s=0.1, metrics=metrics)
 
 
-def test_optimum_and_anchors(make_table: MakeTable) -> None:
+def test_optimum_and_anchors(make_table):
     landscape = Landscape(make_table())
     best = list(landscape.table.subspace.placements())[landscape.optimum]
     assert best.choices == (1, 1, 1, 0, 1, 0)  # the second helps only beside the first
@@ -36,7 +32,7 @@ def test_optimum_and_anchors(make_table: MakeTable) -> None:
     assert [landscape.index(p) for p in landscape.table.subspace.placements()] == list(range(64))
 
 
-def test_variance_is_shared_out_exactly(make_table: MakeTable) -> None:
+def test_variance_is_shared_out_exactly(make_table):
     """Of a pair product, half the effect falls to each single dimension and a quarter of it to the pair."""
     difficulty = measure_difficulty(Landscape(make_table()))
     single = np.array([-0.4 - 0.2, 0.3 - 0.2, -0.2, 0.1, -0.05, 0.02]) / 2
@@ -47,7 +43,7 @@ def test_variance_is_shared_out_exactly(make_table: MakeTable) -> None:
     assert difficulty.additive + difficulty.pairwise == pytest.approx(1)
 
 
-def test_difficulty_tells_easy_from_hard(make_table: MakeTable) -> None:
+def test_difficulty_tells_easy_from_hard(make_table):
     rng = np.random.default_rng(1)
 
     def rough(choices: tuple[int, ...]) -> Outcome:
@@ -63,14 +59,14 @@ def test_difficulty_tells_easy_from_hard(make_table: MakeTable) -> None:
     assert easy.random_evaluations == pytest.approx(65 / 2)
 
 
-def test_a_flat_table_is_all_optimum(make_table: MakeTable) -> None:
+def test_a_flat_table_is_all_optimum(make_table):
     difficulty = measure_difficulty(Landscape(make_table(outcome=lambda _: measured(3.0))))
     assert difficulty.near_optimum == difficulty.local_optima == difficulty.additive == 1.0
     assert difficulty.random_evaluations == 1.0
     assert difficulty.fitness_distance == difficulty.neighbour_correlation == difficulty.pairwise == 0.0
 
 
-def test_what_failed_or_misses_the_bound_cannot_be_the_optimum(make_table: MakeTable) -> None:
+def test_what_failed_or_misses_the_bound_cannot_be_the_optimum(make_table):
     def outcome(choices: tuple[int, ...]) -> Outcome:
         if choices[0] and choices[1]:
             return Failed(stage="build", reason="unsupported")
@@ -85,7 +81,7 @@ def test_what_failed_or_misses_the_bound_cannot_be_the_optimum(make_table: MakeT
     assert bound.latency_ms.max() == pytest.approx(5.0)  # the slowest that is allowed stands for all that are not
 
 
-def test_a_metric_without_limit_is_no_answer_to_a_bound(make_table: MakeTable) -> None:
+def test_a_metric_without_limit_is_no_answer_to_a_bound(make_table):
     """Nobody could say by how much it misses."""
     table = make_table()
     digests = list(table.rows)
@@ -99,7 +95,7 @@ def test_a_metric_without_limit_is_no_answer_to_a_bound(make_table: MakeTable) -
     assert failure.reason == "no sqnr_db was recorded"
 
 
-def test_bounds_that_no_placement_can_answer_are_refused(make_table: MakeTable) -> None:
+def test_bounds_that_no_placement_can_answer_are_refused(make_table):
     table = make_table()
     with pytest.raises(UserError, match="no metric 'sqnr' was recorded; did you mean 'sqnr_db'"):
         Landscape(table, MetricBound(metric="sqnr", at_least=1.0))
@@ -110,7 +106,7 @@ def test_bounds_that_no_placement_can_answer_are_refused(make_table: MakeTable) 
         Landscape(nothing)
 
 
-def test_readings_of_a_replay_are_medians_of_what_was_recorded(make_table: MakeTable) -> None:
+def test_readings_of_a_replay_are_medians_of_what_was_recorded(make_table):
     landscape = Landscape(make_table(noise=0.1))
     rng = np.random.default_rng(0)
     seen = [landscape.observe(5, rng).objective for _ in range(300)]  # type: ignore[union-attr]
@@ -119,7 +115,7 @@ def test_readings_of_a_replay_are_medians_of_what_was_recorded(make_table: MakeT
     assert np.median(seen) == pytest.approx(landscape.latency_ms[5])
 
 
-def test_drift_is_seen_through_the_random_order(make_table: MakeTable) -> None:
+def test_drift_is_seen_through_the_random_order(make_table):
     order = [1, *(i for i in np.random.default_rng(4).permutation(65).tolist() if i != 1)]  # first what is outside
     turn = itertools.count()
 

@@ -13,7 +13,7 @@ from harness.studies.search_key import code_digest, imported_modules, normalised
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(tmp_path):
     return Path(shutil.copytree(Path(search.__file__).parent, tmp_path / "search"))
 
 
@@ -37,13 +37,11 @@ def changes(package: Path, searcher: str, module: str) -> bool:
         ("bandit_portfolio.py", "algorithms/random.py", True),  # runs searchers by their names
     ],
 )
-def test_a_searcher_is_its_own_file_and_what_it_imports(
-    package: Path, searcher: str, module: str, expected: bool
-) -> None:
+def test_a_searcher_is_its_own_file_and_what_it_imports(package, searcher, module, expected):
     assert changes(package, searcher, module) is expected
 
 
-def test_somebody_elses_searcher_counts_with_what_it_imports_of_ours(package: Path, tmp_path: Path) -> None:
+def test_somebody_elses_searcher_counts_with_what_it_imports_of_ours(package, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("import json\nimport search.archive as archive\nfrom . import missing\nimport unknown.module\n")
     before = code_digest(mine, package)
@@ -52,7 +50,7 @@ def test_somebody_elses_searcher_counts_with_what_it_imports_of_ours(package: Pa
         assert (code_digest(mine, package) != before) is changed
 
 
-def test_a_searcher_without_a_file_changes_with_any_of_ours(package: Path) -> None:
+def test_a_searcher_without_a_file_changes_with_any_of_ours(package):
     before = code_digest(None, package)
     (package / "algorithms" / "optuna_bridge.py").write_text("# gone\n")
     assert code_digest(None, package) != before
@@ -73,9 +71,7 @@ def test_a_searcher_without_a_file_changes_with_any_of_ours(package: Path) -> No
         ("site-packages/pack/mine.py", "import library", "site-packages/library/__init__.py", False),
     ],
 )
-def test_what_lies_beside_somebody_elses_searcher_is_of_it(
-    package: Path, tmp_path: Path, place: str, line: str, helper: str, expected: bool
-) -> None:
+def test_what_lies_beside_somebody_elses_searcher_is_of_it(package, tmp_path, place, line, helper, expected):
     """A helper that changed is a searcher that changed; libraries have a version of their own."""
     mine, other = tmp_path / place, tmp_path / helper
     for path in (mine, other):
@@ -90,7 +86,7 @@ def test_what_lies_beside_somebody_elses_searcher_is_of_it(
     assert (code_digest(mine, package) != before) is expected
 
 
-def test_every_python_reads_the_same_meaning() -> None:
+def test_every_python_reads_the_same_meaning():
     """What other people replayed with another version is of the same code; `ast.dump` would differ."""
     code = b"""
 import numpy as np
@@ -108,7 +104,7 @@ def f(x, /, y=(), *, z=None):
     assert hashlib.sha256(normalised_ast(code)).hexdigest()[:16] == "4a1f7a42303245bc"
 
 
-def test_what_a_searcher_imports_decides_which_libraries_count(package: Path) -> None:
+def test_what_a_searcher_imports_decides_which_libraries_count(package):
     found = {
         name: imported_modules(package / "algorithms" / f"{name}.py", package)
         for name in ("random", "surrogate", "optuna_bridge")

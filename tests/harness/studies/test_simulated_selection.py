@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from harness.benchmark_table import BenchmarkTable
 from harness.studies.recorded_landscape import Floats, Landscape
 from harness.studies.simulated_selection import DEFAULT_FINALISTS, TURNS_PER_RACE, SearchPaths, simulate_selection
 
@@ -33,14 +30,10 @@ def settled(readings: Floats, final_selection: Floats) -> np.ndarray:
         ([1.0, 2.0, 3.0], [2.5, 2.0, 3.0], [0, 1, 1]),  # the lowest reading was a lucky one
         ([INF, 2.0, INF], [INF, 2.0, INF], [-1, 1, 1]),
         ([INF, INF], [INF, INF], [-1, -1]),
-        (
-            [5.0, 1.0, 2.0, 3.0, 4.0],
-            [0.5, 1.0, 2.0, 3.0, 4.0],
-            [0, 0, 0, 0, 1],
-        ),  # four read lower
+        ([5.0, 1.0, 2.0, 3.0, 4.0], [0.5, 1.0, 2.0, 3.0, 4.0], [0, 0, 0, 0, 1]),  # four read lower
     ],
 )
-def test_by_hand(readings: list[float], final_selection: list[float], expected: list[int]) -> None:
+def test_by_hand(readings, final_selection, expected):
     assert settled(np.array([readings]), np.array([final_selection]))[0].tolist() == expected
 
 
@@ -48,7 +41,7 @@ figures = arrays(float, (3, 12), elements=st.sampled_from([1.0, 2.0, 3.0, 4.0, 5
 
 
 @given(figures, figures)
-def test_it_is_the_best_in_the_final_selection_of_the_best_readings(readings: Floats, final_selection: Floats) -> None:
+def test_it_is_the_best_in_the_final_selection_of_the_best_readings(readings, final_selection):
     final_selection = np.where(np.isfinite(final_selection), final_selection, 9.0)
     found = settled(readings, final_selection)
     for search, latest in np.ndindex(found.shape):
@@ -58,7 +51,7 @@ def test_it_is_the_best_in_the_final_selection_of_the_best_readings(readings: Fl
         assert found[search, latest] == wanted
 
 
-def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table: Callable[..., BenchmarkTable]) -> None:
+def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table):
     landscape = Landscape(make_table(dimensions=2))
     walks = SearchPaths(seeds=(0,), indices=np.array([[0, 1, -1]]), readings_ms=np.array([[10.0, 13.0, INF]]))
     latency_ms, elapsed_s = walks.latency_ms(landscape), walks.elapsed_s(landscape)
@@ -68,7 +61,7 @@ def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table: Callable
     assert elapsed_s[0, 1] == elapsed_s[0, 2] > elapsed_s[0, 0]
 
 
-def test_what_may_not_be_chosen_counts_as_slow_as_the_slowest(make_table: Callable[..., BenchmarkTable]) -> None:
+def test_what_may_not_be_chosen_counts_as_slow_as_the_slowest(make_table):
     landscape = Landscape(make_table(dimensions=2))
     walks = SearchPaths(seeds=(0,), indices=np.array([[1, 0]]), readings_ms=np.array([[INF, 10.0]]))
     assert walks.latency_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -21,7 +20,7 @@ precision: [int8, mixed]
 
 
 @pytest.fixture
-def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def compiled(tmp_path, monkeypatch):
     """The number of pairs in each file that is compiled; for sm75 all are refused."""
     save_small(tmp_path / "net.onnx")
     pairs: list[int] = []
@@ -42,9 +41,7 @@ def check(folder: Path, *options: str, backends: str = "tensorrt, openvino") -> 
     return qdq("run", str(folder / "e.yaml"), "--check", "--compile", *options)
 
 
-def test_each_task_on_tensorrt_is_compiled_in_float_and_quantized(
-    compiled: list[int], tmp_path: Path, capsys: Any
-) -> None:
+def test_each_task_on_tensorrt_is_compiled_in_float_and_quantized(compiled, tmp_path, capsys):
     assert check(tmp_path) == 0
     shown = capsys.readouterr().out
     assert len(compiled) == 4
@@ -54,7 +51,7 @@ def test_each_task_on_tensorrt_is_compiled_in_float_and_quantized(
     assert "openvino-int8: all" not in shown
 
 
-def test_a_refusal_fails_the_check_after_all_are_compiled(compiled: list[int], tmp_path: Path, capsys: Any) -> None:
+def test_a_refusal_fails_the_check_after_all_are_compiled(compiled, tmp_path, capsys):
     assert check(tmp_path, "--target", "sm75") == 2
     assert len(compiled) == 4
     shown = capsys.readouterr()
@@ -62,6 +59,6 @@ def test_a_refusal_fails_the_check_after_all_are_compiled(compiled: list[int], t
     assert "refused: net-tensorrt-int8, net-tensorrt-mixed" in shown.err
 
 
-def test_without_a_task_on_tensorrt_it_is_an_error(compiled: list[int], tmp_path: Path, capsys: Any) -> None:
+def test_without_a_task_on_tensorrt_it_is_an_error(compiled, tmp_path, capsys):
     assert check(tmp_path, backends="openvino") == 2
     assert "no backend has dialect" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from harness.task_setup.external_tools import QuantizationRequest, run_external_
 
 
 @pytest.fixture
-def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> QuantizationRequest:
+def order(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     builder = GraphBuilder("net", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 8, 3))
@@ -45,7 +45,7 @@ def activations(path: Path) -> set[str]:
     return {values[node.input[2]].dtype.name for node in graph.node if node.op_type == "QuantizeLinear"}
 
 
-def test_quantize_static_has_a_row_with_uint8_and_one_with_int8_activations(order: QuantizationRequest) -> None:
+def test_quantize_static_has_a_row_with_uint8_and_one_with_int8_activations(order):
     made = {name: run_external_tool(name, order, NullProgress()) for name in ("ort_static", "ort_static_s8")}
     paths = {name: foreign.path for name, foreign in made.items() if foreign.path is not None}
     assert {name: activations(path) for name, path in paths.items()} == {
@@ -58,9 +58,7 @@ def test_quantize_static_has_a_row_with_uint8_and_one_with_int8_activations(orde
     assert {path: path.stat().st_mtime_ns for path in paths.values()} == written, "each is made once and kept"
 
 
-def test_the_placement_of_quantize_static_is_that_of_everything_though_it_removes_activations(
-    order: QuantizationRequest,
-) -> None:
+def test_the_placement_of_quantize_static_is_that_of_everything_though_it_removes_activations(order):
     path = run_external_tool("ort_static", order, NullProgress()).path
     assert path is not None
     assert "Relu" not in {node.op_type for node in onnx.load(path).graph.node}
@@ -77,9 +75,7 @@ def test_the_placement_of_quantize_static_is_that_of_everything_though_it_remove
     ("ort_static_s8", "mse", "entropy"),
     ("ort_static", "percentile", "percentile"),
 ])  # fmt: skip
-def test_a_tool_without_the_calibration_method_uses_its_nearest(
-    order: QuantizationRequest, monkeypatch: pytest.MonkeyPatch, name: str, method: Any, used: str
-) -> None:
+def test_a_tool_without_the_calibration_method_uses_its_nearest(order, monkeypatch, name, method, used):
     """One that no tool has left the rows of all of them empty."""
     seen: list[str] = []
 
@@ -98,14 +94,12 @@ def test_a_tool_without_the_calibration_method_uses_its_nearest(
     assert len(seen) == 1
 
 
-def test_quantize_static_has_a_model_for_mse(order: QuantizationRequest) -> None:
+def test_quantize_static_has_a_model_for_mse(order):
     made = run_external_tool("ort_static", replace(order, options={**order.options, "method": "mse"}), NullProgress())
     assert made.pairs > 0
 
 
-def test_a_tool_that_cannot_run_says_so_before_it_is_started(
-    order: QuantizationRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tool_that_cannot_run_says_so_before_it_is_started(order, monkeypatch):
     made = run_external_tool(
         "ort_static", replace(order, options={**order.options, "precision": "fp8"}), NullProgress()
     )
@@ -122,7 +116,7 @@ def remarks(**changes: Any) -> list[str]:
     return list(tool_remarks(parse_experiment(str(body).replace("'", '"'), "e.yaml")))
 
 
-def test_what_a_tool_will_not_do_as_asked_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_tool_will_not_do_as_asked_is_known_beforehand(monkeypatch):
     assert remarks() == remarks(initial=["float"], baselines=["all"], method="mse") == []
     assert [line.partition(" ")[0] for line in remarks(method="mse")] == ["modelopt_ptq", "ort_static"]
     (line,) = remarks(method="percentile")

@@ -93,9 +93,7 @@ def experiment(evaluator: str, folder: Path, preprocess: str = "ultralytics") ->
         ((1, 300, 6), "rtdetr", "1 x 300 x 6", "ultralytics"),
     ],
 )
-def test_decoders_are_held_against_the_shapes_of_outputs(
-    shape: tuple[int, ...], decode: str, found: str, fitting: str | None, tmp_path: Path
-) -> None:
+def test_decoders_are_held_against_the_shapes_of_outputs(shape, decode, found, fitting, tmp_path):
     net(tmp_path, *shape)
     config = experiment(MAP.replace("DECODE", decode), tmp_path)
     if fitting is None:  # a detector of 331 classes
@@ -114,19 +112,14 @@ dataset: {{test_data_sources: {{image_dir: ., json_file: net.onnx}}, preprocess:
 @pytest.mark.parametrize(
     ("evaluator", "words"),
     [
-        (
-            MAP.replace("DECODE", "yolox, preprocess: 'fitting_plugins:Half'"),
-            r"preprocess gives float32 \(3, 32, 64\)",
-        ),
+        (MAP.replace("DECODE", "yolox, preprocess: 'fitting_plugins:Half'"), r"preprocess gives float32 \(3, 32, 64\)"),
         (
             "{use: 'fitting_plugins:Strange', params: {data: {use: shapes, split: evaluation, count: 4}}}",
             "KeyError: 'no such output'",
         ),
     ],
 )
-def test_the_float_model_is_scored_on_a_few_samples_before_the_calibration(
-    evaluator: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_float_model_is_scored_on_a_few_samples_before_the_calibration(evaluator, words, tmp_path, monkeypatch):
     net(tmp_path, 1, 84, 85)
     monkeypatch.syspath_prepend(str(tmp_path))
     observer = Told()
@@ -136,7 +129,7 @@ def test_the_float_model_is_scored_on_a_few_samples_before_the_calibration(
     assert not any("calibrate" in title for title in observer.titles)
 
 
-def test_a_score_of_nothing_is_said_before_the_calibration(tmp_path: Path) -> None:
+def test_a_score_of_nothing_is_said_before_the_calibration(tmp_path):
     net(tmp_path, 1, 84, 7)
     observer = Told()
 

@@ -29,7 +29,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("methods")
     for name, channels in (("net", (8, 8, 8, 8)), ("bigger", (8, 8, 8, 8, 8, 8))):
         builder = GraphBuilder(name, seed=1)
@@ -48,7 +48,7 @@ def run(folder: Path, text: str, out: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def parts(folder) -> Path:
+def parts(folder):
     return run(folder, EXPERIMENT, "parts") / "net-simulated-int8"
 
 

@@ -35,7 +35,7 @@ def models(folder: Path, **changes: Any) -> Any:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     builder = GraphBuilder("net")
     x = builder.op("GlobalAveragePool", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
     builder.output(builder.op("Flatten", x), name="logits")
@@ -61,17 +61,17 @@ def top1(**data: Any) -> dict[str, Any]:
 IMAGES = {"data": {"use": "images", "images": "others"}}
 
 
-def test_what_is_well_has_no_remarks(folder: Path) -> None:
+def test_what_is_well_has_no_remarks(folder):
     assert checked(folder, top1(), IMAGES) == ()
 
 
-def test_calibration_images_that_are_scored_too_are_noted(folder: Path) -> None:
+def test_calibration_images_that_are_scored_too_are_noted(folder):
     scored = {"data": {"use": "images", "images": "images"}}
     assert [line.split(":")[1][:3] for line in checked(folder, top1(), {**scored, "samples": 5})] == [" 5 "]
     assert not any("also scored" in line for line in checked(folder, top1(start=5), {**scored, "samples": 2}))
 
 
-def test_all_settings_that_cannot_be_used_are_named_at_once(folder: Path) -> None:
+def test_all_settings_that_cannot_be_used_are_named_at_once(folder):
     text = "experiment: e\nmodels: ['zoo:absent', 'zoo:missing']\nbackends: [absent]\nsearchers: [absent]\n"
     with pytest.raises(UserError) as caught:
         check_experiment(parse_experiment(text, "e.yaml", folder))
@@ -79,7 +79,7 @@ def test_all_settings_that_cannot_be_used_are_named_at_once(folder: Path) -> Non
     assert keys == ["searchers.0", "backends.0", "models.0", "models.1"]
 
 
-def test_few_images_and_random_calibration_data_are_said(folder: Path) -> None:
+def test_few_images_and_random_calibration_data_are_said(folder):
     random, few = checked(folder, top1(count=12))
     assert random == "model 'net': no calibration data given, random data is used: do not trust any accuracy"
     assert few == "model 'net': evaluator: only 12 images: the interval is too wide to say much; score more of them"
@@ -99,7 +99,7 @@ def test_few_images_and_random_calibration_data_are_said(folder: Path) -> None:
         (top1(half="both"), r"evaluator .*: data.half: one of search, report, but got 'both'"),
     ],
 )
-def test_evaluators_that_cannot_work_are_refused_at_once(folder: Path, evaluator: Any, message: str) -> None:
+def test_evaluators_that_cannot_work_are_refused_at_once(folder, evaluator, message):
     with pytest.raises(UserError, match=message):
         checked(folder, evaluator)
 
@@ -107,25 +107,22 @@ def test_evaluators_that_cannot_work_are_refused_at_once(folder: Path, evaluator
 @pytest.mark.parametrize(
     ("objective", "said"),
     [
-        (
-            {"top1_drop": 1},
-            "objective.top1_drop: 1 lets top-1 of model 'net' drop to 0, so it has no effect; 0.01 is ",
-        ),
+        ({"top1_drop": 1}, "objective.top1_drop: 1 lets top-1 of model 'net' drop to 0, so it has no effect; 0.01 is "),
         ({"max_drop": 5}, "objective.max_drop: 5 lets top-1"),
         ({"max_drop": "100%"}, "objective.max_drop: 100% lets top-1"),
     ],
 )
-def test_a_bound_that_nothing_can_break_is_refused(folder: Path, objective: Any, said: str) -> None:
+def test_a_bound_that_nothing_can_break_is_refused(folder, objective, said):
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
         checked(folder, top1(), IMAGES, **objective)
 
 
-def test_a_decibel_is_a_bound(folder: Path) -> None:
+def test_a_decibel_is_a_bound(folder):
     assert checked(folder, {"use": "fidelity", "params": {"samples": 30}}, IMAGES, max_drop=1) == ()
 
 
 @pytest.mark.parametrize(("bound", "shown"), [(0.01, "0.01"), ("4%", "4%"), (1 / COUNT, None), ("5%", None), (0, None)])
-def test_one_image_that_is_more_than_the_bound_is_said(folder: Path, bound: Any, shown: str | None) -> None:
+def test_one_image_that_is_more_than_the_bound_is_said(folder, bound, shown):
     """Also of a share of the float model's figure, which is 1 at most."""
     said = (
         f"model 'net': evaluator: one image of 24 is 0.0417, more than the bound {shown}: a row that loses one exceeds "
@@ -134,7 +131,7 @@ def test_one_image_that_is_more_than_the_bound_is_said(folder: Path, bound: Any,
     assert checked(folder, top1(), IMAGES, top1_drop=bound) == (() if shown is None else (said,))
 
 
-def test_each_half_has_its_own_number_of_images(folder: Path) -> None:
+def test_each_half_has_its_own_number_of_images(folder):
     said = checked(folder, top1(), IMAGES, top1_drop=0.01, halves=True)
     counts = [int(found[2]) for line in said if (found := re.search(r"(search|report) half: one image of (\d+)", line))]
     assert sum(counts) == COUNT
@@ -156,15 +153,13 @@ def test_each_half_has_its_own_number_of_images(folder: Path) -> None:
         ),
     ],
 )
-def test_labels_that_the_model_has_no_output_for_are_refused_at_once(
-    folder: Path, classes: tuple[int, int], said: str | None
-) -> None:
+def test_labels_that_the_model_has_no_output_for_are_refused_at_once(folder, classes, said):
     (folder / "labels.txt").write_text("".join(f"{i}.png {classes[i % 2]}\n" for i in range(COUNT)))
     with nullcontext() if said is None else pytest.raises(UserError, match=f"evaluator .*: top1: data.labels: {said}"):
         assert checked(folder, top1(), IMAGES) == ()
 
 
-def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: Path) -> None:
+def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder):
     np.save(folder / "a.npy", np.zeros((3, 3, 8, 9), np.float32))
     with pytest.raises(
         UserError, match=r"models\.0\.calibration \(model 'net'\): .*a\.npy: a sample of array 'x' is 3 x 8 x 9"
@@ -172,7 +167,7 @@ def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder: 
         checked(folder, None, {"data": {"use": "npy", "path": "a.npy"}})
 
 
-def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder: Path) -> None:
+def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder):
     def models() -> None:
         models = [{"use": "net.onnx"}, {"use": "zoo:resnet18"}]
         check_models(parse_experiment(json.dumps({"experiment": "e", "models": models}), "e.yaml", folder))
@@ -203,13 +198,13 @@ def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder: Path) -> 
         ({"y": "1x3x8x8"}, r"models\.0 \(model 'net'\): net\.onnx: shapes\.y: the model has no such input; known: x"),
     ],
 )
-def test_shapes_that_do_not_fit_the_model_are_refused_at_once(folder: Path, shapes: Any, message: str) -> None:
+def test_shapes_that_do_not_fit_the_model_are_refused_at_once(folder, shapes, message):
     text = json.dumps({"experiment": "e", "models": [{"use": "net.onnx", "shapes": shapes}]})
     with pytest.raises(UserError, match=message):
         check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
-def test_channels_that_no_convolution_takes_are_refused_at_once(folder: Path) -> None:
+def test_channels_that_no_convolution_takes_are_refused_at_once(folder):
     free = onnx.load(folder / "net.onnx")
     for size, name in zip(free.graph.input[0].type.tensor_type.shape.dim, "nchw", strict=True):
         size.dim_param = name
@@ -220,7 +215,7 @@ def test_channels_that_no_convolution_takes_are_refused_at_once(folder: Path) ->
             check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
-def test_a_model_that_is_not_there_is_said_before_what_it_lacks(folder: Path) -> None:
+def test_a_model_that_is_not_there_is_said_before_what_it_lacks(folder):
     text = json.dumps({"experiment": "e", "models": ["zoo:resnet19"], "objective": {"max_drop": 0.1}})
     with pytest.raises(UserError, match=r"zoo:resnet19: no such model; did you mean 'resnet18'"):
         check_experiment(parse_experiment(text, "e.yaml", folder))
@@ -262,7 +257,7 @@ KEEPING = f"{__name__}:{Keeping.__name__}"
         ("random", {"density": "some"}, "density: 'stratified'.*, but got 'some'"),
     ],
 )
-def test_parameters_of_another_type_are_refused_at_once(folder: Path, use: str, params: Any, message: str) -> None:
+def test_parameters_of_another_type_are_refused_at_once(folder, use, params, message):
     with pytest.raises(UserError, match=message):
         with_searcher(folder, use, params)
 
@@ -275,7 +270,7 @@ def test_parameters_of_another_type_are_refused_at_once(folder: Path, use: str, 
         ({"seed": 0.5}, "benchmarker 'simulated': seed: a valid integer"),
     ],
 )
-def test_parameters_of_a_backend_are_looked_at_too(folder: Path, params: Any, message: str) -> None:
+def test_parameters_of_a_backend_are_looked_at_too(folder, params, message):
     """YAML reads nan as text and .nan as a number; neither is one."""
     text = yaml.safe_dump({
         "experiment": "e", "models": ["net.onnx"], "backends": [{"use": "simulated", "params": params, "label": "it"}]
@@ -285,9 +280,7 @@ def test_parameters_of_a_backend_are_looked_at_too(folder: Path, params: Any, me
 
 
 @pytest.mark.parametrize(("body", "missing"), [("pass", "ask"), ("ask = print", "tell")])
-def test_a_searcher_without_ask_or_tell_is_refused_before_anything_runs(
-    folder: Path, body: str, missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_searcher_without_ask_or_tell_is_refused_before_anything_runs(folder, body, missing, monkeypatch):
     (folder / f"no_{missing}.py").write_text(
         f"class Odd:\n    {body}\n    def __init__(self, space, *, seed):\n        pass\n"
     )
@@ -297,14 +290,14 @@ def test_a_searcher_without_ask_or_tell_is_refused_before_anything_runs(
         check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
-def test_a_module_of_another_place_is_named_where_it_has_no_such_class(folder: Path) -> None:
+def test_a_module_of_another_place_is_named_where_it_has_no_such_class(folder):
     """What is installed comes before what lies beside the experiment."""
     text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": ["colorsys:Mine"]})
     with pytest.raises(UserError, match=r"has no attribute 'Mine' \(.*colorsys\.py\)"):
         check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
-def test_parameters_that_fit_or_cannot_be_checked_pass(folder: Path) -> None:
+def test_parameters_that_fit_or_cannot_be_checked_pass(folder):
     assert with_searcher(folder, KEEPING, {"rate": 1, "parts": ["a"], "odd": 3, "free": {3: "x"}}) == ()
     members = {"members": ["random", "local"], "params": {"local": {"perturbation": 0.2}}}
     assert with_searcher(folder, "portfolio", members) == ()
@@ -316,7 +309,7 @@ def with_searcher(folder: Path, use: str, params: Any) -> tuple[str, ...]:
     return check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
-def test_an_evaluator_can_be_made_for_each_half(folder: Path) -> None:
+def test_an_evaluator_can_be_made_for_each_half(folder):
     model = {"use": "net.onnx", "preprocess": "array", "evaluator": top1()}
     spec = parse_experiment(json.dumps({"experiment": "e", "models": [model]}), "e.yaml", folder).models[0]
     loaded = open_model(spec, folder)
@@ -341,12 +334,12 @@ OF_THE_CAP = f"for the float model's own counts as {MAX_SQNR_DB:g}; INT8 has 20 
         ("{}", "top1", "bound: none; top-1 is scored without a bound"),
     ],
 )
-def test_the_bound_is_said_as_it_is_understood(objective: str, evaluator: str, said: str) -> None:
+def test_the_bound_is_said_as_it_is_understood(objective, evaluator, said):
     text = f"experiment: e\nmodels: [plain.onnx, {{use: net.onnx, evaluator: {evaluator}}}]\nobjective: {objective}"
     assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [said]
 
 
-def test_models_of_several_metrics_are_named_with_their_bounds() -> None:
+def test_models_of_several_metrics_are_named_with_their_bounds():
     models = "[{use: a.onnx, evaluator: top1}, {use: b.onnx, evaluator: coco_map}, {use: c.onnx, evaluator: top1}]"
     text = f"experiment: e\nmodels: {models}\nobjective: {{max_drop: 0.02}}"
     assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [
@@ -355,11 +348,11 @@ def test_models_of_several_metrics_are_named_with_their_bounds() -> None:
     ]
 
 
-def test_without_an_evaluator_nothing_is_said_of_bounds() -> None:
+def test_without_an_evaluator_nothing_is_said_of_bounds():
     assert list(bound_lines(parse_experiment("experiment: e\nmodels: [net.onnx]", "e.yaml"))) == []
 
 
-def test_what_onnx_runtime_cannot_run_is_known_before_it_calibrates(folder: Path) -> None:
+def test_what_onnx_runtime_cannot_run_is_known_before_it_calibrates(folder):
     assert check_models(models(folder)) == ()
     proto = onnx.load(folder / "net.onnx")
     proto.graph.node.append(onnx.helper.make_node("Mystery", ["logits"], ["more"], domain="plug.in"))
@@ -371,7 +364,7 @@ def test_what_onnx_runtime_cannot_run_is_known_before_it_calibrates(folder: Path
     assert "Mystery" in remark
 
 
-def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder: Path) -> None:
+def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder):
     said = check_experiment(models(folder, models=[{"use": "net.onnx", "calibration": {"method": "mse"}}]))
     assert [line for line in said if "calibrates by entropy" in line and "modelopt_ptq" in line]
 
@@ -381,18 +374,18 @@ def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder: Path)
     (24, None),
     (4, None),
 ])  # fmt: skip
-def test_more_samples_than_there_are_are_said(folder: Path, samples: int, said: str | None) -> None:
+def test_more_samples_than_there_are_are_said(folder, samples, said):
     found = checked(folder, top1(), {**IMAGES, "samples": samples})
     assert found == (() if said is None else (f"model 'net': {said}",))
 
 
-def test_samples_that_a_default_leaves_out_are_said(folder: Path) -> None:
+def test_samples_that_a_default_leaves_out_are_said(folder):
     np.save(folder / "many.npy", np.zeros((60, 3, 8, 8), np.float32))
     (said,) = checked(folder, None, {"data": {"use": "npy", "path": "many.npy"}})
     assert "the first 48 of 60 samples" in said
 
 
-def test_samples_of_an_evaluator_and_of_the_proxy_are_counted_too(folder: Path) -> None:
+def test_samples_of_an_evaluator_and_of_the_proxy_are_counted_too(folder):
     np.save(folder / "few.npy", np.zeros((30, 3, 8, 8), np.float32))
     data = {"use": "npy", "path": "few.npy"}
     fidelity = {"use": "fidelity", "params": {"data": data, "samples": 99}}
@@ -403,7 +396,7 @@ def test_samples_of_an_evaluator_and_of_the_proxy_are_counted_too(folder: Path) 
     ]
 
 
-def test_the_outlook_counts_what_is_to_be_done() -> None:
+def test_the_outlook_counts_what_is_to_be_done():
     text = "experiment: e\nmodels: [a.onnx, b.onnx]\nsearchers: [random, tpe]\nseeds: [0, 1]\n"
     text += "budget: {evaluations: [20, 40]}\n"
     said = describe_workload(parse_experiment(text, "e"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -120,7 +120,7 @@ def summary_of(bench: Bench, *names: str, noise_floor: float = 0.0) -> Confirmat
     return summarize_turns(run(bench, *names), "float", noise_floor)
 
 
-def test_every_row_gets_its_turns_in_every_build() -> None:
+def test_every_row_gets_its_turns_in_every_build():
     bench = Bench({"float": 10.0, "a": 5.0, "b": 20.0})
     events = run(bench, "a", "b")
     turns = Counter((e.build, e.row) for e in events if isinstance(e, Turn))
@@ -129,14 +129,14 @@ def test_every_row_gets_its_turns_in_every_build() -> None:
     assert bench.opened == 3
 
 
-def test_turns_are_in_random_order_that_depends_on_the_seed() -> None:
+def test_turns_are_in_random_order_that_depends_on_the_seed():
     orders = [[e.row for e in run(Bench(), "a", seed=seed)] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     rounds = {tuple(orders[0][start : start + 3]) for start in range(0, len(orders[0]), 3)}
     assert len(rounds) > 1
 
 
-def test_many_rows_are_distributed_over_workers() -> None:
+def test_many_rows_are_distributed_over_workers():
     names = [f"r{number}" for number in range(12)]
     bench = Bench({"float": 10.0, **dict.fromkeys(names, 5.0)})
     summary = summary_of(bench, *names)
@@ -145,7 +145,7 @@ def test_many_rows_are_distributed_over_workers() -> None:
     assert (summary.rows["r11"].builds, summary.builds) == (3, 3)
 
 
-def test_summary_gives_speedups_verdicts_and_the_floor() -> None:
+def test_summary_gives_speedups_verdicts_and_the_floor():
     bench = Bench({"float": 10.0, "fast": 5.0, "slow": 20.0, "same": 10.0, "float@fp32": 20.0})
     summary = summary_of(bench, "fast", "slow", "same")
     assert {name: found.verdict for name, found in summary.rows.items()} == {
@@ -163,21 +163,21 @@ def test_summary_gives_speedups_verdicts_and_the_floor() -> None:
     assert fast.shrinkage(1.9) < 0
 
 
-def test_the_same_model_on_another_benchmarker_is_a_row() -> None:
+def test_the_same_model_on_another_benchmarker_is_a_row():
     bench, rng = Bench({"float": 10.0, "float@fp32": 20.0}), np.random.default_rng(0)
     rows = [TimedRow(name="fp32", candidate=row("float").candidate, benchmarker="fp32")]
     events = confirm(rows, row("float"), open_engines=bench.open, schedule=SCHEDULE, rng=rng)
     assert summarize_turns(events, "float").rows["fp32"].verdict == "slower"
 
 
-def test_builds_that_differ_raise_the_floor_above_small_gains() -> None:
+def test_builds_that_differ_raise_the_floor_above_small_gains():
     summary = summary_of(Bench({"float": 10.0, "a": 9.7}, build_noise=0.1), "a")
     assert summary.noise_floor > 0.03
     assert summary.rows["a"].verdict == "tie"
     assert summary_of(Bench({"float": 10.0, "a": 9.0}), "a", noise_floor=0.2).rows["a"].verdict == "tie"
 
 
-def test_no_gain_is_claimed_between_equal_rows() -> None:
+def test_no_gain_is_claimed_between_equal_rows():
     names = [f"r{number}" for number in range(6)]
     truth = dict.fromkeys(["float", *names], 10.0)
     benches = [Bench(truth, build_noise=0.02, seed=seed) for seed in range(40)]
@@ -185,7 +185,7 @@ def test_no_gain_is_claimed_between_equal_rows() -> None:
     assert claims / (40 * 6) <= 0.05
 
 
-def test_disturbed_rounds_are_repeated_at_the_end() -> None:
+def test_disturbed_rounds_are_repeated_at_the_end():
     bench = Bench(busy=(0, 3, 12))  # the first two rounds of the first build, and one of their repetitions
     events = run(bench, "a")
     first = [e for e in events if isinstance(e, Turn) and e.build == 0]
@@ -198,7 +198,7 @@ def test_disturbed_rounds_are_repeated_at_the_end() -> None:
     assert (summary.builds, disturbance_note(summary.disturbed)) == (3, "")
 
 
-def test_a_permanent_disturbance_is_marked_and_not_repeated() -> None:
+def test_a_permanent_disturbance_is_marked_and_not_repeated():
     events = run(Bench(busy=range(1000)), "a")
     assert len(events) == 36
     summary = summarize_turns(events, "float")
@@ -208,7 +208,7 @@ def test_a_permanent_disturbance_is_marked_and_not_repeated() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 6, 7, 11])
-def test_an_interruption_before_a_repetition_costs_one_build(cut: int) -> None:
+def test_an_interruption_before_a_repetition_costs_one_build(cut):
     """Two interrupted workers that withheld different rounds must not count as one that completed."""
     first = run(Bench(busy=(0, 3)), "a")[:cut]
     second = run(Bench(busy=(6, 9)), "a", done=first)[:cut]
@@ -218,7 +218,7 @@ def test_an_interruption_before_a_repetition_costs_one_build(cut: int) -> None:
     assert {e.worker for e in third if isinstance(e, Turn) and e.build == 0} == {2}, "the worker after the two"
 
 
-def test_a_worker_that_dies_in_a_repetition_is_replaced() -> None:
+def test_a_worker_that_dies_in_a_repetition_is_replaced():
     bench = Bench(TWO, {"bad": (5, "crash")}, busy=(0,))
     summary = summary_of(bench, "bad", "good")
     assert bench.opened == 4
@@ -227,7 +227,7 @@ def test_a_worker_that_dies_in_a_repetition_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("when", ["build", 2])
-def test_a_row_that_fails_is_dropped_and_the_others_continue(when: str | int) -> None:
+def test_a_row_that_fails_is_dropped_and_the_others_continue(when):
     bench = Bench(TWO, {"bad": (when, "measure")})
     events = run(bench, "bad", "good")
     summary = summarize_turns(events, "float")
@@ -239,7 +239,7 @@ def test_a_row_that_fails_is_dropped_and_the_others_continue(when: str | int) ->
 
 
 @pytest.mark.parametrize(("when", "stage"), [("build", "crash"), ("build", "timeout"), (3, "crash"), (3, "timeout")])
-def test_a_row_that_kills_the_worker_costs_a_worker_and_no_other_row(when: str | int, stage: str) -> None:
+def test_a_row_that_kills_the_worker_costs_a_worker_and_no_other_row(when, stage):
     bench = Bench(TWO, {"bad": (when, stage)})
     summary = summary_of(bench, "bad", "good")
     assert bench.opened == 6
@@ -247,13 +247,13 @@ def test_a_row_that_kills_the_worker_costs_a_worker_and_no_other_row(when: str |
     assert "bad" not in summary.rows
 
 
-def test_failed_builds_are_counted() -> None:
+def test_failed_builds_are_counted():
     lost = RowFailure(build=1, group=0, row="a", failed=Failed(stage="build", reason="no"))
     found = summarize_turns([*run(Bench(), "a"), lost], "float").rows["a"]
     assert (found.builds, found.builds_ok, found.verdict) == (3, 2, "faster")
 
 
-def test_a_baseline_that_fails_and_equal_names_are_refused() -> None:
+def test_a_baseline_that_fails_and_equal_names_are_refused():
     with pytest.raises(UserError, match=r"the baseline failed.*measure: because"):
         run(Bench(TRUTH, {"float": (2, "measure")}), "a")
     with pytest.raises(ValueError, match="different names, but got float, A/A twin, a, a"):
@@ -261,7 +261,7 @@ def test_a_baseline_that_fails_and_equal_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 10, 24, 35, 36])
-def test_an_interrupted_confirmation_resumes(cut: int) -> None:
+def test_an_interrupted_confirmation_resumes(cut):
     whole = run(Bench(), "a")
     kept = whole[:cut]
     bench = Bench()
@@ -275,7 +275,7 @@ def test_an_interrupted_confirmation_resumes(cut: int) -> None:
     assert [(e.build, e.row) for e in whole[len(whole) - len(rest) :]] == [(e.build, e.row) for e in rest]
 
 
-def test_an_unfinished_confirmation_has_fewer_builds() -> None:
+def test_an_unfinished_confirmation_has_fewer_builds():
     assert summarize_turns(run(Bench(), "a")[:-1], "float").builds == 2
     assert summarize_turns([], "float").builds == 0
 
@@ -289,7 +289,7 @@ def make_failure() -> RowFailure:
 
 
 @pytest.mark.parametrize("make", [make_turn, make_failure])
-def test_events_are_read_as_they_were_written(make: Callable[[], TurnEvent]) -> None:
+def test_events_are_read_as_they_were_written(make):
     line = encode_turn_event(make())
     assert "\n" not in line
     assert decode_turn_event(line) == make()
@@ -309,6 +309,6 @@ def test_events_are_read_as_they_were_written(make: Callable[[], TurnEvent]) -> 
         ("{", "Expecting"),
     ],
 )
-def test_other_lines_are_refused(text: str, message: str) -> None:
+def test_other_lines_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         decode_turn_event(text)

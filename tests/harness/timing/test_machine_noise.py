@@ -28,7 +28,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_noise, "_allowed_cores", lambda: [0, 1])
     for core, khz in enumerate((800_000, 3_400_000)):
         write(tmp_path, f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq", f"{khz}\n")
@@ -42,7 +42,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_state_of_a_machine_is_read(root: Path) -> None:
+def test_the_state_of_a_machine_is_read(root):
     found = MachineMonitor(root).read()
     assert (found.mhz, found.temperature_c, found.throttled, found.waited_s) == (3400.0, 63.5, 5, 2.5)
     assert (found.cores, found.busy_s, found.stolen_s) == (2, 10.0, 5.0)
@@ -53,16 +53,14 @@ def test_the_state_of_a_machine_is_read(root: Path) -> None:
     ("siblings", "expected"),
     [("1,3\n", (2, 5.8 + 3.0, 2.0 + 4.0)), ("0-1\n", (2, 10.0, 5.0)), ("what\n", (1, 5.8, 2.0))],
 )
-def test_cores_of_this_process_are_watched_with_their_sibling_threads(
-    siblings: str, expected: tuple[int, float, float], root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cores_of_this_process_are_watched_with_their_sibling_threads(siblings, expected, root, monkeypatch):
     monkeypatch.setattr(machine_noise, "_allowed_cores", lambda: [1])
     write(root, SIBLINGS, siblings)
     found = MachineMonitor(root).read()
     assert (found.cores, found.busy_s, found.stolen_s) == expected
 
 
-def test_values_that_cannot_be_read_are_absent(tmp_path: Path, root: Path) -> None:
+def test_values_that_cannot_be_read_are_absent(tmp_path, root):
     found = MachineMonitor(tmp_path / "empty").read()
     assert (found.mhz, found.temperature_c, found.throttled, found.waited_s, found.cores) == (None,) * 5
     assert describe_disturbance(found, found) == ""
@@ -74,7 +72,7 @@ def test_values_that_cannot_be_read_are_absent(tmp_path: Path, root: Path) -> No
     assert (found.waited_s, found.throttled) == (None, 1)
 
 
-def test_this_machine_can_be_read() -> None:
+def test_this_machine_can_be_read():
     machine = MachineMonitor()
     before = machine.read()
     burn = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
@@ -112,7 +110,7 @@ def test_this_machine_can_be_read() -> None:
         ({"busy_s": 13.0, "own_s": 2.6}, "other processes kept 35% of its cores busy"),
     ],
 )
-def test_disturbances_are_described(after: dict[str, float], expected: str) -> None:
+def test_disturbances_are_described(after, expected):
     quiet = {"mhz": 3000.0, "throttled": 3, "waited_s": 1.0, "cores": 2, "busy_s": 10.0, "stolen_s": 0.0, "own_s": 1.0}
     before, later = MachineSnapshot(at_s=10.0, **quiet), MachineSnapshot(at_s=12.0, **{**quiet, **after})
     found = describe_disturbance(before, later)

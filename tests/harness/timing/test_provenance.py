@@ -13,7 +13,7 @@ import harness.timing.provenance as provenance
 from harness.timing.provenance import comparability_key, count_cores, describe_environment, validate_threads
 
 
-def test_environment_is_json_without_folders_of_this_machine() -> None:
+def test_environment_is_json_without_folders_of_this_machine():
     facts = describe_environment()
     text = json.dumps(facts)
     assert json.loads(text) == facts
@@ -33,7 +33,7 @@ def test_environment_is_json_without_folders_of_this_machine() -> None:
         ([], "AMD EPYC"),
     ],
 )
-def test_processors_of_one_name_differ_in_their_int8_instructions(flags: list[str], label: str) -> None:
+def test_processors_of_one_name_differ_in_their_int8_instructions(flags, label):
     facts = {"cpu": {"model": "AMD EPYC", "flags": flags}}
     assert provenance.processor_label("AMD EPYC", facts) == label
     assert comparability_key(facts) != comparability_key({"cpu": {"model": "AMD EPYC", "flags": ["sve"]}})
@@ -48,7 +48,7 @@ def raising(error: Exception) -> object:
 
 
 @pytest.mark.parametrize("error", [OSError("not here"), subprocess.TimeoutExpired("tool", 10)])
-def test_facts_that_cannot_be_read_are_absent(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_that_cannot_be_read_are_absent(error, monkeypatch):
     for name in ("_read_text", "_run_command", "_cpuinfo"):
         monkeypatch.setattr(provenance, name, raising(error))
     facts = describe_environment()
@@ -63,9 +63,7 @@ ROWS = "\n".join(f"{name}, 570.1, 9.0, 81559 MiB, 1980 MHz, 1980 MHz, 31, 70.1 W
     ("visible", "expected"),
     [(None, ["A", "B"]), ("1", ["B"]), ("0,1", ["A", "B"]), ("", []), ("7", []), ("GPU-1234", ["A", "B"])],
 )
-def test_the_gpus_of_this_process_are_read_from_nvidia_smi(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
-) -> None:
+def test_the_gpus_of_this_process_are_read_from_nvidia_smi(monkeypatch, visible, expected):
     monkeypatch.setattr(provenance.shutil, "which", lambda _: "/usr/bin/tool")
     monkeypatch.setattr(provenance, "_run_command", lambda *command: ROWS if command[0] == "nvidia-smi" else "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -76,14 +74,14 @@ def test_the_gpus_of_this_process_are_read_from_nvidia_smi(
     assert all(gpu["clocks.max.sm"] == "1980 MHz" for gpu in gpus)
 
 
-def test_the_number_of_gpus_of_a_kind_does_not_matter() -> None:
+def test_the_number_of_gpus_of_a_kind_does_not_matter():
     one, other = ({"name": name, "driver_version": "570.1", "temperature.gpu": "31"} for name in "AB")
     kinds = [comparability_key({"gpus": gpus}) for gpus in ([one, one], [one], [one, other], [other, one])]
     assert kinds[0] == kinds[1] != kinds[2] == kinds[3]
 
 
 @pytest.mark.parametrize("threads", [0, -1, 10_000, 1.0, "1", True, None])
-def test_impossible_numbers_of_threads_are_refused(threads: object) -> None:
+def test_impossible_numbers_of_threads_are_refused(threads):
     assert validate_threads(count_cores()) == count_cores()
     with pytest.raises(ValueError, match=rf"threads: 1 to {count_cores()} .* but got {threads!r}"):
         validate_threads(threads)
@@ -108,13 +106,7 @@ UNLIMITED_BYTES = "9223372036854771712"
         ({}, None, None),
     ],
 )  # fmt: skip
-def test_limits_of_a_container_are_read(
-    files: dict[str, str],
-    cores: float | None,
-    memory_gib: float | None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_limits_of_a_container_are_read(files, cores, memory_gib, monkeypatch, tmp_path):
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,25 +45,25 @@ def noise(sd: float, seed: int = 0) -> Callable[[int], float]:
     return lambda index: float(readings[index])
 
 
-def test_a_quiet_engine_needs_the_minimum() -> None:
+def test_a_quiet_engine_needs_the_minimum():
     found = sample(lambda _: 2.0)
     assert found.latency_ms == (2.0,) * 11
     assert (found.warmup, found.stable) == (0, True)
 
 
-def test_a_noisy_engine_is_sampled_until_its_median_is_known() -> None:
+def test_a_noisy_engine_is_sampled_until_its_median_is_known():
     found = sample(noise(0.02))
     assert 11 < len(found.latency_ms) < 200
     assert median_ci(found.latency_ms).relative_width <= 0.01
 
 
-def test_caps_hold() -> None:
+def test_caps_hold():
     assert len(sample(noise(0.5)).latency_ms) == 200
     assert 11 <= len(sample(lambda n: 100.0 * noise(0.5)(n), max_ms=1500.0).latency_ms) <= 25
     assert len(sample(lambda n: 100.0 * noise(0.5)(n), max_ms=5.0).latency_ms) == 11
 
 
-def test_warm_up_runs_its_time_and_does_not_count() -> None:
+def test_warm_up_runs_its_time_and_does_not_count():
     probe = Script(lambda _: 1.0)
     found = sample_engine(probe, QUIET.model_copy(update={"warmup_ms": 50.0}))
     assert (found.warmup, probe.count) == (50, 61)
@@ -79,15 +79,13 @@ def test_warm_up_runs_its_time_and_does_not_count() -> None:
     ],
     ids=["until steady", "never steady", "one slow inference"],
 )
-def test_warm_up_continues_until_the_engine_is_steady(
-    reading: Callable[[int], float], warmup_ms: float, warmup: range, stable: bool
-) -> None:
+def test_warm_up_continues_until_the_engine_is_steady(reading, warmup_ms, warmup, stable):
     found = sample(reading, warmup_ms=warmup_ms)
     assert found.warmup in warmup
     assert found.stable is stable
 
 
-def test_readings_that_drift_are_repeated() -> None:
+def test_readings_that_drift_are_repeated():
     found = sample(lambda n: 1.0 if n < 5 else 1.5, target=0.9)
     assert found.discarded_ms == (1.0,) * 5 + (1.5,) * 6
     assert found.disturbance == "drift: the first half took 1 ms, the second 1.5 ms"
@@ -96,7 +94,7 @@ def test_readings_that_drift_are_repeated() -> None:
     assert not sample(lambda n: 1.0 + 0.02 * n, max_samples=40).stable
 
 
-def test_outliers_and_pauses_stay_in_the_record() -> None:
+def test_outliers_and_pauses_stay_in_the_record():
     found = sample(lambda n: 90.0 if n == 4 else 1.0)
     assert found.latency_ms.count(90.0) == 1
     assert median_ci(found.latency_ms).value == 1.0
@@ -104,7 +102,7 @@ def test_outliers_and_pauses_stay_in_the_record() -> None:
 
 
 @pytest.mark.parametrize(("end_s", "measure_s"), [(7.5, 2.5), (1.0, 0.0)])
-def test_time_is_the_clocks_but_a_clock_that_jumps_back_gives_zero(end_s: float, measure_s: float) -> None:
+def test_time_is_the_clocks_but_a_clock_that_jumps_back_gives_zero(end_s, measure_s):
     assert sample_engine(Script(lambda _: 1.0), QUIET, clock=iter([5.0, end_s]).__next__).measure_s == measure_s
 
 
@@ -120,14 +118,14 @@ def test_time_is_the_clocks_but_a_clock_that_jumps_back_gives_zero(end_s: float,
         (0.0009, "the clock jumped: a reading of 0.0009 ms where 1 ms is the median"),
     ],
 )
-def test_impossible_readings_fail(wrong: float, why: str) -> None:
+def test_impossible_readings_fail(wrong, why):
     for warmup_ms in (0.0, 50.0):
         if warmup_ms == 0.0 or why.startswith("impossible"):
             with pytest.raises(MeasureFailed, match=why):
                 sample(lambda n: wrong if n == 3 else 1.0, warmup_ms=warmup_ms)
 
 
-def test_a_probe_that_gives_too_few_readings_fails() -> None:
+def test_a_probe_that_gives_too_few_readings_fails():
     class Short(Script):
         def sample(self, n: int) -> Sequence[float]:
             return super().sample(n)[1:]
@@ -140,7 +138,7 @@ def rival(value: float, width: float = 0.01) -> Interval:
     return Interval(value=value, low=value * (1 - width / 2), high=value * (1 + width / 2))
 
 
-def test_a_clear_loser_stops_early_and_the_saved_samples_are_estimated() -> None:
+def test_a_clear_loser_stops_early_and_the_saved_samples_are_estimated():
     alone = [len(sample(noise(0.02, seed)).latency_ms) for seed in range(30)]
     losers = [sample(noise(0.02, seed), rival(0.5)) for seed in range(30)]
     assert {len(loser.latency_ms) for loser in losers} == {6}
@@ -150,14 +148,14 @@ def test_a_clear_loser_stops_early_and_the_saved_samples_are_estimated() -> None
 
 
 @pytest.mark.parametrize("incumbent_ms", [1.0, 2.0])
-def test_a_rival_of_the_incumbent_is_sampled_in_full(incumbent_ms: float) -> None:
+def test_a_rival_of_the_incumbent_is_sampled_in_full(incumbent_ms):
     found = sample(noise(0.02), rival(incumbent_ms))
     assert median_ci(found.latency_ms).relative_width <= 0.01
     assert len(found.latency_ms) > 50
     assert found.saved == 0
 
 
-def test_races_seldom_end_against_the_truth() -> None:
+def test_races_seldom_end_against_the_truth():
     lost = [sample(noise(0.05, seed), rival(1.0)).latency_ms for seed in range(200)]
     assert sum(len(readings) == 6 for readings in lost) <= 10
 
@@ -176,7 +174,7 @@ class Throttled(MachineMonitor):
 
 
 @pytest.mark.parametrize(("times", "stable"), [(1, True), (2, False)])
-def test_readings_of_a_throttled_machine_are_repeated_once(times: int, stable: bool) -> None:
+def test_readings_of_a_throttled_machine_are_repeated_once(times, stable):
     found = sample_engine(Script(lambda _: 2.0), QUIET, machine=Throttled(times))
     assert found.discarded_ms == found.latency_ms == (2.0,) * 11
     assert found.disturbance == "throttled 1 times, by heat or by the container's CPU quota"
@@ -188,13 +186,13 @@ def test_readings_of_a_throttled_machine_are_repeated_once(times: int, stable: b
 @given(
     st.floats(min_value=1e-3, max_value=2e3), st.floats(min_value=0, max_value=1), st.integers(0, 5), st.floats(0, 200)
 )
-def test_sampling_always_ends_within_its_caps(scale: float, sd: float, seed: int, warmup_ms: float) -> None:
+def test_sampling_always_ends_within_its_caps(scale, sd, seed, warmup_ms):
     reading = noise(sd, seed)
     limits = Sampling(warmup_ms=warmup_ms, min_samples=5, max_samples=50, max_ms=100.0)
     assert 5 <= len(sample_engine(Script(lambda n: scale * reading(n % 100_000)), limits).latency_ms) <= 50
 
 
-def test_fixed_inputs_are_the_same_each_time_and_fit_every_type() -> None:
+def test_fixed_inputs_are_the_same_each_time_and_fit_every_type():
     types = {
         "image": (np.dtype("float32"), (1, 3, 4, 4)), "half": (np.dtype("float16"), (2,)),
         "ids": (np.dtype("int64"), (1, 8)), "mask": (np.dtype("bool"), (1, 8)), "scalar": (np.dtype("float32"), ()),
@@ -209,7 +207,7 @@ def test_fixed_inputs_are_the_same_each_time_and_fit_every_type() -> None:
         make_fixed_inputs({"words": (np.dtype("U8"), (1,))})
 
 
-def test_conditions_of_a_probes_device_are_recorded() -> None:
+def test_conditions_of_a_probes_device_are_recorded():
     class Device(Script):
         def conditions(self) -> dict[str, float]:
             return {"gpu_mhz": np.float32(1980.0), "watts": float("nan")}  # type: ignore[dict-item]

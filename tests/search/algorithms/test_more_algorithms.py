@@ -260,7 +260,7 @@ def front_volume(make, seed):
     damage = np.random.default_rng(seed).exponential(1 / 24, size=24)
     searcher = make(space, seed=seed)
     found, waiting = [], list(common_initial_placements(space))
-    while len(found) < 80:
+    while len(found) < 50:
         for placement in waiting:
             values = (objective.latency_ms(placement), float(damage @ np.array(placement.choices)))
             found.append(values)

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_second_process_waits_until_the_first_has_finished(tmp_path: Path) -> None:
+def test_a_second_process_waits_until_the_first_has_finished(tmp_path):
     with timing_lock(tmp_path):
         second = hold(tmp_path)
         assert second.stdout is not None
@@ -48,7 +47,7 @@ def test_a_second_process_waits_until_the_first_has_finished(tmp_path: Path) -> 
     second.communicate("end\n", timeout=20)
 
 
-def test_a_gpu_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
+def test_a_gpu_is_held_by_one_process_at_a_time(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         with device_lock({"GPU-a", "GPU-b"}, tmp_path), device_lock({"GPU-c"}, tmp_path), device_lock((), tmp_path):
             entered = pool.submit(lambda: device_lock({"GPU-b"}, tmp_path).__enter__())
@@ -57,7 +56,7 @@ def test_a_gpu_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
         entered.result(timeout=20)
 
 
-def test_a_killed_process_releases_the_lock(tmp_path: Path) -> None:
+def test_a_killed_process_releases_the_lock(tmp_path):
     first = hold(tmp_path)
     assert line(first) == "holding"
     first.send_signal(signal.SIGKILL)
@@ -66,7 +65,7 @@ def test_a_killed_process_releases_the_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
     with timing_lock(tmp_path):
         lock = next(tmp_path.iterdir())
     lock.unlink()
@@ -77,7 +76,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def held(tmp_path):
     """A process that holds the lock of `tmp_path`."""
     process = hold(tmp_path)
     assert line(process) == "holding"
@@ -86,9 +85,7 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_a_long_wait_is_reported_with_the_owner(
-    tmp_path: Path, held: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_wait_is_reported_with_the_owner(tmp_path, held, monkeypatch, caplog):
     monkeypatch.setattr(locks, "LOCK_REPORT_S", 0.05)
     waits: list[float] = []
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
@@ -102,9 +99,7 @@ def test_a_long_wait_is_reported_with_the_owner(
     assert [owner in message for message in caplog.messages] == [True]
 
 
-def test_a_wait_ends_by_its_limit_and_frees_the_lock(
-    tmp_path: Path, held: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_ends_by_its_limit_and_frees_the_lock(tmp_path, held, monkeypatch):
     monkeypatch.setenv(WAIT_VARIABLE, "0.1")
     with pytest.raises(UserError, match=rf"process {held.pid} .*longer than --wait 0\.1"), timing_lock(tmp_path):
         pass
@@ -114,9 +109,7 @@ def test_a_wait_ends_by_its_limit_and_frees_the_lock(
         pass
 
 
-def test_threads_of_one_process_wait_for_each_other_without_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_threads_of_one_process_wait_for_each_other_without_limit(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(locks, "LOCK_REPORT_S", 0.02)
     monkeypatch.setenv(WAIT_VARIABLE, "0.05")
     with ThreadPoolExecutor(1) as pool:
@@ -129,9 +122,7 @@ def test_threads_of_one_process_wait_for_each_other_without_limit(
 
 
 @pytest.mark.parametrize("limit", ["soon", "-1", "nan"])
-def test_a_limit_that_is_no_time_is_refused(
-    tmp_path: Path, held: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_a_limit_that_is_no_time_is_refused(tmp_path, held, monkeypatch, limit):
     monkeypatch.setenv(WAIT_VARIABLE, limit)
     with pytest.raises(UserError, match=WAIT_VARIABLE), timing_lock(tmp_path):
         pass

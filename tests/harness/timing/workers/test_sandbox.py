@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,18 +40,17 @@ REAL_WORKERS = True
 HERE = Path(__file__).parents[1]
 LIMITS = Limits(build_s=1.0, measure_s=1.0, evaluate_s=1.0)
 SAMPLING = Sampling(warmup_ms=0, min_samples=3, max_samples=3)
-MakeCandidate = Callable[[str], Candidate]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _faulty_can_be_imported() -> Iterator[None]:
+def _faulty_can_be_imported():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.syspath_prepend(str(HERE))
         yield
 
 
 @pytest.fixture
-def candidate(tmp_path: Path) -> MakeCandidate:
+def candidate(tmp_path):
     def make(text: str) -> Candidate:
         path = tmp_path / f"{text.replace(' ', '-')}.txt"
         path.write_text(text)
@@ -90,7 +89,7 @@ def spec(workdir: Path, **params: object) -> WorkerSpec:
 
 
 @pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+def sandbox(tmp_path_factory):
     """One sandbox for all tests: failures in one test must not affect the next."""
     with Sandbox(spec(tmp_path_factory.mktemp("work")), LIMITS) as engines:
         yield engines
@@ -106,9 +105,7 @@ def failed(outcome: object) -> Failed:
     return outcome
 
 
-def test_waiting_for_the_timing_of_another_run_counts_against_no_limit(
-    sandbox: Sandbox, candidate: MakeCandidate
-) -> None:
+def test_waiting_for_the_timing_of_another_run_counts_against_no_limit(sandbox, candidate):
     engine = built(sandbox.build(candidate("ok")))
     with ThreadPoolExecutor(1) as pool:
         with timing_lock():  # held by another run on these cores
@@ -118,7 +115,7 @@ def test_waiting_for_the_timing_of_another_run_counts_against_no_limit(
         assert isinstance(waiting.result(timeout=20), Samples)
 
 
-def test_engines_are_built_timed_scored_and_released(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+def test_engines_are_built_timed_scored_and_released(sandbox, candidate):
     first, second = built(sandbox.build(candidate("ok"))), built(sandbox.build(candidate("ok"), "slow"))
     assert first.handle != second.handle
     for engine, latency_ms in ((first, 1.0), (second, 5.0)):
@@ -154,9 +151,7 @@ def test_engines_are_built_timed_scored_and_released(sandbox: Sandbox, candidate
         ("infer raise", "evaluate", "KeyError: 'no such kernel'"),
     ],
 )
-def test_a_failure_is_a_value_and_the_next_build_works(
-    sandbox: Sandbox, candidate: MakeCandidate, text: str, stage: str, reason: str
-) -> None:
+def test_a_failure_is_a_value_and_the_next_build_works(sandbox, candidate, text, stage, reason):
     outcome: object = sandbox.build(candidate(text))
     if not text.startswith("build"):
         call = sandbox.evaluate if text.startswith("infer") else lambda handle: sandbox.sample(handle, SAMPLING)
@@ -168,7 +163,7 @@ def test_a_failure_is_a_value_and_the_next_build_works(
     assert isinstance(sandbox.build(candidate("ok")), BuiltEngine)
 
 
-def test_memory_has_a_limit_in_every_step(tmp_path: Path, candidate: MakeCandidate) -> None:
+def test_memory_has_a_limit_in_every_step(tmp_path, candidate):
     limits = Limits(build_s=120.0, measure_s=120.0, memory_gb=0.3)  # a busy machine needs time to use so much
     with Sandbox(spec(tmp_path / "work"), limits) as engines:
         outcomes = [engines.build(candidate(text)) for text in ("build eat", "build feast")]
@@ -180,15 +175,13 @@ def test_memory_has_a_limit_in_every_step(tmp_path: Path, candidate: MakeCandida
 
 
 @pytest.mark.parametrize(("evaluator", "reason"), [("nan", "score is nan: .*"), ("gap", r"per_item\[1\] is nan: .*")])
-def test_scores_that_are_not_finite_fail(
-    sandbox: Sandbox, candidate: MakeCandidate, evaluator: str, reason: str
-) -> None:
+def test_scores_that_are_not_finite_fail(sandbox, candidate, evaluator, reason):
     outcome = failed(sandbox.evaluate(built(sandbox.build(candidate("ok"))).handle, evaluator))
     assert outcome.stage == "evaluate"
     assert re.fullmatch(reason, outcome.reason)
 
 
-def test_log_tail_is_the_end_of_the_workers_output(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+def test_log_tail_is_the_end_of_the_workers_output(sandbox, candidate):
     lines = failed(sandbox.build(candidate("build print"))).log_tail.splitlines()
     assert len(lines) == 40
     assert "line 99" in lines
@@ -199,7 +192,7 @@ def test_log_tail_is_the_end_of_the_workers_output(sandbox: Sandbox, candidate: 
     assert "line 99" not in tail
 
 
-def test_engines_of_a_dead_worker_are_reported_as_lost(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+def test_engines_of_a_dead_worker_are_reported_as_lost(sandbox, candidate):
     old, pid = built(sandbox.build(candidate("ok"))).handle, sandbox.describe()["pid"]
     failed(sandbox.build(candidate("build refuse")))
     assert sandbox.describe()["pid"] == pid, "a healthy worker is kept"
@@ -214,9 +207,7 @@ def test_engines_of_a_dead_worker_are_reported_as_lost(sandbox: Sandbox, candida
     assert isinstance(sandbox.sample(new, SAMPLING), Samples)
 
 
-def test_a_file_that_cannot_be_written_is_a_failed_build_unless_the_disk_is_full(
-    sandbox: Sandbox, candidate: MakeCandidate
-) -> None:
+def test_a_file_that_cannot_be_written_is_a_failed_build_unless_the_disk_is_full(sandbox, candidate):
     def source() -> Path:
         raise OSError("no such font")
 
@@ -226,7 +217,7 @@ def test_a_file_that_cannot_be_written_is_a_failed_build_unless_the_disk_is_full
         sandbox.build(candidate("build full"))
 
 
-def test_mistakes_of_the_user_are_raised(tmp_path: Path, sandbox: Sandbox, candidate: MakeCandidate) -> None:
+def test_mistakes_of_the_user_are_raised(tmp_path, sandbox, candidate):
     with pytest.raises(UserError, match="broken: not like this"), Sandbox(spec(tmp_path, broken="user"), LIMITS):
         pass
     with pytest.raises(UserError, match=r"'openvin'.*'openvino'"):
@@ -239,13 +230,13 @@ def test_mistakes_of_the_user_are_raised(tmp_path: Path, sandbox: Sandbox, candi
 
 
 @pytest.mark.parametrize("engines", [Sandbox, InProcess])
-def test_a_scratch_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path, engines: type[Any]) -> None:
+def test_a_scratch_folder_that_cannot_be_made_is_a_user_error(tmp_path, engines):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/work: cannot be written \(Not a directory\)"):
         engines(spec(tmp_path / "file" / "work"), *([LIMITS] if engines is Sandbox else [])).__enter__()
 
 
-def test_a_scratch_folder_that_vanishes_is_a_user_error(tmp_path: Path, candidate: MakeCandidate) -> None:
+def test_a_scratch_folder_that_vanishes_is_a_user_error(tmp_path, candidate):
     with Sandbox(spec(tmp_path / "work"), LIMITS) as engines:
         shutil.rmtree(tmp_path / "work")
         for _ in range(2):
@@ -253,7 +244,7 @@ def test_a_scratch_folder_that_vanishes_is_a_user_error(tmp_path: Path, candidat
                 engines.build(candidate("ok"))
 
 
-def test_a_process_that_cannot_be_started_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_is_a_user_error(tmp_path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -262,7 +253,7 @@ def test_a_process_that_cannot_be_started_is_a_user_error(tmp_path: Path, monkey
         Sandbox(spec(tmp_path), LIMITS).__enter__()
 
 
-def test_a_race_runs_in_the_worker(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+def test_a_race_runs_in_the_worker(sandbox, candidate):
     handle = built(sandbox.build(candidate("ok"))).handle
     rival = Interval(value=0.5, low=0.49, high=0.51)
     found = sandbox.sample(handle, Sampling(warmup_ms=0, min_samples=11), rival)
@@ -270,7 +261,7 @@ def test_a_race_runs_in_the_worker(sandbox: Sandbox, candidate: MakeCandidate) -
     assert (len(found.latency_ms), found.saved) == (6, 5)
 
 
-def test_files_and_processes_are_removed(tmp_path: Path, candidate: MakeCandidate) -> None:
+def test_files_and_processes_are_removed(tmp_path, candidate):
     with Sandbox(spec(tmp_path / "work"), LIMITS) as engines:
         built(engines.build(candidate("ok")))
         failed(engines.build(candidate("build exit")))
@@ -280,12 +271,12 @@ def test_files_and_processes_are_removed(tmp_path: Path, candidate: MakeCandidat
     assert not any((tmp_path / "work").iterdir())
 
 
-def test_the_worker_loads_no_heavy_library(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+def test_the_worker_loads_no_heavy_library(sandbox, candidate):
     modules = set(built(sandbox.build(candidate("modules"))).info["modules"])
     assert not modules & {"torch", "modelopt", "pandas", "scipy", "onnx", "matplotlib"}
 
 
-def test_ctrl_c_does_not_end_the_worker(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+def test_ctrl_c_does_not_end_the_worker(sandbox, candidate):
     pid = sandbox.describe()["pid"]
     os.kill(pid, signal.SIGINT)
     built(sandbox.build(candidate("ok")))
@@ -306,7 +297,7 @@ with Sandbox(WorkerSpec(benchmarkers={"main": PluginSpec(use="faulty:Faulty")}, 
 """
 
 
-def test_workers_end_when_the_driver_is_killed(tmp_path: Path) -> None:
+def test_workers_end_when_the_driver_is_killed(tmp_path):
     (tmp_path / "busy.txt").write_text("build child")
     pids = tmp_path / "pids"
     driver = subprocess.Popen(
@@ -334,7 +325,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_in_process_gives_the_same_values(tmp_path: Path, candidate: MakeCandidate) -> None:
+def test_in_process_gives_the_same_values(tmp_path, candidate):
     with InProcess(spec(tmp_path)) as engines:
         handle = built(engines.build(candidate("ok"))).handle
         assert isinstance(engines.sample(handle, SAMPLING), Samples)
@@ -343,7 +334,7 @@ def test_in_process_gives_the_same_values(tmp_path: Path, candidate: MakeCandida
         assert "no such kernel" in failed(engines.build(candidate("build raise"))).log_tail
 
 
-def test_benchmarkers_without_a_runtime_stay_in_the_driver(tmp_path: Path) -> None:
+def test_benchmarkers_without_a_runtime_stay_in_the_driver(tmp_path):
     simulated = WorkerSpec(benchmarkers={"main": PluginSpec(use="simulated")}, workdir=tmp_path)
     assert isinstance(open_engines(simulated, LIMITS), InProcess)
     assert isinstance(open_engines(spec(tmp_path), LIMITS), Sandbox)
@@ -353,7 +344,7 @@ def kill(sandbox: Sandbox) -> None:
     os.kill(sandbox.describe()["pid"], signal.SIGKILL)
 
 
-def test_a_worker_that_is_killed_between_calls_is_replaced(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+def test_a_worker_that_is_killed_between_calls_is_replaced(sandbox, candidate):
     old = built(sandbox.build(candidate("ok"))).handle
     kill(sandbox)
     new = built(sandbox.build(candidate("ok"))).handle
@@ -365,7 +356,7 @@ def test_a_worker_that_is_killed_between_calls_is_replaced(sandbox: Sandbox, can
 
 
 @pytest.fixture
-def kill_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], list[int]]:
+def kill_once(monkeypatch):
     """Kill the worker that gets the next message of a kind, and list the workers that get one."""
     send = WorkerProcess.send
 
@@ -390,23 +381,19 @@ def kill_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], list[int]]:
 
 
 @pytest.mark.parametrize("call", ["start", "build", "open", "sample"])
-def test_a_trial_whose_worker_is_killed_is_repeated(
-    sandbox: Sandbox, candidate: MakeCandidate, kill_once: Any, call: str
-) -> None:
+def test_a_trial_whose_worker_is_killed_is_repeated(sandbox, candidate, kill_once, call):
     sandbox._stop()
     seen = kill_once(call, 2 if call == "start" else 1)
     assert isinstance(make_trial_fn(sandbox, SAMPLING)(candidate(f"ok {call}"), None), Measured)
     assert len(set(seen)) == len(seen) == (3 if call == "start" else 2)
 
 
-def test_a_candidate_whose_worker_is_killed_each_time_has_failed(sandbox: Sandbox, candidate: MakeCandidate) -> None:
+def test_a_candidate_whose_worker_is_killed_each_time_has_failed(sandbox, candidate):
     outcome = failed(make_trial_fn(sandbox, SAMPLING)(candidate("sample kill"), None))
     assert (outcome.stage, "SIGKILL" in outcome.reason) == ("crash", True)
 
 
-def test_a_candidate_that_kills_the_worker_again_after_its_task_continues_has_failed(
-    tmp_path: Path, candidate: MakeCandidate
-) -> None:
+def test_a_candidate_that_kills_the_worker_again_after_its_task_continues_has_failed(tmp_path, candidate):
     site = LocalTarget(ExecutorSpec(), LIMITS)
     with site.open(spec(tmp_path)) as engines, pytest.raises(WorkerKilled):
         engines.sample(built(engines.build(candidate("sample kill"))).handle, SAMPLING)
@@ -415,9 +402,7 @@ def test_a_candidate_that_kills_the_worker_again_after_its_task_continues_has_fa
     assert "SIGKILL" in failed(outcome).reason
 
 
-def test_a_group_of_turns_whose_worker_is_killed_is_timed_again(
-    tmp_path: Path, candidate: MakeCandidate, kill_once: Any
-) -> None:
+def test_a_group_of_turns_whose_worker_is_killed_is_timed_again(tmp_path, candidate, kill_once):
     rows = [TimedRow(name=name, candidate=candidate(f"ok {name}")) for name in ("float", "all")]
     seen = kill_once("sample")
     schedule = TurnSchedule(builds=1, rounds=2, samples=3)

@@ -55,13 +55,13 @@ def outcomes(open_worker: Any, workers: int, trial: Callable[..., Any], count: i
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_each_trial_is_collected_once(workers: int) -> None:
+def test_each_trial_is_collected_once(workers):
     bench = Bench()
     assert outcomes(bench.open, workers, lambda *_: DONE, 20) == dict.fromkeys(range(20), DONE)
     assert bench.opened == bench.closed == workers
 
 
-def test_the_sync_executor_runs_a_trial_when_it_is_collected() -> None:
+def test_the_sync_executor_runs_a_trial_when_it_is_collected():
     made = []
     executor = SyncExecutor(lambda candidate, incumbent: made.append(incumbent) or DONE)  # type: ignore[func-returns-value]
     executor.submit(7, CANDIDATE, None)
@@ -69,7 +69,7 @@ def test_the_sync_executor_runs_a_trial_when_it_is_collected() -> None:
     assert executor.collect() == (7, DONE)
 
 
-def test_outcomes_come_in_the_order_in_which_trials_finish() -> None:
+def test_outcomes_come_in_the_order_in_which_trials_finish():
     finish = threading.Event()
     with opened_queue(Bench().open, 2, lambda _, slow: ((slow and finish.wait(10)) and DONE) or DONE) as queue:
         for number in range(3):
@@ -80,7 +80,7 @@ def test_outcomes_come_in_the_order_in_which_trials_finish() -> None:
     assert order == [1, 2, 0]
 
 
-def test_the_trial_of_a_lost_worker_is_reassigned_once() -> None:
+def test_the_trial_of_a_lost_worker_is_reassigned_once():
     """The first attempt of trial 3 loses its worker, and so do all of trial 5."""
     bench, tried = Bench(), []
 
@@ -99,7 +99,7 @@ def test_the_trial_of_a_lost_worker_is_reassigned_once() -> None:
     assert bench.opened == bench.closed == 5, "three losses, and three openings after the first two"
 
 
-def test_the_other_workers_continue_if_one_cannot_be_replaced() -> None:
+def test_the_other_workers_continue_if_one_cannot_be_replaced():
     opened: list[int] = []
 
     @contextmanager
@@ -125,14 +125,14 @@ def refuse(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize(("open_worker", "trial"), [(refuse, lambda *_: DONE), (Bench().open, refuse)])
-def test_errors_of_all_workers_or_of_a_trial_reach_the_search(open_worker: Any, trial: Any) -> None:
+def test_errors_of_all_workers_or_of_a_trial_reach_the_search(open_worker, trial):
     with opened_queue(open_worker, 3, trial) as queue:
         queue.submit(0, CANDIDATE, None)
         with pytest.raises(UserError, match="disk full"):
             queue.collect()
 
 
-def test_an_interrupted_run_ends_running_trials() -> None:
+def test_an_interrupted_run_ends_running_trials():
     """Leaving the pool closes the engines that a trial waits for."""
     released = threading.Event()
 
@@ -160,9 +160,7 @@ def test_an_interrupted_run_ends_running_trials() -> None:
 
 
 @pytest.mark.parametrize(("policy", "overlap"), [(ExclusiveTiming(), False), (SerialTiming(), True)])
-def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(
-    policy: TimingPolicy, overlap: bool
-) -> None:
+def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(policy, overlap):
     now = {"build": 0, "sample": 0}
     seen: set[tuple[int, int]] = set()
     lock = threading.Lock()
@@ -199,7 +197,7 @@ def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_concurrent_functions_all_run_and_the_first_error_is_raised(threads: int) -> None:
+def test_concurrent_functions_all_run_and_the_first_error_is_raised(threads):
     done: list[int] = []
     run_concurrently([lambda n=n: done.append(n) for n in range(9)], threads)  # type: ignore[misc]
     assert sorted(done) == list(range(9))
@@ -207,7 +205,7 @@ def test_concurrent_functions_all_run_and_the_first_error_is_raised(threads: int
         run_concurrently([refuse, *([lambda: None] * 5)], threads)
 
 
-def test_a_function_that_still_runs_does_not_keep_the_process_alive() -> None:
+def test_a_function_that_still_runs_does_not_keep_the_process_alive():
     code = """
 import time
 from harness.timing.workers.trial_pool import run_concurrently
