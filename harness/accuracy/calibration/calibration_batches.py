@@ -24,7 +24,10 @@ class CalibrationBatches:
     """Calibration batches of one model; each iteration makes them again.
 
     Args:
-        spread: Take the samples evenly from a file of arrays, and name the file in the description.
+        spec: Specification of the model.
+        model: The model.
+        types: Element type and shape of each input of the model.
+        spread: Whether samples are taken evenly from a file of arrays, which `description` then names.
     """
 
     def __init__(self, spec: ModelSpec, model: Model, types: InputTypes, *, spread: bool = False) -> None:
@@ -65,7 +68,7 @@ class CalibrationBatches:
 
     @property
     def numeric_choices(self) -> NumericChoices:
-        """Return the choices of the specification."""
+        """Return the numeric choices of the specification."""
         return NumericChoices(
             activations=self.settings.method,
             percentile=self.settings.percentile,
@@ -85,7 +88,7 @@ class CalibrationBatches:
 
     @property
     def cache_key(self) -> CalibrationKey:
-        """Return the key for caches of anything made from these batches."""
+        """Return the cache key of ranges measured on these batches."""
         used = self._preprocess
         return CalibrationKey(
             model_sha256=self._model.sha256,

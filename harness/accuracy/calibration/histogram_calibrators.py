@@ -1,22 +1,22 @@
-"""ONNX Runtime's calibraters, cut to what the harness needs: chosen tensors, one batch alive, no chatter.
+"""Calibraters of ONNX Runtime for selected tensors, with one batch in memory at a time and without console output.
 
-Built on `onnxruntime.quantization.calibrate` (ONNX Runtime 1.24). What differs from its defaults, and why:
+They are based on `onnxruntime.quantization.calibrate` (ONNX Runtime 1.24), with these differences:
 
-- One augmentation for all methods (`HistogramCalibrater.augment_graph`: the tensors become outputs). Its
-  `MinMaxCalibrater` reduces inside the graph instead, but ReduceMin and ReduceMax of the CPU provider pass over a lone
-  NaN, so a broken activation would get a range; it also takes quadratic time to augment. The figures are the same.
+- All methods use `HistogramCalibrater.augment_graph`, which makes the tensors outputs of the model. ONNX Runtime's
+  `MinMaxCalibrater` adds ReduceMin and ReduceMax to the graph instead. On the CPU these skip a single NaN, so an
+  invalid activation would get a range; the augmentation also takes quadratic time. The ranges are the same.
 - Entropy starts from 511 bins: with the default of 128 bins for 128 quantized levels the search has a single
-  candidate, the whole range, so that "entropy" means minmax. 511 is odd because `get_entropy_threshold` takes the
-  middle bin as zero; its time grows with the square of the bins.
-- Percentile keeps the 2048 bins and cuts (100 - percentile) / 2 per cent on each side, because the ranges here are not
-  symmetric yet; the default for "symmetric" would be a histogram of absolute values.
-- Histograms are counted in float64: 2048 edges of float16 collapse onto one another, and the width of a histogram from
-  -3.4e38, the masked scores of many transformers, overflows float32.
-- MSE is not among ONNX Runtime's methods; see `HistogramCalibrator`.
-- A tensor with NaN or infinite values gets bounds that are not finite, where `numpy.nanmin` would pass over them; so
-  does one in float16 whose values come to the end of it, as the -65504 of attention masks does.
-- A histogram never outgrows 4 times its first number of bins: `merge_histogram` keeps the width of the first batch's
-  bins, so one quiet image in front would ask for gigabytes.
+  candidate, the whole range, which is minmax. The number is odd because `get_entropy_threshold` takes the middle bin as
+  zero, and not larger because the time grows with its square.
+- Percentile uses 2048 bins and cuts (100 - percentile) / 2 per cent on each side, because the ranges are not symmetric
+  yet; the default for "symmetric" would be a histogram of absolute values.
+- Histograms are counted in float64: with float16, many of 2048 bin edges would be equal, and the width of a histogram
+  from -3.4e38, the masked scores of many transformers, overflows float32.
+- `MSECalibrator` and `L2Calibrator` are additional methods.
+- A tensor with NaN or infinite values gets bounds that are not finite, whereas `numpy.nanmin` ignores NaN. The same
+  applies to float16 values near the end of its range, such as the -65504 of attention masks.
+- A histogram is limited to 4 times its first number of bins: `merge_histogram` keeps the bin width of the first batch,
+  so a first image with small activations would lead to gigabytes of bins.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ _MAX_L2_ROUNDS = 8
 
 
 class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
-    """Runs the float model with the chosen tensors as further outputs, on one thread and unoptimised.
+    """Runs the float model with the chosen tensors as additional outputs, on one thread and without optimisations.
 
     Args:
-        model_path: ONNX file; a "-inferred" file appears next to it temporarily.
+        model_path: ONNX file; ONNX Runtime temporarily writes a file "-inferred" next to it.
         folder: Scratch folder for the augmented model.
+        tensors: Names of the activations to observe.
+        collector: Receiver of the activations.
 
     Raises:
         UserError: A tensor is not among the float activations of the model.
@@ -65,7 +67,11 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
         self.create_inference_session()
 
     def select_tensors_to_calibrate(self, model: Any) -> tuple[set[str], Mapping[str, Any]]:
-        """Return the chosen tensors; ONNX Runtime would take all inputs and outputs of its operator types."""
+        """Return the chosen tensors, and the types of all; ONNX Runtime's method selects tensors by operator type.
+
+        Raises:
+            UserError: A chosen tensor is not among the float activations of the model.
+        """
         floats, infos = super().select_tensors_to_calibrate(model)
         missing = sorted(self._chosen - floats)
         if missing:
@@ -85,19 +91,19 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
 
 
 def runtime_operators() -> frozenset[tuple[str, str]]:
-    """Return domain and name of each operator that ONNX Runtime runs, its own ones among them.
+    """Return domain and name of each operator that ONNX Runtime defines, including those of its own domain.
 
-    It defines some of TensorRT's plug-ins too, to pass them on to TensorRT.
+    Plug-in operators that it only passes on to TensorRT ("..._TRT") are left out.
     """
     every = ((schema.domain, schema.name) for schema in get_all_operator_schema())
     return frozenset((domain, name) for domain, name in every if not name.endswith("_TRT"))
 
 
 class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
-    """ONNX Runtime's histograms of the values; each subclass takes a range from them by one method.
+    """Base class of estimators that derive a range from ONNX Runtime's histogram of the values.
 
     Args:
-        percentile: Share of the values inside, in per cent; for `PercentileCalibrator`.
+        percentile: Share of the values inside the range, in per cent; for `PercentileCalibrator`.
     """
 
     method_name: ClassVar[str]
@@ -136,7 +142,7 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
     def ranges(self) -> dict[str, RangeBounds]:
         found = {}
         for name, (low, high) in self._thresholds().items():
-            if low > high:  # compute_percentile takes the lower edge of a bin: a constant ends below itself
+            if low > high:  # compute_percentile uses the lower edge of a bin, which is below a constant
                 low, high = self.histogram_dict[name][2:4]
             found[name] = (float(low), float(high))
         return found | self._broken
@@ -189,10 +195,10 @@ class MSECalibrator(HistogramCalibrator):
 
 
 class L2Calibrator(HistogramCalibrator):
-    """Take the range with the least squared error of 8-bit integers, both ends by themselves.
+    """Take the range with the least squared error of 8-bit integers, with independent ends.
 
-    The aim of the norm minimization of PyTorch's `HistogramObserver` (after Caffe2's norm_minimization.cc), which moves
-    the ends by quantiles; here each end in turn takes the best of all edges of bins, until none moves.
+    The criterion is that of PyTorch's `HistogramObserver` (after Caffe2's norm_minimization.cc), which moves the ends
+    by quantiles. Here each end in turn is set to the best edge of a bin until both stay the same.
     """
 
     method_name = "l2"
@@ -221,12 +227,12 @@ class L2Calibrator(HistogramCalibrator):
 
 
 class _Side:
-    """Values on one side of 0, or on both, as magnitudes.
+    """Magnitudes of the values on one side of 0, or on both.
 
     Attributes:
-        bounds: Ends that are tried: the edges of bins, at most the largest value.
-        inside: Number of values within each.
-        clipped: Squared error of those beyond each.
+        bounds: Candidates for the end of the range: the edges of bins, at most the largest value.
+        inside: Number of values within each candidate.
+        clipped: Sum of squared errors of the values beyond each candidate.
     """
 
     def __init__(self, counts: Array, edges: Array, largest: float) -> None:
@@ -260,7 +266,7 @@ def _minimize_clipping_error(histogram: Sequence[Any], zeros: int) -> RangeBound
 
 
 class _SingleBatchReader:
-    """A `CalibrationDataReader` of one batch, so that no second one is ever held."""
+    """A `CalibrationDataReader` of one batch."""
 
     def __init__(self, batch: Mapping[str, Array]) -> None:
         self._batch: Mapping[str, Array] | None = batch

@@ -1,6 +1,6 @@
-"""Post-training quantization by other tools: fixed baselines of the tables, and seeds of the searches.
+"""Post-training quantization by external tools, for baselines and initial placements of searches.
 
-Each tool runs in a child process; `harness.accuracy.calibration.ptq_child` says why, and how it is called.
+Each tool runs in a child process, for the reasons given in `harness.accuracy.calibration.ptq_child`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHILD_BOOTSTRAP = (
     "import os, runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
     + _RUN_PROGRAM
 )
-_PLAIN_BOOTSTRAP = (  # the same for interpreters without the harness: see `die_with_parent`
+_PLAIN_BOOTSTRAP = (  # for interpreters without the harness; does what `die_with_parent` does
     "import fcntl, os, runpy, signal, sys; signal.signal(signal.SIGIO, signal.SIG_DFL); "
     "fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp()); "
     "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC); " + _RUN_PROGRAM
@@ -53,10 +53,11 @@ _MODELOPT_PROGRAM = Path(__file__).with_name("ptq_child.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRequest:
-    """Metric that a tool has to keep.
+    """Bound on a metric that a tool has to keep.
 
     Attributes:
-        max_drop: See `harness.config.objective.Objective`.
+        evaluator: Evaluator of the metric.
+        max_drop: Largest loss, as in `harness.config.objective.Objective`.
     """
 
     evaluator: PluginSpec
@@ -64,7 +65,7 @@ class MetricRequest:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the bound as a number: a loss in the metric's unit, or relative to the float model's figure."""
+        """Return the bound as a number, and whether it is relative to the metric of the float model."""
         relative = isinstance(self.max_drop, str)
         bound = float(self.max_drop.strip(" %")) / 100 if isinstance(self.max_drop, str) else self.max_drop
         return {"max_drop": bound, "relative_drop": relative}
@@ -75,11 +76,10 @@ class PtqOptions(TypedDict, total=False):
 
     Attributes:
         dialect_name: Name of the dialect of the runtime that the model is for.
-        method: Estimator of ranges; "minmax" if not given. ModelOpt knows no "percentile", neither tool
-            knows "mse".
-        percentile: For method "percentile", in per cent; 99.99 if not given.
-        precision: "int8" if not given. ONNX Runtime knows no "fp8" that other runtimes read.
-        limit_s: Wall-clock after which the tool is ended; no limit if not given. No part of the fingerprint.
+        method: Calibration method, by default "minmax"; a tool may support only some (`PtqTool.methods`).
+        percentile: Share of the values inside the range, in per cent, by default 99.99; for method "percentile".
+        precision: Precision, by default "int8"; a tool may support only some (`PtqTool.precisions`).
+        limit_s: Seconds after which the tool is ended, by default the general limit of steps. Not in the fingerprint.
     """
 
     dialect_name: Required[str]
@@ -97,19 +97,23 @@ def quantize(
     metric: MetricRequest | None = None,
     **options: Unpack[PtqOptions],
 ) -> float:
-    """Quantize with a tool of `harness.accuracy.tools.catalog`; return the seconds that it took.
+    """Quantize a model with a tool of `harness.accuracy.tools.catalog`.
 
-    ModelOpt's Q/DQ pairs are TensorRT's, whatever the dialect: symmetric, biases left float.
+    The Q/DQ pairs of ModelOpt are always in TensorRT's form: symmetric, with float biases.
 
     Args:
-        model_path: Float model with unique node names and static shapes; its folder is left as it is.
-        output_path: An ONNX file or, by its suffix, an OpenVINO IR (.xml); it appears whole or not at all.
-        batches: Calibration data, input arrays by name; read once, one at a time.
-        metric: Metric and bound for tools that keep one.
-        **options: See `PtqOptions`.
+        tool: Name of the tool.
+        model_path: Float model with unique node names and static shapes; its folder is not modified.
+        output_path: Path of the ONNX file or, by its suffix, OpenVINO IR (.xml); written atomically.
+        batches: Calibration data, input arrays by name; iterated over once.
+        metric: Evaluator and bound for tools that keep one.
+        **options: Options of the tool.
+
+    Returns:
+        Seconds that the tool took.
 
     Raises:
-        BuildFailed: The tool's own words on one line.
+        BuildFailed: The tool failed; the message is that of the tool on one line.
     """
     return _run_tool(
         tool, (model_path, output_path), batches, _tool_settings(options), options.get("limit_s"), metric
@@ -119,20 +123,23 @@ def quantize(
 def modelopt(
     model_path: Path, output_path: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
 ) -> Path:
-    """Quantize with NVIDIA ModelOpt and arbitrary arguments of its own interface; see also `quantize`.
+    """Quantize a model with NVIDIA ModelOpt and any of its arguments.
 
     Args:
-        model_path: Float model; it is quantized unchanged, its folder is not written to.
+        model_path: Float model, which ModelOpt receives unchanged; its folder is not modified.
         output_path: Path of the Q/DQ model, written atomically.
-        batches: Calibration data, input arrays by name; read once, one at a time.
-        arguments: Arguments of `modelopt.onnx.quantization.quantize` except model, output and data; JSON-able.
+        batches: Calibration data, input arrays by name; iterated over once.
+        arguments: Arguments of `modelopt.onnx.quantization.quantize` except model, output and data, as in JSON.
+
+    Raises:
+        BuildFailed: ModelOpt failed; the message is that of ModelOpt on one line.
     """
     _run_tool("modelopt", (model_path, output_path), batches, {"arguments": dict(arguments)})
     return output_path
 
 
 def ptq_fingerprint(options: PtqOptions, tool: str = "") -> str:
-    """Return a fingerprint of the options, the dialect's fields and the way the tool is called.
+    """Return a fingerprint of the options, the dialect's fields and the program that calls the tool.
 
     Raises:
         UserError: The dialect is unknown.
@@ -196,7 +203,7 @@ def _run_tool(
 
 
 def _uses_tensorrt_plugins(settings: Mapping[str, Any]) -> bool:
-    """Return whether ModelOpt's arguments make it run the model by TensorRT, which has its own plug-ins."""
+    """Return whether ModelOpt's arguments make it run the model with TensorRT, which has plug-in operators."""
     arguments = settings.get("arguments", {})
     return bool(arguments.get("trt_plugins")) or "trt" in arguments.get("calibration_eps", ())
 
@@ -215,7 +222,7 @@ def _tool_settings(options: PtqOptions) -> dict[str, Any]:
 
 
 def _write_data(batches: Iterable[Mapping[str, Array]], path: Path) -> dict[str, Any]:
-    """Write one array at a time, because `numpy.savez` would need all of them in memory."""
+    """Write the data in the form of `tool_child`; one array at a time, because `numpy.savez` needs all in memory."""
     names: list[str] = []
     count = 0
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -228,13 +235,13 @@ def _write_data(batches: Iterable[Mapping[str, Array]], path: Path) -> dict[str,
 
 
 def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.CompletedProcess[str]:
-    """Run the child with the scratch folder as its working and temporary folder.
+    """Run the child process with the scratch folder as its working and temporary folder.
 
     Raises:
-        BuildFailed: It took too long, or too much memory.
+        BuildFailed: The process took too long or too much memory.
     """
     environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
-    theirs, ours = os.pipe()  # never written to: see `die_with_parent`
+    theirs, ours = os.pipe()  # `die_with_parent` ends the child when this pipe is closed; nothing is written
     with open(ours, "wb"), open(theirs, "rb") as stdin:
         process = subprocess.Popen(
             _child_command(tool, folder / "request.json"),
@@ -252,9 +259,10 @@ def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.Com
 
 
 def _child_command(tool: str, request: Path) -> list[str]:
-    """Return the command of a tool's child process; -P keeps the working directory off its path.
+    """Return the command of a tool's child process.
 
-    A tool's own environment lacks the harness, and its program finds the protocol in its own folder.
+    Option -P keeps the working directory out of `sys.path`. The interpreter of a separate environment lacks the
+    harness, so its program imports only `tool_child`, from its own folder.
     """
     found = TOOLS.get(tool)
     program = _MODELOPT_PROGRAM if found is None else found.program

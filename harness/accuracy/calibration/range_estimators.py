@@ -20,13 +20,13 @@ RangeBounds = tuple[float, float]
 
 
 class RangeEstimator(Protocol):
-    """Takes the activations of one batch after the other, and holds none itself; it can be pickled.
+    """Estimates ranges from the activations of successive batches without keeping these; must be picklable.
 
-    A constructor with a parameter `percentile` receives that of the calibration.
+    If the constructor has a parameter `percentile`, it receives the percentile of the calibration.
     """
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """Add activations, by tensor name; single channels of a tensor have names of their own."""
+        """Add the activations of a batch by tensor name; channels of a tensor have separate names."""
         ...
 
     def ranges(self) -> Mapping[str, RangeBounds]:
@@ -35,10 +35,14 @@ class RangeEstimator(Protocol):
 
 
 def create_estimator(name: str, percentile: float) -> RangeEstimator:
-    """Return a new estimator.
+    """Return a new range estimator.
+
+    Args:
+        name: Name of an entry point of `qdq.range_estimators`.
+        percentile: Percentile for estimators with this parameter.
 
     Raises:
-        UserError: There is none of that name, or it cannot be made.
+        UserError: There is no estimator of this name, or its constructor fails.
     """
     takes = "percentile" in registry.plugin_signature("range estimator", name).parameters
     made: RangeEstimator = registry.create_plugin("range estimator", name, {"percentile": percentile} if takes else {})
@@ -60,16 +64,19 @@ class MinMaxCalibrator:
 
 
 class AbsMaxCalibrator(MinMaxCalibrator):
-    """Take the largest magnitude to both sides, as TensorRT and ModelOpt ("max"); one side where all values are."""
+    """Take the largest magnitude for both sides, as TensorRT and ModelOpt do ("max").
+
+    If all values have one sign, the range is from 0 to the largest magnitude on that side.
+    """
 
     def ranges(self) -> dict[str, RangeBounds]:
-        return {name: _is_two_sided(low, high) for name, (low, high) in super().ranges().items()}
+        return {name: _symmetric_range(low, high) for name, (low, high) in super().ranges().items()}
 
 
 class MeanMinMaxCalibrator:
-    """Take the mean of the smallest, and of the largest values of the batches, which are samples of most models.
+    """Take the mean over batches of the smallest value, and that of the largest value.
 
-    The default of NNCF for activations ("mean_min_max"), without its asymmetric rounding.
+    This is NNCF's default for activations ("mean_min_max"), without its asymmetric rounding.
     """
 
     def __init__(self) -> None:
@@ -89,7 +96,7 @@ def _bounds_of_arrays(arrays: Mapping[str, Sequence[Array]]) -> Iterable[tuple[s
 
 
 def min_and_max(values: Array) -> RangeBounds:
-    """Return the smallest and the largest value; infinite in float16 where they come to the end of it."""
+    """Return the smallest and the largest value; float16 values beyond 6e4 become infinite."""
     low, high = float(np.min(values)), float(np.max(values))
     if values.dtype != np.float16:
         return low, high
@@ -101,19 +108,20 @@ def join_ranges(first: RangeBounds, second: RangeBounds) -> RangeBounds:
     return float(np.minimum(first[0], second[0])), float(np.maximum(first[1], second[1]))
 
 
-def _is_two_sided(low: float, high: float) -> RangeBounds:
+def _symmetric_range(low: float, high: float) -> RangeBounds:
     amax = max(-low, high)
     return (0.0 if low >= 0 else -amax), (0.0 if high <= 0 else amax)
 
 
 class SentinelObserver(MinMaxCalibrator):
-    """Feed estimators in one pass, and observe sentinels and tensors with few values in addition.
+    """Passes activations to several estimators, and detects sentinels and tensors with few different values.
 
-    Tensors with few values (masks of 0 and 1) keep their full range, whatever share of the values a method keeps.
+    Tensors with few different values, such as masks of 0 and 1, keep their full range with every method.
 
     Args:
         estimators: Estimators by name.
-        channels: Number of channels (axis 1) of tensors whose channels are estimated too, see `channel_name`.
+        channels: Number of channels (axis 1) of tensors whose channels are estimated too, under the names of
+            `harness.graph.quantize.numeric_choices.channel_name`.
     """
 
     def __init__(self, estimators: Mapping[str, RangeEstimator], channels: Mapping[str, int] | None = None) -> None:
@@ -134,7 +142,7 @@ class SentinelObserver(MinMaxCalibrator):
         for name, parts in arrays.items():
             largest = max(map(abs, self._ranges.get(name, (math.nan,))))
             for values in parts:
-                # Without large values only masks of few values matter, and one batch shows that a tensor is none.
+                # A tensor without large values matters only as a mask; one batch shows whether it may be one.
                 if math.isfinite(largest) and (
                     largest >= MIN_SENTINEL_MAGNITUDE or self._spreads[name].has_few_magnitudes
                 ):
@@ -157,13 +165,13 @@ class SentinelObserver(MinMaxCalibrator):
 
 
 def _sentinel_range(low: float, high: float) -> SentinelRange:
-    """Return the range of a tensor with a sentinel on one side, or on both."""
+    """Return the range of a tensor with sentinels, infinite on one side or on both."""
     least = 0.9 * max(-low, high)
     return SentinelRange(-math.inf if -low >= least else low, math.inf if high >= least else high)
 
 
 class RangeEstimatorContract:
-    """Tests of the promises of a range estimator. Subclass it, define `make`, run pytest."""
+    """Tests of the contract of a range estimator; a subclass defines `make`."""
 
     def make(self) -> RangeEstimator:
         """Return a new estimator; the only method that a subclass must implement."""

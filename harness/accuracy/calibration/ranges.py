@@ -1,9 +1,9 @@
-"""Ranges of the activations of a float model, from data, once for all placements.
+"""Ranges of the activations of a float model, measured on data once for all placements.
 
-The methods are mostly those of `onnxruntime.quantization.calibrate`;
-`harness.accuracy.calibration.histogram_calibrators` says what is used
-of it and which of its quirks are kept out. A range serves every precision: its reader makes scales of it (INT8
-symmetric amax / 127, UINT8 over the range, FP8 E4M3 amax / 448; see `harness.graph.quantize.scales`).
+The methods are mostly those of `onnxruntime.quantization.calibrate`, with the differences that
+`harness.accuracy.calibration.histogram_calibrators` lists. A range does not depend on the precision:
+`harness.graph.quantize.scales` derives the scale (INT8 symmetric amax / 127, UINT8 over the range, FP8 E4M3 amax /
+448).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCHEMA_VERSION = 3
-_OBSERVERS: dict[Path, ActivationObserver] = {}  # of the helper process
+_OBSERVERS: dict[Path, ActivationObserver] = {}  # used in the helper process only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,12 @@ class CalibrationKey:
     """Everything that ranges depend on, except the tensors.
 
     Attributes:
-        model_sha256: Of the model file.
-        data: Fingerprint of the calibration data, or what it was drawn from ("random:0").
-        preprocess: Name of the preprocessing; "" where there is none.
-        percentile: For method "percentile"; the others ignore it.
-        samples: Number of batches at most.
+        model_sha256: SHA-256 of the model file.
+        data: Fingerprint of the calibration data, or the source of random data.
+        preprocess: Fingerprint of the preprocessing and of the sizes of the inputs.
+        method: Name of the range estimator.
+        percentile: Share of the values inside the range, in per cent; for method "percentile" only.
+        samples: Largest number of batches.
     """
 
     model_sha256: str
@@ -71,16 +72,19 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
     progress: Callable[[int], None] | None = None,
     source: str = "",
 ) -> Ranges:
-    """Run the float model on calibration data and take the range of each tensor; see `calibrate_by_methods`.
+    """Run the float model on calibration data and return the ranges by one method.
 
     Args:
-        model_path: ONNX file of the float model; its folder is left as it is.
+        model_path: As in `calibrate_by_methods`, like the arguments that are not listed here.
         tensors: Activations to observe.
         batches: Input arrays by name.
-        method: Range estimator; see the entry points of `qdq.range_estimators`.
-        percentile: Share of the values inside the range, in per cent; for method "percentile".
-        channels: Number of channels of tensors whose channels have ranges too.
-        progress: Called with the number of batches done after each one.
+        method: Name of the range estimator.
+
+    Returns:
+        Ranges as in `calibrate_by_methods`.
+
+    Raises:
+        UserError: As in `calibrate_by_methods`.
     """
     found = calibrate_by_methods(
         model_path,
@@ -106,31 +110,31 @@ def calibrate_by_methods(  # noqa: PLR0913 - one option, one parameter
     progress: Callable[[int], None] | None = None,
     source: str = "",
 ) -> dict[str, Ranges]:
-    """Run the float model once on calibration data and take the range of each tensor by each method.
+    """Run the float model once on calibration data and return the range of each tensor by each method.
 
-    All activations of one batch are in memory at a time, never those of two.
+    The activations of one batch are in memory at a time.
 
     Args:
-        model_path: ONNX file of the float model; its folder is left as it is.
-        tensors: Activations to observe, inputs and outputs of the model among them if wanted.
-        batches: Input arrays by name, any iterable of them; read once, one at a time.
-        methods: Range estimators; see the entry points of `qdq.range_estimators`.
+        model_path: ONNX file of the float model; its folder is not modified.
+        tensors: Activations to observe; they may include inputs and outputs of the model.
+        batches: Input arrays by name; iterated over once.
+        methods: Names of range estimators (entry points of `qdq.range_estimators`).
         percentile: Share of the values inside the range, in per cent; for method "percentile".
-        channels: Number of channels (axis 1) of tensors whose channels have ranges too, by the names that
-            `harness.graph.quantize.numeric_choices.channel_name` gives.
-        progress: Called with the number of batches done after each one.
-        source: Name of the model in messages; by default its file.
+        channels: Number of channels (axis 1) of tensors whose channels are observed too, under the names of
+            `harness.graph.quantize.numeric_choices.channel_name`.
+        progress: Function that receives the number of finished batches after each one.
+        source: Name of the model in messages; "": the name of its file.
 
     Returns:
-        By method, the lowest and highest value of each tensor, and of the channels seen. A tensor that no scale can be
-        made for has one that `finite_ranges` leaves out and `range_warnings` explains: (0.0, 0.0) where it is always
-        zero or empty; bounds that are not finite where it has NaN or infinite values, beyond 6e4 in float16, or a
-        sentinel (`harness.graph.rules.sentinels`), and where it is behind a plug-in operator, so not observed; finite
-        ones beyond `MAX_CONSTANT_MAGNITUDE` or within `MIN_CONSTANT_SCALE`.
+        For each method, the lowest and highest value of each tensor and observed channel. Ranges from which no scale
+        can be made are left out by `usable_ranges.finite_ranges` and explained by `usable_ranges.range_warnings`: (0,
+        0) for a tensor that is always zero or empty; infinite or NaN bounds for NaN or infinite values, float16 values
+        beyond 6e4, sentinels (`harness.graph.rules.sentinels`) and tensors behind a plug-in operator, which are not
+        observed; and bounds that are too large or too small for `harness.graph.rules.operator_sets`.
 
     Raises:
-        UserError: The data have NaN or infinite values; every activation has, or huge ones; an activation cannot be
-            observed; the model does not run on the data.
+        UserError: The data or all activations have NaN, infinite or huge values, an activation cannot be observed, or
+            the model does not run on the data.
     """
     from harness.accuracy.calibration.histogram_calibrators import runtime_operators
     from harness.accuracy.calibration.range_estimators import SentinelObserver, create_estimator
@@ -179,7 +183,7 @@ def calibrate_by_methods(  # noqa: PLR0913 - one option, one parameter
 
 
 def _open_observer(model_path: Path, tensors: Collection[str], collector: SentinelObserver, what: str) -> None:
-    """Start a calibration in the helper process, which keeps it until `_close_observer`."""
+    """Start a calibration in the helper process; it ends with `_close_observer`."""
     from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
 
     with _translate_runtime_errors(what):
@@ -199,7 +203,7 @@ def _close_observer(model_path: Path) -> dict[str, dict[str, tuple[float, float]
 
 
 def explain_unrunnable(model_path: Path) -> str:
-    """Return why ONNX Runtime, which calibrates, refuses to load a model; "" where it takes it."""
+    """Return why ONNX Runtime, which runs the calibration, refuses to load a model; "" if it loads."""
     what = f"{model_path.name}: ONNX Runtime's check"
     return call_in_helper_process(what, _explain_unrunnable, model_path, factor=RUNTIME_FACTOR)
 
@@ -244,17 +248,17 @@ def cached_ranges(  # noqa: PLR0913 - one option, one parameter
     progress: Callable[[int], None] | None = None,
     source: str = "",
 ) -> Ranges:
-    """Return ranges from the cache on disk, else from `calibrate`; a cache hit touches neither model nor data.
+    """Return ranges from the cache on disk, else from `calibrate`; a cache hit reads neither model nor data.
 
-    One file per key and set of tensors, below `harness.paths.cache_dir()`. An unreadable file is made again and an
-    unwritable folder is skipped; both are logged.
+    The cache has one file per key and set of tensors below `harness.paths.cache_dir()`. An unreadable file is replaced,
+    and nothing is cached if the folder is not writable; both are logged.
 
     Args:
         key: Everything that the ranges depend on, except the tensors.
-        model_path: See `calibrate`, also for the other arguments.
+        model_path: As in `calibrate_by_methods`, like the other arguments.
 
     Raises:
-        UserError: See `calibrate`.
+        UserError: As in `calibrate_by_methods`.
     """
     channels = {name: count for name, count in (channels or {}).items() if name in tensors}
     path = _cache_path(key, tensors, channels)

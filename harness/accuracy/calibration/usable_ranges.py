@@ -1,4 +1,4 @@
-"""Usable ranges: the tensors that a scale can be made for, and the reasons why the others stay float."""
+"""Selection of the tensors whose ranges give a scale, and the reasons why the others stay float."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE, MIN_CONSTA
 from search.space import Edge, Space
 
 Ranges = Mapping[str, tuple[float, float]]
-"""Lowest and highest value by tensor name. Symmetric or not is for the dialect to decide."""
+"""Lowest and highest value by tensor name; they are made symmetric later if the dialect requires it."""
 
 EMPTY_RANGE = (math.inf, -math.inf)
-"""The range of a tensor that was not observed."""
+"""Range of a tensor that was not observed."""
 
-_OUTSIDE = ""  # the consumer of what leaves the model, see `Edge`
+_OUTSIDE = ""  # consumer of the outputs of the model, see `Edge`
 _MAX_NAMES_SHOWN = 5
 
 
 class SentinelRange(NamedTuple):
-    """The range of a tensor that holds a sentinel (see `harness.graph.rules.sentinels`): infinite on the side of it."""
+    """Range of a tensor with a sentinel (`harness.graph.rules.sentinels`); infinite on the side of the sentinel."""
 
     low: float
     high: float
 
 
 def finite_ranges(ranges: Ranges) -> Ranges:
-    """Return the ranges that a scale can be made of; the other tensors stay float, see `range_warnings`."""
+    """Return the ranges from which a scale can be made; `range_warnings` explains the others."""
     return {
         name: pair
         for name, pair in ranges.items()
@@ -50,8 +50,8 @@ def _is_constant_zero(pair: tuple[float, float]) -> bool:
 def restrict_space(space: Space, ranges: Ranges) -> Space:
     """Return the space without the edges of tensors that stay float, and without dimensions that have no other edge.
 
-    Edges that must have the same precision as such an edge stay float too, as a weight does with its data; the inputs
-    of a Concat are independent.
+    The edges of a dimension to one node stay float together, because a weight and its data must have the same
+    precision; the inputs of a Concat are independent.
     """
     broken = ranges.keys() - finite_ranges(ranges).keys()
     apart = {edge.consumer for d in space.dimensions if d.role == "concat" for edge in d.edges} | {_OUTSIDE}
@@ -66,7 +66,7 @@ def _quantizable_edges(edges: Iterable[Edge], broken: Collection[str], apart: Co
 
 
 def range_warnings(ranges: Ranges) -> tuple[str, ...]:
-    """Return warnings about the ranges for a reader of results, one line per kind; empty if there are none."""
+    """Return warnings about tensors that stay float, one line per reason; empty if there are none."""
     ranges = {name: pair for name, pair in ranges.items() if not is_channel_name(name)}
     sentinels = [name for name, pair in ranges.items() if isinstance(pair, SentinelRange)]
     unseen = [name for name, pair in ranges.items() if pair == EMPTY_RANGE]

@@ -1,4 +1,4 @@
-"""Ready-made inputs from `.npy` and `.npz` files; never a pickle, and no more samples in memory than are asked for."""
+"""Model inputs from `.npy` and `.npz` files; pickles are refused, and only the selected samples are loaded."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ from harness.errors import UserError
 from harness.paths import resolve_path
 
 UNNAMED_ARRAY = ""
-"""The array of a `.npy` file: for the only input of a model, whatever its name."""
+"""Name of the array of a `.npy` file, which is for the only input of a model."""
 MAX_ARRAY_BYTES = 8 * 2**30
 RowSelector = Callable[[int], Sequence[int]]
-"""Ascending indices of the wanted samples, given how many there are."""
+"""Function of the number of samples that returns the ascending indices of those to read."""
 SubsetSelector = Callable[[Sequence[int]], Sequence[int]]
-"""The samples to read, of those that a specification names."""
+"""Function of the indices that a specification selects that returns those to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayDataset:
-    """Ready-made inputs by name, the samples along the first axis.
+    """Model inputs by name, the samples along the first axis.
 
     Attributes:
-        source: Name in messages: the file.
-        labels: One row for each sample; None: not labelled.
-        rows: Their row in the file.
-        available: Samples that the file has for this use; above `len` where a limit left some out. None: not known.
+        arrays: Arrays by the name of the input.
+        fingerprint: Digest of the specification, the file and the labels.
+        source: Name of the file for messages.
+        labels: One row for each sample; None: no labels.
+        rows: Row in the file of each sample.
+        total: Number of rows of the file.
+        available: Number of samples before a limit was applied; None: unknown.
     """
 
     arrays: Mapping[str, Array]
@@ -62,7 +65,7 @@ def array_names(path: Path) -> frozenset[str]:
             return frozenset()
         with zipfile.ZipFile(path) as archive:
             return frozenset(name.removesuffix(".npy") for name in archive.namelist())
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):  # of damaged files; reading names the fault
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):  # damaged; `read_arrays` reports it
         return frozenset()
 
 
@@ -81,23 +84,27 @@ def read_sample_shapes(spec: Mapping[str, Any], base: Path | None = None) -> dic
         ValueError,
         NotImplementedError,
         zipfile.BadZipFile,
-    ):  # reading the samples names the fault
+    ):  # damaged; `read_arrays` reports it
         return {}
 
 
 def is_array_data(data: object) -> bool:
-    """Return whether a data mapping is one of arrays."""
+    """Return whether a data mapping describes arrays, not images."""
     return isinstance(data, Mapping) and data.get("use") in ("npz", "npy")
 
 
 def open_arrays(
     spec: Mapping[str, Any], base: Path | None = None, cut: SubsetSelector = lambda samples: samples
 ) -> ArrayDataset:
-    """Open the arrays that a data mapping describes; see `harness.accuracy.data.datasets.open_data`.
+    """Open the arrays that a data mapping describes.
 
     Args:
+        spec: The mapping; see `harness.accuracy.data.datasets`.
         base: Folder that relative paths start from.
-        cut: Selects the samples to use from those that the mapping names.
+        cut: Function that selects the samples to use from those that the mapping selects.
+
+    Raises:
+        UserError: The file or its labels are invalid, or the selection is beyond the end.
     """
     path = resolve_path(read_text_key(spec, "path"), base)
     if path.suffix != f".{spec['use']}":
@@ -127,7 +134,11 @@ def open_arrays(
 
 
 def _label_path(name: str, base: Path | None, data: ArrayDataset) -> Path:
-    """Return the file with the labels of arrays, which are not among them."""
+    """Return the path of the file with the labels of arrays.
+
+    Raises:
+        UserError: There is neither an array nor a file of this name.
+    """
     try:
         return resolve_path(name, base)
     except UserError as error:
@@ -137,13 +148,13 @@ def _label_path(name: str, base: Path | None, data: ArrayDataset) -> Path:
 
 
 def read_rows(path: Path) -> Array:
-    """Return the labels of arrays, one row a sample, of a `.npy`, `.npz`, `.csv` or `.txt` file.
+    """Return the labels of arrays, one row per sample, from a `.npy`, `.npz`, `.csv` or `.txt` file.
 
-    An `.npz` file holds one array. Text holds one number a line, or several between commas or spaces; a first line that
-    is no numbers is a heading.
+    An `.npz` file must have one array. A text file has one number per line, or several separated by commas (`.csv`) or
+    spaces (`.txt`); a first line without numbers is a heading.
 
     Raises:
-        UserError: Another kind of file, or one that is not so, with the line.
+        UserError: The file is of another kind or malformed; the message has the line.
     """
     if path.suffix not in (".npy", ".npz", ".csv", ".txt"):
         raise UserError(f"{path}: labels of arrays are a .npy, .npz, .csv or .txt file, one row for each sample")
@@ -169,26 +180,31 @@ def _read_numbers(path: Path) -> Array:
             rows.append([float(cell) for cell in line])
         except ValueError:
             if rows or number > 1:
-                raise UserError(f"{path}, line {number}: numbers are wanted, but got {','.join(line)!r}") from None
+                raise UserError(f"{path}, line {number}: numbers are needed, but got {','.join(line)!r}") from None
     widths = {len(row) for row in rows}
     if len(widths) != 1:
-        raise UserError(f"{path}: rows of one length are wanted, but they have {sorted(widths) or 'no'} numbers")
+        raise UserError(f"{path}: rows of one length are needed, but they have {sorted(widths) or 'no'} numbers")
     array = np.array(rows)
     whole = array.astype(np.int64) if np.isfinite(array).all() and (array == np.rint(array)).all() else array
     return whole[:, 0] if widths == {1} else whole
 
 
 def read_arrays(path: Path, choose: RowSelector) -> ArrayDataset:
-    """Read the chosen samples.
+    """Read some samples of a file.
 
-    A `.npy` file and the uncompressed arrays of an `.npz` file are mapped: samples come into memory when they are used.
+    A `.npy` file and the uncompressed arrays of an `.npz` file are memory-mapped: samples are loaded when they are
+    used.
+
+    Args:
+        path: Path of the file.
+        choose: Function that selects the samples.
 
     Returns:
         The arrays, and a fingerprint of the whole file.
 
     Raises:
-        UserError: Not a file of plain arrays, or of arrays of different lengths; NaN or infinite values; more than 8
-            GiB of compressed arrays.
+        UserError: The file has other contents than plain arrays of one length, has NaN or infinite values, or more than
+            8 GiB of compressed arrays.
     """
     seen: list[tuple[int, Sequence[int]]] = []
 
@@ -253,7 +269,7 @@ Header = tuple[tuple[int, ...], bool, "np.dtype[Any]"]
 
 
 def _read_header(file: IO[bytes]) -> Header:
-    """Return shape, column order and type of an array file; NEP 1, "A simple file format for NumPy arrays"."""
+    """Return shape, whether in column order, and type of an array (NEP 1, "A simple file format for NumPy arrays")."""
     version = np.lib.format.read_magic(file)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
@@ -265,22 +281,22 @@ def _read_header(file: IO[bytes]) -> Header:
 
 
 def _is_mappable(member: zipfile.ZipInfo, header: Header) -> bool:
-    """Return whether an array lies in the archive as it does in a `.npy` file."""
+    """Return whether an array of an archive can be memory-mapped, because it is uncompressed and not empty."""
     shape, _, dtype = header
     return member.compress_type == zipfile.ZIP_STORED and math.prod(shape) * dtype.itemsize > 0
 
 
 def _verify_checksum(file: IO[bytes]) -> None:
-    """Read a member to its end: `zipfile` raises BadZipFile where its checksum does not match."""
+    """Read a member to its end, because `zipfile` then raises BadZipFile if the checksum is wrong."""
     while file.read(1 << 20):
         pass
 
 
 def _map_member(path: Path, member: zipfile.ZipInfo, header: Header) -> Array:
-    """Map an uncompressed array of an archive.
+    """Memory-map an uncompressed array of an archive.
 
     Raises:
-        ValueError: Its header declares more bytes than the member has.
+        ValueError: The header declares more bytes than the member has.
     """
     shape, by_column, dtype = header
     with path.open("rb") as file:
@@ -312,7 +328,7 @@ def _selected_span(chosen: Sequence[int]) -> slice:
 
 
 def _select_within_span(chosen: Sequence[int]) -> Any:
-    """Return the index of the chosen rows within their span; a slice, which copies nothing, if possible."""
+    """Return the indices of the chosen rows within their span, or a slice, which makes no copy, if they are all."""
     shifted = [index - chosen[0] for index in chosen]
     return slice(None) if shifted == list(range(len(shifted))) else shifted
 

@@ -1,4 +1,4 @@
-"""Batches of model inputs from data: the inputs that images feed, in the batch size of the model."""
+"""Batches of model inputs from images or arrays, in the batch size of the model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ RANDOM_DATA = "random data"  # description of random batches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBatches:
-    """Inputs of a model by name, batch after batch; made anew each time they are gone through.
+    """Batches of inputs by name; each iteration makes them again.
 
     Attributes:
-        batch_label: Returns the name of a batch for messages: a file, or the images.
+        count: Number of batches.
+        make: Function that returns the batch with an index.
+        size: Number of samples in a batch.
+        batch_label: Function that returns the name of a batch for messages: a file, or the images.
     """
 
     count: int
@@ -42,7 +45,7 @@ class InputBatches:
 
 
 def random_batches(inputs: InputTypes, count: int) -> InputBatches:
-    """Return random inputs, the same in each iteration; see `random_feeds`."""
+    """Return random inputs, the same in each iteration, as `harness.random_inputs.random_feed` makes them."""
     return InputBatches(count=count, make=lambda index: random_feed(inputs, index), batch_label=lambda _: RANDOM_DATA)
 
 
@@ -64,7 +67,7 @@ def image_input(inputs: InputTypes) -> str:
     """Return the name of the input that takes images.
 
     Raises:
-        UserError: No input is batch x 3 x height x width, or there are others, which images cannot feed.
+        UserError: No input is batch x 3 x height x width, or there are other inputs.
     """
     images = [name for name, (_, shape) in inputs.items() if len(shape) == 4 and shape[1] == 3]
     name = next(iter([*images, *inputs]), "")
@@ -76,7 +79,7 @@ def image_input(inputs: InputTypes) -> str:
 
 
 def make_batch(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
-    """Return one batch; if there are too few tensors, the last one is repeated. A batch of one is not copied."""
+    """Return a batch of `batch` tensors; the last one is repeated if there are fewer. A batch of one is not copied."""
     if batch == 1:
         return np.ascontiguousarray(tensors[0])[None]
     return np.stack([*tensors, *[tensors[-1]] * (batch - len(tensors))])
@@ -86,8 +89,8 @@ def describe_sample_count(data: ImageDataset | ArrayDataset, limit: int | None, 
     """Describe how many samples are used and whether the limit dropped some or exceeds their number.
 
     Args:
-        data: Opened with that limit, spread evenly.
-        limit: The user's limit; None: no limit was given.
+        data: Data opened with this limit, spread evenly.
+        limit: Limit that the user requested; None: none.
         place: Name of the file or folder.
     """
     used, available = len(data), data.available or len(data)
@@ -104,16 +107,17 @@ def make_batches(
     inputs: InputTypes,
     count: int | None = None,
 ) -> InputBatches:
-    """Return model inputs in batches of the size that the model takes; the last sample fills up the last batch.
+    """Return model inputs in batches of the model's batch size; the last sample is repeated in the last batch.
 
     Args:
         data: Images, or arrays for all inputs.
-        preprocess: Turns an image into an input; not needed for arrays.
+        preprocess: Preprocessing of images; not used for arrays.
+        inputs: Element type and shape of each input of the model.
         count: Maximum number of samples; None: all.
 
     Raises:
-        UserError: Images without preprocessing or for a model with several inputs; arrays that do not match the inputs
-        by name, shape or type.
+        UserError: Images have no preprocessing or the model has several inputs, or arrays do not match the inputs by
+            name, shape or type.
     """
     total = len(data) if count is None else min(count, len(data))
     if total == 1:
@@ -138,7 +142,7 @@ def make_batches(
 
 
 def make_array_batches(data: ArrayDataset, inputs: InputTypes, total: int) -> InputBatches:
-    """Return batches of the first `total` samples of arrays; see `make_batches`."""
+    """Return batches of the first `total` samples of arrays, as `make_batches` does."""
     if UNNAMED_ARRAY in data.arrays:
         if len(inputs) > 1:
             raise UserError(
@@ -184,7 +188,7 @@ def _check_type(data: ArrayDataset, name: str, dtype: np.dtype[Any]) -> None:
 
 
 def _batch_size(data: ArrayDataset, name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of samples that the input takes; an array may also hold whole inputs, without a batch axis."""
+    """Return the batch size of an input, or 1 if each sample of the array has the shape of the whole input."""
     array = data.arrays[name]
     if array.shape[1:] == shape:
         return 1

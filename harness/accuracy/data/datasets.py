@@ -1,4 +1,4 @@
-"""Images and arrays by a plain mapping, as the experiment file gives it.
+"""Data sets of images and arrays, described by a mapping as in an experiment file.
 
     {use: images, images: assets:coco/val2017, labels: assets:coco/instances_val2017_128.json, start: 0, count: 128}
     {use: shapes, split: evaluation, count: 64}
@@ -7,17 +7,16 @@
     {use: npz, path: feeds.npz, labels: y}
     {use: npy, path: images.npy, labels: classes.csv}
 
-Labels of images: a `.json` file in COCO's form (the images are those it lists, in its order), a
-`.txt` file with lines "FILENAME CLASS" (same index), or none (every image of the folder, by name).
-`masks` is a folder of PNG files (`harness.accuracy.data.masks`). `classes` lists the names of the model's
-classes in the order of its outputs; without it they are the categories of the labels by ascending id. An `.npz` file
-has one array per input of the model, the samples along the first axis; a `.npy` file is for a model with one input.
-Their `labels` are an array of the `.npz` file, by its name, or a `.npy`, `.npz`, `.csv` or
-`.txt` file with one row a sample.
+Labels of images are a `.json` file in COCO's form or a `.txt` file with lines "FILENAME CLASS"; the images are those
+that the file lists, in its order. Without labels they are all images of the folder, by name. `masks` is a folder of PNG
+files (`harness.accuracy.data.masks`). `classes` lists the names of the model's classes in the order of its outputs;
+without it they are the categories of the labels by ascending id. An `.npz` file has one array per input of the model,
+the samples along the first axis; a `.npy` file is for a model with one input. `labels` of arrays are the name of an
+array in the `.npz` file, or a `.npy`, `.npz`, `.csv` or `.txt` file with one row per sample.
 
-Each of them can be cut by `start` and `count`, and then by `half`: `search` and `report` are two halves that share no
-sample, by a hash of its name (or row number), so a sample is of the same half in every cut. Choose on one, report on
-the other.
+`start` and `count` select a part of the samples, and `half` one half of this part: "search" to choose placements, or
+"report" to report their accuracy. The halves share no sample: a hash of the sample's name (or row number) decides, so a
+sample belongs to the same half in every selection. `every: n` then selects every n-th sample.
 """
 
 from __future__ import annotations
@@ -55,19 +54,20 @@ ALLOWED_DATA_KEYS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageDataset:
-    """Images, read when asked for, and what is known of them.
+    """Images, which are read on demand, with their labels.
 
     Attributes:
-        names: One an image, in data order.
-        image: Gives image i, height x width x 3, 8 bit, red first; raises UserError where it cannot be read or has
-            another size than its labels say.
-        labels: Class index of each image; None: not labelled so.
-        coco: Boxes of exactly these images, as `pycocotools.coco.COCO.dataset` wants them, image i being
-            `coco["images"][i]`, the model's class k the k-th category by ascending id; None: not labelled so.
-        mask: Gives the class of each pixel of image i, `VOID_CLASS` where there is none; raises UserError where it
-            cannot be read or has another size than the image. None: not labelled so.
-        fingerprint: Changes with the specification, the names and contents of the images, and the labels.
-        available: Images that the source has for this use; above `len` where a limit left some out. None: not known.
+        names: File name of each image.
+        image: Function that returns the image with an index as 8-bit RGB, height x width x 3; raises UserError if it
+            cannot be read or its size differs from that in the labels.
+        labels: Class index of each image; None: no labels of this kind.
+        coco: Boxes of these images in the form of `pycocotools.coco.COCO.dataset`, with `coco["images"]` in the order
+            of `names`; class k of the model is the k-th category by ascending id. None: no labels of this kind.
+        mask: Function that returns the class of each pixel of the image with an index, `VOID_CLASS` for pixels of no
+            class; raises UserError if the mask cannot be read or its size differs from that of the image. None: no
+            labels of this kind.
+        fingerprint: Digest of the specification, the names and contents of the images, and the labels.
+        available: Number of images before a limit was applied; None: unknown.
     """
 
     names: tuple[str, ...]
@@ -92,13 +92,14 @@ def open_data(
     """Open the data that a mapping of an experiment describes (see the module's docstring).
 
     Args:
+        spec: The mapping.
         base: Folder that relative paths start from.
         limit: Maximum number of samples; the others are not read.
-        spread: Select them evenly from all samples, as data are often sorted by class; otherwise the first ones.
+        spread: Whether a limit selects samples evenly, because data are often sorted by class, or the first ones.
 
     Raises:
-        UserError: Unknown kind, key or value, no data, malformed labels, labels that name a missing image, or a cut
-            beyond the end.
+        UserError: A kind, key or value is invalid, there are no data, labels are malformed or name a missing image, or
+            the selection is beyond the end.
     """
     kind = str(spec.get("use"))
     if kind not in ALLOWED_DATA_KEYS:
@@ -123,7 +124,7 @@ def open_data(
 
 
 def spread_indices(total: int, count: int) -> Sequence[int]:
-    """Return `count` ascending indices below `total`, evenly spread, the first and the last among them."""
+    """Return `count` ascending indices below `total`, evenly spread from the first to the last."""
     if count >= total:
         return range(total)
     return [int(index) for index in np.linspace(0, total - 1, count).round()]
@@ -133,7 +134,7 @@ def open_images(spec: Mapping[str, Any], base: Path | None = None) -> ImageDatas
     """Open data like `open_data`, and require images.
 
     Raises:
-        UserError: See `open_data`; also where the data are arrays.
+        UserError: The data are arrays, or as in `open_data`.
     """
     data = open_data(spec, base)
     if isinstance(data, ArrayDataset):
@@ -206,7 +207,7 @@ def _list_images(folder: Path) -> LabelFile:
 
 def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage:
     with open_picture(path, "an image") as image:
-        if image.mode[0] in "IF":  # Pillow clips it at 255
+        if image.mode[0] in "IF":  # Pillow would clip values at 255
             raise UserError(f"{path}: has {image.mode} pixels, of more than 8 bits; convert it to 8 bits a channel")
         if (orientation := image.getexif().get(ORIENTATION_TAG, 1)) != 1:
             logger.warning("%s: EXIF orientation %s is ignored: pixels are used as stored", path, orientation)
@@ -255,7 +256,7 @@ def _class_names(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class DatasetCache:
-    """Opens each data set once, however many models name it."""
+    """Cache that opens each data set once for all models that use it."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[Mapping[str, Any], ImageDataset | ArrayDataset]] = []

@@ -1,8 +1,8 @@
-"""From a detector's raw outputs to boxes: decoders by name, and non-maximum suppression.
+"""Decoders that convert the raw outputs of a detector to boxes, and non-maximum suppression.
 
 A custom decoder is a function `(outputs, prepared, size, **params) -> Detections`, registered under `qdq.decoders` or
-named as `package.module:function`. It sees the outputs of one image, batch axis included, and gives boxes in pixels of
-the original image.
+named as `package.module:function`. It receives the outputs of one image, batch axis included, and returns boxes in
+pixels of the original image.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from harness.api import Array
 from harness.errors import EvaluationFailed
 
 STRIDES = (8, 16, 32)
-MAX_DETECTIONS = 100  # boxes of an image that COCO's metric counts
-MAX_LOG_SIZE = 50.0  # exp of it is larger than any image, and finite
+MAX_DETECTIONS = 100  # number of boxes per image that COCO's metric counts
+MAX_LOG_SIZE = 50.0  # its exponential is finite and larger than any image
 NMS_BLOCK_BOXES = 64  # candidates compared at a time; 100 boxes are mostly found among the first few hundred
-MAX_CANDIDATES = 10_000  # bounds the time of a broken model, whose boxes all lie on one another
+MAX_CANDIDATES = 10_000  # limits the time for a broken model, all of whose boxes overlap
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
@@ -43,7 +43,7 @@ class Detections:
 
 
 class DetectionDecoder(Protocol):
-    """A decoder; parameters beyond these three come from the experiment."""
+    """Decoder; the experiment sets any further parameters."""
 
     def __call__(self, outputs: Mapping[str, Array], prepared: Prepared, size: Size) -> Detections:
         """Return the boxes of one image; `size` is height and width of the model's input."""
@@ -58,7 +58,7 @@ def decode_yolox(
     Ge et al. 2021, arXiv:2107.08430; `yolox/utils/demo_utils.py:demo_postprocess` of its repository.
 
     Args:
-        outputs: One output, 1 x cells x (centre x, centre y, log width, log height, objectness, one probability a
+        outputs: One output, 1 x cells x (centre x, centre y, log width, log height, objectness, one probability per
             class).
         size: Height and width of the model's input.
         score: Score (objectness x class) above which a box counts.
@@ -78,7 +78,7 @@ def decode_yolox(
 def decode_nanodet(
     outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.025, nms: float = 0.6, bins: int = 8
 ) -> Detections:
-    """Decode NanoDet: class probabilities, and per side of a box a distribution of its distance from the cell's centre.
+    """Decode NanoDet: class probabilities, and for each side of a box a distribution of its distance from the cell.
 
     Generalized Focal Loss, Li et al. 2020, arXiv:2006.04388, equation 3; strides 8, 16, 32.
 
@@ -87,7 +87,7 @@ def decode_nanodet(
         size: Height and width of the model's input.
         score: Score above which a box counts.
         nms: Overlap (IoU) above which a box of the same class is dropped.
-        bins: Bins of a distribution, reg_max + 1.
+        bins: Number of bins of a distribution, reg_max + 1.
 
     Raises:
         EvaluationFailed: The outputs have other shapes.
@@ -115,9 +115,9 @@ def decode_shapes(
     """Decode the zoo's detector: boxes decoded in the graph, in input pixels (layout: `harness.zoo.detector`).
 
     Args:
-        outputs: One output, 1 x cells x (centre x, centre y, width, height, one score a class).
-        size: Height and width of the model's input; boxes do not depend on it.
-        score: Lowest score that counts.
+        outputs: One output, 1 x cells x (centre x, centre y, width, height, one score per class).
+        size: Height and width of the model's input; no effect.
+        score: Score above which a box counts.
         nms: Overlap (IoU) above which a box of the same class is dropped.
 
     Raises:
@@ -135,7 +135,7 @@ def box_iou(a: Floats, b: Floats) -> Floats:
 
 
 def _pairwise_iou(a: Floats, b: Floats) -> Floats:
-    """Return the IoU of boxes whose leading axes are broadcast."""
+    """Return the IoU of pairs of boxes; the leading axes are broadcast."""
     width = np.minimum(a[..., 2], b[..., 2]) - np.maximum(a[..., 0], b[..., 0])
     height = np.minimum(a[..., 3], b[..., 3]) - np.maximum(a[..., 1], b[..., 1])
     shared = np.maximum(width, 0.0) * np.maximum(height, 0.0)
@@ -148,18 +148,17 @@ def _pairwise_iou(a: Floats, b: Floats) -> Floats:
 def suppress_overlaps(
     boxes: Floats, scores: Floats, classes: Integers, threshold: float, top: int = MAX_DETECTIONS
 ) -> Integers:
-    """Return the kept indices of greedy non-maximum suppression within each class.
+    """Select boxes by greedy non-maximum suppression within each class.
 
     Boxes are taken best first (ties: in the order given) unless one already taken, of the same class, overlaps them by
-    more than the threshold. The walk ends when `top` are taken, so the many weak candidates are mostly never compared;
-    those beyond the best MAX_CANDIDATES are ignored.
+    more than the threshold. Boxes beyond the best MAX_CANDIDATES are ignored.
 
     Args:
-        boxes: n x 4: left, top, right, bottom.
-        scores: n values.
-        classes: n class indices.
-        threshold: Intersection over union.
-        top: Maximum number over all classes.
+        boxes: Left, top, right and bottom, shape (n, 4).
+        scores: Scores, shape (n,).
+        classes: Class indices, shape (n,).
+        threshold: Largest intersection over union of two boxes of a class.
+        top: Largest number of boxes over all classes.
 
     Returns:
         Indices of the boxes taken, best first.
@@ -183,13 +182,13 @@ def _overlapping_same_class(
     boxes: Floats, classes: Integers, a: Integers, b: Integers, threshold: float
 ) -> npt.NDArray[np.bool_]:
     overlap: npt.NDArray[np.bool_] = classes[a][:, None] == classes[b][None]
-    rows, columns = np.nonzero(overlap)  # few pairs of a detector with many classes are of the same one
+    rows, columns = np.nonzero(overlap)  # usually few pairs have the same class
     overlap[rows, columns] = _pairwise_iou(boxes[a[rows]], boxes[b[columns]]) > threshold
     return overlap
 
 
 def select_boxes(boxes: Floats, scores: Floats, score: float, nms: float, top: int = MAX_DETECTIONS) -> Detections:
-    """Return the boxes with a sufficient score after suppression; each class of a cell is a candidate of its own.
+    """Return the boxes with a sufficient score after suppression; each class of a cell is a separate candidate.
 
     Args:
         boxes: Corners, shape (cells, 4), in pixels of the image.
@@ -205,7 +204,7 @@ def select_boxes(boxes: Floats, scores: Floats, score: float, nms: float, top: i
 
 
 def _cell_grid(size: Size) -> tuple[Floats, Floats]:
-    """Return column and row of every cell, shape (n, 2), by level and row, and its stride, shape (n, 1)."""
+    """Return column and row of each cell, shape (n, 2), and its stride, shape (n, 1), sorted by stride and row."""
     cells, strides = [], []
     for stride in STRIDES:
         rows, columns = np.mgrid[: -(-size[0] // stride), : -(-size[1] // stride)]
@@ -215,7 +214,11 @@ def _cell_grid(size: Size) -> tuple[Floats, Floats]:
 
 
 def _single_output(outputs: Mapping[str, Array], decoder: str, cells: int | None = None) -> Floats:
-    """Return the single output without its batch axis."""
+    """Return the only output without its batch axis.
+
+    Raises:
+        EvaluationFailed: There are several outputs, or the shape is not 1 x `cells` x (5 or more).
+    """
     array = next(iter(outputs.values())) if len(outputs) == 1 else np.zeros(0)
     if array.ndim != 3 or len(array) != 1 or array.shape[2] < 5 or array.shape[1] != (cells or array.shape[1]):
         raise EvaluationFailed(

@@ -1,4 +1,4 @@
-"""Decoders of detectors that end with boxes, decoded in the graph; and the decoder that the shapes of outputs fit."""
+"""Decoders of detectors whose graph already decodes boxes, and the choice of a decoder by the shapes of outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def suggest_decoder(outputs: Mapping[str, Sequence[int | None]], size: tuple[int
     """Return the name of the decoder (and of its preprocessing), or None if the shapes fit none or several.
 
     Args:
-        outputs: Shape of each output, the batch first.
+        outputs: Shape of each output, with the batch axis first.
         size: Height and width of the model's input.
     """
     shapes = [tuple(each or 0 for each in dims) for dims in outputs.values()]
@@ -39,13 +39,13 @@ def suggest_decoder(outputs: Mapping[str, Sequence[int | None]], size: tuple[int
 
 
 def count_cells(size: tuple[int, int]) -> int:
-    """Return how many cells detectors of strides 8, 16 and 32 have for an input of this height and width."""
+    """Return the number of cells of a detector with strides 8, 16 and 32 for an input of this height and width."""
     return sum(-(-size[0] // stride) * -(-size[1] // stride) for stride in STRIDES)
 
 
 DECODED_COLUMNS = 6  # left, top, right, bottom, score, class
-MAX_BOXES = 300  # what both projects keep of an image
-LOGITS, BOXES = "logits", "pred_boxes"  # as Hugging Face calls the outputs of RT-DETR
+MAX_BOXES = 300  # number of boxes per image that both projects keep
+LOGITS, BOXES = "logits", "pred_boxes"  # names of RT-DETR's outputs when Hugging Face exports it
 
 
 def decode_ultralytics(
@@ -60,9 +60,9 @@ def decode_ultralytics(
         outputs: One output. Without NMS 1 x (4 + classes) x cells: centre x, centre y, width, height in input pixels,
             then the classes' probabilities. With NMS 1 x boxes x 6: left, top, right, bottom in input pixels, score,
             class; unused rows have score 0.
-        size: Height and width of the model's input; tells how many cells there are.
+        size: Height and width of the model's input, which determine the number of cells.
         score: Score above which a box counts.
-        nms: Overlap (IoU) above which a box of the same class is dropped; not where the graph has done so.
+        nms: Overlap (IoU) above which a box of the same class is dropped; no effect if the graph has NMS.
 
     Raises:
         EvaluationFailed: The output has another shape.
@@ -98,24 +98,25 @@ def decode_rtdetr(
         top: Number of boxes to keep.
 
     Raises:
-        EvaluationFailed: The outputs have other shapes, or there are 4 classes and no name says which output is which.
+        EvaluationFailed: The outputs have other shapes, or there are 4 classes and other names than those of Hugging
+            Face.
     """
     if {"labels", "boxes", "scores"} <= outputs.keys():
         labels, boxes, scores = (outputs[name] for name in ("labels", "boxes", "scores"))
         if boxes.ndim == 3 and boxes.shape[::2] == (1, 4) and labels.shape == scores.shape == boxes.shape[:2]:
             return _sort_decoded_boxes(prepared.to_image(boxes[0]), scores[0], labels[0], score)
     relative, logits = (array[0].astype(np.float64) for array in _boxes_and_logits(outputs))
-    chances = 0.5 * (1 + np.tanh(logits / 2))  # the logistic function, which cannot overflow so
+    chances = 0.5 * (1 + np.tanh(logits / 2))  # the logistic function in a form that cannot overflow
     queries, classes = np.divmod(np.argsort(-chances, axis=None, kind="stable")[:top], chances.shape[1])
     boxes = _center_to_corners(relative) * np.tile([size[1], size[0]], 2)
     return _sort_decoded_boxes(prepared.to_image(boxes)[queries], chances[queries, classes], classes, score)
 
 
 def _boxes_and_logits(outputs: Mapping[str, Array]) -> tuple[Array, Array]:
-    """Return the two outputs as Hugging Face exports them: boxes have 4 columns; names decide if logits have 4 as well.
+    """Return boxes and logits of two outputs: boxes have 4 columns; names decide if logits have 4 columns as well.
 
     Raises:
-        EvaluationFailed: They have other shapes, or nothing tells them apart.
+        EvaluationFailed: The outputs have other shapes or cannot be distinguished.
     """
     narrow = [name for name, array in outputs.items() if array.ndim == 3 and array.shape[2] == 4]
     called = [name for name in narrow if name == BOXES or (LOGITS in narrow and name != LOGITS)]

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from harness.errors import UserError, suggest_names
 
-MAX_PIXELS = 1e9  # larger coordinates are refused: no image has them
-MAX_ID = 2**63  # pycocotools keeps ids in NumPy's int64
+MAX_PIXELS = 1e9  # limit of coordinates; no image is larger
+MAX_ID = 2**63  # pycocotools stores ids as int64
 logger = logging.getLogger(__name__)
 
 
@@ -27,7 +27,7 @@ class LabelFile:
         files: File name of each image, in the order of the label file.
         classes: Class index of each image, or None.
         coco: COCO's mapping of images, annotations and categories, or None.
-        panoptic: The same in COCO's panoptic form, annotation i belonging to image i, or None.
+        panoptic: The mapping in COCO's panoptic form, with annotations in the order of the images, or None.
     """
 
     files: tuple[str, ...]
@@ -40,8 +40,8 @@ def read_labels(path: Path) -> LabelFile:
     """Read a `.json` or `.txt` label file and check it.
 
     Raises:
-        UserError: Another kind of file, malformed (with the line or the entry), an image twice or outside of the folder
-            of images, or a box of an image or category that the file does not list.
+        UserError: The file is of another kind or malformed (the message names the line or entry), lists an image twice
+            or outside of the folder of images, or has a box of an unknown image or category.
     """
     if path.suffix not in (".json", ".txt"):
         raise UserError(f"{path}: labels are a .json file (COCO) or a .txt file (lines 'FILENAME CLASS')")
@@ -136,7 +136,7 @@ def _parse_coco(text: str, path: Path) -> LabelFile:
 
 
 def _parse_panoptic(coco: Mapping[str, Any], categories: set[int], path: Path) -> dict[str, Any]:
-    """Return the validated annotations in the order of the images."""
+    """Return the validated mapping with its annotations in the order of the images."""
     found = {}
     for annotation in coco["annotations"]:
         _check_fields(annotation, {"image_id": int, "file_name": str, "segments_info": list}, f"{path}: annotations")
@@ -155,9 +155,9 @@ def _parse_panoptic(coco: Mapping[str, Any], categories: set[int], path: Path) -
 
 
 def _normalize_annotation(annotation: Any, number: int, path: Path) -> dict[str, Any]:
-    """Return one annotation with its optional fields, area and iscrowd, and a new number.
+    """Return an annotation with its optional fields, area and iscrowd, and `number` as its id.
 
-    pycocotools counts a detection that matches the annotation with id 0 as one that matches none.
+    Ids are replaced because pycocotools treats a match with id 0 as no match.
     """
     _check_fields(annotation, {"image_id": int, "category_id": int, "bbox": list}, f"{path}: annotations")
     bbox = annotation["bbox"]

@@ -16,16 +16,21 @@ from harness.accuracy.data.preprocess import Size
 from harness.errors import UserError, suggest_names
 
 VOID_CLASS = -1
-"""Pixels of no class: they count for nothing."""
-BORDER_PIXEL = 255  # PASCAL VOC and most others mark undecided pixels so
-PICTURE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # EPS would start Ghostscript
+"""Class of pixels that no metric counts."""
+BORDER_PIXEL = 255  # value of undecided pixels in PASCAL VOC and most other data sets
+PICTURE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # no EPS, for which Pillow starts Ghostscript
 MAX_PICTURE_PIXELS = 50_000_000
 Mask = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexMasks:
-    """Index masks: a PNG per image, named like it; a pixel is a class index, 255 is no class."""
+    """Index masks: a PNG with the name of its image, whose pixels are class indices; 255 is no class.
+
+    Attributes:
+        folder: Folder of the masks.
+        names: File names of the images.
+    """
 
     folder: Path
     names: tuple[str, ...]
@@ -38,7 +43,7 @@ class IndexMasks:
         """Return the class of each pixel of image i.
 
         Raises:
-            UserError: See `_read_pixels`; also where the PNG is coloured, so that its pixels are no indices.
+            UserError: The file cannot be read, has another size than the image, or is coloured.
         """
         pixels = _read_pixels(self.path(i), size)
         if pixels.ndim != 2:
@@ -51,15 +56,16 @@ class IndexMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanopticMasks:
-    """COCO's panoptic form (Kirillov et al. 2019, arXiv:1801.00868; cocodataset.org, "Format Data", 4).
+    """Masks in COCO's panoptic form (Kirillov et al. 2019, arXiv:1801.00868; cocodataset.org, "Format Data", 4).
 
-    A pixel is the id of a segment, red + 256 green + 65536 blue; 0 is none.
+    A pixel is the id of a segment, red + 256 green + 65536 blue; 0 is no segment.
 
     Attributes:
-        annotations: One an image, in data order: `file_name` and `segments_info`.
+        folder: Folder of the masks.
+        annotations: `file_name` and `segments_info` of each image.
         categories: Name by category id.
-        classes: Names of the model's classes in the order of its outputs. Pixels of no other class are of the first one
-            where no category is called like it ("background"), else they count for nothing.
+        classes: Names of the model's classes in the order of its outputs. Pixels of other categories are of the first
+            class if no category has its name ("background"), else of no class.
     """
 
     folder: Path
@@ -75,7 +81,7 @@ class PanopticMasks:
         """Return the class of each pixel of image i.
 
         Raises:
-            UserError: See `_read_pixels`; also where the PNG is not coloured.
+            UserError: The file cannot be read, has another size than the image, or is not coloured.
         """
         pixels = _read_pixels(self.path(i), size)
         if pixels.ndim != 3:
@@ -97,7 +103,7 @@ def require_mask_files(masks: Masks, count: int) -> None:
     """Check that the mask files exist, without reading them.
 
     Raises:
-        UserError: A mask is missing; a list of classes of which none is a category of the labels.
+        UserError: A mask is missing, or a class other than the first is no category of the labels.
     """
     for i in range(count):
         if not masks.path(i).is_file():
@@ -114,7 +120,7 @@ def open_picture(path: Path, what: str) -> Iterator[Image.Image]:
     """Open a picture of one of `PICTURE_FORMATS`; the file's content decides, not its name.
 
     Raises:
-        UserError: It cannot be read, also within the context.
+        UserError: The picture cannot be read or is too large; also for errors of decoding within the context.
     """
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as image:
@@ -131,7 +137,7 @@ def _read_pixels(path: Path, size: Size) -> Mask:
     """Return the raw values of a PNG.
 
     Raises:
-        UserError: It cannot be read, or its size is not that of its image.
+        UserError: The file cannot be read, or has another size than the image.
     """
     with open_picture(path, "a mask") as image:
         pixels = np.asarray(image.convert("RGB") if image.mode == "RGBA" else image).astype(np.int64)

@@ -14,12 +14,21 @@ HALF_NAMES = ("search", "report")
 
 
 def half_of(name: str) -> str:
-    """Return the half that a sample of this name belongs to."""
+    """Return the half ("search" or "report") that a sample belongs to, by a hash of its name."""
     return HALF_NAMES[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
 def select_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Sequence[int]:
-    """Return the ascending indices of the samples to use."""
+    """Return the indices of the samples that the keys `start`, `count`, `half` and `every` select, ascending.
+
+    Args:
+        spec: A data mapping.
+        names: Names of all samples.
+        what: Name of the data for messages.
+
+    Raises:
+        UserError: A key has an invalid value, or no sample is selected.
+    """
     total, start = len(names), read_int_key(spec, "start", 0)
     count = total - start if spec.get("count") is None else read_int_key(spec, "count", 1)
     if start >= total or start + count > total:
@@ -37,7 +46,16 @@ def select_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Seq
 
 
 def read_int_key(spec: Mapping[str, Any], key: str, least: int) -> int:
-    """Return an integer of a data mapping, at least `least`, which is also its default."""
+    """Return an integer key of a data mapping.
+
+    Args:
+        spec: A data mapping.
+        key: Name of the key.
+        least: Smallest allowed value, and the default.
+
+    Raises:
+        UserError: The value is no integer, too small or too large.
+    """
     value = spec.get(key, least)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"data.{key}: a whole number from {least}, but got {value!r}")
@@ -47,7 +65,7 @@ def read_int_key(spec: Mapping[str, Any], key: str, least: int) -> int:
 
 
 def read_text_key(spec: Mapping[str, Any], key: str) -> str:
-    """Return a required text of a data mapping."""
+    """Return a required text key of a data mapping."""
     value = spec.get(key)
     if not isinstance(value, str) or not value:
         raise UserError(f"data.{key}: this key is required, but got {value!r}")

@@ -1,4 +1,4 @@
-"""Agreement with the float model: share of equal answers on data without labels, of classifiers and of detectors."""
+"""Agreement with the float model on data without labels: share of equal classes or matching boxes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
 MIN_OVERLAP = 0.5
-"""IoU from which two boxes are the same answer, as in AP50."""
+"""Smallest IoU of two boxes that match, as in AP50."""
 
 
 class FloatAgreement:
-    """Share of samples with the float model's class; with a decoder, share of the boxes of both that match.
+    """Share of samples with the float model's class; with a decoder, F1 score of the boxes against the float model's.
 
-    A box matches one of the float model's of the same class that it overlaps by an IoU of 0.5. The share of an image is
-    twice the number of matches over the number of boxes of both (F1). The harness calls `prepare` once with the float
-    model's engine. `per_item` holds one share a sample.
+    Two boxes match if they have the same class and an IoU of at least 0.5. The share of an image is twice the number of
+    matches over the number of boxes of both models. The harness calls `prepare` once with the float model's engine.
+    `per_item` has one share per sample.
 
     Args:
         data: Images or arrays (`harness.accuracy.data.datasets`); labels are not used.
@@ -38,11 +38,11 @@ class FloatAgreement:
         preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
         decode: Decoder of a detector, by name or `{use: NAME, params: {...}}`; None: a classifier.
         output: Name of the output with the logits of a classifier; not needed if there is one output.
-        min_score: Score from which a box is an answer.
+        min_score: Boxes with a lower score are ignored.
         base: Set by the harness: folder that relative paths start from.
 
     Raises:
-        UserError: Anything wrong with these.
+        UserError: An argument is invalid.
     """
 
     metric = "agreement"
@@ -76,24 +76,24 @@ class FloatAgreement:
         return self.samples.inferences
 
     def prepare(self, infer: Infer) -> None:
-        """Write the float model's answers to the reference file; see `harness.api.Evaluator`."""
+        """Write the classes or boxes of the float model to the reference file."""
         answers = list(self._answers(infer))
         arrays = {name: np.concatenate([getattr(a, name) for a in answers]) for name in Detections.__slots__}
         arrays |= {"counts": np.array([len(a.classes) for a in answers])}
         write_reference(self._reference, arrays, self.fingerprint)
 
     def score(self, infer: Infer) -> Accuracy:
-        """See `harness.api.Evaluator`.
+        """Return the agreement of an engine with the float model.
 
         Raises:
-            EvaluationFailed: No reference, or one of other data; outputs that are not finite or no row of classes.
+            EvaluationFailed: There is no reference for these data, or outputs are not finite or are no row of classes.
         """
         expected = self._read_reference()
         shares = tuple(matched_share(*pair) for pair in zip(expected, self._answers(infer), strict=True))
         return Accuracy(metrics={self.metric: float(np.mean(shares))}, per_item=shares)
 
     def _answers(self, infer: Infer) -> Iterator[Detections]:
-        """Yield the answer to each sample; a class alone is a box of no size."""
+        """Yield the boxes of each sample; the class of a classifier is a box without area."""
         for item, outputs in self.samples.run(infer):
             if self._decode is None or item is None:
                 logits = select_output(outputs, self._output, "agreement: output")
@@ -116,10 +116,10 @@ class FloatAgreement:
 
 
 def matched_share(expected: Detections, found: Detections) -> float:
-    """Return the share of the boxes of both that have a partner of the same class; 1 if there are none.
+    """Return the F1 score of detections: twice the matches over the number of all boxes; 1 if there are no boxes.
 
-    Found boxes choose best first, each the box with the largest overlap that is left. Boxes without area match each
-    other by class.
+    In the order of their scores, found boxes are matched with the unmatched expected box of the same class that they
+    overlap most. Boxes without area match each other if they have the same class.
     """
     count = len(expected.classes) + len(found.classes)
     if not count or not len(expected.classes):

@@ -1,15 +1,15 @@
-"""Average precision on any choice of images, from the matches of each of them.
+"""Average precision on any selection of images, from the matches of each image.
 
-Which detection hits which box is decided image by image, whatever the other images are. So it is decided once, and a
-draw of images only counts the hits and misses again, in the order of their scores.
+Which detection matches which box depends on one image only. So detections are matched once, and for a draw of images
+only the hits and misses are counted again, in the order of their scores.
 
-The facts are, for each range of areas, a list of categories, each a mapping: `category`, its index; `truth`, the image
-of each box that counts; then for each detection, best first: `image`; `hits` and `misses`, a bit for each IoU threshold
-at which it is a hit or a miss (at the others it counts for nothing). Misses behind the last hit change no average
-precision, and are left out.
+The facts are, for each range of areas, a list of categories, each a mapping with `category`, its index, and `truth`,
+the image of each box that counts. The other lists have an entry for each detection, best first: `image`, and `hits` and
+`misses`, with a bit for each IoU threshold at which it is a hit or a miss (at other thresholds it is ignored). Misses
+after the last hit have no effect on average precision and are left out.
 
-Facts that can be combined with those of other engines keep all detections that count, for the range of all boxes. Their
-`scores` are the 32-bit pattern of the best score, and for each other detection the step down from the one before.
+Facts that can be combined with those of other engines contain all detections that count, for boxes of all areas. They
+also have `scores`: the best score as a 32-bit pattern, then for each detection the decrease from the one before.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MAP_METRICS: Mapping[str, tuple[int, tuple[int, ...]]] = MappingProxyType(
         "mapl": (3, tuple(range(len(IOU_THRESHOLDS)))),
     }
 )
-"""By the name of a metric, in the order of `COCOeval.stats`: range of areas, and which IoU thresholds."""
+"""Index of the range of areas and indices of the IoU thresholds of each metric, in the order of `COCOeval.stats`."""
 DETECTION_FACTS = ("image", "hits", "misses")
-MAX_BLOCK_CELLS = 4_000_000  # draws x detections at a time
+MAX_BLOCK_CELLS = 4_000_000  # largest number of draws times detections that are computed at a time
 Counts = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
@@ -45,7 +45,8 @@ def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]
     """Return the facts about each image from which mAP can be recomputed.
 
     Args:
-        matches: Of each category.
+        matches: Matches of each category.
+        images: Number of images.
     """
     found = [
         [{**head, **_to_lists(_drop_tail(detections))} for head, detections in _iter_categories(matches, area)]
@@ -55,7 +56,7 @@ def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]
 
 
 def mixable_map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]:
-    """Return the facts for `mix_map_facts`; arguments as of `map_facts`."""
+    """Return the facts for `mix_map_facts`; arguments as in `map_facts`."""
     found = []
     for head, detections in _iter_categories(matches, 0):
         scores = detections[-1]
@@ -65,16 +66,16 @@ def mixable_map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[s
 
 
 def mix_map_facts(records: Sequence[Mapping[str, Any]], sources: Counts) -> dict[str, Any]:
-    """Return the facts about a set of images, each with the detections of one of several engines, for all boxes.
+    """Return the facts about images whose detections come from different engines, for boxes of all areas.
 
-    They are those of `map_facts` for these detections, with scores rounded to float32.
+    They equal those of `map_facts` for these detections, with scores rounded to float32.
 
     Args:
-        records: Facts of `mixable_map_facts`, of all engines on the same images.
-        sources: Place in `records` of the engine of each image.
+        records: Result of `mixable_map_facts` for each engine on the same images.
+        sources: Index in `records` of the engine of each image.
 
     Raises:
-        ValueError: The records are of different boxes.
+        ValueError: The records have different boxes.
     """
     mixed = []
     for parts in zip(*(record["areas"][0] for record in records), strict=True):
@@ -89,9 +90,9 @@ def mix_map_facts(records: Sequence[Mapping[str, Any]], sources: Counts) -> dict
 
 
 def _iter_categories(matches: Sequence[CategoryMatches], area: int) -> Iterator[tuple[dict[str, Any], Counts]]:
-    """Yield for each category with a box its category and boxes, and the detections that count, best first.
+    """Yield `category` and `truth` of each category with a box, and its detections that count, best first.
 
-    The rows of the detections are image, hits, misses, and a whole number that has the order of the scores.
+    The rows of the detections are image, hits, misses, and an integer in the order of the scores.
     """
     bits = 1 << np.arange(len(IOU_THRESHOLDS))
     for each in matches:
@@ -126,9 +127,9 @@ def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Val
     """Return a metric in each draw (mean average precision over categories), NaN if a draw has no box.
 
     Args:
-        facts: See the module's text.
+        facts: Result of `map_facts` or `mix_map_facts`.
         metric: A key of `MAP_METRICS`.
-        weights: Number of times that each image is in each draw: draws x images.
+        weights: Multiplicity of each image in each draw, shape (draws, images).
     """
     area, levels = MAP_METRICS[metric]
     ranking = _rank_detections(facts["areas"][area], weights.shape[1])
@@ -138,15 +139,15 @@ def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Val
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankedDetections:
-    """The detections of all categories in one row, category after category, each of them the best first.
+    """Detections of all categories, one category after the other, and the best first within a category.
 
     Attributes:
-        image: Of each detection.
-        category: Of each detection.
-        hits: Its bits, see the module's text.
-        counts: Its bits of hits and misses together: where it counts at all.
-        first: Place of each category's first detection.
-        truth: Number of boxes that count: images x categories.
+        image: Image of each detection.
+        category: Category of each detection.
+        hits: For each detection, a bit for each IoU threshold at which it is a hit.
+        counts: For each detection, a bit for each IoU threshold at which it is a hit or a miss.
+        first: Index of each category's first detection.
+        truth: Number of boxes that count, shape (images, categories).
     """
 
     image: Counts
@@ -191,12 +192,14 @@ def _average_precision(
 ) -> Values:
     """Return the average precision at one threshold in each draw, over 101 recalls, summed over categories.
 
-    As in `COCOeval.accumulate`: the precision at a recall is the highest at this or a higher recall of a category.
-    Precision changes at hits only, so only hits are evaluated; hits of one category are adjacent. 0 without a box.
+    As in `COCOeval.accumulate`, the precision at a recall is the highest at this or a higher recall of a category. The
+    maximum is always at a hit, so only hits are evaluated. A category without a box adds 0.
 
     Args:
-        detections: Multiplicity of each detection in each draw, in the form of `_running`: shape (draws, detections).
-        boxes: Shape (draws, categories).
+        ranking: Detections of all categories.
+        level: Index of the IoU threshold.
+        detections: Multiplicity of each detection in each draw, shape (draws, detections), and its `_cumulative_sums`.
+        boxes: Number of boxes, shape (draws, categories).
     """
     counted, passed = detections
     places = np.flatnonzero(ranking.hits >> level & 1)
@@ -223,7 +226,7 @@ def _average_precision(
 
 
 def _cumulative_sums(values: Counts) -> Counts:
-    """Return sums along each row, starting with 0: one column more."""
+    """Return the cumulative sums of each row, with a first column of 0."""
     sums = np.zeros((len(values), values.shape[1] + 1), np.int64)
     np.cumsum(values, axis=1, out=sums[:, 1:])
     return sums

@@ -23,18 +23,20 @@ from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 from harness.timing.workers.inference import infer_all
 
-MAX_CACHE_BYTES = 600 * 2**20  # an evaluator lives as long as its worker and scores hundreds of engines
+MAX_CACHE_BYTES = 600 * 2**20
+"""Largest size of the prepared images that an evaluator keeps, because it scores hundreds of engines on them."""
 
 
 def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of an evaluator: those of the experiment, and those that the harness supplies.
 
-    An evaluator gets those of `supplied` that its constructor names. The harness offers `input_name`, `input_shape` (of
-    the image input), `inputs` (every input: its ONNX type in lower case and its shape), `reference` (a path of its own
-    for float outputs) and `base` (folder of the experiment).
+    An evaluator receives the parameters of `supplied` that its constructor names. The harness offers `input_name` and
+    `input_shape` (of the image input), `inputs` (ONNX type in lower case and shape of every input), `reference` (path
+    for the outputs of the float model, one per evaluator) and `base` (folder of the experiment).
 
     Args:
         use: Name or `package.module:Class`.
+        params: Parameters of the experiment.
         supplied: Parameters of the harness; an experiment cannot set these names.
 
     Raises:
@@ -53,8 +55,12 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
 def require_finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Array]:
     """Return the outputs, or raise if one has NaN or infinite values.
 
+    Args:
+        outputs: Outputs of an engine by name.
+        item: Name of the input for the message.
+
     Raises:
-        EvaluationFailed: One of them has NaN or infinite values; `item` says on which input.
+        EvaluationFailed: An output has NaN or infinite values.
     """
     for name, array in outputs.items():
         if array.dtype.kind not in "biuUSO" and not np.isfinite(array).all():
@@ -63,24 +69,25 @@ def require_finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Arra
 
 
 class _PreparedCache(dict[str, Prepared]):
-    """Inputs by the names of their images."""
+    """Prepared inputs by the names of their images."""
 
 
 _SHARED_CACHES: weakref.WeakValueDictionary[object, _PreparedCache] = weakref.WeakValueDictionary()
-"""Evaluators of this process, on all images and on some of them, share what they prepared."""
+"""Caches that the evaluators of this process share, also if they use different subsets of the images."""
 
 
 class PreparedImages:
-    """A data set as inputs of one model; each is made once, and kept while the cache has room.
+    """Images prepared as inputs of one model; each is prepared once and kept while the cache has room.
 
     Args:
         data: A mapping for `harness.accuracy.data.datasets.open_images`.
         preprocess: Name, or `{use: NAME, params: {...}}`.
-        input_shape: Its static shape, batch x 3 x height x width.
+        input_name: Name of the model's image input.
+        input_shape: Static shape of that input, batch x 3 x height x width.
         base: Folder that relative paths start from.
 
     Raises:
-        UserError: Anything wrong with data, preprocessing or shape.
+        UserError: The data, the preprocessing or the shape is invalid.
     """
 
     def __init__(
@@ -108,7 +115,7 @@ class PreparedImages:
         return -(-len(self.data) // self._shape[0])
 
     def run(self, infer: Infer) -> Iterator[tuple[Prepared, Mapping[str, Array]]]:
-        """Run the engine on every image; gives the outputs of one image at a time, batch axis included.
+        """Run the engine on every image; yield each image with its outputs, batch axis included.
 
         Raises:
             EvaluationFailed: An output has NaN or infinite values.
@@ -124,7 +131,7 @@ class PreparedImages:
         for index, found in enumerate(infer_all(infer, batches())):
             outputs = require_finite(found, f"image {self.data.sample_name(index * batch)!r}")
             for k, item in enumerate(waiting.popleft()):
-                # An output of a batch of one may lack a batch axis (boxes from a graph with NMS).
+                # With a batch of one, an output may have no batch axis (boxes from a graph with NMS).
                 yield item, outputs if batch == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
 
     def _prepare_image(self, i: int) -> Prepared:
@@ -139,7 +146,7 @@ class PreparedImages:
             )
         if item.tensor.nbytes <= self._room:
             self._room -= item.tensor.nbytes
-            item.tensor.flags.writeable = False  # several evaluators use it, and outputs are known by it
+            item.tensor.flags.writeable = False  # shared by evaluators, and key of remembered outputs
             self._cache[name] = item
         return item
 
@@ -149,10 +156,11 @@ class PreparedArrays:
 
     Args:
         data: A mapping for `harness.accuracy.data.arrays.open_arrays`.
+        inputs: Element type and shape of each input of the model.
         base: Folder that relative paths start from.
 
     Raises:
-        UserError: Anything wrong with the data, or they do not fit the inputs.
+        UserError: The data are invalid or do not fit the inputs.
     """
 
     def __init__(self, data: Mapping[str, Any], inputs: InputTypes, base: Path | None = None) -> None:
@@ -166,7 +174,7 @@ class PreparedArrays:
         return len(self._batches)
 
     def run(self, infer: Infer) -> Iterator[tuple[None, Mapping[str, Array]]]:
-        """Run the engine on every sample; gives the outputs of one sample at a time, batch axis included.
+        """Run the engine on every sample; yield the outputs of each sample, batch axis included.
 
         Raises:
             EvaluationFailed: An output has NaN or infinite values.
@@ -188,13 +196,13 @@ def open_samples(
     """Open labelled data for an evaluator: images with a preprocessing, or arrays.
 
     Args:
-        data: See `harness.accuracy.data.datasets`.
+        data: A mapping for `harness.accuracy.data.datasets.open_data`.
         preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
-        inputs: Element type and shape of each input of the model, as the harness supplies it.
+        inputs: Element type and shape of each input of the model.
         base: Folder that relative paths start from.
 
     Raises:
-        UserError: Anything wrong with these.
+        UserError: An argument is invalid, or the data do not fit the inputs.
     """
     if is_array_data(data):
         return PreparedArrays(data, inputs, base)
@@ -207,7 +215,7 @@ def open_samples(
 
 
 def image_input_params(data: object, inputs: InputTypes) -> dict[str, Any]:
-    """Return `input_name` and `input_shape` for an evaluator that takes them; empty values where data are no images.
+    """Return `input_name` and `input_shape` for an evaluator that takes them; empty values if the data are arrays.
 
     Raises:
         UserError: Images do not fit the inputs of the model.
@@ -225,11 +233,11 @@ class LabelledImages:
         data: A mapping for `harness.accuracy.data.datasets.open_images`.
         preprocess: Name, or `{use: NAME, params: {...}}`.
         input_name: Set by the harness: name of the model's image input.
-        input_shape: Set by the harness: its static shape, batch x 3 x height x width.
+        input_shape: Set by the harness: static shape of that input, batch x 3 x height x width.
         base: Set by the harness: folder that relative paths start from.
 
     Raises:
-        UserError: Anything wrong with these.
+        UserError: An argument is invalid.
     """
 
     higher_is_better = True
@@ -251,12 +259,12 @@ class LabelledImages:
 
     @property
     def inferences(self) -> int:
-        """Return the number of inferences that one score takes: batches of images, the last one filled up."""
+        """Return the number of inferences per score: one per batch of images."""
         return self.images.inferences
 
 
 def select_output(outputs: Mapping[str, Array], name: str | None, where: str) -> Array:
-    """Return the name of the output that holds the logits; arguments and errors as in `select_output_name`."""
+    """Return the output that holds the logits; arguments and errors as in `select_output_name`."""
     return outputs[select_output_name(outputs, name, where)]
 
 
@@ -264,6 +272,7 @@ def select_output_name(outputs: Collection[str], name: str | None, where: str) -
     """Return the name of the output that holds the logits.
 
     Args:
+        outputs: Names of all outputs.
         name: Name of the output; None if there is only one.
         where: Prefix of messages, for instance "top1: output".
 
@@ -279,11 +288,13 @@ def select_output_name(outputs: Collection[str], name: str | None, where: str) -
 
 
 def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mapping[str, Any]) -> str:
-    """Return a warning if the float model itself scores next to nothing, or answers all with one class; else "".
+    """Return a warning if the float model itself scores almost 0 or gives one class for all samples; else "".
 
     Args:
-        higher_is_better: Direction of the metric; a loss near 0 is good.
-        params: Parameters of the evaluator, to name those that may be wrong.
+        accuracy: Score of the float model.
+        metric: Name of the metric.
+        higher_is_better: Direction of the metric; no warning if a value near 0 is good.
+        params: Parameters of the evaluator; the message names those that may be wrong.
     """
     value = accuracy.metrics.get(metric, 1.0)
     one_class = metric in ("top1", "top5") and bool(accuracy.note)

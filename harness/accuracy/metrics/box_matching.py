@@ -1,7 +1,7 @@
-"""Matches of detections and labelled boxes as COCO counts them, and the average precision that follows.
+"""Matches of detections and labelled boxes by the rules of COCO, and the precision that follows from them.
 
-The rules are those of `pycocotools.cocoeval.COCOeval` for boxes, and a test compares every figure with it bit by bit.
-All thresholds and ranges of areas are matched at once, and only categories that have boxes: others count in no figure.
+The rules are those of `pycocotools.cocoeval.COCOeval` for boxes; a test compares all results with it bit by bit. All
+thresholds and ranges of areas are matched at once. Categories without boxes are left out, as no metric depends on them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from harness.errors import UserError
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
 AREA_RANGES = np.array([(0, 1e10), (0, 32**2), (32**2, 96**2), (96**2, 1e10)], np.float64)
-"""Of all, small, medium and large boxes, in square pixels."""
-MAX_PER_IMAGE = 100  # detections of one category that count
+"""Smallest and largest area, in square pixels, of all, small, medium and large boxes."""
+MAX_PER_IMAGE = 100
+"""Largest number of detections of one category and image that count."""
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
@@ -29,15 +30,16 @@ Booleans = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CategoryMatches:
-    """Boxes and detections of one category, by image; detections of an image by falling score.
+    """Boxes and detections of one category, sorted by image, detections of an image by decreasing score.
 
     Attributes:
-        category: Index of the category, in ascending order of their ids.
-        truth_image: Image of each labelled box, in ascending order of the ids of images.
-        truth_counts: Whether a box counts: areas x boxes.
-        image: Image of each detection.
-        matched: Whether a detection hits a box: areas x thresholds x detections.
-        ignored: Whether it counts for nothing, of the same shape.
+        category: Index of the category in ascending order of ids.
+        truth_image: Index of the image of each labelled box; images are in ascending order of ids.
+        truth_counts: Whether each box counts, shape (areas, boxes).
+        image: Index of the image of each detection.
+        scores: Score of each detection.
+        matched: Whether each detection matches a box, shape (areas, thresholds, detections).
+        ignored: Whether each detection is neither a hit nor a miss, of the same shape.
     """
 
     category: int
@@ -51,7 +53,7 @@ class CategoryMatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Boxes:
-    """Boxes of all images: left, top, width and height, sorted by category, image and falling score."""
+    """Boxes of all images; `box` has left, top, width and height."""
 
     category: Integers
     image: Integers
@@ -64,7 +66,11 @@ class _Boxes:
         return _Boxes(**{name: getattr(self, name)[chosen] for name in self.__slots__})
 
     def sort(self, *, by_class: bool) -> _Boxes:
-        """Return the boxes in order; equal scores of an image keep theirs, which is by category."""
+        """Return the boxes sorted by category, image and decreasing score.
+
+        Args:
+            by_class: If False, the categories are replaced by one, and boxes of equal score stay in their order.
+        """
         kept = self.select(np.lexsort((self.category, -self.scores, self.image)))
         if by_class:
             return kept.select(np.argsort(kept.category, kind="stable"))
@@ -78,11 +84,11 @@ def match_boxes(
 
     Args:
         labels: `pycocotools.coco.COCO.dataset`; not changed.
-        found: One entry an image, in the order of the labels.
-        by_class: False: as if there were one category.
+        found: Detections of each image, in the order of the labels.
+        by_class: If False, all boxes and detections are treated as one category.
 
     Raises:
-        UserError: A class index beyond the categories of the labels.
+        UserError: A class index is beyond the categories of the labels.
     """
     categories = sorted(category["id"] for category in labels["categories"])
     for detections in found:
@@ -147,22 +153,22 @@ def _match_category(category: int, truth: _Boxes, boxes: _Boxes) -> CategoryMatc
 
 
 def _iter_shared_images(truth: Integers, found: Integers) -> Iterator[tuple[slice, slice]]:
-    """Yield the places of the boxes and of the detections of each image that has both."""
+    """Yield the slices of the boxes and of the detections of each image that has both."""
     for image in np.intersect1d(truth, found):
         first, last = ((np.searchsorted(each, image), np.searchsorted(each, image, "right")) for each in (truth, found))
         yield slice(*first), slice(*last)
 
 
 def _match_image(ious: Floats, left_out: Booleans, crowd: Booleans) -> tuple[Booleans, Booleans]:
-    """Return which detections hit a box, and whether that box is left out: areas x thresholds x detections.
+    """Return which detections match a box, and whether that box is left out, shape (areas, thresholds, detections).
 
-    The best detection chooses first: of the free boxes that overlap enough it takes the one with the largest overlap
-    (the last of equal ones), one that is left out only if there is no other. A crowd may be hit again and again.
+    Detections are matched in the order of their scores. Each takes the free box with the largest sufficient overlap
+    (the last of equal ones); a box that is left out only if there is no other. A crowd can be matched several times.
 
     Args:
-        ious: Detections x boxes.
-        left_out: Areas x boxes.
-        crowd: Whether a box is a crowd.
+        ious: IoU, shape (detections, boxes).
+        left_out: Whether each box does not count, shape (areas, boxes).
+        crowd: Whether each box is a crowd.
     """
     areas, count = left_out.shape
     free = np.ones((areas, len(IOU_THRESHOLDS), count), np.bool_)
@@ -181,10 +187,14 @@ def _match_image(ious: Floats, left_out: Booleans, crowd: Booleans) -> tuple[Boo
 
 
 def interpolate_precision(matches: Sequence[CategoryMatches], area: int) -> Floats:
-    """Return the precision at each threshold and recall, of the categories that have a box of an area that counts.
+    """Return the precision at each IoU threshold and recall, of the categories with a box that counts.
+
+    Args:
+        matches: Matches of each category.
+        area: Index into `AREA_RANGES`.
 
     Returns:
-        Thresholds x recalls x categories.
+        Array of shape (thresholds, recalls, categories).
     """
     counted = [each for each in matches if each.truth_counts[area].any()]
     values = np.zeros((len(IOU_THRESHOLDS), len(RECALL_THRESHOLDS), len(counted)))

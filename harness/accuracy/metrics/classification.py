@@ -17,8 +17,10 @@ from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import InputTypes
 
-SHIFTED_SHARE = 0.5  # share of images, and of classes, whose answer is their label plus one and the same number
-MIN_ANSWERS = 10  # fewer may be shifted by chance
+SHIFTED_SHARE = 0.5
+"""Share of images and of classes with the same difference between answer and label that indicates wrong labels."""
+MIN_ANSWERS = 10
+"""Smallest number of answers for checks of the labels; fewer may differ from them systematically by chance."""
 
 
 class Top1:
@@ -28,13 +30,13 @@ class Top1:
         data: Images, or arrays, with class labels (`harness.accuracy.data.datasets`).
         preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
         input_name: Set by the harness: name of the model's image input; not for arrays.
-        input_shape: Set by the harness: its static shape, batch x 3 x height x width.
+        input_shape: Set by the harness: static shape of that input, batch x 3 x height x width.
         output: Name of the output with the logits; not needed if there is one output.
         base: Set by the harness: folder that relative paths start from.
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
 
     Raises:
-        UserError: Anything wrong with these.
+        UserError: An argument is invalid, or there are no class labels.
     """
 
     metric = "top1"
@@ -65,10 +67,13 @@ class Top1:
         return self.images.inferences
 
     def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """See which output holds the logits, and whether it has a value for every class of the labels.
+        """Check that the output with the logits has a value for every class of the labels.
+
+        Args:
+            shapes: Shape of each output.
 
         Raises:
-            UserError: It has not, or it is not said which of several it is.
+            UserError: The output has too few values, or `output` does not select one of several.
         """
         self._check_classes(shapes[select_output_name(shapes, self._output, f"{self.metric}: output")])
 
@@ -88,11 +93,11 @@ class Top1:
         )
 
     def score(self, infer: Infer) -> Accuracy:
-        """See `harness.api.Evaluator`; `per_item` holds the hits. Of equal outputs the lower class wins.
+        """Return top1 and top5; `per_item` has 1 for each hit, else 0. Of equal outputs the lower class ranks first.
 
         Raises:
-            EvaluationFailed: Outputs that are not finite, or are no row of logits.
-            UserError: A class that the model does not have, or most answers are shifted against the labels.
+            EvaluationFailed: Outputs are not finite or are no row of logits.
+            UserError: A label is no class of the model, or most answers differ from their labels by the same number.
         """
         ranks, answers = [], []
         for (_, outputs), label in zip(self.images.run(infer), self.labels, strict=True):
@@ -109,7 +114,7 @@ class Top1:
         )
 
     def _describe_single_answer(self, answers: list[int]) -> str:
-        """Return a note if all samples of several classes get the same answer, as those of a model that is not fed."""
+        """Return a note if samples of several classes all get the same answer, as if the input had no effect."""
         stuck = len(answers) >= MIN_ANSWERS and len(set(answers)) == 1 < len(set(self.labels))
         return f"all {len(answers)} answers are class {answers[0]}" if stuck else ""
 
@@ -121,16 +126,16 @@ class Top1:
         return logits.reshape(-1)
 
     def _rank_of_label(self, logits: Array, label: int) -> int:
-        """Return the number of classes that rank above the label."""
+        """Return the number of classes that rank before the label."""
         if label >= len(logits):
             self._check_classes(logits.shape)  # which raises
         return int((logits > logits[label]).sum() + (logits[:label] == logits[label]).sum())
 
     def _check_label_shift(self, answers: list[int]) -> None:
-        """Raise if the answers of most classes are the labels shifted by a constant, which indicates wrong labels.
+        """Raise if the answers of most classes are the labels plus a constant, which indicates wrong labels.
 
-        Quantization may spoil answers, but does not shift those of most classes. A model that always answers with the
-        second of two classes shifts the answers of the first class only.
+        Quantization does not cause such a shift for most classes. A model that always answers with the second of two
+        classes shifts the answers of the first class only.
         """
         if len(answers) < MIN_ANSWERS:
             return
@@ -155,7 +160,7 @@ def _sample_classes(labels: Array | None, metric: str, arrays: bool) -> list[int
     """Return the class of each sample.
 
     Raises:
-        UserError: There are no labels, or they are not one whole number from 0 a sample.
+        UserError: There are no labels, or they are not one whole number from 0 per sample.
     """
     if labels is None:
         images, rows = "a .txt file with lines 'FILENAME CLASS'", "an array of the .npz file, by its name, or a file"

@@ -1,4 +1,4 @@
-"""Distance between the outputs of an engine and those of the float model, which are kept in a reference file."""
+"""Distance between the outputs of an engine and the float model's outputs, which are stored in a reference file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from harness.errors import EvaluationFailed
 from harness.paths import replacing
 
 WORST_PREFIX = "worst: "
-"""Begins the end of a note, which names the output, or part of one, that the SQNR is of."""
+"""Prefix of the last sentence of a note, which names the output, or part of one, with the smallest SQNR."""
 MAX_NAMES_SHOWN = 5
 
 
@@ -35,8 +35,8 @@ class ComparisonLayout:
     """Rules for comparing the outputs of a model, derived from the float model's outputs.
 
     Attributes:
-        parts: Outputs that count, each with the parts that are scored apart; none: the whole output.
-        silent: Outputs of floating type that do not count; see `silent`.
+        parts: Outputs that are compared, each with the parts that are scored separately; none: the whole output.
+        silent: Outputs of floating type that are not compared, because they are constant (`constant_outputs`).
         untyped: Outputs of other types, which are not compared.
     """
 
@@ -83,8 +83,8 @@ class Closeness:
     """Result of a comparison of outputs.
 
     Attributes:
-        figures: One value a batch of sqnr_db, cosine and kl, each of the output or part that is worst by its mean.
-        worst: Output, or part of one, that the SQNR belongs to; "" where there is one alone.
+        figures: Values of sqnr_db, cosine and kl for each batch, of the output or part with the worst mean.
+        worst: Description of the output, or part of one, with the worst SQNR; "" if only one was compared.
     """
 
     figures: Mapping[str, Sequence[float]]
@@ -125,18 +125,18 @@ def compare_outputs(
     *,
     sqnr_only: bool = False,
 ) -> Closeness:
-    """Return how close outputs are; the worst output, or part of one, decides on each figure.
+    """Return how close outputs are, by the worst output, or part of one, for each figure.
 
-    - sqnr_db: 10 log10 of signal power over error power, within +-MAX_SQNR_DB. A batch without any error counts as the
-      best one that has some: equal outputs have no finite SQNR, and a mean would hide the others.
-    - cosine: of the flattened values; 1 for two without any signal.
-    - kl: Kullback-Leibler divergence in nats of the softmax over the class axis (the second of four,
-      else the last) of the whole output, reference first, mean over the other axes.
+    - sqnr_db: 10 log10 of signal power over error power, within +-MAX_SQNR_DB. A batch without any error gets the best
+      value of the other batches, because MAX_SQNR_DB would dominate the mean.
+    - cosine: Cosine similarity of the flattened values; 1 if both are 0.
+    - kl: Kullback-Leibler divergence in nats of the softmax over the class axis (the second of four, else the last) of
+      the whole output, reference first, mean over the other axes.
 
     Args:
         pairs: For each batch the float model's outputs and the engine's.
-        layout: Of the float model's outputs.
-        sqnr_only: Compute no other figure.
+        layout: Layout of the float model's outputs.
+        sqnr_only: Whether to compute only sqnr_db.
 
     Raises:
         EvaluationFailed: An output is missing or of another shape, or none is of floating type.
@@ -232,10 +232,12 @@ FINGERPRINT = "fingerprint"
 
 
 def write_reference(path: Path, arrays: Mapping[str, Array], fingerprint: str) -> None:
-    """Write arrays to a reference file, all or nothing.
+    """Write a reference file atomically.
 
     Args:
-        fingerprint: Fingerprint of the evaluator that reads them again.
+        path: Path of the file.
+        arrays: Arrays by name.
+        fingerprint: Fingerprint of the evaluator, which `open_reference` compares.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, part.open("wb") as file:
@@ -246,8 +248,13 @@ def write_reference(path: Path, arrays: Mapping[str, Array], fingerprint: str) -
 def open_reference(path: Path, fingerprint: str, evaluator: str) -> Iterator[Any]:
     """Yield the arrays of a reference file by name, read on demand.
 
+    Args:
+        path: Path of the file.
+        fingerprint: Fingerprint of the evaluator.
+        evaluator: Name of the evaluator for messages.
+
     Raises:
-        EvaluationFailed: There is no such file, or it was made on other inputs.
+        EvaluationFailed: There is no such file, or it has another fingerprint.
     """
     if not path.is_file():
         raise EvaluationFailed(

@@ -18,21 +18,21 @@ from harness.random_inputs import InputTypes
 
 
 class Metric:
-    """The figure that a function `(outputs, labels)` gives, of which more is better; see `Loss`.
+    """Metric that a Python function `(outputs, labels)` computes; higher is better (`Loss`: lower is better).
 
-    The function gets the outputs of all samples, joined along the first axis, and their labels, one row a sample. It
-    returns one number, or one number a sample: then their mean is the figure, and it has an interval.
+    The function receives the outputs of all samples, joined along the first axis, and their labels, one row per sample.
+    It returns one number, or one number per sample: then the metric is their mean and has a confidence interval.
 
     Args:
         data: Arrays, or images with class labels (`harness.accuracy.data.datasets`).
         function: `module:function`.
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
         preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
-        output: Name of the output that the function gets; without it a model with several gives a mapping of them.
+        output: Name of the output that the function receives. None: the only output, or a mapping of all by name.
         base: Set by the harness: folder that relative paths start from.
 
     Raises:
-        UserError: Anything wrong with these.
+        UserError: An argument is invalid, or the data have no labels.
     """
 
     metric = "metric"
@@ -65,10 +65,10 @@ class Metric:
         return self.samples.inferences
 
     def score(self, infer: Infer) -> Accuracy:
-        """See `harness.api.Evaluator`.
+        """Return the result of the function for the outputs of an engine.
 
         Raises:
-            EvaluationFailed: Outputs that are not finite, or the function raises, or returns something else.
+            EvaluationFailed: Outputs are not finite, or the function raises or returns an invalid value.
         """
         rows = [outputs for _, outputs in self.samples.run(infer)]
         try:
@@ -97,7 +97,7 @@ class Loss(Metric):
 
 
 def source_digest(function: Any) -> str:
-    """Return a digest of the source file of a function, of its own lines in a notebook, or "" if neither is known."""
+    """Return a digest of a function's source file, in a notebook of the function's source, or "" if there is none."""
     try:
         file = Path(inspect.getfile(function))
         source = file.read_bytes() if file.exists() else inspect.getsource(function).encode()

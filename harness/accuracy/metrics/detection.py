@@ -1,4 +1,4 @@
-"""Mean average precision of a detector, as COCO counts it."""
+"""Mean average precision of a detector by the rules of COCO."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from harness.accuracy.metrics.intervals import MAX_MIXABLE_IMAGES, NEGLIGIBLE_SC
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
 
-MIN_BOX_AP50, MAX_CLASS_AP50_SHARE = (
-    0.2,
-    0.1,
-)  # AP50 without classes that says that boxes are found; share of it that says classes are not
+MIN_BOX_AP50 = 0.2
+"""AP50 without regard to classes above which a model is considered to find the boxes."""
+MAX_CLASS_AP50_SHARE = 0.1
+"""Ratio of the AP50 with classes to that without below which the classes are considered to be in another order."""
 
 
 class CocoMAP(LabelledImages):
     """mAP over IoU 0.50 to 0.95 on images with boxes; also at 0.50 and 0.75, and for small, medium and large boxes.
 
-    Lin et al. 2014, arXiv:1405.0312, as pycocotools computes it. The model's class k is the k-th of the labels'
-    category ids in ascending order, whatever order the file lists them in, or of `data.classes`.
+    The metric is that of pycocotools (Lin et al. 2014, arXiv:1405.0312). Class k of the model is the k-th name of
+    `data.classes`, or without them the k-th of the labels' category ids in ascending order.
 
     Args:
         data: Images with COCO labels (`harness.accuracy.data.datasets`).
         preprocess: Name, or `{use: NAME, params: {...}}`.
         decode: Decoder, by name or `{use: NAME, params: {...}}`.
-        input_name: Set by the harness, as `input_shape` and `base`; see `LabelledImages`.
+        input_name: Set by the harness, as are `input_shape` and `base`; see `LabelledImages`.
 
     Raises:
-        UserError: Anything wrong with these, or labels without a single box.
+        UserError: An argument is invalid, or the labels have no box.
     """
 
     metric = "map"
@@ -68,10 +68,13 @@ class CocoMAP(LabelledImages):
         self._fitting: str | None = None
 
     def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """See whether a decoder of the harness takes outputs of these shapes, of one image; others may not bear zeros.
+        """Check that the decoder accepts the outputs of one image; custom decoders are not checked.
+
+        Args:
+            shapes: Shape of each output. The decoder receives zeros, which a custom one might not support.
 
         Raises:
-            EvaluationFailed: It does not.
+            EvaluationFailed: The decoder refuses the shapes.
         """
         if self._own:
             return
@@ -80,11 +83,11 @@ class CocoMAP(LabelledImages):
         self._decode_image({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, blank)
 
     def prepare(self, infer: Infer) -> None:
-        """See whether the float model's classes are those of the labels.
+        """Check that the classes of the float model are in the order of the labels.
 
         Raises:
-            EvaluationFailed: See `score`.
-            UserError: Its boxes are where the labels have some, but hardly one is of the labelled class.
+            EvaluationFailed: Outputs are not finite, or the decoder refuses their shapes.
+            UserError: The boxes match those of the labels, but most classes do not.
         """
         found = self._detect(infer)
         boxes = _coco_figures(match_boxes(self._labels, found, by_class=False)).get("map50", 0.0)
@@ -97,10 +100,10 @@ class CocoMAP(LabelledImages):
             )
 
     def score(self, infer: Infer) -> Accuracy:
-        """See `harness.api.Evaluator`; a size class without boxes has no figure.
+        """Return the metrics of `MAP_METRICS`, without those of a size class that has no boxes.
 
         Raises:
-            EvaluationFailed: Outputs that are not finite, or of a shape that the decoder does not know.
+            EvaluationFailed: Outputs are not finite, or the decoder refuses their shapes.
         """
         matches = match_boxes(self._labels, self._detect(infer))
         mixed = len(self) <= MAX_MIXABLE_IMAGES
@@ -114,7 +117,7 @@ class CocoMAP(LabelledImages):
         )
 
     def _suggest_layout(self) -> str:
-        """Return which decoder and preprocessing detectors with such outputs have, where others are used."""
+        """Return a hint at the decoder and preprocessing that fit the outputs' shapes; "" if they are used already."""
         used = {"decode": self._decoder, "preprocess": self._preprocess}
         others = [f"{key}: {self._fitting}" for key, name in used.items() if name != self._fitting]
         return f"detectors with outputs of these shapes want {' and '.join(others)}" if self._fitting and others else ""
@@ -144,16 +147,16 @@ def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict
 
     Args:
         labels: `pycocotools.coco.COCO.dataset`; not changed.
-        found: One entry an image.
+        found: Detections of each image.
 
     Raises:
-        UserError: A class index beyond the categories of the labels.
+        UserError: A class index is beyond the categories of the labels.
     """
     return _coco_figures(match_boxes(labels, found))
 
 
 def _coco_figures(matches: Sequence[CategoryMatches]) -> dict[str, float]:
-    """Return COCO's metrics by name; a range of areas without a box has none."""
+    """Return COCO's metrics by name, without those of a size class that has no boxes."""
     precision = {area: interpolate_precision(matches, area) for area, _ in MAP_METRICS.values()}
     return {
         name: float(np.mean(precision[area][list(levels)].ravel()))

@@ -31,22 +31,21 @@ from harness.random_inputs import random_feeds
 from harness.timing.workers.inference import infer_all
 
 FIGURES_VERSION = 2
-"""Version of what the figures mean: those of the worst output and part; before, means over outputs."""
+"""Version of the definition of the figures: 2 is the worst output and part; 1 was the mean over outputs."""
 LAYOUT = "layout"
 RANDOM_BATCH_COUNT = 16
-"""Batches of random inputs."""
+"""Default number of batches of random inputs."""
 MAX_KEPT_BYTES = 100 * 2**20
-"""Inputs of a larger size are made for every engine."""
+"""Largest total size of inputs that are kept in memory; larger ones are made anew for every engine."""
 
 
 class Fidelity:
     """SQNR (sqnr_db), cosine similarity (cosine) and KL divergence (kl) of the outputs, against the float model.
 
     The harness calls `prepare` once with the float model's engine; each engine is then scored on the same inputs.
-    Figures are means over batches, of the size that the model takes; `per_item` holds SQNR. The worst output decides,
-    and within it the worst part where slices differ in scale (`harness.accuracy.metrics.sqnr`); `note` names it.
-    Outputs that are the same all over are left out, and named in `note`; see
-    `harness.accuracy.metrics.closeness.silent`.
+    Figures are means over batches of the model's batch size; `per_item` has the SQNR of each batch. Each figure is that
+    of the worst output, or of its worst part if slices differ in scale (`harness.accuracy.metrics.sqnr`); `note` names
+    it. Constant outputs (`harness.accuracy.metrics.closeness.constant_outputs`) are left out and named in `note`.
 
     Args:
         reference: Set by the harness: file of the float model's outputs (inputs are never stored).
@@ -54,11 +53,11 @@ class Fidelity:
         data: Images or arrays (`harness.accuracy.data.datasets`); None: random inputs.
         preprocess: Preprocessing of an image; name, or `{use: NAME, params: {...}}`.
         samples: Maximum number of samples, None: all; for random data the number of batches, None: 16.
-        sqnr_only: Compute no other figure: a search that compares each candidate needs none.
+        sqnr_only: Whether to compute only sqnr_db, which takes less time.
         base: Set by the harness: folder that relative paths start from.
 
     Raises:
-        UserError: Anything wrong with these; images for a model with several inputs, arrays that do not fit.
+        UserError: An argument is invalid, or the data do not fit the inputs of the model.
     """
 
     metric = "sqnr_db"
@@ -108,7 +107,7 @@ class Fidelity:
         return iter(self._kept)
 
     def prepare(self, infer: Infer) -> None:
-        """Run the float model on the inputs and write its outputs to the reference file; see `harness.api.Evaluator`.
+        """Run the float model on the inputs and write its outputs to the reference file.
 
         Raises:
             EvaluationFailed: The float model itself gives NaN or infinite values.
@@ -121,11 +120,11 @@ class Fidelity:
         write_reference(self._reference, arrays, self.fingerprint)
 
     def score(self, infer: Infer) -> Accuracy:
-        """See `harness.api.Evaluator`.
+        """Return the distance of an engine's outputs from those of the float model.
 
         Raises:
-            EvaluationFailed: No reference, or one of other inputs; outputs that are not finite or do not match those of
-                the float model.
+            EvaluationFailed: There is no reference for these inputs, or outputs are not finite or do not match those of
+                the float model by name and shape.
         """
         with open_reference(self._reference, self.fingerprint, "fidelity") as reference:
             layout = ComparisonLayout.from_json(str(reference[LAYOUT]))
@@ -147,5 +146,5 @@ class Fidelity:
 
 
 def _input_bytes(input_type: tuple[str, tuple[int, ...]]) -> int:
-    """Return a bound of the size of an input: elements have 8 bytes at most."""
+    """Return an upper bound of the bytes of an input; an element has at most 8 bytes."""
     return 8 * math.prod(input_type[1])

@@ -1,9 +1,9 @@
 """Confidence intervals of accuracy by a paired bootstrap over images, for every metric and for drops.
 
 Images are drawn with replacement, the same ones for both engines of a drop (Efron and Tibshirani 1993, "An introduction
-to the bootstrap", chapters 8 and 13; the paired form for detectors and classifiers is that of Koehn 2004, "Statistical
-significance tests for machine translation evaluation", section 4). What is needed for it is in each record of accuracy:
-one value an image where the metric is a mean, else `evidence`, from which the metric is computed again for every draw.
+to the bootstrap", chapters 8 and 13; the paired form is that of Koehn 2004, "Statistical significance tests for machine
+translation evaluation", section 4). Each record of accuracy contains the data for it: one value per image if the metric
+is a mean, else `evidence`, from which the metric is recomputed for every draw.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from harness.api import Accuracy
 from harness.statistics import Interval
 
 MIN_IMAGES = 20
-"""Below this number of images an interval is unreliable: its limits come from a handful of values."""
+"""Smallest number of images for a reliable interval; with fewer, its limits come from very few values."""
 SURELY_WITHIN = 0.95
-"""Probability from which a loss is surely within a bound; it is within from one half."""
+"""Smallest probability that a loss keeps a bound for it to count as surely within the bound."""
 RESAMPLES = 1000
-"""Draws of the images."""
+"""Number of bootstrap draws."""
 CONFIDENCE_LEVEL = 0.95
 NEGLIGIBLE_SCORE = 0.01
-"""A float model with less of a metric that ends at 1 is not the one that labels and preprocessing are for."""
+"""Score, of at most 1, below which labels or preprocessing probably do not fit the float model."""
 MAX_RESAMPLING_BYTES = 256 * 2**20
 MAX_IMAGES = 1_000_000
 MAX_MIXABLE_IMAGES = 1000
-"""Largest number of images for which `Accuracy.mixable` is kept: 500 bytes an image, for each placement."""
+"""Largest number of images for which `Accuracy.mixable` is kept; it takes 500 bytes per image and placement."""
 ROUNDING_TOLERANCE = 1e-6
-"""A figure and what is computed again may differ by so much, relative or absolute: by the order of a sum."""
+"""Largest relative or absolute difference of a recorded and a recomputed value, for instance by the order of a sum."""
 ROUND_OFF = 1e-9
-"""A loss exceeds a bound if it is larger by more."""
+"""Difference up to which a loss above a bound still keeps it."""
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure with its 95 % interval over images.
+    """Value of a metric with its 95 % interval over images.
 
     Attributes:
-        interval: In the metric's unit.
+        interval: Value and limits in the metric's unit.
         images: Number of images, or of batches for a metric over batches.
     """
 
@@ -75,17 +75,17 @@ def encode_evidence(kind: str, facts: Mapping[str, Any]) -> str:
     """Return the evidence of an `Accuracy`: facts about each image as text.
 
     Args:
-        kind: "mean": one list of values for each metric, and `classes`, the class of each image, if there are any.
-            "map": see `harness.accuracy.metrics.average_precision`. "miou": for each image a list of class, pixels that
-            are of it rightly, pixels labelled so, pixels found so, and so on.
-        facts: JSON-able.
+        kind: "mean": one list of values for each metric, and `classes`, the class of each image, if there are classes.
+            "map": the facts of `harness.accuracy.metrics.average_precision`. "miou": for each image a list with four
+            numbers for each class: the class, and its pixels found correctly, labelled and found.
+        facts: Facts that JSON can represent.
     """
     packed = zlib.compress(json.dumps({"kind": kind, **facts}, separators=(",", ":")).encode(), 9)
     return base64.b85encode(packed).decode("ascii")
 
 
 def decode_accuracy(score: Mapping[str, Any]) -> Accuracy:
-    """Return a record of `accuracy.json` as a value; evidence is optional."""
+    """Return an entry of `accuracy.json` as `Accuracy`; only `metrics` is required."""
     return Accuracy(
         metrics=dict(score["metrics"]),
         per_item=tuple(score.get("per_item", ())),
@@ -99,7 +99,9 @@ def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = No
     """Return a metric with its confidence interval, or None if the record does not allow one.
 
     Args:
-        primary: The evaluator's `metric`, which `per_item` is of; by default `metric` itself.
+        accuracy: Record of an engine.
+        metric: Name of the metric.
+        primary: The evaluator's `metric`, to which `per_item` belongs; None: `metric` itself.
 
     Raises:
         ValueError: The evidence is damaged.
@@ -114,16 +116,17 @@ def drop_estimate(
     """Return the loss of a metric against a reference, positive if `found` is worse, with its paired interval.
 
     Args:
-        reference: Of the float model.
-        found: Of another engine, by the same evaluator on the same images.
+        reference: Record of the float model.
+        found: Record of another engine, by the same evaluator on the same images.
+        metric: Name of the metric.
         higher_is_better: Direction of the metric.
-        primary: See `metric_estimate`.
+        primary: The evaluator's `metric`, to which `per_item` belongs; None: `metric` itself.
 
     Returns:
-        None where one of the records does not allow an interval.
+        The loss, or None if one of the records does not allow an interval.
 
     Raises:
-        ValueError: They are of different numbers of images, or the evidence is damaged.
+        ValueError: The records have different numbers of images, or the evidence is damaged.
     """
     first, second = (_metric_draws(accuracy, metric, primary) for accuracy in (reference, found))
     if first is None or second is None:
@@ -140,7 +143,7 @@ def probability_within(
 ) -> float | None:
     """Return the probability that the loss of a metric is at most a bound, by the draws of `drop_estimate`.
 
-    It agrees with the interval: at its upper limit the probability is 97.5 %. None where there is no interval.
+    It agrees with the interval: at its upper limit the probability is 97.5 %. None if there is no interval.
     """
     first, second = (_metric_draws(accuracy, metric, None) for accuracy in (reference, found))
     if first is None or second is None or first[1] != second[1]:
@@ -160,15 +163,16 @@ def surely_within(
 ) -> bool:
     """Return whether the loss of a metric keeps a bound with a probability of at least `SURELY_WITHIN`.
 
-    Draws of images with equal answers do not vary. So the loss of a mean over images has at least the standard error of
-    three changed answers, as many as may be missed with a probability of 5 % (the rule of three).
+    If both engines give the same answers, all draws are equal and the interval has no width. Therefore the standard
+    error of a mean over images is taken as at least that of three changed answers: if no change is observed, the true
+    number is up to three with a probability of 95 % (the rule of three).
     """
     probability = probability_within(reference, found, metric, bound, higher_is_better=higher_is_better)
     if probability is None or probability < SURELY_WITHIN:
         return False
     loss = (1 if higher_is_better else -1) * _difference(reference, found, metric)
     images = len(found.per_item)
-    if not images:  # a metric of all images together: few of them may not vary
+    if not images:  # a metric over all images together, which hardly varies if there are few of them
         draws = _metric_draws(found, metric, None)
         return draws is not None and draws[1] >= MIN_IMAGES
     return NormalDist(loss, math.sqrt(3) / images).cdf(bound + ROUND_OFF) >= SURELY_WITHIN
@@ -186,27 +190,28 @@ def _normal_score(draws: Values, value: float) -> float:
 
 
 def check_consistency(accuracy: Accuracy, metric: str) -> str:
-    """Return the contradiction between a figure and its own record, or "" if they agree or cannot be compared.
+    """Return a message if the value of a metric contradicts the evidence in its record; "" if not.
 
     Args:
+        accuracy: Record of an engine.
         metric: The evaluator's `metric`.
 
     Raises:
         ValueError: The evidence is damaged.
     """
-    said = accuracy.metrics[metric]
+    stated = accuracy.metrics[metric]
     recomputed = recompute_metric(accuracy.evidence, metric, _unit_weights)
     facts = decode_mixable(accuracy.mixable, metric)
     for known in (recomputed, resample_metric(facts, metric, _unit_weights)):
-        again = said if known is None or math.isnan(known[0][0]) else float(known[0][0])
-        if not _nearly_equal(said, again):
-            return f"{metric} is {said:.6g}, but by its own evidence it is {again:.6g}"
+        again = stated if known is None or math.isnan(known[0][0]) else float(known[0][0])
+        if not _nearly_equal(stated, again):
+            return f"{metric} is {stated:.6g}, but by its own evidence it is {again:.6g}"
     if accuracy.per_item:
-        # An evaluator that is made of another one may keep single images of the other's metric.
-        figures = accuracy.metrics.values() if recomputed is not None else (said,)
+        # An evaluator that wraps another one may keep the values per image of the other's metric.
+        figures = accuracy.metrics.values() if recomputed is not None else (stated,)
         mean = float(_weighted_means(accuracy.per_item, _unit_weights)[0][0])
         if not any(_nearly_equal(mean, figure) for figure in figures):
-            return f"{metric} is {said:.6g}, but by its own per_item it is {mean:.6g}"
+            return f"{metric} is {stated:.6g}, but by its own per_item it is {mean:.6g}"
     return ""
 
 
@@ -217,8 +222,8 @@ def _nearly_equal(one: float, two: float) -> bool:
 def _estimate(value: float, draws: Values, images: int) -> Estimate:
     """Return bias-corrected percentile limits (Efron and Tibshirani 1993, section 14.3, without acceleration).
 
-    Draws repeat images, and so make mAP look better than it is: of 128 images of COCO by half a standard deviation.
-    Draws without a figure (no box of any class) are left out.
+    The correction is needed because repeated images increase mAP, for 128 images of COCO by half a standard deviation.
+    Draws without a value (no box of any class) are left out.
     """
     known = draws[np.isfinite(draws)]
     if not len(known):
@@ -259,7 +264,7 @@ def _metric_draws(accuracy: Accuracy, metric: str, primary: str | None) -> Draws
 
 @lru_cache(maxsize=1024)
 def _cached_metric_draws(evidence: str, metric: str) -> Draws | None:
-    """Return the draws of a metric, cached because a report needs the float model's with every drop."""
+    """Return the draws of a metric; cached because a report needs those of the float model for every drop."""
     return recompute_metric(evidence, metric, _bootstrap_weights)
 
 
@@ -267,8 +272,10 @@ def recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Dra
     """Return a metric recomputed for each draw of images, or None if the evidence does not contain it.
 
     Args:
-        evidence: Of an `Accuracy`.
-        drawing: Returns the multiplicity of each image in each draw, shape (draws, images), for a number of images.
+        evidence: `Accuracy.evidence`.
+        metric: Name of the metric.
+        drawing: Function of a number of images that returns the multiplicity of each image in each draw, shape (draws,
+            images).
 
     Raises:
         ValueError: The evidence is damaged.
@@ -277,7 +284,7 @@ def recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Dra
 
 
 def resample_metric(facts: Mapping[str, Any], metric: str, drawing: WeightsFactory) -> Draws | None:
-    """Return a metric by the facts of `decode_evidence`; see `recompute_metric`."""
+    """Return a metric like `recompute_metric`, from the facts of `decode_evidence`."""
     kind = facts.get("kind")
     try:
         if kind == "map" and metric in MAP_METRICS:
@@ -301,14 +308,14 @@ def _weighted_means(values: Sequence[float], drawing: WeightsFactory) -> Draws:
 
 
 def decode_mixable(mixable: str, metric: str) -> dict[str, Any]:
-    """Return the facts of `Accuracy.mixable`, or nothing if they do not determine the metric: mAP of small boxes."""
+    """Return the facts of `Accuracy.mixable`; empty if they do not determine the metric (mAP of a size class)."""
     facts = decode_evidence(mixable)
     area, _ = MAP_METRICS.get(metric, (0, ()))
     return {} if facts.get("kind") == "map" and area else facts
 
 
 def decode_evidence(evidence: str) -> dict[str, Any]:
-    """Return the facts of `encode_evidence` with their kind; none of empty evidence.
+    """Return the facts and the kind given to `encode_evidence`; empty if the evidence is empty.
 
     Raises:
         ValueError: The evidence is damaged.

@@ -19,21 +19,21 @@ from harness.errors import EvaluationFailed, UserError
 
 
 class MeanIoU(LabelledImages):
-    """Mean over classes of intersection over union of their pixels, counted over all images at the images' own size.
+    """Mean over classes of the intersection over union of their pixels, over all images at their original size.
 
     Everingham et al. 2015, "The PASCAL Visual Object Classes challenge: a retrospective", section 2.3. The class of a
-    pixel is that of the nearest pixel of the output; classes that no label has are left out of the mean.
+    pixel is that of the nearest pixel of the output. Classes that occur in no mask are left out of the mean.
 
     Args:
         data: Images with masks (`harness.accuracy.data.datasets`).
-        preprocess: Name, or `{use: NAME, params: {...}}`; one that shows the model the whole image, "tf_imagenet" with
-            `resize: stretch` for instance.
-        input_name: Set by the harness, as `input_shape` and `base`; see `LabelledImages`.
+        preprocess: Name, or `{use: NAME, params: {...}}`; it must keep the whole image, for instance "tf_imagenet" with
+            `resize: stretch`.
+        input_name: Set by the harness, as are `input_shape` and `base`; see `LabelledImages`.
         output: Name of the output with the logits, 1 x classes x height x width, or the class of each pixel, 1 x
             height x width or 1 x 1 x height x width; not needed if there is one output.
 
     Raises:
-        UserError: Anything wrong with these.
+        UserError: An argument is invalid, or the data have no masks.
     """
 
     metric = "miou"
@@ -54,11 +54,12 @@ class MeanIoU(LabelledImages):
         self._output = output
 
     def score(self, infer: Infer) -> Accuracy:
-        """See `harness.api.Evaluator`.
+        """Return the mean intersection over union, with the pixel counts of each image as evidence.
 
         Raises:
-            EvaluationFailed: Outputs that are not finite, or no map of classes.
-            UserError: A mask that cannot be read, has another size than its image, or a class that the model has not.
+            EvaluationFailed: Outputs are not finite or are no map of classes.
+            UserError: A mask cannot be read, has another size than its image, or a class that the model lacks; or the
+                preprocessing cuts off a part of an image.
         """
         areas = []
         for i, (item, outputs) in enumerate(self.images.run(infer)):
@@ -91,7 +92,7 @@ def _map_to_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> M
     """Return the class of each pixel of the image, from a map that covers the model's input.
 
     Raises:
-        UserError: A part of the image lies outside of the input.
+        UserError: The preprocessing cut off a part of the image.
     """
     height, width = item.original
     across, down = found.shape[1] / size[1], found.shape[0] / size[0]
@@ -108,7 +109,7 @@ def _map_to_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> M
 
 
 def _class_areas(found: Mask, mask: Mask) -> list[int]:
-    """Return for each class of an image: the class, and its pixels found correctly, labelled, found."""
+    """Return four numbers for each class of an image: the class, and its pixels found correctly, labelled and found."""
     known = mask != VOID_CLASS
     found, mask = found[known], mask[known]
     count = int(max(found.max(initial=0), mask.max(initial=0))) + 1

@@ -1,7 +1,8 @@
-"""Signal-to-quantization-noise ratio (SQNR) of one output, scored apart where its slices differ in scale.
+"""Signal-to-quantization-noise ratio (SQNR) of one output, with separate values for slices of different scale.
 
-One SQNR over a whole output ignores its quiet parts: boxes in pixels hide scores that are all 0. So slices along an
-axis whose RMS differ by `SEPARATE_RMS_RATIO` times or more never share a figure, and the worst figure counts.
+One SQNR of a whole output hides errors of its small values: scores that are all 0 next to boxes in pixels. So slices
+along an axis whose RMS differ by a factor of `SEPARATE_RMS_RATIO` or more are scored separately, and the worst value
+counts.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ import numpy.typing as npt
 from harness.api import Array
 
 MAX_SQNR_DB = 120.0
-"""Bound of SQNR: equal outputs have no finite one, and float32 cannot tell much more apart."""
+"""Largest magnitude of an SQNR in dB, for equal outputs; float32 hardly resolves more."""
 ROUNDING_RESOLUTION = 1e-6
-"""Some eight units in the last place of a float32: runtimes round outputs that differ by less each in its own way."""
+"""Relative difference that round-off may cause: about eight units in the last place of float32."""
 SEPARATE_RMS_RATIO = 30.0
-"""Ratio of RMS from which two slices are scored apart."""
+"""Smallest ratio of the RMS of two slices that are scored separately."""
 MAX_SLICES = 512
-"""Longer axes, and those of positions, are split only where no slice lies between the loud and the quiet ones."""
+"""Largest length of an axis that is split at any point; longer axes, and axes of positions, are split only at a gap of
+`SEPARATE_RMS_RATIO` between two successive values of the RMS."""
 MIN_VALUES = 16
-"""A slice has as many values, over all samples, or its RMS says little."""
+"""Smallest number of values of a slice, over all samples, for a meaningful RMS."""
 MIN_SAMPLES = 8
-"""The same for outputs that have one value a sample in each slice, such as logits."""
+"""Smallest number of values of a slice that has one value per sample, such as a logit."""
 MIN_PEAK_PROBABILITY = 1 / 255
-"""Classes that never reach this probability are scored with the others: 8 bits from 0 to 1 do not show them."""
+"""Probability that a class must reach to be scored separately; 8 bits from 0 to 1 do not resolve smaller ones."""
 MIN_POSITION_PEAK_PROBABILITY = 4 * MIN_PEAK_PROBABILITY
-"""The same for positions: of thousands with sparse scores, some come near `MIN_PEAK_PROBABILITY` by chance."""
+"""Probability that a position must reach to be scored separately; larger than `MIN_PEAK_PROBABILITY`, because among
+thousands of positions some reach that by chance."""
 QUIET_POWER_SHARE = 1e-3
-"""A batch in which a part has less than this share of its mean power is compared with the mean power."""
+"""Share of a part's mean power; if a batch has less, its error is compared with the mean power over all batches."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -40,8 +43,9 @@ class OutputPart:
     """Slices of an output that are scored together.
 
     Attributes:
-        slices: Their indices, ascending.
-        power: Mean square of the reference in them.
+        axis: Axis that the slices are along.
+        slices: Indices of the slices, ascending.
+        power: Mean square of the reference in the slices.
     """
 
     axis: int
@@ -59,7 +63,7 @@ class OutputPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstPart:
-    """The worst figure of an output, and the slices that it belongs to (None: the whole output)."""
+    """Worst SQNR of an output, and the slices that it belongs to (None: the whole output)."""
 
     sqnr_db: float
     part: OutputPart | None = None
@@ -69,12 +73,12 @@ class WorstPart:
 
 
 def output_sqnr(reference: Array, output: Array, parts: Sequence[OutputPart] | None = None) -> WorstPart:
-    """Return the SQNR of an output against its reference, of the worst part where its slices differ in scale.
+    """Return the SQNR of an output against its reference, of the worst part if its slices differ in scale.
 
     Args:
-        reference: Of any floating type; the first axis counts samples.
-        output: Of the same shape.
-        parts: Of `split_output`, where several batches decide on them; None: those of this reference.
+        reference: Output of the float model, of any floating type; the first axis counts samples.
+        output: Output to compare, of the same shape.
+        parts: Result of `split_output` for several batches; None: the parts of this reference.
     """
     found = split_output([reference]) if parts is None else parts
     figures = [WorstPart(sqnr_db=part_sqnr(reference, output, part), part=part) for part in found or (None,)]
@@ -84,8 +88,8 @@ def output_sqnr(reference: Array, output: Array, parts: Sequence[OutputPart] | N
 def part_sqnr(reference: Array, output: Array, part: OutputPart | None = None) -> float:
     """Return the SQNR in dB of a part, or of the whole output, within +-`MAX_SQNR_DB`.
 
-    Samples of a batch that differ in scale are scored apart like other slices, and the worst of them counts. A part
-    that is silent in this batch is compared with its power over all batches.
+    Samples of a batch that differ in scale are scored separately like other slices, and the worst of them counts. If a
+    part is almost 0 in this batch, the error is compared with its mean power over all batches.
     """
     p, q = select_values(reference, part), select_values(output, part)
     usual = 0.0 if part is None else part.power * p.size
@@ -103,10 +107,10 @@ def select_values(array: Array, part: OutputPart | None) -> Floats:
 
 
 def split_output(samples: Sequence[Array]) -> tuple[OutputPart, ...]:
-    """Return the parts of an output that are scored apart; none where the whole output has one scale.
+    """Return the parts of an output that are scored separately; none if the whole output has one scale.
 
     Args:
-        samples: The output for each batch of the reference; shapes that differ leave it whole.
+        samples: The reference's output for each batch; if shapes differ, the output is not split.
     """
     if len({array.shape for array in samples}) != 1 or not samples[0].size:
         return ()
@@ -128,10 +132,10 @@ class _SliceStatistics:
             sample, because a logit may be near 0 on all samples by chance.
         peak: Largest magnitude of each slice.
         probable: Whether all values of a slice lie within 0 to 1.
-        constant: Whether a slice is the same all over, on all samples.
-        graded: Whether slices are split wherever `SEPARATE_RMS_RATIO` is reached, not only at a gap of
-            `SEPARATE_RMS_RATIO` between neighbours.
-        enough: Whether a slice has values enough.
+        constant: Whether all values of a slice are equal, on all samples.
+        graded: Whether slices are split wherever the ratio to the largest RMS of a group reaches `SEPARATE_RMS_RATIO`,
+            not only at a gap of that ratio between two successive values.
+        enough: Whether a slice has enough values for a meaningful RMS.
     """
 
     power: Floats
@@ -144,7 +148,7 @@ class _SliceStatistics:
 
     @classmethod
     def of(cls, arrays: Sequence[Array], axis: int) -> _SliceStatistics:
-        """Return the slices of an axis; axis 0 counts samples, which every other slice goes through."""
+        """Return the statistics of the slices along an axis of the given batches; axis 0 counts samples."""
         shape, others = arrays[0].shape, tuple(i for i in range(arrays[0].ndim) if i != axis)
         sums = [_slice_sums(np.asarray(array, np.float64), others) for array in arrays]
         low, high = np.min([s[0] for s in sums], axis=0), np.max([s[1] for s in sums], axis=0)
@@ -171,7 +175,7 @@ def _slice_sums(array: Floats, axes: tuple[int, ...]) -> tuple[Floats, Floats, F
 
 
 def _feature_axis(shape: Sequence[int]) -> int:
-    """Return the axis that counts features by convention: not the positions of a row, an image or a volume."""
+    """Return the axis that by convention counts features, as opposed to positions."""
     if len(shape) == 3:
         return 1 if shape[1] <= shape[2] else 2
     if len(shape) == 4 and shape[1] == shape[2] != shape[3]:
@@ -180,15 +184,15 @@ def _feature_axis(shape: Sequence[int]) -> int:
 
 
 def _group_slices(slices: _SliceStatistics) -> tuple[tuple[int, ...], ...]:
-    """Return the slices that are scored together; none where all are."""
+    """Return groups of slices, each of which is scored separately; none if all slices are scored together."""
     heard = slices.peak > ROUNDING_RESOLUTION * max(1.0, float(slices.peak.max()))
     least = MIN_PEAK_PROBABILITY if slices.graded else MIN_POSITION_PEAK_PROBABILITY
     read = heard & (~slices.probable | (slices.peak >= least))
-    if not (read & slices.probable).any():  # probabilities that are all small are all there is to read
+    if not (read & slices.probable).any():  # if all probabilities are small, they count nevertheless
         read = heard
     groups: list[list[int]] = []
     for i in sorted(np.flatnonzero(read).tolist(), key=lambda i: -slices.scale[i]):
-        # Probabilities have one unit, and those of rare classes fade out: they are split at gaps alone.
+        # Probabilities have one unit and those of rare classes decrease gradually: they are split at gaps only.
         first = slices.graded and groups and not slices.probable[[*groups[-1], i]].all()
         if groups and slices.scale[i] * SEPARATE_RMS_RATIO > slices.scale[groups[-1][0 if first else -1]]:
             groups[-1].append(i)

@@ -28,7 +28,10 @@ class FastBiasCorrection:
     sequential = False
 
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
-        """See `RecoveryStep.apply`."""
+        """Correct the biases of the quantized layers, adding biases where there are none.
+
+        Arguments and result are those of `RecoveryStep.apply`.
+        """
         layers = quantized_layers(placed)
         model, biases = with_own_biases(placed.model, layers)
         axes = {node.name: 1 if node.op.startswith("Conv") else -1 for node in layers if node.name in biases}

@@ -52,7 +52,11 @@ class CrossLayerEqualization:
     keeps_function = True
 
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
-        """See `RecoveryStep.apply`."""
+        """Equalize all pairs of convolutions until they change by less than 1 %; arguments as in `RecoveryStep.apply`.
+
+        Returns:
+            The changed placement, or None if the model has no such pair.
+        """
         pairs = [pair for node in placed.model.nodes if (pair := _convolution_pair(placed.model, node))]
         if not pairs:
             return None
@@ -73,7 +77,11 @@ class SmoothQuant:
     keeps_function = True
 
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
-        """See `RecoveryStep.apply`."""
+        """Move the ranges of all such channels into the weights; arguments as in `RecoveryStep.apply`.
+
+        Returns:
+            The changed placement, or None if no LayerNorm is followed by MatMuls only.
+        """
         pairs = [pair for node in placed.model.nodes if (pair := _normalized_pair(placed.model, node))]
         if not pairs:
             return None
@@ -106,7 +114,7 @@ def _channel_magnitudes(pair: _ScaledPair, arrays: dict[str, Array]) -> Array:
 
 
 def _scale_channels(pair: _ScaledPair, arrays: dict[str, Array], scales: Array) -> None:
-    """Divide the constants before the tensor by the scales of the channels, and multiply those after it."""
+    """Divide the constants before the tensor by the scales of its channels, and multiply those after it, in place."""
     for name in pair.before:
         arrays[name] = arrays[name] / scales.reshape(-1, *[1] * (arrays[name].ndim - 1))
     for name, axis in pair.after:
@@ -115,7 +123,7 @@ def _scale_channels(pair: _ScaledPair, arrays: dict[str, Array], scales: Array) 
 
 
 def _equalize(pair: _ScaledPair, arrays: dict[str, Array]) -> float:
-    """Equalize one pair; return the largest factor by which a channel changed."""
+    """Equalize one pair in place, and return the largest factor by which a channel changed (at least 1)."""
     weight = arrays[pair.before[0]]
     first, second = np.abs(weight).reshape(len(weight), -1).max(axis=1), _channel_magnitudes(pair, arrays)
     usable = (first > 0) & (second > 0)
@@ -125,7 +133,7 @@ def _equalize(pair: _ScaledPair, arrays: dict[str, Array]) -> float:
 
 
 def _readers(model: Model, tensor: str) -> list[tuple[Node, int]] | None:
-    """Return consumers with input indices; None if the tensor is also an output or read by a subgraph."""
+    """Return the consumers of a tensor with their input indices; None if it is an output or a subgraph reads it."""
     if tensor in model.outputs or tensor in model.captured:
         return None
     return [(model.nodes[index], slot) for index, slot in model.consumers.get(tensor, ())]

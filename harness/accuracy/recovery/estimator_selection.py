@@ -1,7 +1,7 @@
-"""Choice of a range estimator for each activation and each weight: the one with the smallest error of the consumers.
+"""Choice of the range estimator with the smallest error of the consumers, for each activation and each weight.
 
 The criterion is the squared error of a consumer's result with one input quantized, as in Wu et al. 2020, "EasyQuant:
-post-training quantization via scale optimization", arXiv:2006.16669, section 3, here among estimators. One model
+post-training quantization via scale optimization", arXiv:2006.16669, section 3, but among estimators. One model
 contains all consumers with all estimators, so one pass over the samples decides about every input.
 """
 
@@ -43,7 +43,11 @@ class EstimatorSelection:
     keeps_function = False
 
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
-        """See `RecoveryStep.apply`."""
+        """Select the estimators; arguments as in `RecoveryStep.apply`.
+
+        Returns:
+            The changed placement, or None if the present ranges and weights have the smallest errors.
+        """
         path = save_to_folder(placed.reference, folder / "reference")
         samples = batches[: 2 * MAX_SAMPLES]
         variants = dict(_iter_variants(placed, samples[::2], path))
@@ -106,7 +110,7 @@ def _is_selectable(placed: PlacedModel, edge: Edge) -> bool:
 
 
 def _best_variants(placed: PlacedModel, errors: Mapping[Edge, Mapping[str, float]]) -> dict[Edge, str]:
-    """Return the variant with the least sum of errors for each edge, the same for edges that share a scale."""
+    """Return the variant with the smallest sum of errors for each edge; edges that share a scale have the same one."""
     links = ScaleLinks(placed.model, placed.dialect)
     quantized = {edge.consumer for edge, _ in placed.resolved}
     joins = (node for node in links.joins if node.name in quantized or node.index in links.fixed)

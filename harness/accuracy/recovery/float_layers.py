@@ -91,7 +91,7 @@ def _group_nodes(placed: PlacedModel, last: Collection[str]) -> list[tuple[str, 
         inputs.setdefault(edge.consumer, []).append(edge.tensor)
     nodes = {node.name: node for node in placed.model.nodes}
     groups: dict[str, list[str]] = {}
-    first: dict[str, str] = {}  # of the group of each node
+    first: dict[str, str] = {}  # for each node, the first node of its group
     for name in sorted(inputs, key=lambda name: nodes[name].index if name else len(nodes)):
         if name in last:
             groups.setdefault("", []).append(name)

@@ -36,12 +36,15 @@ MIN_GAIN_DB = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedModel:
-    """Placement with all inputs of its file.
+    """Placement with everything from which its Q/DQ model is made.
 
     Attributes:
         model: Float model whose constants are quantized.
-        reference: Float model whose outputs the quantized model should have; it differs from `model` in biases.
+        reference: Float model whose outputs the quantized model should have; corrections change only `model`.
+        dialect: Dialect of the Q/DQ pairs.
         ranges: Ranges of the activations of `reference`.
+        resolved: Quantized edges with their precisions.
+        choices: Numeric choices for scales and weights.
     """
 
     model: Model
@@ -204,7 +207,7 @@ def measure_sqnr_db(
 
 
 class _Judge:
-    """Comparison of quantized models with the float model on held-out samples."""
+    """Measures the SQNR of quantized models against a float model on samples."""
 
     def __init__(self, model: Model, batches: Sequence[Feeds], folder: Path) -> None:
         self._batches, self._folder, self._source = batches, folder, model.source
@@ -228,7 +231,7 @@ class _Judge:
 
 
 class RecoveryStepContract:
-    """Tests of the contract of a recovery step. Subclass it, set the attributes in a fixture, and run pytest.
+    """Tests of the contract of a recovery step; a subclass sets the attributes in a fixture.
 
     Attributes:
         step: The step.

@@ -35,11 +35,11 @@ DAMPING = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnfoldedLayer:
-    """Linear operator and the sizes for unfolding its data.
+    """Linear operator, with the attributes of a convolution for unfolding its data.
 
     Attributes:
         edge: Input with the quantized weight.
-        transposed: Whether the weight is [inputs, outputs].
+        transposed: Whether the shape of the weight is [inputs, outputs].
     """
 
     name: str
@@ -52,7 +52,7 @@ class _UnfoldedLayer:
     transposed: bool = False
 
     def rows(self, weight: Array) -> Array:
-        """Return a weight as [groups, rows, columns]."""
+        """Return a weight as [groups, outputs, inputs]."""
         matrix = weight.T if self.transposed else weight
         return matrix.reshape(self.groups, len(matrix) // self.groups, -1)
 
@@ -82,7 +82,11 @@ class CompensatedRounding:
     keeps_function = False
 
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
-        """See `RecoveryStep.apply`."""
+        """Round the INT8 weights again; arguments as in `RecoveryStep.apply`.
+
+        Returns:
+            The changed placement, or None if no layer has such a weight.
+        """
         precisions = dict(placed.resolved)
         layers = [layer for node in quantized_layers(placed) if (layer := _describe(placed, node, precisions))]
         if not layers:
@@ -148,10 +152,10 @@ def _round_layers(
 def round_compensated(weight: Array, stored: Array, scale: Array, moments: Array) -> Array:
     """Return weights that are multiples of the scales and give a small error of the results.
 
-    With moments D = R R^T and R upper triangular, the error of a row w is that of (w - w') R, in which column j has the
-    errors of the weights up to j. So each weight in turn compensates the errors of those before in its column; this is
-    GPTQ without an inverse. The largest stored weight of each row keeps its value, so that its magnitude gives the same
-    scale again.
+    With moments D = R R^T and R upper triangular, the squared error of a row w is |(w - w') R|^2, where column j
+    depends on the weights up to j only. So each weight is rounded in turn to the value that compensates the errors of
+    earlier weights in its column; this is GPTQ without an inverse. The largest stored weight of each row keeps its
+    value, so that its magnitude gives the same scale again.
 
     Args:
         weight: Float weights as [groups, rows, columns].

@@ -17,12 +17,12 @@ from harness.errors import UserError, install_hint, suggest_names
 from harness.paths import cache_dir
 from harness.results_dir.io import explain_write_errors
 
-#: By name of the environment: the pinned packages that `pip` installs.
+#: Pinned packages that `pip` installs, by the name of the environment.
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "quark": ("amd-quark==0.13", "torch==2.13.0", "onnxruntime==1.24.4", "onnx==1.21.0", "numpy==2.4.6"),
 }
 _COMPLETE_MARK = "complete.json"
-"""Written last, so that an installation that was interrupted counts as missing."""
+"""File that is written last, so that an interrupted installation counts as missing."""
 
 
 def environment_python(name: str) -> Path | None:
@@ -35,6 +35,7 @@ def install_environment(name: str, index_url: str | None = None) -> Path:
     """Create an environment, install its pinned packages with pip, and return its interpreter.
 
     Args:
+        name: Name of the environment.
         index_url: Additional package index, such as that of PyTorch's builds without CUDA.
 
     Raises:
@@ -59,7 +60,7 @@ def install_environment(name: str, index_url: str | None = None) -> Path:
 
 
 def _environment_folder(name: str) -> Path:
-    """Return the folder of an environment, whose name changes with its pins."""
+    """Return the folder of an environment; its name changes with the pinned packages."""
     pins = hashlib.sha256(repr(REQUIREMENTS[name]).encode()).hexdigest()[:12]
     return cache_dir() / "tools" / f"{name}-{pins}"
 
@@ -70,15 +71,16 @@ _PTQ_CHILD = Path(__file__).parents[1] / "calibration" / "ptq_child.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtqTool:
-    """PTQ tool, as the harness calls it.
+    """PTQ tool: what it supports and how it runs.
 
     Attributes:
-        modules: Required modules, by the name that is imported.
-        methods: Its calibration methods, by our names; one alone if it always calibrates in the same way.
-        program: Program of the child process, which finds the tool's function by its name.
-        extra: Optional dependencies of the project that bring the tool.
-        environment: Name of the tool's own environment; "" if it runs in the current one.
-        controls_accuracy: It keeps a bound on the metric, so it needs an evaluator and a bound.
+        modules: Import names of the required modules.
+        precisions: Supported precisions.
+        methods: Supported calibration methods, by the names of this project; one if the tool has only one.
+        program: Program of the child process, which selects the function by the name of the tool.
+        extra: Optional dependency group of the project that installs the tool.
+        environment: Name of the tool's separate environment; "" if it runs in the current one.
+        controls_accuracy: Whether the tool keeps a bound on a metric, so that it needs an evaluator and a bound.
     """
 
     modules: tuple[str, ...]
@@ -90,7 +92,10 @@ class PtqTool:
     controls_accuracy: bool = False
 
     def nearest_method(self, method: str) -> str:
-        """Return a method, or the nearest one that the tool has: entropy clips, as all but the mean of extremes do."""
+        """Return the method if the tool supports it, else the most similar supported one.
+
+        It is "minmax" for "mean", and "entropy", which clips outliers, for all others.
+        """
         if method in self.methods:
             return method
         return self.methods[0] if len(self.methods) == 1 else "minmax" if method == "mean" else "entropy"
@@ -123,7 +128,7 @@ TOOLS: Mapping[str, PtqTool] = {
 
 
 def unavailable_reason(name: str, precision: str) -> str:
-    """Return why a tool cannot run here or at a precision; "" where it can."""
+    """Return why a tool cannot run on this machine or does not support a precision; "" if it can be used."""
     tool = TOOLS[name]
     if tool_python(tool) is None:
         return f"{tool.environment} not installed: qdq tools install {tool.environment}"
@@ -142,6 +147,6 @@ def tool_python(tool: PtqTool) -> Path | None:
 def method_substitute(name: str, method: str) -> str:
     """Return the method that a tool uses instead of one that it lacks, or "" if it supports the method."""
     instead = TOOLS[name].nearest_method(method)
-    if instead in (method, "none"):  # "none": it calibrates nothing
+    if instead in (method, "none"):  # "none": the tool uses no calibration data
         return ""
     return f"{name} has no calibration method {method} and calibrates by {instead}"

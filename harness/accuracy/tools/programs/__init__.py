@@ -1,4 +1,4 @@
-"""Programs of the child processes, which import NumPy and a tool alone.
+"""Programs of the child processes, which import only NumPy and a tool.
 
-Must not import the harness at their start: a tool's own environment lacks it.
+Must not import the harness when they start: a tool's separate environment lacks it.
 """

@@ -1,14 +1,14 @@
-"""Protocol of the child programs: a request file in, a model file and its time out.
+"""Protocol of the child programs: they read a request file and write a model file and the time that the tool took.
 
-The programs run in a tool's own environment too, so they import the standard library, NumPy and the tool alone.
+The programs also run in separate environments of tools, so they import only the standard library, NumPy and the tool.
 A request is a JSON object:
     tool            name of the function to call
     model           float ONNX file
     output          file to write
     data            .npz file: array "I_J" is batch I of input J
-    names, count    inputs by J, and the number of batches
-    reason          file that takes the message of an exception
-    seconds         file that takes the seconds that the tool took, without the imports
+    names, count    names of the inputs in the order of J, and the number of batches
+    reason          file for the message of an exception
+    seconds         file for the seconds that the tool took
 Other keys are options of the tools.
 """
 
@@ -37,7 +37,12 @@ def iter_batches(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def serve_request(tools: Mapping[str, Callable[[dict[str, Any]], None]], request_path: str) -> None:
-    """Run the tool that a request names; the message of an exception goes to the file that the request names."""
+    """Run the tool that a request names; the message of an exception is written to the request's file `reason`.
+
+    Args:
+        tools: Functions by the names of the tools.
+        request_path: Path of the request file.
+    """
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
