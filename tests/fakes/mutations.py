@@ -71,10 +71,7 @@ def onnx_files() -> list[bytes]:
         "sub",
         [helper.make_tensor_value_info("x", 1, [1, 4]), helper.make_tensor_value_info("c", TensorProto.BOOL, [])],
         [helper.make_tensor_value_info("r", 1, None)],
-        [
-            helper.make_tensor("w", 1, [4, 4], [0.5] * 16),
-            helper.make_tensor("s", TensorProto.INT64, [2], [2, -1]),
-        ],
+        [helper.make_tensor("w", 1, [4, 4], [0.5] * 16), helper.make_tensor("s", TensorProto.INT64, [2], [2, -1])],
     )
     made.append(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
     return made

@@ -30,13 +30,7 @@ from harness.config.sections import ModelSpec
 from harness.errors import UserError
 from harness.graph.model import Model
 from harness.graph.qdq import latency_predictor
-from harness.graph.qdq.latency_predictor import (
-    COLUMNS,
-    FIRST_RULES,
-    PlacementFeatures,
-    choose_portfolio,
-    runtime_key,
-)
+from harness.graph.qdq.latency_predictor import COLUMNS, FIRST_RULES, PlacementFeatures, choose_portfolio, runtime_key
 from harness.graph.qdq.space import build_space
 from harness.graph.rules import placement_rules
 from harness.graph.rules.dialects import load_dialect

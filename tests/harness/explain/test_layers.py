@@ -34,11 +34,7 @@ CALM, HELD_UP, WORSE = (1.0, 1.0, 1.05, 1.0), (1.0, 1.0, 2.0, 1.0), (1.0, 1.0, 9
 
 @pytest.mark.parametrize(
     ("engines", "built", "kept"),
-    [
-        ((CALM,), 1, "engine 0"),
-        ((HELD_UP, CALM), 2, "engine 1"),
-        ((WORSE, HELD_UP, WORSE), 3, "engine 1"),
-    ],
+    [((CALM,), 1, "engine 0"), ((HELD_UP, CALM), 2, "engine 1"), ((WORSE, HELD_UP, WORSE), 3, "engine 1")],
 )
 def test_a_count_that_a_pause_has_spoilt_is_made_again(engines, built, kept, tmp_path):
     runtime = Restless(*engines)

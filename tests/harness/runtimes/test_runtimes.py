@@ -164,11 +164,7 @@ def test_description(benchmarker: Benchmarker) -> None:
         ("openvino", {"threads": count_cores() + 1}, rf"threads: 1 to {count_cores()} .* but got {count_cores() + 1}"),
         ("onnxruntime", {"threads": 0}, rf"threads: 1 to {count_cores()} .* but got 0"),
         ("openvino", {"precision": "f16"}, "precision: 'auto', .*, but got 'f16'"),
-        (
-            "onnxruntime",
-            {"optimization": "some"},
-            "optimization: 'disabled', .*, but got 'some'",
-        ),
+        ("onnxruntime", {"optimization": "some"}, "optimization: 'disabled', .*, but got 'some'"),
         ("openvino", {"streams": 2}, r"streams: 1 to 1 .* but got 2"),
         ("openvino", {"thread": 1}, "has no parameter 'thread'; did you mean 'threads'"),
     ],

@@ -40,10 +40,7 @@ from harness.shipping.tuned_model import ship_answer
 from harness.timing.confirmation import summarize_parts, summarize_turns
 from harness.verification.dynamic_delivery import write_dynamic_model
 
-SHAPES = (
-    TimedShape(label="batch=1", share=0.75, float_ms=2.0),
-    TimedShape(label="batch=4", share=0.25, float_ms=4.0),
-)
+SHAPES = (TimedShape(label="batch=1", share=0.75, float_ms=2.0), TimedShape(label="batch=4", share=0.25, float_ms=4.0))
 TASK = "net-simulated-int8"
 EXPERIMENT = """
 experiment: shapes

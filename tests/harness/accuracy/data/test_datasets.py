@@ -370,8 +370,7 @@ def test_classes_in_another_order_are_put_in_order(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bbox", "cause"),
-    [([1, 1, -2, 3], "annotation 2: .*negative"), ([1, 1, float("nan"), 3], "annotation 2: .*bbox")],
+    ("bbox", "cause"), [([1, 1, -2, 3], "annotation 2: .*negative"), ([1, 1, float("nan"), 3], "annotation 2: .*bbox")]
 )
 def test_a_wrong_box_is_refused_with_its_number(folder: Path, bbox: list[float], cause: str) -> None:
     good = {"image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3]}

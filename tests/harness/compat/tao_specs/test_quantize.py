@@ -129,11 +129,7 @@ def test_the_dialect_is_a_word_of_the_spec(small: Path, data: str, tmp_path: Pat
     assert TensorProto.UINT8 in tensor_types(quantize_model(small, tmp_path, layer("*"), dialect, data))
     for layers, extra, problem in (
         (layer("*", E4M3), dialect, r"dialect 'onnxruntime' has int8, but got fp8_e4m3fn"),
-        (
-            layer("*"),
-            "backend_kwargs: {simplify: true}",
-            r"backend_kwargs.simplify: .* takes only 'dialect'",
-        ),
+        (layer("*"), "backend_kwargs: {simplify: true}", r"backend_kwargs.simplify: .* takes only 'dialect'"),
         (layer("*"), "backend_kwargs: {dialect: tensorflow}", r"'tensorflow'; did you mean 'tensorrt'"),
     ):
         with pytest.raises(UserError, match=problem):

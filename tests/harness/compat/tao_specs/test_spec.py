@@ -101,18 +101,12 @@ def test_defaults_are_those_of_the_document() -> None:
             "did you mean 'entropy'?",
         ),
         (quantize("  mode: weight_only_ptq"), "quantize.mode: Input should be 'static_ptq'"),
-        (
-            quantize("  backend: modelopt.pytorch"),
-            "'modelopt.onnx' or 'qdq', but got 'modelopt.pytorch'",
-        ),
+        (quantize("  backend: modelopt.pytorch"), "'modelopt.onnx' or 'qdq', but got 'modelopt.pytorch'"),
         (quantize("  backend: modelopt"), "Input should be 'modelopt.onnx' or 'qdq', but got 'modelopt'; did you mean"),
         (quantize("  device: gpu"), "quantize.device: cpu, cuda, cuda:N or trt, but got 'gpu'"),
         (quantize("  preset: rtdter"), "no preset is called 'rtdter'; did you mean 'rtdetr'"),
         (quantize(layers="[]"), "at least one entry is required, for instance {module_name: Conv"),
-        (
-            quantize("  preset: extreme_int8"),
-            "'extreme_int8' sets the quantized operators",
-        ),
+        (quantize("  preset: extreme_int8"), "'extreme_int8' sets the quantized operators"),
         (
             "gen_trt_engine: {onnx_file: a, trt_engine: b, tensorrt: {data_type: INT8}}",
             "FP16, BF16, TF32 or FP32, but got 'INT8': scales come with the Q/DQ pairs of the ONNX file",
@@ -141,10 +135,7 @@ def test_a_mistake_is_named_with_its_place_and_what_is_allowed(text: str, said: 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "quantize:\nmodel_path: m.onnx",
-            "model_path: unknown key; it belongs below quantize (check the indentation)",
-        ),
+        ("quantize:\nmodel_path: m.onnx", "model_path: unknown key; it belongs below quantize (check the indentation)"),
         ("evaluate: {onnx_file: m.onnx, dataset: {}}", "evaluate.dataset: unknown key; it belongs at the top level"),
         (
             "gen_trt_engine: {onnx_file: a, trt_engine: b, workspace_size: 1}",

@@ -76,8 +76,7 @@ def test_a_call_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("crash", "arguments", "how"),
-    [(os.abort, (), "was ended by SIGABRT"), (os._exit, (3,), "exited with status 3")],
+    ("crash", "arguments", "how"), [(os.abort, (), "was ended by SIGABRT"), (os._exit, (3,), "exited with status 3")]
 )
 def test_a_crash_is_one_message_and_the_next_call_starts_another_process(
     crash: object, arguments: object, how: str

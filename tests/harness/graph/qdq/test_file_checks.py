@@ -18,7 +18,7 @@ VERDICTS = read_verdicts()
 REFUSED_BY_COMPILER = {name for name, verdict in VERDICTS.items() if verdict in ("parser", "builder")}
 PRODUCTS = ("Conv", "Gemm", "MatMul")
 STRICTER: Mapping[str, str] = {
-    "Gemm int4 int8-axis1-scale=0.01": "INT4 is for weights; INT4 data of a Gemm are no case for a rule",
+    "Gemm int4 int8-axis1-scale=0.01": "INT4 is for weights; INT4 data of a Gemm are no case for a rule"
 }
 """Cases that we refuse and the compiler of TensorRT-RTX takes, with the reason."""
 
