@@ -1,7 +1,5 @@
 """Models of old opsets compute after loading what they computed before, or are refused."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +55,7 @@ def ready(proto: onnx.ModelProto) -> Model:
     + [("Resize", 10, 0.3), ("Resize", 10, 0.75)],
 )
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
-def test_resizing_stays_what_it_was(op: str, opset: int, mode: str, scale: float) -> None:
+def test_resizing_stays_what_it_was(op, opset, mode, scale):
     proto = resizing(op, opset, mode, [1, 1, scale, scale])
     model = ready(proto)
     np.testing.assert_array_equal(run(model.proto), run(proto))
@@ -66,7 +64,7 @@ def test_resizing_stays_what_it_was(op: str, opset: int, mode: str, scale: float
     assert resize.attributes["coordinate_transformation_mode"] == "asymmetric"
 
 
-def test_resizing_by_sizes_that_are_computed_from_a_shape() -> None:
+def test_resizing_by_sizes_that_are_computed_from_a_shape():
     """PyTorch exported F.interpolate so: scales computed from Shape, constant only once shapes are static."""
     proto = parser.parse_model(
         """<ir_version: 4, opset_import: ["": 10]> g (float[1,3,8,8] x) => (float[1,3,4,4] y) <float half = {0.5}> {
@@ -88,14 +86,14 @@ def test_resizing_by_sizes_that_are_computed_from_a_shape() -> None:
         (resizing("Resize", 10, "nearest", [1, 1, 2, 2], constant=False), "not constant"),
     ],
 )
-def test_resizing_without_an_equivalent_is_refused(proto: onnx.ModelProto, word: str) -> None:
+def test_resizing_without_an_equivalent_is_refused(proto, word):
     with pytest.raises(UserError, match=rf"Resize 'up'.*{word}.*|{word}.*Resize 'up'"):
         ready(proto)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3, -1])
 @pytest.mark.parametrize("op", ["Hardmax", "Softmax", "LogSoftmax"])
-def test_maxima_over_several_axes(op: str, axis: int) -> None:
+def test_maxima_over_several_axes(op, axis):
     proto = parser.parse_model(
         f"""<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float[1,3,8,8] y)
         {{ r = Relu(x)  m = {op}<axis={axis}>(r)  y = Neg(m) }}"""
@@ -103,7 +101,7 @@ def test_maxima_over_several_axes(op: str, axis: int) -> None:
     np.testing.assert_allclose(run(ready(proto).proto), run(proto), atol=1e-6)
 
 
-def test_hardmax_of_a_shape_that_is_not_known() -> None:
+def test_hardmax_of_a_shape_that_is_not_known():
     proto = parser.parse_model(
         """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float[1,3,8,8] y) <int64 n = {2}>
         { y = Loop(n, , x) <body = b (int64 i, bool c, float[] u) => (bool d, float[] v)
@@ -112,12 +110,12 @@ def test_hardmax_of_a_shape_that_is_not_known() -> None:
     np.testing.assert_array_equal(run(ready(proto).proto), run(proto))
 
 
-def test_scan_of_opset_8_is_refused() -> None:
+def test_scan_of_opset_8_is_refused():
     with pytest.raises(UserError, match=r"Scan.*batch axis"):
         load(BACKEND / "test_scan_sum/model.onnx")
 
 
-def test_another_meaning_that_no_rule_knows_is_refused_by_name() -> None:
+def test_another_meaning_that_no_rule_knows_is_refused_by_name():
     """ONNX Runtime averages over other windows from opset 19 on if ceil_mode and count_include_pad are set."""
     proto = parser.parse_model(
         """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float y) { r = Relu(x)
@@ -136,7 +134,7 @@ def test_another_meaning_that_no_rule_knows_is_refused_by_name() -> None:
      "reduce_sum_keepdims_random", "resize_downsample_scales_nearest", "scan9_sum",
      "split_equal_parts_1d_opset13", "squeeze", "top_k", "upsample_nearest"],
 )  # fmt: skip
-def test_onnx_s_own_models_are_compared_and_pass(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_onnx_s_own_models_are_compared_and_pass(name, caplog):
     path = BACKEND / f"test_{name}/model.onnx"
     with caplog.at_level(logging.WARNING):
         load(path)
@@ -153,12 +151,12 @@ else_branch = f () => (float[1,3,{size},{size}] q) {{ q = {other} }}> }}"""
     [(11, "Hardmax<axis=1>(x)", 8), (11, "Softmax<axis=2>(x)", 8), (9, 'Upsample<mode="linear">(x, s)', 12),
      (10, 'Resize<mode="nearest">(x, s)', 12)],
 )  # fmt: skip
-def test_bodies_are_upgraded_like_the_graph(opset: int, body: str, size: int) -> None:
+def test_bodies_are_upgraded_like_the_graph(opset, body, size):
     ready(parser.parse_model(BRANCHES.format(opset=opset, size=size, then=body, other=body)))
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_both_branches_are_compared(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_branches_are_compared(first, monkeypatch):
     monkeypatch.setattr("harness.graph.passes.upgrade_opset._flatten_hardmax", lambda graph: None)
     bodies = ("Hardmax<axis=1>(x)", "Neg(x)")[:: 1 if first else -1]
     proto = parser.parse_model(BRANCHES.format(opset=11, size=8, then=bodies[0], other=bodies[1]))
@@ -166,7 +164,7 @@ def test_both_branches_are_compared(first: bool, monkeypatch: pytest.MonkeyPatch
         ready(proto)
 
 
-def test_a_wrongly_declared_output_is_no_change_of_the_interface() -> None:
+def test_a_wrongly_declared_output_is_no_change_of_the_interface():
     proto = parser.parse_model(
         """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x, bool k) => (float[7] y)
         { y = If(k) <then_branch = t () => (float p) { p = Softmax<axis=1>(x) },
@@ -187,7 +185,7 @@ def test_a_wrongly_declared_output_is_no_change_of_the_interface() -> None:
         (9, "y = Dropout(x)", False),
     ],
 )
-def test_training_does_not_become_inference(opset: int, node: str, is_refused: bool) -> None:
+def test_training_does_not_become_inference(opset, node, is_refused):
     proto = parser.parse_model(
         f"""<ir_version: 4, opset_import: ["": {opset}]> g (float[1,3,8,8] x) => (float[1,3,8,8] y)
         <float[3] s = {{1, 2, 3}}> {{ {node} }}"""
@@ -199,7 +197,7 @@ def test_training_does_not_become_inference(opset: int, node: str, is_refused: b
         assert len(ready(proto).nodes) == 1
 
 
-def test_bilinear_is_what_opset_1_calls_linear() -> None:
+def test_bilinear_is_what_opset_1_calls_linear():
     proto = parser.parse_model(
         """<ir_version: 3, opset_import: ["": 6]> g (float[1,3,8,8] x) => (float[1,3,16,12] y)
         { y = Upsample<height_scale=2.0, width_scale=1.5, mode="bilinear">(x) }"""

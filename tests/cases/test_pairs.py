@@ -1,10 +1,5 @@
 """`Inserter.pairs` counts the pairs that `count_pairs` finds in the file that it writes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -48,7 +43,7 @@ def names_of_other_tools() -> tuple[Model, int]:
 
 
 @pytest.mark.parametrize("make", [two_convolutions, one_table_of_words, names_of_other_tools])
-def test_pairs_of_a_placement_and_of_its_file_are_equal(make: Callable[[], tuple[Model, int]], tmp_path: Path) -> None:
+def test_pairs_of_a_placement_and_of_its_file_are_equal(make, tmp_path):
     model, expected = make()
     space = build_space(model, ONNXRUNTIME)
     asked = space.resolve(space.quantize_all())

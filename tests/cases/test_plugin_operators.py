@@ -1,8 +1,5 @@
 """Models with plug-in operators: what comes before one is calibrated, cast and quantized; the rest is named."""
 
-from __future__ import annotations
-
-import importlib
 import json
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
+from onnx_models import run_onnxruntime
 from typer.testing import CliRunner
 
 from harness.accuracy.calibration.ptq import quantize
@@ -65,16 +63,14 @@ def detector(folder: Path, *, domain: str = "", typed: bool = True, place: str =
 
 @pytest.mark.parametrize("domain", ["", "trt.plugins"])
 @pytest.mark.parametrize("place", ["end", "middle"])
-def test_what_lies_before_a_plugin_is_observed(place: str, domain: str, tmp_path: Path) -> None:
+def test_what_lies_before_a_plugin_is_observed(place, domain, tmp_path):
     file = save_to_folder(load(detector(tmp_path, place=place, domain=domain)), tmp_path / "float")
     behind = {"y"} if place == "end" else {"p", "y"}
     found = calibrate(file, {"images", "r0", "c1", *behind}, FEEDS)
     proto = onnx.load(file)
     del proto.graph.node[3:]
     proto.graph.output[0].CopyFrom(helper.make_tensor_value_info("c1", Type.FLOAT, None))
-    runtime = importlib.import_module("onnxruntime")
-    session = runtime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    values = np.stack([session.run(["c1"], feeds)[0] for feeds in FEEDS])
+    values = np.stack([run_onnxruntime(proto, feeds, ["c1"])[0] for feeds in FEEDS])
     assert found["c1"] == pytest.approx((values.min(), values.max()), rel=1e-5)
     assert set(finite_ranges(found)) == {"images", "r0", "c1"}
     (remark,) = range_warnings(found)
@@ -82,7 +78,7 @@ def test_what_lies_before_a_plugin_is_observed(place: str, domain: str, tmp_path
     assert all(repr(name) in remark for name in behind)
 
 
-def test_a_plugin_that_reads_the_input_leaves_nothing_to_observe(tmp_path: Path) -> None:
+def test_a_plugin_that_reads_the_input_leaves_nothing_to_observe(tmp_path):
     file = save_to_folder(load(detector(tmp_path, place="start")), tmp_path / "float")
     with pytest.raises(UserError, match="behind plug-in operator EfficientNMS_TRT"):
         calibrate(file, {"p", "r0"}, FEEDS)
@@ -90,7 +86,7 @@ def test_a_plugin_that_reads_the_input_leaves_nothing_to_observe(tmp_path: Path)
 
 @pytest.mark.parametrize("precision", ["f16", "bf16"])
 @pytest.mark.parametrize("place", ["end", "middle", "start"])
-def test_plugins_keep_their_types_in_a_cast_model(place: str, precision: str, tmp_path: Path) -> None:
+def test_plugins_keep_their_types_in_a_cast_model(place, precision, tmp_path):
     cast = load(cast_model(detector(tmp_path, place=place), precision, tmp_path / "cast"))
     kind = {"f16": "float16", "bf16": "bfloat16"}[precision]
     (plugin,) = (node for node in cast.nodes if node.op == "EfficientNMS_TRT")
@@ -103,12 +99,12 @@ def test_plugins_keep_their_types_in_a_cast_model(place: str, precision: str, tm
     assert [value.type.tensor_type.elem_type for value in cast.proto.graph.output] == [Type.FLOAT]
 
 
-def test_a_plugin_of_unknown_types_cannot_be_cast(tmp_path: Path) -> None:
+def test_a_plugin_of_unknown_types_cannot_be_cast(tmp_path):
     with pytest.raises(BuildFailed, match=r"tensor 'p'.*precision: f32"):
         cast_model(detector(tmp_path, place="middle", typed=False), "f16", tmp_path)
 
 
-def test_other_tools_quantize_what_lies_before(tmp_path: Path) -> None:
+def test_other_tools_quantize_what_lies_before(tmp_path):
     file = save_to_folder(load(detector(tmp_path, place="middle")), tmp_path / "float")
     quantize("ort_static", file, tmp_path / "q.onnx", FEEDS, dialect_name="tensorrt")
     made = load(tmp_path / "q.onnx")
@@ -119,7 +115,7 @@ def test_other_tools_quantize_what_lies_before(tmp_path: Path) -> None:
     assert by_name["nms"].inputs[1] == "anchors"
 
 
-def test_scales_in_front_are_no_guess_without_data(tmp_path: Path) -> None:
+def test_scales_in_front_are_no_guess_without_data(tmp_path):
     autotuner = QDQAutotuner(onnx.load(detector(tmp_path)))
     autotuner.initialize(Config(default_q_scale=0.1))
     space = autotuner.session.space
@@ -129,7 +125,7 @@ def test_scales_in_front_are_no_guess_without_data(tmp_path: Path) -> None:
     assert not [t for t in scales if float(numpy_helper.to_array(t)) == pytest.approx(0.1)]
 
 
-def test_an_experiment_names_what_stays_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_names_what_stays_float(tmp_path, monkeypatch):
     detector(tmp_path, place="middle")
     np.savez(tmp_path / "data.npz", images=np.concatenate([feeds["images"] for feeds in FEEDS]))
     data = {"data": {"use": "npz", "path": "data.npz"}, "samples": 2}

@@ -1,7 +1,5 @@
 """Arguments and libraries for trtexec reach its command line, or are refused by name."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,7 +27,7 @@ REMOTE = ["--remoteAutoTuningConfig=ssh://user@board", "--safe", "--skipInferenc
 
 
 @pytest.fixture(params=[10, 11])
-def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def log(request, monkeypatch, tmp_path):
     """The log of a stand-in for trtexec on PATH; it refuses unknown options, and one that is given twice."""
     return fake_trtexec.install(tmp_path, monkeypatch.setenv, request.param)
 
@@ -49,7 +47,7 @@ def commands(log: Path, model: Path, **params: Any) -> list[list[str]]:
     return [json.loads(line) for line in log.read_text().splitlines()][1:]
 
 
-def test_libraries_and_arguments_reach_builds_and_runs(log: Path, tmp_path: Path) -> None:
+def test_libraries_and_arguments_reach_builds_and_runs(log, tmp_path):
     library = tmp_path / "my plugin.so"
     library.touch()
     extra = ["--verbose", "--noTF32", "--staticPlugins=other.so", *REMOTE]
@@ -70,7 +68,7 @@ def test_libraries_and_arguments_reach_builds_and_runs(log: Path, tmp_path: Path
         ({"plugins": ["none.so"]}, "plugins: none.so: no such file"),
     ],
 )
-def test_what_contradicts_is_refused(params: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_what_contradicts_is_refused(params, says, tmp_path):
     with pytest.raises(UserError, match=says):
         commands(tmp_path / "log", net(tmp_path), **params)
 
@@ -85,7 +83,7 @@ def test_what_contradicts_is_refused(params: dict[str, Any], says: str, tmp_path
         ("openvino", {"plugin_libraries": ["my.so"]}, "tensorrt and trtexec"),
     ],
 )
-def test_what_a_backend_does_not_take_is_refused_by_name(backend: str, options: dict[str, Any], says: str) -> None:
+def test_what_a_backend_does_not_take_is_refused_by_name(backend, options, says):
     def make() -> None:
         use = backend_spec(backend, options)
         registry.create_plugin("benchmarker", use.use, use.params)
@@ -94,7 +92,7 @@ def test_what_a_backend_does_not_take_is_refused_by_name(backend: str, options: 
         make()
 
 
-def test_python_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_passes_them_on(monkeypatch):
     monkeypatch.setattr("harness.compat.modelopt_autotune.benchmark.open_engines", lambda worker, limits: nullcontext())
     library = str(Path("my.so"))
     made = TrtExecBenchmark(trtexec_args=["--verbose", *REMOTE], plugin_libraries=[library])
@@ -108,7 +106,7 @@ def test_python_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["--verbose", "--verbose --skipInference"])
-def test_the_command_line_passes_them_on(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_passes_them_on(text, tmp_path, monkeypatch):
     seen: list[PluginSpec] = []
 
     def stop(backend: PluginSpec, *_: Any) -> None:

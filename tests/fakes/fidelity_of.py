@@ -15,6 +15,7 @@ from onnx import numpy_helper
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges, restrict_space
 from harness.graph.load import load_proto, save_to_folder
+from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect
@@ -74,6 +75,25 @@ def quantizer(
         ranges=ranges,
         resolved=kept.resolve(kept.quantize_all()),
     )
+
+
+def write_quantized(
+    model: Model, dialect: Dialect, feeds: Sequence[Feed], folder: Path, roles: Collection[str] = ()
+) -> Path:
+    """Calibrate a model, and quantize all insertion points or those of some roles."""
+    space = build_space(model, dialect)
+    tensors = {edge.tensor for d in space.dimensions for edge in d.edges} - model.constants.keys()
+    inserter = Inserter(model, dialect, calibrate(save_to_folder(model, folder), tensors, feeds))
+    placement = space.quantize_roles({*roles}) if roles else space.quantize_all()
+    return inserter.write(space.resolve(placement), folder, name="quantized")
+
+
+def run_openvino(path: Path, feed: Feed) -> list[Array]:
+    """The outputs of a file on OpenVINO."""
+    import openvino
+
+    hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+    return list(openvino.Core().compile_model(path, "CPU", hints)(dict(feed)).values())
 
 
 def run(path: Path, feed: Feed, *, optimize: bool = False) -> dict[str, Array]:

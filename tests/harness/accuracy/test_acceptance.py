@@ -4,8 +4,6 @@ QDQ_ALL_IMAGES=1 scores all images, which takes minutes. The figures of the firs
 are of the run in which all images gave the figures of the README.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -72,9 +70,7 @@ def chosen(first: tuple[Any, ...], everything: tuple[Any, ...]) -> tuple[Any, ..
         ("nanodet_m_320", "nanodet", *chosen((20, 0.3618, 0.5427), (128, 0.2955, 0.4550))),
     ],
 )
-def test_detectors_reach_their_map(
-    model: str, name: str, count: int, expected_map: float, expected_map50: float
-) -> None:
+def test_detectors_reach_their_map(model, name, count, expected_map, expected_map50):
     engine = session(model)
     data = {**COCO, "count": count}
     evaluator = evaluator_for(engine, "coco_map", {"data": data, "preprocess": name, "decode": name})
@@ -85,7 +81,6 @@ def test_detectors_reach_their_map(
     assert metrics["map"] == pytest.approx(expected_map, abs=0.005)
     assert metrics["map50"] == pytest.approx(expected_map50, abs=0.005)
     estimate = metric_estimate(accuracy, "map")
-    assert estimate is not None
     assert estimate.interval.low < metrics["map"] < estimate.interval.high
     print(model, metrics, estimate, f"evidence: {len(accuracy.evidence)} characters")
 
@@ -96,7 +91,7 @@ VOC = [
 ]  # fmt: skip
 
 
-def test_segmentation_reaches_its_miou() -> None:
+def test_segmentation_reaches_its_miou():
     engine = session("deeplabv3_mnv2_voc_513")
     count, expected = chosen((6, 0.7057), (100, 0.4706))
     labels = {"labels": "assets:coco/panoptic_val2017.json", "masks": "assets:coco/panoptic_val2017"}
@@ -118,7 +113,7 @@ def test_segmentation_reaches_its_miou() -> None:
         ("deit_tiny_patch16_224", "torch_imagenet", *chosen((30, 0.7333, 0.9000), (1300, 0.8062, 0.9423))),
     ],
 )
-def test_classifiers_reach_their_accuracy(model: str, preprocess: str, count: int, top1: float, top5: float) -> None:
+def test_classifiers_reach_their_accuracy(model, preprocess, count, top1, top5):
     engine = session(model)
     data = {**VAL227, "count": count}
     accuracy = evaluator_for(engine, "top1", {"data": data, "preprocess": preprocess}).score(infer_of(engine))
@@ -136,7 +131,7 @@ def test_classifiers_reach_their_accuracy(model: str, preprocess: str, count: in
         ("deit_tiny_patch16_224", "torch_imagenet", *chosen((40, 0.700), (100, 0.700))),
     ],
 )
-def test_classifiers_reach_their_accuracy_on_whole_images(model: str, preprocess: str, count: int, top1: float) -> None:
+def test_classifiers_reach_their_accuracy_on_whole_images(model, preprocess, count, top1):
     engine = session(model)
     # One image of the hundred is 0.01. All three figures are met with Pillow's default filter, bicubic;
     # bilinear, which the README names, gives 0.56, 0.65 and 0.69.

@@ -1,7 +1,5 @@
 """Accuracy on arrays with labels: classes and metrics of one's own, of models with one input and with several."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping
@@ -35,7 +33,7 @@ def made(use: str, data: Any, folder: Path, inputs: Any = None, **params: Any) -
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Rows whose largest value that the mask leaves is their class, for three of four rows."""
     rng = np.random.default_rng(0)
     x, mask = rng.normal(size=(ROWS, CLASSES)).astype(np.float32), rng.integers(0, 2, (ROWS, CLASSES)).astype(bool)
@@ -63,7 +61,7 @@ def two(labels: str = "y", path: str = "two.npz", **cut: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "data", [two(), *(two(f"y.{kind}", "inputs.npz") for kind in ("npy", "npz", "csv", "txt"))], ids=str
 )
-def test_labels_are_an_array_of_the_file_or_a_file(data: dict[str, Any], folder: Path) -> None:
+def test_labels_are_an_array_of_the_file_or_a_file(data, folder):
     evaluator = made("top1", data, folder)
     found = evaluator.score(engine)
     assert len(evaluator) == len(found.per_item) == ROWS
@@ -71,14 +69,14 @@ def test_labels_are_an_array_of_the_file_or_a_file(data: dict[str, Any], folder:
     assert metric_estimate(found, "top1") is not None
 
 
-def test_batches_of_several_samples_are_scored_sample_by_sample(folder: Path) -> None:
+def test_batches_of_several_samples_are_scored_sample_by_sample(folder):
     eights = {name: (kind, (8, CLASSES)) for name, (kind, _) in TWO.items()}
     evaluator = made("top1", two(), folder, eights)
     assert evaluator.inferences == 4
     assert evaluator.score(engine).metrics["top1"] == pytest.approx(22 / ROWS)
 
 
-def test_a_held_back_half_has_its_own_labels(folder: Path) -> None:
+def test_a_held_back_half_has_its_own_labels(folder):
     scores = [made("top1", two(half=half), folder).score(engine).per_item for half in ("search", "report")]
     whole = made("top1", two(), folder).score(engine).per_item
     for half, found in zip(("search", "report"), scores, strict=True):
@@ -87,7 +85,7 @@ def test_a_held_back_half_has_its_own_labels(folder: Path) -> None:
     assert from_file.score(engine).per_item == scores[1]
 
 
-def test_labels_are_no_input_of_the_model(folder: Path) -> None:
+def test_labels_are_no_input_of_the_model(folder):
     opened = open_data(two(), folder)
     assert set(opened.arrays) == {"x", "mask"}  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"no input 'y'.*labels: y"):
@@ -96,7 +94,7 @@ def test_labels_are_no_input_of_the_model(folder: Path) -> None:
         made("top1", two("y.csv"), folder)
 
 
-def test_classes_from_1_are_explained_where_the_model_was_not_asked_before(folder: Path) -> None:
+def test_classes_from_1_are_explained_where_the_model_was_not_asked_before(folder):
     np.save(folder / "y.npy", np.load(folder / "y.npy") + 1)
     with pytest.raises(UserError, match="count from 1"):
         made("top1", two("y.npy", "inputs.npz"), folder).score(engine)
@@ -114,7 +112,7 @@ def test_classes_from_1_are_explained_where_the_model_was_not_asked_before(folde
         (two("halves.csv", "inputs.npz"), "whole numbers from 0"),
     ],
 )
-def test_labels_that_do_not_fit_are_explained(data: Any, words: str, folder: Path) -> None:
+def test_labels_that_do_not_fit_are_explained(data, words, folder):
     (folder / "short.csv").write_text("1\n2\n")
     (folder / "words.csv").write_text("class\n1\ncat\n")
     (folder / "halves.csv").write_text("0.5\n" * ROWS)
@@ -124,12 +122,12 @@ def test_labels_that_do_not_fit_are_explained(data: Any, words: str, folder: Pat
         made("top1", data, folder, inputs)
 
 
-def test_labels_beside_the_data_are_sent_there(folder: Path) -> None:
+def test_labels_beside_the_data_are_sent_there(folder):
     with pytest.raises(UserError, match="labels belong to the data"):
         made("top1", two(), folder, labels="y")
 
 
-def test_boxes_and_masks_are_of_images(folder: Path) -> None:
+def test_boxes_and_masks_are_of_images(folder):
     with pytest.raises(UserError, match="images are needed here"):
         made("coco_map", two(), folder, preprocess="yolox", decode="yolox")
 
@@ -152,14 +150,14 @@ def wide(outputs, labels):
 
 
 @pytest.fixture
-def functions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def functions(folder, monkeypatch):
     name = f"metrics_{folder.name.replace('-', '_')}"
     (folder / f"{name}.py").write_text(FUNCTIONS)
     monkeypatch.syspath_prepend(str(folder))
     return name
 
 
-def test_a_function_of_outputs_and_labels_is_a_metric(folder: Path, functions: str) -> None:
+def test_a_function_of_outputs_and_labels_is_a_metric(folder, functions):
     evaluator = made(METRIC, two(), folder, function=f"{functions}:hits")
     found = evaluator.score(engine)
     assert found.metrics["metric"] == pytest.approx(22 / ROWS)
@@ -172,17 +170,16 @@ def test_a_function_of_outputs_and_labels_is_a_metric(folder: Path, functions: s
 
 
 @pytest.mark.parametrize(("name", "words"), [("broken", "KeyError"), ("wide", r"shape \(30, 4\)")])
-def test_a_function_that_breaks_is_named(name: str, words: str, folder: Path, functions: str) -> None:
+def test_a_function_that_breaks_is_named(name, words, folder, functions):
     evaluator = made(METRIC, two(), folder, function=f"{functions}:{name}")
     with pytest.raises(EvaluationFailed, match=f"{functions}:{name}.*{words}"):
         evaluator.score(engine)
 
 
-def test_examples_of_the_docs_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_the_docs_work(folder, monkeypatch):
     page = DOCS.read_text(encoding="utf-8").partition("## A metric of your own")[2].partition("\n## ")[0]
     for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
         file = re.match(r"# (\w+\.py)", block)
-        assert file is not None
         (folder / file[1]).write_text(block)
         sys.modules.pop(file[1][:-3], None)
     monkeypatch.syspath_prepend(str(folder))

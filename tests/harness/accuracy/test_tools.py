@@ -1,18 +1,14 @@
 """PTQ tools in child processes: the protocol with a fake tool, NNCF where it is installed, and the files of an IR."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from warm_python import WarmPython
 
 from harness.accuracy.calibration import ptq
 from harness.accuracy.calibration.ptq import MetricRequest, quantize
@@ -53,7 +49,7 @@ serve_request({"fake": fake, "broken": broken}, sys.argv[1])
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     builder = GraphBuilder("net", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 16, 16)), 8, 3))
     x = builder.op("Flatten", builder.op("GlobalAveragePool", builder.conv(x, 8, 3)))
@@ -62,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake(tmp_path, monkeypatch):
     """Tools of a fake program in an environment of their own, which the tests' interpreter stands for."""
     log = tmp_path / "log.json"
     programs = catalog._PROGRAMS
@@ -77,9 +73,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def test_a_program_of_another_environment_gets_the_batches_and_returns_a_file_and_its_seconds(
-    fake: Path, model: Path, tmp_path: Path
-) -> None:
+def test_a_program_of_another_environment_gets_the_batches_and_returns_a_file_and_its_seconds(fake, model, tmp_path):
     made = tmp_path / "made.onnx"
     seconds = quantize("fake", model, made, BATCHES, dialect_name="openvino")
     assert 0 <= seconds < 30
@@ -93,22 +87,20 @@ def test_a_program_of_another_environment_gets_the_batches_and_returns_a_file_an
     ("tool", "method", "message"),
     [("fake", "mse", "fake: calibrates by minmax"), ("broken", "minmax", "broken: ZeroDivisionError: by zero")],
 )
-def test_a_program_that_fails_says_why_and_leaves_no_file(
-    fake: Path, model: Path, tmp_path: Path, tool: str, method: str, message: str
-) -> None:
+def test_a_program_that_fails_says_why_and_leaves_no_file(fake, model, tmp_path, tool, method, message):
     with pytest.raises(BuildFailed) as caught:
         quantize(tool, model, tmp_path / "made.onnx", BATCHES, dialect_name="openvino", method=method)
     assert str(caught.value) == message
     assert not (tmp_path / "made.onnx").exists()
 
 
-def test_bounds_of_a_metric() -> None:
+def test_bounds_of_a_metric():
     evaluator = PluginSpec(use="top1")
     assert MetricRequest(evaluator=evaluator, max_drop=0.01).settings == {"max_drop": 0.01, "relative_drop": False}
     assert MetricRequest(evaluator=evaluator, max_drop="1 %").settings == {"max_drop": 0.01, "relative_drop": True}
 
 
-def test_an_environment_is_made_once_and_a_failure_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_made_once_and_a_failure_leaves_none(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     called: list[Any] = []
     status = 1
@@ -134,7 +126,7 @@ def test_an_environment_is_made_once_and_a_failure_leaves_none(tmp_path: Path, m
         install_environment("quart")
 
 
-def test_tools_calibrate_by_their_own_method() -> None:
+def test_tools_calibrate_by_their_own_method():
     assert TOOLS["nncf_ptq"].nearest_method("mse") == "mean"
     assert catalog.method_substitute("ort_dynamic", "mse") == ""
 
@@ -143,7 +135,7 @@ needs_nncf = pytest.mark.skipif(find_spec("nncf") is None, reason="NNCF is not i
 
 
 @pytest.fixture(scope="module")
-def ir(model: Path, warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ir(model, warm_python, tmp_path_factory):
     path = tmp_path_factory.mktemp("nncf") / "q.xml"
     with warm_python.tools():
         quantize("nncf_ptq", model, path, BATCHES, dialect_name="openvino")
@@ -151,9 +143,7 @@ def ir(model: Path, warm_python: WarmPython, tmp_path_factory: pytest.TempPathFa
 
 
 @needs_nncf
-def test_nncf_delivers_an_ir_to_openvino_which_is_copied_moved_and_hashed_with_its_weights(
-    ir: Path, tmp_path: Path
-) -> None:
+def test_nncf_delivers_an_ir_to_openvino_which_is_copied_moved_and_hashed_with_its_weights(ir, tmp_path):
     assert count_pairs(ir) >= 4
     assert read_precisions(ir) == {"int8"}
     assert [path.suffix for path in model_files(ir)] == [".xml", ".bin"]
@@ -167,7 +157,7 @@ def test_nncf_delivers_an_ir_to_openvino_which_is_copied_moved_and_hashed_with_i
 
 
 @needs_nncf
-def test_openvino_computes_an_ir_also_as_its_file_describes_it(ir: Path, model: Path, tmp_path: Path) -> None:
+def test_openvino_computes_an_ir_also_as_its_file_describes_it(ir, model, tmp_path):
     found = []
     for path, options in ((model, {}), (ir, {}), (ir, {"integer_kernels": False})):
         runtime = OpenVINOBenchmarker(precision="f32", **options)
@@ -182,7 +172,7 @@ def test_openvino_computes_an_ir_also_as_its_file_describes_it(ir: Path, model: 
 
 @needs_nncf
 @pytest.mark.usefixtures("warm_tools")
-def test_nncf_keeps_a_bound_by_the_evaluator_of_the_task(model: Path, tmp_path: Path) -> None:
+def test_nncf_keeps_a_bound_by_the_evaluator_of_the_task(model, tmp_path):
     np.savez(tmp_path / "test.npz", x=np.concatenate([batch["x"] for batch in BATCHES]), y=np.zeros(3, np.int64))
     data = {"use": "npz", "path": str(tmp_path / "test.npz"), "labels": "y"}
     types = {"x": ("float", (1, 3, 16, 16))}
@@ -195,7 +185,7 @@ def test_nncf_keeps_a_bound_by_the_evaluator_of_the_task(model: Path, tmp_path: 
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_dynamic_quantization_counts_its_integer_operators(model: Path, tmp_path: Path) -> None:
+def test_dynamic_quantization_counts_its_integer_operators(model, tmp_path):
     made = tmp_path / "d.onnx"
     quantize("ort_dynamic", model, made, BATCHES, dialect_name="onnxruntime")
     assert count_pairs(made) == 1

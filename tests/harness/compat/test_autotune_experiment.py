@@ -1,7 +1,5 @@
 """The experiment that `qdq autotune` runs without flags of ModelOpt's procedure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from harness.task_setup.model_loader import open_model
 from harness.task_setup.preflight import check_experiment
 
 
-def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_chain(tmp_path / "net.onnx", (8, 4))
     np.savez("calib.npz", x=np.zeros((8, 3, 16, 16), np.float32))
@@ -31,7 +29,6 @@ def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path: Path, mon
     assert experiment.objective.recover
     (model,) = experiment.models
     assert (model.use, model.calibration.method) == ("net.onnx", "mse")
-    assert model.evaluator is not None
     assert model.evaluator.params["data"] == {"use": "npz", "path": "test.npz", "labels": "y"}
     assert experiment.budget.evaluations == (7,)
     assert experiment.seeds == (3,)
@@ -40,7 +37,7 @@ def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path: Path, mon
     list(check_experiment(experiment))
 
 
-def test_labelled_test_data_calibrates_too(tmp_path: Path) -> None:
+def test_labelled_test_data_calibrates_too(tmp_path):
     file = tmp_path / "test.npz"
     np.savez(file, x=np.zeros((8, 3, 16, 16), np.float32), labels=np.zeros(8, np.int64))
     (model,) = command_experiment(
@@ -49,31 +46,29 @@ def test_labelled_test_data_calibrates_too(tmp_path: Path) -> None:
     assert model.calibration.data["labels"] == "labels"
 
 
-def test_a_bound_needs_labelled_data() -> None:
+def test_a_bound_needs_labelled_data():
     with pytest.raises(AutotunerError, match="--test_data"):
         command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--max_drop", "1"], "qdq autotune"))
 
 
-def test_agreement_needs_no_labels(tmp_path: Path) -> None:
+def test_agreement_needs_no_labels(tmp_path):
     bare, labelled = tmp_path / "bare.npz", tmp_path / "labelled.npz"
     np.savez(bare, x=np.zeros((8, 3, 16, 16), np.float32))
     np.savez(labelled, x=np.zeros((8, 3, 16, 16), np.float32), labels=np.zeros(8, np.int64))
     for file, named in ((bare, False), (labelled, True)):
         given = ["-m", "zoo:mlp", "--max_drop", "1", "--metric", "agreement", "--test_data", str(file)]
         (model,) = command_experiment(parse_arguments(given, "qdq autotune")).models
-        assert model.evaluator is not None
         assert ("labels" in model.evaluator.params["data"]) is named, "an array of the file has to have a meaning"
 
 
-def test_labels_need_a_bound() -> None:
+def test_labels_need_a_bound():
     with pytest.raises(AutotunerError, match="--max_drop"):
         command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--test_data", "t.npz"], "qdq autotune"))
 
 
-def test_several_shapes_are_a_shape_set_of_the_model() -> None:
+def test_several_shapes_are_a_shape_set_of_the_model():
     given = "--onnx_path zoo:mlp --at batch=1:0.7 --at batch=8,time=128:0.3"
     (model,) = command_experiment(parse_arguments(given.split(), "qdq autotune")).models
-    assert model.shape_set is not None
     assert [(each.label, each.weight) for each in model.shape_set.shapes] == [
         ("batch=1", 0.7),
         ("batch=8, time=128", 0.3),
@@ -83,7 +78,7 @@ def test_several_shapes_are_a_shape_set_of_the_model() -> None:
             command_experiment(parse_arguments(["-m", "zoo:mlp", *wrong.split()], "qdq autotune"))
 
 
-def test_symbols_without_a_size_have_that_of_the_calibration_arrays(tmp_path: Path) -> None:
+def test_symbols_without_a_size_have_that_of_the_calibration_arrays(tmp_path):
     builder = GraphBuilder("net", seed=1)
     builder.output(builder.op("Relu", builder.input("x", ("batch", 4, "time"))))
     model = str(builder.save(tmp_path / "net.onnx"))
@@ -100,9 +95,7 @@ def test_symbols_without_a_size_have_that_of_the_calibration_arrays(tmp_path: Pa
             assert open_model(spec, tmp_path).types["x"].shape == (1, 4, expected)
 
 
-def test_a_search_starts_from_files_and_compares_with_them_and_with_tools(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_starts_from_files_and_compares_with_them_and_with_tools(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_chain(tmp_path / "net.onnx", (8, 4))
     assert qdq("insert", "net.onnx", "-o", "ours.onnx") == 0
@@ -128,7 +121,7 @@ def test_a_search_starts_from_files_and_compares_with_them_and_with_tools(
     assert qdq("autotune", *given.split(), "--mode", "quick") == 2, "not of ModelOpt's procedure"
 
 
-def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early() -> None:
+def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early():
     experiment = command_experiment(parse_arguments(["--onnx_path", "zoo:mlp"], "qdq autotune"))
     assert experiment.objective.max_drop is None
     assert [searcher.use for searcher in experiment.searchers] == ["auto"]
@@ -138,7 +131,7 @@ def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early
     assert limited.budget.task_minutes == 5
 
 
-def test_flags_of_the_region_procedure_select_it_and_exclude_a_bound() -> None:
+def test_flags_of_the_region_procedure_select_it_and_exclude_a_bound():
     given = ["--onnx_path", "zoo:mlp", "-s", "3", "--timing_runs=40", "--seed", "3"]
     assert region_flags(given) == ["-s", "--timing_runs"]
     assert not region_flags(["--onnx_path", "zoo:mlp", "--seed", "3"])
@@ -146,7 +139,7 @@ def test_flags_of_the_region_procedure_select_it_and_exclude_a_bound() -> None:
         region_flags([*given, "--max_drop", "1"])
 
 
-def test_a_folder_of_the_region_procedure_is_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_the_region_procedure_is_not_taken(tmp_path, capsys):
     (tmp_path / "autotuner_state.yaml").write_text("{}")
     assert qdq("autotune", "-m", "zoo:mlp", "-o", str(tmp_path)) == 2
     assert "--mode" in capsys.readouterr().err

@@ -75,7 +75,6 @@ def test_what_is_left_out_is_worth_what_the_runtime_says(done, found):
 
 
 def test_the_fewest_points_keep_the_gain_with_fewer_pairs(found):
-    assert found.minimal is not None
     assert 0 < found.minimal.pairs <= found.pairs
     assert found.minimal.ratio.value <= 1 + found.noise_floor
     assert found.minimal.speedup.value >= found.speedup.value / (1 + 2 * found.noise_floor)

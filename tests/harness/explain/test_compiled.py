@@ -1,11 +1,8 @@
 """What a compiler made of a model, on kernels made up; and `qdq check`, which needs no compiler."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -45,7 +42,7 @@ def effects(report: CompiledReport) -> list[tuple[str, int, str]]:
     return [(edge.consumer, edge.slot, edge.effect) for edge in report.edges]
 
 
-def test_a_product_is_quantized_where_both_operands_are(tmp_path: Path) -> None:
+def test_a_product_is_quantized_where_both_operands_are(tmp_path):
     quantize, tail = kernel("kgen", "f32", PAIRS, "int8"), kernel("kgen", "f32", ("Relu_0", "QuantizeLinear_2"))
     full = explained(MATMUL, tmp_path, quantize, kernel("gemm", "int8 int8 f32", ("MatMul_0",)), tail)
     assert full.precision == {"MatMul_0": "int8"}
@@ -58,7 +55,7 @@ def test_a_product_is_quantized_where_both_operands_are(tmp_path: Path) -> None:
     assert [(change.before, change.after) for change in compare_reports(full, half)] == [("int8", "f32")]
 
 
-def test_a_pair_that_became_part_of_its_consumer_has_no_effect(tmp_path: Path) -> None:
+def test_a_pair_that_became_part_of_its_consumer_has_no_effect(tmp_path):
     pool = Case(operator="MaxPool", pairs=(INT8, FLOAT))
     inside = explained(pool, tmp_path, kernel("kgen", "f32", ("QuantizeLinear_0", "MaxPool_0", "DequantizeLinear_0")))
     assert effects(inside) == [("MaxPool_0", 0, "inside")]
@@ -68,7 +65,7 @@ def test_a_pair_that_became_part_of_its_consumer_has_no_effect(tmp_path: Path) -
     assert effects(explained(pool, tmp_path, kernel("kgen", "f32", ("other",)))) == [("MaxPool_0", 0, "unknown")]
 
 
-def test_kernels_of_no_node_are_listed(tmp_path: Path) -> None:
+def test_kernels_of_no_node_are_listed(tmp_path):
     found = explained(MATMUL, tmp_path, kernel("gemm", "int8 int8", ("MatMul_0",)), kernel("kgen", "f32", (), "f16"))
     assert [added.kind for added in found.added_kernels] == ["kgen"]
     assert found.kernel_counts() == {"gemm int8": 1, "kgen f32": 1}
@@ -85,9 +82,7 @@ class Compiler:
 
 
 @pytest.mark.parametrize("form", ["text", "json", "html"])
-def test_the_command_shows_text_json_and_a_page(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_command_shows_text_json_and_a_page(form, tmp_path, monkeypatch, capsys):
     path, page = tmp_path / "m.onnx", tmp_path / "page.html"
     onnx.save(MATMUL.build(), path)
     verdict = compiled(kernel("runtime_fusion", "int8 f32", ("MatMul_0",)))
@@ -107,7 +102,7 @@ def test_the_command_shows_text_json_and_a_page(
         assert "MatMul_0" in shown
 
 
-def test_a_refusal_is_the_whole_report(tmp_path: Path) -> None:
+def test_a_refusal_is_the_whole_report(tmp_path):
     onnx.save(MATMUL.build(), tmp_path / "m.onnx")
     refusal = Refusal(stage="builder", node="MatMul_0", message="CHECK failed", rule="'mixed'")
     found = explain_compilation(tmp_path / "m.onnx", compiled(refusal=refusal))
@@ -116,7 +111,7 @@ def test_a_refusal_is_the_whole_report(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
-def test_a_file_is_checked_without_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_file_is_checked_without_the_compiler(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     for zero, status in ((0, 0), (3, 1)):
         onnx.save(Case(operator="MatMul", pairs=(Pair(storage="int8", zero=zero), INT8)).build(), tmp_path / "m.onnx")
@@ -128,9 +123,7 @@ def test_a_file_is_checked_without_the_compiler(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("damage", "status"), [("circle", 0), ("no scale", 2), ("no ONNX", 2)])
-def test_a_damaged_file_is_an_error_and_ends(
-    damage: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_is_an_error_and_ends(damage, status, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     proto, path = (
         Case(operator="MatMul", pairs=(INT8, Pair(storage="int8", between="Identity"))).build(),

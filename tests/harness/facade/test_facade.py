@@ -1,7 +1,5 @@
 """The Python interface: the same results folder as `qdq run`, from objects of the calling program."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +30,7 @@ QUICK: dict[str, Any] = {
 SIMULATED: dict[str, Any] = {"use": "simulated", "params": {"seed": 1, "noise": 0.0}}
 
 
-def test_a_metric_that_raises_is_named() -> None:
+def test_a_metric_that_raises_is_named():
     def last_box(run: Any) -> float:
         boxes: list[float] = []
         return boxes[3]
@@ -56,14 +54,12 @@ class Redraw:
 
 
 @pytest.fixture
-def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> onnx.ModelProto:
+def net(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return onnx.load(save_chain(tmp_path / "net.onnx", (8, 4)))
 
 
-def test_a_function_of_this_program_scores_and_a_class_searches(
-    net: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_of_this_program_scores_and_a_class_searches(net, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     images = rng.standard_normal((24, 3, 16, 16)).astype(np.float32)
     session = ort.InferenceSession(net.SerializeToString())
@@ -99,7 +95,7 @@ def test_a_function_of_this_program_scores_and_a_class_searches(
         tune(sharing="region")
 
 
-def test_an_interrupted_run_returns_and_continues(net: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_returns_and_continues(net, monkeypatch):
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -123,7 +119,7 @@ def test_an_interrupted_run_returns_and_continues(net: onnx.ModelProto, monkeypa
     assert len(builds) < 20
 
 
-def test_a_function_of_run_and_an_evaluator_need_no_test_data(tmp_path: Path) -> None:
+def test_a_function_of_run_and_an_evaluator_need_no_test_data(tmp_path):
     class Halved:
         metric, higher_is_better, fingerprint = "error", False, "v1"
 
@@ -146,14 +142,14 @@ def test_a_function_of_run_and_an_evaluator_need_no_test_data(tmp_path: Path) ->
         (({"a": np.zeros((1, 3))} for _ in range(4)), {"a": (4, 3)}),
     ],
 )
-def test_arrays_and_batches_become_files(samples: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
+def test_arrays_and_batches_become_files(samples, shapes, tmp_path):
     data = data_mapping(samples, tmp_path / "data")
     found = np.load(data["path"])
     arrays = {"": found} if data["use"] == "npy" else found
     assert {name: array.shape for name, array in arrays.items()} == shapes
 
 
-def test_data_of_an_experiment_and_files_are_named_as_they_are(tmp_path: Path) -> None:
+def test_data_of_an_experiment_and_files_are_named_as_they_are(tmp_path):
     images = {"use": "images", "images": "train"}
     assert data_mapping(images, tmp_path / "data") == images
     assert data_mapping("calib.npz", tmp_path / "data") == {"use": "npz", "path": "calib.npz"}
@@ -161,7 +157,7 @@ def test_data_of_an_experiment_and_files_are_named_as_they_are(tmp_path: Path) -
         data_mapping([], tmp_path / "data")
 
 
-def test_models_of_a_program_become_files(net: onnx.ModelProto, tmp_path: Path) -> None:
+def test_models_of_a_program_become_files(net, tmp_path):
     for model in (net, net.SerializeToString()):
         assert onnx.load(save_program_model(model, tmp_path / "inputs")) == net
     assert save_program_model("zoo:resnet18", tmp_path) == "zoo:resnet18"
@@ -169,14 +165,14 @@ def test_models_of_a_program_become_files(net: onnx.ModelProto, tmp_path: Path) 
         save_program_model(3, tmp_path)
 
 
-def test_a_placement_is_inserted_without_a_search(net: onnx.ModelProto, tmp_path: Path) -> None:
+def test_a_placement_is_inserted_without_a_search(net, tmp_path):
     made = qdq.insert(net, tmp_path / "linear.onnx", calibration=np.zeros((2, 3, 16, 16), np.float32) + 1)
     assert made.pairs > 0
     assert {"QuantizeLinear", "DequantizeLinear"} < {node.op_type for node in onnx.load(made.path).graph.node}
 
 
 @pytest.mark.slow
-def test_a_pytorch_module_is_exported(tmp_path: Path) -> None:
+def test_a_pytorch_module_is_exported(tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("onnxscript")
     module = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout())
@@ -188,7 +184,7 @@ def test_a_pytorch_module_is_exported(tmp_path: Path) -> None:
         save_program_model(module, tmp_path)
 
 
-def test_the_import_is_quick() -> None:
+def test_the_import_is_quick():
     program = (
         "import sys, harness.facade; print(*{'onnx', 'numpy', 'pandas', 'matplotlib', 'pydantic'} & {*sys.modules})"
     )

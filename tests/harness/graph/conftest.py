@@ -1,7 +1,5 @@
 """Models for the region engine: drawn at random as plain data, and stacks of what networks are made of."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -175,18 +173,18 @@ def stacked(names: Iterable[str]) -> list[tuple[str, list[int], bool]]:
 
 
 @pytest.fixture(scope="session")
-def make_model() -> Callable[..., Model]:
+def make_model():
     """See `spec_model`."""
     return spec_model
 
 
 @pytest.fixture(scope="session")
-def make_stack() -> Callable[..., Any]:
+def make_stack():
     """See `make_batch`."""
     return stacked
 
 
 @pytest.fixture(scope="session")
-def motifs() -> list[str]:
+def motifs():
     """Names of `MOTIFS`."""
     return sorted(MOTIFS)

@@ -1,13 +1,9 @@
 """The builder: what zoo and tests lean on."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
+from onnx_models import run_onnxruntime
 
 from harness.graph.builder import MAX_IR_VERSION, GraphBuilder
 
@@ -22,15 +18,14 @@ def classifier(seed: int = 0) -> GraphBuilder:
     return builder
 
 
-def test_a_model_that_runs(tmp_path: Path) -> None:
+def test_a_model_that_runs(tmp_path):
     path = classifier().save(tmp_path / "folder" / "m.onnx")
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (found,) = session.run(["logits"], {"image": np.ones((1, 3, 16, 16), np.float32)})
+    (found,) = run_onnxruntime(path, {"image": np.ones((1, 3, 16, 16), np.float32)}, ["logits"])
     assert found.shape == (1, 5)
     assert onnx.load(path).ir_version <= MAX_IR_VERSION
 
 
-def test_every_tensor_is_typed_and_every_name_unique() -> None:
+def test_every_tensor_is_typed_and_every_name_unique():
     graph = classifier().build().graph
     typed = {value.name for value in (*graph.value_info, *graph.output)}
     assert {name for node in graph.node for name in node.output} == typed
@@ -38,12 +33,12 @@ def test_every_tensor_is_typed_and_every_name_unique() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_same_seed_same_bytes() -> None:
+def test_same_seed_same_bytes():
     assert classifier(1).build().SerializeToString() == classifier(1).build().SerializeToString()
     assert classifier(1).build().SerializeToString() != classifier(2).build().SerializeToString()
 
 
-def test_shapes_follow_from_the_operators() -> None:
+def test_shapes_follow_from_the_operators():
     builder = GraphBuilder("shapes")
     x = builder.input("x", (2, 6, 8, 8))
     assert builder.shape(builder.conv(x, 4, 5, stride=2, groups=2)) == (2, 4, 4, 4)
@@ -58,7 +53,7 @@ def test_shapes_follow_from_the_operators() -> None:
     assert builder.shape(builder.input("dynamic", ("N", None, 3))) == (-1, -1, 3)
 
 
-def test_constants_keep_the_type_of_arrays() -> None:
+def test_constants_keep_the_type_of_arrays():
     builder = GraphBuilder("constants")
     made = {
         builder.const(1.5): onnx.TensorProto.FLOAT,
@@ -72,7 +67,7 @@ def test_constants_keep_the_type_of_arrays() -> None:
     assert "zero_1" in tensors
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_told():
     builder = GraphBuilder("wrong")
     x = builder.input("x", (2, 3))
     with pytest.raises(ValueError, match=r"wrong: MatMul 'MatMul': .*Incompatible dimensions"):

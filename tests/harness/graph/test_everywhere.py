@@ -1,7 +1,5 @@
 """Models of the zoo and of the assets, in every dialect, at every precision: the whole way there and back."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path
@@ -50,18 +48,18 @@ def assert_there_and_back(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_models_of_the_zoo(name: str, tmp_path: Path) -> None:
+def test_models_of_the_zoo(name, tmp_path):
     assert_there_and_back(load(zoo.write_model(name, tmp_path / f"{name}.onnx"), min_opset=19))
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers_of_the_zoo(name: str) -> None:
+def test_transformers_of_the_zoo(name):
     assert_there_and_back(loaded(TRANSFORMERS[name](), min_opset=19))
 
 
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ASSETS)
-def test_real_models(name: str) -> None:
+def test_real_models(name):
     path = Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx"
     assert_there_and_back(load(path, source=name, shapes=SHAPES.get(name, {}), min_opset=19))

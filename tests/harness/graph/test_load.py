@@ -1,12 +1,9 @@
 """Loading: what comes in is what runs, and what is wrong with a file is said."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +79,7 @@ def with_external_data(folder: Path, location: str = "weights.bin") -> Path:
 
 
 class TestReading:
-    def test_a_file_comes_in(self, tmp_path: Path) -> None:
+    def test_a_file_comes_in(self, tmp_path):
         path = tmp_path / "m.onnx"
         path.write_bytes(small().SerializeToString())
         model = load(path)
@@ -95,38 +92,38 @@ class TestReading:
     @pytest.mark.parametrize(
         "content", [b"\x89PNG\r\n\x1a\n and more", b"PK\x03\x04model", b"just text\n", b"\x00" * 64]
     )
-    def test_no_onnx(self, tmp_path: Path, content: bytes) -> None:
+    def test_no_onnx(self, tmp_path, content):
         path = tmp_path / "m.onnx"
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"cat: not an ONNX file \(it starts with .*export the model to ONNX"):
             load(path, source="cat")
 
-    def test_empty(self, tmp_path: Path) -> None:
+    def test_empty(self, tmp_path):
         (tmp_path / "m.onnx").touch()
         with pytest.raises(UserError, match="the file is empty; fetch or export the model again"):
             load(tmp_path / "m.onnx")
 
-    def test_no_file_and_folder(self, tmp_path: Path) -> None:
+    def test_no_file_and_folder(self, tmp_path):
         with pytest.raises(UserError, match="no such file"):
             load(tmp_path / "m.onnx")
         with pytest.raises(UserError, match=r"this is a folder; name the .onnx file in it"):
             load(tmp_path)
 
-    def test_git_lfs_pointer(self, tmp_path: Path) -> None:
+    def test_git_lfs_pointer(self, tmp_path):
         (tmp_path / "m.onnx").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n")
         with pytest.raises(UserError, match=r"Git LFS pointer.*run 'git lfs pull'"):
             load(tmp_path / "m.onnx")
 
     @settings(max_examples=40)
     @given(share=st.floats(0.02, 0.999))
-    def test_truncated_anywhere(self, tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
+    def test_truncated_anywhere(self, tmp_path_factory, share):
         raw = small().SerializeToString()
         path = tmp_path_factory.mktemp("cut") / "m.onnx"
         path.write_bytes(raw[: max(3, int(share * len(raw)))])
         with pytest.raises(UserError, match=r"truncated or damaged .*\(\d+ bytes\)"):
             load(path)
 
-    def test_external_data_is_read_and_counts_in_the_hash(self, tmp_path: Path) -> None:
+    def test_external_data_is_read_and_counts_in_the_hash(self, tmp_path):
         path = with_external_data(tmp_path)
         first = load(path)
         assert_same(small(), first)
@@ -136,13 +133,13 @@ class TestReading:
         assert load(path).sha256 != first.sha256
 
     @pytest.mark.parametrize("location", ["weights.bin", "..\\weights.bin"])
-    def test_missing_external_data(self, tmp_path: Path, location: str) -> None:
+    def test_missing_external_data(self, tmp_path, location):
         path = with_external_data(tmp_path, location)
         (tmp_path / "weights.bin").unlink()
         with pytest.raises(UserError, match=r"data '.*weights.bin' with the weights 'Conv_\w+' is missing; put"):
             load(path)
 
-    def test_weights_of_another_size_than_their_shape(self, tmp_path: Path) -> None:
+    def test_weights_of_another_size_than_their_shape(self, tmp_path):
         builder = GraphBuilder("tiny")
         builder.output(builder.gemm(builder.input("x", (1, 4)), 3), name="y")
         proto = builder.build()
@@ -152,21 +149,21 @@ class TestReading:
         with pytest.raises(UserError, match=r"tensor 'Gemm_weight' of shape \[3, 4\] has 40 bytes, but needs 48"):
             load(tmp_path / "short.onnx")
 
-    def test_external_data_cut_short(self, tmp_path: Path) -> None:
+    def test_external_data_cut_short(self, tmp_path):
         path = with_external_data(tmp_path)
         (tmp_path / "weights.bin").write_bytes(b"\x00" * 10)
         with pytest.raises(UserError, match=r"external data of 'Conv_.*' is truncated or damaged"):
             load(path)
 
     @pytest.mark.parametrize("location", ["../outside.bin", "sub/../../outside.bin", "/etc/hostname", "C:\\w.bin", ""])
-    def test_external_data_outside_of_the_folder(self, tmp_path: Path, location: str) -> None:
+    def test_external_data_outside_of_the_folder(self, tmp_path, location):
         (tmp_path / "outside.bin").write_bytes(b"\x00" * 10_000)
         folder = tmp_path / "model"
         folder.mkdir()
         with pytest.raises(UserError, match="outside of the model's folder, which is refused"):
             load(with_external_data(folder, location))
 
-    def test_external_data_behind_a_link_that_leads_outside(self, tmp_path: Path) -> None:
+    def test_external_data_behind_a_link_that_leads_outside(self, tmp_path):
         (tmp_path / "outside.bin").write_bytes(b"\x00" * 10_000)
         folder = tmp_path / "model"
         folder.mkdir()
@@ -177,13 +174,13 @@ class TestReading:
 
 
 class TestChecking:
-    def test_tensor_that_nobody_makes(self) -> None:
+    def test_tensor_that_nobody_makes(self):
         proto = small()
         proto.graph.node[1].input[0] = "nowhere"
         with pytest.raises(UserError, match=r"m\.onnx: no valid ONNX model: .*'nowhere'.*export the model again"):
             ready(proto)
 
-    def test_cycle(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_cycle(self, capsys):
         builder = GraphBuilder("cycle")
         y = builder.op("Neg", builder.op("Relu", builder.input("x", (2, 3))))
         builder.output(y)
@@ -193,7 +190,7 @@ class TestChecking:
             ready(proto)
         assert capsys.readouterr().out == ""
 
-    def test_shapes_that_contradict_each_other(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_shapes_that_contradict_each_other(self, caplog):
         builder = GraphBuilder("wrong")
         x = builder.input("x", (2, 3))
         builder.output(builder.op("Relu", x), (2, 3))
@@ -205,19 +202,19 @@ class TestChecking:
         assert "m.onnx: some shapes cannot be inferred: " in caplog.text
         assert "Incompatible dimensions for matrix multiplication" in caplog.text
 
-    def test_outputs_declared_wrongly_are_inferred_anew(self) -> None:
+    def test_outputs_declared_wrongly_are_inferred_anew(self):
         proto = small()
         proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 77
         assert ready(proto).types["y"].shape == (1, 4, 8, 8)
 
-    def test_outputs_without_a_type(self) -> None:
+    def test_outputs_without_a_type(self):
         proto = small()
         proto.graph.output[0].ClearField("type")
         assert ready(proto).types["y"] == TensorType("float", (1, 4, 8, 8))
 
     @pytest.mark.parametrize("opset", [11, 17])
     @pytest.mark.parametrize("domain", ["", "TRT"])
-    def test_unknown_operator_stays_as_it_is(self, domain: str, opset: int, caplog: pytest.LogCaptureFixture) -> None:
+    def test_unknown_operator_stays_as_it_is(self, domain, opset, caplog):
         builder = GraphBuilder("plugin", opset=opset)
         x = builder.op("Relu", builder.input("x", (1, 8)))
         found = builder.op("EfficientNMS_TRT", x, outputs=2, domain=domain, score=0.5, mode="fast")
@@ -238,7 +235,7 @@ class TestChecking:
         assert all("not compared" in message and "EfficientNMS_TRT" in message for message in others)
         assert len(others) == (opset < 17)  # else preparation changes nothing
 
-    def test_untyped_behind_an_unknown_operator(self) -> None:
+    def test_untyped_behind_an_unknown_operator(self):
         builder = GraphBuilder("plugin")
         y = builder.op("Mystery", builder.input("x", (1, 8)), domain="acme")
         z = builder.op("Relu", y)
@@ -249,7 +246,7 @@ class TestChecking:
 
 
 class TestShapes:
-    def test_a_dynamic_batch_is_1_and_one_line_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_dynamic_batch_is_1_and_one_line_says_so(self, caplog):
         with caplog.at_level(logging.WARNING):
             model = ready(small(batch="N"))
         assert model.types["x"].shape == (1, 3, 8, 8)
@@ -257,7 +254,7 @@ class TestShapes:
         assert "'N' is dynamic and set to 1; another size: --dim N=8" in line
         assert "dims: {N: 8}" in line
 
-    def test_every_dynamic_input_is_named(self) -> None:
+    def test_every_dynamic_input_is_named(self):
         builder = GraphBuilder("two")
         a, b = builder.input("input:0", (1, 3, "h", "w")), builder.input("tokens", (None, None))
         builder.output(builder.op("Relu", a))
@@ -268,18 +265,18 @@ class TestShapes:
         assert "--dim h=224 --dim w=224 --shape tokens:1x128" in str(caught.value)
 
     @pytest.mark.parametrize("given_shape", ["2x3x8x8", (2, 3, 8, 8)])
-    def test_given(self, given_shape: str | tuple[int, ...]) -> None:
+    def test_given(self, given_shape):
         model = ready(small(batch="N"), {"x": given_shape})
         assert {name: model.types[name].shape for name in ("x", "y")} == {"x": (2, 3, 8, 8), "y": (2, 4, 8, 8)}
         assert_same(small(batch="N"), model)
 
-    def test_a_named_dimension_holds_for_every_input(self) -> None:
+    def test_a_named_dimension_holds_for_every_input(self):
         builder = GraphBuilder("two")
         x = builder.op("Add", builder.input("a", ("N", 4)), builder.input("b", ("N", 4)))
         builder.output(x)
         assert ready(builder.build(), {"a": "3x4"}).types["b"].shape == (3, 4)
 
-    def test_question_marks_are_no_name_so_their_sizes_may_differ(self, tmp_path: Path) -> None:
+    def test_question_marks_are_no_name_so_their_sizes_may_differ(self, tmp_path):
         """paddle2onnx writes "?" for every size that it does not know (PP-OCR's classifier: ?x3x?x?)."""
         builder = GraphBuilder("paddle")
         builder.output(builder.op("Relu", builder.input("a", ("?", 3, "?", "?"))), name="y")
@@ -292,7 +289,7 @@ class TestShapes:
         with pytest.raises(UserError, match=r"no input has the name of the calibration data's 'images'"):
             load(builder.save(tmp_path / "m.onnx"), source="m.onnx", samples={"images": (3, 48, 192)})
 
-    def test_one_name_of_two_sizes_is_refused_as_such(self) -> None:
+    def test_one_name_of_two_sizes_is_refused_as_such(self):
         builder = GraphBuilder("square")
         builder.output(builder.op("Relu", builder.input("a", ("N", "side", "side"))))
         with pytest.raises(UserError, match=r"dimension 'side' of Nxsidexside has one size .* but got 4 and 5: 1x4x5"):
@@ -309,13 +306,13 @@ class TestShapes:
             ({"x": ""}, r"shapes\.x: a shape looks like 1x3x224x224, but got ''"),
         ],
     )
-    def test_given_shapes_that_do_not_fit(self, shapes: dict[str, str], message: str) -> None:
+    def test_given_shapes_that_do_not_fit(self, shapes, message):
         with pytest.raises(UserError, match=message):
             ready(small(batch="N"), shapes)
 
     @settings(max_examples=20)
     @given(start=st.integers(-4, 4), end=st.integers(-4, 4))
-    def test_shape_arithmetic_is_folded(self, start: int, end: int) -> None:
+    def test_shape_arithmetic_is_folded(self, start, end):
         builder = GraphBuilder("shape")
         x = builder.input("x", ("N", 3, 5, 7))
         size = builder.op("ReduceProd", builder.op("Shape", x, start=start, end=end), keepdims=0)
@@ -325,7 +322,7 @@ class TestShapes:
         assert [node.op for node in model.nodes] == ["Reshape"]
         assert_same(builder.build(), model)
 
-    def test_integer_string_and_several_inputs(self) -> None:
+    def test_integer_string_and_several_inputs(self):
         builder = GraphBuilder("many")
         ids, mask = builder.input("ids", ("B", 5), "int64"), builder.input("mask", ("B", 5), "float")
         words = builder.input("words", (2,), "string")
@@ -342,7 +339,7 @@ class TestShapes:
 
 
 class TestCleaning:
-    def test_constant_nodes_become_initializers(self) -> None:
+    def test_constant_nodes_become_initializers(self):
         builder = GraphBuilder("constants")
         x = builder.input("x", (2, 3))
         for value in (
@@ -358,7 +355,7 @@ class TestCleaning:
         assert len(model.constants) == 5
         assert_same(builder.build(), model)
 
-    def test_what_depends_on_constants_alone_is_computed_once(self) -> None:
+    def test_what_depends_on_constants_alone_is_computed_once(self):
         builder = GraphBuilder("fold")
         x = builder.input("x", (2, 4))
         weight = builder.op("Transpose", builder.op("Neg", builder.const(np.ones((3, 4), np.float32))), perm=[1, 0])
@@ -368,7 +365,7 @@ class TestCleaning:
         assert list(model.constants) == [weight]
         assert_same(builder.build(), model)
 
-    def test_large_weights_are_folded_kept_and_dropped_like_small_ones(self) -> None:
+    def test_large_weights_are_folded_kept_and_dropped_like_small_ones(self):
         builder = GraphBuilder("large", opset=13)
         x = builder.batch_norm(builder.conv(builder.input("x", (1, 32, 4, 4)), 32, 3))
         builder.conv(x, 32, 3)
@@ -383,7 +380,7 @@ class TestCleaning:
         assert {model.types[name].shape for name in model.constants} == {(32, 32, 3, 3), (32,), (2,), (64, 128)}
         assert_same(builder.build(), model)
 
-    def test_quantized_weights_and_random_numbers_are_not_folded(self) -> None:
+    def test_quantized_weights_and_random_numbers_are_not_folded(self):
         builder = GraphBuilder("keep")
         x = builder.input("x", (1, 2))
         weight = builder.const(np.ones((2, 2), np.int8))
@@ -393,7 +390,7 @@ class TestCleaning:
         ops = [node.op for node in ready(builder.build()).nodes]
         assert sorted(ops) == ["Add", "DequantizeLinear", "MatMul", "RandomNormal"]
 
-    def test_dead_nodes_and_weights_go(self) -> None:
+    def test_dead_nodes_and_weights_go(self):
         builder = GraphBuilder("dead")
         x = builder.input("x", (1, 3, 8, 8))
         builder.conv(x, 9, 3)
@@ -402,7 +399,7 @@ class TestCleaning:
         assert [node.op for node in model.nodes] == ["Relu"]
         assert not model.constants
 
-    def test_dead_nodes_go_also_where_a_result_and_an_input_are_left_out(self) -> None:
+    def test_dead_nodes_go_also_where_a_result_and_an_input_are_left_out(self):
         builder = GraphBuilder("dead")
         x = builder.input("x", (1, 3, 8, 8))
         builder.op("MaxPool", x, kernel_shape=[2, 2])
@@ -411,7 +408,7 @@ class TestCleaning:
         proto.graph.node[0].output.append("")
         assert [node.op for node in ready(proto).nodes] == ["Clip"]
 
-    def test_order_is_mended_only_where_it_is_wrong(self) -> None:
+    def test_order_is_mended_only_where_it_is_wrong(self):
         builder = GraphBuilder("order")
         x = builder.input("x", (2, 3))
         deep = builder.op("Neg", builder.op("Abs", builder.op("Relu", x)))
@@ -427,7 +424,7 @@ class TestCleaning:
 
     @given(names=st.lists(st.sampled_from(["", "a", "a_1", "Relu_0", "Relu_1"]), min_size=1, max_size=6))
     @settings(max_examples=30)
-    def test_node_names_are_unique_and_kept_where_they_are(self, names: list[str]) -> None:
+    def test_node_names_are_unique_and_kept_where_they_are(self, names):
         builder = GraphBuilder("names")
         x = builder.input("x", (2,))
         for _ in names:
@@ -441,7 +438,7 @@ class TestCleaning:
         assert all(given_names)
         assert all(new == old for new, old in zip(given_names, names, strict=True) if old and names.count(old) == 1)
 
-    def test_functions_are_inlined(self) -> None:
+    def test_functions_are_inlined(self):
         proto = parser.parse_model(
             """<ir_version: 8, opset_import: ["": 17, "my": 1]>
             twice (float[2,3] x) => (float[2,3] y) { t = my.silu(x)  y = my.silu(t) }
@@ -451,7 +448,7 @@ class TestCleaning:
         assert [(node.op, node.opaque) for node in model.nodes] == [("Sigmoid", False), ("Mul", False)] * 2
         assert_same(proto, model)
 
-    def test_initializers_among_the_inputs_are_constants(self) -> None:
+    def test_initializers_among_the_inputs_are_constants(self):
         proto = small()
         proto.ir_version = 3
         proto.graph.input.extend(
@@ -461,7 +458,7 @@ class TestCleaning:
         assert [value.name for value in model.proto.graph.input] == ["x"]
         assert_same(proto, model)
 
-    def test_the_given_model_is_left_alone(self) -> None:
+    def test_the_given_model_is_left_alone(self):
         proto = small(opset=11)
         before = proto.SerializeToString()
         ready(proto)
@@ -469,7 +466,7 @@ class TestCleaning:
 
 
 @pytest.mark.parametrize("places", [[0, 5], [[0, 0], [1, 1]]])
-def test_sparse_weights_become_dense_ones(places: list[Any]) -> None:
+def test_sparse_weights_become_dense_ones(places):
     values = numpy_helper.from_array(np.array([1.0, 2.0], np.float32), "w")
     sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(places), "w_places"), [4, 4])
     proto = parser.parse_model(
@@ -485,7 +482,7 @@ def test_sparse_weights_become_dense_ones(places: list[Any]) -> None:
 class TestSubgraphs:
     @pytest.mark.parametrize("opset", [11, 17])
     @pytest.mark.parametrize("seed", [0, 1])
-    def test_if_reads_from_outside(self, opset: int, seed: int) -> None:
+    def test_if_reads_from_outside(self, opset, seed):
         then, other = GraphBuilder("then", opset=opset), GraphBuilder("else", opset=opset)
         then.output(then.op("Add", then.op("Softmax", "r", axis=-1), "w", outputs=("then_out",))[0])
         other.output(other.op("Mul", "only_here", other.op("Mul", "w", "r"), outputs=("else_out",))[0])
@@ -506,7 +503,7 @@ class TestSubgraphs:
         assert_same(builder.build(), model, seed=seed)
 
     @pytest.mark.parametrize("opset", [11, 17])
-    def test_loop(self, opset: int) -> None:
+    def test_loop(self, opset):
         body = parser.parse_graph(
             """body (int64 i, bool go, float[2,3] sum) => (bool still, float[2,3] next, float[2,3] row) {
             still = Identity(go)  next = Add(sum, step)  row = Mul(next, half) }"""
@@ -522,7 +519,7 @@ class TestSubgraphs:
         assert [(node.op, node.opaque) for node in model.nodes] == [("Relu", False), ("Loop", True)]
         assert_same(builder.build(), model)
 
-    def test_scan(self) -> None:
+    def test_scan(self):
         body = parser.parse_graph(
             "body (float[3] sum, float[3] x) => (float[3] next, float[3] y) { next = Add(sum, x)  y = Neg(next) }"
         )
@@ -537,7 +534,7 @@ class TestSubgraphs:
 
 class TestUpgrade:
     @pytest.mark.parametrize("opset", [7, 11, 13])
-    def test_older_opsets_are_upgraded(self, opset: int) -> None:
+    def test_older_opsets_are_upgraded(self, opset):
         builder = GraphBuilder("old", opset=opset)
         x = builder.op("Dropout", builder.conv(builder.input("x", ("N", 3, 4, 4)), 4, 3))
         builder.output(builder.op("Softmax", builder.op("Flatten", x), axis=1))
@@ -549,10 +546,10 @@ class TestUpgrade:
         assert [p.key for p in model.proto.metadata_props] == ["author"]
         assert_same(builder.build(), model)
 
-    def test_newer_opsets_stay(self) -> None:
+    def test_newer_opsets_stay(self):
         assert ready(small(opset=20)).proto.opset_import[0].version == 20
 
-    def test_an_opset_that_cannot_be_upgraded(self) -> None:
+    def test_an_opset_that_cannot_be_upgraded(self):
         proto = parser.parse_model(
             """<ir_version: 6, opset_import: ["": 7]> g (float[4,3,1,1] x, float[3] s) => (float[4,3,1,1] y)
             { y = BatchNormalization <spatial=0> (x, s, s, s, s) }"""
@@ -562,7 +559,7 @@ class TestUpgrade:
         ):
             ready(proto)
 
-    def test_an_opset_from_the_future(self) -> None:
+    def test_an_opset_from_the_future(self):
         proto = small()
         proto.opset_import[0].version = 99
         with pytest.raises(UserError, match=r"opset 99 is newer than the installed onnx .*export the model with opset"):
@@ -570,15 +567,13 @@ class TestUpgrade:
 
 
 class TestSaving:
-    def test_what_is_saved_comes_back(self, tmp_path: Path) -> None:
+    def test_what_is_saved_comes_back(self, tmp_path):
         model = ready(small())
         path = save_to_folder(model, tmp_path / "new" / "folder")
         assert path == tmp_path / "new" / "folder" / "model.onnx"
         assert load(path).proto == model.proto
 
-    def test_large_models_keep_their_weights_beside_the_file(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_large_models_keep_their_weights_beside_the_file(self, tmp_path, monkeypatch):
         monkeypatch.setattr(write_module, "MAX_SINGLE_FILE_BYTES", 1000)
         builder = GraphBuilder("large")
         builder.output(builder.conv(builder.input("x", (1, 64, 4, 4)), 64, 3))
@@ -593,7 +588,7 @@ class TestSaving:
 
     @settings(max_examples=15)
     @given(seed=st.integers(0, 99), depth=st.integers(1, 4), opset=st.sampled_from([11, 13, 17]))
-    def test_loading_twice_gives_the_same_bytes(self, seed: int, depth: int, opset: int) -> None:
+    def test_loading_twice_gives_the_same_bytes(self, seed, depth, opset):
         builder = GraphBuilder("random", seed=seed, opset=opset)
         x = builder.input("x", (1, 3, 8, 8))
         for _ in range(depth):
@@ -610,7 +605,7 @@ class TestSaving:
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", sorted(REAL))
-def test_real_models_run_as_before(name: str) -> None:
+def test_real_models_run_as_before(name):
     path = ASSETS / f"{name}.onnx"
     model = load(path, shapes=REAL[name])
     assert {o.domain: o.version for o in model.proto.opset_import}[""] >= 17
@@ -621,7 +616,7 @@ def test_real_models_run_as_before(name: str) -> None:
         assert np.abs(before - after).max() <= 1e-3 * np.ptp(before)
 
 
-def test_a_group_normalization_does_not_hide_the_types_behind_it() -> None:
+def test_a_group_normalization_does_not_hide_the_types_behind_it():
     g = GraphBuilder("groups", opset=21)
     x = g.conv(g.input("x", (1, 3, 8, 8)), 8, 3)
     parameters = [g.const(np.full(8, value, np.float32)) for value in (1.0, 0.0)]
@@ -637,7 +632,7 @@ def test_a_group_normalization_does_not_hide_the_types_behind_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 4), ("N", 4)])
-def test_an_output_that_nobody_can_infer_keeps_what_the_file_declares(shape: tuple[int | str, ...]) -> None:
+def test_an_output_that_nobody_can_infer_keeps_what_the_file_declares(shape):
     g = GraphBuilder("whirl")
     g.output(g.op("Relu", g.op("Whirl", g.input("x", (1, 4)), domain="com.example")), shape, name="y")
     model = load_proto(g.build(), source="whirl", sha256="0")
@@ -646,7 +641,7 @@ def test_an_output_that_nobody_can_infer_keeps_what_the_file_declares(shape: tup
     onnx.checker.check_model(model.proto)
 
 
-def test_a_model_in_float16_is_upgraded_to_where_it_can_be_quantized() -> None:
+def test_a_model_in_float16_is_upgraded_to_where_it_can_be_quantized():
     g = GraphBuilder("half", opset=13)
     weight = g.const(np.ones((8, 3, 1, 1), np.float16))
     g.output(g.op("Conv", g.input("x", (1, 3, 8, 8), "float16"), weight))

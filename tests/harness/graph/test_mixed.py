@@ -1,14 +1,12 @@
 """INT8 and FP8 within one scheme: the space offers both, and whatever is chosen is delivered and runs."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import onnx
-import openvino as ov
 import pytest
+from fidelity_of import run_openvino
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
@@ -20,7 +18,7 @@ from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT
 from search.space import Edge, Placement, Resolved
 
 BOTH = ("int8", "fp8")
@@ -53,7 +51,7 @@ def feeds() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("dialect", [OPENVINO, TENSORRT], ids=lambda d: d.name)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_any_mixture_is_delivered_runs_and_is_close(dialect: Dialect, data: st.DataObject) -> None:
+def test_any_mixture_is_delivered_runs_and_is_close(dialect, data):
     space = build_space(block(), dialect, precisions=BOTH, kinds=("node_input", "child_input", "output"))
     placement = Placement(tuple(data.draw(st.integers(0, size - 1)) for size in space.sizes))
     asked = space.resolve(placement)
@@ -64,7 +62,7 @@ def test_any_mixture_is_delivered_runs_and_is_close(dialect: Dialect, data: st.D
     assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
 
 
-def test_every_point_offers_what_is_legal_for_it() -> None:
+def test_every_point_offers_what_is_legal_for_it():
     choices = {
         edge.consumer: dimension.choices
         for dimension in build_space(block(), TENSORRT, precisions=BOTH).dimensions
@@ -80,7 +78,7 @@ def edge(consumer: str, slot: int, precision: str) -> tuple[Edge, str]:
     return Edge(node.inputs[slot], consumer, slot), precision
 
 
-def test_one_tensor_read_at_two_precisions_gets_a_pair_for_each() -> None:
+def test_one_tensor_read_at_two_precisions_gets_a_pair_for_each():
     asked = tuple(sorted([edge("depthwise", 0, "int8"), edge("depthwise", 1, "int8"), edge("residual", 1, "fp8")]))
     inserter = Inserter(block(), OPENVINO, ranges())
     proto = inserter.insert(asked)
@@ -90,7 +88,7 @@ def test_one_tensor_read_at_two_precisions_gets_a_pair_for_each() -> None:
     assert TensorProto.FLOAT8E4M3FN in kinds
 
 
-def test_fp8_scales_map_the_largest_value_to_448() -> None:
+def test_fp8_scales_map_the_largest_value_to_448():
     asked = tuple(sorted([edge("head", 0, "fp8"), edge("head", 1, "fp8")]))
     proto = Inserter(block(), TENSORRT, ranges()).insert(asked)
     values = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
@@ -106,9 +104,7 @@ def test_fp8_scales_map_the_largest_value_to_448() -> None:
 
 def openvino(asked: Resolved, folder: Path) -> np.ndarray:
     path = Inserter(block(), OPENVINO_7BIT, ranges()).write(asked, folder)  # right on every processor
-    options = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
-    found: np.ndarray = next(iter(ov.Core().compile_model(path, "CPU", options)(feeds()).values()))
-    return found
+    return run_openvino(path, feeds())[0]
 
 
 def mixture(fp8: set[str]) -> Resolved:
@@ -117,20 +113,20 @@ def mixture(fp8: set[str]) -> Resolved:
 
 
 @pytest.mark.parametrize("fp8", [{"linear"}, {"pool"}], ids=str)
-def test_openvino_runs_mixtures(fp8: set[str], tmp_path: Path) -> None:
+def test_openvino_runs_mixtures(fp8, tmp_path):
     asked = mixture(fp8)
     assert {precision for _, precision in asked} == {"int8", "fp8"}
     (expected,) = run(block().proto, ["logits"])
     assert np.abs(openvino(asked, tmp_path) - expected).max() < 0.2 * np.abs(expected).max()
 
 
-def test_openvino_adds_no_fp8_operands_in_a_model_that_has_int8_too(tmp_path: Path) -> None:
+def test_openvino_adds_no_fp8_operands_in_a_model_that_has_int8_too(tmp_path):
     """A limit of OpenVINO 2026.4; the search records such candidates as failed builds."""
     with pytest.raises(RuntimeError, match="unsupported src_prc: f8e4m3"):
         openvino(mixture({"add"}), tmp_path)
 
 
-def test_candidates_of_both_precisions_share_one_file_for_each(tmp_path: Path) -> None:
+def test_candidates_of_both_precisions_share_one_file_for_each(tmp_path):
     space = build_space(block(), OPENVINO, precisions=BOTH)
     inserter = Inserter(block(), OPENVINO, ranges())
     for seed in range(6):
@@ -139,11 +135,11 @@ def test_candidates_of_both_precisions_share_one_file_for_each(tmp_path: Path) -
     assert len(list(tmp_path.glob("*.weights"))) <= 3  # float, INT8, FP8
 
 
-def test_the_opset_is_that_of_the_newest_precision() -> None:
+def test_the_opset_is_that_of_the_newest_precision():
     assert OPENVINO.opset(BOTH) == TENSORRT.opset(BOTH) == 19 > OPENVINO.opset(["int8"])
 
 
-def test_one_edge_has_one_precision() -> None:
+def test_one_edge_has_one_precision():
     twice = (edge("stem", 0, "fp8"), edge("stem", 0, "int8"))
     with pytest.raises(UserError, match="block: the placement contains one edge twice"):
         Inserter(block(), OPENVINO, ranges()).insert(twice)

@@ -1,7 +1,5 @@
 """Models with subgraphs, recurrences, operators of other domains: what can be quantized is, the rest is untouched."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 
 
 def body(name: str, op: str, x: str) -> onnx.GraphProto:
@@ -88,9 +86,7 @@ def odd(make: Callable[[GraphBuilder, str], str]) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
 @pytest.mark.parametrize("op", CASES)
-def test_the_rest_is_quantized_and_what_stays_float_is_said(
-    op: str, dialect: Dialect, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_rest_is_quantized_and_what_stays_float_is_said(op, dialect, caplog):
     make, message = CASES[op]
     with caplog.at_level(logging.WARNING):
         model = load_proto(odd(make), source="odd.onnx", sha256="0")
@@ -112,7 +108,7 @@ def test_the_rest_is_quantized_and_what_stays_float_is_said(
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
-def test_a_result_that_is_left_out_is_not_what_others_leave_out(dialect: Dialect) -> None:
+def test_a_result_that_is_left_out_is_not_what_others_leave_out(dialect):
     """An LSTM that is asked for its last state alone, and far behind it a Clip without a lower bound."""
     g = GraphBuilder("left_out")
     weights = [g.const(np.full((1, 64, 16), 0.1, np.float32)) for _ in range(2)]
@@ -132,9 +128,7 @@ def test_a_result_that_is_left_out_is_not_what_others_leave_out(dialect: Dialect
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_the_command_that_shows_regions_says_what_stays_float(
-    op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_that_shows_regions_says_what_stays_float(op, tmp_path, capsys):
     make, message = CASES[op]
     onnx.save(odd(make), tmp_path / "odd.onnx")
     assert qdq("regions", str(tmp_path / "odd.onnx"), "--verbose") == 0
@@ -180,9 +174,9 @@ def with_constant_nodes(g: GraphBuilder, x: str) -> str:
     ],
 )
 def test_a_run_says_so_too_and_leaves_those_parts_alone(
-    make: Callable[[GraphBuilder, str], str], kept: str, backend: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    make, kept, backend,
+    tmp_path, monkeypatch, capsys,
+):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     onnx.save(odd(make), "odd.onnx")
     (tmp_path / "odd.yaml").write_text(EXPERIMENT.format(backend=backend))
@@ -197,9 +191,7 @@ def test_a_run_says_so_too_and_leaves_those_parts_alone(
     assert all(sum(node.op_type == kept for node in proto.graph.node) == bool(kept) for proto in exported)
 
 
-def test_a_run_of_a_model_that_reads_strings_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_a_model_that_reads_strings_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     g = GraphBuilder("words")
     g.output(g.gemm(g.input("x", (1, 16)), 16), name="y")
@@ -210,7 +202,7 @@ def test_a_run_of_a_model_that_reads_strings_is_refused(
     assert "odd.onnx: input 'words' is of type 'string'" in capsys.readouterr().err
 
 
-def test_a_model_of_strings_passes_through() -> None:
+def test_a_model_of_strings_passes_through():
     g = GraphBuilder("words")
     g.output(g.op("StringNormalizer", g.input("words", (4,), "string"), case_change_action="LOWER"), name="lower")
     model = load_proto(g.build(), source="words", sha256="0")

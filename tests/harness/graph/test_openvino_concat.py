@@ -5,23 +5,17 @@ AVX512-VNNI: 0.22 for INT8 data behind a Concat, below 1e-5 for UINT8 data and f
 AMX all of them are exact.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
-import openvino
 import pytest
+from fidelity_of import run_openvino, write_quantized
 from machine import CPU_FLAGS, SATURATES, exact_int8
+from onnx_models import loaded, run_onnxruntime
 
-from harness.accuracy.calibration.ranges import calibrate
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load_proto, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, OPENVINO_7BIT, Dialect
 from harness.random_inputs import random_feeds
 
@@ -34,22 +28,13 @@ def model(*, concat: bool) -> Model:
     x = g.input("x", (1, 8, 16, 16))
     first, second = g.conv(x, 16, 3), g.conv(x, 16, 3)
     g.output(g.conv(g.op("Concat" if concat else "Add", first, second, **({"axis": 1} if concat else {})), 16, 3))
-    return load_proto(g.build(), source="convolutions", sha256="0")
+    return loaded(g)
 
 
 def error(made: Model, dialect: Dialect, folder: Path) -> float:
     """Relative error of OpenVINO on the data and weights of all convolutions quantized."""
-    space = build_space(made, dialect)
-    edges = space.resolve(space.quantize_roles({"linear"}))
-    tensors = {e.tensor for d in space.dimensions for e in d.edges} - made.constants.keys()
-    path = Inserter(made, dialect, calibrate(save_to_folder(made, folder), tensors, FEEDS)).write(
-        edges, folder, name="quantized"
-    )
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    exact = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, FEEDS[0])[0]
-    hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
-    found = openvino.Core().compile_model(str(path), "CPU", hints)(FEEDS[0])[0]
+    path = write_quantized(made, dialect, FEEDS, folder, {"linear"})
+    (exact,), (found,) = run_onnxruntime(path, FEEDS[0], optimize=False), run_openvino(path, FEEDS[0])
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
 
@@ -58,16 +43,16 @@ def seven_bits(dialect: Dialect) -> Dialect:
 
 
 @pytest.mark.parametrize("dialect", [pytest.param(OPENVINO, marks=exact_int8), OPENVINO_7BIT], ids=lambda d: d.name)
-def test_unsigned_data_behind_a_concat_are_exact(dialect: Dialect, tmp_path: Path) -> None:
+def test_unsigned_data_behind_a_concat_are_exact(dialect, tmp_path):
     assert error(model(concat=True), dialect, tmp_path) < 1e-4
 
 
 @pytest.mark.parametrize("dialect", [pytest.param(SYMMETRIC, marks=exact_int8), seven_bits(SYMMETRIC)], ids=["8", "7"])
-def test_symmetric_data_without_a_concat_are_exact(dialect: Dialect, tmp_path: Path) -> None:
+def test_symmetric_data_without_a_concat_are_exact(dialect, tmp_path):
     assert error(model(concat=False), dialect, tmp_path) < 1e-4
 
 
-def test_weights_of_8_bits_are_wrong_where_products_saturate(tmp_path: Path) -> None:
+def test_weights_of_8_bits_are_wrong_where_products_saturate(tmp_path):
     """What weights of 7 bits are for; where this fails, they may go."""
     assert (error(model(concat=False), OPENVINO, tmp_path) > 1e-2) == SATURATES
 
@@ -76,5 +61,5 @@ def test_weights_of_8_bits_are_wrong_where_products_saturate(tmp_path: Path) -> 
     "avx512_vnni" not in CPU_FLAGS or "amx_int8" in CPU_FLAGS, reason="seen on CPUs with AVX512-VNNI and without AMX"
 )
 @pytest.mark.xfail(strict=True, reason="OpenVINO 2026.4 is a fifth off; once it is not, the dialect may be simplified")
-def test_symmetric_data_behind_a_concat_are_exact(tmp_path: Path) -> None:
+def test_symmetric_data_behind_a_concat_are_exact(tmp_path):
     assert error(model(concat=True), SYMMETRIC, tmp_path) < 1e-4

@@ -1,7 +1,5 @@
 """What other tools place, our space can place: their placements, read back and resolved, give the same Q/DQ edges."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -68,9 +66,7 @@ def differences(model: Model, asked: dict[Edge, str], dialect: Any) -> tuple[Cou
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2", *TRANSFORMERS])
-def test_every_edge_of_quantize_static_is_in_the_space_of_onnx_runtime(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_every_edge_of_quantize_static_is_in_the_space_of_onnx_runtime(name, tmp_path_factory):
     model = zoo(name, tmp_path_factory.getbasetemp())
     # Ranges that need no calibration, and no activation removed: each edge counts here, and no kernel.
     proto = static(model, dict.fromkeys(model.types, (-1.0, 2.0)), QDQKeepRemovableActivations=True)
@@ -93,7 +89,7 @@ def reader(model: Model, tensor: str) -> tuple[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_tools")
-def test_nearly_every_edge_of_modelopt_is_in_the_space_of_tensorrt(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_nearly_every_edge_of_modelopt_is_in_the_space_of_tensorrt(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     encoder = loaded(transformer.encoder(3, width=64))
     models = {"resnet18": zoo("resnet18", folder), "encoder3": encoder}
@@ -142,9 +138,7 @@ def both(model: Model, folder: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "encoder", "mobilenetv2"])
-def test_the_placement_of_quantize_static_runs_in_the_same_kernels(
-    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_placement_of_quantize_static_runs_in_the_same_kernels(name, tmp_path, tmp_path_factory):
     model = zoo(name, tmp_path_factory.getbasetemp())
     theirs, ours = both(model, tmp_path)
     variances = sum(node.op == "Sqrt" for node in model.nodes)  # they lead to a denominator: theirs alone has pairs
@@ -195,7 +189,7 @@ BETWEEN: dict[str, Callable[[GraphBuilder, str], str]] = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_what_stands_between_two_convolutions_keeps_neither_float(name: str, tmp_path: Path) -> None:
+def test_what_stands_between_two_convolutions_keeps_neither_float(name, tmp_path):
     g = GraphBuilder("between", opset=19)
     y = BETWEEN[name](g, g.conv(g.input("x", (1, 8, 8, 8)), 8, 1))
     g.output(g.conv(y, 8, 1))
@@ -204,7 +198,7 @@ def test_what_stands_between_two_convolutions_keeps_neither_float(name: str, tmp
     assert {"Conv", "FusedConv"}.isdisjoint(ours)
 
 
-def test_a_clip_that_may_not_be_absorbed_leaves_its_convolution_in_integers(tmp_path: Path) -> None:
+def test_a_clip_that_may_not_be_absorbed_leaves_its_convolution_in_integers(tmp_path):
     g = GraphBuilder("clip")
     y = g.op("Clip", g.conv(g.input("x", (1, 8, 8, 8)), 8, 1), g.const(np.float32(-1)), g.const(np.float32(1)))
     g.output(g.conv(y, 8, 1))
@@ -219,7 +213,7 @@ def runs_as(model: Model, folder: Path) -> Counter[str]:
     return kernels(Inserter(model, ONNXRUNTIME, ranges(model)).write(space.resolve(space.quantize_all()), folder))
 
 
-def test_relu_and_clip_are_absorbed_by_the_pair_behind_them(tmp_path: Path) -> None:
+def test_relu_and_clip_are_absorbed_by_the_pair_behind_them(tmp_path):
     g = GraphBuilder("absorbed")
     x = g.op("Relu", g.conv(g.input("x", (1, 8, 8, 8)), 16, 3))
     x = g.op("Clip", g.conv(x, 16, 3), g.const(np.float32(0)), g.const(np.float32(6)))
@@ -241,7 +235,7 @@ def constant_beside(op: str, g: GraphBuilder, x: str) -> str:
 
 
 @pytest.mark.parametrize("op", ["Add", "Mul", "Concat", "Where"])
-def test_an_operator_with_a_constant_runs_on_integers(op: str, tmp_path: Path) -> None:
+def test_an_operator_with_a_constant_runs_on_integers(op, tmp_path):
     g = GraphBuilder("constant")
     y = g.conv(g.input("x", (1, 8, 8, 8)), 8, 1)
     g.output(g.conv(constant_beside(op, g, y), 8, 1))
@@ -251,7 +245,7 @@ def test_an_operator_with_a_constant_runs_on_integers(op: str, tmp_path: Path) -
     assert op not in found
 
 
-def test_a_table_of_embeddings_is_read_as_integers(tmp_path: Path) -> None:
+def test_a_table_of_embeddings_is_read_as_integers(tmp_path):
     g = GraphBuilder("embedding")
     table = g.const(np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32))
     x = g.op("Gather", table, g.op("Cast", g.input("x", (1, 4)), to=onnx.TensorProto.INT64))

@@ -1,23 +1,18 @@
 """What the dialects keep away from: with all points quantized, each runtime computes nearly the same as float."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
-import openvino
 import pytest
+from fidelity_of import run_openvino, write_quantized
+from onnx_models import loaded, run_onnxruntime
 
-from harness.accuracy.calibration.ranges import calibrate
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load_proto, save_to_folder
+from harness.graph.load import save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, Dialect
 from harness.random_inputs import random_feeds
 
@@ -67,39 +62,25 @@ def made(make: Callable[[GraphBuilder], str]) -> onnx.ModelProto:
     return g.build()
 
 
-def quantized(model: Model, dialect: Dialect, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
-    """The float file, the file with every point quantized, and an input."""
-    space = build_space(model, dialect)
-    tensors = {edge.tensor for d in space.dimensions for edge in d.edges} - model.constants.keys()
+def outputs(model: Model, dialect: Dialect, folder: Path) -> tuple[Any, Any]:
+    """The output of a model, and that of the model with every point quantized."""
     feeds = list(random_feeds({"x": ("float", model.types["x"].shape)}, 4))
-    path = save_to_folder(model, folder)
-    inserter = Inserter(model, dialect, calibrate(path, tensors, feeds))
-    return path, inserter.write(space.resolve(space.quantize_all()), folder), feeds[0]
-
-
-def computed(path: Path, feed: dict[str, Any], dialect: Dialect) -> Any:
-    if dialect is OPENVINO:
-        hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
-        return openvino.Core().compile_model(str(path), "CPU", hints)(feed)[0]
-    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, feed)[0]
+    run = run_openvino if dialect is OPENVINO else run_onnxruntime
+    quantized = write_quantized(model, dialect, feeds, folder)
+    return run(save_to_folder(model, folder), feeds[0])[0], run(quantized, feeds[0])[0]
 
 
 @pytest.mark.parametrize(("make", "dialect"), CASES, ids=lambda value: getattr(value, "name", None) or value.__name__)
-def test_all_that_is_legal_is_nearly_right(
-    make: Callable[[GraphBuilder], str], dialect: Dialect, tmp_path: Path
-) -> None:
-    model = load_proto(made(make), source=make.__name__, sha256="0")
-    path, candidate, feed = quantized(model, dialect, tmp_path)
-    exact, found = computed(path, feed, dialect), computed(candidate, feed, dialect)
+def test_all_that_is_legal_is_nearly_right(make, dialect, tmp_path):
+    exact, found = outputs(loaded(made(make)), dialect, tmp_path)
     assert found.shape == exact.shape
     assert np.abs(found - exact).max() < 0.1 * np.abs(exact).max()
 
 
-def test_openvino_reads_candidates_of_a_model_with_several_operator_sets_and_no_producer(tmp_path: Path) -> None:
+def test_openvino_reads_candidates_of_a_model_with_several_operator_sets_and_no_producer(tmp_path):
     proto = made(stack)
     proto.ClearField("producer_name")
     proto.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
-    model = load_proto(proto, source="bare", sha256="0")
+    model = loaded(proto)
     assert len(model.proto.opset_import) == 2
-    _, candidate, feed = quantized(model, OPENVINO, tmp_path)
-    assert computed(candidate, feed, OPENVINO).shape == (2, 3, 5)
+    assert outputs(model, OPENVINO, tmp_path)[1].shape == (2, 3, 5)

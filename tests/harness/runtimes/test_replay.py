@@ -1,7 +1,5 @@
 """The replay benchmarker answers what was recorded, and nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +36,7 @@ def of(*choices: int) -> Candidate:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Path:
+def table(tmp_path):
     rows = {}
     for number, placement in enumerate(SUBSPACE.placements()):
         full = SUBSPACE.to_full_space(placement)
@@ -59,7 +57,7 @@ def table(tmp_path: Path) -> Path:
     return tmp_path / "t.parquet"
 
 
-def test_samples_are_drawn_from_those_recorded(table: Path, tmp_path: Path) -> None:
+def test_samples_are_drawn_from_those_recorded(table, tmp_path):
     replay = ReplayBenchmarker(table, noise_seed=1)
     artifact = replay.build(of(1, 1), tmp_path)
     assert artifact.info == {"layers": {"u8": 2}, "build_s": 0.75, "recorded": True}
@@ -74,7 +72,7 @@ def test_samples_are_drawn_from_those_recorded(table: Path, tmp_path: Path) -> N
         assert probe.sample(600) == readings
 
 
-def test_recorded_failures_fail_again(table: Path, tmp_path: Path) -> None:
+def test_recorded_failures_fail_again(table, tmp_path):
     replay = ReplayBenchmarker(table)
     with pytest.raises(BuildFailed, match="recorded crash: the worker died"):
         replay.build(of(1, 0), tmp_path)
@@ -82,7 +80,7 @@ def test_recorded_failures_fail_again(table: Path, tmp_path: Path) -> None:
         replay.build(of(0, 1), tmp_path)
 
 
-def test_what_is_not_there_is_refused(table: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_is_refused(table, tmp_path):
     replay = ReplayBenchmarker(table)
     outside = candidate(SPACE.resolve(Placement((0, 0, 1, 0))))
     with pytest.raises(
@@ -96,7 +94,7 @@ def test_what_is_not_there_is_refused(table: Path, tmp_path: Path) -> None:
         registry.create_plugin("benchmarker", "replay", {"table": str(tmp_path / "none.parquet")})
 
 
-def test_it_says_whose_latencies_these_are(table: Path) -> None:
+def test_it_says_whose_latencies_these_are(table):
     replay = ReplayBenchmarker(table)
     facts = replay.describe()
     assert (facts["name"], facts["device"], facts["float_precision"]) == ("replay", "a CPU", "f32")
@@ -105,7 +103,7 @@ def test_it_says_whose_latencies_these_are(table: Path) -> None:
     assert replay.capabilities.dialect == "onnxruntime_s8"
 
 
-def test_the_harness_times_it_like_any_other(table: Path, tmp_path: Path) -> None:
+def test_the_harness_times_it_like_any_other(table, tmp_path):
     use = PluginSpec(use="replay", params={"table": str(table), "noise_seed": 0})
     with open_engines(WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=tmp_path / "work"), Limits()) as engines:
         built = engines.build(of(1, 1))
@@ -116,9 +114,7 @@ def test_the_harness_times_it_like_any_other(table: Path, tmp_path: Path) -> Non
         assert isinstance(engines.build(of(1, 0)), Failed)
 
 
-def test_a_relative_table_lies_beside_the_experiment(
-    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_table_lies_beside_the_experiment(table, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     text = f"experiment: e\nmodels: [m.onnx]\nbackends: [openvino, {{use: replay, params: {{table: {table.name}}}}}]\n"

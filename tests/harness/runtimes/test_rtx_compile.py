@@ -1,10 +1,7 @@
 """NVIDIA's compiler as a judge: made-up samples of its log, a stand-in for its library, and itself where installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +31,7 @@ MIXED = Case(operator="Conv", pairs=(INT8, Pair(storage="fp8", per="axis0")))
 LEGAL = Case(operator="MatMul", pairs=(FP8, FP8))
 
 
-def test_kernels_are_read_with_types_shapes_and_nodes() -> None:
+def test_kernels_are_read_with_types_shapes_and_nodes():
     gemm, added = read_kernels(LAYERS)
     assert [(t.name, t.shape, t.type) for t in (*gemm.inputs, *gemm.outputs)] == [
         ("a, b", (1, 2, 4), "int8"), ("w}", (4, 4), "fp8"), ("y", (), "f16"),
@@ -53,7 +50,7 @@ def test_kernels_are_read_with_types_shapes_and_nodes() -> None:
         ("StreamId: 0, ", ""),
     ],
 )
-def test_any_other_form_is_refused(old: str, new: str) -> None:
+def test_any_other_form_is_refused(old, new):
     with pytest.raises(BuildFailed, match="list of kernels"):
         read_kernels(LAYERS.replace(old, new, 1))
 
@@ -91,7 +88,7 @@ class Library:
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+def install(monkeypatch):
     def install(library: Any) -> None:
         monkeypatch.setitem(sys.modules, "tensorrt_rtx", library)
         monkeypatch.setattr(compiler, "call_in_helper_process", lambda what, work, *args, factor: work(*args))
@@ -99,7 +96,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_a_model_that_is_built_has_kernels_and_warnings(install: Any, tmp_path: Path) -> None:
+def test_a_model_that_is_built_has_kernels_and_warnings(install, tmp_path):
     install(Library())
     found = RTXCompiler().compile(save(LEGAL, tmp_path / "m.onnx"))
     assert (found.target, found.version, found.refusal) == ("sm89", "1.7.9", None)
@@ -107,20 +104,18 @@ def test_a_model_that_is_built_has_kernels_and_warnings(install: Any, tmp_path: 
     assert len(found.kernels) == 2
 
 
-def test_a_refusal_names_stage_node_message_and_rule(install: Any, tmp_path: Path) -> None:
+def test_a_refusal_names_stage_node_message_and_rule(install, tmp_path):
     shifted = save(Case(operator="MatMul", pairs=(Pair(storage="int8", zero=3), INT8)), tmp_path / "shifted.onnx")
     install(Library(refused_by="parser"))
     refusal = RTXCompiler().compile(shifted).refusal
-    assert refusal is not None
     assert (refusal.stage, refusal.node, refusal.message) == ("parser", "QuantizeLinear_0", "Non-zero zero point")
     assert refusal.rule.startswith("'zero point'")
     install(Library(refused_by="builder"))  # which names no node
     refusal = RTXCompiler().compile(shifted).refusal
-    assert refusal is not None
     assert (refusal.stage, refusal.node, refusal.message) == ("builder", "QuantizeLinear_0", "Myelin: CHECK failed")
 
 
-def test_without_the_library_the_remedy_is_one_line(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_remedy_is_one_line(install, monkeypatch):
     install(None)
     with pytest.raises(UserError, match=r"pip install 'qdq-bench\[rtx\]'") as caught:
         RTXCompiler().describe()
@@ -130,12 +125,12 @@ def test_without_the_library_the_remedy_is_one_line(install: Any, monkeypatch: p
         RTXCompiler().describe()
 
 
-def test_other_targets_are_refused_by_name() -> None:
+def test_other_targets_are_refused_by_name():
     with pytest.raises(UserError, match=r"'sm90': .*sm89, sm120"):
         RTXCompiler(target="sm90")
 
 
-def test_no_search_can_use_it(tmp_path: Path, capsys: Any) -> None:
+def test_no_search_can_use_it(tmp_path, capsys):
     (tmp_path / "e.yaml").write_text("experiment: e\nmodels: [zoo:shapes_detector]\nbackends: [rtx_compile]\n")
     with pytest.raises(SystemExit):
         main(["run", str(tmp_path / "e.yaml"), "--check"])
@@ -143,11 +138,10 @@ def test_no_search_can_use_it(tmp_path: Path, capsys: Any) -> None:
 
 
 @INSTALLED
-def test_the_compiler_itself(tmp_path: Path) -> None:
+def test_the_compiler_itself(tmp_path):
     built = RTXCompiler().compile(save(LEGAL, tmp_path / "legal.onnx"))
     (gemm,) = (kernel for kernel in built.kernels if kernel.kind == "gemm")
     assert {tensor.type for tensor in gemm.inputs} == {"fp8"}
     assert "MatMul_0" in gemm.origin
     refusal = RTXCompiler().compile(save(MIXED, tmp_path / "mixed.onnx")).refusal
-    assert refusal is not None
     assert refusal.stage == "builder"

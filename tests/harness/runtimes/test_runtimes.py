@@ -1,7 +1,5 @@
 """What OpenVINO and both builds of ONNX Runtime have in common as benchmarkers, on small models and a real one."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess
@@ -57,7 +55,7 @@ def write(path: Path, shape: list[int | str], *, op: str = "Relu", domain: str =
 
 
 @pytest.fixture(params=NAMES)
-def benchmarker(request: pytest.FixtureRequest) -> Benchmarker:
+def benchmarker(request):
     if request.param == "onnxruntime_web" and (reason := web_problem()):
         pytest.skip(reason)
     params = {"precision": "f32"} if request.param == "openvino" else {}
@@ -75,7 +73,7 @@ def web_problem() -> str:
     return ""
 
 
-def test_times_and_answers_with_the_models_own_names(benchmarker: Benchmarker, tmp_path: Path) -> None:
+def test_times_and_answers_with_the_models_own_names(benchmarker, tmp_path):
     artifact = benchmarker.build(candidate(write(tmp_path / "m.onnx", [1, 64])), tmp_path)
     feeds = {"x": np.random.default_rng(1).standard_normal((1, 64)).astype(np.float32), "ids": np.array([3, 4])}
     weights = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
@@ -91,7 +89,7 @@ def test_times_and_answers_with_the_models_own_names(benchmarker: Benchmarker, t
     np.testing.assert_array_equal(results["flag"], [4, 5])
 
 
-def test_results_do_not_change_with_the_next_inference(benchmarker: Benchmarker, tmp_path: Path) -> None:
+def test_results_do_not_change_with_the_next_inference(benchmarker, tmp_path):
     artifact = benchmarker.build(candidate(write(tmp_path / "m.onnx", [1, 64])), tmp_path)
     with benchmarker.open(artifact) as probe:
         first = probe.infer({"x": np.ones((1, 64), np.float32), "ids": np.array([1, 2])})["flag"]
@@ -99,13 +97,13 @@ def test_results_do_not_change_with_the_next_inference(benchmarker: Benchmarker,
     np.testing.assert_array_equal(first, [2, 3])
 
 
-def test_wrong_feeds_are_a_failed_measurement(benchmarker: Benchmarker, tmp_path: Path) -> None:
+def test_wrong_feeds_are_a_failed_measurement(benchmarker, tmp_path):
     artifact = benchmarker.build(candidate(write(tmp_path / "m.onnx", [1, 64])), tmp_path)
     with benchmarker.open(artifact) as probe, pytest.raises(MeasureFailed, match="nobody"):
         probe.infer({"nobody": np.ones((1, 64), np.float32)})
 
 
-def test_an_engine_does_not_depend_on_its_files(benchmarker: Benchmarker, tmp_path: Path) -> None:
+def test_an_engine_does_not_depend_on_its_files(benchmarker, tmp_path):
     path = write(tmp_path / "m.onnx", [1, 64], external=True)
     feeds = {"x": np.ones((1, 64), np.float32), "ids": np.array([1, 2])}
     artifact = benchmarker.build(candidate(path), tmp_path)
@@ -116,7 +114,7 @@ def test_an_engine_does_not_depend_on_its_files(benchmarker: Benchmarker, tmp_pa
         assert np.isfinite(probe.infer(feeds)["y:0"]).all()
 
 
-def test_outputs_are_those_of_the_model_alone(benchmarker: Benchmarker, tmp_path: Path) -> None:
+def test_outputs_are_those_of_the_model_alone(benchmarker, tmp_path):
     nodes = [
         helper.make_node("Relu", ["x"], ["before"]),
         helper.make_node("Cast", ["before"], ["y"], to=TensorProto.FLOAT),
@@ -130,7 +128,7 @@ def test_outputs_are_those_of_the_model_alone(benchmarker: Benchmarker, tmp_path
         assert set(probe.infer({"x": np.ones((1, 4), np.float32)})) == {"y", "z"}
 
 
-def test_refused_models_give_the_runtimes_own_words(benchmarker: Benchmarker, tmp_path: Path) -> None:
+def test_refused_models_give_the_runtimes_own_words(benchmarker, tmp_path):
     (tmp_path / "broken.onnx").write_bytes(b"nonsense")
     with pytest.raises(BuildFailed, match=r"broken\.onnx: .*(Unable to read|Protobuf parsing failed|not an ONNX file)"):
         benchmarker.build(candidate(tmp_path / "broken.onnx"), tmp_path)
@@ -145,12 +143,12 @@ def test_refused_models_give_the_runtimes_own_words(benchmarker: Benchmarker, tm
         benchmarker.build(candidate(lost), tmp_path)
 
 
-def test_dynamic_shapes_are_refused(benchmarker: Benchmarker, tmp_path: Path) -> None:
+def test_dynamic_shapes_are_refused(benchmarker, tmp_path):
     with pytest.raises(BuildFailed, match=r"m\.onnx: input 'x' has the dynamic shape .*; make it static"):
         benchmarker.build(candidate(write(tmp_path / "m.onnx", ["batch", 64])), tmp_path)
 
 
-def test_description(benchmarker: Benchmarker) -> None:
+def test_description(benchmarker):
     facts = benchmarker.describe()
     assert {"name", "version", "device", "options", "float_precision"} <= set(facts)
     assert facts["options"]["threads"] == 1
@@ -169,13 +167,13 @@ def test_description(benchmarker: Benchmarker) -> None:
         ("openvino", {"thread": 1}, "has no parameter 'thread'; did you mean 'threads'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(name: str, params: dict[str, object], message: str) -> None:
+def test_options_that_cannot_be_are_refused(name, params, message):
     with pytest.raises(UserError, match=message):
         registry.create_plugin("benchmarker", name, params)
 
 
 @pytest.mark.parametrize(("name", "module"), [("openvino", "openvino"), ("onnxruntime", "onnxruntime")])
-def test_a_runtime_that_is_not_installed_is_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_that_is_not_installed_is_named(name, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=f"benchmarker '{name}': .*pip install"):
         registry.create_plugin("benchmarker", name, {})
@@ -185,7 +183,7 @@ def has_bf16() -> bool:
     return "bf16" in registry.create_plugin("benchmarker", "openvino", {}).describe()["float_params"]
 
 
-def test_every_float_precision_of_the_cpu_is_offered_and_runs(tmp_path: Path) -> None:
+def test_every_float_precision_of_the_cpu_is_offered_and_runs(tmp_path):
     facts = registry.create_plugin("benchmarker", "openvino", {}).describe()
     assert facts["float_open"]
     if not has_bf16():
@@ -201,7 +199,7 @@ def test_every_float_precision_of_the_cpu_is_offered_and_runs(tmp_path: Path) ->
     assert "bf16" not in plain.build(candidate(tmp_path / "m.onnx"), tmp_path).info["layers"]
 
 
-def test_openvino_reports_to_nobody(tmp_path: Path) -> None:
+def test_openvino_reports_to_nobody(tmp_path):
     code = (
         "import sys; from harness.runtimes.openvino import OpenVINOBenchmarker; OpenVINOBenchmarker(); "
         "print([name for name in sys.modules if name.startswith('openvino_telemetry.')])"
@@ -215,7 +213,7 @@ def test_openvino_reports_to_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
-def test_a_real_model_gives_the_same_answers_on_both(tmp_path: Path) -> None:
+def test_a_real_model_gives_the_same_answers_on_both(tmp_path):
     path = Path(os.environ["QDQ_ASSETS"]) / "models" / "nanodet_m_320.onnx"
     feeds = {"input.1": np.random.default_rng(0).standard_normal((1, 3, 320, 320)).astype(np.float32)}
     answers = []
@@ -230,7 +228,7 @@ def test_a_real_model_gives_the_same_answers_on_both(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def quantized_detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quantized_detector(tmp_path_factory):
     """The zoo's detector with a pair at every point, whose kernels are those of integers."""
     folder = tmp_path_factory.mktemp("quantized")
     model = load(zoo.write_model("shapes_detector", folder / "float.onnx"))
@@ -240,9 +238,7 @@ def quantized_detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
-def test_inferences_at_the_same_time_have_the_results_of_single_ones(
-    name: str, quantized_detector: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inferences_at_the_same_time_have_the_results_of_single_ones(name, quantized_detector, tmp_path, monkeypatch):
     monkeypatch.setattr(f"harness.runtimes.{name}.count_cores", lambda: 2)
     made = registry.create_plugin("benchmarker", name, {"precision": "f32"} if name == "openvino" else {})
     rng = np.random.default_rng(0)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path
@@ -37,7 +35,7 @@ def sample(benchmarker: SimulatedBenchmarker, edges: Resolved, n: int) -> list[f
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_planted_optimum_is_the_best_of_all_placements(seed: int) -> None:
+def test_the_planted_optimum_is_the_best_of_all_placements(seed):
     simulated = SimulatedBenchmarker(seed=seed)
     subsets = [subset for size in range(len(EDGES) + 1) for subset in itertools.combinations(EDGES, size)]
     best = min(subsets, key=lambda subset: simulated.truth_ms(resolved(subset)))
@@ -46,7 +44,7 @@ def test_the_planted_optimum_is_the_best_of_all_placements(seed: int) -> None:
     assert 2.5 < simulated.truth_ms(resolved(best)) <= 10.0
 
 
-def test_pairs_matter() -> None:
+def test_pairs_matter():
     simulated = SimulatedBenchmarker(seed=1, effect=0.2)
     log = {
         subset: np.log(simulated.truth_ms(resolved(subset)))
@@ -59,7 +57,7 @@ def test_pairs_matter() -> None:
     assert 0 < sum(abs(gap) > 1e-6 for gap in gaps) < len(gaps)
 
 
-def test_the_landscape_is_the_seeds_and_precisions_differ() -> None:
+def test_the_landscape_is_the_seeds_and_precisions_differ():
     edges = resolved(EDGES)
     assert SimulatedBenchmarker(seed=3).truth_ms(edges) == SimulatedBenchmarker(seed=3).truth_ms(edges)
     assert SimulatedBenchmarker(seed=3).truth_ms(edges) != SimulatedBenchmarker(seed=4).truth_ms(edges)
@@ -69,14 +67,14 @@ def test_the_landscape_is_the_seeds_and_precisions_differ() -> None:
     assert flat.truth_ms(edges) == flat.truth_ms(()) == 10.0
 
 
-def test_readings_scatter_around_the_truth_as_told() -> None:
+def test_readings_scatter_around_the_truth_as_told():
     simulated = SimulatedBenchmarker(noise=0.02, noise_seed=1)
     readings = np.log(sample(simulated, (), 4000))
     assert np.median(readings) == pytest.approx(np.log(10.0), abs=0.002)
     assert readings.std() == pytest.approx(0.02, rel=0.1)
 
 
-def test_intervals_of_the_harness_cover_the_truth() -> None:
+def test_intervals_of_the_harness_cover_the_truth():
     simulated = SimulatedBenchmarker(noise=0.03, noise_seed=0)
     sampling = Sampling(warmup_ms=0, min_samples=21, max_samples=21)
     hits = 0
@@ -87,14 +85,14 @@ def test_intervals_of_the_harness_cover_the_truth() -> None:
     assert hits / 400 == pytest.approx(0.95, abs=0.03)
 
 
-def test_rebuilding_and_waiting_change_what_is_measured() -> None:
+def test_rebuilding_and_waiting_change_what_is_measured():
     rebuilt = SimulatedBenchmarker(noise=0.0, build_noise=0.05)
     assert len({sample(rebuilt, (), 1)[0] for _ in range(20)}) == 20
     drifting = sample(SimulatedBenchmarker(noise=0.0, drift=0.01), (), 3)
     assert drifting == pytest.approx([10.0, 10.1, 10.2])
 
 
-def test_engines_of_a_process_share_its_factor_and_processes_differ() -> None:
+def test_engines_of_a_process_share_its_factor_and_processes_differ():
     factors = []
     for noise_seed in range(400):
         simulated = SimulatedBenchmarker(noise=0.0, process_noise=0.1, noise_seed=noise_seed)
@@ -104,7 +102,7 @@ def test_engines_of_a_process_share_its_factor_and_processes_differ() -> None:
     assert np.std(factors) == pytest.approx(0.1, rel=0.15)
 
 
-def test_a_machine_that_wanders_hits_all_alike_slowly() -> None:
+def test_a_machine_that_wanders_hits_all_alike_slowly():
     simulated = SimulatedBenchmarker(noise=0.0, wander=0.1, wander_readings=50, noise_seed=3)
     artifacts = [simulated.build(candidate(()), Path("unused")) for _ in range(2)]
     with simulated.open(artifacts[0]) as first, simulated.open(artifacts[1]) as second:
@@ -115,7 +113,7 @@ def test_a_machine_that_wanders_hits_all_alike_slowly() -> None:
     assert apart.std() > 0.1  # far apart, nothing does
 
 
-def test_outliers_are_late_and_rare_and_warm_up_ends() -> None:
+def test_outliers_are_late_and_rare_and_warm_up_ends():
     readings = np.array(sample(SimulatedBenchmarker(noise=0.0, outliers=0.1, noise_seed=1), (), 5000))
     assert (readings > 10.0).mean() == pytest.approx(0.1, abs=0.02)
     assert readings[readings > 10.0].mean() == pytest.approx(20.0, rel=0.1)
@@ -134,12 +132,12 @@ def test_outliers_are_late_and_rare_and_warm_up_ends() -> None:
         ({"wander_readings": 0.0}, "wander_readings: greater than 0, but got 0.0"),
     ],
 )
-def test_noise_that_cannot_be_is_refused(params: dict[str, float], message: str) -> None:
+def test_noise_that_cannot_be_is_refused(params, message):
     with pytest.raises(UserError, match=message):
         registry.create_plugin("benchmarker", "simulated", params)
 
 
-def test_a_noise_seed_repeats_a_run() -> None:
+def test_a_noise_seed_repeats_a_run():
     one, two = (
         [sample(simulated, (), 3) for _ in range(2)]
         for simulated in (SimulatedBenchmarker(noise_seed=5), SimulatedBenchmarker(noise_seed=5))
@@ -149,7 +147,7 @@ def test_a_noise_seed_repeats_a_run() -> None:
     assert sample(SimulatedBenchmarker(), (), 3) != sample(SimulatedBenchmarker(), (), 3)
 
 
-def test_a_share_of_placements_fails_always_in_the_same_way() -> None:
+def test_a_share_of_placements_fails_always_in_the_same_way():
     simulated = SimulatedBenchmarker(failure_rate=0.3)
     fails = 0
     for size in (1, 2, 3):
@@ -170,14 +168,14 @@ def test_a_share_of_placements_fails_always_in_the_same_way() -> None:
         everything.build(candidate(resolved(EDGES)), Path("unused"))
 
 
-def test_there_is_nothing_to_score() -> None:
+def test_there_is_nothing_to_score():
     simulated = SimulatedBenchmarker()
     artifact = simulated.build(candidate(()), Path("unused"))
     with simulated.open(artifact) as probe, pytest.raises(EvaluationFailed, match="only latencies, no outputs"):
         probe.infer({})
 
 
-def test_description_holds_every_option() -> None:
+def test_description_holds_every_option():
     facts = SimulatedBenchmarker(seed=7, noise=0.5).describe()
     assert facts["options"]["seed"] == 7
     assert facts["options"]["noise"] == 0.5
@@ -196,6 +194,6 @@ def test_description_holds_every_option() -> None:
         ({"seeds": 1}, "has no parameter 'seeds'; did you mean 'seed'"),
     ],
 )
-def test_parameters_out_of_range_are_refused(params: dict[str, object], message: str) -> None:
+def test_parameters_out_of_range_are_refused(params, message):
     with pytest.raises(UserError, match=message):
         registry.create_plugin("benchmarker", "simulated", params)

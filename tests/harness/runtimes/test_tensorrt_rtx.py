@@ -1,7 +1,5 @@
 """The plug-in of TensorRT-RTX: as far as ONNX Runtime's own CPU and a simulated device go, and for real on a GPU."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +93,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     made = Machine()
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: made.cuda)
     monkeypatch.setattr("harness.runtimes.tensorrt_rtx._import_runtime", lambda: (made, made.plugin))
@@ -112,7 +110,7 @@ def model(path: Path, batch: int | str = 1) -> Path:
     return builder.save(path)
 
 
-def test_times_on_the_stream_of_the_session(machine: Machine, tmp_path: Path) -> None:
+def test_times_on_the_stream_of_the_session(machine, tmp_path):
     made = TensorRTRTXBenchmarker(cold_l2=True)
     artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
     with made.open(artifact) as probe:
@@ -127,7 +125,7 @@ def test_times_on_the_stream_of_the_session(machine: Machine, tmp_path: Path) ->
     assert len(machine.cuda.streams) == 1  # the one that sessions are bound to
 
 
-def test_description_carries_the_note_for_tables(machine: Machine) -> None:
+def test_description_carries_the_note_for_tables(machine):
     facts = TensorRTRTXBenchmarker().describe()
     assert facts["name"] == "tensorrt_rtx"
     assert "experimental" in facts["note"]
@@ -135,13 +133,13 @@ def test_description_carries_the_note_for_tables(machine: Machine) -> None:
     assert "never pooled" in facts["note"]
 
 
-def test_a_gpu_that_the_plugin_does_not_offer(machine: Machine) -> None:
+def test_a_gpu_that_the_plugin_does_not_offer(machine):
     machine.offered = False
     with pytest.raises(UserError, match=r"does not offer Fake GPU \(compute capability 8.9\); it needs pip install"):
         TensorRTRTXBenchmarker().describe()
 
 
-def test_dynamic_shapes_and_broken_models_are_refused(machine: Machine, tmp_path: Path) -> None:
+def test_dynamic_shapes_and_broken_models_are_refused(machine, tmp_path):
     with pytest.raises(BuildFailed, match=r"input 'x' has the dynamic shape"):
         TensorRTRTXBenchmarker().build(candidate(model(tmp_path / "m.onnx", "batch")), tmp_path)
     (tmp_path / "broken.onnx").write_bytes(b"nonsense")
@@ -149,14 +147,14 @@ def test_dynamic_shapes_and_broken_models_are_refused(machine: Machine, tmp_path
         TensorRTRTXBenchmarker().build(candidate(tmp_path / "broken.onnx"), tmp_path)
 
 
-def test_a_missing_plugin_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_plugin_is_one_sentence(monkeypatch):
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime_ep_nv_tensorrt_rtx", None)
     with pytest.raises(UserError, match=r"'tensorrt_rtx': .*pip install onnxruntime-ep-nv-tensorrt-rtx-cu13"):
         TensorRTRTXBenchmarker().describe()
 
 
-def test_the_real_module_places_values_by_vendor() -> None:
+def test_the_real_module_places_values_by_vendor():
     for function in (onnxruntime.OrtValue.ortvalue_from_numpy, onnxruntime.OrtValue.ortvalue_from_shape_and_type):
         assert list(inspect.signature(function).parameters)[-3:] == ["device_type", "device_id", "vendor_id"]
     for name in ("bind_ortvalue_input", "bind_ortvalue_output", "clear_binding_inputs", "clear_binding_outputs"):
@@ -164,7 +162,7 @@ def test_the_real_module_places_values_by_vendor() -> None:
 
 
 @pytest.mark.gpu
-def test_a_real_plugin(tmp_path: Path) -> None:
+def test_a_real_plugin(tmp_path):
     made = TensorRTRTXBenchmarker()
     try:
         made.describe()

@@ -1,14 +1,11 @@
 """Folder to deploy: the script runs the model as it was measured, and the manifest shows damage."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -95,20 +92,18 @@ def write(tmp_path: Path, runtime: str = "onnxruntime", **changes: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     return write(tmp_path_factory.mktemp("written"))
 
 
 @pytest.fixture
-def folder(written: Path, tmp_path: Path) -> Path:
+def folder(written, tmp_path):
     """Return a copy of a folder to deploy, of ONNX Runtime."""
     return shutil.copytree(written, tmp_path / "ship" / written.name)
 
 
 @pytest.mark.parametrize("runtime", ["openvino", "throughput", "onnxruntime", "onnxruntime_web"])
-def test_the_script_runs_the_model_that_was_timed(
-    tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_runs_the_model_that_was_timed(tmp_path, runtime, monkeypatch, capsys):
     folder = write(tmp_path, runtime)
     feed = np.random.default_rng(5).random((1, 3, 8, 8), np.float32)
     np.save(tmp_path / "x.npy", feed)
@@ -153,16 +148,14 @@ def seal(folder: Path) -> None:
         ({"schema": 9}, "schema"),
     ],
 )
-def test_facts_of_a_stranger_are_checked(
-    folder: Path, tmp_path: Path, changes: Mapping[str, Any], key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_facts_of_a_stranger_are_checked(folder, tmp_path, changes, key, capsys):
     edit_json(folder / "ship.json", **changes)
     seal(folder)
     assert qdq("verify", str(folder)) == 2
     assert key in capsys.readouterr().err
 
 
-def test_a_script_that_takes_too_much_memory_or_time_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_script_that_takes_too_much_memory_or_time_is_ended(monkeypatch, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import time; found = bytearray(400_000_000); time.sleep(60)")
     monkeypatch.setenv("QDQ_MODEL_MEMORY_GB", "0.2")
@@ -182,7 +175,7 @@ def test_a_script_that_takes_too_much_memory_or_time_is_ended(monkeypatch: pytes
         ("import os; os.write(2, b'\\xff'); os._exit(1)", "with .*: \ufffd"),
     ],
 )
-def test_odd_output_of_a_script_is_an_error_with_the_program(tmp_path: Path, text: str, expected: str) -> None:
+def test_odd_output_of_a_script_is_an_error_with_the_program(tmp_path, text, expected):
     script = tmp_path / "script.py"
     script.write_text(text)
     with pytest.raises(UserError, match=expected):
@@ -190,9 +183,7 @@ def test_odd_output_of_a_script_is_an_error_with_the_program(tmp_path: Path, tex
 
 
 @pytest.mark.parametrize("major", [10, 11])
-def test_the_script_for_tensorrt_uses_names_that_tensorrt_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], major: int
-) -> None:
+def test_the_script_for_tensorrt_uses_names_that_tensorrt_has(tmp_path, monkeypatch, capsys, major):
     cuda = FakeCuda()
     bindings = ModuleType("cuda.bindings")
     bindings.runtime = cuda  # type: ignore[attr-defined]
@@ -215,7 +206,7 @@ def test_the_script_for_tensorrt_uses_names_that_tensorrt_has(
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_names_of_the_model_are_data_in_the_script(tmp_path: Path) -> None:
+def test_names_of_the_model_are_data_in_the_script(tmp_path):
     name = '"""\nimport os\nos.abort()  # \\'
     _, quantized = save_quantized(tmp_path, name=name)
     facts = {**describe("onnxruntime"), "version": '1.0"""\nimport os'}
@@ -227,23 +218,20 @@ def test_names_of_the_model_are_data_in_the_script(tmp_path: Path) -> None:
     assert "os" not in found
 
 
-def test_an_unchanged_folder_is_not_written_again(tmp_path: Path) -> None:
+def test_an_unchanged_folder_is_not_written_again_and_files_of_others_are_kept(tmp_path):
     folder = write(tmp_path)
     before = (folder / "ship.json").stat().st_mtime_ns
     write(tmp_path)
     assert (folder / "ship.json").stat().st_mtime_ns == before
+    (folder / "notes.txt").touch()
+    with pytest.raises(UserError, match="notes"):
+        write(tmp_path, method="tpe")
+    (folder / "notes.txt").unlink()
     write(tmp_path, method="tpe")
     assert read_bundle(folder)["method"] == "tpe"
 
 
-def test_files_of_others_are_kept(tmp_path: Path) -> None:
-    folder = write(tmp_path)
-    (folder / "notes.txt").touch()
-    with pytest.raises(UserError, match="notes"):
-        write(tmp_path, method="tpe")
-
-
-def test_damage_is_seen(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_seen(folder, tmp_path, capsys):
     for path in (path for path in sorted(folder.iterdir()) if path.is_file()):
         whole = path.read_bytes()
         for place in {len(whole) * part // 4 for part in range(4)} | {len(whole) - 1}:
@@ -261,9 +249,7 @@ def test_damage_is_seen(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert [str(folder / "SHA256SUMS") in problem for problem in check_bundle(folder)] == [True]
 
 
-def test_verify_runs_the_folder_but_no_script_of_a_stranger_and_compares_environments(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_runs_the_folder_but_no_script_of_a_stranger_and_compares_environments(folder, tmp_path, capsys):
     assert qdq("verify", str(folder)) == 0
     assert "run: ok" in capsys.readouterr().out
     (folder / "deploy.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
@@ -297,14 +283,7 @@ def environment(path: Path, command: str) -> Path:
         ((1.0, 1.0, "1.24.0"), 0, ("versions are equal",)),
     ],
 )
-def test_the_exit_status_says_whether_a_new_runtime_serves(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    case: tuple[float, float, str],
-    status: int,
-    words: Sequence[str],
-) -> None:
+def test_the_exit_status_says_whether_a_new_runtime_serves(folder, monkeypatch, capsys, case, status, words):
     new = environment(folder.parent, "false")
 
     def run(python: str, _: Path, *arguments: str) -> dict[str, Any]:
@@ -330,25 +309,19 @@ def test_the_exit_status_says_whether_a_new_runtime_serves(
         (None, "no such program"),
     ],
 )
-def test_an_environment_that_cannot_run_the_file_is_an_error(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str | None, fact: str
-) -> None:
+def test_an_environment_that_cannot_run_the_file_is_an_error(folder, tmp_path, capsys, command, fact):
     new = tmp_path / "nowhere" if command is None else environment(tmp_path, command)
     assert qdq("verify", str(folder), "--runtime-python", str(new)) == 2
     assert fact in capsys.readouterr().err
 
 
-def test_verify_takes_no_row_of_a_folder_to_deploy(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_takes_no_row_of_a_folder_to_deploy(folder, tmp_path, capsys):
     for arguments, fact in (((str(folder), "auto"), "row"), ((str(tmp_path / "nothing"),), "no such file")):
         assert qdq("verify", *arguments, "--runtime-python", sys.executable) == 2
         assert fact in capsys.readouterr().err
 
 
-def test_a_path_of_results_means_its_only_folder_to_deploy(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_of_results_means_its_only_folder_to_deploy(folder, tmp_path, capsys, monkeypatch):
     for path in (tmp_path, tmp_path / "ship", folder, folder / "net.onnx"):
         assert find_bundle(path) == folder
     monkeypatch.chdir(tmp_path)
@@ -361,7 +334,7 @@ def test_a_path_of_results_means_its_only_folder_to_deploy(
             find_bundle(path)
 
 
-def test_the_best_row_of_a_task_is_shipped_with_its_facts(tmp_path: Path) -> None:
+def test_the_best_row_of_a_task_is_shipped_with_its_facts(tmp_path):
     folder = tmp_path / "results"
     folder.mkdir()
     write_folder(folder)

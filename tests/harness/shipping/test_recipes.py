@@ -1,7 +1,5 @@
 """Recipes for other tools: ONNX Runtime makes the same edges; hostile names stay data."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil
@@ -18,7 +16,6 @@ import onnxruntime as ort
 import pytest
 from onnx_models import activation_ranges, run_onnxruntime
 from small import qdq, save_small
-from warm_python import WarmPython
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.compat.tao_specs.layers import assign_layers, match_skip_names
@@ -60,16 +57,14 @@ def ship(folder: Path, *, without: str = "", dialect: Dialect = ONNXRUNTIME) -> 
 
 
 @pytest.mark.parametrize(("dialect", "quantized"), [(ONNXRUNTIME, True), (OPENVINO, False)])
-def test_biases_are_quantized_where_the_shipped_file_has_them_quantized(
-    tmp_path: Path, dialect: Dialect, quantized: bool
-) -> None:
+def test_biases_are_quantized_where_the_shipped_file_has_them_quantized(tmp_path, dialect, quantized):
     _, folder = ship(tmp_path / "shipped", dialect=dialect)
     assert summarize_placement(folder / "net.onnx").biases == quantized
     export_recipe(folder, FACTS, "ort", folder / "recipe.py")
     assert f'"QuantizeBias": {quantized}' in (folder / "recipe.py").read_text()
 
 
-def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path: Path) -> None:
+def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path):
     model, _ = ship(tmp_path / "whole")
     left_out = next(node.name for node in model.nodes if node.op == "Conv")
     model, folder = ship(tmp_path / "part", without=left_out)
@@ -89,7 +84,7 @@ def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "tool", [pytest.param("nncf", marks=needs_nncf), pytest.param("modelopt", marks=needs_modelopt)]
 )
-def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path: Path, warm_python: WarmPython, tool: str) -> None:
+def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path, warm_python, tool):
     model, folder = ship(tmp_path / "shipped", dialect=OPENVINO)
     found = export_recipe(folder, FACTS, tool, folder / "recipe.py")
     np.savez(tmp_path / "calib.npz", x=np.random.default_rng(1).random((2, 3, 16, 16), np.float32))
@@ -111,9 +106,7 @@ def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path: Path, warm_py
 @pytest.mark.slow
 @needs_nncf
 @pytest.mark.parametrize("choice", ["tensor", "channel"])
-def test_nncf_has_one_scale_a_channel_only_where_the_shipped_file_has(
-    tmp_path: Path, warm_python: WarmPython, choice: Any
-) -> None:
+def test_nncf_has_one_scale_a_channel_only_where_the_shipped_file_has(tmp_path, warm_python, choice):
     builder = GraphBuilder("depthwise", seed=0)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 16, 16)), 8, 3, pad=1))
     builder.output(builder.conv(builder.conv(x, 8, 3, pad=1, groups=8), 4, 1))
@@ -134,7 +127,7 @@ def test_nncf_has_one_scale_a_channel_only_where_the_shipped_file_has(
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, OPENVINO_7BIT])
-def test_modelopts_file_gets_the_form_of_the_shipped_one(tmp_path: Path, dialect: Dialect) -> None:
+def test_modelopts_file_gets_the_form_of_the_shipped_one(tmp_path, dialect):
     model, folder = ship(tmp_path / "shipped", dialect=dialect)
     export_recipe(folder, {**FACTS, "runtime": {"dialect": dialect.name}}, "modelopt", folder / "recipe.py")
     feed = {"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}
@@ -154,7 +147,7 @@ def test_modelopts_file_gets_the_form_of_the_shipped_one(tmp_path: Path, dialect
         assert np.abs(found - wanted).max() < max(limit, np.abs(given - wanted).max())
 
 
-def test_every_recipe_is_valid_and_names_are_data(tmp_path: Path) -> None:
+def test_every_recipe_is_valid_and_names_are_data(tmp_path):
     _, folder = ship(tmp_path / "net")
     proto = onnx.load(folder / "net.onnx")
     name = '"""\nimport os\nos.abort()'
@@ -178,7 +171,7 @@ def read_section(path: Path) -> QuantizeSection:
     return found
 
 
-def test_the_spec_of_tao_selects_the_nodes_of_the_placement(tmp_path: Path) -> None:
+def test_the_spec_of_tao_selects_the_nodes_of_the_placement(tmp_path):
     model, _ = ship(tmp_path / "whole")
     left_out = next(node.name for node in model.nodes if node.op == "Conv")
     model, folder = ship(tmp_path / "part", without=left_out)
@@ -193,7 +186,7 @@ def test_the_spec_of_tao_selects_the_nodes_of_the_placement(tmp_path: Path) -> N
     assert {layer.dtypes for layer in section.layers} == {("int8", "int8")}
 
 
-def test_the_script_for_ultralytics_quantizes_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_for_ultralytics_quantizes_its_export(tmp_path, monkeypatch):
     model, folder = ship(tmp_path / "net")
     export_recipe(folder, FACTS, "ultralytics", folder / "recipe.py")
     np.savez(tmp_path / "calib.npz", x=np.random.default_rng(1).random((2, 3, 16, 16), np.float32))
@@ -219,7 +212,7 @@ def test_the_script_for_ultralytics_quantizes_its_export(tmp_path: Path, monkeyp
         script["quantize"]("yolo.pt", str(tmp_path / "calib.npz"), str(tmp_path / "theirs.onnx"))
 
 
-def test_unknown_tools_and_float_models_are_refused(tmp_path: Path) -> None:
+def test_unknown_tools_and_float_models_are_refused(tmp_path):
     _, folder = ship(tmp_path / "net")
     with pytest.raises(UserError, match="olive"):
         export_recipe(folder, FACTS, "oliv", folder / "recipe.py")
@@ -227,15 +220,13 @@ def test_unknown_tools_and_float_models_are_refused(tmp_path: Path) -> None:
         summarize_placement(folder / "float.onnx")
 
 
-def test_a_script_does_not_hide_the_package_that_it_imports(tmp_path: Path) -> None:
+def test_a_script_does_not_hide_the_package_that_it_imports(tmp_path):
     _, folder = ship(tmp_path / "ship")
     with pytest.raises(UserError, match="package onnxruntime"):
         export_recipe(folder, FACTS, "ort", tmp_path / "onnxruntime.py")
 
 
-def test_the_cost_of_an_edge_is_that_of_the_file_with_it_quantized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cost_of_an_edge_is_that_of_the_file_with_it_quantized(tmp_path, monkeypatch):
     model, folder = ship(tmp_path / "net")
     facts = {**FACTS, "dynamic_file": None, "runtime": dict(ONNXRuntimeBenchmarker().describe())}
     (left,) = summarize_placement(folder / "net.onnx").inexpressible
@@ -262,9 +253,7 @@ def test_the_cost_of_an_edge_is_that_of_the_file_with_it_quantized(
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_costs_are_printed_with_their_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], measured: bool
-) -> None:
+def test_costs_are_printed_with_their_source(tmp_path, monkeypatch, capsys, measured):
     _, folder = ship(tmp_path / "net")
     (left,) = summarize_placement(folder / "net.onnx").inexpressible
     cost = EdgeCost(edges=(left,), ratio=Interval(value=1.05, low=1.04, high=1.06), verdict="slower", noise_floor=0.01)

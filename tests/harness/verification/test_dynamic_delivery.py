@@ -1,7 +1,5 @@
 """Models that were searched at fixed sizes, delivered with their dynamic axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import numpy_helper
+from onnx_models import run_onnxruntime
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import finite_ranges
@@ -103,11 +102,8 @@ def quantized(build: Callable[[GraphBuilder], None], folder: Path, dialect: str,
 @pytest.mark.parametrize(
     ("build", "dims"), [(transformer, {"time": 8}), (convolutions, {"width": 20}), (recurrent, {"time": 6})]
 )
-def test_same_edges_scales_names_and_outputs(
-    build: Callable[[GraphBuilder], None], dims: dict[str, int], dialect: str, tmp_path: Path
-) -> None:
+def test_same_edges_scales_names_and_outputs(build, dims, dialect, tmp_path):
     made = quantized(build, tmp_path, dialect, **dims)
-    assert made is not None
     assert made.file == tmp_path / "q.dynamic.onnx", made.remark
     assert all(word in made.remark for word in ("checked at", "onnxruntime", "openvino"))
     given, fixed, dynamic = (onnx.load(tmp_path / name) for name in ("net.onnx", "q.onnx", "q.dynamic.onnx"))
@@ -127,15 +123,14 @@ def test_same_edges_scales_names_and_outputs(
     assert session.run(["y"], feeds)[0].size > 0
 
 
-def test_an_edge_that_is_a_constant_at_fixed_shapes_alone_is_named(tmp_path: Path) -> None:
+def test_an_edge_that_is_a_constant_at_fixed_shapes_alone_is_named(tmp_path):
     made = quantized(positions, tmp_path, "openvino", time=8)
-    assert made is not None
     assert made.file is None
     assert "-> input 1 of 'product'" in made.remark
     assert not (tmp_path / "q.dynamic.onnx").exists()
 
 
-def test_a_pair_with_the_name_of_the_constant_that_it_replaces(tmp_path: Path) -> None:
+def test_a_pair_with_the_name_of_the_constant_that_it_replaces(tmp_path):
     """ONNX Runtime's quantize_static names the DequantizeLinear of a bias like the bias."""
     g = GraphBuilder("net", seed=3)
     g.output(g.conv(g.input("x", (1, 3, 8, "width")), 4, 3, bias=True))
@@ -156,23 +151,22 @@ def test_a_pair_with_the_name_of_the_constant_that_it_replaces(tmp_path: Path) -
     onnx.save(made, tmp_path / "made.onnx")
     moved = transfer_file(model.proto, tmp_path / "made.onnx", other.proto, tmp_path / "moved.onnx")
     feeds = {"x": np.ones((1, 3, 8, 16), np.float32)}
-    (found,) = onnxruntime.InferenceSession(moved).run(None, feeds)
-    (floating,) = onnxruntime.InferenceSession(path).run(None, feeds)
+    (found,), (floating,) = run_onnxruntime(moved, feeds), run_onnxruntime(path, feeds)
     np.testing.assert_allclose(found, floating, atol=0.006)
 
 
-def test_a_static_model_has_none(tmp_path: Path) -> None:
+def test_a_static_model_has_none(tmp_path):
     assert quantized(lambda g: g.output(g.conv(g.input("x", (1, 3, 8, 8)), 4, 3)), tmp_path, "openvino") is None
 
 
-def test_sizes_that_are_tried_agree_by_symbol_and_expression() -> None:
+def test_sizes_that_are_tried_agree_by_symbol_and_expression():
     axes = {"x": ("batch", "time"), "past": (3, "batch", "past"), "mask": ("batch", "past + time")}
     for made in other_shapes(axes, {"x": (1, 8), "past": (3, 1, 4), "mask": (1, 12)}):
         (batch, time), (three, same, past), mask = made["x"], made["past"], made["mask"]
         assert (three, same, mask) == (3, batch, (batch, past + time))
 
 
-def test_autotune_and_run_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autotune_and_run_write_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     builder = GraphBuilder("net", seed=0)
     convolutions(builder)

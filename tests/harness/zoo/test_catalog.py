@@ -1,7 +1,5 @@
 """The zoo's models: valid, the same every time, and alive (finite, varied outputs)."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 
@@ -29,7 +27,7 @@ EVERY = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("zoo")
 
 
@@ -39,7 +37,7 @@ def written(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_model_is_valid_and_has_one_static_float_input(name: str, folder: Path) -> None:
+def test_a_model_is_valid_and_has_one_static_float_input(name, folder):
     model = onnx.load(written(name, folder))
     onnx.checker.check_model(model, full_check=True)
     (info,) = model.graph.input
@@ -51,13 +49,13 @@ def test_a_model_is_valid_and_has_one_static_float_input(name: str, folder: Path
 
 
 @pytest.mark.parametrize("name", [name for name in model_names() if name not in LARGE])
-def test_two_writes_give_the_same_bytes(name: str, folder: Path, tmp_path: Path) -> None:
+def test_two_writes_give_the_same_bytes(name, folder, tmp_path):
     first = hashlib.sha256(written(name, folder).read_bytes()).digest()
     assert hashlib.sha256(write_model(name, tmp_path / "again" / "model.onnx").read_bytes()).digest() == first
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_activations_stay_finite_and_varied(name: str, folder: Path) -> None:
+def test_activations_stay_finite_and_varied(name, folder):
     model = onnx.load(written(name, folder))
     del model.graph.output[1:]
     watched = [node.output[0] for node in model.graph.node if node.op_type in {"Conv", "MatMul", "Gemm"}]
@@ -69,18 +67,18 @@ def test_activations_stay_finite_and_varied(name: str, folder: Path) -> None:
         assert np.abs(values).max() < 6e4, f"{name_} leaves the range of half precision"
 
 
-def test_the_input_decides_the_output(folder: Path) -> None:
+def test_the_input_decides_the_output(folder):
     model = onnx.load(written("yolo_tiny", folder))
     one, other = run(model, seed=1)["scores"], run(model, seed=2)["scores"]
     assert np.abs(one - other).max() > 0.01
 
 
-def test_the_batch_normalization_of_resnet18_is_there_to_be_folded(folder: Path) -> None:
+def test_the_batch_normalization_of_resnet18_is_there_to_be_folded(folder):
     operators = [node.op_type for node in onnx.load(written("resnet18", folder)).graph.node]
     assert operators.count("BatchNormalization") == operators.count("Conv") == 20
 
 
-def test_all_shapes_of_an_encoder_can_be_inferred(folder: Path) -> None:
+def test_all_shapes_of_an_encoder_can_be_inferred(folder):
     model = onnx.shape_inference.infer_shapes(onnx.load(written("encoder6", folder)), strict_mode=True, data_prop=True)
     known = {info.name: info.type.tensor_type.shape for info in (*model.graph.value_info, *model.graph.output)}
     products = [known[node.output[0]] for node in model.graph.node if node.op_type == "MatMul"]
@@ -88,24 +86,24 @@ def test_all_shapes_of_an_encoder_can_be_inferred(folder: Path) -> None:
     assert all(dim.dim_value > 0 for shape in products for dim in shape.dim)
 
 
-def test_an_encoder_grows_by_the_same_layer() -> None:
+def test_an_encoder_grows_by_the_same_layer():
     counts = [len(encoder(layers, width=16, tokens=8).build().graph.node) for layers in (1, 2, 4)]
     assert counts == [98, 185, 359]
 
 
 @pytest.mark.parametrize(("layers", "width"), [(0, 64), (1, 66)])
-def test_an_encoder_that_cannot_be(layers: int, width: int) -> None:
+def test_an_encoder_that_cannot_be(layers, width):
     with pytest.raises(ValueError, match=r"layers >= 1 and width divisible by heads, but got layers="):
         encoder(layers, width=width)
 
 
-def test_an_unknown_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(UserError, match=r"zoo:resnet81: no such model; did you mean 'resnet18'"):
         write_model("resnet81", tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"zoo:shapes_detector: cannot write .*file/model.onnx: "):
         write_model("shapes_detector", tmp_path / "file" / "model.onnx")

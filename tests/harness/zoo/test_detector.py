@@ -1,7 +1,5 @@
 """The trained detector: small, as laid out, right on the shapes, and hurt by plain INT8."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator
@@ -25,12 +23,12 @@ FEWEST = 0.01
 OVERLAP = 0.65
 
 
-def test_the_committed_file_is_below_one_megabyte() -> None:
+def test_the_committed_file_is_below_one_megabyte():
     assert TRAINED_MODEL_PATH.stat().st_size < 1_000_000
     assert len(list(TRAINED_MODEL_PATH.parent.glob("*.onnx"))) == 1
 
 
-def test_rows_are_cells_with_boxes_in_pixels_and_scores() -> None:
+def test_rows_are_cells_with_boxes_in_pixels_and_scores():
     infer = session(TRAINED_MODEL_PATH)
     centres = [((np.arange(side * side) % side + 0.5) * stride, (np.arange(side * side) // side + 0.5) * stride)
                for side, stride in ((16, 8), (8, 16))]  # fmt: skip
@@ -48,7 +46,7 @@ def test_rows_are_cells_with_boxes_in_pixels_and_scores() -> None:
         assert found[sure, 2:4].max() < IMAGE_SIZE_PX
 
 
-def test_openvino_agrees_with_onnx_runtime() -> None:
+def test_openvino_agrees_with_onnx_runtime():
     openvino = pytest.importorskip("openvino")
     compiled = openvino.Core().compile_model(str(TRAINED_MODEL_PATH), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     image = draw_split("evaluation", 1).images[0]
@@ -56,7 +54,7 @@ def test_openvino_agrees_with_onnx_runtime() -> None:
 
 
 @pytest.mark.slow
-def test_float_finds_the_shapes_and_plain_int8_loses_measurably(tmp_path: Path) -> None:
+def test_float_finds_the_shapes_and_plain_int8_loses_measurably(tmp_path):
     shapes = draw_split("evaluation", 60)
     path = tmp_path / "int8.onnx"
     quantize_static(
@@ -125,7 +123,7 @@ def suppress(boxes: Floats, scores: Floats) -> list[int]:
     return kept
 
 
-def test_the_model_has_what_int8_stumbles_on() -> None:
+def test_the_model_has_what_int8_stumbles_on():
     operators = {node.op_type for node in onnx.load(TRAINED_MODEL_PATH).graph.node}
     assert {"Conv", "Sigmoid", "Mul", "Add", "Concat", "Resize", "Exp"} <= operators
     assert "BatchNormalization" not in operators

@@ -1,7 +1,5 @@
 """The made-up data set: reproducible, disjoint splits with labels that fit the pixels."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 
@@ -15,7 +13,7 @@ from harness.errors import UserError
 from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, draw_split
 
 
-def test_images_are_rgb_bytes_and_every_label_names_one() -> None:
+def test_images_are_rgb_bytes_and_every_label_names_one():
     shapes = draw_split("evaluation", 12)
     assert [(image.dtype, image.shape) for image in shapes.images] == [
         (np.uint8, (IMAGE_SIZE_PX, IMAGE_SIZE_PX, 3))
@@ -31,20 +29,20 @@ def test_images_are_rgb_bytes_and_every_label_names_one() -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), [("calibration", 64), ("evaluation", 200)])
-def test_default_sizes_and_all_classes_present(name: str, count: int) -> None:
+def test_default_sizes_and_all_classes_present(name, count):
     shapes = draw_split(name)
     found = [annotation["category_id"] for annotation in shapes.coco["annotations"]]
     assert len(shapes.images) == count
     assert min(found.count(category) for category in (1, 2, 3)) > len(found) / 5
 
 
-def test_a_smaller_count_is_the_beginning_of_the_split() -> None:
+def test_a_smaller_count_is_the_beginning_of_the_split():
     small, large = draw_split("train", 3), draw_split("train", 5)
     assert all(np.array_equal(a, b) for a, b in zip(small.images, large.images, strict=False))
     assert small.coco["annotations"] == [item for item in large.coco["annotations"] if item["image_id"] <= 3]
 
 
-def test_splits_share_no_image() -> None:
+def test_splits_share_no_image():
     images = [
         image.tobytes() for name in ("train", "calibration", "evaluation") for image in draw_split(name, 20).images
     ]
@@ -53,7 +51,7 @@ def test_splits_share_no_image() -> None:
 
 @settings(max_examples=5)
 @given(st.sampled_from(["train", "calibration", "evaluation"]), st.integers(1, 8))
-def test_boxes_lie_in_the_image_and_hold_their_area(name: str, count: int) -> None:
+def test_boxes_lie_in_the_image_and_hold_their_area(name, count):
     for annotation in draw_split(name, count).coco["annotations"]:
         x, y, width, height = annotation["bbox"]
         assert x >= 0
@@ -63,7 +61,7 @@ def test_boxes_lie_in_the_image_and_hold_their_area(name: str, count: int) -> No
         assert 0 < annotation["area"] <= width * height * (1 + 1e-9)
 
 
-def test_a_shape_can_be_seen_in_its_box() -> None:
+def test_a_shape_can_be_seen_in_its_box():
     shapes = draw_split("evaluation", 40)
     seen = []
     for annotation in shapes.coco["annotations"]:
@@ -74,11 +72,11 @@ def test_a_shape_can_be_seen_in_its_box() -> None:
     assert np.mean(seen) > 0.9
 
 
-def test_unknown_split() -> None:
+def test_unknown_split():
     with pytest.raises(UserError, match=r"shapes: no split 'eval'; did you mean 'evaluation'\?"):
         draw_split("eval")
 
 
-def test_count_below_one() -> None:
+def test_count_below_one():
     with pytest.raises(UserError, match=r"shapes: count must be at least 1 .*, but got 0"):
         draw_split("train", 0)

@@ -1,10 +1,6 @@
 """The training of the detector, in small."""
 
-from __future__ import annotations
-
 import importlib
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -14,7 +10,7 @@ from harness.zoo.shapes import draw_split
 
 
 @pytest.fixture(scope="module")
-def torch() -> Any:
+def torch():
     """Takes seconds to be loaded, so not while tests are collected."""
     loaded = pytest.importorskip("torch")
     loaded.set_num_threads(1)
@@ -22,11 +18,11 @@ def torch() -> Any:
 
 
 @pytest.fixture(scope="module")
-def train_shapes(torch: Any) -> Any:
+def train_shapes(torch):
     return importlib.import_module("train_shapes")
 
 
-def test_overlaps_of_equal_shifted_and_apart(torch: Any, train_shapes: Any) -> None:
+def test_overlaps_of_equal_shifted_and_apart(torch, train_shapes):
     box = torch.tensor([[50.0, 50.0, 20.0, 20.0]])
     other = torch.tensor([[50.0, 50.0, 20.0, 20.0], [60.0, 50.0, 20.0, 20.0], [90.0, 90.0, 10.0, 10.0]])
     iou, ciou = train_shapes.iou_and_ciou(box, other)
@@ -36,7 +32,7 @@ def test_overlaps_of_equal_shifted_and_apart(torch: Any, train_shapes: Any) -> N
     assert ciou[2] < 0
 
 
-def test_cells_learn_the_shape_that_they_fit_and_padding_is_ignored(torch: Any, train_shapes: Any) -> None:
+def test_cells_learn_the_shape_that_they_fit_and_padding_is_ignored(torch, train_shapes):
     centres = torch.tensor([[20.0, 20.0], [60.0, 60.0], [100.0, 100.0], *([[4.0, 120.0]] * 6)])
     boxes = torch.cat([centres, torch.full((9, 2), 20.0)], 1)[None]
     scores = torch.full((1, 9, 3), 0.3)
@@ -46,7 +42,7 @@ def test_cells_learn_the_shape_that_they_fit_and_padding_is_ignored(torch: Any, 
     assert quality[0].tolist() == pytest.approx([1.0, 0.5, *[0.0] * 7])
 
 
-def test_a_few_steps_lower_the_loss(torch: Any, train_shapes: Any) -> None:
+def test_a_few_steps_lower_the_loss(torch, train_shapes):
     torch.manual_seed(0)
     model = train_shapes.Detector().train()
     images, targets = train_shapes._arrays(draw_split("train", 4))
@@ -61,9 +57,7 @@ def test_a_few_steps_lower_the_loss(torch: Any, train_shapes: Any) -> None:
     assert values[-1] < 0.9 * values[0]
 
 
-def test_the_same_seed_trains_the_same_model_and_the_export_computes_the_same(
-    torch: Any, train_shapes: Any, tmp_path: Path
-) -> None:
+def test_the_same_seed_trains_the_same_model_and_the_export_computes_the_same(torch, train_shapes, tmp_path):
     data = draw_split("train", 4)
     model, again = (train_shapes.train(data, epochs=1, batch=4, seed=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

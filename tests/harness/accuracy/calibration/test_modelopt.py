@@ -1,7 +1,5 @@
 """Our ranges beside those of ModelOpt, for the same model and the same data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -11,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 from onnxruntime.quantization.calibrate import HistogramCollector
-from warm_python import WarmPython
 
 from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
 from harness.accuracy.calibration.ptq import quantize
@@ -24,7 +21,7 @@ QUIET_FIRST, LOUD_FIRST = (1, 2, 4), (4, 2, 1)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     builder = GraphBuilder("net")
     x = builder.op("Relu", builder.conv(builder.input("images", (1, 3, 16, 16)), 32, 3))
     x = builder.op("Add", x, builder.conv(builder.op("Relu", builder.conv(x, 32, 3)), 32, 3))
@@ -39,9 +36,7 @@ def batches(gains: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def theirs(
-    model: Path, warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, tuple[int, ...]], Any]:
+def theirs(model, warm_python, tmp_path_factory):
     """ModelOpt's scale of each activation, by method and order of the data."""
     folder = tmp_path_factory.mktemp("theirs")
     cases = [*product(("minmax", "max", "entropy"), (QUIET_FIRST,)), ("entropy", LOUD_FIRST)]
@@ -69,7 +64,7 @@ def our_scales(ranges: Ranges) -> Mapping[str, float]:
 
 
 @pytest.mark.parametrize("method", ["minmax", "max"])
-def test_minmax_and_max_are_what_modelopt_finds(model: Path, theirs: Any, method: str) -> None:
+def test_minmax_and_max_are_what_modelopt_finds(model, theirs, method):
     found = theirs[method, QUIET_FIRST]
     ours = our_scales(calibrate(model, list(found), batches(QUIET_FIRST), method=method))
     assert ours == pytest.approx(found, rel=1e-6)
@@ -88,9 +83,7 @@ class Plain(HistogramCollector):  # type: ignore[misc]
 
 
 @pytest.mark.slow
-def test_entropy_is_what_modelopt_finds_with_the_histograms_that_it_has(
-    model: Path, theirs: Any, tmp_path: Path
-) -> None:
+def test_entropy_is_what_modelopt_finds_with_the_histograms_that_it_has(model, theirs, tmp_path):
     """128 bins in float32 are the whole difference; ours are 511 in float64."""
     found = theirs["entropy", QUIET_FIRST]
     plain = Plain("entropy", symmetric=False, num_bins=128, num_quantized_bins=128, percentile=0, scenario="same")
@@ -103,7 +96,7 @@ def test_entropy_is_what_modelopt_finds_with_the_histograms_that_it_has(
 
 
 @pytest.mark.slow
-def test_modelopts_entropy_is_minmax_where_the_first_batch_is_the_loudest(model: Path, theirs: Any) -> None:
+def test_modelopts_entropy_is_minmax_where_the_first_batch_is_the_loudest(model, theirs):
     """128 bins for 128 levels leave one candidate, the whole range; so its entropy depends on the order of the data."""
     found = theirs["entropy", LOUD_FIRST]
     whole = our_scales(calibrate(model, list(found), batches(LOUD_FIRST)))

@@ -1,7 +1,5 @@
 """The PTQ tools give models that run, under our nodes' names, and leave this process as it was."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import subprocess
@@ -15,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import psutil
 import pytest
+from onnx_models import run_onnxruntime
 from onnxruntime.quantization.calibrate import CalibraterBase, HistogramCollector, MinMaxCalibrater
 from onnxruntime.quantization.registry import QDQRegistry
-from warm_python import WarmPython
 
 from harness.accuracy.calibration import ptq_child
 from harness.accuracy.calibration.ptq import ptq_fingerprint, quantize
@@ -48,7 +45,7 @@ BATCHES = list(random_feeds({"images": ("float", (1, 3, 16, 16))}, 3, 0))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     builder = GraphBuilder("net")
     x = builder.op("Relu", builder.conv(builder.input("images", (1, 3, 16, 16)), CHANNELS, 3))
     x = builder.op(
@@ -60,9 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(
-    model: Path, warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Callable[..., Path]], Path]:
+def made(model, warm_python, tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
 
     def make(tool: Callable[..., Path]) -> Path:
@@ -78,14 +73,11 @@ def _digest(path: Path) -> str:
 
 
 def _run(path: Path) -> np.ndarray:
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return np.stack([session.run(None, dict(batch))[0] for batch in BATCHES])
+    return np.stack([run_onnxruntime(path, batch)[0] for batch in BATCHES])
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_the_model_has_qdq_runs_and_keeps_node_names(
-    tool: Callable[..., Path], model: Path, made: Callable[..., Path]
-) -> None:
+def test_the_model_has_qdq_runs_and_keeps_node_names(tool, model, made):
     quantized = onnx.load(made(tool))
     operators = Counter(node.op_type for node in quantized.graph.node)
     assert operators["QuantizeLinear"] >= 4
@@ -102,9 +94,7 @@ def test_the_model_has_qdq_runs_and_keeps_node_names(
 @pytest.mark.parametrize(
     ("dialect", "zero_points", "bias"), [("onnxruntime", "uint8", True), ("openvino", "int8", False)]
 )
-def test_ort_static_speaks_the_dialect(
-    model: Path, made: Callable[..., Path], tmp_path: Path, dialect: str, zero_points: str, bias: bool
-) -> None:
+def test_ort_static_speaks_the_dialect(model, made, tmp_path, dialect, zero_points, bias):
     path = made(ort_static)
     if dialect != "onnxruntime":
         path = ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name=dialect)
@@ -119,7 +109,7 @@ def test_ort_static_speaks_the_dialect(
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_ort_static_reduces_weights_as_the_dialect_does(model: Path, made: Callable[..., Path], tmp_path: Path) -> None:
+def test_ort_static_reduces_weights_as_the_dialect_does(model, made, tmp_path):
     def largest(path: Path) -> int:
         constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
         stored = [constants[n.input[0]] for n in onnx.load(path).graph.node if n.input and n.input[0] in constants]
@@ -129,13 +119,7 @@ def test_ort_static_reduces_weights_as_the_dialect_does(model: Path, made: Calla
     assert (largest(made(ort_static)), largest(reduced)) == (127, 64)
 
 
-def test_modelopt_leaves_onnx_runtime_as_it_is_and_repeats_its_file(
-    model: Path,
-    made: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_modelopt_leaves_onnx_runtime_as_it_is_and_repeats_its_file(model, made, tmp_path, monkeypatch, capfd):
     """Nor is anything printed, or left in the working folder, beside the model or beside the result."""
     before, registry = _digest(made(ort_static)), dict(QDQRegistry)
     work = tmp_path / "work"
@@ -155,20 +139,20 @@ def test_modelopt_leaves_onnx_runtime_as_it_is_and_repeats_its_file(
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_modelopt_quantizes_to_fp8(model: Path, tmp_path: Path) -> None:
+def test_modelopt_quantizes_to_fp8(model, tmp_path):
     path = modelopt_ptq(model, tmp_path / "q.onnx", BATCHES, dialect_name="tensorrt", precision="fp8")
     assert onnx.TensorProto.FLOAT8E4M3FN in {tensor.data_type for tensor in onnx.load(path).graph.initializer}
 
 
 @pytest.mark.usefixtures("warm_tools")
 @pytest.mark.parametrize("method", ["entropy", "percentile"])
-def test_ort_static_takes_the_other_methods(model: Path, tmp_path: Path, method: str) -> None:
+def test_ort_static_takes_the_other_methods(model, tmp_path, method):
     options: Any = {"dialect_name": "onnxruntime", "method": method, "percentile": 99.9}
     assert np.isfinite(_run(ort_static(model, tmp_path / "q.onnx", BATCHES, **options))).all()
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_several_inputs_without_a_batch_axis(tmp_path: Path) -> None:
+def test_several_inputs_without_a_batch_axis(tmp_path):
     builder = GraphBuilder("two")
     x = builder.op("Mul", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3), builder.input("gain/of it", ()))
     builder.output(x, name="out")
@@ -178,7 +162,7 @@ def test_several_inputs_without_a_batch_axis(tmp_path: Path) -> None:
     assert "QuantizeLinear" in {node.op_type for node in onnx.load(made).graph.node}
 
 
-def test_no_data_is_said(model: Path, tmp_path: Path) -> None:
+def test_no_data_is_said(model, tmp_path):
     with pytest.raises(BuildFailed, match="modelopt_ptq: there is no calibration data"):
         modelopt_ptq(model, tmp_path / "q.onnx", [], dialect_name="onnxruntime")
 
@@ -192,20 +176,20 @@ def test_no_data_is_said(model: Path, tmp_path: Path) -> None:
         ("ort_static", {"precision": "int8", "method": "mse"}, "minmax, max, entropy, percentile, not by mse"),
     ],
 )
-def test_what_a_tool_does_not_offer(tool: str, asked: dict[str, Any], words: str) -> None:
+def test_what_a_tool_does_not_offer(tool, asked, words):
     with pytest.raises(ValueError, match=words):
         getattr(ptq_child, tool)(asked, None)
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_what_a_tool_does_not_offer_is_said_without_the_name_of_a_class(model: Path, tmp_path: Path) -> None:
+def test_what_a_tool_does_not_offer_is_said_without_the_name_of_a_class(model, tmp_path):
     with pytest.raises(BuildFailed) as caught:
         ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime", precision="fp8")
     assert str(caught.value) == "ort_static: quantizes to int8, not to fp8"
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_the_tools_own_words_come_on_one_line(model: Path, tmp_path: Path) -> None:
+def test_the_tools_own_words_come_on_one_line(model, tmp_path):
     wrong = [{"images": np.zeros((1, 5), np.float32)}]
     with pytest.raises(BuildFailed, match=r"ort_static: InvalidArgument: .*Invalid rank for input: images") as caught:
         ort_static(model, tmp_path / "q.onnx", wrong, dialect_name="onnxruntime")
@@ -213,13 +197,13 @@ def test_the_tools_own_words_come_on_one_line(model: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tool_that_takes_too_long_is_ended(model: Path, tmp_path: Path) -> None:
+def test_a_tool_that_takes_too_long_is_ended(model, tmp_path):
     with pytest.raises(BuildFailed, match=r"ort_static: took longer than 0.05 s"):
         ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime", limit_s=0.05)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tool_ends_with_the_process_that_started_it(model: Path, tmp_path: Path) -> None:
+def test_a_tool_ends_with_the_process_that_started_it(model, tmp_path):
     """The driver is killed while the tool, whose interpreter is replaced by one that sleeps, is at work."""
     slow = tmp_path / "slow.py"
     note = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
@@ -245,7 +229,7 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_tool_that_dies_is_said(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_dies_is_said(model, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(BuildFailed, match="ort_static: ended with code 1 and no model; its last output: none"):
         ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime")
@@ -255,9 +239,7 @@ def test_a_tool_that_dies_is_said(model: Path, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("tool", "write"), [(modelopt_ptq, partial(write_model, "shapes_yolo")), (ort_static, transformer.vit_tiny(1).save)]
 )
-def test_node_names_of_networks_survive(
-    tool: Callable[..., Path], write: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_node_names_of_networks_survive(tool, write, tmp_path):
     model = load(write(tmp_path / "float.onnx"))
     inputs = {i: (model.types[i].dtype, model.types[i].shape) for i in model.inputs}
     path = tool(
@@ -266,7 +248,7 @@ def test_node_names_of_networks_survive(
     assert {node.name for node in model.nodes} <= {node.name for node in onnx.load(path).graph.node}
 
 
-def test_the_fingerprint_follows_the_dialect_and_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_follows_the_dialect_and_the_options(monkeypatch):
     seen = {ptq_fingerprint({"dialect_name": name}) for name in ("openvino", "onnxruntime")}
     seen.add(ptq_fingerprint({"dialect_name": "openvino", "method": "entropy"}))
     changed = dataclasses.replace(OPENVINO, bias="int32")

@@ -1,9 +1,5 @@
 """Every range estimator keeps the contract; one pass serves several, and channels."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -23,7 +19,7 @@ ESTIMATORS = [plugin.name for plugin in installed_plugins("range estimator")]
 @pytest.mark.parametrize("name", ESTIMATORS)
 class TestRangeEstimators(RangeEstimatorContract):
     @pytest.fixture(autouse=True)
-    def _name(self, name: str) -> None:
+    def _name(self, name):
         self.name = name
 
     def make(self) -> RangeEstimator:
@@ -33,25 +29,25 @@ class TestRangeEstimators(RangeEstimatorContract):
 @pytest.mark.parametrize("name", [plugin.name for plugin in installed_plugins("weight estimator")])
 class TestWeightEstimators(WeightEstimatorContract):
     @pytest.fixture(autouse=True)
-    def _name(self, name: str) -> None:
+    def _name(self, name):
         type(self).estimator = staticmethod(load_weight_estimator(name))
 
 
 @pytest.fixture
-def doubled(tmp_path: Path) -> Path:
+def doubled(tmp_path):
     builder = GraphBuilder("doubled")
     builder.output(builder.op("Mul", builder.input("x", (1, 3, 4)), builder.const(2.0), outputs=["y"])[0])
     return builder.save(tmp_path / "doubled.onnx")
 
 
-def test_mean_is_that_of_the_extremes_of_each_sample(doubled: Path) -> None:
+def test_mean_is_that_of_the_extremes_of_each_sample(doubled):
     batches = [{"x": np.random.default_rng(i).normal(0, 1 + i, (1, 3, 4)).astype(np.float32)} for i in range(5)]
     low, high = calibrate(doubled, ["y"], batches, method="mean")["y"]
     assert low == pytest.approx(np.mean([2 * each["x"].min() for each in batches]))
     assert high == pytest.approx(np.mean([2 * each["x"].max() for each in batches]))
 
 
-def test_one_pass_gives_what_single_passes_give(doubled: Path) -> None:
+def test_one_pass_gives_what_single_passes_give(doubled):
     batches = [{"x": np.random.default_rng(i).normal(0, 1, (1, 3, 4)).astype(np.float32)} for i in range(3)]
     reads: list[int] = []
     counted = (reads.append(i) or batch for i, batch in enumerate(batches))  # type: ignore[func-returns-value]
@@ -60,7 +56,7 @@ def test_one_pass_gives_what_single_passes_give(doubled: Path) -> None:
     assert found == {name: calibrate(doubled, ["x", "y"], batches, method=name) for name in ESTIMATORS}
 
 
-def test_channels_have_ranges_and_a_dead_one_is_no_warning(doubled: Path) -> None:
+def test_channels_have_ranges_and_a_dead_one_is_no_warning(doubled):
     x = np.random.default_rng(0).normal(0, 1, (1, 3, 4)).astype(np.float32) * np.array([[[1], [0], [5]]], np.float32)
     found = calibrate(doubled, ["x", "y"], [{"x": x}], channels={"y": 3})
     assert found.keys() == {"x", "y", *(channel_name("y", i) for i in range(3))}
@@ -75,7 +71,7 @@ def _squared_error(values: np.ndarray, low: float, high: float) -> float:
     return float(np.square(values - np.rint(np.clip(values, low, high) / step) * step).sum())
 
 
-def test_l2_is_at_least_as_near_as_mse_on_values_with_one_long_tail() -> None:
+def test_l2_is_at_least_as_near_as_mse_on_values_with_one_long_tail():
     values = np.concatenate([np.random.default_rng(0).normal(0, 1, 50_000), [-40.0], [4.5] * 5]).astype(np.float32)
     errors = []
     for estimator in (L2Calibrator(), MSECalibrator()):
@@ -85,6 +81,6 @@ def test_l2_is_at_least_as_near_as_mse_on_values_with_one_long_tail() -> None:
 
 
 @pytest.mark.parametrize("key", ["method", "weights"])
-def test_an_unknown_estimator_is_refused_when_the_file_is_read(key: str) -> None:
+def test_an_unknown_estimator_is_refused_when_the_file_is_read(key):
     with pytest.raises(ValueError, match="estimator is called 'mes'; did you mean 'mse'"):
         Calibration.model_validate({key: "mes"})

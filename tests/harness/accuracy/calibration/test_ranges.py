@@ -1,7 +1,5 @@
 """Ranges are exact, streamed, kept on disk, and refuse what no scale can hold."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json
@@ -39,7 +37,7 @@ METHODS = [plugin.name for plugin in installed_plugins("range estimator")]
 
 
 @pytest.fixture
-def arithmetic(tmp_path: Path) -> Path:
+def arithmetic(tmp_path):
     """x -> Relu "r" -> "y" = 3 r, with a dead tensor "d" = 0 x beside it."""
     builder = GraphBuilder("arithmetic")
     x = builder.input("x", (2, 4))
@@ -55,7 +53,7 @@ def _batches(count: int = 5, seed: int = 0) -> list[dict[str, np.ndarray]]:
     return [{"x": rng.normal(0, 1 + i, (2, 4)).astype(np.float32)} for i in range(count)]
 
 
-def test_minmax_is_what_numpy_finds(arithmetic: Path) -> None:
+def test_minmax_is_what_numpy_finds(arithmetic):
     x = np.stack([batch["x"] for batch in _batches()])
     ranges = calibrate(arithmetic, ["x", "r", "y", "d", "out"], iter(_batches()))
     r = np.maximum(x, 0)
@@ -69,7 +67,7 @@ def test_minmax_is_what_numpy_finds(arithmetic: Path) -> None:
     }
 
 
-def test_minmax_is_what_onnx_runtime_finds(tmp_path: Path) -> None:
+def test_minmax_is_what_onnx_runtime_finds(tmp_path):
     builder = GraphBuilder("conv")
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
     builder.output(builder.gemm(builder.op("Flatten", builder.conv(x, 2, 3, stride=2)), 5), name="logits")
@@ -94,7 +92,7 @@ def test_minmax_is_what_onnx_runtime_finds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "max"])
-def test_every_method_gives_a_range_inside_of_minmax(arithmetic: Path, method: str) -> None:
+def test_every_method_gives_a_range_inside_of_minmax(arithmetic, method):
     full = calibrate(arithmetic, ["x", "r", "d"], _batches(8))
     ranges = calibrate(arithmetic, ["x", "r", "d"], _batches(8), method=method, percentile=90.0)  # type: ignore[arg-type]
     for name, (low, high) in ranges.items():
@@ -102,7 +100,7 @@ def test_every_method_gives_a_range_inside_of_minmax(arithmetic: Path, method: s
     assert ranges["d"] == (0.0, 0.0)
 
 
-def test_percentile_cuts_the_outlier_and_so_does_entropy(tmp_path: Path) -> None:
+def test_percentile_cuts_the_outlier_and_so_does_entropy(tmp_path):
     builder = GraphBuilder("identity")
     builder.output(builder.op("Identity", builder.input("x", (1, 20_000))), name="out")
     path = builder.save(tmp_path / "identity.onnx")
@@ -121,7 +119,7 @@ _VALUES = hnp.arrays(
 
 @settings(max_examples=60)
 @given(st.lists(_VALUES, min_size=1, max_size=4), st.floats(50.5, 100))
-def test_histograms_take_any_finite_values(parts: list[np.ndarray], percentile: float) -> None:
+def test_histograms_take_any_finite_values(parts, percentile):
     histograms = PercentileCalibrator(percentile)
     for part in parts:
         histograms.collect({"t": [part]})
@@ -130,7 +128,7 @@ def test_histograms_take_any_finite_values(parts: list[np.ndarray], percentile: 
     assert len(histograms.histogram_dict["t"][0]) <= 5 * 2048
 
 
-def test_a_quiet_first_batch_does_not_make_a_huge_histogram() -> None:
+def test_a_quiet_first_batch_does_not_make_a_huge_histogram():
     rng = np.random.default_rng(0)
     histograms = EntropyCalibrator()
     for scale in (1e-9, 1e-3, 1.0, 1.1):
@@ -140,7 +138,7 @@ def test_a_quiet_first_batch_does_not_make_a_huge_histogram() -> None:
     assert len(counts) < 5 * 511
 
 
-def test_float16_activations_have_ranges_too(tmp_path: Path) -> None:
+def test_float16_activations_have_ranges_too(tmp_path):
     builder = GraphBuilder("half")
     builder.output(builder.op("Relu", builder.input("x", (64,), "float16"), outputs=["r"])[0])
     path = builder.save(tmp_path / "half.onnx")
@@ -151,7 +149,7 @@ def test_float16_activations_have_ranges_too(tmp_path: Path) -> None:
         assert ranges["r"][1] == pytest.approx(1.0, abs=error)
 
 
-def test_max_takes_the_largest_magnitude_to_both_sides_and_keeps_one_sided_tensors_so() -> None:
+def test_max_takes_the_largest_magnitude_to_both_sides_and_keeps_one_sided_tensors_so():
     magnitudes = AbsMaxCalibrator()
     for values in ([-3.0, 1.0], [2.0]):
         magnitudes.collect({"both": [np.array(values)], "up": [np.abs(values)], "down": [-np.abs(values)]})
@@ -166,7 +164,7 @@ def _error(values: np.ndarray, low: float, high: float) -> float:
 
 
 @pytest.mark.parametrize("shape", ["normal", "laplace", "relu", "outlier", "uniform"])
-def test_mse_finds_the_clipping_with_the_least_error(shape: str) -> None:
+def test_mse_finds_the_clipping_with_the_least_error(shape):
     rng = np.random.default_rng(1)
     values = {
         "normal": rng.normal(0, 1, 100_000),
@@ -185,16 +183,14 @@ def test_mse_finds_the_clipping_with_the_least_error(shape: str) -> None:
     assert _error(values, low, high) <= 1.05 * least
 
 
-def test_a_dead_tensor_has_no_range_whatever_the_method(arithmetic: Path) -> None:
+def test_a_dead_tensor_has_no_range_whatever_the_method(arithmetic):
     for method in METHODS:
         assert calibrate(arithmetic, ["d"], _batches(2), method=method) == {"d": (0.0, 0.0)}
 
 
 @pytest.mark.parametrize("method", ["minmax", "max", "percentile"])
 @pytest.mark.parametrize("value", [-1.0, 0.0])
-def test_an_activation_with_a_lone_nan_or_infinity_is_named_and_stays_float(
-    tmp_path: Path, method: str, value: float
-) -> None:
+def test_an_activation_with_a_lone_nan_or_infinity_is_named_and_stays_float(tmp_path, method, value):
     builder = GraphBuilder("log")
     log = builder.op("Log", builder.input("x", (1, 100)), outputs=["log"])[0]
     builder.output(builder.op("Relu", log), name="out")
@@ -212,9 +208,7 @@ def test_an_activation_with_a_lone_nan_or_infinity_is_named_and_stays_float(
 
 @pytest.mark.parametrize("dtype", ["float", "float16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_an_activation_with_the_mark_of_an_attention_mask_is_named_and_stays_float(
-    tmp_path: Path, method: str, dtype: str
-) -> None:
+def test_an_activation_with_the_mark_of_an_attention_mask_is_named_and_stays_float(tmp_path, method, dtype):
     """-3.4e38, in float16 -65504, stands for minus infinity: 8 bits over it leave one level for all that counts."""
     builder = GraphBuilder("masked")
     scores = builder.input("scores", (1, 4, 16), dtype)
@@ -233,19 +227,19 @@ def test_an_activation_with_the_mark_of_an_attention_mask_is_named_and_stays_flo
     )
 
 
-def test_data_with_nan_are_refused_with_batch_and_input(arithmetic: Path) -> None:
+def test_data_with_nan_are_refused_with_batch_and_input(arithmetic):
     broken = [*_batches(2), {"x": np.full((2, 4), np.nan, np.float32)}]
     with pytest.raises(UserError, match="calibration batch 3: input 'x' has NaN or infinite values"):
         calibrate(arithmetic, ["r"], broken)
 
 
-def test_remarks_name_what_is_dead_and_count_the_rest() -> None:
+def test_remarks_name_what_is_dead_and_count_the_rest():
     assert range_warnings({"a": (0.0, 1.0)}) == ()
     (line,) = range_warnings({f"t{i}": (0.0, 0.0) for i in range(7)} | {"a": (-1.0, 0.0)})
     assert line == "always 0 on calibration data (dead): 't0', 't1', 't2', 't3', 't4' and 2 more; they stay float"
 
 
-def test_batches_stream(arithmetic: Path) -> None:
+def test_batches_stream(arithmetic):
     alive: list[weakref.ref[np.ndarray]] = []
     peak = 0
 
@@ -263,7 +257,7 @@ def test_batches_stream(arithmetic: Path) -> None:
     assert seen == [1, 2, 3, 4, 5, 6]
 
 
-def test_activations_of_one_batch_are_gone_before_the_next(arithmetic: Path, tmp_path: Path) -> None:
+def test_activations_of_one_batch_are_gone_before_the_next(arithmetic, tmp_path):
     class Watch:
         def __init__(self) -> None:
             self.refs: list[weakref.ref[np.ndarray]] = []
@@ -284,7 +278,7 @@ def test_activations_of_one_batch_are_gone_before_the_next(arithmetic: Path, tmp
     assert watch.left_over == [0, 0, 0, 0]
 
 
-def test_nothing_is_left_beside_the_model_nor_printed(arithmetic: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_left_beside_the_model_nor_printed(arithmetic, capfd):
     folder = arithmetic.parent
     before = sorted(folder.iterdir())
     folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
@@ -297,7 +291,7 @@ def test_nothing_is_left_beside_the_model_nor_printed(arithmetic: Path, capfd: p
     assert capfd.readouterr() == ("", "")
 
 
-def test_external_data_is_found(tmp_path: Path) -> None:
+def test_external_data_is_found(tmp_path):
     builder = GraphBuilder("external")
     builder.output(builder.gemm(builder.input("x", (1, 64)), 64), name="out")
     path = tmp_path / "external.onnx"
@@ -307,34 +301,34 @@ def test_external_data_is_found(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["external.onnx", "external.onnx.data"]
 
 
-def test_no_tensor_needs_no_run(tmp_path: Path) -> None:
+def test_no_tensor_needs_no_run(tmp_path):
     assert calibrate(tmp_path / "missing.onnx", [], []) == {}
 
 
-def test_no_data_is_refused(arithmetic: Path) -> None:
+def test_no_data_is_refused(arithmetic):
     with pytest.raises(UserError, match=r"calibration of arithmetic\.onnx: there is no data"):
         calibrate(arithmetic, ["x"], [])
 
 
-def test_an_unknown_tensor_is_named(arithmetic: Path) -> None:
+def test_an_unknown_tensor_is_named(arithmetic):
     with pytest.raises(UserError, match="'nowhere' cannot be observed; only float activations"):
         calibrate(arithmetic, ["x", "nowhere"], _batches())
 
 
-def test_an_unknown_method_is_named(arithmetic: Path) -> None:
+def test_an_unknown_method_is_named(arithmetic):
     with pytest.raises(UserError, match="'percentil'; did you mean 'percentile'"):
         calibrate(arithmetic, ["x"], _batches(), method="percentil")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batch", [{}, {"y": np.zeros((2, 4), np.float32)}, {"x": np.zeros((7,), np.float32)}])
-def test_data_that_does_not_fit_is_the_users_mistake(arithmetic: Path, batch: dict[str, np.ndarray]) -> None:
+def test_data_that_does_not_fit_is_the_users_mistake(arithmetic, batch):
     with pytest.raises(
         UserError, match=r"calibration of arithmetic\.onnx: batch 1: the float model does not run: .*\w"
     ):
         calibrate(arithmetic, ["x"], [batch])
 
 
-def test_what_the_data_raise_is_not_blamed_on_the_model(arithmetic: Path) -> None:
+def test_what_the_data_raise_is_not_blamed_on_the_model(arithmetic):
     def broken() -> Iterator[dict[str, np.ndarray]]:
         yield _batches()[0]
         raise ValueError("image 7 cannot be read")
@@ -344,17 +338,17 @@ def test_what_the_data_raise_is_not_blamed_on_the_model(arithmetic: Path) -> Non
 
 
 @pytest.fixture
-def key() -> CalibrationKey:
+def key():
     return CalibrationKey(model_sha256="ab" * 32, data="images", preprocess="plain", samples=5)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "qdq-bench" / "ranges"
 
 
-def test_ranges_that_are_not_finite_are_kept_too(tmp_path: Path, cache: Path, key: CalibrationKey) -> None:
+def test_ranges_that_are_not_finite_are_kept_too(tmp_path, cache, key):
     builder = GraphBuilder("log")
     builder.output(builder.op("Log", builder.input("x", (3,)), outputs=["log"])[0])
     path = builder.save(tmp_path / "log.onnx")
@@ -370,7 +364,7 @@ def _forbidden() -> Iterator[dict[str, np.ndarray]]:
     yield {}
 
 
-def test_a_second_time_neither_model_nor_data_are_needed(arithmetic: Path, cache: Path, key: CalibrationKey) -> None:
+def test_a_second_time_neither_model_nor_data_are_needed(arithmetic, cache, key):
     first = cached_ranges(key, arithmetic, ["x", "r"], _batches())
     assert cached_ranges(key, Path("gone.onnx"), ["r", "x"], _forbidden()) == first
     assert [p.suffix for p in cache.iterdir()] == [".json"]
@@ -380,15 +374,13 @@ def test_a_second_time_neither_model_nor_data_are_needed(arithmetic: Path, cache
     "change",
     [{"model_sha256": "cd" * 32}, {"data": "other"}, {"preprocess": "b"}, {"method": "entropy"}, {"samples": 4}],
 )
-def test_anything_else_is_another_key(
-    arithmetic: Path, cache: Path, key: CalibrationKey, change: dict[str, object]
-) -> None:
+def test_anything_else_is_another_key(arithmetic, cache, key, change):
     cached_ranges(key, arithmetic, ["x"], _batches())
     cached_ranges(dataclasses.replace(key, **change), arithmetic, ["x"], _batches())  # type: ignore[arg-type]
     assert len(list(cache.iterdir())) == 2
 
 
-def test_percentile_counts_for_its_method_alone(arithmetic: Path, cache: Path, key: CalibrationKey) -> None:
+def test_percentile_counts_for_its_method_alone(arithmetic, cache, key):
     for method, count in (("minmax", 1), ("percentile", 3)):
         for percentile in (99.0, 99.9):
             cached_ranges(
@@ -410,9 +402,7 @@ def test_percentile_counts_for_its_method_alone(arithmetic: Path, cache: Path, k
         '{"ranges": {"x": "ab"}}',
     ],
 )
-def test_a_corrupt_file_is_made_again(
-    arithmetic: Path, cache: Path, key: CalibrationKey, caplog: pytest.LogCaptureFixture, text: str
-) -> None:
+def test_a_corrupt_file_is_made_again(arithmetic, cache, key, caplog, text):
     first = cached_ranges(key, arithmetic, ["x"], _batches())
     (path,) = cache.iterdir()
     path.write_text(text)
@@ -423,29 +413,21 @@ def test_a_corrupt_file_is_made_again(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
-def test_a_folder_that_cannot_be_written_is_done_without(
-    arithmetic: Path, cache: Path, key: CalibrationKey, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_done_without(arithmetic, cache, key, caplog):
     cache.mkdir(parents=True)
     cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
     assert cached_ranges(key, arithmetic, ["x"], _batches()).keys() == {"x"}
     assert "calibration ranges are not kept" in caplog.text
 
 
-def test_a_cache_folder_that_cannot_be_made_is_done_without(
-    arithmetic: Path,
-    tmp_path: Path,
-    key: CalibrationKey,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cache_folder_that_cannot_be_made_is_done_without(arithmetic, tmp_path, key, caplog, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cached_ranges(key, arithmetic, ["x"], _batches()).keys() == {"x"}
     assert "calibration ranges are not kept: no cache folder" in caplog.text
 
 
-def test_mistakes_name_the_model_of_the_user_and_the_data_of_the_batch(arithmetic: Path) -> None:
+def test_mistakes_name_the_model_of_the_user_and_the_data_of_the_batch(arithmetic):
     batches = [{"x": np.ones((2, 4), np.float32)}, {"x": np.full((2, 4), np.nan, np.float32)}]
     read = InputBatches(count=2, make=lambda i: batches[i], batch_label=lambda _: "feeds.npz")
     with pytest.raises(UserError, match=r"calibration batch 2 \(feeds\.npz\): input 'x' has NaN"):

@@ -1,9 +1,6 @@
 """What a reader of results finds about the calibration of a task."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from harness.config.experiment import parse_experiment
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
 from search.space import Dimension, Edge, Space
@@ -32,7 +29,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-def test_broken_and_dead_activations_are_recorded_and_the_broken_ones_stay_float(tmp_path: Path) -> None:
+def test_broken_and_dead_activations_are_recorded_and_the_broken_ones_stay_float(tmp_path):
     builder = GraphBuilder("odd", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
     log = builder.op("Log", x, outputs=["log"])[0]  # of 0 is minus infinity
@@ -58,7 +55,7 @@ def test_broken_and_dead_activations_are_recorded_and_the_broken_ones_stay_float
     assert [line for line in said if "'log'" in line] == [f"odd.onnx: {broken}"]
 
 
-def test_a_space_loses_the_edges_of_broken_tensors_alone() -> None:
+def test_a_space_loses_the_edges_of_broken_tensors_alone():
     def dimension(name: str, *tensors: str) -> Dimension:
         edges = tuple(Edge(tensor, f"/{tensor}", 0) for tensor in tensors)
         return Dimension(name=name, group="g", kind="node_input", choices=("float", "int8"), edges=edges)
@@ -69,7 +66,7 @@ def test_a_space_loses_the_edges_of_broken_tensors_alone() -> None:
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
-def test_what_is_quantized_together_with_a_broken_tensor_stays_float_too(dialect: Dialect) -> None:
+def test_what_is_quantized_together_with_a_broken_tensor_stays_float_too(dialect):
     """The weight of a convolution, a constant factor, the other side of a product; but not the rest of a Concat."""
     builder = GraphBuilder("odd", opset=19)
     x = builder.input("x", (1, 4, 8, 8))

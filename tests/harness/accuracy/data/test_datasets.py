@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path
@@ -17,7 +15,7 @@ from harness.errors import UserError
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Three images of 4 x 6; image i is filled with (10 i, 20, 30)."""
     (tmp_path / "images").mkdir()
     for i in range(3):
@@ -40,7 +38,7 @@ def open_with(folder: Path, labels: Any, **spec: Any) -> ImageDataset:
     return open_images({"use": "images", "images": "images", "labels": name, **spec}, folder)
 
 
-def test_an_unlabelled_folder_is_read_by_name(folder: Path) -> None:
+def test_an_unlabelled_folder_is_read_by_name(folder):
     (folder / "images" / "notes.md").write_text("not an image")
     data = open_images({"use": "images", "images": "images", "start": 1}, folder)
     assert [data.sample_name(i) for i in range(len(data))] == ["1.png", "2.png"]
@@ -50,38 +48,34 @@ def test_an_unlabelled_folder_is_read_by_name(folder: Path) -> None:
     assert data.coco is None
 
 
-def test_class_labels_give_the_order_and_may_cover_a_part(folder: Path) -> None:
+def test_class_labels_give_the_order_and_may_cover_a_part(folder):
     data = open_with(folder, "2.png 11\n\n0.png 3\n")
     assert data.names == ("2.png", "0.png")
-    assert data.labels is not None
     assert data.labels.tolist() == [11, 3]
 
 
-def test_coco_labels_are_cut_with_the_images(folder: Path) -> None:
+def test_coco_labels_are_cut_with_the_images(folder):
     data = open_with(folder, coco(), start=1, count=1)
     assert data.names == ("0.png",)
-    assert data.coco is not None
     assert [i["id"] for i in data.coco["images"]] == [7]
     assert data.coco["annotations"] == [
         {"id": 1, "image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3], "area": 6, "iscrowd": 0}
     ]
     numbered = coco(annotations=[{"id": 0, "image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3], "area": 4}])
     own = open_with(folder, numbered, start=1, count=1).coco
-    assert own is not None
     assert own["annotations"][0]["id"] == 1, "pycocotools takes a match with id 0 for none"
     assert own["annotations"][0]["area"] == 4
     other = open_with(folder, coco(), start=0, count=1)
-    assert other.coco is not None
     assert other.coco["annotations"] == []
 
 
-def test_grey_images_become_rgb(folder: Path) -> None:
+def test_grey_images_become_rgb(folder):
     Image.fromarray(np.full((4, 6), 77, np.uint8)).save(folder / "images" / "0.png")
     data = open_images({"use": "images", "images": "images"}, folder)
     assert data.image(0)[3, 5].tolist() == [77, 77, 77]
 
 
-def test_the_fingerprint_follows_names_contents_labels_and_cut(folder: Path) -> None:
+def test_the_fingerprint_follows_names_contents_labels_and_cut(folder):
     seen = {
         open_with(folder, "0.png 1\n1.png 1").fingerprint,
         open_with(folder, "0.png 1\n1.png 2").fingerprint,
@@ -94,7 +88,7 @@ def test_the_fingerprint_follows_names_contents_labels_and_cut(folder: Path) -> 
     assert open_with(folder, "0.png 1\n1.png 2").fingerprint in seen
 
 
-def test_what_lies_beyond_the_limit_is_neither_read_nor_told_apart(folder: Path) -> None:
+def test_what_lies_beyond_the_limit_is_neither_read_nor_told_apart(folder):
     spec = {"use": "images", "images": "images", "start": 1}
     first = open_data(spec, folder, limit=1)
     (folder / "images" / "2.png").write_bytes(b"changed")
@@ -107,7 +101,7 @@ def test_what_lies_beyond_the_limit_is_neither_read_nor_told_apart(folder: Path)
     assert len(open_data({"use": "npz", "path": "a.npz", "start": 1}, folder, limit=2)) == 2
 
 
-def test_fewer_rows_of_a_file_are_the_first_or_spread_evenly(folder: Path) -> None:
+def test_fewer_rows_of_a_file_are_the_first_or_spread_evenly(folder):
     np.save(folder / "a.npy", np.arange(9, dtype=np.float32)[:, None])
     found = []
     for spread in (False, True):
@@ -121,10 +115,9 @@ def test_fewer_rows_of_a_file_are_the_first_or_spread_evenly(folder: Path) -> No
         open_data({"use": "npy", "path": "a.npy", "spread": 1}, folder)
 
 
-def test_halves_share_no_image_and_an_image_is_of_one_half_in_every_cut(folder: Path) -> None:
+def test_halves_share_no_image_and_an_image_is_of_one_half_in_every_cut(folder):
     def names(half: str, **spec: Any) -> set[str]:
         data = open_images({"use": "shapes", "split": "evaluation", "half": half, **spec})
-        assert data.coco is not None
         assert [image["file_name"] for image in data.coco["images"]] == list(data.names)
         return set(data.names)
 
@@ -139,7 +132,7 @@ def test_halves_share_no_image_and_an_image_is_of_one_half_in_every_cut(folder: 
     assert (half.image(1) == whole.image(whole.names.index(half.names[1]))).all()
 
 
-def test_rows_of_arrays_have_halves_too(folder: Path) -> None:
+def test_rows_of_arrays_have_halves_too(folder):
     x = np.arange(40, dtype=np.float32).reshape(20, 2)
     np.savez(folder / "a.npz", x=x)
     np.save(folder / "a.npy", x)
@@ -153,10 +146,9 @@ def test_rows_of_arrays_have_halves_too(folder: Path) -> None:
         assert min(map(len, parts)) > 3
 
 
-def test_shapes_are_drawn_with_their_labels() -> None:
+def test_shapes_are_drawn_with_their_labels():
     data = open_images({"use": "shapes", "split": "evaluation", "count": 3})
     assert len(data) == 3
-    assert data.coco is not None
     assert {a["image_id"] for a in data.coco["annotations"]} <= {1, 2, 3}
     later = open_images({"use": "shapes", "split": "evaluation", "start": 2, "count": 1})
     assert (later.image(0) == data.image(2)).all()
@@ -191,7 +183,7 @@ def test_shapes_are_drawn_with_their_labels() -> None:
         ({"use": "images", "images": "images", "masks": "empty"}, "data.masks: 0.png is not in .*empty"),
     ],
 )
-def test_a_wrong_specification_is_explained(folder: Path, spec: dict[str, Any], message: str) -> None:
+def test_a_wrong_specification_is_explained(folder, spec, message):
     (folder / "empty").mkdir()
     for suffix in ("npy", "npz"):
         (folder / f"broken.{suffix}").write_bytes(b"hello")
@@ -233,12 +225,12 @@ def test_a_wrong_specification_is_explained(folder: Path, spec: dict[str, Any], 
         ),
     ],
 )
-def test_malformed_labels_are_explained(folder: Path, labels: Any, message: str) -> None:
+def test_malformed_labels_are_explained(folder, labels, message):
     with pytest.raises(UserError, match=message):
         open_with(folder, labels)
 
 
-def test_label_files_that_are_none_are_explained(folder: Path) -> None:
+def test_label_files_that_are_none_are_explained(folder):
     for name, content, message in (
         ("labels.csv", b"0.png,1", r"labels are a .json file \(COCO\) or a .txt file"),
         ("labels.json", b"{", "labels.json: not valid JSON"),
@@ -251,7 +243,7 @@ def test_label_files_that_are_none_are_explained(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["text", "cut", "empty"])
-def test_an_unreadable_image_is_named(folder: Path, damage: str) -> None:
+def test_an_unreadable_image_is_named(folder, damage):
     path = folder / "images" / "1.png"
     path.write_bytes({"text": b"hello", "cut": path.read_bytes()[:-30], "empty": b""}[damage])
     data = open_images({"use": "images", "images": "images"}, folder)
@@ -259,7 +251,7 @@ def test_an_unreadable_image_is_named(folder: Path, damage: str) -> None:
         data.image(1)
 
 
-def test_an_image_of_another_size_than_its_labels_say_is_named(folder: Path) -> None:
+def test_an_image_of_another_size_than_its_labels_say_is_named(folder):
     Image.new("RGB", (4, 6)).save(folder / "images" / "1.png")
     data = open_with(folder, coco())
     assert data.image(0).shape == (4, 6, 3)
@@ -267,7 +259,7 @@ def test_an_image_of_another_size_than_its_labels_say_is_named(folder: Path) -> 
         data.image(2)
 
 
-def test_arrays_that_do_not_fit_are_explained(tmp_path: Path) -> None:
+def test_arrays_that_do_not_fit_are_explained(tmp_path):
     spec = {"use": "npz", "path": "a.npz"}
     for content, message in (
         (
@@ -287,7 +279,7 @@ def test_arrays_that_do_not_fit_are_explained(tmp_path: Path) -> None:
         open_images(spec, tmp_path)
 
 
-def test_a_npy_file_is_mapped_and_no_pickle_is_read(tmp_path: Path) -> None:
+def test_a_npy_file_is_mapped_and_no_pickle_is_read(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(12, dtype=np.float32).reshape(6, 2))
     data = open_data({"use": "npy", "path": "a.npy", "start": 1, "count": 4}, tmp_path, limit=3)
     assert isinstance(data, ArrayDataset)
@@ -300,7 +292,7 @@ def test_a_npy_file_is_mapped_and_no_pickle_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_only_the_chosen_rows_of_an_npz_file_are_kept(tmp_path: Path, save: Any) -> None:
+def test_only_the_chosen_rows_of_an_npz_file_are_kept(tmp_path, save):
     x, y = np.arange(300.0).reshape(10, 5, 6), np.arange(20, dtype=np.int64).reshape(10, 2)
     save(tmp_path / "a.npz", x=x, y=y, by_column=np.asfortranarray(x), single=x[:, 0, 0])
     data = open_data({"use": "npz", "path": "a.npz", "start": 3, "count": 5}, tmp_path, limit=2)
@@ -311,7 +303,7 @@ def test_only_the_chosen_rows_of_an_npz_file_are_kept(tmp_path: Path, save: Any)
     assert len(data) == 2
 
 
-def test_a_file_that_asks_for_too_much_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_asks_for_too_much_memory_is_refused(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros((10, 100)))
     monkeypatch.setattr(arrays, "MAX_ARRAY_BYTES", 5 * 800)
     with pytest.raises(UserError, match=r"10 samples take .* GiB, more than .*; use fewer \('count'\), or .*\.npy"):
@@ -319,7 +311,7 @@ def test_a_file_that_asks_for_too_much_memory_is_refused(tmp_path: Path, monkeyp
     assert len(open_data({"use": "npz", "path": "a.npz"}, tmp_path, limit=5)) == 5
 
 
-def test_uncompressed_arrays_of_an_archive_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompressed_arrays_of_an_archive_are_mapped(tmp_path, monkeypatch):
     x = np.arange(1000.0).reshape(10, 100)
     np.savez(tmp_path / "a.npz", x=x, empty=np.zeros((10, 0)))
     monkeypatch.setattr(arrays, "MAX_ARRAY_BYTES", 5 * 800)
@@ -337,7 +329,7 @@ def test_uncompressed_arrays_of_an_archive_are_mapped(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("count", "rows"), [(1, [0]), (3, [0, 4, 9]), (9, [0, 1, 2, 3, 4, 6, 7, 8, 9]), (99, range(10))]
 )
-def test_a_limit_takes_samples_evenly_where_asked(tmp_path: Path, count: int, rows: Any) -> None:
+def test_a_limit_takes_samples_evenly_where_asked(tmp_path, count, rows):
     np.save(tmp_path / "a.npy", np.arange(10.0).reshape(10, 1))
     data = open_data({"use": "npy", "path": "a.npy"}, tmp_path, limit=count, spread=True)
     assert isinstance(data, ArrayDataset)
@@ -346,7 +338,7 @@ def test_a_limit_takes_samples_evenly_where_asked(tmp_path: Path, count: int, ro
     assert data.available == 10
 
 
-def test_an_npz_header_that_lies_is_refused(tmp_path: Path) -> None:
+def test_an_npz_header_that_lies_is_refused(tmp_path):
     np.savez(tmp_path / "good.npz", x=np.zeros((3, 4), np.float32))
     with zipfile.ZipFile(tmp_path / "good.npz") as good, zipfile.ZipFile(tmp_path / "bad.npz", "w") as bad:
         bad.writestr("x.npy", good.read("x.npy").replace(b"(3, 4)", b"(9, 4)"))
@@ -354,11 +346,10 @@ def test_an_npz_header_that_lies_is_refused(tmp_path: Path) -> None:
         open_data({"use": "npz", "path": "bad.npz"}, tmp_path)
 
 
-def test_classes_in_another_order_are_put_in_order(folder: Path) -> None:
+def test_classes_in_another_order_are_put_in_order(folder):
     boxes = [{"image_id": 7, "category_id": c, "bbox": [1, 1, 2, 3]} for c in (5, 9)]
     named = coco(categories=[{"id": 9, "name": "cat"}, {"id": 5, "name": "dog"}], annotations=boxes)
     data = open_with(folder, named, classes=["cat", "bird", "dog"])
-    assert data.coco is not None
     assert [a["category_id"] for a in data.coco["annotations"]] == [3, 1]
     assert [c["name"] for c in sorted(data.coco["categories"], key=lambda c: c["id"])] == ["cat", "bird", "dog"]
     with pytest.raises(UserError, match="boxes of category 'dog', which is none of them; did you mean 'dogs'"):
@@ -372,19 +363,19 @@ def test_classes_in_another_order_are_put_in_order(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("bbox", "cause"), [([1, 1, -2, 3], "annotation 2: .*negative"), ([1, 1, float("nan"), 3], "annotation 2: .*bbox")]
 )
-def test_a_wrong_box_is_refused_with_its_number(folder: Path, bbox: list[float], cause: str) -> None:
+def test_a_wrong_box_is_refused_with_its_number(folder, bbox, cause):
     good = {"image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3]}
     with pytest.raises(UserError, match=rf"labels\.json: {cause}"):
         open_with(folder, coco(annotations=[good, {**good, "bbox": bbox}]))
 
 
-def test_an_annotation_that_is_there_twice_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_annotation_that_is_there_twice_is_reported(folder, caplog):
     good = {"image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3]}
     open_with(folder, coco(annotations=[good, {**good, "bbox": [0, 0, 1, 1]}, good]))
     assert "labels.json: annotation 3 repeats annotation 1" in caplog.text
 
 
-def test_pictures_that_would_be_read_wrongly_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pictures_that_would_be_read_wrongly_are_reported(folder, caplog):
     images = folder / "images"
     Image.fromarray(np.full((4, 6), 1000, np.uint16)).save(images / "0.png")
     (images / "1.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 4\n%%EndComments\n")
@@ -401,7 +392,7 @@ def test_pictures_that_would_be_read_wrongly_are_reported(folder: Path, caplog: 
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.npz"])
-def test_a_header_that_claims_more_than_the_file_has_is_refused(folder: Path, name: str) -> None:
+def test_a_header_that_claims_more_than_the_file_has_is_refused(folder, name):
     header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (3, 1000000000), }".ljust(117) + b"\n"
     raw = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
     if name.endswith(".npz"):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,13 +16,13 @@ def prepared(scale: float = 1.0, offset: tuple[float, float] = (0.0, 0.0)) -> Pr
     return Prepared(tensor=np.zeros((3, *SIZE), np.float32), scale=scale, offset=offset, original=(320, 640))
 
 
-def test_overlaps_by_hand() -> None:
+def test_overlaps_by_hand():
     a = np.array([[0.0, 0, 2, 2], [5, 5, 5, 9]])
     b = np.array([[1.0, 0, 3, 2], [0, 0, 2, 2], [10, 10, 11, 11], [5, 5, 5, 9]])
     assert box_iou(a, b) == pytest.approx(np.array([[1 / 3, 1, 0, 0], [0, 0, 0, 0]]))
 
 
-def test_suppression_by_hand() -> None:
+def test_suppression_by_hand():
     boxes = np.array([[0.0, 0, 10, 10], [1, 0, 11, 10], [0, 0, 10, 10], [20, 20, 30, 30], [2, 0, 12, 10]])
     scores = np.array([0.8, 0.9, 0.7, 0.1, 0.6])
     classes = np.array([0, 0, 1, 0, 0])
@@ -36,14 +34,14 @@ def test_suppression_by_hand() -> None:
     assert suppress_overlaps(boxes[:0], scores[:0], classes[:0], 0.65).tolist() == []
 
 
-def test_a_dropped_box_drops_no_others() -> None:
+def test_a_dropped_box_drops_no_others():
     boxes = np.array([[0.0, 0, 10, 10], [4, 0, 14, 10], [8, 0, 18, 10]])  # each overlaps the next by 6/14
     assert suppress_overlaps(boxes, np.array([0.9, 0.8, 0.7]), np.zeros(3, np.int64), 0.4).tolist() == [0, 2]
 
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 300), top=st.integers(1, 120))
-def test_suppression_equals_the_textbook_loop(seed: int, count: int, top: int) -> None:
+def test_suppression_equals_the_textbook_loop(seed, count, top):
     rng = np.random.default_rng(seed)
     corners = rng.uniform(0, 30, (count, 2))
     boxes = np.concatenate([corners, corners + rng.uniform(0, 15, (count, 2))], axis=1)
@@ -56,13 +54,13 @@ def test_suppression_equals_the_textbook_loop(seed: int, count: int, top: int) -
     assert suppress_overlaps(boxes, scores, classes, 0.5, top).tolist() == kept[:top]
 
 
-def test_only_the_best_candidates_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_best_candidates_are_looked_at(monkeypatch):
     monkeypatch.setattr(decode, "MAX_CANDIDATES", 2)
     boxes = np.array([[0.0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]])
     assert suppress_overlaps(boxes, np.array([0.1, 0.2, 0.3]), np.zeros(3, np.int64), 0.5).tolist() == [2, 1]
 
 
-def test_yolox_decodes_by_hand() -> None:
+def test_yolox_decodes_by_hand():
     raw = np.zeros((1, CELLS, 7), np.float32)
     # Row 1, column 2 of stride 8; 16 wide, 8 high; scores 0.5 * (0.8, 0.4).
     raw[0, 1 * 8 + 2] = [0.5, 0.25, np.log(2), 0.0, 0.5, 0.8, 0.4]
@@ -75,14 +73,14 @@ def test_yolox_decodes_by_hand() -> None:
     assert found.boxes == pytest.approx(np.array([[16, 0, 48, 32], [12, 6, 28, 14], [12, 6, 28, 14]]), abs=1e-4)
 
 
-def test_boxes_are_in_pixels_of_the_image() -> None:
+def test_boxes_are_in_pixels_of_the_image():
     raw = np.zeros((1, CELLS, 6), np.float32)
     raw[0, 32 + 8 + 1] = [0.0, 0.5, 0.0, 0.0, 1.0, 0.9]
     found = decode_yolox({"output": raw}, prepared(scale=0.5, offset=(4.0, 2.0)), SIZE)
     assert found.boxes == pytest.approx(np.array([[24, 0, 88, 60]]))
 
 
-def test_huge_boxes_stay_finite() -> None:
+def test_huge_boxes_stay_finite():
     raw = np.full((1, CELLS, 6), 1e30, np.float32)
     raw[..., 4:] = 0.9
     found = decode_yolox({"output": raw}, prepared(), SIZE)
@@ -97,7 +95,7 @@ def nanodet_outputs() -> dict[str, np.ndarray]:
     return outputs
 
 
-def test_nanodet_decodes_by_hand() -> None:
+def test_nanodet_decodes_by_hand():
     outputs = nanodet_outputs()
     outputs["cls_16"][0, 4 + 1] = [0.0, 0.7, 0.02]  # row 1, column 1: centre (24, 24)
     sides = outputs["dis_16"].reshape(1, 8, 4, 8)
@@ -110,7 +108,7 @@ def test_nanodet_decodes_by_hand() -> None:
     assert found.boxes == pytest.approx(np.array([[8, 24, 56, 32]]))
 
 
-def test_shapes_decodes_by_hand() -> None:
+def test_shapes_decodes_by_hand():
     raw = np.zeros((1, 3, 7), np.float32)
     raw[0, 1] = [20, 10, 8, 4, 0.0, 0.6, 0.0]
     raw[0, 2] = [20, 10, 8, 4, 0.0, 0.5, 0.0]
@@ -120,7 +118,7 @@ def test_shapes_decodes_by_hand() -> None:
     assert found.classes.tolist() == [1]
 
 
-def test_outputs_of_another_shape_fail_with_what_was_wanted() -> None:
+def test_outputs_of_another_shape_fail_with_what_was_wanted():
     with pytest.raises(EvaluationFailed, match=r"'yolox' wants one output of 1 x 42 x .* but got 'a' of 1 x 7 x 8"):
         decode_yolox({"a": np.zeros((1, 7, 8))}, prepared(), SIZE)
     with pytest.raises(EvaluationFailed, match=r"'shapes' wants one output .* but got 'a' of 1, 'b' of 2 x 3"):

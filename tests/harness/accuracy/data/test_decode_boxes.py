@@ -1,7 +1,5 @@
 """Known boxes, written in the layouts of the exports, are found where they are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +36,7 @@ def check(found: Detections, scores: list[float], classes: list[int]) -> None:
     assert found.boxes == pytest.approx(np.repeat(BOX, len(scores), axis=0), abs=1e-3)
 
 
-def test_ultralytics_without_nms() -> None:
+def test_ultralytics_without_nms():
     item = prepared("ultralytics")
     raw = np.zeros((1, 84, CELLS), np.float32)
     for cell, (score, index) in {7: (0.9, 3), 8: (0.8, 3), 9: (0.7, 79)}.items():  # cell 8 repeats cell 7
@@ -49,7 +47,7 @@ def test_ultralytics_without_nms() -> None:
     check(decode_ultralytics({"output0": raw}, item, SIZE, score=0.5, nms=1.0), [0.9, 0.8, 0.7], [3, 3, 79])
 
 
-def test_ultralytics_with_nms_in_the_graph() -> None:
+def test_ultralytics_with_nms_in_the_graph():
     item = prepared("ultralytics")
     raw = np.zeros((1, 300, 6), np.float32)
     raw[0, 0] = [*in_input(BOX, item)[0], 0.6, 5]
@@ -58,7 +56,7 @@ def test_ultralytics_with_nms_in_the_graph() -> None:
     check(decode_ultralytics({"output0": raw}, item, SIZE), [0.9, 0.6, 0.4], [17, 5, 5])
 
 
-def test_rtdetr_with_logits_and_boxes() -> None:
+def test_rtdetr_with_logits_and_boxes():
     item = prepared("rtdetr")
     logits, boxes = np.full((1, 300, 80), -20.0, np.float32), np.zeros((1, 300, 4), np.float32)
     boxes[0, 11] = (centred(in_input(BOX, item)) / [SIZE[1], SIZE[0], SIZE[1], SIZE[0]])[0]
@@ -70,7 +68,7 @@ def test_rtdetr_with_logits_and_boxes() -> None:
     assert np.isfinite(decode_rtdetr({"logits": logits, "pred_boxes": boxes}, item, SIZE).scores).all()
 
 
-def test_rtdetr_with_as_many_classes_as_a_box_has_numbers_goes_by_names() -> None:
+def test_rtdetr_with_as_many_classes_as_a_box_has_numbers_goes_by_names():
     item = prepared("rtdetr")
     logits, boxes = np.full((1, 300, 4), -20.0, np.float32), np.zeros((1, 300, 4), np.float32)
     boxes[0, 11] = (centred(in_input(BOX, item)) / [SIZE[1], SIZE[0], SIZE[1], SIZE[0]])[0]
@@ -85,7 +83,7 @@ def test_rtdetr_with_as_many_classes_as_a_box_has_numbers_goes_by_names() -> Non
         decode_rtdetr({"a": logits, "b": boxes}, item, SIZE)
 
 
-def test_rtdetr_with_labels_boxes_and_scores() -> None:
+def test_rtdetr_with_labels_boxes_and_scores():
     item = prepared("rtdetr")
     labels, scores = np.zeros((1, 300), np.int64), np.zeros((1, 300), np.float32)
     boxes = np.zeros((1, 300, 4), np.float32)
@@ -105,14 +103,12 @@ def test_rtdetr_with_labels_boxes_and_scores() -> None:
         (decode_rtdetr, {"labels": (1, 3), "boxes": (1, 4, 4), "scores": (1, 3)}, r"but got 'labels' of 1 x 3"),
     ],
 )
-def test_outputs_of_another_shape_fail_with_what_was_wanted(
-    decode: Any, outputs: dict[str, tuple[int, ...]], message: str
-) -> None:
+def test_outputs_of_another_shape_fail_with_what_was_wanted(decode, outputs, message):
     with pytest.raises(EvaluationFailed, match=message):
         decode({name: np.zeros(shape) for name, shape in outputs.items()}, prepared("rtdetr"), SIZE)
 
 
-def test_the_zoo_detector_turned_round_is_an_ultralytics_export(tmp_path: Any) -> None:
+def test_the_zoo_detector_turned_round_is_an_ultralytics_export(tmp_path):
     """Its 1 x cells x (4 + classes) output is that layout transposed: the same figures come out of either decoder."""
     import onnxruntime
 

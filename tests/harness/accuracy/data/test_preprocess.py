@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +6,6 @@ from hypothesis import strategies as st
 from harness.accuracy.data.preprocess import (
     RTDETR,
     YOLOX,
-    ImagePreprocessor,
     NanoDet,
     Prepared,
     Shapes,
@@ -34,26 +29,26 @@ def ramp(height: int, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["torch_imagenet", "tf_imagenet", "yolox", "nanodet", "ultralytics", "rtdetr"])
-def test_every_preprocessing_gives_float32_channels_first(name: str) -> None:
+def test_every_preprocessing_gives_float32_channels_first(name):
     tensor = open_preprocess(name).prepare(ramp(37, 61), (32, 64)).tensor
     assert tensor.shape == (3, 32, 64)
     assert tensor.dtype == np.float32
     assert tensor.flags.c_contiguous
 
 
-def test_torch_imagenet_normalises_red_green_blue() -> None:
+def test_torch_imagenet_normalises_red_green_blue():
     tensor = TorchImageNet().prepare(plain(224, 224), (224, 224)).tensor
     expected = (np.array([200, 100, 50]) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     assert tensor[:, 7, 9] == pytest.approx(expected, abs=1e-5)
 
 
-def test_tf_imagenet_maps_to_plus_minus_one() -> None:
+def test_tf_imagenet_maps_to_plus_minus_one():
     tensor = TFImageNet().prepare(plain(224, 224, (255, 0, 51)), (224, 224)).tensor
     assert tensor[:, 0, 0] == pytest.approx([1.0, -1.0, 51 / 127.5 - 1])
 
 
 @pytest.mark.parametrize("resize", ["shrink", "center_crop"])
-def test_images_cut_beforehand_keep_their_pixels(resize: str) -> None:
+def test_images_cut_beforehand_keep_their_pixels(resize):
     image = ramp(227, 227)
     prepared = open_preprocess({"use": "tf_imagenet", "params": {"resize": resize}}).prepare(image, (224, 224))
     assert prepared.offset == (-1, -1)
@@ -62,7 +57,7 @@ def test_images_cut_beforehand_keep_their_pixels(resize: str) -> None:
     )
 
 
-def test_the_filter_can_be_chosen() -> None:
+def test_the_filter_can_be_chosen():
     image = np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8)
     bilinear, bicubic = (TFImageNet(resample=name).prepare(image, (32, 32)).tensor for name in ("bilinear", "bicubic"))
     assert 0 < np.abs(bilinear - bicubic).max() < 1
@@ -80,21 +75,21 @@ def test_the_filter_can_be_chosen() -> None:
         ("shrink", 112, 2.0),
     ],
 )
-def test_what_comes_before_the_crop(resize: str, height: int, scale: float) -> None:
+def test_what_comes_before_the_crop(resize, height, scale):
     preprocess = open_preprocess({"use": "torch_imagenet", "params": {"resize": resize}})
     prepared = preprocess.prepare(plain(height, height + 40), (224, 224))
     assert prepared.scale == pytest.approx(scale)
     assert prepared.tensor.shape == (3, 224, 224)
 
 
-def test_yolox_puts_the_image_at_the_top_left_in_blue_green_red() -> None:
+def test_yolox_puts_the_image_at_the_top_left_in_blue_green_red():
     prepared = YOLOX().prepare(plain(10, 20), (40, 40))
     assert prepared.tensor[:, 19, 39].tolist() == [50, 100, 200]
     assert (prepared.tensor[:, 20:] == 114).all()
     assert (prepared.scale, prepared.offset, prepared.original) == (2.0, (0, 0), (10, 20))
 
 
-def test_nanodet_puts_the_image_in_the_middle_of_black() -> None:
+def test_nanodet_puts_the_image_in_the_middle_of_black():
     prepared = NanoDet().prepare(plain(10, 20), (40, 40))
     black = (0 - np.array([103.53, 116.28, 123.675])) / [57.375, 57.12, 58.395]
     inside = (np.array([50, 100, 200]) - [103.53, 116.28, 123.675]) / [57.375, 57.12, 58.395]
@@ -104,7 +99,7 @@ def test_nanodet_puts_the_image_in_the_middle_of_black() -> None:
     assert prepared.offset == (0, 10)
 
 
-def test_ultralytics_puts_the_image_in_the_middle_of_grey_in_red_green_blue() -> None:
+def test_ultralytics_puts_the_image_in_the_middle_of_grey_in_red_green_blue():
     prepared = Ultralytics().prepare(plain(10, 20, (255, 51, 0)), (40, 40))
     assert prepared.tensor[:, 10, 0] == pytest.approx([1.0, 0.2, 0.0])
     assert prepared.tensor[:, 9, 0] == pytest.approx([114 / 255] * 3)
@@ -112,14 +107,14 @@ def test_ultralytics_puts_the_image_in_the_middle_of_grey_in_red_green_blue() ->
     assert (prepared.scale, prepared.offset) == (2.0, (0, 10))
 
 
-def test_ultralytics_rounds_where_yolox_cuts_off() -> None:
+def test_ultralytics_rounds_where_yolox_cuts_off():
     image = plain(427, 640)  # 427 * 0.65 = 277.55
     ground = {p: (p.prepare(image, (416, 416)).tensor == v).all(axis=(0, 2)).sum() for p, v in
               ((Ultralytics(), np.float32(114) / np.float32(255)), (YOLOX(), 114))}  # fmt: skip
     assert ground == {Ultralytics(): 416 - 278, YOLOX(): 416 - 277}
 
 
-def test_rtdetr_fills_the_input_and_boxes_come_back_along_each_axis() -> None:
+def test_rtdetr_fills_the_input_and_boxes_come_back_along_each_axis():
     prepared = RTDETR().prepare(plain(10, 20, (255, 51, 0)), (40, 40))
     assert (prepared.tensor == prepared.tensor[:, :1, :1]).all()
     assert prepared.tensor[:, 0, 0] == pytest.approx([1.0, 0.2, 0.0])
@@ -127,14 +122,14 @@ def test_rtdetr_fills_the_input_and_boxes_come_back_along_each_axis() -> None:
     assert TFImageNet(resize="stretch").prepare(plain(10, 20), (40, 40)).scale == (2.0, 4.0)
 
 
-def test_array_leaves_pixels_as_they_are() -> None:
+def test_array_leaves_pixels_as_they_are():
     prepared = open_preprocess("array").prepare(plain(8, 8), (8, 8))
     assert prepared.tensor[:, 3, 3].tolist() == [200.0, 100.0, 50.0]
     with pytest.raises(UserError, match="preprocess 'array' does not resize: the image is 9x8, the input 8x8"):
         open_preprocess("array").prepare(plain(9, 8), (8, 8))
 
 
-def test_shapes_never_resizes() -> None:
+def test_shapes_never_resizes():
     assert Shapes().prepare(plain(8, 8, (255, 0, 51)), (8, 8)).tensor[:, 0, 0] == pytest.approx([1.0, 0.0, 0.2])
     with pytest.raises(UserError, match="does not resize: the image is 8x9, the input 8x8"):
         Shapes().prepare(plain(8, 9), (8, 8))
@@ -148,9 +143,7 @@ def test_shapes_never_resizes() -> None:
     preprocess=st.sampled_from([YOLOX(), NanoDet(), Ultralytics(), RTDETR()]),
     corners=st.lists(st.floats(0, 1), min_size=4, max_size=4),
 )
-def test_boxes_come_back_from_the_letterbox(
-    height: int, width: int, size: tuple[int, int], preprocess: ImagePreprocessor, corners: list[float]
-) -> None:
+def test_boxes_come_back_from_the_letterbox(height, width, size, preprocess, corners):
     prepared = preprocess.prepare(plain(height, width), size)
     box = np.array([[*sorted(corners[:2]), *sorted(corners[2:])]])[:, [0, 2, 1, 3]] * [width, height, width, height]
     in_input = box * np.tile(prepared.scales, 2) + np.tile(prepared.offset, 2)
@@ -159,13 +152,13 @@ def test_boxes_come_back_from_the_letterbox(
     assert prepared.tensor.shape == (3, *size)
 
 
-def test_boxes_are_cut_off_at_the_border() -> None:
+def test_boxes_are_cut_off_at_the_border():
     prepared = Prepared(tensor=np.zeros((3, 4, 4), np.float32), scale=0.5, offset=(1.0, 0.0), original=(6, 8))
     assert prepared.to_image(np.array([[0.0, -1.0, 2.0, 99.0]])).tolist() == [[0.0, 0.0, 2.0, 6.0]]
     assert np.isfinite(prepared.to_image(np.array([[-np.inf, 0.0, np.inf, 1.0]]))).all()
 
 
-def test_unknown_names_and_parameters_are_explained() -> None:
+def test_unknown_names_and_parameters_are_explained():
     with pytest.raises(UserError, match="no preprocessing is called 'yolo'; did you mean 'yolox'"):
         open_preprocess("yolo")
     with pytest.raises(UserError, match=r"unknown key 'parms'.*'params'"):
@@ -178,7 +171,7 @@ def test_unknown_names_and_parameters_are_explained() -> None:
         open_preprocess({"params": {}})
 
 
-def test_the_fingerprint_follows_name_parameters_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_follows_name_parameters_and_source(tmp_path, monkeypatch):
     source = "class Mine:\n    def __init__(self, gain=1): ...\n    def prepare(self, image, size): ...\n"
     (tmp_path / "own_preprocess.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

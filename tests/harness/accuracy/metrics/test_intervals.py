@@ -1,7 +1,5 @@
 """Intervals over images: what is computed again is what pycocotools would find, and pairs are compared with pairs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any
@@ -79,7 +77,7 @@ def repeated(labels: dict[str, Any], found: list[Detections], weights: np.ndarra
 
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_figures_are_those_of_pycocotools_to_the_last_bit(seed: int) -> None:
+def test_the_figures_are_those_of_pycocotools_to_the_last_bit(seed):
     labels, found = scene(seed)
     coarse = [dataclasses.replace(f, scores=np.round(f.scores, 1)) for f in found]  # many equal scores
     for each in (found, coarse):
@@ -102,7 +100,7 @@ def test_the_figures_are_those_of_pycocotools_to_the_last_bit(seed: int) -> None
 
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed: int) -> None:
+def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed):
     labels, found = scene(seed)
     facts = json.loads(json.dumps(map_facts(match_boxes(labels, found), len(found))))
     rng = np.random.default_rng(seed)
@@ -117,7 +115,7 @@ def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed: int) -> None:
                 assert np.isnan(values[k])
 
 
-def test_a_large_draw_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_draw_is_done_in_parts(monkeypatch):
     labels, found = scene(3)
     facts = map_facts(match_boxes(labels, found), len(found))
     draws = np.random.default_rng(0).multinomial(8, [1 / 8] * 8, size=20)
@@ -135,7 +133,7 @@ def detector(seed: int, *, noise: float = 0.0) -> Accuracy:
     return Accuracy(metrics=coco_metrics(labels, moved), evidence=evidence, mixable=mixable)
 
 
-def test_the_drop_of_map_has_a_paired_interval_from_stored_records() -> None:
+def test_the_drop_of_map_has_a_paired_interval_from_stored_records():
     reference, worse = (
         decode_accuracy(json.loads(json.dumps({"metrics": a.metrics, "per_item": [], "evidence": a.evidence})))
         for a in (detector(5), detector(5, noise=6.0))
@@ -150,7 +148,6 @@ def test_the_drop_of_map_has_a_paired_interval_from_stored_records() -> None:
     assert own.images == drop.images == 40
     assert drop.caveat == ""
     same = drop_estimate(reference, reference, "map")
-    assert same is not None
     assert (same.interval.low, same.interval.value, same.interval.high) == (0.0, 0.0, 0.0)
     for metric in ("map50", "map75", "maps", "mapm", "mapl"):
         assert drop_estimate(reference, worse, metric) is not None
@@ -160,20 +157,18 @@ def hits(values: np.ndarray) -> Accuracy:
     return Accuracy(metrics={"top1": float(values.mean())}, per_item=tuple(values.tolist()))
 
 
-def test_pairing_makes_the_interval_of_a_drop_narrow() -> None:
+def test_pairing_makes_the_interval_of_a_drop_narrow():
     rng = np.random.default_rng(1)
     first = (rng.random(400) < 0.7).astype(float)
     second = np.where(rng.random(400) < 0.03, 1 - first, first)
     drop, own = drop_estimate(hits(first), hits(second), "top1"), metric_estimate(hits(first), "top1")
     assert drop is not None
-    assert own is not None
     assert drop.interval.high - drop.interval.low < 0.5 * (own.interval.high - own.interval.low)
     other_way = drop_estimate(hits(first), hits(second), "top1", higher_is_better=False)
-    assert other_way is not None
     assert other_way.interval.value == -drop.interval.value
 
 
-def test_the_interval_of_a_mean_is_that_of_theory() -> None:
+def test_the_interval_of_a_mean_is_that_of_theory():
     values = np.random.default_rng(2).normal(3.0, 2.0, 500)
     estimate = metric_estimate(Accuracy(metrics={"m": float(values.mean())}, per_item=tuple(values.tolist())), "m")
     assert estimate is not None
@@ -182,12 +177,11 @@ def test_the_interval_of_a_mean_is_that_of_theory() -> None:
     assert estimate.interval.high == pytest.approx(values.mean() + half, abs=0.03)
 
 
-def test_the_probability_of_a_bound_agrees_with_the_interval_of_the_drop() -> None:
+def test_the_probability_of_a_bound_agrees_with_the_interval_of_the_drop():
     rng = np.random.default_rng(3)
     hits = (rng.random((2, 400)) < [[0.8], [0.75]]).astype(float)
     reference, found = (Accuracy(metrics={"top1": float(row.mean())}, per_item=tuple(row)) for row in hits)
     estimate = drop_estimate(reference, found, "top1")
-    assert estimate is not None
     interval = estimate.interval
     bounds = (interval.low, interval.value, interval.high)
     shares = [probability_within(reference, found, "top1", bound) for bound in bounds]
@@ -200,7 +194,7 @@ def test_the_probability_of_a_bound_agrees_with_the_interval_of_the_drop() -> No
 @pytest.mark.parametrize(
     ("images", "lost", "sure"), [(100, 0, False), (1000, 0, True), (1000, 4, False), (4000, 4, True)]
 )
-def test_equal_answers_on_few_images_are_no_proof(images: int, lost: int, sure: bool) -> None:
+def test_equal_answers_on_few_images_are_no_proof(images, lost, sure):
     reference = hits(np.ones(images))
     found = hits(np.array([0.0] * lost + [1.0] * (images - lost)))
     assert surely_within(reference, found, "top1", 0.005) == sure
@@ -208,12 +202,11 @@ def test_equal_answers_on_few_images_are_no_proof(images: int, lost: int, sure: 
     assert not surely_within(reference, dataclasses.replace(found, per_item=()), "top1", 0.1), "no interval"
 
 
-def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_one() -> None:
+def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_one():
     both = {"top1": [1.0, 0.0] * 15, "top5": [1.0] * 29 + [0.0]}
     metrics = {name: float(np.mean(values)) for name, values in both.items()}
     full = Accuracy(metrics=metrics, per_item=tuple(both["top1"]), evidence=encode_evidence("mean", both))
     top5 = metric_estimate(full, "top5", primary="top1")
-    assert top5 is not None
     assert top5.interval.high == 1.0
     old = dataclasses.replace(full, evidence="")
     assert metric_estimate(old, "top1", primary="top1") is not None
@@ -222,31 +215,30 @@ def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_
     assert metric_estimate(full, "map") is None
 
 
-def test_few_images_are_said() -> None:
+def test_few_images_are_said():
     estimate = metric_estimate(hits(np.array([1.0, 0.0] * 9)), "top1")
-    assert estimate is not None
     assert estimate.caveat == "only 18 images: the interval is too wide to say much; score more of them"
 
 
-def test_images_that_are_not_the_same_are_no_pairs() -> None:
+def test_images_that_are_not_the_same_are_no_pairs():
     with pytest.raises(ValueError, match="a paired interval needs the same images, but there are 30 and 31"):
         drop_estimate(hits(np.ones(30)), hits(np.ones(31)), "top1")
 
 
 @pytest.mark.parametrize("evidence", ["damaged", "Wc$|", encode_evidence("mean", {"top1": [1]})[:-4]])
-def test_damaged_evidence_is_said(evidence: str) -> None:
+def test_damaged_evidence_is_said(evidence):
     with pytest.raises(ValueError, match="the evidence of a score is damaged"):
         metric_estimate(Accuracy(metrics={"top1": 1.0}, evidence=evidence), "top1")
 
 
-def test_evidence_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evidence_is_bounded(monkeypatch):
     evidence = encode_evidence("mean", {"top1": [0] * 100_000})
     monkeypatch.setattr(intervals, "MAX_RESAMPLING_BYTES", 1000)
     with pytest.raises(ValueError, match="damaged"):
         metric_estimate(Accuracy(metrics={"top1": 1.0}, evidence=evidence), "top1")
 
 
-def test_a_figure_is_what_its_own_record_of_images_says() -> None:
+def test_a_figure_is_what_its_own_record_of_images_says():
     found = detector(5)
     for metric in MAP_METRICS:
         assert check_consistency(found, metric) == ""
@@ -259,7 +251,7 @@ def test_a_figure_is_what_its_own_record_of_images_says() -> None:
     assert check_consistency(hits(np.array([1.0, 0.0])), "top1") == ""
 
 
-def test_single_images_may_be_of_the_metric_that_an_evaluator_is_made_of() -> None:
+def test_single_images_may_be_of_the_metric_that_an_evaluator_is_made_of():
     kept = {"sqnr_db": [10.0, 20.0], "cosine": [0.9, 0.7]}
     metrics = {name: float(np.mean(values)) for name, values in kept.items()}
     found = Accuracy(metrics=metrics, per_item=(10.0, 20.0), evidence=encode_evidence("mean", kept))
@@ -278,7 +270,7 @@ def test_single_images_may_be_of_the_metric_that_an_evaluator_is_made_of() -> No
         {"images": 2},
     ],
 )
-def test_evidence_that_does_not_hold_together_is_said(facts: dict[str, Any]) -> None:
+def test_evidence_that_does_not_hold_together_is_said(facts):
     forged = Accuracy(metrics={"map": 0.5}, evidence=encode_evidence("map", facts))
     with pytest.raises(ValueError, match="the evidence of a score is damaged"):
         check_consistency(forged, "map")

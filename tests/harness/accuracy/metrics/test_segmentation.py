@@ -1,7 +1,5 @@
 """Mean IoU by hand, from masks of both forms, through letterboxes and outputs of other sizes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +27,7 @@ def miou(folder: Path, data: Mapping[str, Any] = DATA, size: int = 8, **params: 
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Two images of 8 x 8; the left half of their masks is 0, the right half 1 and 2; the last row is nobody's."""
     for name in ("images", "masks"):
         (tmp_path / name).mkdir()
@@ -57,7 +55,7 @@ def logits(feeds: Any) -> dict[str, np.ndarray]:
     return {"logits": np.eye(5, dtype=np.float32)[answer(feeds)].transpose(2, 0, 1)[None]}
 
 
-def test_by_hand_without_the_pixels_of_no_class(folder: Path) -> None:
+def test_by_hand_without_the_pixels_of_no_class(folder):
     # Class 0: 56 rightly, 24 wrongly. Classes 1 and 2: 16 of 28 each. Classes 3 and 4 have no label.
     expected = np.mean([56 / 80, 16 / 28, 16 / 28])
     accuracy = miou(folder).score(logits)
@@ -71,19 +69,19 @@ def test_by_hand_without_the_pixels_of_no_class(folder: Path) -> None:
 @pytest.mark.parametrize(
     "form", [lambda m: m[None], lambda m: m[None, None], lambda m: m[None, None].astype(np.float32)]
 )
-def test_a_map_of_classes_is_as_good_as_logits(folder: Path, form: Any) -> None:
+def test_a_map_of_classes_is_as_good_as_logits(folder, form):
     expected = miou(folder).score(logits).metrics
     assert miou(folder).score(lambda feeds: {"classes": form(answer(feeds))}).metrics == expected
 
 
-def test_an_output_of_half_the_size_is_brought_to_the_image(folder: Path) -> None:
+def test_an_output_of_half_the_size_is_brought_to_the_image(folder):
     whole = miou(folder).score(logits).metrics
     half = miou(folder).score(lambda feeds: {"logits": logits(feeds)["logits"][:, :, ::2, ::2]}).metrics
     assert half == whole
 
 
 @pytest.mark.parametrize("use", ["yolox", "ultralytics", "rtdetr"])
-def test_the_letterbox_is_taken_off_again(tmp_path: Path, use: str) -> None:
+def test_the_letterbox_is_taken_off_again(tmp_path, use):
     for name in ("images", "masks"):
         (tmp_path / name).mkdir()
     mask = np.zeros((20, 40), np.uint8)
@@ -98,7 +96,7 @@ def test_the_letterbox_is_taken_off_again(tmp_path: Path, use: str) -> None:
     assert miou(tmp_path, size=80, preprocess=use).score(bright).metrics["miou"] > 0.9
 
 
-def test_a_crop_is_refused(folder: Path) -> None:
+def test_a_crop_is_refused(folder):
     Image.new("RGB", (20, 8)).save(folder / "images" / "1.png")
     Image.new("L", (20, 8)).save(folder / "masks" / "1.png")
     with pytest.raises(
@@ -108,7 +106,7 @@ def test_a_crop_is_refused(folder: Path) -> None:
 
 
 @pytest.fixture
-def panoptic(folder: Path) -> Path:
+def panoptic(folder):
     """The same masks in COCO's panoptic form: cat is 1, dog is 2, the rest is grass or nothing."""
     ids = {0: (0, 0, 0), 1: (7, 1, 0), 2: (9, 0, 2), 255: (3, 0, 0)}
     for i in (1, 2):
@@ -127,7 +125,7 @@ def panoptic(folder: Path) -> Path:
     return folder
 
 
-def test_panoptic_masks_by_the_names_of_the_classes(panoptic: Path) -> None:
+def test_panoptic_masks_by_the_names_of_the_classes(panoptic):
     data = {**DATA, "labels": "panoptic.json"}
     classes = ["background", "cat", "dog"]
     # What is nothing, and grass, is background: the last row of 8 pixels, found as 0, is right.
@@ -154,7 +152,7 @@ def test_panoptic_masks_by_the_names_of_the_classes(panoptic: Path) -> None:
         ({"file_name": "lost.png"}, "data.masks: lost.png is not in"),
     ],
 )
-def test_malformed_panoptic_labels_are_explained(panoptic: Path, change: dict[str, Any], message: str) -> None:
+def test_malformed_panoptic_labels_are_explained(panoptic, change, message):
     path = panoptic / "panoptic.json"
     labels = json.loads(path.read_text())
     labels["annotations"][1].update(change)
@@ -163,7 +161,7 @@ def test_malformed_panoptic_labels_are_explained(panoptic: Path, change: dict[st
         miou(panoptic, {**DATA, "labels": "panoptic.json", "classes": ["background", "cat", "dog"]})
 
 
-def test_masks_that_cannot_be_used_are_explained(folder: Path) -> None:
+def test_masks_that_cannot_be_used_are_explained(folder):
     path = folder / "masks" / "1.png"
     for image, message in (
         (Image.new("L", (8, 4)), r"1\.png: is 4x8, but its image is 8x8"),
@@ -183,7 +181,7 @@ def test_masks_that_cannot_be_used_are_explained(folder: Path) -> None:
         miou(folder, {"use": "images", "images": "images"})
 
 
-def test_outputs_that_are_no_map_of_classes_fail_the_candidate(folder: Path) -> None:
+def test_outputs_that_are_no_map_of_classes_fail_the_candidate(folder):
     with pytest.raises(EvaluationFailed, match=r"a map of logits .* but the output's shape is \(1, 5\)"):
         miou(folder).score(lambda _: {"logits": np.zeros((1, 5))})
     with pytest.raises(UserError, match=r"miou: output: say which of a, b holds the logits"):

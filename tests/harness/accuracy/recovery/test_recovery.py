@@ -1,7 +1,5 @@
 """Recovery steps keep their contract, gain on samples that they have not seen, and are undone otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +105,7 @@ class TestSteps(RecoveryStepContract):
 
 @pytest.mark.parametrize("step", ["fast_bias_correction", "bias_correction"])
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME])
-def test_bias_correction_gains_and_changes_no_pair(step: str, dialect: Dialect, tmp_path: Path) -> None:
+def test_bias_correction_gains_and_changes_no_pair(step, dialect, tmp_path):
     placed = _placed(_conv_net(tmp_path), tmp_path, dialect)
     found, gains = _recover(placed, [step], tmp_path)
     assert gains == [(step, True)]
@@ -119,13 +117,12 @@ def test_bias_correction_gains_and_changes_no_pair(step: str, dialect: Dialect, 
     assert all("bias" in name or len(found.model.constants[name].dims) == 1 for name in changed)
 
 
-def test_sequential_shifts_leave_no_mean_error_at_the_end(tmp_path: Path) -> None:
+def test_sequential_shifts_leave_no_mean_error_at_the_end(tmp_path):
     placed = _placed(_conv_net(tmp_path), tmp_path)
     model, biases = with_own_biases(placed.model, quantized_layers(placed))
     assert set(biases) == {"conv0", "conv1", "conv2"}
     step = create_steps(["bias_correction"])["bias_correction"]
     corrected = step.apply(placed, BATCHES, tmp_path)
-    assert corrected is not None
     file = corrected.export(tmp_path / "corrected.onnx")
     axes = dict.fromkeys(biases, 1)
     left = measure_layer_shifts(save_to_folder(model, tmp_path / "f"), file, axes, BATCHES, True)
@@ -140,16 +137,15 @@ def test_sequential_shifts_leave_no_mean_error_at_the_end(tmp_path: Path) -> Non
         assert np.abs(left[name]).max() < 0.05 * np.abs(first[name]).max()
 
 
-def test_smoothing_gains_behind_a_norm_with_a_loud_channel(tmp_path: Path) -> None:
+def test_smoothing_gains_behind_a_norm_with_a_loud_channel(tmp_path):
     found, gains = _recover(_placed(_norm_net(tmp_path), tmp_path), ["smoothing", "equalization"], tmp_path)
     assert gains == [("smoothing", True), ("equalization", False)]
     assert found.reference is found.model
 
 
-def test_equalization_evens_out_weights_of_one_scale(tmp_path: Path) -> None:
+def test_equalization_evens_out_weights_of_one_scale(tmp_path):
     placed = _placed(_conv_net(tmp_path), tmp_path)
     found = create_steps(["equalization"])["equalization"].apply(placed, BATCHES, tmp_path)
-    assert found is not None
     model = found.model
     weights = [model.constant_array(node.inputs[1]) for node in model.nodes if node.op == "Conv"]
     first, second = np.abs(weights[0]).max(axis=(1, 2, 3)), np.abs(weights[1]).max(axis=(0, 2, 3))
@@ -169,7 +165,7 @@ class _Spoiler:
         return replace(placed, model=spoilt)
 
 
-def test_a_step_that_does_not_gain_is_undone(tmp_path: Path) -> None:
+def test_a_step_that_does_not_gain_is_undone(tmp_path):
     placed = _placed(_conv_net(tmp_path), tmp_path)
     found, gains = recover(placed, {"spoil": _Spoiler()}, BATCHES, lambda m: _ranges(m, tmp_path), NullProgress())
     assert found is placed
@@ -179,7 +175,7 @@ def test_a_step_that_does_not_gain_is_undone(tmp_path: Path) -> None:
     assert "undone" in str(gains[0])
 
 
-def test_steps_never_see_what_decides_about_them() -> None:
+def test_steps_never_see_what_decides_about_them():
     seen, held = split_held_out(BATCHES)
     assert len(held) == 2
     assert not {id(batch) for batch in seen} & {id(batch) for batch in held}
@@ -187,7 +183,7 @@ def test_steps_never_see_what_decides_about_them() -> None:
         split_held_out(BATCHES[:3])
 
 
-def test_a_bias_that_cannot_be_changed_has_no_place(tmp_path: Path) -> None:
+def test_a_bias_that_cannot_be_changed_has_no_place(tmp_path):
     net = GraphBuilder("odd", seed=0)
     x = net.input("x", (1, 8))
     y = net.op("MatMul", x, net.const(np.ones((8, 3), np.float32)), name="bare")
@@ -204,7 +200,7 @@ def _sqnr_db(reference: np.ndarray, found: np.ndarray) -> float:
     return float(10 * np.log10(np.square(reference).sum() / np.square(found - reference).sum()))
 
 
-def test_each_activation_takes_the_estimator_that_its_reader_loses_least_by(tmp_path: Path) -> None:
+def test_each_activation_takes_the_estimator_that_its_reader_loses_least_by(tmp_path):
     net, rng = GraphBuilder("two", seed=0), np.random.default_rng(0)
     weight = net.const(rng.normal(0, 1, (2, 2, 1, 1)).astype(np.float32))
     for name in ("spiky", "even"):
@@ -220,13 +216,12 @@ def test_each_activation_takes_the_estimator_that_its_reader_loses_least_by(tmp_
     ranges = finite_ranges(calibrate(file, ["spiky", "even"], batches))
     placed = replace(_placed_linear(model), ranges=ranges)
     found = create_steps(["estimator_selection"])["estimator_selection"].apply(placed, batches, tmp_path)
-    assert found is not None
     assert found.ranges["spiky"][1] == pytest.approx(40, rel=0.02), "one value of 512 at 40 has most of the energy"
     assert max(map(abs, found.ranges["even"])) <= 1.001
     assert found.model.proto == placed.model.proto, "a shared weight keeps its values"
 
 
-def test_the_chosen_form_of_a_weight_is_restored_by_any_estimator(tmp_path: Path) -> None:
+def test_the_chosen_form_of_a_weight_is_restored_by_any_estimator(tmp_path):
     net, rng = GraphBuilder("heavy", seed=0), np.random.default_rng(0)
     x = net.input("x", (1, 4, 8, 8))
     weight = net.const(rng.normal(0, 1, (6, 4, 3, 3)).astype(np.float32))
@@ -251,7 +246,7 @@ def _placed_linear(model: Model) -> PlacedModel:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_compensated_rounding_loses_less_than_rounding_to_nearest(groups: int) -> None:
+def test_compensated_rounding_loses_less_than_rounding_to_nearest(groups):
     rng = np.random.default_rng(0)
     mixing = rng.normal(0, 1, (groups, 16, 4)) @ rng.normal(0, 1, (groups, 4, 2000))  # correlated inputs
     data = mixing + 0.1 * rng.normal(0, 1, mixing.shape)
@@ -264,7 +259,7 @@ def test_compensated_rounding_loses_less_than_rounding_to_nearest(groups: int) -
     np.testing.assert_allclose(np.abs(found).max(axis=2, keepdims=True), scale * 7, rtol=1e-6)
 
 
-def test_rounding_gains_and_keeps_the_scales(tmp_path: Path) -> None:
+def test_rounding_gains_and_keeps_the_scales(tmp_path):
     placed = _placed(_conv_net(tmp_path), tmp_path)
     found, gains = _recover(placed, ["rounding"], tmp_path)
     assert gains == [("rounding", True)]
@@ -283,9 +278,7 @@ def test_rounding_gains_and_keeps_the_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dialect", [TENSORRT, TENSORRT_RTX], ids=lambda each: each.name)
 @pytest.mark.parametrize("precisions", [("int8",), ("fp8",), ("int8", "fp8")], ids="+".join)
-def test_recovered_models_pass_the_rules_of_tensorrt(
-    dialect: Dialect, precisions: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_recovered_models_pass_the_rules_of_tensorrt(dialect, precisions, tmp_path):
     model = _conv_net(tmp_path)
     space = build_space(model, dialect, precisions=precisions)
     choices = [len(each.choices) - 1 - number % len(precisions) for number, each in enumerate(space.dimensions)]
@@ -310,7 +303,7 @@ def test_recovered_models_pass_the_rules_of_tensorrt(
 
 
 @pytest.mark.parametrize(("dialect", "count"), [(TENSORRT, 2), (TENSORRT_RTX, 2), (ONNXRUNTIME, 2), (OPENVINO, 4)])
-def test_scales_by_channel_are_tried_where_the_runtime_takes_them(dialect: Dialect, count: int, tmp_path: Path) -> None:
+def test_scales_by_channel_are_tried_where_the_runtime_takes_them(dialect, count, tmp_path):
     net = GraphBuilder("depthwise", seed=0)
     weight = net.const(np.ones((4, 1, 3, 3), np.float32))
     net.output(
@@ -322,7 +315,7 @@ def test_scales_by_channel_are_tried_where_the_runtime_takes_them(dialect: Diale
     assert found[0] == DEFAULT_CHOICES
 
 
-def test_groups_at_fault_are_found_though_each_hides_the_other(tmp_path: Path) -> None:
+def test_groups_at_fault_are_found_though_each_hides_the_other(tmp_path):
     net, rng = GraphBuilder("hidden", seed=0), np.random.default_rng(0)
     x = net.input("x", (1, 4, 8, 8))
     scale = np.array([0.01, 1, 9, 20], np.float32).reshape(1, 4, 1, 1)  # one scale of INT8 for channels that differ

@@ -5,8 +5,6 @@ temporary folder; `--folder FOLDER` takes files that are there already. By desig
 whose signatures are not ours, and exit code 1 of `region_inspect` after an error, which is 2 here.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import pkgutil

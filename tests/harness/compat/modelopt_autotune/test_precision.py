@@ -1,8 +1,5 @@
 """A backend whose floats are FP16: the door casts the model once, and writes what the backend reads."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +15,18 @@ from harness.runtimes.tensorrt import benchmarker, model_checks
 
 
 @pytest.fixture
-def half() -> Iterator[None]:
+def half():
     """The stand-in for TensorRT 11, at FP16."""
     init_benchmark_instance(
         backend="fake_machine:TensorRT11", params={"precision": "f16"}, warmup_runs=0, timing_runs=3
     )
     yield
     benchmark = current_benchmark()
-    assert benchmark is not None
     benchmark.close()
 
 
 @pytest.mark.usefixtures("half")
-def test_at_fp16_the_files_written_are_those_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_fp16_the_files_written_are_those_that_are_read(tmp_path, monkeypatch):
     casts, read = [], {}
     build = benchmarker.build_plan
 

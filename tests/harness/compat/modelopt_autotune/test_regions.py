@@ -3,7 +3,6 @@
 import io
 import itertools
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -255,7 +254,7 @@ def test_inputs_that_must_stay_float(op, dtype, shape, slot, skipped):
     assert has_quantizable_operations(leaf(0), graph) is (op in ("Add", "MatMul", "Resize"))
 
 
-def test_tests_under_modelopts_names_are_run_and_counted(tmp_path):
+def test_tests_under_modelopts_names_are_run_and_counted(tmp_path, warm_python):
     (tmp_path / "test_names.py").write_text(
         "from modelopt.onnx.quantization.autotune import insertion_points\n"
         "from modelopt.onnx.quantization.autotune.common import Region\n"
@@ -264,6 +263,7 @@ def test_tests_under_modelopts_names_are_run_and_counted(tmp_path):
         "def test_wrong():\n    assert insertion_points is None\n"
     )
     script = Path(__file__).with_name("run_modelopt_tests.py")
-    ended = subprocess.run([sys.executable, script, "--folder", tmp_path], capture_output=True, text=True, check=False)
+    command = warm_python.command("", script, "--folder", tmp_path)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.stdout, ended.stderr
     assert ended.stdout.splitlines()[-1] == "1 of 2 pass"

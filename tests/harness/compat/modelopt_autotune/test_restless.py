@@ -1,7 +1,5 @@
 """A machine that slows down and recovers while models are timed: what the autotuner believes all the same."""
 
-from __future__ import annotations
-
 import re
 import sys
 from contextlib import closing

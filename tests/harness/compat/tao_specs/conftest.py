@@ -1,9 +1,6 @@
 """A trained detector, a small classifier, and folders of images with labels, all made by code."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +14,13 @@ from harness.zoo import shapes
 
 
 @pytest.fixture(scope="session")
-def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def detector(tmp_path_factory):
     """The trained detector with YOLO11's output."""
     return zoo.write_model("shapes_yolo", tmp_path_factory.mktemp("detector") / "model.onnx")
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory):
     """A classifier of 8 x 8 images with a dynamic batch and names as PyTorch exports them."""
     g = GraphBuilder("small", opset=19, seed=5)
     x = g.input("images", ("N", 3, 8, 8))
@@ -36,7 +33,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def coco(tmp_path_factory):
     """A folder as COCO has it: train2017, val2017, annotations."""
     root = tmp_path_factory.mktemp("data") / "coco"
     (root / "annotations").mkdir(parents=True)
@@ -50,7 +47,7 @@ def coco(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calibration(tmp_path_factory):
     """Prepared inputs of the detector."""
     data, prepare = open_images({"use": "shapes", "split": "calibration", "count": 8}), open_preprocess("shapes")
     path = tmp_path_factory.mktemp("calibration") / "calib.npy"
@@ -59,7 +56,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def noise(tmp_path_factory):
     """Inputs of the classifier."""
     path = tmp_path_factory.mktemp("noise") / "calib.npy"
     np.save(path, np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32))

@@ -1,9 +1,5 @@
 """`qdq calib-data`: the same inputs as at run time, in one file."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -15,7 +11,7 @@ from harness.compat.tao_specs.dataset import input_size, write_calibration
 from harness.errors import UserError
 
 
-def test_the_command_of_the_how_to(coco: Path, tmp_path: Path) -> None:
+def test_the_command_of_the_how_to(coco, tmp_path):
     output = tmp_path / "calib.npy"
     done = CliRunner().invoke(
         app, ["calib-data", str(coco / "train2017"), "-o", str(output), "--preprocess", "ultralytics", "--samples", "3"]
@@ -32,7 +28,7 @@ def test_the_command_of_the_how_to(coco: Path, tmp_path: Path) -> None:
         assert np.array_equal(row, open_preprocess("ultralytics").prepare(image, (640, 640)).tensor)
 
 
-def test_the_size_of_the_inputs(detector: Path) -> None:
+def test_the_size_of_the_inputs(detector):
     assert input_size("nanodet", None, None) == (320, 320)
     assert input_size("array", "96x128", None) == (96, 128)
     assert input_size("array", None, str(detector)) == (128, 128)
@@ -46,7 +42,7 @@ def test_the_size_of_the_inputs(detector: Path) -> None:
             input_size(preprocess, size, model)
 
 
-def test_what_cannot_be_written(coco: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_written(coco, tmp_path):
     for name in ("empty", "bad"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").touch()

@@ -1,7 +1,5 @@
 """Models with dynamic inputs: their sizes come from the calibration arrays, and their layers can be ranked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,7 @@ def run_quantize(model: Path, data: Path, folder: Path, loader: Any = None) -> Q
 
 
 @pytest.fixture
-def modelopt(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def modelopt(monkeypatch):
     """Shapes of the batches that ModelOpt would get, and its arguments."""
     found: list[Any] = []
 
@@ -55,7 +53,7 @@ def modelopt(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_ptq_takes_dynamic_sizes_from_the_arrays(tmp_path: Path, modelopt: list[Any]) -> None:
+def test_ptq_takes_dynamic_sizes_from_the_arrays(tmp_path, modelopt):
     model = tokens(tmp_path / "m.onnx", ("input_ids", "mask"))
     ids = np.ones((3, 12), np.int64)
     np.savez(tmp_path / "calib.npz", input_ids=ids, mask=ids)
@@ -78,9 +76,7 @@ def test_ptq_takes_dynamic_sizes_from_the_arrays(tmp_path: Path, modelopt: list[
     (("N", 3, 8, 6), (5, 3, 8, 6), (1, 3, 8, 6)),
     (None, (5, 3, 8, 6), (1, 3, 8, 6)),
 ])  # fmt: skip
-def test_ptq_takes_the_shape_of_images(
-    tmp_path: Path, modelopt: list[Any], dims: Any, array: tuple[int, ...], batch: tuple[int, ...]
-) -> None:
+def test_ptq_takes_the_shape_of_images(tmp_path, modelopt, dims, array, batch):
     weight = np.ones((4, 3, 1, 1), np.float32)
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)
     model = saved([helper.make_node("Conv", ["x", "w"], ["y"])], [value], {"w": weight}, tmp_path / "m.onnx")
@@ -94,9 +90,7 @@ def test_ptq_takes_the_shape_of_images(
     ({"other": (3, 12)}, "'input_ids' is .* no array for it: give --dim seq=128, or --cal.*_shapes input_ids:1x128"),
     ({}, "'input_ids' is .*: give --dim seq=128, or --calibration_shapes input_ids:1x128"),
 ])  # fmt: skip
-def test_arrays_that_do_not_tell_the_sizes(
-    tmp_path: Path, modelopt: list[Any], arrays: dict[str, tuple[int, ...]], message: str
-) -> None:
+def test_arrays_that_do_not_tell_the_sizes(tmp_path, modelopt, arrays, message):
     asked = ["--onnx_path", str(tokens(tmp_path / "m.onnx"))]
     if arrays:
         zeros: dict[str, Any] = {name: np.zeros(shape, np.int64) for name, shape in arrays.items()}
@@ -106,7 +100,7 @@ def test_arrays_that_do_not_tell_the_sizes(
         command.run_ptq(asked)
 
 
-def test_quantize_takes_dynamic_sizes_from_arrays_and_loaders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quantize_takes_dynamic_sizes_from_arrays_and_loaders(tmp_path, caplog):
     model = tokens(tmp_path / "m.onnx")
     np.savez_compressed(tmp_path / "calib.npz", input_ids=np.arange(36, dtype=np.int64).reshape(3, 12))
     found = run_quantize(model, tmp_path / "calib.npz", tmp_path)
@@ -118,7 +112,7 @@ def test_quantize_takes_dynamic_sizes_from_arrays_and_loaders(tmp_path: Path, ca
     assert [d.dim_value for d in onnx.load(again.path).graph.input[0].type.tensor_type.shape.dim] == [1, 7]
 
 
-def test_layers_of_a_model_with_dynamic_inputs_are_ranked(tmp_path: Path) -> None:
+def test_layers_of_a_model_with_dynamic_inputs_are_ranked(tmp_path):
     """Its dynamic sizes become those of the feeds: ONNX Runtime's benchmarker takes static ones alone."""
     model = tokens(tmp_path / "m.onnx", dims=(2, 12))
     np.savez(tmp_path / "calib.npz", input_ids=np.arange(48, dtype=np.int64).reshape(4, 12))

@@ -1,7 +1,5 @@
 """Arguments of ModelOpt for a spec or a command line, and (slow tests) their effect."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ import onnx
 import pytest
 from small import qdq
 from spec_runs import E4M3, E5M2, INT8, NATIVE, layer, quantize_spec
-from warm_python import WarmPython
 
 from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs import ptq as command
@@ -40,7 +37,7 @@ print((named, inspect.getmodule(quantize).__doc__))
 """
 
 
-def test_its_interface_and_defaults_are_those_of_modelopt(warm_python: WarmPython, tmp_path: Path) -> None:
+def test_its_interface_and_defaults_are_those_of_modelopt(warm_python, tmp_path):
     parameters, description = warm_python.evaluate("modelopt", tmp_path, MODELOPT)
     assert dict(modelopt_arguments.modelopt_parameters()) == parameters, "read without importing it"
     text = " ".join(description.split())
@@ -51,7 +48,7 @@ def test_its_interface_and_defaults_are_those_of_modelopt(warm_python: WarmPytho
     )
 
 
-def test_a_section_in_its_words(small: Path) -> None:
+def test_a_section_in_its_words(small):
     found = arguments(
         small,
         f"{layer('Conv')}, {layer('Gemm')}, {layer('Add', NATIVE)}",
@@ -72,20 +69,20 @@ def test_a_section_in_its_words(small: Path) -> None:
     }
 
 
-def test_native_layers_stay_native_whatever_else_is_left_out(small: Path) -> None:
+def test_native_layers_stay_native_whatever_else_is_left_out(small):
     extra = "  backend_kwargs: {op_types_to_exclude: [Relu]}\n"
     found = arguments(small, f"{layer('Add', NATIVE)}, {layer('*')}", extra)
     assert found["op_types_to_exclude"] == ["Add", "Relu"]
 
 
 @pytest.mark.parametrize(("algorithm", "method"), [("minmax", "max"), ("max", "max"), ("entropy", "entropy")])
-def test_algorithms(algorithm: str, method: str, small: Path) -> None:
+def test_algorithms(algorithm, method, small):
     found = arguments(small, layer("*"), f"  algorithm: {algorithm}\n")
     assert found["calibration_method"] == method
     assert "op_types_to_quantize" not in found  # "*": its own defaults
 
 
-def test_names_of_nodes_are_expressions_that_match_them_alone(small: Path) -> None:
+def test_names_of_nodes_are_expressions_that_match_them_alone(small):
     found = arguments(small, layer("/backbone/conv1/*"))
     assert found["op_types_to_quantize"] == ["Conv"]
     assert found["nodes_to_quantize"] == ["/backbone/conv1/Conv$"]
@@ -99,7 +96,7 @@ def test_names_of_nodes_are_expressions_that_match_them_alone(small: Path) -> No
         ("{module_name: Conv, weights: {dtype: int8}}", "int8", "quantizes weights and activations alike"),
     ],
 )
-def test_what_it_cannot_do_is_said(layers: str, mode: str, said: str, small: Path, caplog: Any) -> None:
+def test_what_it_cannot_do_is_said(layers, mode, said, small, caplog):
     caplog.set_level(logging.WARNING)
     assert arguments(small, layers)["quantize_mode"] == mode
     assert said in caplog.text
@@ -115,19 +112,19 @@ def test_what_it_cannot_do_is_said(layers: str, mode: str, said: str, small: Pat
         ("{awqlite_alpha_step: x}", "a value like 0.0, but got 'x'"),
     ],
 )
-def test_backend_kwargs_are_checked_before_it_starts(extra: str, said: str, small: Path) -> None:
+def test_backend_kwargs_are_checked_before_it_starts(extra, said, small):
     with pytest.raises(UserError, match=said):
         arguments(small, layer("Conv"), f"  backend_kwargs: {extra}\n")
 
 
 @pytest.mark.parametrize("extra", ["{trt_plugins: [evil.so]}", "{trust_remote_code: true}"])
-def test_backend_kwargs_that_name_code_need_trust(extra: str, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_kwargs_that_name_code_need_trust(extra, small, monkeypatch):
     monkeypatch.delenv(TRUST_VARIABLE)
     with pytest.raises(UserError, match=f"would run code.*{TRUST_VARIABLE}"):
         arguments(small, layer("Conv"), f"  backend_kwargs: {extra}\n")
 
 
-def test_layers_that_match_nothing(small: Path) -> None:
+def test_layers_that_match_nothing(small):
     with pytest.raises(UserError, match=r"no entry matches any node of the model"):
         arguments(small, layer("LSTM"))
 
@@ -139,7 +136,7 @@ def test_layers_that_match_nothing(small: Path) -> None:
         ("cuda:1", ["two"], ["cuda:1", "cpu"]), ("trt", ["one"], ["trt", "cuda:0", "cpu"]),
     ],
 )  # fmt: skip
-def test_devices(device: str, gpus: list[str], eps: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_devices(device, gpus, eps, monkeypatch, caplog):
     monkeypatch.setattr(modelopt_arguments, "describe_environment", lambda: {"gpus": gpus})
     assert modelopt_arguments.execution_providers(device) == eps
     missing = device != "cpu" and not gpus
@@ -147,7 +144,7 @@ def test_devices(device: str, gpus: list[str], eps: list[str], monkeypatch: pyte
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def given(monkeypatch):
     """What reaches ModelOpt."""
     found: list[dict[str, Any]] = []
 
@@ -159,7 +156,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_command_line_of_the_how_to(small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]]) -> None:
+def test_the_command_line_of_the_how_to(small, noise, tmp_path, given):
     (tmp_path / "plugin.so").touch()
     command.run_ptq([
         f"--onnx_path={small}", "--quantize_mode=int8", f"--calibration_data={noise}", "--calibration_method=max",
@@ -187,7 +184,7 @@ def test_the_command_line_of_the_how_to(small: Path, noise: Path, tmp_path: Path
     ]
 
 
-def test_presets(small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]], caplog: Any) -> None:
+def test_presets(small, noise, tmp_path, given, caplog):
     base = ["--onnx_path", str(small), "--calibration_data", str(noise), "--output_path", str(tmp_path / "o.onnx")]
     command.run_ptq([*base, "--preset", "rtdetr"])
     assert given[-1]["nodes_to_exclude"][0] == "/head/fc/Gemm$"
@@ -200,15 +197,13 @@ def test_presets(small: Path, noise: Path, tmp_path: Path, given: list[dict[str,
     assert PRESETS["classifier"].skip_names == ("/classifier/*", "/fc")
 
 
-def test_show_defaults() -> None:
+def test_show_defaults():
     lines = command.run_ptq(["--show-defaults"])
     assert "  activations: Softmax, Sigmoid, Tanh" in lines
     assert any("extreme_int8" in line for line in lines)
 
 
-def test_the_result_lies_beside_the_model_by_default(
-    small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]]
-) -> None:
+def test_the_result_lies_beside_the_model_by_default(small, noise, tmp_path, given):
     model = tmp_path / "net.onnx"
     model.write_bytes(small.read_bytes())
     command.run_ptq(["--onnx_path", str(model), "--calibration_data_path", str(noise)])
@@ -233,15 +228,13 @@ def test_the_result_lies_beside_the_model_by_default(
         (["--calibration_shapes", "1x3x8x8"], "--calibration_shapes 1x3x8x8: NAME:SHAPE, .*x256,input1"),
     ],
 )
-def test_options_that_cannot_be(options: list[str], said: str, small: Path) -> None:
+def test_options_that_cannot_be(options, said, small):
     whole = options if "--onnx_path" in options or not options else ["--onnx_path", str(small), *options]
     with pytest.raises(UserError, match=said):
         command.run_ptq(whole)
 
 
-def test_operators_that_the_model_does_not_have(
-    small: Path, noise: Path, tmp_path: Path, given: list[dict[str, Any]], caplog: Any
-) -> None:
+def test_operators_that_the_model_does_not_have(small, noise, tmp_path, given, caplog):
     base = ["--onnx_path", str(small), "--calibration_data", str(noise), "--output_path", str(tmp_path / "o.onnx")]
     command.run_ptq([*base, "--op_types_to_exclude", "Con"])
     assert "--op_types_to_exclude: the model has no 'Con'; did you mean 'Conv'" in caplog.text
@@ -249,14 +242,14 @@ def test_operators_that_the_model_does_not_have(
         command.run_ptq([*base[:4], "--output_path", str(small)])
 
 
-def test_all_samples_of_a_file_are_used(small: Path, tmp_path: Path, given: list[dict[str, Any]]) -> None:
+def test_all_samples_of_a_file_are_used(small, tmp_path, given):
     np.save(tmp_path / "many.npy", np.zeros((520, 3, 8, 8), np.float32))
     asked = ["--onnx_path", str(small), "--calibration_data", str(tmp_path / "many.npy")]
     made = command.run_ptq([*asked, "--output_path", str(tmp_path / "o.onnx")])
     assert made.calibrated_on.startswith("520 samples")
 
 
-def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path: Path) -> None:
+def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path):
     g = GraphBuilder("wide", seed=1)
     g.output(g.conv(g.input("images", ("N", 3, "H", "W")), 32, 3), name="y")
     asked = ["--onnx_path", str(g.save(tmp_path / "wide.onnx"))]
@@ -271,7 +264,7 @@ def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_the_first_dtype_is_applied_to_all_and_warned(noise: Path, tmp_path: Path, caplog: Any) -> None:
+def test_the_first_dtype_is_applied_to_all_and_warned(noise, tmp_path, caplog):
     g = GraphBuilder("few", opset=19, seed=5)
     x = g.conv(g.input("images", (1, 3, 8, 8)), 32, 3, name="/backbone/conv1/Conv")
     x = g.op("Flatten", g.conv(x, 32, 3, name="/backbone/conv2/Conv"))
@@ -296,7 +289,7 @@ results_dir: out
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path: Path) -> None:
+def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path):
     g = GraphBuilder("convolution", opset=19, seed=1)
     g.output(g.conv(g.input("x", (1, 3, 8, 8)), 8, 3), name="y")
     model = g.save(tmp_path / "conv.onnx")
@@ -310,7 +303,7 @@ def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_int4_of_a_matmul(tmp_path: Path, capsys: Any) -> None:
+def test_int4_of_a_matmul(tmp_path, capsys):
     g = GraphBuilder("linear", opset=19, seed=1)
     g.output(g.linear(g.input("x", (1, 8, 256)), 256, bias=False), name="y")
     model = g.save(tmp_path / "linear.onnx")

@@ -1,7 +1,5 @@
 """Every argument of ModelOpt's `quantize()` has a row in the compatibility page and behaves as the row says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from harness.errors import UserError
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs/reference/compatibility.md").read_text(encoding="utf-8")
 SECTION = re.search(r"^## ModelOpt [^\n]*\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
-assert SECTION is not None
 ROWS = [row.split("|")[1:4] for row in SECTION[1].splitlines() if row.startswith("| `")]
 NAMES = {name: (options, here) for options, here, _ in ROWS for name in re.findall(r"`(\w+)`", options)}
 
@@ -23,18 +20,18 @@ def named(test: str) -> list[str]:
     return [name for options, _, tests in ROWS if test in tests for name in re.findall(r"`(\w+)`", options)]
 
 
-def test_every_argument_has_a_row() -> None:
+def test_every_argument_has_a_row():
     assert {*modelopt_parameters(), *INT4_ARGUMENTS} == NAMES.keys()
 
 
 @pytest.mark.parametrize("name", named("test_what_other_keys_set"))
-def test_what_other_keys_set(name: str) -> None:
+def test_what_other_keys_set(name):
     with pytest.raises(UserError, match=f"{name}: set by"):
         check_arguments({name: modelopt_parameters()[name]})
 
 
 @pytest.mark.parametrize("name", named("test_what_is_passed_on"))
-def test_what_is_passed_on(name: str) -> None:
+def test_what_is_passed_on(name):
     default = {**modelopt_parameters(), **dict.fromkeys(INT4_ARGUMENTS, 0.5)}[name]
     check_arguments({name: default})
     options = {option for action in get_parser()._actions for option in action.option_strings}
@@ -45,7 +42,7 @@ def test_what_is_passed_on(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", named("test_what_is_refused_names_the_way"))
-def test_what_is_refused_names_the_way(name: str) -> None:
+def test_what_is_refused_names_the_way(name):
     way = "qdq autotune" if name.startswith("autotune") else "python -m modelopt"
     with pytest.raises(UserError, match=way):
         check_arguments({name: modelopt_parameters()[name]})
@@ -53,6 +50,6 @@ def test_what_is_refused_names_the_way(name: str) -> None:
         run_ptq([f"--{name}=1"])
 
 
-def test_an_option_that_nobody_has() -> None:
+def test_an_option_that_nobody_has():
     with pytest.raises(UserError, match="--frobnicate: no option"):
         run_ptq(["--frobnicate"])

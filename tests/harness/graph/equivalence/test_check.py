@@ -1,12 +1,8 @@
 """Comparison after loading: valid models pass, changed ones are refused, and others are reported."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,7 +57,7 @@ def ready(proto: onnx.ModelProto, **options: Any) -> list[str]:
 
 
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EquivalenceVerdict]]:
+def compared(monkeypatch):
     """Verdicts of all comparisons, with an empty cache at first."""
     verdicts: list[EquivalenceVerdict] = []
     compare = check._compare_versions
@@ -77,7 +73,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EquivalenceVerdic
 
 
 @pytest.fixture
-def faulty_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+def faulty_fold(monkeypatch):
     """Folding of BatchNormalization with an error of two percent."""
     scaled = fold_batch_norm._scale_weight
     monkeypatch.setattr(
@@ -87,7 +83,7 @@ def faulty_fold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-def test_rounding_is_no_change(end: str, half: bool, compared: list[EquivalenceVerdict]) -> None:
+def test_rounding_is_no_change(end, half, compared):
     assert "BatchNormalization" not in ready(network(end, depth=12, half=half))
     assert compared == [EquivalenceVerdict()]
 
@@ -105,7 +101,7 @@ def with_constant_nodes(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("end", ["float", "index", "silent"])
-def test_weights_that_are_nodes_may_be_folded(end: str, compared: list[EquivalenceVerdict]) -> None:
+def test_weights_that_are_nodes_may_be_folded(end, compared):
     assert "BatchNormalization" not in ready(with_constant_nodes(network(end)))
     assert compared == [EquivalenceVerdict()]
 
@@ -123,7 +119,7 @@ def far_from_zero(*, half: bool) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_digits_lost_to_a_large_mean_are_no_change(half: bool, compared: list[EquivalenceVerdict]) -> None:
+def test_digits_lost_to_a_large_mean_are_no_change(half, compared):
     assert "BatchNormalization" not in ready(far_from_zero(half=half))
     assert compared == [EquivalenceVerdict()]
 
@@ -131,32 +127,32 @@ def test_digits_lost_to_a_large_mean_are_no_change(half: bool, compared: list[Eq
 @pytest.mark.usefixtures("faulty_fold")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_change_is_refused_with_the_first_changed_node(end: str, half: bool) -> None:
+def test_a_change_is_refused_with_the_first_changed_node(end, half):
     with pytest.raises(UserError, match=r"'norm0' \(BatchNormalization, output 'n0'\).* 3[34]\.\d dB"):
         ready(network(end, half=half))
 
 
 @pytest.mark.usefixtures("faulty_fold")
 @pytest.mark.parametrize("end", ["float", "silent"])
-def test_a_change_of_weights_that_are_nodes_is_refused(end: str) -> None:
+def test_a_change_of_weights_that_are_nodes_is_refused(end):
     with pytest.raises(UserError, match=r"'norm0'"):
         ready(with_constant_nodes(network(end)))
 
 
 @pytest.mark.parametrize("end", ["float", "index"])
-def test_a_model_with_a_larger_batch_is_compared_sample_by_sample(end: str, compared: list[EquivalenceVerdict]) -> None:
+def test_a_model_with_a_larger_batch_is_compared_sample_by_sample(end, compared):
     ready(network(end), shapes={"x": "3x4x8x8"})
     assert compared == [EquivalenceVerdict()]
 
 
 @pytest.mark.usefixtures("faulty_fold")
 @pytest.mark.parametrize("end", ["float", "index"])
-def test_a_change_in_several_samples_is_found(end: str) -> None:
+def test_a_change_in_several_samples_is_found(end):
     with pytest.raises(UserError, match="'norm0'"):
         ready(network(end), shapes={"x": "3x4x8x8"})
 
 
-def test_a_file_is_compared_once_and_an_untouched_one_never(tmp_path: Path, compared: list[EquivalenceVerdict]) -> None:
+def test_a_file_is_compared_once_and_an_untouched_one_never(tmp_path, compared):
     onnx.save(network(), tmp_path / "m.onnx")
     for _ in range(3):
         load(tmp_path / "m.onnx")
@@ -171,7 +167,7 @@ def test_a_file_is_compared_once_and_an_untouched_one_never(tmp_path: Path, comp
 
 
 @pytest.mark.usefixtures("faulty_fold")
-def test_a_refusal_is_cached(tmp_path: Path, compared: list[EquivalenceVerdict]) -> None:
+def test_a_refusal_is_cached(tmp_path, compared):
     onnx.save(network(), tmp_path / "m.onnx")
     for _ in range(2):
         with pytest.raises(UserError, match="'norm0'"):
@@ -181,9 +177,7 @@ def test_a_refusal_is_cached(tmp_path: Path, compared: list[EquivalenceVerdict])
 
 @pytest.mark.parametrize("limit", [1000, 10**9])
 @pytest.mark.parametrize("external", [False, True])
-def test_external_data_and_large_models(
-    limit: int, external: bool, tmp_path: Path, compared: list[EquivalenceVerdict], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_external_data_and_large_models(limit, external, tmp_path, compared, monkeypatch):
     monkeypatch.setattr(files, "MAX_SINGLE_FILE_BYTES", limit)
     onnx.save_model(
         network("index"), tmp_path / "m.onnx", save_as_external_data=external, location="w", size_threshold=0
@@ -205,7 +199,7 @@ def test_external_data_and_large_models(
          " y = Add(b, r) }", "run to run: y"),
     ],
 )  # fmt: skip
-def test_comparisons_that_are_not_possible_are_logged(graph: str, word: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_comparisons_that_are_not_possible_are_logged(graph, word, caplog):
     with caplog.at_level(logging.WARNING):
         ready(parser.parse_model(f'<ir_version: 8, opset_import: ["": 13, "acme": 1]> g {graph}'))
     (message,) = [r.getMessage() for r in caplog.records if "not compared" in r.getMessage()]
@@ -225,21 +219,19 @@ def test_comparisons_that_are_not_possible_are_logged(graph: str, word: str, cap
         "(float[4] x, string[2] s) => (float[4] y, string[2] t) { y = Softmax<axis=0>(x)  t = Identity(s) }",
     ],
 )
-def test_inputs_that_a_model_accepts_are_found(graph: str, compared: list[EquivalenceVerdict]) -> None:
+def test_inputs_that_a_model_accepts_are_found(graph, compared):
     ready(parser.parse_model(f'<ir_version: 8, opset_import: ["": 12]> g {graph}'))
     assert compared == [EquivalenceVerdict()]
 
 
-def test_a_crash_of_onnx_runtime_is_no_refusal(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_of_onnx_runtime_is_no_refusal(caplog, monkeypatch):
     monkeypatch.setattr(check, "compare_runs", sys.exit)  # SystemExit is no Exception, so the process ends
     with caplog.at_level(logging.WARNING):
         ready(network())
     assert "ONNX Runtime exited" in caplog.text
 
 
-def test_memory_is_limited(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_limited(caplog, monkeypatch):
     def sleep(what: str, *_: object) -> object:
         monkeypatch.setenv("QDQ_MODEL_MEMORY_GB", "0.001")
         try:
@@ -264,11 +256,11 @@ def test_memory_is_limited(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
         ([1e300, 1.0], [1.001e300, 1.0], (59.9, 60.1)),
     ],
 )
-def test_deviations(before: list[float], after: list[float], wanted: tuple[float, float]) -> None:
+def test_deviations(before, after, wanted):
     assert wanted[0] <= deviation_db(np.array(before), np.array(after)) <= wanted[1]
 
 
-def test_other_types_and_shapes_deviate() -> None:
+def test_other_types_and_shapes_deviate():
     x = np.ones((2, 3), np.float32)
     for other in (x.T, x.astype(np.float64), [x], None, x.astype(np.int32)):
         assert deviation_db(x, other) == -np.inf
@@ -277,7 +269,7 @@ def test_other_types_and_shapes_deviate() -> None:
     assert deviation_db([{0: 1.0}], [{0: 1.0}]) == np.inf
 
 
-def test_the_coarsest_float_type_sets_the_threshold() -> None:
+def test_the_coarsest_float_type_sets_the_threshold():
     half = network(half=True)
     cast = helper.make_node("Cast", ["x"], ["b"], to=TensorProto.BFLOAT16)
     assert (threshold_db(network()), threshold_db(half)) == (80.0, 40.0)

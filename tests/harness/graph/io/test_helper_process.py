@@ -1,7 +1,5 @@
 """Calls in the helper process: results, failures, and threads of the driver."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -22,7 +20,7 @@ from harness.graph.load import load
 from harness.graph.passes.dimension_sizes import parse_shape
 
 
-def test_results_and_exceptions_are_returned() -> None:
+def test_results_and_exceptions_are_returned():
     assert call_in_helper_process("m.onnx", divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         call_in_helper_process("m.onnx", divmod, 1, 0)
@@ -30,7 +28,7 @@ def test_results_and_exceptions_are_returned() -> None:
         call_in_helper_process("m.onnx", parse_shape, "big", "shapes.x")
 
 
-def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_limited(monkeypatch):
     monkeypatch.setenv("QDQ_MODEL_MEMORY_GB", "0.5")
     with pytest.raises(UserError, match=r"^m\.onnx: the check takes more than 0\.5 GB .*QDQ_MODEL_MEMORY_GB sets"):
         call_in_helper_process("m.onnx: the check", fill_memory)
@@ -49,9 +47,7 @@ def warn_and_report(report: Callable[[int], None]) -> str:
     return str(Path.cwd())
 
 
-def test_logs_reports_and_surroundings_are_those_of_the_driver(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_reports_and_surroundings_are_those_of_the_driver(caplog, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     reports: list[int] = []
@@ -59,11 +55,11 @@ def test_logs_reports_and_surroundings_are_those_of_the_driver(
     assert (reports, caplog.messages) == ([7], ["about it"])
 
 
-def test_one_other_process_runs_all_calls() -> None:
+def test_one_other_process_runs_all_calls():
     assert len({os.getpid(), *(call_in_helper_process("m.onnx", os.getpid) for _ in range(3))}) == 2
 
 
-def test_a_call_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_does_not_return_is_ended(monkeypatch):
     call_in_helper_process("m.onnx", abs, -1)
     monkeypatch.setenv("QDQ_MODEL_LIMIT_S", "0.2")
     with pytest.raises(UserError, match=r"^m\.onnx: shape inference takes more than 0\.2 s .*QDQ_MODEL_LIMIT_S=0\.4 "):
@@ -78,23 +74,21 @@ def test_a_call_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("crash", "arguments", "how"), [(os.abort, (), "was ended by SIGABRT"), (os._exit, (3,), "exited with status 3")]
 )
-def test_a_crash_is_one_message_and_the_next_call_starts_another_process(
-    crash: object, arguments: object, how: str
-) -> None:
+def test_a_crash_is_one_message_and_the_next_call_starts_another_process(crash, arguments, how):
     before = call_in_helper_process("m.onnx", os.getpid)
     with pytest.raises(UserError, match=rf"^m\.onnx: the upgrade {how}; .* damaged"):
         call_in_helper_process("m.onnx: the upgrade", crash, *arguments)  # type: ignore[arg-type, misc]
     assert call_in_helper_process("m.onnx", os.getpid) not in (before, os.getpid())
 
 
-def test_a_process_that_ended_between_calls_is_replaced() -> None:
+def test_a_process_that_ended_between_calls_is_replaced():
     process = call_in_helper_process("m.onnx", os.getpid)
     os.kill(process, signal.SIGKILL)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     assert call_in_helper_process("m.onnx", abs, -1) == 1
 
 
-def test_a_fork_has_a_process_of_its_own() -> None:
+def test_a_fork_has_a_process_of_its_own():
     ours = call_in_helper_process("m.onnx", os.getpid)
     child = os.fork()
     if not child:
@@ -116,7 +110,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_it_ends_with_the_driver() -> None:
+def test_it_ends_with_the_driver():
     done = subprocess.run([sys.executable, "-c", DRIVER], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     deadline_s = time.monotonic() + 30
@@ -164,7 +158,7 @@ __import__("os")._exit(0)
 """
 
 
-def test_working_threads_do_not_block_it(tmp_path: Path) -> None:
+def test_working_threads_do_not_block_it(tmp_path):
     """They would block a fork: before one, OpenBLAS waits for its threads to end, which working ones never do."""
     builder = GraphBuilder("net", seed=1)
     builder.output(builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3)))
@@ -178,7 +172,7 @@ def test_working_threads_do_not_block_it(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
-def test_a_model_is_read_without_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_read_without_a_fork(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("the driver forked"))
     builder = GraphBuilder("net", seed=1)
     x = builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3)

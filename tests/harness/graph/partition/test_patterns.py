@@ -1,7 +1,5 @@
 """Patterns are isomorphism classes: checked against another implementation of isomorphism (VF2++, of networkx)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -126,16 +124,14 @@ def are_isomorphic(first: Model, second: Model) -> bool:
 
 @settings(max_examples=150)
 @given(first=small_specs, second=small_specs)
-def test_equal_signature_means_isomorphic_and_the_reverse(make_model: Make, first: Any, second: Any) -> None:
+def test_equal_signature_means_isomorphic_and_the_reverse(make_model, first, second):
     one, two = make_model(first), make_model(second)
     assert (signature(one) == signature(two)) == are_isomorphic(one, two)
 
 
 @settings(max_examples=150)
 @given(spec=small_specs, place=st.integers(0, 4), change=nodes(5))
-def test_one_changed_node_changes_the_signature_unless_the_graph_is_the_same(
-    make_model: Make, spec: Any, place: int, change: Any
-) -> None:
+def test_one_changed_node_changes_the_signature_unless_the_graph_is_the_same(make_model, spec, place, change):
     other = list(spec)
     other[place % len(spec)] = change
     one, two = make_model(spec), make_model(other)
@@ -154,8 +150,8 @@ OTHERS = {
 @settings(max_examples=150)
 @given(chosen=stacks, change=st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(0, 9)))
 def test_one_edge_or_operator_of_a_network_changes_the_signature_unless_the_graph_is_the_same(
-    make_model: Make, make_stack: Any, motifs: list[str], chosen: list[int], change: tuple[int, int, int]
-) -> None:
+    make_model, make_stack, motifs, chosen, change
+):
     spec = make_stack([motifs[number % len(motifs)] for number in chosen])
     place, slot, earlier = change
     op, references, is_output = spec[place % len(spec)]
@@ -181,33 +177,31 @@ def assert_names_and_order_do_not_matter(first: Model, second: Model) -> None:
 
 
 @given(spec=specs, seed=st.integers(0, 1000))
-def test_order_and_names_in_the_file_never_change_a_signature(make_model: Make, spec: Any, seed: int) -> None:
+def test_order_and_names_in_the_file_never_change_a_signature(make_model, spec, seed):
     assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
 
 
 @given(chosen=stacks, seed=st.integers(0, 1000))
-def test_order_and_names_do_not_matter_in_networks_either(
-    make_model: Make, make_stack: Any, motifs: list[str], chosen: list[int], seed: int
-) -> None:
+def test_order_and_names_do_not_matter_in_networks_either(make_model, make_stack, motifs, chosen, seed):
     spec = make_stack([motifs[number % len(motifs)] for number in chosen])
     assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
 
 
 @given(spec=specs)
-def test_a_changed_operator_always_changes_the_signature(make_model: Make, spec: Any) -> None:
+def test_a_changed_operator_always_changes_the_signature(make_model, spec):
     renamed = [("Neg", *rest) if op == "Relu" else (op, *rest) for op, *rest in spec]
     changed = any(op == "Relu" for op, *_ in spec)
     assert (signature(make_model(spec)) != signature(make_model(renamed))) == changed
 
 
 @given(spec=specs, seed=st.integers(0, 1000))
-def test_the_stored_order_is_the_isomorphism(make_model: Make, spec: Any, seed: int) -> None:
+def test_the_stored_order_is_the_isomorphism(make_model, spec, seed):
     first, second = make_model(spec), make_model(spec, seed)
     orders = [find_patterns(m, whole(m))[0].order[0] for m in (first, second)]
     assert is_isomorphism(first, second, (orders[0], orders[1]))
 
 
-def test_sinks_that_look_alike_are_told_apart_by_search(make_model: Make) -> None:
+def test_sinks_that_look_alike_are_told_apart_by_search(make_model):
     """A ring of six and two rings of three: no refinement of colours tells their Adds apart (Weisfeiler, Leman)."""
 
     def rings(*sizes: int) -> list[tuple[str, list[int], bool]]:
@@ -234,28 +228,28 @@ def conv_model(x: str = "x", **attributes: Any) -> Model:
 
 
 @pytest.mark.parametrize("attributes", [{"channels": 16}, {"pad": 0}, {"dilations": [1, 1]}, {"x": "other"}])
-def test_what_does_not_matter(attributes: dict[str, Any]) -> None:
+def test_what_does_not_matter(attributes):
     assert signature(conv_model(**attributes)) == signature(conv_model())
 
 
 @pytest.mark.parametrize(
     "attributes", [{"kernel": 1}, {"stride": 2}, {"groups": 2}, {"groups": -1}, {"bias": False}, {"dilations": [2, 2]}]
 )
-def test_what_matters(attributes: dict[str, Any]) -> None:
+def test_what_matters(attributes):
     assert signature(conv_model(**attributes)) != signature(conv_model())
 
 
-def test_how_many_groups_does_not_matter_but_depthwise_does() -> None:
+def test_how_many_groups_does_not_matter_but_depthwise_does():
     assert signature(conv_model(groups=2)) == signature(conv_model(groups=4)) != signature(conv_model(groups=-1))
 
 
-def test_a_constant_operand_is_not_an_activation(make_model: Make) -> None:
+def test_a_constant_operand_is_not_an_activation(make_model):
     both = make_model([("Add", [0, 1], True)])
     assert signature(both) != signature(make_model([("Add", [0, 2], True)]))
     assert signature(both) != signature(make_model([("Add", [0, 0], True)]))
 
 
-def test_what_leaves_the_region_matters(make_model: Make) -> None:
+def test_what_leaves_the_region_matters(make_model):
     assert signature(make_model([("Relu", [0], False), ("Relu", [3], True)])) != signature(
         make_model([("Relu", [0], True), ("Relu", [3], True)])
     )
@@ -286,7 +280,7 @@ def branching(text: str = BRANCH, **names: str) -> str:
     return signature(load_proto(onnx.parser.parse_model(text), source="branching", sha256="0"))
 
 
-def test_names_and_order_inside_of_a_subgraph_do_not_matter() -> None:
+def test_names_and_order_inside_of_a_subgraph_do_not_matter():
     assert branching(p="z9", q="a1", s="later", u="b", v="a") == branching()
     assert branching(BRANCH.replace("{u} = Mul({p}, {q})  {v} = Abs({p})", "{v} = Abs({p})  {u} = Mul({p}, {q})")) == (
         branching()
@@ -302,19 +296,19 @@ def test_names_and_order_inside_of_a_subgraph_do_not_matter() -> None:
         ("Add({u}, {v})", "Add({u}, {u})"),  # another edge inside
     ],
 )
-def test_what_a_subgraph_computes_matters(before: str, after: str) -> None:
+def test_what_a_subgraph_computes_matters(before, after):
     assert before in BRANCH
     assert branching(BRANCH.replace(before, after)) != branching()
 
 
-def test_the_number_of_patterns_does_not_grow_with_depth() -> None:
+def test_the_number_of_patterns_does_not_grow_with_depth():
     found = {layers: patterns_of(layers)[1] for layers in (2, 6, 12)}
     assert {len(patterns) for patterns in found.values()} == {11}
     below = [{p.signature for p in patterns if p.type is not RegionType.ROOT} for patterns in found.values()]
     assert below[0] == below[1] == below[2]
 
 
-def test_patterns_cover_the_tree_and_carry_matching_orders() -> None:
+def test_patterns_cover_the_tree_and_carry_matching_orders():
     model, patterns = patterns_of(3)
     root = discover_regions(model)
     assert sorted(r.id for p in patterns for r in p.regions) == [r.id for r in root.walk()]
@@ -328,7 +322,7 @@ def test_patterns_cover_the_tree_and_carry_matching_orders() -> None:
             assert [sorted(c) for c in first] == [sorted(c) for c in other]
 
 
-def test_composites_of_other_children_differ() -> None:
+def test_composites_of_other_children_differ():
     """Same nodes, cut in another way: a point in a child would mean something else."""
     model, _ = patterns_of(1)
     found = []
@@ -340,6 +334,6 @@ def test_composites_of_other_children_differ() -> None:
     assert found[0][0] != found[1][0]
 
 
-def test_a_signature_stays_what_it_was() -> None:
+def test_a_signature_stays_what_it_was():
     """Pattern caches refer to it; whoever changes it also changes the number in the signed text."""
     assert signature(conv_model()) == "c2dcecfaf921140b2b6536a299a75bcf5e73f0384a66aa5ba6b684ccc3f37832"

@@ -1,7 +1,5 @@
 """Series and branches against post-dominators found by trying every path."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +27,7 @@ def post_dominators(successors: list[list[int]], vertex: int) -> list[int]:
 
 
 @given(graphs)
-def test_every_vertex_flows_into_its_immediate_post_dominator(drawn: tuple[frozenset[int], ...]) -> None:
+def test_every_vertex_flows_into_its_immediate_post_dominator(drawn):
     sink = len(drawn)
     flow = find_branch_structure([sorted(found) for found in drawn])
     whole = [sorted(found) or [sink] for found in drawn] + [[]]
@@ -43,7 +41,7 @@ def test_every_vertex_flows_into_its_immediate_post_dominator(drawn: tuple[froze
 
 
 @given(graphs)
-def test_the_vertex_in_series_feeds_every_branch_and_no_branch_feeds_it(drawn: tuple[frozenset[int], ...]) -> None:
+def test_the_vertex_in_series_feeds_every_branch_and_no_branch_feeds_it(drawn):
     sink = len(drawn)
     flow = find_branch_structure([sorted(found) for found in drawn])
     whole = [sorted(found) or [sink] for found in drawn] + [[]]
@@ -55,7 +53,7 @@ def test_the_vertex_in_series_feeds_every_branch_and_no_branch_feeds_it(drawn: t
                 assert before not in reached(whole, last, vertex)
 
 
-def test_a_residual_block_is_a_branch_between_divergence_and_convergence() -> None:
+def test_a_residual_block_is_a_branch_between_divergence_and_convergence():
     flow = find_branch_structure([[1, 3], [2], [3], [4]])  # 0 diverges, 1 and 2 are the branch, 3 converges
     assert flow.chain(flow.series[flow.sink]) == [0, 3]
     assert flow.branches[3] == (2,)
@@ -63,7 +61,7 @@ def test_a_residual_block_is_a_branch_between_divergence_and_convergence() -> No
     assert flow.branches[flow.sink] == ()
 
 
-def test_deep_nesting_needs_no_recursion() -> None:
+def test_deep_nesting_needs_no_recursion():
     depth = 20_000  # vertex i skips to its mirror image: as many convergences inside each other
     flow = find_branch_structure(
         [sorted({i + 1, 2 * depth - 1 - i}) if i < depth else [i + 1] for i in range(2 * depth)]

@@ -1,9 +1,6 @@
 """Discovery: coverage, connectivity, and the blocks that a reader of the model would name."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -73,9 +70,7 @@ def is_connected(model: Model, leaf: Region) -> bool:
 
 
 @given(spec=specs, longest=st.integers(1, 12), smallest=st.integers(1, 12))
-def test_any_model_is_covered_by_connected_leaves(
-    make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], longest: int, smallest: int
-) -> None:
+def test_any_model_is_covered_by_connected_leaves(make_model, spec, longest, smallest):
     model = make_model(spec)
     root = discover_regions(model, maximum_sequence_region_size=longest, minimum_topdown_search_size=smallest)
     assert_sound(model, root)
@@ -83,9 +78,7 @@ def test_any_model_is_covered_by_connected_leaves(
 
 
 @given(spec=specs, seed=st.integers(0, 1000))
-def test_order_and_names_in_the_file_do_not_move_a_cut(
-    make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], seed: int
-) -> None:
+def test_order_and_names_in_the_file_do_not_move_a_cut(make_model, spec, seed):
     found = []
     for model in (make_model(spec), make_model(spec, seed)):
         found.append(sorted(sorted(operators(model, leaf).split()) for leaf in discover_regions(model).iter_leaves()))
@@ -105,7 +98,7 @@ def image(name: str, channels: int = 8) -> tuple[GraphBuilder, str]:
     return g, g.input("x", (1, channels, 8, 8))
 
 
-def test_a_small_residual_block_is_a_leaf_with_its_epilogue() -> None:
+def test_a_small_residual_block_is_a_leaf_with_its_epilogue():
     g, x = image("residual")
     for _ in range(3):
         x = g.op("Relu", g.op("Add", g.conv(conv_relu(g, x), 8, 3), x))
@@ -114,7 +107,7 @@ def test_a_small_residual_block_is_a_leaf_with_its_epilogue() -> None:
     assert leaves(model, discover_regions(model)) == ["Conv Relu Conv Add Relu"] * 3
 
 
-def test_a_large_residual_block_is_a_composite() -> None:
+def test_a_large_residual_block_is_a_composite():
     g, x = image("residual")
     for _ in range(2):
         y = x
@@ -129,7 +122,7 @@ def test_a_large_residual_block_is_a_composite() -> None:
     assert_sound(model, root)
 
 
-def test_inception_branches_are_children_and_the_concat_stands_behind_them() -> None:
+def test_inception_branches_are_children_and_the_concat_stands_behind_them():
     g, x = image("inception")
     y = conv_relu(g, x)
     branches = [conv_relu(g, y, kernel=1)]
@@ -146,14 +139,14 @@ def test_inception_branches_are_children_and_the_concat_stands_behind_them() -> 
     ]  # fmt: skip
 
 
-def test_silu_stays_with_its_convolution() -> None:
+def test_silu_stays_with_its_convolution():
     g, x = image("silu")
     g.output(silu(g, g.conv(silu(g, g.conv(x, 8, 3)), 8, 1)))
     model = loaded(g)
     assert leaves(model, discover_regions(model)) == ["Conv Sigmoid Mul Conv Sigmoid Mul"]
 
 
-def test_squeeze_and_excite_is_one_leaf() -> None:
+def test_squeeze_and_excite_is_one_leaf():
     g, x = image("squeeze")
     y = conv_relu(g, x)
     gate = g.op("Sigmoid", g.conv(conv_relu(g, g.op("GlobalAveragePool", y), 2, 1), 8, 1))
@@ -163,7 +156,7 @@ def test_squeeze_and_excite_is_one_leaf() -> None:
     assert leaves(model, discover_regions(model)) == expected
 
 
-def test_attention_has_its_projections_as_children() -> None:
+def test_attention_has_its_projections_as_children():
     model = loaded(transformer.encoder(1, width=16, heads=2, tokens=4))
     root = discover_regions(model)
     attention, feed_forward = root.children[:2]
@@ -196,7 +189,7 @@ GELU = "Div Erf Add Mul Mul"
 NORM = "ReduceMean Sub Pow ReduceMean Add Sqrt Div Mul Add"
 
 
-def test_gelu_by_erf_stays_with_the_layer_before_it() -> None:
+def test_gelu_by_erf_stays_with_the_layer_before_it():
     g = GraphBuilder("gelu")
     x = g.input("x", (1, 4, 8))
     for _ in range(4):
@@ -207,7 +200,7 @@ def test_gelu_by_erf_stays_with_the_layer_before_it() -> None:
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
-def test_a_layer_norm_is_never_cut_in_two(decomposed: bool) -> None:
+def test_a_layer_norm_is_never_cut_in_two(decomposed):
     g = GraphBuilder("norm")
     x = g.input("x", (1, 4, 8))
     for _ in range(4):
@@ -224,7 +217,7 @@ def test_a_layer_norm_is_never_cut_in_two(decomposed: bool) -> None:
     assert " ".join(blocks[0]) == f"{norm} MatMul Add {GELU} MatMul Add Add"
 
 
-def test_attention_without_decomposed_parts() -> None:
+def test_attention_without_decomposed_parts():
     g = GraphBuilder("attention")
     x = g.input("x", (1, 4, 8))
     for _ in range(3):
@@ -247,7 +240,7 @@ def test_attention_without_decomposed_parts() -> None:
     ]  # fmt: skip
 
 
-def test_a_mask_from_a_second_input_leaves_the_layers_alone() -> None:
+def test_a_mask_from_a_second_input_leaves_the_layers_alone():
     def masked(layers: int, with_mask: bool) -> Model:
         g = GraphBuilder("masked")
         x = g.input("x", (1, 4, 8))
@@ -267,7 +260,7 @@ def test_a_mask_from_a_second_input_leaves_the_layers_alone() -> None:
     assert leaves(model, root) == ["Mul", *bare]
 
 
-def test_repetitions_in_a_plain_chain_are_a_leaf_each() -> None:
+def test_repetitions_in_a_plain_chain_are_a_leaf_each():
     g, x = image("chain")
     for _ in range(9):
         x = conv_relu(g, g.op("Relu", g.conv(x, 8, 3, groups=8)), kernel=1)
@@ -276,7 +269,7 @@ def test_repetitions_in_a_plain_chain_are_a_leaf_each() -> None:
     assert leaves(model, discover_regions(model)) == ["Conv Relu Conv Relu"] * 9
 
 
-def test_the_sizes_are_limits() -> None:
+def test_the_sizes_are_limits():
     g, x = image("sizes")
     for _ in range(30):
         x = g.op("Tanh", x)
@@ -292,12 +285,12 @@ def test_the_sizes_are_limits() -> None:
 
 
 @pytest.mark.parametrize("name", ["maximum_sequence_region_size", "minimum_topdown_search_size"])
-def test_a_size_below_one_is_refused(make_model: Callable[..., Model], name: str) -> None:
+def test_a_size_below_one_is_refused(make_model, name):
     with pytest.raises(ValueError, match=f"{name}: at least 1, but got 0"):
         discover_regions(make_model([("Relu", [0], True)]), **{name: 0})
 
 
-def test_repeated_layers_are_found_at_any_depth() -> None:
+def test_repeated_layers_are_found_at_any_depth():
     counts = {}
     for layers in (2, 6, 12):
         model = loaded(transformer.encoder(layers, width=8, heads=2, tokens=4))
@@ -307,7 +300,7 @@ def test_repeated_layers_are_found_at_any_depth() -> None:
     assert counts[2] == counts[6] == counts[12]
 
 
-def test_deep_nesting_is_cut_without_recursion(make_model: Callable[..., Model]) -> None:
+def test_deep_nesting_is_cut_without_recursion(make_model):
     depth = 3000  # U-shaped: result i also goes to the Add of the mirror image
     spec = [("Relu", [0 if i == 0 else 2 + i], False) for i in range(depth)]
     spec += [("Add", [2 + depth + i, 2 + depth - i], False) for i in range(depth)]
@@ -317,7 +310,7 @@ def test_deep_nesting_is_cut_without_recursion(make_model: Callable[..., Model])
     assert max(region.level for region in root.walk()) <= 33
 
 
-def test_subgraphs_count_as_readers() -> None:
+def test_subgraphs_count_as_readers():
     g = GraphBuilder("loop")
     x = g.op("Relu", g.input("x", (1, 4)))
     inner = GraphBuilder("inner")
@@ -344,7 +337,7 @@ def recurrent(sequence: str) -> Model:
 
 
 @pytest.mark.parametrize("longest", [1, 10])
-def test_results_and_inputs_that_are_left_out_are_not_one_tensor(longest: int) -> None:
+def test_results_and_inputs_that_are_left_out_are_not_one_tensor(longest):
     model, named = recurrent(""), recurrent("sequence")
     root = discover_regions(model, maximum_sequence_region_size=longest)
     assert_sound(model, root)
@@ -364,7 +357,7 @@ def test_results_and_inputs_that_are_left_out_are_not_one_tensor(longest: int) -
         ("yolox_nano", {}),
     ],
 )
-def test_real_models(name: str, shapes: dict[str, str]) -> None:
+def test_real_models(name, shapes):
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
     root = discover_regions(model)
     assert_sound(model, root)

@@ -1,7 +1,5 @@
 """What `qdq regions` shows."""
 
-from __future__ import annotations
-
 import json
 
 from harness.graph.builder import GraphBuilder
@@ -30,7 +28,7 @@ def inception() -> tuple[Model, Region]:
     return model, discover_regions(model)
 
 
-def test_figures() -> None:
+def test_figures():
     model, root = inception()
     figures = summarize_discovery(model, root, find_patterns(model, root))
     assert (figures.nodes, figures.covered, figures.coverage) == (14, 14, 1.0)
@@ -40,7 +38,7 @@ def test_figures() -> None:
     assert figures.histogram == ((1, 2), (4, 3))
 
 
-def test_lines() -> None:
+def test_lines():
     model, root = inception()
     figures = summarize_discovery(model, root, find_patterns(model, root))
     assert describe_phases(figures) == [
@@ -57,7 +55,7 @@ def test_lines() -> None:
     ]
 
 
-def test_tree() -> None:
+def test_tree():
     model, root = inception()
     patterns = find_patterns(model, root)
     lines = [
@@ -82,14 +80,14 @@ def test_tree() -> None:
     assert "│    │  ├─ Nodes, a sequence: Conv, Relu, Conv, Relu" in lines
 
 
-def test_regions_without_quantizable_operators_are_left_out_and_counted() -> None:
+def test_regions_without_quantizable_operators_are_left_out_and_counted():
     model, root = inception()
     lines = describe_tree(root, model, find_patterns(model, root), TreeOptions())
     assert "├─ Region 0 (Level 0, Type: LEAF)" not in lines
     assert lines[-1] == "2 LEAF regions without quantizable operators are left out: --include-all-regions"
 
 
-def test_verbose_names_nodes_tensors_and_how_a_leaf_is_made() -> None:
+def test_verbose_names_nodes_tensors_and_how_a_leaf_is_made():
     g = GraphBuilder("silu")
     x = g.conv(g.input("x", (1, 3, 8, 8)), 4, 3)
     g.output(g.op("Mul", x, g.op("Sigmoid", x)), name="y")
@@ -101,7 +99,7 @@ def test_verbose_names_nodes_tensors_and_how_a_leaf_is_made() -> None:
     assert any(line.endswith("- y") for line in lines)
 
 
-def test_json() -> None:
+def test_json():
     model, root = inception()
     patterns = find_patterns(model, root)
     found = json.loads(json.dumps(to_json(model, root, patterns)))
@@ -116,7 +114,7 @@ def test_json() -> None:
     assert {region["pattern"] for region in by_id.values()} == signatures
 
 
-def test_a_model_without_nodes() -> None:
+def test_a_model_without_nodes():
     empty = Model(proto=inception()[0].proto, source="empty", sha256="0", nodes=(), types={})
     figures = summarize_discovery(empty, discover_regions(empty), find_patterns(empty, discover_regions(empty)))
     assert figures.coverage == 1.0

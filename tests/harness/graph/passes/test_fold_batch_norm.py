@@ -1,7 +1,5 @@
 """Folding of BatchNormalization: the same results with one node fewer."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from onnx import numpy_helper
@@ -27,7 +25,7 @@ def ops_after(builder: GraphBuilder, tolerance: float = 1e-4) -> list[str]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("groups", [1, 2, -1])
-def test_conv(groups: int, bias: bool) -> None:
+def test_conv(groups, bias):
     builder = GraphBuilder("conv", seed=3)
     x = builder.conv(builder.input("x", (2, 4, 6, 6)), 8, 3, groups=groups, bias=bias)
     builder.output(builder.op("Relu", builder.batch_norm(x, epsilon=1e-2)))
@@ -35,7 +33,7 @@ def test_conv(groups: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_conv_transpose(groups: int) -> None:
+def test_conv_transpose(groups):
     builder = GraphBuilder("up")
     weight = builder.const(np.random.default_rng(0).normal(size=(4, 6 // groups, 2, 2)).astype(np.float32))
     x = builder.op("ConvTranspose", builder.input("x", (1, 4, 3, 3)), weight, group=groups, strides=[2, 2])
@@ -45,7 +43,7 @@ def test_conv_transpose(groups: int) -> None:
 
 @pytest.mark.parametrize("trans", [0, 1])
 @pytest.mark.parametrize("bias_shape", [None, (), (1,), (5,), (1, 5)])
-def test_gemm(trans: int, bias_shape: tuple[int, ...] | None) -> None:
+def test_gemm(trans, bias_shape):
     rng, builder = np.random.default_rng(0), GraphBuilder("gemm")
     inputs = [builder.const(rng.normal(size=(5, 7) if trans else (7, 5)).astype(np.float32))]
     if bias_shape is not None:
@@ -55,14 +53,14 @@ def test_gemm(trans: int, bias_shape: tuple[int, ...] | None) -> None:
     assert ops_after(builder) == ["Gemm"]
 
 
-def test_two_in_a_row() -> None:
+def test_two_in_a_row():
     builder = GraphBuilder("chain")
     x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
     builder.output(builder.batch_norm(builder.batch_norm(x)))
     assert ops_after(builder) == ["Conv"]
 
 
-def test_shared_weights_are_scaled_for_one_reader_only() -> None:
+def test_shared_weights_are_scaled_for_one_reader_only():
     builder = GraphBuilder("shared")
     x = builder.input("x", (1, 4, 6, 6))
     weight = builder.const(np.random.default_rng(0).normal(size=(4, 4, 1, 1)).astype(np.float32))
@@ -73,7 +71,7 @@ def test_shared_weights_are_scaled_for_one_reader_only() -> None:
     assert ops_after(builder) == ["Conv", "Conv", "Conv"]
 
 
-def test_a_second_reader_or_an_output_prevents_it() -> None:
+def test_a_second_reader_or_an_output_prevents_it():
     builder = GraphBuilder("read twice")
     x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
     builder.output(builder.op("Add", builder.batch_norm(x), x))
@@ -85,7 +83,7 @@ def test_a_second_reader_or_an_output_prevents_it() -> None:
     assert ops_after(builder) == ["Conv", "BatchNormalization"]
 
 
-def test_a_reader_in_a_subgraph_prevents_it() -> None:
+def test_a_reader_in_a_subgraph_prevents_it():
     then, other = GraphBuilder("then"), GraphBuilder("else")
     builder = GraphBuilder("captured")
     x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
@@ -97,13 +95,13 @@ def test_a_reader_in_a_subgraph_prevents_it() -> None:
     assert "BatchNormalization" in ops_after(builder)
 
 
-def test_other_operators_before_it_prevent_it() -> None:
+def test_other_operators_before_it_prevent_it():
     builder = GraphBuilder("alone")
     builder.output(builder.batch_norm(builder.op("Relu", builder.input("x", (1, 3, 6, 6)))))
     assert ops_after(builder) == ["Relu", "BatchNormalization"]
 
 
-def test_half_precision_stays_half_precision() -> None:
+def test_half_precision_stays_half_precision():
     builder = GraphBuilder("half")
     rng = np.random.default_rng(0)
     weight = builder.const(rng.normal(size=(4, 3, 1, 1)).astype(np.float16))
@@ -117,7 +115,7 @@ def test_half_precision_stays_half_precision() -> None:
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_an_overflow_of_half_precision_prevents_it() -> None:
+def test_an_overflow_of_half_precision_prevents_it():
     builder = GraphBuilder("loud")
     x = builder.input("x", (2, 1), "float16")
     weight, scale, zero, variance = (builder.const(np.full(1, v, np.float16)) for v in (3, 4e4, 0, 2))

@@ -1,9 +1,5 @@
 """Preparation keeps inputs and outputs, or the model is refused."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import onnx
 import pytest
 from onnx import parser
@@ -50,9 +46,7 @@ def transposed(proto: onnx.ModelProto) -> None:
 
 
 @pytest.mark.parametrize("change", [renamed, retyped, reshaped, shortened, swapped, transposed])
-def test_a_changed_interface_is_refused(
-    change: Callable[[onnx.ModelProto], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_interface_is_refused(change, monkeypatch):
 
     def broken(*args: object) -> onnx.ModelProto:
         proto: onnx.ModelProto = upgrade_opset(*args)  # type: ignore[arg-type]
@@ -66,7 +60,7 @@ def test_a_changed_interface_is_refused(
         load_proto(model(), source="m.onnx", sha256="0")
 
 
-def test_names_of_data_dependent_dimensions_are_kept() -> None:
+def test_names_of_data_dependent_dimensions_are_kept():
     proto = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 13]> g (float[2,3] x) => (float[hits] y, int64[2,found] z)
         { z = NonZero(x)  r = Relu(x)  f = Flatten<axis=0>(r)  k = Cast<to=9>(f)  o = Squeeze(k)

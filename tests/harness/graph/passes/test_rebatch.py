@@ -1,9 +1,6 @@
 """Batch size of models that were exported for one sample: the same results sample by sample, or a refusal."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +44,11 @@ def head() -> GraphBuilder:
     return builder
 
 
-def test_a_batch_gives_the_results_of_its_samples() -> None:
+def test_a_batch_gives_the_results_of_its_samples():
     check(head().build())
 
 
-def test_other_models_and_shapes_are_unchanged() -> None:
+def test_other_models_and_shapes_are_unchanged():
     proto = head().build()
     assert with_batch_size(proto, {}, "m.onnx") is proto
     assert with_batch_size(proto, {"x": "1x3x8x8"}, "m.onnx") is proto
@@ -88,14 +85,14 @@ def in_a_subgraph(builder: GraphBuilder, x: str) -> str:
         (in_a_subgraph, "If '.*' has a subgraph"),
     ],
 )
-def test_models_that_mix_samples_are_refused(body: Callable[[GraphBuilder, str], str], why: str) -> None:
+def test_models_that_mix_samples_are_refused(body, why):
     builder = GraphBuilder("mixing", opset=17)
     builder.output(body(builder, builder.input("x", (1, 4, 8, 8))), (1, 4, 8, 8), name="y")
     with pytest.raises(UserError, match=rf"m\.onnx: shapes: .*'x' to 2.*{why}"):
         with_batch_size(builder.build(), {"x": "2x4x8x8"}, "m.onnx")
 
 
-def test_all_inputs_have_the_same_number_of_samples() -> None:
+def test_all_inputs_have_the_same_number_of_samples():
     builder = GraphBuilder("two")
     builder.output(builder.op("Add", builder.input("a", (1, 4)), builder.input("b", (1, 4))))
     with pytest.raises(UserError, match=r"one number of samples for all inputs, but got \{'a': 2, 'b': 3\}"):
@@ -105,7 +102,7 @@ def test_all_inputs_have_the_same_number_of_samples() -> None:
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ["yolox_nano", "nanodet_m_320"])
-def test_real_detectors(name: str) -> None:
+def test_real_detectors(name):
     proto: Any = onnx.load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx")
     constants = {tensor.name for tensor in proto.graph.initializer}
     for value in [value for value in proto.graph.input if value.name in constants]:

@@ -1,7 +1,5 @@
 """Our rules about Q/DQ in files against the verdicts of NVIDIA's compiler on small models, recorded or asked."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 
@@ -28,7 +26,7 @@ def judge(dialect: Dialect) -> dict[str, tuple[QDQProblem, ...]]:
 
 
 @pytest.fixture(scope="module")
-def rtx() -> dict[str, tuple[QDQProblem, ...]]:
+def rtx():
     return judge(TENSORRT_RTX)
 
 
@@ -36,22 +34,22 @@ def refused(found: dict[str, tuple[QDQProblem, ...]]) -> set[str]:
     return {name for name, problems in found.items() if any(each.level == "refused" for each in problems)}
 
 
-def test_every_case_has_a_verdict() -> None:
+def test_every_case_has_a_verdict():
     assert CASES.keys() == VERDICTS.keys()
     assert len(CASES) >= 400
 
 
-def test_no_model_that_we_call_legal_is_refused(rtx: dict[str, tuple[QDQProblem, ...]]) -> None:
+def test_no_model_that_we_call_legal_is_refused(rtx):
     assert REFUSED_BY_COMPILER - refused(rtx) == set()
 
 
-def test_hardly_any_model_that_we_refuse_is_taken(rtx: dict[str, tuple[QDQProblem, ...]]) -> None:
+def test_hardly_any_model_that_we_refuse_is_taken(rtx):
     ours = refused(rtx)
     assert ours - REFUSED_BY_COMPILER == set(STRICTER)
     assert len(STRICTER) <= 0.02 * len(ours)
 
 
-def test_pairs_without_effect_are_those_whose_product_is_in_float(rtx: dict[str, tuple[QDQProblem, ...]]) -> None:
+def test_pairs_without_effect_are_those_whose_product_is_in_float(rtx):
     idle = {name for name, found in rtx.items() if any(each.level == "no effect" for each in found)} - refused(rtx)
     known = {name for name in idle if VERDICTS[name] != "built"}
     assert {VERDICTS[name] for name in known} == {"float"}
@@ -64,9 +62,7 @@ def is_asked(case: Case) -> bool:
     return all(pair.storage and not pair.between for pair in case.pairs)
 
 
-def test_plain_tensorrt_is_refused_at_least_as_much_and_knows_no_effects(
-    rtx: dict[str, tuple[QDQProblem, ...]],
-) -> None:
+def test_plain_tensorrt_is_refused_at_least_as_much_and_knows_no_effects(rtx):
     plain = judge(TENSORRT)
     assert refused(rtx) < refused(plain)
     assert {each.level for found in plain.values() for each in found} == {"refused"}
@@ -75,7 +71,7 @@ def test_plain_tensorrt_is_refused_at_least_as_much_and_knows_no_effects(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="needs the extra rtx")
-def test_the_installed_compiler_says_what_is_recorded() -> None:
+def test_the_installed_compiler_says_what_is_recorded():
     asked = [CASES[name] for name in sorted(CASES)[::25]]
     assert {case.name: found for case, found in ask_compiler(asked)} == {
         case.name: VERDICTS[case.name] for case in asked

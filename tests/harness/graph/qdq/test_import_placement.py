@@ -1,7 +1,5 @@
 """Placements read back from the outputs of ModelOpt and of ONNX Runtime."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -21,13 +19,13 @@ from harness.graph.model import Model
 from harness.graph.qdq.import_placement import import_placement, import_ranges
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 from harness.zoo import transformer
 from search.space import Edge
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model():
     g = GraphBuilder("residual", opset=19, seed=5)
     x = g.input("x", (1, 3, 16, 16))
     x = g.op("Relu", g.conv(x, 32, 3, name="stem"), name="stem_relu")
@@ -57,7 +55,7 @@ def ends(edges: dict[Edge, str]) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_quantize_static_is_read_back(model: Model, tmp_path: Path, per_channel: bool) -> None:
+def test_quantize_static_is_read_back(model, tmp_path, per_channel):
     path = tmp_path / "static.onnx"
     quantize_static(
         save_to_folder(model, tmp_path), path, Reader(), quant_format=QuantFormat.QDQ, per_channel=per_channel,
@@ -75,7 +73,7 @@ def test_quantize_static_is_read_back(model: Model, tmp_path: Path, per_channel:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_tools")
-def test_modelopt_ptq_is_read_back_and_can_be_inserted(model: Model, tmp_path: Path) -> None:
+def test_modelopt_ptq_is_read_back_and_can_be_inserted(model, tmp_path):
     path, batches = tmp_path / "ptq.onnx", [{"x": image} for image in images()]
     quantize("modelopt_ptq", save_to_folder(model, tmp_path), path, batches, dialect_name="tensorrt")
     edges = import_placement(path, model)
@@ -116,14 +114,14 @@ def as_pt2e_export(model: Model) -> onnx.ModelProto:
     return proto
 
 
-def test_a_pt2e_graph_of_torch_is_read_back(model: Model) -> None:
+def test_a_pt2e_graph_of_torch_is_read_back(model):
     edges = import_placement(as_pt2e_export(model), model)
     assert ends(edges) == {(name, slot) for name in ("stem", "inner", "outer") for slot in (0, 1)}
     assert set(edges.values()) == {"int8"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-def test_the_pt2e_program_of_the_page_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pt2e_program_of_the_page_is_read_back(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.chdir(tmp_path)
@@ -142,7 +140,7 @@ def test_the_pt2e_program_of_the_page_is_read_back(tmp_path: Path, monkeypatch: 
     assert len(import_ranges(Path("theirs.onnx"), model)) >= len(convolutions)
 
 
-def test_a_tensor_and_operator_match_where_node_names_are_lost(model: Model) -> None:
+def test_a_tensor_and_operator_match_where_node_names_are_lost(model):
     asked = ((Edge("x", "stem", 0), "int8"),)
     proto = Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(asked)
     for node in proto.graph.node:
@@ -150,7 +148,7 @@ def test_a_tensor_and_operator_match_where_node_names_are_lost(model: Model) -> 
     assert import_placement(proto, model) == dict(asked)
 
 
-def test_nodes_of_one_name_are_read_back_one_by_one() -> None:
+def test_nodes_of_one_name_are_read_back_one_by_one():
     """Loading tells them apart by numbers in the order of the file; so does whoever reads the Q/DQ model."""
     g = GraphBuilder("twice", opset=19, seed=5)
     x = g.conv(g.input("x", (1, 4, 8, 8)), 4, 3, name="conv")
@@ -187,7 +185,7 @@ def renamed(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
 @pytest.mark.parametrize("name", ["residual", "encoder"])
-def test_a_model_whose_names_all_changed_is_read_back(name: str, dialect: Dialect, model: Model) -> None:
+def test_a_model_whose_names_all_changed_is_read_back(name, dialect, model):
     if name == "encoder":
         model = load_proto(transformer.encoder(2, width=16, heads=2, tokens=4).build(), source="encoder", sha256="0")
     space = build_space(model, dialect)
@@ -197,7 +195,7 @@ def test_a_model_whose_names_all_changed_is_read_back(name: str, dialect: Dialec
         assert import_placement(renamed(inserter.insert(asked)), model) == dict(asked)
 
 
-def test_weights_stored_quantized_and_scales_per_channel_are_read_back(model: Model) -> None:
+def test_weights_stored_quantized_and_scales_per_channel_are_read_back(model):
     """Q folded away by the other tool: an INT8 initializer and a DequantizeLinear alone, one scale a channel."""
     inserter = Inserter(model, OPENVINO, {tensor: (-1.0, 2.0) for tensor in model.types})
     asked = tuple(sorted((Edge(model.nodes[0].inputs[slot], "stem", slot), "int8") for slot in (0, 1)))
@@ -211,7 +209,7 @@ def test_weights_stored_quantized_and_scales_per_channel_are_read_back(model: Mo
     assert import_placement(proto, model) == import_placement(renamed(proto), model) == dict(asked)
 
 
-def test_qoperator_models_are_refused(model: Model, tmp_path: Path) -> None:
+def test_qoperator_models_are_refused(model, tmp_path):
     path = tmp_path / "qoperator.onnx"
     quantize_static(save_to_folder(model, tmp_path), path, Reader(), quant_format=QuantFormat.QOperator)
     with pytest.raises(
@@ -220,7 +218,7 @@ def test_qoperator_models_are_refused(model: Model, tmp_path: Path) -> None:
         import_placement(path, model)
 
 
-def test_a_model_without_matching_pairs_is_refused(model: Model) -> None:
+def test_a_model_without_matching_pairs_is_refused(model):
     with pytest.raises(UserError, match="the Q/DQ model: holds no Q/DQ pair, so there is no placement"):
         import_placement(model.proto, model)
     builder = GraphBuilder("stranger")
@@ -231,12 +229,12 @@ def test_a_model_without_matching_pairs_is_refused(model: Model) -> None:
         import_placement(builder.build(), model)
 
 
-def test_what_is_no_onnx_file_is_refused(model: Model, tmp_path: Path) -> None:
+def test_what_is_no_onnx_file_is_refused(model, tmp_path):
     with pytest.raises(UserError, match="no such file"):
         import_placement(tmp_path / "missing.onnx", model)
 
 
-def test_edges_of_added_operators_are_left_out(model: Model) -> None:
+def test_edges_of_added_operators_are_left_out(model):
     proto = Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(((Edge("x", "stem", 0), "int8"),))
     dequantized = next(node.output[0] for node in proto.graph.node if node.op_type == "DequantizeLinear")
     proto.graph.node.append(helper.make_node("Identity", [dequantized], ["spare"], name="extra"))

@@ -1,7 +1,5 @@
 """Q/DQ edges read back from graphs that other tools write, and pairs removed node by node."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -41,12 +39,12 @@ def matmul(left: str, right: str) -> onnx.NodeProto:
     return helper.make_node("MatMul", [left, right], ["y"], name="mm")
 
 
-def test_chains_of_pairs_and_casts_lead_to_the_first_tensor() -> None:
+def test_chains_of_pairs_and_casts_lead_to_the_first_tensor():
     nodes = [q("x", "a"), dq("a", "b"), q("b", "c"), dq("c", "d"), helper.make_node("Cast", ["d"], ["e"], to=1)]
     assert read_qdq_edges(model([*nodes, matmul("e", "w")], WITH_WEIGHT)) == {Edge("x", "mm", 0): "int8"}
 
 
-def test_weights_are_found_stored_quantized_and_as_float_behind_a_pair() -> None:
+def test_weights_are_found_stored_quantized_and_as_float_behind_a_pair():
     stored = model([dq("w_quantized", "b"), matmul("x", "b")], SCALE | {"w_quantized": np.eye(2, dtype=np.int8)})
     paired = model([q("w", "a"), dq("a", "b"), matmul("x", "b")], WITH_WEIGHT)
     constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(np.eye(2, dtype=np.int8)))
@@ -54,7 +52,7 @@ def test_weights_are_found_stored_quantized_and_as_float_behind_a_pair() -> None
     assert read_qdq_edges(stored) == read_qdq_edges(paired) == read_qdq_edges(node) == {Edge("w", "mm", 1): "int8"}
 
 
-def test_a_missing_zero_point_means_uint8_unless_an_attribute_says_otherwise() -> None:
+def test_a_missing_zero_point_means_uint8_unless_an_attribute_says_otherwise():
     plain = model([q("x", "a", "s"), dq("a", "b", "s"), matmul("b", "w")], WITH_WEIGHT)
     assert read_qdq_edges(plain) == {Edge("x", "mm", 0): "int8"}
     typed = q("x", "a", "s")
@@ -63,25 +61,25 @@ def test_a_missing_zero_point_means_uint8_unless_an_attribute_says_otherwise() -
     assert read_qdq_edges(proto) == {Edge("x", "mm", 0): "fp8"}
 
 
-def test_int32_biases_and_plain_tensors_are_no_edges() -> None:
+def test_int32_biases_and_plain_tensors_are_no_edges():
     constants = SCALE | {"n": np.int32(0), "w_quantized": np.eye(2, dtype=np.int32)}
     assert read_qdq_edges(model([dq("w_quantized", "b", "s", "n"), matmul("x", "b")], constants)) == {}
 
 
-def test_an_output_behind_a_pair_is_an_edge_without_consumer() -> None:
+def test_an_output_behind_a_pair_is_an_edge_without_consumer():
     mm = helper.make_node("MatMul", ["x", "w"], ["raw"], name="mm")
     proto = model([mm, q("raw", "a"), dq("a", "y")], WITH_WEIGHT)
     assert read_qdq_edges(proto) == {Edge("y", "", 0): "int8"}
 
 
-def test_nodes_of_one_name_have_their_own_edges() -> None:
+def test_nodes_of_one_name_have_their_own_edges():
     first = helper.make_node("MatMul", ["b", "w"], ["h"], name="mm")
     nodes = [q("x", "a"), dq("a", "b"), first, q("h", "c"), dq("c", "d"), matmul("d", "w")]
     proto = model(nodes, WITH_WEIGHT)
     assert read_qdq_edges(proto) == {Edge("x", "mm", 0): "int8", Edge("h", "mm_1", 0): "int8"}
 
 
-def test_diff_names_what_is_missing_and_what_is_extra() -> None:
+def test_diff_names_what_is_missing_and_what_is_extra():
     proto = model([q("x", "a"), dq("a", "b"), matmul("b", "w")], WITH_WEIGHT)
     got, other = (Edge("x", "mm", 0), "int8"), (Edge("w", "mm", 1), "int8")
     assert diff_edges((got,), proto) == ((), ())
@@ -98,7 +96,7 @@ def inputs_of(remover: PairRemover, kept: set[str], op: str, folder: Path) -> li
     return [node.input[0] for node in graph.node if node.op_type == op]
 
 
-def test_pairs_are_removed_around_constants_and_omitted_outputs(tmp_path: Path) -> None:
+def test_pairs_are_removed_around_constants_and_omitted_outputs(tmp_path):
     nodes = [
         helper.make_node("Constant", [], ["shape"], value_ints=[2, 2]),
         *pair("x", "dq"),
@@ -112,7 +110,7 @@ def test_pairs_are_removed_around_constants_and_omitted_outputs(tmp_path: Path) 
     assert [inputs_of(remover, kept, "Reshape", tmp_path) for kept in (set(), {"reshape"})] == [["x"], ["dq"]]
 
 
-def test_nodes_of_one_name_keep_their_own_pairs(tmp_path: Path) -> None:
+def test_nodes_of_one_name_keep_their_own_pairs(tmp_path):
     relus = [helper.make_node("Relu", [x], [y], name="relu") for x, y in (("first", "h"), ("second", "y"))]
     onnx.save(model([*pair("x", "first"), relus[0], *pair("h", "second"), relus[1]], SCALE), tmp_path / "model.onnx")
     remover = PairRemover(tmp_path / "model.onnx")

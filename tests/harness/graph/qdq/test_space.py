@@ -1,9 +1,6 @@
 """The space of a model: which dimensions there are, and what each acts on."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from harness.graph.load import load, load_proto
 from harness.graph.model import Model
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 from harness.graph.rules.points import find_points
 from harness.zoo import transformer
 from search.space import Edge, Space
@@ -50,9 +47,7 @@ def edges_of(space: Space) -> set[Edge]:
 
 @settings(max_examples=60)
 @given(spec=st.lists(node, min_size=1, max_size=25), dialect=st.sampled_from(DIALECTS))
-def test_node_inputs_partition_the_legal_edges(
-    make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], dialect: Dialect
-) -> None:
+def test_node_inputs_partition_the_legal_edges(make_model, spec, dialect):
     model = make_model(spec)
     legal = [edge for points in find_points(model, dialect) for point in points for edge in point.edges]
     for sharing in ("pattern", "region"):
@@ -76,9 +71,7 @@ def meaning(model: Model, size: int = 2) -> list[tuple[object, ...]]:
 
 @settings(max_examples=60)
 @given(spec=st.lists(node, min_size=1, max_size=25), seed=st.integers(0, 1000))
-def test_what_a_name_means_does_not_depend_on_the_file(
-    make_model: Callable[..., Model], spec: list[tuple[str, list[int], bool]], seed: int
-) -> None:
+def test_what_a_name_means_does_not_depend_on_the_file(make_model, spec, seed):
     assert meaning(make_model(spec)) == meaning(make_model(spec, seed))
 
 
@@ -98,13 +91,13 @@ def gates(first: str) -> Model:
     return load_proto(g.build(), source="gates", sha256="0")
 
 
-def test_inputs_of_a_child_are_counted_as_its_pattern_has_them_and_not_as_the_file() -> None:
+def test_inputs_of_a_child_are_counted_as_its_pattern_has_them_and_not_as_the_file():
     models = [gates("Tanh"), gates("Sigmoid")]
     assert [next(n.op for n in m.nodes if n.op in ("Tanh", "Sigmoid")) for m in models] == ["Tanh", "Sigmoid"]
     assert meaning(models[0], size=10) == meaning(models[1], size=10)
 
 
-def test_sharing() -> None:
+def test_sharing():
     model = residuals(3)
     shared, apart = build_space(model, OPENVINO), build_space(model, OPENVINO, sharing="region")
     blocks = [d for d in shared.dimensions if d.role == "linear" and len(d.edges) == 6]
@@ -116,7 +109,7 @@ def test_sharing() -> None:
     assert len(apart.groups) == len(list(discover_regions(model).iter_leaves()))
 
 
-def test_names_groups_and_order() -> None:
+def test_names_groups_and_order():
     model = residuals(2)
     space = build_space(model, OPENVINO)
     first = space.dimensions[0]
@@ -129,19 +122,19 @@ def test_names_groups_and_order() -> None:
     assert groups == sorted(groups)
 
 
-def test_costs_are_shares_of_the_work() -> None:
+def test_costs_are_shares_of_the_work():
     for model in (residuals(2), encoder(2)):
         space = build_space(model, TENSORRT)
         assert sum(d.cost for d in space.dimensions) == pytest.approx(1.0)
         assert all((d.cost > 0) == (d.role == "linear") for d in space.dimensions)
 
 
-def test_the_space_does_not_grow_with_depth() -> None:
+def test_the_space_does_not_grow_with_depth():
     sizes = {tuple(len(build_space(encoder(n), dialect)) for dialect in DIALECTS) for n in (2, 5)}
     assert len(sizes) == 1
 
 
-def test_outputs_reach_every_consumer_and_the_end_of_the_model() -> None:
+def test_outputs_reach_every_consumer_and_the_end_of_the_model():
     model = residuals(2)
     plain = build_space(model, ONNXRUNTIME, kinds=("node_input",))
     space = build_space(model, ONNXRUNTIME)
@@ -155,12 +148,12 @@ def test_outputs_reach_every_consumer_and_the_end_of_the_model() -> None:
             assert {e.slot for e in block.edges if e.consumer == edge.consumer} == {0, 1}
 
 
-def test_ends_of_the_model_stay_float_where_the_dialect_says_so() -> None:
+def test_ends_of_the_model_stay_float_where_the_dialect_says_so():
     space = build_space(residuals(2), TENSORRT, kinds=ALL_KINDS)
     assert all(edge.consumer for edge in edges_of(space))
 
 
-def test_an_output_that_a_subgraph_reads_stays_float_at_the_end_of_the_model() -> None:
+def test_an_output_that_a_subgraph_reads_stays_float_at_the_end_of_the_model():
     g = GraphBuilder("captured")
     x = g.output(g.gemm(g.input("x", (1, 4)), 4), name="shared")
     branches = []
@@ -175,7 +168,7 @@ def test_an_output_that_a_subgraph_reads_stays_float_at_the_end_of_the_model() -
     assert Edge("shared", "", 0) not in edges_of(build_space(model, ONNXRUNTIME))
 
 
-def test_child_inputs_say_something_new() -> None:
+def test_child_inputs_say_something_new():
     model = encoder(2)
     space = build_space(model, OPENVINO, kinds=("node_input", "child_input"))
     children = [d for d in space.dimensions if d.kind == "child_input"]
@@ -183,7 +176,7 @@ def test_child_inputs_say_something_new() -> None:
     assert any(d.role == "linear" and len({e.tensor for e in d.edges}) > 1 for d in children)
 
 
-def test_precisions_of_a_point_are_the_legal_ones() -> None:
+def test_precisions_of_a_point_are_the_legal_ones():
     g = GraphBuilder("grouped")
     x = g.conv(g.input("x", (1, 8, 4, 4)), 8, 3, groups=8)
     g.output(g.conv(x, 8, 1))
@@ -194,14 +187,14 @@ def test_precisions_of_a_point_are_the_legal_ones() -> None:
     assert len(build_space(model, ONNXRUNTIME, precisions=("fp8",))) == 0
 
 
-def test_a_model_without_points_has_an_empty_space() -> None:
+def test_a_model_without_points_has_an_empty_space():
     g = GraphBuilder("integers")
     g.output(g.op("Neg", g.input("x", (4,), "int64")))
     model = load_proto(g.build(), source="integers", sha256="0")
     assert len(build_space(model, OPENVINO)) == 0
 
 
-def test_regions_of_ones_own() -> None:
+def test_regions_of_ones_own():
     model = residuals(3)
     root = discover_regions(model, maximum_sequence_region_size=1, minimum_topdown_search_size=1)
     space = build_space(model, OPENVINO, root=root)
@@ -209,7 +202,7 @@ def test_regions_of_ones_own() -> None:
     assert len(space) < len(build_space(model, OPENVINO))
 
 
-def test_mistakes_are_named() -> None:
+def test_mistakes_are_named():
     model = residuals(1)
     with pytest.raises(ValueError, match="kinds: among node_input, child_input, output, but got edge"):
         build_space(model, OPENVINO, kinds=("edge",))  # type: ignore[arg-type]
@@ -221,7 +214,7 @@ def test_mistakes_are_named() -> None:
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize(("name", "shapes"), [("yolox_nano", {}), ("squeezenet1.1", {"data": "1x3x224x224"})])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_real_models(name: str, shapes: dict[str, str], dialect: Dialect) -> None:
+def test_real_models(name, shapes, dialect):
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
     space = build_space(model, dialect)
     linear = [n.name for n in model.nodes if n.op in dialect.linear_ops]

@@ -1,15 +1,13 @@
 """Contents of the Q/DQ pairs: estimators of weights, scales by channel, zero points."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import numpy_helper
+from onnx_models import run_onnxruntime
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.errors import UserError
@@ -28,7 +26,7 @@ GAINS = np.array([0.01, 1, 10, 0], np.float32).reshape(1, 4, 1, 1)
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Model:
+def model(tmp_path):
     """Channels of different sizes, one of them dead, into a depthwise Conv and an Add."""
     builder = GraphBuilder("depthwise", seed=0)
     x = builder.op("Mul", builder.input("x", SHAPE), builder.const(GAINS), outputs=["scaled"])[0]
@@ -56,12 +54,7 @@ def _insert(model: Model, dialect: Dialect, choices: NumericChoices, roles: tupl
 
 
 def _error(model: Model, proto: onnx.ModelProto) -> float:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    outputs = [
-        onnxruntime.InferenceSession(each.SerializeToString(), options).run(["y"], _batch())[0]
-        for each in (model.proto, proto)
-    ]
+    outputs = [run_onnxruntime(each, _batch(), ["y"], optimize=False)[0] for each in (model.proto, proto)]
     return float(np.square(outputs[0] - outputs[1]).sum() / np.square(outputs[0]).sum())
 
 
@@ -69,7 +62,7 @@ def _arrays(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
 
 
-def test_a_depthwise_conv_reads_one_scale_a_channel_and_other_readers_one(model: Model) -> None:
+def test_a_depthwise_conv_reads_one_scale_a_channel_and_other_readers_one(model):
     proto = _insert(model, OPENVINO, NumericChoices(depthwise="channel"))
     pairs = {node.output[0]: node for node in proto.graph.node if node.op_type == "QuantizeLinear"}
     by_channel = next(node for name, node in pairs.items() if name.startswith("scaled") and "channels" in name)
@@ -82,7 +75,7 @@ def test_a_depthwise_conv_reads_one_scale_a_channel_and_other_readers_one(model:
     assert _error(model, proto) < 0.9 * _error(model, _insert(model, OPENVINO, DEFAULT_CHOICES))
 
 
-def test_an_integer_bias_has_the_scales_of_the_channels(model: Model) -> None:
+def test_an_integer_bias_has_the_scales_of_the_channels(model):
     unfused = replace(ONNXRUNTIME, channel_activations=True)
     proto = _insert(model, unfused, NumericChoices(depthwise="channel"))
     arrays = _arrays(proto)
@@ -91,7 +84,7 @@ def test_an_integer_bias_has_the_scales_of_the_channels(model: Model) -> None:
     assert _error(model, proto) < _error(model, _insert(model, ONNXRUNTIME, DEFAULT_CHOICES))
 
 
-def test_weights_by_least_squares_have_smaller_scales_and_errors() -> None:
+def test_weights_by_least_squares_have_smaller_scales_and_errors():
     weight = np.random.default_rng(0).standard_t(3, (4, 3000)).astype(np.float32)
     plain, best = quantize_weight(weight, 0, "int8"), quantize_weight(weight, 0, "int8", estimator=least_squares)
     errors = [np.square(w.values * w.scale[:, None] - weight, dtype=np.float64).sum(axis=1) for w in (plain, best)]
@@ -100,14 +93,14 @@ def test_weights_by_least_squares_have_smaller_scales_and_errors() -> None:
     assert errors[1].sum() < errors[0].sum()
 
 
-def test_the_weight_estimator_reaches_the_file(model: Model) -> None:
+def test_the_weight_estimator_reaches_the_file(model):
     coarse = replace(TENSORRT, weight_limit=3)  # so that clipping few values pays
     protos = [_insert(model, coarse, NumericChoices(weights=name), ("linear",)) for name in ("max", "mse")]
     assert len({proto.SerializeToString(deterministic=True) for proto in protos}) == 2
 
 
 @pytest.mark.parametrize(("dialect", "symmetric"), [(OPENVINO, True), (OPENVINO, False), (ONNXRUNTIME, True)])
-def test_zero_points_are_a_choice(model: Model, dialect: Dialect, symmetric: bool) -> None:
+def test_zero_points_are_a_choice(model, dialect, symmetric):
     proto = _insert(model, dialect, NumericChoices(symmetric=symmetric))
     arrays = _arrays(proto)
     zeros = {
@@ -123,12 +116,12 @@ def test_zero_points_are_a_choice(model: Model, dialect: Dialect, symmetric: boo
     ("choices", "word"),
     [(NumericChoices(depthwise="channel"), "depthwise"), (NumericChoices(symmetric=False), "symmetric")],
 )
-def test_tensorrt_is_offered_neither_channels_nor_zero_points(model: Model, choices: NumericChoices, word: str) -> None:
+def test_tensorrt_is_offered_neither_channels_nor_zero_points(model, choices, word):
     with pytest.raises(UserError, match=word):
         Inserter(model, TENSORRT, {}, choices)
 
 
-def test_the_text_names_what_differs_and_channels_of_unknown_range_have_one_scale(model: Model) -> None:
+def test_the_text_names_what_differs_and_channels_of_unknown_range_have_one_scale(model):
     assert not DEFAULT_CHOICES.text
     choices = NumericChoices(activations="percentile", weights="mse", depthwise="channel", symmetric=True)
     assert choices.text == "activations percentile 99.99, weights mse, depthwise channel, symmetric"

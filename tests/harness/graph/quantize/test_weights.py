@@ -1,7 +1,5 @@
 """Weights: right axis, small error, positive scales."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -41,9 +39,7 @@ def dequantized(tensor: QuantizedTensor) -> np.ndarray:
         (node("Gemm"), 0, 2, 1, None),
     ],
 )
-def test_the_axis_is_that_of_the_output_channels(
-    made: Node, slot: int, rank: int, transposed: int | None, axis: int | None
-) -> None:
+def test_the_axis_is_that_of_the_output_channels(made, slot, rank, transposed, axis):
     assert weight_axis(made, slot, rank, transposed) == axis
 
 
@@ -51,7 +47,7 @@ def test_the_axis_is_that_of_the_output_channels(
     weight=hnp.arrays(np.float32, (3, 4, 2), elements=st.floats(-100, 100, width=32)),
     axis=st.sampled_from([None, 0, 1, 2]),
 )
-def test_int8_is_off_by_half_a_step_at_most(weight: np.ndarray, axis: int | None) -> None:
+def test_int8_is_off_by_half_a_step_at_most(weight, axis):
     quantized = quantize_weight(weight, axis, "int8")
     assert (quantized.scale > 0).all()
     assert not quantized.zero_point.any()
@@ -64,7 +60,7 @@ def test_int8_is_off_by_half_a_step_at_most(weight: np.ndarray, axis: int | None
 
 
 @given(weight=hnp.arrays(np.float32, (4, 8), elements=st.floats(-1000, 1000, width=32)))
-def test_fp8_keeps_three_bits_of_mantissa(weight: np.ndarray) -> None:
+def test_fp8_keeps_three_bits_of_mantissa(weight):
     quantized = quantize_weight(weight, 0, "fp8")
     assert np.isfinite(dequantized(quantized)).all()
     # Half a unit in the last place of a 3-bit mantissa, or half the smallest subnormal (2**-9).
@@ -72,27 +68,27 @@ def test_fp8_keeps_three_bits_of_mantissa(weight: np.ndarray) -> None:
     assert (np.abs(dequantized(quantized) - weight) <= bound * (1 + 1e-3)).all()
 
 
-def test_the_largest_value_is_mapped_to_the_largest_code() -> None:
+def test_the_largest_value_is_mapped_to_the_largest_code():
     weight = np.array([[1.0, -3.0], [0.5, 0.25]], np.float32)
     assert quantize_weight(weight, 0, "int8").values.tolist() == [[42, -127], [127, 64]]
     assert quantize_weight(weight, 0, "fp8").values.astype(np.float32).tolist() == [[144, -448], [448, 224]]
 
 
-def test_a_channel_of_zeros_takes_a_scale_that_a_bias_can_be_told_in() -> None:
+def test_a_channel_of_zeros_takes_a_scale_that_a_bias_can_be_told_in():
     quantized = quantize_weight(np.array([[0, 0], [1.27, 0]], np.float32), 0, "int8")
     np.testing.assert_allclose(quantized.scale, 0.01, rtol=1e-6)
     assert (quantize_weight(np.zeros((2, 2), np.float32), 0, "int8").scale > 0).all()
     assert (quantize_weight(np.zeros((2, 2), np.float16), None, "fp8").scale > 0).all()
 
 
-def test_a_floor_widens_scales_but_keeps_the_values() -> None:
+def test_a_floor_widens_scales_but_keeps_the_values():
     weight = np.array([[0.001], [1.0]], np.float32)
     quantized = quantize_weight(weight, 0, "int8", np.array([0.001, 0.0]))
     np.testing.assert_allclose(quantized.scale, [0.001, 1 / 127], rtol=1e-6)
     np.testing.assert_allclose(dequantized(quantized), weight, rtol=1e-6)
 
 
-def test_other_constants_are_quantized_like_activations() -> None:
+def test_other_constants_are_quantized_like_activations():
     values = np.array([-1.0, 0.0, 3.0], np.float32)
     quantized = quantize_affine(values, np.float32(4 / 255), np.uint8(64))
     assert quantized.values.tolist() == [0, 64, 255]

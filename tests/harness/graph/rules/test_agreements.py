@@ -1,7 +1,5 @@
 """Mixed placements of INT8 and FP8 give no product two types, also through operators that move values."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -35,7 +33,7 @@ def refused(model: Model, dialect: Dialect, space: Space, placement: Placement) 
     return [problem.rule for problem in find_refused_qdq(QDQGraph(proto), (8, 9), dialect)]
 
 
-def test_no_placement_mixes_the_operands_of_a_product() -> None:
+def test_no_placement_mixes_the_operands_of_a_product():
     model, rng = attention(), np.random.default_rng(0)
     free = dataclasses.replace(TENSORRT, operands_agree=False)
     space, unbound = (build_space(model, d, precisions=["int8", "fp8"]) for d in (TENSORRT, free))
@@ -44,13 +42,13 @@ def test_no_placement_mixes_the_operands_of_a_product() -> None:
     assert [rule for each in placements for rule in refused(model, TENSORRT, space, each)] == []
 
 
-def test_spaces_of_one_precision_and_of_other_dialects_have_no_agreements() -> None:
+def test_spaces_of_one_precision_and_of_other_dialects_have_no_agreements():
     model = attention()
     assert build_space(model, TENSORRT, precisions=["int8"]).agreements == ()
     assert build_space(model, OPENVINO, precisions=["int8", "fp8"]).agreements == ()
 
 
-def test_the_second_operand_gives_way_until_both_agree() -> None:
+def test_the_second_operand_gives_way_until_both_agree():
     own, near, far = Edge("a", "MatMul", 0), Edge("b", "Transpose", 0), Edge("c", "Concat", 0)
     beside, left = Edge("d", "Concat", 1), Edge("q", "Reshape", 0)
     dimensions = tuple(

@@ -1,7 +1,5 @@
 """Dialects are data that plug-ins can extend and that hold together."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -15,7 +13,6 @@ from harness.graph.rules.dialects import (
     OPENVINO_7BIT,
     TENSORRT,
     TENSORRT_RTX,
-    Dialect,
 )  # fmt: skip
 from harness.registry import load_plugin
 
@@ -25,7 +22,7 @@ SEVEN = [ONNXRUNTIME_7BIT, ONNXRUNTIME_S8_7BIT, OPENVINO_7BIT]
 @pytest.mark.parametrize(
     "dialect", [ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, TENSORRT_RTX, *SEVEN], ids=lambda d: d.name
 )
-def test_dialects_are_found_by_name_and_never_change(dialect: Dialect) -> None:
+def test_dialects_are_found_by_name_and_never_change(dialect):
     assert load_plugin("dialect", dialect.name) is dialect
     assert not dialect.linear_ops & dialect.points
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -33,18 +30,18 @@ def test_dialects_are_found_by_name_and_never_change(dialect: Dialect) -> None:
 
 
 @pytest.mark.parametrize("dialect", SEVEN, ids=lambda d: d.name)
-def test_two_products_with_weights_of_seven_bits_fit_into_sixteen(dialect: Dialect) -> None:
+def test_two_products_with_weights_of_seven_bits_fit_into_sixteen(dialect):
     assert 2 * 255 * dialect.weight_limit <= 2**15 - 1
     assert dialect.facts["weight_limit"] == 64
     assert "weight_limit" not in OPENVINO.facts, "what is as it always was changes no digest"
 
 
-def test_fp8_needs_opset_19() -> None:
+def test_fp8_needs_opset_19():
     assert OPENVINO.opset(["int8"]) == 13
     assert OPENVINO.opset(["int8", "fp8"]) == 19
 
 
-def test_activations_weights_and_biases_are_what_each_runtime_is_fast_with() -> None:
+def test_activations_weights_and_biases_are_what_each_runtime_is_fast_with():
     assert [(d.activation, d.symmetric_activation, d.bias) for d in (TENSORRT, OPENVINO, ONNXRUNTIME)] == [
         ("int8", True, "float"),
         ("int8", True, "float"),
@@ -54,7 +51,7 @@ def test_activations_weights_and_biases_are_what_each_runtime_is_fast_with() -> 
     assert not TENSORRT.affine_ops
 
 
-def test_what_only_the_compiler_of_rtx_takes_or_ignores_is_in_its_dialect_alone() -> None:
+def test_what_only_the_compiler_of_rtx_takes_or_ignores_is_in_its_dialect_alone():
     assert TENSORRT_RTX.operands_agree
     assert TENSORRT.operands_agree
     assert TENSORRT_RTX.grouped_fp8

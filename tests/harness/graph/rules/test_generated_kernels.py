@@ -1,7 +1,5 @@
 """Tensors inside one generated kernel of TensorRT-RTX, by what makes and what reads them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from onnx_models import loaded
@@ -40,11 +38,11 @@ def inner(behind: str) -> list[str]:
         ("output", ["Conv", "Sigmoid", "Mul", "Transpose"]),
     ],
 )
-def test_what_is_read_by_a_product_or_a_pool_is_not_inside(behind: str, expected: list[str]) -> None:
+def test_what_is_read_by_a_product_or_a_pool_is_not_inside(behind, expected):
     assert inner(behind) == expected
 
 
-def test_the_rule_is_of_the_dialect_of_rtx() -> None:
+def test_the_rule_is_of_the_dialect_of_rtx():
     net = GraphBuilder("net", seed=1)
     net.output(net.op("Tanh", net.op("Softmax", net.input("x", (1, 4, 8)))))
     model = loaded(net)
@@ -52,7 +50,7 @@ def test_the_rule_is_of_the_dialect_of_rtx() -> None:
     assert [rule.name if rule else "legal" for rule in rules] == ["one kernel", "legal"]
 
 
-def test_products_of_two_activations_write_quantized_results_themselves() -> None:
+def test_products_of_two_activations_write_quantized_results_themselves():
     net = GraphBuilder("net", seed=1)
     x = net.input("x", (1, 8, 8))
     scores = net.op("MatMul", x, x)

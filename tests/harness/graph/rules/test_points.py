@@ -1,7 +1,5 @@
 """Which inputs may be quantized, by the name of the rule that says no; and what a point is worth."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +43,7 @@ def found(model: Model, dialect: Dialect, op: str, number: int = 0) -> tuple[Qua
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_convolution_takes_data_and_weight_together_and_never_its_bias(dialect: Dialect) -> None:
+def test_a_convolution_takes_data_and_weight_together_and_never_its_bias(dialect):
     g, x = start()
     model = finish(g, g.conv(x, 4, 3))
     (point,) = found(model, dialect, "Conv")
@@ -56,7 +54,7 @@ def test_a_convolution_takes_data_and_weight_together_and_never_its_bias(dialect
     assert rule(model, dialect, "Conv", 2) == "bias"
 
 
-def test_a_product_of_activations_takes_both() -> None:
+def test_a_product_of_activations_takes_both():
     g, x = start((2, 3, 5))
     model = finish(g, g.op("MatMul", x, g.op("Transpose", x, perm=[0, 2, 1])))
     (point,) = found(model, OPENVINO, "MatMul")
@@ -65,21 +63,21 @@ def test_a_product_of_activations_takes_both() -> None:
 
 
 @pytest.mark.parametrize(("transposed", "shape"), [(0, (4, 6)), (1, (6, 4))])
-def test_macs_of_gemm(transposed: int, shape: tuple[int, int]) -> None:
+def test_macs_of_gemm(transposed, shape):
     g, x = start(shape)
     weight = g.const(np.ones((6, 7), np.float32))
     model = finish(g, g.op("Gemm", x, weight, transA=transposed))
     assert found(model, OPENVINO, "Gemm")[0].macs == 4 * 6 * 7
 
 
-def test_macs_of_a_transposed_convolution() -> None:
+def test_macs_of_a_transposed_convolution():
     g, x = start((1, 8, 4, 4))
     weight = g.const(np.ones((8, 5, 2, 2), np.float32))
     model = finish(g, g.op("ConvTranspose", x, weight, strides=[2, 2]))
     assert found(model, OPENVINO, "ConvTranspose")[0].macs == 8 * 4 * 4 * 5 * 2 * 2
 
 
-def test_a_convolution_with_a_computed_weight_stays_float() -> None:
+def test_a_convolution_with_a_computed_weight_stays_float():
     g, x = start()
     weight = g.op("Relu", g.input("w", (4, 8, 1, 1)))
     model = finish(g, g.op("Conv", x, weight))
@@ -87,7 +85,7 @@ def test_a_convolution_with_a_computed_weight_stays_float() -> None:
     assert found(model, OPENVINO, "Conv") == ()
 
 
-def test_integers_booleans_and_scalars_stay_as_they_are() -> None:
+def test_integers_booleans_and_scalars_stay_as_they_are():
     g, x = start((4, 4))
     indices = g.op("ReduceSum", g.op("Cast", x, to=7), g.const([1]), keepdims=0)
     picked = g.op("Gather", x, indices)
@@ -102,14 +100,14 @@ def test_integers_booleans_and_scalars_stay_as_they_are() -> None:
     assert rule(model, OPENVINO, "Less", 0) == "operator"
 
 
-def test_half_precision_is_floating_point_and_double_is_not() -> None:
+def test_half_precision_is_floating_point_and_double_is_not():
     for dtype, verdict in (("float16", "legal"), ("double", "type")):
         g, x = start((4, 4), dtype)
         assert rule(finish(g, g.op("Relu", x)), OPENVINO, "Relu") == verdict
 
 
 @pytest.mark.parametrize("dialect", [ONNXRUNTIME, ONNXRUNTIME_S8], ids=lambda d: d.name)
-def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect: Dialect, caplog: pytest.LogCaptureFixture) -> None:
+def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect, caplog):
     g, x = start((4, 8), "float16")
     weight = g.const(np.ones((8, 4), np.float16))
     model = finish(g, g.op("Gemm", g.op("Relu", x), weight, g.const(np.ones(4, np.float16))))
@@ -127,7 +125,7 @@ def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect: Dialect, capl
         ("double", OPENVINO, "rule 'operands' keeps them float (A linear operator needs two float32 or float16 inputs"),
     ],
 )
-def test_a_model_without_points_is_told_why_and_what_helps(dtype: str, dialect: Dialect, says: str) -> None:
+def test_a_model_without_points_is_told_why_and_what_helps(dtype, dialect, says):
     g, x = start((4, 8), dtype)
     model = finish(g, g.op("MatMul", x, g.const(np.ones((8, 4), {"float16": np.float16, "double": np.float64}[dtype]))))
     text = explain_no_points(model, dialect)
@@ -135,7 +133,7 @@ def test_a_model_without_points_is_told_why_and_what_helps(dtype: str, dialect: 
     assert f"its tensors are in {dtype}: export the model in float32, or take a backend of another dialect" in text
 
 
-def test_a_model_without_floating_point_is_told_where_each_rule_stands() -> None:
+def test_a_model_without_floating_point_is_told_where_each_rule_stands():
     g, x = start((4, 4), "int64")
     text = explain_no_points(finish(g, g.op("Neg", x)), OPENVINO)
     assert "rule 'operator' keeps them float (The dialect offers no point at this operator)" in text
@@ -145,7 +143,7 @@ def test_a_model_without_floating_point_is_told_where_each_rule_stands() -> None
     assert explain_no_points(empty, OPENVINO).endswith("at int8: it has no operator that reads a tensor")
 
 
-def test_unknown_types_stay_float() -> None:
+def test_unknown_types_stay_float():
     g, x = start((4, 4))
     model = finish(g, g.op("Relu", x))
     assert rule(replace(model, types={}), OPENVINO, "Relu") == "type"
@@ -154,7 +152,7 @@ def test_unknown_types_stay_float() -> None:
     assert rule(replace(model, types={}), OPENVINO, "Conv") == "operands"
 
 
-def test_constants_other_than_weights_stay_float() -> None:
+def test_constants_other_than_weights_stay_float():
     g, x = start((4, 4))
     model = finish(g, g.op("Add", x, g.const(np.ones((4, 4), np.float32))))
     assert rule(model, OPENVINO, "Add", 1) == "constant"
@@ -162,7 +160,7 @@ def test_constants_other_than_weights_stay_float() -> None:
     assert (point.slot, point.role) == (0, "other")
 
 
-def test_onnx_runtime_takes_constant_operands_with_the_data() -> None:
+def test_onnx_runtime_takes_constant_operands_with_the_data():
     g, x = start((4, 4))
     model = finish(g, g.op("Mul", g.const(np.float32(0.5)), g.op("Add", x, g.const(np.ones((4, 4), np.float32)))))
     (add,), (mul,) = found(model, ONNXRUNTIME, "Add"), found(model, ONNXRUNTIME, "Mul")
@@ -173,7 +171,7 @@ def test_onnx_runtime_takes_constant_operands_with_the_data() -> None:
         assert [edge.slot for edge in found(model, dialect, "Add")[0].edges] == [0]
 
 
-def test_onnx_runtime_takes_all_inputs_of_concat_and_where_and_tables_of_embeddings() -> None:
+def test_onnx_runtime_takes_all_inputs_of_concat_and_where_and_tables_of_embeddings():
     g, x = start((4, 4))
     table, ones = g.const(np.ones((9, 4), np.float32)), g.const(np.ones((4, 4), np.float32))
     rows = g.op("Gather", table, g.input("ids", (4,), "int64"))
@@ -187,14 +185,14 @@ def test_onnx_runtime_takes_all_inputs_of_concat_and_where_and_tables_of_embeddi
     assert [edge.slot for edge in found(model, OPENVINO, "Concat")[0].edges] == [1, 2]
 
 
-def test_a_table_of_words_is_no_constant_that_could_be_quantized() -> None:
+def test_a_table_of_words_is_no_constant_that_could_be_quantized():
     g, _ = start((4, 4))
     table = g.const(np.array(["cat", "dog"]), "words")
     model = finish(g, g.op("Gather", table, g.input("ids", (3,), "int64")))
     assert {rule(model, dialect, "Gather") for dialect in DIALECTS} == {"constant"}
 
 
-def test_an_einsum_of_two_operands_is_a_product_in_openvino() -> None:
+def test_an_einsum_of_two_operands_is_a_product_in_openvino():
     g, x = start((2, 4, 8))
     weight = g.const(np.ones((8, 2, 3), np.float32))
     y = g.op("Einsum", x, weight, equation="bti,ihd->bthd")
@@ -207,7 +205,7 @@ def test_an_einsum_of_two_operands_is_a_product_in_openvino() -> None:
     assert {rule(model, dialect, "Einsum") for dialect in (TENSORRT, ONNXRUNTIME)} == {"operator"}
 
 
-def test_vectors_stay_float_and_so_do_matrices_times_weights_without_a_bias_in_openvino() -> None:
+def test_vectors_stay_float_and_so_do_matrices_times_weights_without_a_bias_in_openvino():
     g, x = start((4, 8))
     weight = g.const(np.ones((8, 8), np.float32))
     bias, row = g.const(np.ones(8, np.float32)), g.const(np.ones((1, 8), np.float32))
@@ -221,7 +219,7 @@ def test_vectors_stay_float_and_so_do_matrices_times_weights_without_a_bias_in_o
 
 
 @pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
-def test_an_attention_mask_stays_float(none: float) -> None:
+def test_an_attention_mask_stays_float(none):
     g, x = start((4, 4))
     mask = g.const(np.triu(np.full((4, 4), none, np.float32), 1))
     model = finish(g, g.op("Add", x, mask))
@@ -231,20 +229,20 @@ def test_an_attention_mask_stays_float(none: float) -> None:
 
 @pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_concat_with_a_constant_that_no_scale_holds_stays_float(dialect: Dialect, none: float) -> None:
+def test_a_concat_with_a_constant_that_no_scale_holds_stays_float(dialect, none):
     g, x = start((4, 4))
     model = finish(g, g.op("Concat", x, g.const(np.full((4, 4), none, np.float32)), axis=0))
     assert rule(model, dialect, "Concat") == "finite"
 
 
-def test_each_operand_of_an_elementwise_operator_is_a_point() -> None:
+def test_each_operand_of_an_elementwise_operator_is_a_point():
     g, x = start((4, 4))
     model = finish(g, g.op("Mul", g.op("Tanh", x), x))
     points = found(model, OPENVINO, "Mul")
     assert [(point.slot, point.role, len(point.edges)) for point in points] == [(0, "mul", 1), (1, "mul", 1)]
 
 
-def test_the_inputs_of_a_concat_share_one_point() -> None:
+def test_the_inputs_of_a_concat_share_one_point():
     g, x = start((4, 4))
     first = g.const(np.ones((4, 4), np.float32))
     model = finish(g, g.op("Concat", first, g.op("Relu", x), g.op("Tanh", x), axis=0))
@@ -254,7 +252,7 @@ def test_the_inputs_of_a_concat_share_one_point() -> None:
     assert rule(model, OPENVINO, "Concat", 2) == "one scale"
 
 
-def test_opaque_nodes_stay_float() -> None:
+def test_opaque_nodes_stay_float():
     g, x = start((1, 4))
     inner, other = GraphBuilder("inner"), GraphBuilder("other")
     inner.output(inner.op("Tanh", x, outputs=["p"])[0], (1, 4))
@@ -268,14 +266,14 @@ def test_opaque_nodes_stay_float() -> None:
 
 @pytest.mark.parametrize(("dialect", "verdict"), [(TENSORRT, "fusion"), (OPENVINO, "legal"), (ONNXRUNTIME, "legal")])
 @pytest.mark.parametrize("activation", ["Relu", "Sigmoid", "LeakyRelu"])
-def test_nothing_between_convolution_and_activation(activation: str, dialect: Dialect, verdict: str) -> None:
+def test_nothing_between_convolution_and_activation(activation, dialect, verdict):
     g, x = start()
     model = finish(g, g.op(activation, g.conv(x, 4, 3)))
     absorbed = activation in dialect.absorbed
     assert rule(model, dialect, activation) == ("absorbed" if absorbed else verdict)
 
 
-def test_an_activation_is_absorbed_where_nothing_else_reads_the_tensor_in_front() -> None:
+def test_an_activation_is_absorbed_where_nothing_else_reads_the_tensor_in_front():
     g, x = start()
     y = g.conv(x, 8, 3)
     model = finish(g, g.op("Add", g.op("Relu", y), y))
@@ -285,7 +283,7 @@ def test_an_activation_is_absorbed_where_nothing_else_reads_the_tensor_in_front(
     assert rule(finish(g, g.op("Relu", y), y), ONNXRUNTIME, "Relu") == "legal"  # y leaves the model
 
 
-def test_nothing_inside_convolution_and_silu() -> None:
+def test_nothing_inside_convolution_and_silu():
     g, x = start()
     y = g.conv(x, 8, 3)
     model = finish(g, g.op("Mul", y, g.op("Sigmoid", y)))
@@ -293,13 +291,13 @@ def test_nothing_inside_convolution_and_silu() -> None:
     assert [rule(model, OPENVINO, "Mul", slot) for slot in (0, 1)] == ["legal", "legal"]
 
 
-def test_a_gate_on_something_else_is_no_activation_of_the_convolution() -> None:
+def test_a_gate_on_something_else_is_no_activation_of_the_convolution():
     g, x = start()
     model = finish(g, g.op("Mul", x, g.op("Sigmoid", x)))
     assert [rule(model, TENSORRT, "Mul", slot) for slot in (0, 1)] == ["legal", "legal"]
 
 
-def test_only_the_residual_operand_of_an_add() -> None:
+def test_only_the_residual_operand_of_an_add():
     g, x = start()
     y = g.op("Relu", x)
     model = finish(g, g.op("Relu", g.op("Add", g.conv(y, 8, 3), y)))
@@ -309,33 +307,33 @@ def test_only_the_residual_operand_of_an_add() -> None:
     assert [point.role for point in found(model, TENSORRT, "Add")] == ["add"]
 
 
-def test_of_two_convolutions_one_stays_fusible() -> None:
+def test_of_two_convolutions_one_stays_fusible():
     g, x = start()
     model = finish(g, g.op("Add", g.conv(x, 8, 3), g.conv(x, 8, 1)))
     assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["residual", "legal"]
 
 
-def test_a_bias_add_belongs_to_its_convolution() -> None:
+def test_a_bias_add_belongs_to_its_convolution():
     g, x = start()
     biased = g.op("Add", g.conv(x, 8, 3, bias=False), g.const(np.ones((1, 8, 1, 1), np.float32)))
     model = finish(g, g.op("Add", x, biased))
     assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "residual"]
 
 
-def test_behind_a_matmul_both_operands_of_a_residual_add_are_legal() -> None:
+def test_behind_a_matmul_both_operands_of_a_residual_add_are_legal():
     g, x = start((1, 4, 8))
     model = finish(g, g.op("Add", x, g.linear(x, 8)))
     assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "legal"]
 
 
-def test_a_convolution_that_others_read_too_does_not_fuse_with_the_add() -> None:
+def test_a_convolution_that_others_read_too_does_not_fuse_with_the_add():
     g, x = start()
     y = g.conv(x, 8, 3)
     model = finish(g, g.op("Add", y, x), g.op("Tanh", y))
     assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["legal", "legal"]
 
 
-def test_grouped_convolutions_have_no_fp8() -> None:
+def test_grouped_convolutions_have_no_fp8():
     g, x = start()
     model = finish(g, g.conv(x, 8, 3, groups=-1))
     assert rule(model, TENSORRT, "Conv", precision="fp8") == "grouped fp8"
@@ -344,14 +342,14 @@ def test_grouped_convolutions_have_no_fp8() -> None:
 
 
 @pytest.mark.parametrize(("size", "found_rule"), [(5, "legal"), (7, "fp8 filter")])
-def test_large_filters_have_no_fp8_on_tensorrt(size: int, found_rule: str) -> None:
+def test_large_filters_have_no_fp8_on_tensorrt(size, found_rule):
     g, x = start()
     model = finish(g, g.conv(x, 8, size, pad=size // 2))
     assert rule(model, TENSORRT, "Conv", precision="fp8") == found_rule
     assert rule(model, TENSORRT, "Conv") == rule(model, OPENVINO, "Conv", precision="fp8") == "legal"
 
 
-def test_what_the_compiler_of_rtx_runs_in_float_has_no_points() -> None:
+def test_what_the_compiler_of_rtx_runs_in_float_has_no_points():
     g, x = start()
     pools = [g.op(op, x, kernel_shape=[2, 2]) for op in ("AveragePool", "MaxPool")]
     model = finish(g, *pools)
@@ -361,12 +359,12 @@ def test_what_the_compiler_of_rtx_runs_in_float_has_no_points() -> None:
         assert rule(model, TENSORRT, "AveragePool", precision=precision) == "legal"
 
 
-def test_a_precision_that_the_runtime_lacks() -> None:
+def test_a_precision_that_the_runtime_lacks():
     g, x = start()
     assert rule(finish(g, g.conv(x, 8, 3)), ONNXRUNTIME, "Conv", precision="fp8") == "precision"
 
 
-def test_a_mean_over_an_image_is_pooling_and_over_features_is_not() -> None:
+def test_a_mean_over_an_image_is_pooling_and_over_features_is_not():
     for shape, axes, role in (((1, 8, 4, 4), [2, 3], "pool"), ((1, 4, 8), [2], "other")):
         g, x = start(shape)
         assert found(finish(g, g.op("ReduceMean", x, axes=axes)), OPENVINO, "ReduceMean")[0].role == role
@@ -385,14 +383,14 @@ def test_a_mean_over_an_image_is_pooling_and_over_features_is_not() -> None:
         ("Sqrt", "other"),
     ],
 )
-def test_roles(op: str, role: str) -> None:
+def test_roles(op, role):
     g, x = start()
     extra = {"MaxPool": {"kernel_shape": [2, 2]}}.get(op, {})
     inputs = [x, g.const([1, -1])] if op == "Reshape" else [x]
     assert found(finish(g, g.op(op, *inputs, **extra)), OPENVINO, op)[0].role == role
 
 
-def test_rules_have_distinct_names_and_a_sentence_and_a_row_in_the_docs() -> None:
+def test_rules_have_distinct_names_and_a_sentence_and_a_row_in_the_docs():
     assert len({r.name for r in PLACEMENT_RULES}) == len(PLACEMENT_RULES)
     assert all(r.text.endswith(".") for r in PLACEMENT_RULES)
     page = (Path(__file__).resolve().parents[4] / "docs/reference/regions.md").read_text(encoding="utf-8")

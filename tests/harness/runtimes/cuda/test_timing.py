@@ -1,7 +1,5 @@
 """GPU time by events: on a simulated device, whose every gap is known; and on a real one where there is one."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Callable
@@ -35,7 +33,7 @@ def model(api: FakeCuda, kernels: int = 3) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 7])
-def test_readings_hold_the_kernels_and_not_the_hosts_gaps(graph: bool, n: int) -> None:
+def test_readings_hold_the_kernels_and_not_the_hosts_gaps(graph, n):
     api = FakeCuda(host_us=8)
     with GpuTimer(CudaRuntime(api), model(api), graph=graph) as timer:
         readings = timer.read(n)
@@ -44,7 +42,7 @@ def test_readings_hold_the_kernels_and_not_the_hosts_gaps(graph: bool, n: int) -
     assert "cudaGraphLaunch" in api.calls if graph else "cudaGraphLaunch" not in api.calls
 
 
-def test_a_single_query_between_events_would_hold_them() -> None:
+def test_a_single_query_between_events_would_hold_them():
     api = FakeCuda(host_us=8)
     with GpuTimer(CudaRuntime(api), model(api), graph=False) as timer:
         call, (begin, end) = (
@@ -59,7 +57,7 @@ def test_a_single_query_between_events_would_hold_them() -> None:
         assert call("cudaEventElapsedTime", begin, end) > 1.05 * KERNEL_MS
 
 
-def test_a_host_that_is_slower_than_the_device_shows_without_a_graph_and_not_with_one() -> None:
+def test_a_host_that_is_slower_than_the_device_shows_without_a_graph_and_not_with_one():
     readings = {}
     for graph in (True, False):
         api = FakeCuda(host_us=10)
@@ -70,7 +68,7 @@ def test_a_host_that_is_slower_than_the_device_shows_without_a_graph_and_not_wit
     assert (readings[True].host_bound, readings[False].host_bound) == (0.0, 1.0)
 
 
-def test_a_cold_cache_is_made_outside_of_the_readings() -> None:
+def test_a_cold_cache_is_made_outside_of_the_readings():
     api = FakeCuda()
     with GpuTimer(CudaRuntime(api), model(api), flush_bytes=flush_bytes(2**20, True)) as timer:
         assert timer.read(4).gpu_ms == pytest.approx([KERNEL_MS] * 4)
@@ -80,7 +78,7 @@ def test_a_cold_cache_is_made_outside_of_the_readings() -> None:
         flush_bytes(0, True)
 
 
-def test_nothing_is_left_on_the_device() -> None:
+def test_nothing_is_left_on_the_device():
     api = FakeCuda()
     with GpuTimer(CudaRuntime(api), model(api), flush_bytes=4096) as timer:
         timer.read(2)
@@ -88,7 +86,7 @@ def test_nothing_is_left_on_the_device() -> None:
     assert (api.memory, api.streams, api.events, api.graphs, api.captured) == ({}, {}, {}, {}, {})
 
 
-def test_what_cannot_be_captured_is_timed_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_captured_is_timed_as_it_is_and_says_so(caplog):
     api = FakeCuda()
     plain = model(api)
 
@@ -108,7 +106,7 @@ def test_what_cannot_be_captured_is_timed_as_it_is_and_says_so(caplog: pytest.Lo
 @pytest.mark.parametrize(
     "function", ["cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate", "cudaGraphUpload"]
 )
-def test_a_graph_that_cuda_refuses_leaves_nothing_behind(function: str) -> None:
+def test_a_graph_that_cuda_refuses_leaves_nothing_behind(function):
     api = FakeCuda()
     api.failing[function] = Status.cudaErrorStreamCaptureUnsupported
     with GpuTimer(CudaRuntime(api), model(api)) as timer:
@@ -119,7 +117,7 @@ def test_a_graph_that_cuda_refuses_leaves_nothing_behind(function: str) -> None:
     assert not api.last
 
 
-def test_an_error_among_the_readings_leaves_nothing_behind() -> None:
+def test_an_error_among_the_readings_leaves_nothing_behind():
     api = FakeCuda()
     plain, left = model(api), [4]
 
@@ -139,7 +137,7 @@ def test_an_error_among_the_readings_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("function", ["cudaStreamSynchronize", "cudaFree", "cudaEventDestroy"])
-def test_what_fails_at_the_end_keeps_nothing_else_from_being_released(function: str) -> None:
+def test_what_fails_at_the_end_keeps_nothing_else_from_being_released(function):
     api = FakeCuda()
     with pytest.raises(MeasureFailed, match=function):
         fail_at_the_end(api, function)
@@ -153,7 +151,7 @@ def fail_at_the_end(api: FakeCuda, function: str) -> None:
         api.failing[function] = Status.cudaErrorMemoryAllocation
 
 
-def test_errors_that_were_dealt_with_are_taken_away() -> None:
+def test_errors_that_were_dealt_with_are_taken_away():
     """Or TensorRT's next launch would find them, and fail."""
     api = FakeCuda(memory_bytes=10)
     with pytest.raises(MeasureFailed, match="out of memory"):
@@ -164,21 +162,21 @@ def test_errors_that_were_dealt_with_are_taken_away() -> None:
         assert not api.last
 
 
-def test_errors_have_cudas_own_words_and_release_what_was_made() -> None:
+def test_errors_have_cudas_own_words_and_release_what_was_made():
     api = FakeCuda(memory_bytes=10)
     with pytest.raises(MeasureFailed, match=r"cudaMalloc: cudaErrorMemoryAllocation \(out of memory\)"):
         GpuTimer(CudaRuntime(api), model(api), flush_bytes=4096).__enter__()
     assert not api.streams
 
 
-def test_an_error_that_leaves_no_usable_device_ends_the_process() -> None:
+def test_an_error_that_leaves_no_usable_device_ends_the_process():
     api = FakeCuda()
     api.failing["cudaStreamSynchronize"] = Status.cudaErrorIllegalAddress
     with pytest.raises(SystemExit, match=r"this process cannot use the GPU any more"):
         CudaRuntime(api).call("cudaStreamSynchronize", 0)
 
 
-def test_warm_up_goes_by_time() -> None:
+def test_warm_up_goes_by_time():
     api = FakeCuda()
     with GpuTimer(CudaRuntime(api), model(api)) as timer:
         assert timer.warm_up(2.0) > 1
@@ -192,13 +190,13 @@ def test_warm_up_goes_by_time() -> None:
         (FakeCuda(devices=0), r"no NVIDIA GPU is visible; check nvidia-smi and .* CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_no_device_is_one_clear_sentence(api: FakeCuda, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_device_is_one_clear_sentence(api, message, monkeypatch):
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: api)
     with pytest.raises(UserError, match=message):
         open_device()
 
 
-def test_the_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_described(monkeypatch):
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
     _, found = open_device()
     assert (found.name, found.capability, found.driver) == ("Fake GPU", (8, 9), "12.8")
@@ -207,7 +205,7 @@ def test_the_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
         open_device(3)
 
 
-def test_cuda_python_takes_what_it_is_given() -> None:
+def test_cuda_python_takes_what_it_is_given():
     """Without a driver every call only says so: kinds of arguments and numbers of results are checked all the same."""
     try:
         api = import_runtime()
@@ -241,14 +239,14 @@ def test_cuda_python_takes_what_it_is_given() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("target_ms", [0.1, 5.0])
-def test_readings_agree_with_triton(target_ms: float, graph: bool) -> None:
+def test_readings_agree_with_triton(target_ms, graph):
     """One kernel whose time goes by the memory it moves: heat holds back no clock, and the host launches it once."""
     try:
         cuda, gpu = open_device()
     except UserError as error:
         pytest.skip(str(error))
-    torch = pytest.importorskip("torch")
     testing = pytest.importorskip("triton.testing")
+    torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
 

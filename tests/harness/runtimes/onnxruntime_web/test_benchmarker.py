@@ -1,7 +1,5 @@
 """The benchmarker of ONNX Runtime Web, against a stand-in for Node.js, and where they are installed the real ones."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import sys
@@ -27,7 +25,7 @@ CHROMIUM = next((name for name in ("chromium", "chromium-browser", "google-chrom
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def node(monkeypatch, tmp_path):
     """The stand-in, as a program."""
     program = tmp_path / "bin" / "node"
     program.parent.mkdir()
@@ -38,14 +36,14 @@ def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def candidate(tmp_path: Path) -> Candidate:
+def candidate(tmp_path):
     builder = GraphBuilder("net")
     builder.output(builder.op("Relu", builder.input("x", (1, 2))), name="y")
     path = builder.save(tmp_path / "m.onnx")
     return Candidate(digest="x", edges=(), source=lambda: path)
 
 
-def test_readings_outputs_and_layers_are_those_of_the_child(node: str, candidate: Candidate, tmp_path: Path) -> None:
+def test_readings_outputs_and_layers_are_those_of_the_child(node, candidate, tmp_path):
     made = ONNXRuntimeWebBenchmarker(node=node, profile=True)
     artifact = made.build(candidate, tmp_path)
     feeds = {"x": np.array([[1.5, -2.0]], np.float32)}
@@ -61,7 +59,7 @@ def test_readings_outputs_and_layers_are_those_of_the_child(node: str, candidate
         ONNXRuntimeWebBenchmarker(node=node).layers(artifact)
 
 
-def test_description_names_package_and_engine(node: str) -> None:
+def test_description_names_package_and_engine(node):
     facts = ONNXRuntimeWebBenchmarker(node=node).describe()
     assert (facts["name"], facts["version"], facts["float_precision"]) == ("onnxruntime_web", "1.30.0", "f32")
     assert facts["options"] == {"threads": 1, "simd": True, "engine": "Node.js 20.1.0"}
@@ -70,7 +68,7 @@ def test_description_names_package_and_engine(node: str) -> None:
     assert facts["options"]["engine"] == "Chromium 156.0"
 
 
-def test_what_is_missing_is_named_with_the_remedy(node: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_missing_is_named_with_the_remedy(node, monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"'onnxruntime_web': Node\.js .*https://nodejs\.org"):
         ONNXRuntimeWebBenchmarker(node=str(tmp_path / "gone")).describe()
     monkeypatch.setenv("FAKE_NODE", "missing")
@@ -80,7 +78,7 @@ def test_what_is_missing_is_named_with_the_remedy(node: str, monkeypatch: pytest
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-def test_no_package_of_the_working_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_package_of_the_working_folder_runs(tmp_path, monkeypatch):
     package = tmp_path / "node_modules" / "onnxruntime-web"
     package.mkdir(parents=True)
     (package / "index.js").write_text("require('node:fs').writeFileSync('marker', '')")
@@ -101,16 +99,14 @@ def test_no_package_of_the_working_folder_runs(tmp_path: Path, monkeypatch: pyte
         ("dies", MeasureFailed, r"ended with status 7: .*could not allocate"),
     ],
 )
-def test_failures_are_those_of_the_candidate(
-    fault: str, error: type[Exception], message: str, node: str, candidate: Candidate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_are_those_of_the_candidate(fault, error, message, node, candidate, monkeypatch):
     monkeypatch.setenv("FAKE_NODE", fault)
     made = ONNXRuntimeWebBenchmarker(node=node)
     with pytest.raises(error, match=message), made.open(made.build(candidate, Path())):
         pass
 
 
-def test_the_child_ends_with_its_engine(node: str, candidate: Candidate, tmp_path: Path) -> None:
+def test_the_child_ends_with_its_engine(node, candidate, tmp_path):
     artifact = ONNXRuntimeWebBenchmarker(node=node).build(candidate, tmp_path)
     pid = artifact.engine.pid
     del artifact
@@ -118,9 +114,7 @@ def test_the_child_ends_with_its_engine(node: str, candidate: Candidate, tmp_pat
     assert not psutil.pid_exists(pid)
 
 
-def test_a_child_that_hangs_is_ended_with_its_worker(
-    node: str, candidate: Candidate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_hangs_is_ended_with_its_worker(node, candidate, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_NODE", "hangs")
     spec = WorkerSpec(
         benchmarkers={"main": PluginSpec(use="onnxruntime_web", params={"node": node})}, workdir=tmp_path / "work"
@@ -137,7 +131,7 @@ def test_a_child_that_hangs_is_ended_with_its_worker(
 
 
 @pytest.mark.parametrize("browser", [False, True], ids=["node", "chromium"])
-def test_real_engines_keep_the_contract(browser: bool, tmp_path: Path) -> None:
+def test_real_engines_keep_the_contract(browser, tmp_path):
     if browser and CHROMIUM is None:
         pytest.skip("no Chromium is installed")
     params = {"chromium": CHROMIUM} if browser else {}

@@ -1,7 +1,5 @@
 """The TensorRT benchmarker on both majors: strict fakes with the names of the real modules, and the real thing."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -38,7 +36,7 @@ SHAPES_MAP = 0.882
 
 
 @pytest.fixture(params=[10, 11])
-def trt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTensorRT:
+def trt(request, monkeypatch, tmp_path):
     """A machine with a GPU and this TensorRT."""
     cuda = FakeCuda()
     fake = FakeTensorRT(request.param, cuda)
@@ -93,7 +91,7 @@ def built_with(trt: FakeTensorRT) -> tuple[Any, Any]:
     return next(args for name, args in reversed(trt.calls) if name == "build")  # type: ignore[return-value]
 
 
-def test_builds_times_and_answers_as_the_model_does(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_builds_times_and_answers_as_the_model_does(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32", workspace_gb=2, optimization_level=4)
     path = small(tmp_path / "m.onnx")
     artifact = made.build(candidate(path), tmp_path)
@@ -119,12 +117,12 @@ def test_builds_times_and_answers_as_the_model_does(trt: FakeTensorRT, tmp_path:
     assert len(artifact.info["plan_sha256"]) == 64
 
 
-def test_tf32_is_a_float_precision_of_its_own(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_tf32_is_a_float_precision_of_its_own(trt, tmp_path):
     TensorRTBenchmarker(precision="tf32").build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     assert "TF32" in built_with(trt)[1]._flags
 
 
-def test_an_fp16_engine_comes_from_an_fp16_file(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_an_fp16_engine_comes_from_an_fp16_file(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f16")
     path = quantized(small(tmp_path / "m.onnx"), tmp_path / "q")
     made.build(candidate(path), tmp_path)
@@ -137,7 +135,7 @@ def test_an_fp16_engine_comes_from_an_fp16_file(trt: FakeTensorRT, tmp_path: Pat
     assert not config._flags & {"FP16", "INT8"}
 
 
-def test_weak_typing_has_flags_on_10_and_is_refused_on_11(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_weak_typing_has_flags_on_10_and_is_refused_on_11(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f16", typing="weak")
     path = quantized(small(tmp_path / "m.onnx"), tmp_path / "q")
     if trt._major == 11:
@@ -153,7 +151,7 @@ def test_weak_typing_has_flags_on_10_and_is_refused_on_11(trt: FakeTensorRT, tmp
         made.build(candidate(path), tmp_path)
 
 
-def test_an_engine_for_several_batches_takes_what_its_profile_covers(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_an_engine_for_several_batches_takes_what_its_profile_covers(trt, tmp_path):
     path = small(tmp_path / "m.onnx", "batch")
     shapes = {"x": {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}}
     made = TensorRTBenchmarker(precision="f32", profiles=shapes)
@@ -175,7 +173,7 @@ def test_an_engine_for_several_batches_takes_what_its_profile_covers(trt: FakeTe
         TensorRTBenchmarker(precision="f32", profiles=nobody).build(candidate(path), tmp_path)
 
 
-def test_an_engine_from_a_file_brings_its_own_profile(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_an_engine_from_a_file_brings_its_own_profile(trt, tmp_path):
     path, file = small(tmp_path / "m.onnx", "batch"), tmp_path / "m.engine"
     shapes = {"x": {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}}
     TensorRTBenchmarker(precision="f32", profiles=shapes).save(candidate(path), file)
@@ -187,7 +185,7 @@ def test_an_engine_from_a_file_brings_its_own_profile(trt: FakeTensorRT, tmp_pat
             probe.infer(feeds(9))
 
 
-def test_a_profile_has_to_cover_the_shape_that_was_calibrated(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_a_profile_has_to_cover_the_shape_that_was_calibrated(trt, tmp_path):
     """A run fixes the shapes of its models: then nothing is tuned for, and a profile that covers them is left aside."""
     path = small(tmp_path / "m.onnx", 4)
     shapes = {"x": {"min": "1x3x8x8", "opt": "2x3x8x8", "max": "8x3x8x8"}}
@@ -200,7 +198,7 @@ def test_a_profile_has_to_cover_the_shape_that_was_calibrated(trt: FakeTensorRT,
         made.build(candidate(path), tmp_path)
 
 
-def test_inputs_that_hold_shapes_are_refused(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_inputs_that_hold_shapes_are_refused(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     trt.on_host = {"x"}
@@ -208,7 +206,7 @@ def test_inputs_that_hold_shapes_are_refused(trt: FakeTensorRT, tmp_path: Path) 
         pass
 
 
-def test_tensors_that_are_not_linear_are_refused(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_tensors_that_are_not_linear_are_refused(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     trt.formats = {"y": "CHW32"}
@@ -216,21 +214,21 @@ def test_tensors_that_are_not_linear_are_refused(trt: FakeTensorRT, tmp_path: Pa
         made.open(artifact).__enter__()
 
 
-def test_a_gpu_without_memory_for_a_builder_is_a_failed_build(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_a_gpu_without_memory_for_a_builder_is_a_failed_build(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     trt.no_builder = True
     with pytest.raises(BuildFailed, match="TensorRT cannot start on this GPU: CUDA initialization failure"):
         made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
 
 
-def test_a_model_in_memory_is_parsed_too(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_a_model_in_memory_is_parsed_too(trt, tmp_path):
     library, cache = open_library(), TimingCache("cold", tmp_path / "none")
     content = small(tmp_path / "m.onnx").read_bytes()
     plan = build_plan(library, content, BuildOptions(precision="f32"), cache, quantized=False)
     assert load_engine(library, plan.content, "memory").num_io_tensors == 2
 
 
-def test_refusals_have_tensorrts_words_and_the_nodes(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_refusals_have_tensorrts_words_and_the_nodes(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     path = small(tmp_path / "odd.onnx")
     model = onnx.load(path)
@@ -251,7 +249,7 @@ def test_refusals_have_tensorrts_words_and_the_nodes(trt: FakeTensorRT, tmp_path
         made.build(candidate(tmp_path / "gone.onnx"), tmp_path)
 
 
-def test_engines_are_kept_and_those_of_another_version_refused(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_engines_are_kept_and_those_of_another_version_refused(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     path = tmp_path / "m.engine"
     made.save(candidate(small(tmp_path / "m.onnx")), path)
@@ -265,7 +263,7 @@ def test_engines_are_kept_and_those_of_another_version_refused(trt: FakeTensorRT
         made.load(path)
 
 
-def test_timing_caches_by_policy(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_timing_caches_by_policy(trt, tmp_path):
     model, file = small(tmp_path / "m.onnx"), tmp_path / "t" / "cache"
 
     def build(policy: Any) -> bytes:
@@ -300,7 +298,7 @@ def test_timing_caches_by_policy(trt: FakeTensorRT, tmp_path: Path) -> None:
         build("shared")
 
 
-def test_builds_at_the_same_time_lose_nothing_of_the_timing_cache(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_builds_at_the_same_time_lose_nothing_of_the_timing_cache(trt, tmp_path):
     file = tmp_path / "cache"
     ours = TimingCache("shared", file)
     library = open_library()
@@ -315,13 +313,13 @@ def test_builds_at_the_same_time_lose_nothing_of_the_timing_cache(trt: FakeTenso
     assert b"damaged" not in file.read_bytes()
 
 
-def test_the_default_cache_belongs_to_one_version_and_gpu(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_the_default_cache_belongs_to_one_version_and_gpu(trt, tmp_path):
     TensorRTBenchmarker(precision="f32").build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     kept = list((tmp_path / "cache" / "qdq-bench" / "tensorrt").iterdir())
     assert [path.name for path in kept] == [f"{trt.__version__}-Fake-GPU.timing"]
 
 
-def test_too_little_memory(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_too_little_memory(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     trt.cuda.memory_bytes = 16
@@ -333,7 +331,7 @@ def test_too_little_memory(trt: FakeTensorRT, tmp_path: Path) -> None:
         pass
 
 
-def test_wrong_feeds(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_wrong_feeds(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     with made.open(made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)) as probe:
         with pytest.raises(MeasureFailed, match=r"the engine's inputs are x, but got nobody"):
@@ -342,7 +340,7 @@ def test_wrong_feeds(trt: FakeTensorRT, tmp_path: Path) -> None:
             probe.infer(feeds(2))
 
 
-def test_layers_come_from_a_detailed_build_and_times_from_runs_of_their_own(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_layers_come_from_a_detailed_build_and_times_from_runs_of_their_own(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32", profile=True)
     path = small(tmp_path / "m.onnx")
     names = [node.name for node in onnx.load(path).graph.node]
@@ -355,7 +353,7 @@ def test_layers_come_from_a_detailed_build_and_times_from_runs_of_their_own(trt:
     assert made.describe()["options"]["profile"] is True
 
 
-def test_an_evaluator_scores_the_engine_that_is_timed(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_an_evaluator_scores_the_engine_that_is_timed(trt, tmp_path):
     path = small(tmp_path / "m.onnx")
     made = TensorRTBenchmarker(precision="f32")
     judge = Fidelity(inputs={"x": ("float", (1, 3, 8, 8))}, reference=tmp_path / "r.npz", samples=3)
@@ -366,7 +364,7 @@ def test_an_evaluator_scores_the_engine_that_is_timed(trt: FakeTensorRT, tmp_pat
         assert 0 < judge.score(probe.infer).metrics["sqnr_db"] < 100
 
 
-def test_evaluators_run_at_the_batch_of_the_profile(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_evaluators_run_at_the_batch_of_the_profile(trt, tmp_path):
     path = small(tmp_path / "m.onnx", "batch")
     shapes = {"x": {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}}
     made = TensorRTBenchmarker(precision="f32", profiles=shapes)
@@ -380,7 +378,7 @@ def test_evaluators_run_at_the_batch_of_the_profile(trt: FakeTensorRT, tmp_path:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_a_detector_scores_the_same_at_every_batch(batch: int, trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_a_detector_scores_the_same_at_every_batch(batch, trt, tmp_path):
     """It is exported for one image; seven images fill the second batch of five up."""
     file = zoo.write_model("shapes_detector", tmp_path / "d.onnx")
     one = load(file)
@@ -397,7 +395,7 @@ def test_a_detector_scores_the_same_at_every_batch(batch: int, trt: FakeTensorRT
         assert judge.score(probe.infer).metrics["map"] == pytest.approx(SHAPES_MAP, abs=2e-3)
 
 
-def test_description(trt: FakeTensorRT) -> None:
+def test_description(trt):
     facts = TensorRTBenchmarker().describe()
     assert facts["version"] == trt.__version__
     assert facts["device"] == "Fake GPU"
@@ -412,7 +410,7 @@ def test_description(trt: FakeTensorRT) -> None:
         TensorRTBenchmarker(precision="bf16").describe()
 
 
-def test_plugins(trt: FakeTensorRT, tmp_path: Path) -> None:
+def test_plugins(trt, tmp_path):
     with pytest.raises(UserError, match=r"plugins: nowhere\.so: no such file"):
         TensorRTBenchmarker(plugins=["nowhere.so"]).describe()
     library = tmp_path / "mine.so"
@@ -424,7 +422,7 @@ def test_plugins(trt: FakeTensorRT, tmp_path: Path) -> None:
         assert TensorRTBenchmarker(plugins=[str(library)]).describe()["options"]["plugins"] == ["mine.so"]
 
 
-def test_options_that_cannot_be_are_refused() -> None:
+def test_options_that_cannot_be_are_refused():
     for params, message in (
         ({"precision": "int8"}, "precision: 'auto', .*, but got 'int8'"),
         ({"typing": "none"}, "typing: 'strong' or 'weak'"),
@@ -440,7 +438,7 @@ def test_options_that_cannot_be_are_refused() -> None:
             registry.create_plugin("benchmarker", "tensorrt", params)
 
 
-def test_without_a_gpu_it_can_be_made_and_says_what_is_missing() -> None:
+def test_without_a_gpu_it_can_be_made_and_says_what_is_missing():
     """So an experiment for a GPU can be checked anywhere."""
     made: Any = registry.create_plugin("benchmarker", "tensorrt", {})
     if why_no_gpu() is None:
@@ -456,9 +454,7 @@ def test_without_a_gpu_it_can_be_made_and_says_what_is_missing() -> None:
         (ImportError("libnvinfer.so.10: cannot open shared object file"), "libraries are missing .*LD_LIBRARY_PATH"),
     ],
 )
-def test_a_missing_library_is_one_sentence(
-    error: ImportError, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_library_is_one_sentence(error, message, monkeypatch, tmp_path):
     folder = tmp_path / "fake"
     folder.mkdir()
     (folder / "tensorrt.py").write_text(f"raise {type(error).__name__}({str(error)!r})\n")
@@ -467,7 +463,7 @@ def test_a_missing_library_is_one_sentence(
         open_library()
 
 
-def test_an_old_tensorrt_is_refused() -> None:
+def test_an_old_tensorrt_is_refused():
     fake = FakeTensorRT(10, FakeCuda())
     fake.__version__ = "10.8.0"
     with pytest.raises(UserError, match=r"TensorRT 10\.8\.0 is too old: 10\.9 or later"):
@@ -483,7 +479,7 @@ def why_no_gpu() -> str | None:
 
 
 @pytest.fixture
-def gpu() -> None:
+def gpu():
     """A real GPU with TensorRT, or a reason to skip."""
     reason = why_no_gpu()
     if reason is not None:
@@ -500,7 +496,7 @@ inputs: where pairs round, a step up or down goes through all that follows. A wr
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["resnet18", "yolox_nano"])
 @pytest.mark.parametrize("kind", ["f32", "f16", "int8", "fp8"])
-def test_real_engines(name: str, kind: str, tmp_path: Path) -> None:
+def test_real_engines(name, kind, tmp_path):
     """Builds, times, evaluates and inspects; FP8 where the GPU has it."""
     assets = os.environ.get("QDQ_ASSETS", "")
     if name == "yolox_nano" and not assets:

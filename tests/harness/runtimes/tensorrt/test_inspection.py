@@ -1,7 +1,5 @@
 """The engine inspector's answer in the spelling of both majors."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -46,7 +44,7 @@ ELEVEN = {
 
 
 @pytest.mark.parametrize("answer", [TEN, ELEVEN])
-def test_both_spellings_give_the_same_table(answer: object) -> None:
+def test_both_spellings_give_the_same_table(answer):
     reformat, convolution = read_layers(json.dumps(answer), {CONV: 0.2, REFORMAT: 0.05})
     assert (reformat.kind, reformat.precision, reformat.time_ms) == ("Reformat", "f32", 0.05)
     assert (convolution.kind, convolution.precision, convolution.time_ms) == ("Convolution", "int8", 0.2)
@@ -70,17 +68,17 @@ def test_both_spellings_give_the_same_table(answer: object) -> None:
         ("N/A due to dynamic shapes", ""),
     ],
 )
-def test_words_for_types(text: str, precision: str) -> None:
+def test_words_for_types(text, precision):
     answer = {"Layers": [{"Name": "a", "LayerType": "b", "Inputs": [{"Format/Datatype": text}]}]}
     assert read_layers(json.dumps(answer), {})[0].precision == precision
 
 
-def test_an_engine_built_without_details_gives_names() -> None:
+def test_an_engine_built_without_details_gives_names():
     (layer,) = read_layers(json.dumps({"Layers": ["Conv_0"], "Bindings": []}), {"Conv_0": 1.0})
     assert (layer.name, layer.kind, layer.time_ms) == ("Conv_0", "", 1.0)
 
 
 @pytest.mark.parametrize("text", ["nonsense", "{}", '{"Layers": [1]}', '{"Layers": 3}'])
-def test_other_answers_are_refused(text: str) -> None:
+def test_other_answers_are_refused(text):
     with pytest.raises(MeasureFailed, match=r"the engine inspector's answer cannot be read"):
         read_layers(text, {})

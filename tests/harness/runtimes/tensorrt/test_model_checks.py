@@ -1,7 +1,5 @@
 """Model files as TensorRT takes them: what is refused beforehand, casting, and FP8 scales."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes
@@ -58,20 +56,20 @@ def zero_of(kind: int, value: int = 0) -> TensorProto:
         (zero_of(TensorProto.INT8), 0.0, "has a scale that is not positive"),
     ],
 )
-def test_what_is_refused_before_a_build(zero: TensorProto | None, scale: float, message: str, tmp_path: Path) -> None:
+def test_what_is_refused_before_a_build(zero, scale, message, tmp_path):
     path = pair(tmp_path / "m.onnx", zero, scale)
     with pytest.raises(BuildFailed, match=message):
         check_tensorrt_qdq(read_structure(path), path, AMPERE)
 
 
-def test_what_is_taken(tmp_path: Path) -> None:
+def test_what_is_taken(tmp_path):
     for kind in (TensorProto.INT8, TensorProto.FLOAT8E4M3FN):
         path = pair(tmp_path / "m.onnx", zero_of(kind))
         check_tensorrt_qdq(read_structure(path), path, HOPPER)
         assert has_qdq(read_structure(path))
 
 
-def test_a_zero_point_that_is_computed_is_left_to_tensorrt(tmp_path: Path) -> None:
+def test_a_zero_point_that_is_computed_is_left_to_tensorrt(tmp_path):
     """Constant -> Cast -> QuantizeLinear is a form that it takes."""
     path = pair(tmp_path / "m.onnx", zero_of(TensorProto.INT8))
     model = onnx.load(path)
@@ -81,7 +79,7 @@ def test_a_zero_point_that_is_computed_is_left_to_tensorrt(tmp_path: Path) -> No
     check_tensorrt_qdq(read_structure(path), path, AMPERE)
 
 
-def test_what_a_file_says_of_its_inputs_and_types(tmp_path: Path) -> None:
+def test_what_a_file_says_of_its_inputs_and_types(tmp_path):
     path = pair(tmp_path / "m.onnx", zero_of(TensorProto.FLOAT8E4M3FN))
     model = onnx.load(path)
     model.graph.input.append(helper.make_tensor_value_info("zero", TensorProto.FLOAT8E4M3FN, []))  # as before IR 4
@@ -92,7 +90,7 @@ def test_what_a_file_says_of_its_inputs_and_types(tmp_path: Path) -> None:
     assert not models.has_fp8(read_structure(quantized(tmp_path)))
 
 
-def test_quantized_biases_are_refused(tmp_path: Path) -> None:
+def test_quantized_biases_are_refused(tmp_path):
     builder = GraphBuilder("bias", opset=19)
     bias = builder.op("DequantizeLinear", builder.const(np.ones(4, np.int32)), builder.const(np.float32(0.1)))
     builder.output(builder.op("Add", builder.input("x", (1, 4)), bias), name="y")
@@ -101,7 +99,7 @@ def test_quantized_biases_are_refused(tmp_path: Path) -> None:
         check_tensorrt_qdq(read_structure(path), path, HOPPER)
 
 
-def test_what_our_dialect_writes_is_taken(tmp_path: Path) -> None:
+def test_what_our_dialect_writes_is_taken(tmp_path):
     path = quantized(tmp_path)
     check_tensorrt_qdq(read_structure(path), path, AMPERE)
 
@@ -117,9 +115,7 @@ def quantized(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("f16", TensorProto.FLOAT16), ("bf16", TensorProto.BFLOAT16)])
-def test_casting_keeps_inputs_and_outputs_and_makes_scales_of_that_type(
-    precision: str, kind: int, tmp_path: Path
-) -> None:
+def test_casting_keeps_inputs_and_outputs_and_makes_scales_of_that_type(precision, kind, tmp_path):
     path = quantized(tmp_path)
     cast = cast_model(path, precision, tmp_path)
     model = onnx.load(cast)
@@ -134,7 +130,7 @@ def test_casting_keeps_inputs_and_outputs_and_makes_scales_of_that_type(
     assert cast_model(path, "f32", tmp_path) == path
 
 
-def test_too_much_weight_is_not_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_weight_is_not_cast(tmp_path, monkeypatch):
     path = quantized(tmp_path)
     monkeypatch.setattr(models, "MAX_PROTOBUF_BYTES", 100)
     with pytest.raises(BuildFailed, match=r"larger than 2 GiB, which protobuf cannot read"):
@@ -153,7 +149,7 @@ def fp8_error(values: np.ndarray, scale: float) -> float:
     return float(np.abs(stored.astype(np.float32) * scale - values).mean() / np.abs(values).mean())
 
 
-def test_fp8_scales_are_amax_over_448() -> None:
+def test_fp8_scales_are_amax_over_448():
     """ModelOpt 0.47 has `scale_int8 * 448 / 127` (onnx/quantization/fp8.py); amax / 448 is `scale_int8 * 127 / 448`.
 
     Either keeps the accuracy of values that are alike: E4M3 is a floating-point format, and the larger scale wastes its
@@ -168,7 +164,7 @@ def test_fp8_scales_are_amax_over_448() -> None:
     assert fp8_error(ordinary, 20_000 / 448) < 0.1
 
 
-def test_profiles_name_what_is_wrong() -> None:
+def test_profiles_name_what_is_wrong():
     profile = read_profiles({"x": {"min": "1x3", "opt": [2, 3], "max": "4x3"}})["x"]
     assert (profile.min, profile.opt, profile.max) == ((1, 3), (2, 3), (4, 3))
     assert str(profile) == "1x3 to 4x3"

@@ -1,7 +1,5 @@
 """A whole experiment on TensorRT: searched, exported, scored and confirmed; on the fakes of both majors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,7 @@ def rows_of(task: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("major", [10, 11])
-def test_a_whole_experiment(major: int, tmp_path: Path) -> None:
+def test_a_whole_experiment(major, tmp_path):
     task = run(tmp_path, backend=f"TensorRT{major}", precision="f32", baselines="all, linear")
     facts = json.loads((task / "task.json").read_text())
     assert facts["backend"]["version"].startswith(f"{major}.")
@@ -73,7 +71,7 @@ def test_a_whole_experiment(major: int, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
+def parsed(monkeypatch):
     """Each file that TensorRT was given, with its hash."""
     found: list[tuple[Path, str]] = []
     build = benchmarker.build_plan
@@ -87,9 +85,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
 
 
 @pytest.mark.parametrize("major", [10, 11])
-def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(
-    major: int, tmp_path: Path, parsed: list[tuple[Path, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(major, tmp_path, parsed, monkeypatch):
     casts: list[str] = []
 
     def counting(what: str, work: Any, path: Path, precision: str, **limits: float) -> onnx.ModelProto:
@@ -115,7 +111,7 @@ def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(
         assert ends == {onnx.TensorProto.FLOAT}
 
 
-def test_a_delivered_fp16_file_can_be_verified(tmp_path: Path) -> None:
+def test_a_delivered_fp16_file_can_be_verified(tmp_path):
     task = run(tmp_path, backend="TensorRT11", precision="f16", baselines="all")
     row = next(row for row in rows_of(task).values() if row["choices"] and any(row["choices"]))
     checks = verify(task / "models" / row["file"], NullProgress(), base=tmp_path)
@@ -123,7 +119,7 @@ def test_a_delivered_fp16_file_can_be_verified(tmp_path: Path) -> None:
     assert {"file", "edges", "accuracy"} <= {check.what for check in checks}
 
 
-def test_a_missing_driver_is_said_before_anything_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_said_before_anything_takes_long(tmp_path, monkeypatch):
     def late(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model was opened first")
 
@@ -132,6 +128,6 @@ def test_a_missing_driver_is_said_before_anything_takes_long(tmp_path: Path, mon
         run(tmp_path, backend="NoDriver", precision="auto", baselines="all, modelopt_ptq")
 
 
-def test_the_check_of_an_experiment_needs_no_driver(tmp_path: Path) -> None:
+def test_the_check_of_an_experiment_needs_no_driver(tmp_path):
     text = YAML.format(model="zoo:resnet18", backend="NoDriver", precision="auto", baselines="all")
     assert check_experiment(parse_experiment(text.replace("evaluator", "# evaluator"), "test", tmp_path)) == ()

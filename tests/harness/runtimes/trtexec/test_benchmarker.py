@@ -1,10 +1,7 @@
 """The benchmarker of trtexec against a stand-in that knows the options of each major and writes its files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import fake_trtexec
 import numpy as np
@@ -21,7 +18,7 @@ from harness.runtimes.trtexec.flags import parse_version, read_times
 
 
 @pytest.fixture(params=[10, 11])
-def major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
+def major(request, monkeypatch, tmp_path):
     """A machine with a GPU and this trtexec."""
     fake_trtexec.install(tmp_path, monkeypatch.setenv, request.param)
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
@@ -42,7 +39,7 @@ def model(path: Path, batch: int | str = 1) -> Path:
     return builder.save(path)
 
 
-def test_builds_and_gives_gpu_compute_time_without_warm_up(major: int, tmp_path: Path) -> None:
+def test_builds_and_gives_gpu_compute_time_without_warm_up(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", workspace_gb=1, optimization_level=2)
     artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
     with made.open(artifact) as probe:
@@ -58,7 +55,7 @@ def test_builds_and_gives_gpu_compute_time_without_warm_up(major: int, tmp_path:
     assert wanted <= {*times} if major == 10 else not wanted & {*times}
 
 
-def test_without_a_cuda_graph(major: int, tmp_path: Path) -> None:
+def test_without_a_cuda_graph(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", cuda_graph=False, timing_cache="cold")
     with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
         probe.sample(1)
@@ -68,7 +65,7 @@ def test_without_a_cuda_graph(major: int, tmp_path: Path) -> None:
     assert "--useCudaGraph" not in flags
 
 
-def test_old_readings_are_not_given_later(major: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_readings_are_not_given_later(major, tmp_path, monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr("harness.runtimes.trtexec.benchmarker.time.monotonic", lambda: now_s[0])
     made = TrtexecBenchmarker(precision="f32")
@@ -80,7 +77,7 @@ def test_old_readings_are_not_given_later(major: int, tmp_path: Path, monkeypatc
     assert len(runs(tmp_path)) == 4
 
 
-def test_precision_flags_are_never_passed_to_11(major: int, tmp_path: Path) -> None:
+def test_precision_flags_are_never_passed_to_11(major, tmp_path):
     made = TrtexecBenchmarker(precision="f16", typing="weak")
     if major == 11:
         with pytest.raises(UserError, match=r"typing: weak: trtexec 11.1.0 has no weakly typed networks any more"):
@@ -93,7 +90,7 @@ def test_precision_flags_are_never_passed_to_11(major: int, tmp_path: Path) -> N
     assert "--int8" not in runs(tmp_path)[-1]
 
 
-def test_an_fp16_engine_comes_from_an_fp16_file(major: int, tmp_path: Path) -> None:
+def test_an_fp16_engine_comes_from_an_fp16_file(major, tmp_path):
     builder = GraphBuilder("net", seed=0)
     builder.output(builder.conv(builder.input("x", (1, 2, 4, 4)), 2, 1), name="y")
     made = TrtexecBenchmarker(precision="f16")
@@ -104,7 +101,7 @@ def test_an_fp16_engine_comes_from_an_fp16_file(major: int, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("major")
-def test_profiles_and_further_arguments(tmp_path: Path) -> None:
+def test_profiles_and_further_arguments(tmp_path):
     shapes = {"x": {"min": "1x2x2", "opt": "2x2x2", "max": "4x2x2"}}
     remote = ["--safe", "--remoteAutoTuningConfig=ssh://user@board"]
     made = TrtexecBenchmarker(precision="f32", profiles=shapes, extra=[*remote, "--maxAuxStreams=0"])
@@ -116,7 +113,7 @@ def test_profiles_and_further_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("major")
-def test_a_static_model_gets_no_shapes_which_trtexec_would_refuse(tmp_path: Path) -> None:
+def test_a_static_model_gets_no_shapes_which_trtexec_would_refuse(tmp_path):
     shapes = {"x": {"min": "1x2x2", "opt": "2x2x2", "max": "4x2x2"}}
     made = TrtexecBenchmarker(precision="f32", profiles=shapes)
     with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
@@ -129,7 +126,7 @@ def test_a_static_model_gets_no_shapes_which_trtexec_would_refuse(tmp_path: Path
 
 
 @pytest.mark.usefixtures("major")
-def test_timing_caches_by_policy(tmp_path: Path) -> None:
+def test_timing_caches_by_policy(tmp_path):
     path = model(tmp_path / "m.onnx")
     with pytest.raises(UserError, match=r"a frozen cache is never made"):
         TrtexecBenchmarker(precision="f32", timing_cache="frozen").build(candidate(path), tmp_path)
@@ -141,7 +138,7 @@ def test_timing_caches_by_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("major")
-def test_failures_have_trtexecs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_have_trtexecs_words(tmp_path, monkeypatch):
     path = model(tmp_path / "m.onnx")
     odd = onnx.load(path)
     odd.graph.node[0].op_type = "Frobnicate"
@@ -161,7 +158,7 @@ def test_failures_have_trtexecs_words(tmp_path: Path, monkeypatch: pytest.Monkey
         slow.build(candidate(path), tmp_path)
 
 
-def test_layers_and_their_times(major: int, tmp_path: Path) -> None:
+def test_layers_and_their_times(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", profile=True)
     artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
     (layer,) = made.layers(artifact)
@@ -170,7 +167,7 @@ def test_layers_and_their_times(major: int, tmp_path: Path) -> None:
     assert ("--separateProfileRun" in runs(tmp_path)[-1]) == (major == 10)
 
 
-def test_description(major: int) -> None:
+def test_description(major):
     facts = TrtexecBenchmarker().describe()
     assert facts["version"] == {10: "10.16.1", 11: "11.1.0"}[major]
     assert facts["options"]["compute_capability"] == "8.9"
@@ -180,14 +177,14 @@ def test_description(major: int) -> None:
 
 
 @pytest.mark.usefixtures("major")
-def test_precisions_beyond_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precisions_beyond_the_gpu_are_refused(monkeypatch):
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: FakeCuda(capability=(7, 5)))
     assert list(TrtexecBenchmarker().describe()["float_params"]) == ["f32", "f16"]
     with pytest.raises(UserError, match=r"precision: bf16 needs compute capability 8.0, Fake GPU has 7.5"):
         TrtexecBenchmarker(precision="bf16").describe()
 
 
-def test_no_trtexec_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trtexec_is_one_sentence(monkeypatch):
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"no program trtexec on PATH; it comes with TensorRT's archive.*not with pip"):
@@ -205,7 +202,7 @@ def test_no_trtexec_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"extra": ["--remoteAutoTuningConfig=x"]}, "extra: --remoteAutoTuningConfig also needs --safe"),
     ],
 )
-def test_options_that_cannot_be_are_refused(params: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_are_refused(params, message):
     with pytest.raises(UserError, match=message):
         registry.create_plugin("benchmarker", "trtexec", params)
 
@@ -218,11 +215,11 @@ def test_options_that_cannot_be_are_refused(params: dict[str, Any], message: str
         ("&&&& RUNNING TensorRT.trtexec [TensorRT v8601] # trtexec", "8.6.1"),
     ],
 )
-def test_versions_are_read(text: str, version: str) -> None:
+def test_versions_are_read(text, version):
     assert parse_version(text) == version
 
 
-def test_times_are_those_of_the_gpu_and_not_the_latency(tmp_path: Path) -> None:
+def test_times_are_those_of_the_gpu_and_not_the_latency(tmp_path):
     """As samples/common/sampleReporting.cpp writes them; 10 has transfers by default, older ones export the warm-up."""
     file = tmp_path / "times.json"
     file.write_text(
@@ -240,7 +237,7 @@ def test_times_are_those_of_the_gpu_and_not_the_latency(tmp_path: Path) -> None:
     assert len(read_times(file, 0)) == 2
 
 
-def test_damaged_times_are_a_failed_measurement(tmp_path: Path) -> None:
+def test_damaged_times_are_a_failed_measurement(tmp_path):
     file = tmp_path / "times.json"
     for content, message in (
         ("nonsense", "times cannot be read"),
@@ -255,7 +252,7 @@ def test_damaged_times_are_a_failed_measurement(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_real_trtexec(tmp_path: Path) -> None:
+def test_a_real_trtexec(tmp_path):
     made = TrtexecBenchmarker(precision="f32")
     try:
         made.describe()

@@ -1,6 +1,10 @@
-"""OpenVINO computes some quantized operators wrongly: their files are caught without labels, the operator is named."""
+"""A candidate on which a runtime dies fails, one that it computes wrongly is told, and the next one is built."""
 
 import dataclasses
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,9 +23,71 @@ from harness.graph.rules.dialects import OPENVINO
 from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker
 from harness.progress import NullProgress
 from harness.random_inputs import random_feeds
-from harness.records import MAIN_BENCHMARKER
-from harness.timing.workers.engines import WorkerSpec
-from harness.timing.workers.sandbox import open_engines
+from harness.records import MAIN_BENCHMARKER, Failed
+from harness.timing.workers.engines import BuiltEngine, WorkerSpec
+from harness.timing.workers.sandbox import Sandbox, open_engines
+from search.space import Edge
+
+
+def pair(g: GraphBuilder, tensor: str, zero: int = 120) -> str:
+    grid = g.const(np.float32(0.02)), g.const(np.uint8(zero))
+    return g.op("DequantizeLinear", g.op("QuantizeLinear", tensor, *grid), *grid)
+
+
+def convolution(g: GraphBuilder, tensor: str, *shape: int, **attributes: Any) -> str:
+    weight = np.random.default_rng(0).normal(size=shape, scale=0.2).astype(np.float32)
+    output: str = g.op("Conv", tensor, g.const(weight), **attributes)
+    return output
+
+
+def sliced_concat(g: GraphBuilder) -> str:
+    """OpenVINO 2026.4.1 dies on a Slice of all channels between the pairs of a Concat and an Add (GhostNet)."""
+    x = g.input("x", (1, 16, 4, 4))
+    residual, first = convolution(g, x, 16, 16, 1, 1), convolution(g, x, 8, 16, 1, 1)
+    second = convolution(g, first, 8, 1, 3, 3, group=8, pads=[1, 1, 1, 1])
+    joined = g.op("Concat", pair(g, first), pair(g, second), axis=1)
+    part = g.op("Slice", pair(g, joined), g.const([0]), g.const([16]), g.const([1]), g.const([1]))
+    return g.op("Relu", g.op("Add", pair(g, part), pair(g, residual)))
+
+
+def half_quantized_where(g: GraphBuilder) -> str:
+    """ONNX Runtime 1.24.4 dies on a Where of a quantized branch and a scalar input of the model."""
+    x, bound = g.input("x", (2, 3)), g.input("bound", ())
+    return pair(g, g.op("Where", g.op("Less", x, bound), bound, pair(g, x)))
+
+
+def harmless(g: GraphBuilder) -> str:
+    return g.op("Relu", pair(g, g.input("x", (2, 3))))
+
+
+def candidate(make: Callable[[GraphBuilder], str], folder: Path) -> Candidate:
+    g = GraphBuilder(make.__name__)
+    g.output(make(g))
+    path = folder / f"{make.__name__}.onnx"
+    onnx.save(g.build(), path)
+    return Candidate(digest=make.__name__, edges=((Edge("x", "n", 0), "int8"),), source=lambda: path)
+
+
+@pytest.mark.parametrize(
+    ("make", "backend", "package", "version"),
+    [
+        (sliced_concat, "openvino", "openvino", "2026.4.1"),
+        (half_quantized_where, "onnxruntime", "onnxruntime", "1.24.4"),
+    ],
+)
+def test_a_runtime_that_dies_fails_one_candidate(make, backend, package, version, tmp_path):
+    names = {package, f"{package}-gpu"}
+    installed = {dist.version for dist in metadata.distributions() if dist.metadata["Name"] in names}
+    if version not in installed:
+        pytest.skip(f"seen with {package} {version}")
+    spec = WorkerSpec(benchmarkers={"main": PluginSpec(use=backend)}, evaluators={}, workdir=tmp_path)
+    with Sandbox(spec, Limits()) as sandbox:
+        outcome = sandbox.build(candidate(make, tmp_path))
+        assert isinstance(outcome, Failed), "fixed: drop this case"
+        assert outcome.stage == "crash"
+        assert "SIGSEGV" in outcome.reason
+        assert isinstance(sandbox.build(candidate(harmless, tmp_path)), BuiltEngine)
+
 
 SHAPES = {"tokens": (2, 49, 32), "concat": (1, 8, 16, 16)}
 without_amx = pytest.mark.skipif("amx_int8" in CPU_FLAGS, reason="with AMX these convolutions are right")

@@ -1,7 +1,6 @@
-"""Finite values that stand for none: their tensors stay float, and are named; masks of 0 and 1 keep their range."""
+"""Tensors that are always 0 on calibration data, or hold sentinels such as -1e9, stay float, and are named."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,85 @@ import pytest
 from fidelity_of import quantizer, scales
 
 from harness.accuracy.calibration.ranges import CalibrationKey, cached_ranges, calibrate
-from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
+from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings, require_quantizable
+from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT
 from harness.graph.rules.sentinels import MagnitudeHistogram, holds_sentinel
 from harness.registry import installed_plugins
+from search.space import Space
+
+TOKENS, WIDTH, HEADS = 16, 32, 4
+METHODS = [plugin.name for plugin in installed_plugins("range estimator")]
+
+
+def attention(largest: float = -1e4) -> onnx.ModelProto:
+    """A layer of BERT over embedded tokens, with an additive mask of what is padded."""
+    g = GraphBuilder("attention", seed=3)
+    x, mask = g.input("x", (1, TOKENS, WIDTH)), g.input("mask", (1, TOKENS), "int64")
+    kept = g.op("Unsqueeze", g.op("Cast", mask, to=1), g.const([1, 2]))
+    hidden = g.op("Sub", g.const(np.float32(1)), kept, outputs=["padding"])[0]
+    hidden = g.op("Mul", hidden, g.const(np.float32(largest)), outputs=["hidden"])[0]
+
+    def heads(perm: list[int]) -> str:
+        split = g.op("Reshape", g.linear(x, WIDTH), g.const([1, TOKENS, HEADS, WIDTH // HEADS]))
+        return g.op("Transpose", split, perm=perm)
+
+    scores = g.op("MatMul", heads([0, 2, 1, 3]), heads([0, 2, 3, 1]), outputs=["scores"])[0]
+    weights = g.op("Softmax", g.op("Add", scores, hidden, outputs=["masked"])[0], axis=-1)
+    mixed = g.op("Transpose", g.op("MatMul", weights, heads([0, 2, 1, 3])), perm=[0, 2, 1, 3])
+    mixed = g.linear(g.op("Reshape", mixed, g.const([1, TOKENS, WIDTH])), WIDTH)
+    g.output(g.op("ReduceMean", g.layer_norm(g.op("Add", x, mixed)), axes=[1], keepdims=0), name="y")
+    return g.build()
+
+
+def sentences(count: int, seed: int, *, padded: bool) -> list[Mapping[str, np.ndarray[Any, Any]]]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        mask = np.ones((1, TOKENS), np.int64)
+        mask[0, int(rng.integers(6, 14)) if padded else TOKENS :] = 0
+        found.append({"x": 2 * rng.normal(size=(1, TOKENS, WIDTH)).astype(np.float32), "mask": mask})
+    return found
+
+
+@pytest.mark.parametrize("dialect", [OPENVINO_7BIT, ONNXRUNTIME_7BIT], ids=lambda d: d.name)
+def test_a_model_that_has_seen_no_padding_still_minds_its_mask(dialect, tmp_path):
+    made = quantizer(attention(), dialect, sentences(8, 0, padded=False), tmp_path)
+    assert {"padding", "hidden"}.isdisjoint(edge.tensor for edge, _ in made.resolved)
+    assert {"scores", "masked"} <= {edge.tensor for edge, _ in made.resolved}
+    (line,) = range_warnings(made.ranges)
+    assert "'hidden'" in line
+    assert "float" in line
+    for padded in (True, False):
+        assert made.decibels(made.write(), sentences(4, 5, padded=padded)) > 20
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e-9])
+def test_next_to_nothing_is_as_dead_as_zero(value):
+    ranges = {"dead": (-value, value), "small": (0.0, 1e-6)}
+    assert set(finite_ranges(ranges)) == {"small"}
+    assert "'dead'" in range_warnings(ranges)[0]
+
+
+def test_a_model_with_nothing_but_dead_tensors_is_refused(tmp_path):
+    g = GraphBuilder("dead")
+    dead = g.op("Mul", g.input("x", (1, 4, 8, 8)), g.const(np.zeros((1, 4, 8, 8), np.float32)), outputs=["dead"])[0]
+    g.output(g.op("Relu", dead), name="y")
+    made = quantizer(g.build(), OPENVINO_7BIT, [{"x": np.zeros((1, 4, 8, 8), np.float32)}], tmp_path)
+    assert not made.resolved
+    with pytest.raises(UserError, match=r"calibration leaves nothing to quantize.*'dead'"):
+        require_quantizable(Space(()), made.ranges, "m.onnx")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_leaves_dead_tensors_float(method, tmp_path):
+    made = quantizer(attention(), OPENVINO_7BIT, sentences(2, 0, padded=False), tmp_path, method)
+    assert "hidden" not in finite_ranges(made.ranges)
+
 
 DIALECTS = [OPENVINO_7BIT, ONNXRUNTIME_7BIT]
 PADS = [0, 0, 1, 1, 0, 0, 1, 1]
-METHODS = [plugin.name for plugin in installed_plugins("range estimator")]
 
 
 def stem(none: float, *, joined: bool = False) -> onnx.ModelProto:
@@ -46,9 +115,7 @@ def images(count: int = 2) -> list[dict[str, np.ndarray[Any, Any]]]:
 @pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
 @pytest.mark.parametrize("none", [-1e4, -1e9, -65504.0])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_pool_behind_a_padded_tensor_has_the_scale_of_its_own_range(
-    dialect: Dialect, none: float, method: Any, tmp_path: Path
-) -> None:
+def test_a_pool_behind_a_padded_tensor_has_the_scale_of_its_own_range(dialect, none, method, tmp_path):
     made = quantizer(stem(none), dialect, images(), tmp_path, method)
     assert "padded" not in finite_ranges(made.ranges)
     assert "pooled" in finite_ranges(made.ranges)
@@ -58,7 +125,7 @@ def test_a_pool_behind_a_padded_tensor_has_the_scale_of_its_own_range(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_constant_sentinel_widens_no_scale_around_a_concat(dialect: Dialect, tmp_path: Path) -> None:
+def test_a_constant_sentinel_widens_no_scale_around_a_concat(dialect, tmp_path):
     made = quantizer(stem(-1e4, joined=True), dialect, images(), tmp_path)
     path = made.write()
     assert max(scale for scale, _ in scales(path).values()) < 1
@@ -82,7 +149,7 @@ def mask_ranges(none: float, method: Any, folder: Path) -> dict[str, tuple[float
 
 @pytest.mark.parametrize("none", [-1e4, -1e9, 1e4])
 @pytest.mark.parametrize("method", METHODS)
-def test_an_attention_mask_and_what_it_is_added_to_stay_float(none: float, method: Any, tmp_path: Path) -> None:
+def test_an_attention_mask_and_what_it_is_added_to_stay_float(none, method, tmp_path):
     ranges = mask_ranges(none, method, tmp_path)
     assert set(finite_ranges(ranges)) == {"scores", "mask", "weights"}
     (line,) = range_warnings(ranges)
@@ -91,7 +158,7 @@ def test_an_attention_mask_and_what_it_is_added_to_stay_float(none: float, metho
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_tensor_of_two_values_keeps_both_however_rare_one_is(method: Any, tmp_path: Path) -> None:
+def test_a_tensor_of_two_values_keeps_both_however_rare_one_is(method, tmp_path):
     g = GraphBuilder("flags")
     g.output(g.op("Relu", g.input("x", (1, 100_000))), name="y")
     x = np.zeros((1, 100_000), np.float32)
@@ -100,7 +167,7 @@ def test_a_tensor_of_two_values_keeps_both_however_rare_one_is(method: Any, tmp_
     assert calibrate(path, ["x"], batches, method=method, percentile=99.0) == {"x": (0.0, 1.0)}
 
 
-def test_ranges_with_sentinels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_with_sentinels_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     g = GraphBuilder("padded")
     g.output(g.op("Pad", g.input("x", (1, 2, 8, 8)), g.const(PADS), g.const(np.float32(-1e4))), name="y")
@@ -135,7 +202,7 @@ def _normal(count: int = 40_000, deviation: float = 1.0) -> np.ndarray[Any, Any]
         (np.zeros(0), False),
     ],
 )
-def test_a_sentinel_is_told_from_outliers(values: np.ndarray[Any, Any], expected: bool) -> None:
+def test_a_sentinel_is_told_from_outliers(values, expected):
     assert holds_sentinel(values) == expected
     spread = MagnitudeHistogram()
     for part in np.array_split(values, 3):

@@ -1,13 +1,10 @@
-"""How far one scoring is comes out of the worker that does it, and a scoring that takes too long still ends."""
-
-from __future__ import annotations
+"""Scoring in workers: its progress, its limit of time, and an evaluator that raises in the middle of a search."""
 
 import sys
 import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,14 +16,80 @@ from PIL import Image
 from harness.accuracy.metrics.classification import Top1
 from harness.accuracy.metrics.fidelity import Fidelity
 from harness.api import Accuracy, Artifact, Candidate
+from harness.cli.main import main
 from harness.config.sections import Limits, PluginSpec
-from harness.records import Failed
+from harness.graph.builder import GraphBuilder
+from harness.records import Failed, Measured
 from harness.registry import register_object
+from harness.results_dir.io import read_json
+from harness.results_dir.journal import read_journal
 from harness.timing.workers import inference
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.in_process import InProcess
 from harness.timing.workers.locks import timing_lock
 from harness.timing.workers.sandbox import Sandbox
+
+EXPERIMENT = """
+experiment: moody
+models: [{use: net.onnx, calibration: {samples: 2}, evaluator: 'moody_evaluator:Moody'}]
+backends: [{use: simulated, params: {seed: 5, noise: 0.0}}]
+objective: {max_drop: 0.5}
+searchers: [random]
+initial: [float, all]
+baselines: [all]
+budget: {evaluations: [10]}
+confirmation: {builds: 3, rounds: 2, samples: 3}
+"""
+
+EVALUATOR = """
+from harness.api import Accuracy
+
+class Moody:
+    metric, higher_is_better = "mood", True
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def score(self, infer):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise ZeroDivisionError("a bad day")
+        return Accuracy(metrics={"mood": 0.9})
+"""
+
+
+def test_the_trial_fails_and_the_search_goes_on(tmp_path, monkeypatch):
+    builder = GraphBuilder("net", seed=1)
+    x = builder.input("x", (1, 3, 8, 8))
+    for _ in range(3):
+        x = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", x))
+    builder.save(tmp_path / "net.onnx")
+    (tmp_path / "moody_evaluator.py").write_text(EVALUATOR)
+    (tmp_path / "moody.yaml").write_text(EXPERIMENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run(tmp_path / "moody.yaml", tmp_path / "out") == 0
+    sys.modules.pop("moody_evaluator", None)
+    task = tmp_path / "out" / "net-simulated-int8"
+    outcomes: list[Any] = [
+        e.result.outcome for e in read_journal(task / "runs" / "random-0.jsonl") if e.result is not None
+    ]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    assert len(outcomes) == 10
+    assert {(f.stage, f.reason) for f in failed} == {("evaluate", "ZeroDivisionError: a bad day")}
+    assert sum(isinstance(outcome, Measured) and "mood" in outcome.metrics for outcome in outcomes) >= 1
+    scores = read_json(task / "accuracy.json")
+    assert any("metrics" in score for score in scores.values())
+    assert "| random" in (tmp_path / "out" / "report" / "main.md").read_text().replace("|random", "| random")
+
+
+def run(experiment: Path, out: Path) -> int:
+    try:
+        main(["run", str(experiment), "--out", str(out)])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
 
 PLUGINS = """
 import time
@@ -77,7 +140,7 @@ class Mute(Patient):
 
 
 @pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plugins(tmp_path, monkeypatch):
     (tmp_path / "patient_plugins.py").write_text(PLUGINS)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -100,7 +163,7 @@ def candidate(folder: Path) -> Candidate:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_worker_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_a_worker_tells_how_far_it_is(tmp_path):
     told: list[tuple[int, int]] = []
     with Sandbox(spec(tmp_path), Limits()) as engines:
         built = engines.build(candidate(tmp_path))
@@ -115,7 +178,7 @@ def test_a_worker_tells_how_far_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_words_on_the_way_do_not_put_off_the_end(tmp_path: Path) -> None:
+def test_words_on_the_way_do_not_put_off_the_end(tmp_path):
     told: list[int] = []
     with Sandbox(spec(tmp_path, inferences=1000), Limits(evaluate_s=1.5)) as engines:
         built = engines.build(candidate(tmp_path))
@@ -127,9 +190,7 @@ def test_words_on_the_way_do_not_put_off_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_an_evaluator_that_does_not_say_how_long_it_takes_works_as_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluator_that_does_not_say_how_long_it_takes_works_as_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(inference, "PROGRESS_INTERVAL_S", 0.0)
     told: list[tuple[int, int]] = []
     with InProcess(spec(tmp_path, infer_s=0.0)) as engines:
@@ -141,7 +202,7 @@ def test_an_evaluator_that_does_not_say_how_long_it_takes_works_as_ever(
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_the_evaluators_here_say_how_often_they_run_the_engine(tmp_path: Path) -> None:
+def test_the_evaluators_here_say_how_often_they_run_the_engine(tmp_path):
     (tmp_path / "labels.txt").write_text("".join(f"{i}.png 0\n" for i in range(5)))
     (tmp_path / "images").mkdir()
     for i in range(5):
@@ -183,7 +244,7 @@ class Busy:
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-def test_images_are_scored_at_the_same_time_only_where_nothing_is_timed(concurrent: bool, tmp_path: Path) -> None:
+def test_images_are_scored_at_the_same_time_only_where_nothing_is_timed(concurrent, tmp_path):
     Busy.most = 0
     x = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=x, y=x.argmax(axis=1))
@@ -213,9 +274,7 @@ class Differing(Busy):
         return nullcontext(lambda feeds: {"y": -feeds["x"]})
 
 
-def test_images_are_scored_one_after_the_other_while_another_run_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_scored_one_after_the_other_while_another_run_times(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     evaluator: Any = types.SimpleNamespace(inferences=6)
     samples = [{"x": np.full((1, 2), i, np.float32)} for i in range(6)]
@@ -227,7 +286,7 @@ def test_images_are_scored_one_after_the_other_while_another_run_times(
         assert [outputs["y"][0, 0] for outputs in found] == [0, 2, 4, 6, 8, 10]
 
 
-def test_a_copy_that_differs_from_the_timed_engine_is_not_scored() -> None:
+def test_a_copy_that_differs_from_the_timed_engine_is_not_scored():
     samples = np.random.default_rng(0).normal(size=(12, 1, 2)).astype(np.float32)
     evaluator: Any = types.SimpleNamespace(inferences=len(samples))
     with inference.open_infer(Differing(), evaluator, 0.0) as infer:
