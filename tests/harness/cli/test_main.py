@@ -10,12 +10,11 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import numpy as np
 import pytest
-from small import qdq
+from small import qdq, save_chain
 
 from harness import registry
 from harness.cli.doctor import plugin_purpose
 from harness.cli.main import COMMANDS, TIMING_COMMANDS
-from harness.graph.builder import GraphBuilder
 from harness.paths import WAIT_VARIABLE
 from harness.registry import Plugin
 from harness.results_dir.lines import read_lines
@@ -55,10 +54,7 @@ class Broken(Mine):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    builder = GraphBuilder("net", seed=1)
-    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
-    builder.output(builder.op("GlobalAveragePool", builder.conv(x, 4, 1)))
-    builder.save(tmp_path / "net.onnx")
+    save_chain(tmp_path / "net.onnx", (4, 4), size=8)
     (tmp_path / "my_searcher_of_cli.py").write_text(SEARCHER)
     np.savez(tmp_path / "feeds.npz", x=np.zeros((2, 3, 8, 8), np.float32))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -134,15 +130,12 @@ def test_check_finds_what_the_run_would_find_late(folder, capsys, change, expect
     assert not (folder / "out").exists()
 
 
-def test_a_searcher_in_the_experiments_folder_runs_from_any_directory(folder, tmp_path_factory):
+def test_a_searcher_in_the_experiments_folder_runs_from_any_directory(folder, tmp_path_factory, monkeypatch, capsys):
     (folder / "mine.yaml").write_text(EXPERIMENT.replace("[random]", "['my_searcher_of_cli:Mine']"))
     out = folder / "out"
-    command = [sys.executable, "-m", "harness.cli.main", "run", str(folder / "mine.yaml"), "--out", str(out)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path_factory.mktemp("elsewhere")
-    )
-    assert done.returncode == 0, done.stderr
-    assert "| Mine" in done.stdout
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert qdq("run", str(folder / "mine.yaml"), "--out", str(out)) == 0
+    assert "| Mine" in capsys.readouterr().out
     journal = read_lines(out / "net-simulated-int8" / "runs" / "Mine-0.jsonl")
     asks = [line for line in (json.loads(text) for _, text in journal) if line["kind"] == "proposal"]
     assert [line["origin"] for line in asks[:3]] == ["initial:float", "initial:all", "searcher"]

@@ -4,9 +4,7 @@ import json
 import shutil
 
 import pytest
-from small import qdq
-
-from harness.graph.builder import GraphBuilder
+from small import qdq, save_chain
 
 EXPERIMENT = """
 experiment: small
@@ -22,10 +20,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 
 @pytest.fixture
 def done(tmp_path):
-    builder = GraphBuilder("net", seed=1)
-    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(tmp_path / "net.onnx")
+    save_chain(tmp_path / "net.onnx", (4,), size=8)
     (tmp_path / "small.yaml").write_text(EXPERIMENT)
     assert qdq("run", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "out")) == 0
     return tmp_path / "out"

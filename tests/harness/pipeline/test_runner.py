@@ -10,11 +10,10 @@ from pathlib import Path
 
 import onnx
 import pytest
-from small import qdq
+from small import qdq, save_small
 from stored import read_records, unpack, write_records
 
 from harness.config.experiment import load_experiment
-from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
@@ -45,13 +44,7 @@ SHORT = EXPERIMENT.replace("[random, evolutionary]", "[random]").replace("[6, 12
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experiment")
-    builder = GraphBuilder("net", seed=1)
-    x = builder.input("x", (1, 3, 16, 16))
-    for channels in (8, 8, 12, 12):
-        x = builder.op("Relu", builder.conv(x, channels, 3, pad=1))
-    x = builder.op("Add", x, builder.conv(x, 12, 1))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(folder / "net.onnx")
+    save_small(folder / "net.onnx")
     (folder / "small.yaml").write_text(EXPERIMENT)
     return folder
 

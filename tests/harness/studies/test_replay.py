@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 
 from harness import registry
-from harness.benchmark_table import BenchmarkTable
 from harness.cli.main import main
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError
@@ -21,8 +20,6 @@ from harness.studies.recorded_landscape import Landscape, MetricBound
 from harness.studies.replay import check_table, read_paths, replay, replay_once
 from harness.studies.replay_report import ReplayRequest, replay_all, table_lines
 from search.api import Failure, Observation, Placement, Score
-
-MakeTable = Callable[..., BenchmarkTable]
 
 
 class Listed:

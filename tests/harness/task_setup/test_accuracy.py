@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from small import save_chain
 from stored import read_records, unpack, write_records
 
 from harness.cli.main import main
-from harness.graph.builder import GraphBuilder
 from harness.graph.pattern_cache_io import read_cache
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import read_journal
@@ -51,12 +51,7 @@ class Near(Fidelity):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("near")
-    builder = GraphBuilder("net", seed=1)
-    x = builder.input("x", (1, 3, 8, 8))
-    for _ in range(3):
-        x = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
-    builder.output(builder.op("GlobalAveragePool", x))
-    builder.save(folder / "net.onnx")
+    save_chain(folder / "net.onnx", (8, 8, 8), size=8)
     rng = np.random.default_rng(0)
     for name, rows in (("calibration", 4), ("labelled", 40)):
         np.savez(folder / f"{name}.npz", x=rng.normal(size=(rows, 3, 8, 8)).astype(np.float32))
