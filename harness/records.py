@@ -48,8 +48,8 @@ class Measured:
         release_s: Wall-clock seconds of closing the engines; 0 in older files.
         evaluate_s: Wall-clock seconds of the evaluator; 0 if it did not run.
         metrics: Scores by name; empty if the evaluator did not run.
-        per_item: See `harness.api.Accuracy`.
-        mixable: See `harness.api.Accuracy`; "" unless cross-fitting estimates the loss of the selected placement.
+        per_item: Value of the evaluator's metric for each image; empty if the metric is no mean over images.
+        mixable: `harness.api.Accuracy.mixable`; "" unless cross-fitting estimates the loss of the selected placement.
         info: `harness.api.Artifact.info` of the engine.
     """
 

@@ -148,8 +148,8 @@ def nsga_ranking(values: Values, noise: Values | None = None, stop_after: int | 
 
     Args:
         values: Shape (points, coordinates).
-        noise: See `front_numbers`.
-        stop_after: See `front_numbers`; points without a front come last.
+        noise: Standard error of each point's first coordinate, shape (points,); None: 0.
+        stop_after: Number of points after which the others need no order and come last; None: no limit.
     """
     front = front_numbers(values, noise, stop_after)
     room = np.empty(len(values))

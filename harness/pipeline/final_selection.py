@@ -92,7 +92,7 @@ def select_final(
     selection = _race_incumbents(running, open_engines, retry_failed, recovery)
     by_search = [(run, selection.incumbents.get(run.name, {}).values()) for run in running.task.spec.runs]
     if any(
-        _computes_wrong_result(running, run, leader) for run, led in by_search for leader in chain.from_iterable(led)
+        _computes_wrong_result(running, run, each) for run, ranked in by_search for each in chain.from_iterable(ranked)
     ):
         return _race_incumbents(running, open_engines, retry_failed, recovery, check_missing=True)
     return selection

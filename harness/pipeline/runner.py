@@ -204,9 +204,9 @@ class _TaskContext:
     Attributes:
         commit: Commit of the running code.
         site: Machine or cluster that runs the engines.
-        retry_failed: See `run_experiment`.
+        retry_failed: Whether failed trials, final selections and confirmations are attempted once more.
         searching: Whether the run stops after the searches, because placements of other tasks are still missing.
-        sink: See `answers` of `run_experiment`.
+        sink: Function that receives incumbents confirmed while a search runs; None: no early answers.
     """
 
     spec: TaskSpec
@@ -248,14 +248,14 @@ def _run_task(context: _TaskContext, experiment: Experiment, observer: Observer)
         clock.start("set-up")
         clock.split("noise floor", "early answer", initial.share)
         turn_s = clock.seconds_of("noise floor") / count_noise_floor_turns(folder)
-        book = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted)
-        goal = scoring.goal(book, task.model_file, folder)
+        store = AccuracyStore(folder, engines, observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted)
+        goal = scoring.goal(store, task.model_file, folder)
         running = TaskRun(
             experiment=experiment,
             task=task,
             engines=engines,
             scoring=scoring,
-            judge=scoring.make_accuracy_gate(goal, book, task.model_file),
+            judge=scoring.make_accuracy_gate(goal, store, task.model_file),
             noise_floor=initial.noise_floor,
             folder=folder,
             observer=observer,
@@ -281,7 +281,7 @@ def _run_task(context: _TaskContext, experiment: Experiment, observer: Observer)
         reopen_task(folder)
         runs = spec.runs if len(task.searched_space) else ()
         if goal.metric is not None and (context.retry_failed or any(map(running.is_unfinished, runs))):
-            scoring.prepare_evaluators(book, task.model_file)
+            scoring.prepare_evaluators(store, task.model_file)
         clock.write("search")
         if running.answers is not None and runs:
             running.answers.answer_initial()
@@ -291,7 +291,7 @@ def _run_task(context: _TaskContext, experiment: Experiment, observer: Observer)
         clock.write("final selection")
         write_pattern_cache(task, goal, folder)
         others = [name for name in benchmarkers if name != MAIN_BENCHMARKER]
-        recovered = recover_placements(running, book)
+        recovered = recover_placements(running, store)
         found = select_final(running, lambda: site.open(worker), context.retry_failed, recovered)
         if context.searching:
             export_finalists(running, found, others)
@@ -304,9 +304,9 @@ def _run_task(context: _TaskContext, experiment: Experiment, observer: Observer)
         )
         clock.write("scoring")
         if scoring.evaluators:
-            if book.has_unscored_rows(table):
-                scoring.prepare_evaluators(book, task.model_file)
-            book.score_rows(table)
+            if store.has_unscored_rows(table):
+                scoring.prepare_evaluators(store, task.model_file)
+            store.score_rows(table)
             if checker is not None:
                 score_tool_files(table, worker, experiment.limits, observer, facts_digest(scoring.facts))
         clock.write("comparison with files")

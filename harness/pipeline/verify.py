@@ -143,9 +143,9 @@ def find_exported_row(folder: Path, where: str | None) -> ExportedRow:
         if found is not None:
             return found
     files = [line for task in results.tasks for line in _exported_lines(task)]
-    said = "name a row, or its file" if where is None else f"row {where!r} has no exported model"
-    there = "\n".join(["; there are:", *dict.fromkeys(files)]) if files else "; nothing is exported there"
-    raise UserError(f"{folder}: {said}{there}")
+    problem = "name a row, or its file" if where is None else f"row {where!r} has no exported model"
+    listing = "\n".join(["; there are:", *dict.fromkeys(files)]) if files else "; nothing is exported there"
+    raise UserError(f"{folder}: {problem}{listing}")
 
 
 def _exported_lines(task: TaskResults) -> list[str]:
@@ -246,9 +246,9 @@ class _Reproduction:
         self, score: Mapping[str, Any], engines: Engines, task: Task, observer: Observer
     ) -> Iterator[CheckResult]:
         """Score the row again, and compare the score with the record and the bound."""
-        book = AccuracyStore(self.scratch, engines, observer)
-        reference = book.float_score(task.model_file)
-        found = reference if self.row.id == FLOAT_ROW else book.score_row(self._candidate(task), self.row)
+        store = AccuracyStore(self.scratch, engines, observer)
+        reference = store.float_score(task.model_file)
+        found = reference if self.row.id == FLOAT_ROW else store.score_row(self._candidate(task), self.row)
         if "metrics" in score:
             yield self._compare_accuracy(score["metrics"], found)
         else:

@@ -65,13 +65,13 @@ class Scoring:
         """Return whether cross-fitting estimates the loss of the selected placement, under a bound without halves."""
         return self.objective.max_drop is not None and not self.objective.halves
 
-    def goal(self, book: AccuracyStore, model_file: Path, folder: Path) -> Goal:
+    def goal(self, store: AccuracyStore, model_file: Path, folder: Path) -> Goal:
         """Return the goal of the searches; score the float model, the reference of losses, if it has no score.
 
         The observer of the store gets a warning if the score of the float model is close to 0.
 
         Args:
-            book: Store of the task's scores.
+            store: Store of the task's scores.
             model_file: File of the float model.
             folder: Folder of the task, whose record of the noise floor has the latency of the float model.
 
@@ -80,11 +80,11 @@ class Scoring:
         """
         if self.metric is None:
             return Goal()
-        known = {name: book.known_float_score(model_file, name) for name in self.evaluators}
+        known = {name: store.known_float_score(model_file, name) for name in self.evaluators}
         if None in known.values():
-            known = dict(self.prepare_evaluators(book, model_file))
+            known = dict(self.prepare_evaluators(store, model_file))
         if warning := next(filter(None, self._float_score_warnings(known)), ""):
-            book.observer.say(f"{folder.name}: {warning}")
+            store.observer.say(f"{folder.name}: {warning}")
         own = known[self.search_evaluator]
         objective = self.objective
         if not objective.uses_accuracy or own is None:
@@ -110,7 +110,7 @@ class Scoring:
                     accuracy, self.metric or "", self.higher_is_better, self.evaluators[name].params
                 )
 
-    def prepare_evaluators(self, book: AccuracyStore, model_file: Path) -> Mapping[str, Accuracy]:
+    def prepare_evaluators(self, store: AccuracyStore, model_file: Path) -> Mapping[str, Accuracy]:
         """Score the float model by all evaluators, and return its accuracy by the name of the evaluator.
 
         Call this before other models are scored, because an evaluator may compare with the float model.
@@ -118,18 +118,18 @@ class Scoring:
         Raises:
             UserError: The float model itself cannot be scored.
         """
-        return {name: book.require_float_score(model_file, name) for name in self.evaluators}
+        return {name: store.require_float_score(model_file, name) for name in self.evaluators}
 
-    def make_accuracy_gate(self, goal: Goal, book: AccuracyStore, model_file: Path) -> AccuracyGate:
+    def make_accuracy_gate(self, goal: Goal, store: AccuracyStore, model_file: Path) -> AccuracyGate:
         """Return the gate that accepts candidates by accuracy; call `goal` first, which scores the float model.
 
         Args:
             goal: Objective and bound of the searches.
         """
         proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
-        reference = book.known_float_score(model_file, FIRST_STAGE_EVALUATOR)
+        reference = store.known_float_score(model_file, FIRST_STAGE_EVALUATOR)
         staged = FIRST_STAGE_EVALUATOR in self.evaluators and reference is not None and goal.metric is not None
-        own = book.known_float_score(model_file, MAIN_BENCHMARKER) if self.cross_fitted else None
+        own = store.known_float_score(model_file, MAIN_BENCHMARKER) if self.cross_fitted else None
         return AccuracyGate(
             goal=goal,
             evaluator=self.search_evaluator,

@@ -94,10 +94,10 @@ def warm_start_models(task: Task, method: SearcherSpec) -> tuple[WarmStartModel,
     known = {seed.name: own.space.digest(seed.placement) for seed in own.initial_design}
     return tuple(
         WarmStartModel(
-            digest=foreign.name, placement_digest=known[foreign.name], path=foreign.path, pairs=foreign.pairs
+            digest=external.name, placement_digest=known[external.name], path=external.path, pairs=external.pairs
         )
-        for foreign in task.external_models.values()
-        if foreign.name in known and foreign.path and read_precisions(foreign.path) <= precisions
+        for external in task.external_models.values()
+        if external.name in known and external.path and read_precisions(external.path) <= precisions
     )
 
 
@@ -150,12 +150,12 @@ def _external_searcher_folder(run: SearchSpec, task: Task) -> Path:
 
 
 def _load_external_searcher(name: str, run: SearchSpec, task: Task) -> Path:
-    foreign = task.external_models.get(name)
-    if foreign is None:
+    external = task.external_models.get(name)
+    if external is None:
         return resolve_path(name, run.searcher.base_dir)
-    if foreign.path is None:
-        raise BuildFailed(f"{name} made no model: {foreign.reason}")
-    return foreign.path
+    if external.path is None:
+        raise BuildFailed(f"{name} made no model: {external.reason}")
+    return external.path
 
 
 def _restrict_placement(placement: Placement, space: Space) -> bool:

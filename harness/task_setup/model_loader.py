@@ -90,10 +90,10 @@ def complete_evaluator(
     """
     use, params = evaluator.use, dict(evaluator.params)
     supplied = {"inputs": inputs, "reference": reference, "base": base}
-    wanted = registry.plugin_signature("evaluator", use).parameters
-    if wanted.keys() & {"input_name", "input_shape"}:
+    parameters = registry.plugin_signature("evaluator", use).parameters
+    if parameters.keys() & {"input_name", "input_shape"}:
         supplied |= image_input_params(params.get("data"), inputs)
-    if preprocess is not None and "preprocess" in wanted:
+    if preprocess is not None and "preprocess" in parameters:
         params.setdefault("preprocess", preprocess.mapping)
     return PluginSpec(use=use, params=evaluator_params(use, params, supplied), label=evaluator.label)
 

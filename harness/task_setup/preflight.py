@@ -214,8 +214,8 @@ def _check_model(model: ModelSpec, data: DatasetCache) -> None:
 
 def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data: DatasetCache) -> None:
     use, params = evaluator.use, dict(evaluator.params)
-    wanted = registry.plugin_signature("evaluator", use).parameters
-    if preprocess is not None and "preprocess" in wanted:
+    parameters = registry.plugin_signature("evaluator", use).parameters
+    if preprocess is not None and "preprocess" in parameters:
         params.setdefault("preprocess", preprocess.mapping)
     evaluator_params(use, params, dict.fromkeys(SUPPLIED_PARAMS))
     # Parameters with these names are of these kinds in the built-in evaluators, but may differ in others.
@@ -321,10 +321,12 @@ def _check_channels(model: Model) -> None:
         weight = model.constants.get(node.inputs[1]) if node.op == "Conv" and not node.opaque else None
         if weight is None or node.inputs[0] not in model.types:
             continue
-        wanted, shape = weight.dims[1] * int(node.attributes.get("group", 1)), model.types[node.inputs[0]].shape
-        if len(shape) > 1 and shape[1] != wanted:
+        expected, shape = weight.dims[1] * int(node.attributes.get("group", 1)), model.types[node.inputs[0]].shape
+        if len(shape) > 1 and shape[1] != expected:
             got = "x".join(map(str, shape))
-            raise UserError(f"{model.source}: shapes: Conv {node.name!r} takes {wanted} channels, but would get {got}")
+            raise UserError(
+                f"{model.source}: shapes: Conv {node.name!r} takes {expected} channels, but would get {got}"
+            )
 
 
 def _check_outputs(evaluator: Any, model: Model) -> None:

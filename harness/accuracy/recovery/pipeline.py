@@ -187,7 +187,7 @@ def recover(
 def measure_sqnr_db(
     models: Iterable[PlacedModel], held: Sequence[Feeds], progress: Callable[[int], None] = lambda _: None
 ) -> list[float]:
-    """Return the SQNR in dB of the outputs of placed models with the same reference, see `StepGain`.
+    """Return the SQNR in dB, as in `StepGain`, of placed models with the same reference.
 
     Args:
         models: Placed models, one in memory at a time.

@@ -139,7 +139,7 @@ class ExecutionSession:
         """Set the inputs for timing; dynamic ones have the shape `opt` of their profile.
 
         Raises:
-            MeasureFailed: See `load_inputs`.
+            MeasureFailed: There is not enough memory.
         """
         types = {}
         for port in self._ports:
