@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 
 import pytest
+from warm_python import WARM_PYTHON
 
 from harness.timing.machine_noise import MachineSnapshot
 from harness.timing.workers.in_process import InProcess
@@ -27,6 +28,7 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     - DRAWN: the plots of reports
     - ALL_FORMATS: plots as PDF, whose fonts take longer than the other formats
     - LATEX: the text of tables in LaTeX
+    - REAL_TOOLS: PTQ tools in processes of their own, which import their packages for seconds
     - REAL_WORKERS: engines in worker processes, each of which takes half a second to start
     """
     with pytest.MonkeyPatch.context() as patch:
@@ -43,6 +45,8 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
                 patch.setattr(f"harness.report.plots.{module}.PLOT_FILE_FORMATS", ("png", "svg"))
         if not getattr(request.module, "LATEX", False):
             patch.setattr("harness.report.report_table._render_latex", lambda _: "% left out\n")
+        if not getattr(request.module, "REAL_TOOLS", False):
+            patch.setattr("harness.accuracy.calibration.ptq._child_command", WARM_PYTHON.tool_command)
         if not getattr(request.module, "REAL_WORKERS", False):
             patch.setattr("harness.timing.workers.sandbox.Sandbox", lambda spec, _: InProcess(spec))
         yield

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import pytest
 from harness.accuracy.calibration import ptq
 from harness.accuracy.tools.catalog import TOOLS
 
-__all__ = ["WarmPython", "warm_python", "warm_tools"]
+__all__ = ["WARM_PYTHON", "WarmPython", "warm_python", "warm_tools"]
 
 MODULES = {"modelopt": "modelopt.onnx.quantization", "nncf": "nncf"}
 SERVER = """
@@ -76,8 +79,18 @@ sys.exit((connection.recv(1) or b"\\1")[0])
 class WarmPython:
     """Process that imports packages once and runs programs in forks of itself."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    @cached_property
+    def _address(self) -> str:
+        address = str(Path(tempfile.mkdtemp(prefix="warm-"), "socket"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
+            listener.listen()
+            command = [sys.executable, "-Pc", SERVER, str(listener.fileno())]
+            environment = os.environ | {"PYTHONHASHSEED": "0"}
+            process = subprocess.Popen(command, env=environment, pass_fds=[listener.fileno()])
+        atexit.register(process.wait)
+        atexit.register(process.kill)
+        return address
 
     def command(self, package: str, program: Path | str, *arguments: Path | str) -> list[str]:
         """Return the command that runs a program whose package is imported first."""
@@ -91,32 +104,26 @@ class WarmPython:
         command = self.command(package, program, *arguments)
         return ast.literal_eval(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
+    def tool_command(self, tool: str, request: Path) -> list[str]:
+        """Return the command of a PTQ tool, as `ptq._child_command` does."""
+        program = TOOLS[tool].program if tool in TOOLS else ptq._MODELOPT_PROGRAM
+        return self.command(tool.partition("_")[0], program, request)
+
     @contextmanager
     def tools(self) -> Iterator[None]:
         """Run PTQ tools in such forks."""
-
-        def command(tool: str, request: Path) -> list[str]:
-            program = TOOLS[tool].program if tool in TOOLS else ptq._MODELOPT_PROGRAM
-            return self.command(tool.partition("_")[0], program, request)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ptq, "_child_command", command)
+            patch.setattr(ptq, "_child_command", self.tool_command)
             yield
 
 
+WARM_PYTHON = WarmPython()
+
+
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    """Process that runs programs of PTQ tools."""
-    address = str(tmp_path_factory.mktemp("warm") / "socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address)
-        listener.listen()
-        environment = os.environ | {"PYTHONHASHSEED": "0"}
-        command = [sys.executable, "-Pc", SERVER, str(listener.fileno())]
-        process = subprocess.Popen(command, env=environment, pass_fds=[listener.fileno()])
-    yield WarmPython(address)
-    process.kill()
-    process.wait()
+def warm_python() -> WarmPython:
+    """See `WarmPython`; the process starts with the first program, and serves all modules of tests."""
+    return WARM_PYTHON
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from harness.random_inputs import random_feeds
 from harness.runtimes.openvino import OpenVINOBenchmarker
 from harness.task_setup.model_loader import complete_evaluator
 
+REAL_TOOLS = True  # where no fixture says otherwise
 BATCHES = list(random_feeds({"x": ("float", (1, 3, 16, 16))}, 3, 0))
 FAKE_PROGRAM = """
 import json, sys

@@ -88,7 +88,6 @@ def reader(model: Model, tensor: str) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm_tools")
 def test_nearly_every_edge_of_modelopt_is_in_the_space_of_tensorrt(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     encoder = loaded(transformer.encoder(3, width=64))

@@ -36,15 +36,14 @@ def batches(gains: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def theirs(model, warm_python, tmp_path_factory):
+def theirs(model, tmp_path_factory):
     """ModelOpt's scale of each activation, by method and order of the data."""
     folder = tmp_path_factory.mktemp("theirs")
     cases = [*product(("minmax", "max", "entropy"), (QUIET_FIRST,)), ("entropy", LOUD_FIRST)]
     found = {}
     for method, gains in cases:
-        with warm_python.tools():
-            path = folder / "q.onnx"
-            quantize("modelopt_ptq", model, path, batches(gains), dialect_name="tensorrt", method=method)
+        path = folder / "q.onnx"
+        quantize("modelopt_ptq", model, path, batches(gains), dialect_name="tensorrt", method=method)
         found[method, gains] = scales(path)
     return found
 

@@ -39,6 +39,7 @@ def ort_static(model: Path, out: Path, batches: Iterable[Mapping[str, Any]], **o
     return out
 
 
+REAL_TOOLS = True  # where no fixture says otherwise
 CHANNELS = 32  # ModelOpt leaves thinner convolutions alone at FP8
 TOOLS = [modelopt_ptq, ort_static]
 BATCHES = list(random_feeds({"images": ("float", (1, 3, 16, 16))}, 3, 0))

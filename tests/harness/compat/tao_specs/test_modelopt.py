@@ -263,7 +263,6 @@ def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path):
         input_size("array", None, str(tmp_path / "wide.onnx"))
 
 
-@pytest.mark.usefixtures("warm_tools")
 def test_the_first_dtype_is_applied_to_all_and_warned(noise, tmp_path, caplog):
     g = GraphBuilder("few", opset=19, seed=5)
     x = g.conv(g.input("images", (1, 3, 8, 8)), 32, 3, name="/backbone/conv1/Conv")
@@ -288,7 +287,6 @@ results_dir: out
     assert "it applies the first, int8, to all" in caplog.text
 
 
-@pytest.mark.usefixtures("warm_tools")
 def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path):
     g = GraphBuilder("convolution", opset=19, seed=1)
     g.output(g.conv(g.input("x", (1, 3, 8, 8)), 8, 3), name="y")
@@ -302,7 +300,6 @@ def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path):
     assert not (tmp_path / "int4.onnx").exists()
 
 
-@pytest.mark.usefixtures("warm_tools")
 def test_int4_of_a_matmul(tmp_path, capsys):
     g = GraphBuilder("linear", opset=19, seed=1)
     g.output(g.linear(g.input("x", (1, 8, 256)), 256, bias=False), name="y")

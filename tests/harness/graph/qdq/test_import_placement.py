@@ -72,7 +72,6 @@ def test_quantize_static_is_read_back(model, tmp_path, per_channel):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm_tools")
 def test_modelopt_ptq_is_read_back_and_can_be_inserted(model, tmp_path):
     path, batches = tmp_path / "ptq.onnx", [{"x": image} for image in images()]
     quantize("modelopt_ptq", save_to_folder(model, tmp_path), path, batches, dialect_name="tensorrt")
