@@ -1,1 +1,1 @@
-"""From journals to tables, plots and the page. `load` gives a results folder as pandas frames."""
+"""Reports of a results folder: pandas frames, tables, plots and the HTML page."""

@@ -25,12 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 def accuracy_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
-    """Yield the notes of a task."""
+    """Yield the notes of a task on cross-fitted drops and worst classes.
+
+    Args:
+        rows: Row id of each label in the main table.
+    """
     yield from chain(recovery_notes(task), _cross_fitting_notes(task), _class_notes(task, rows))
 
 
 def _cross_fitting_notes(task: TaskResults) -> Iterator[str]:
-    """Yield for each search that chose on all samples the loss of its choice on samples that did not take part.
+    """Yield a note for each search that chose on all samples: the cross-fitted drop of its choice.
 
     A search whose row is a recovered model has none: the journal has no scores of the models that recovery made.
     """
@@ -51,32 +55,32 @@ def _cross_fitting_notes(task: TaskResults) -> Iterator[str]:
             logger.warning("%s: no cross-fitted drop of %s: %s", task.folder, search.name, error)
             continue
         if estimate is not None:
-            own = estimate.interval
+            interval = estimate.interval
             yield (
                 f"Cross-fitted over {FOLDS} folds of {estimate.images} samples, {task.name}: the choice of "
-                f"{search.name} loses {format_interval(own.value, own.low, own.high, 4)} of "
+                f"{search.name} loses {format_interval(interval.value, interval.low, interval.high, 4)} of "
                 f"{metric_name(task.metric)} on samples that did not take part in the choice."
             )
 
 
 def _class_notes(task: TaskResults, rows: Mapping[str, str]) -> Iterator[str]:
-    """Yield for each search the class that lost most with its choice."""
+    """Yield a note for each choice of a search with the class that lost most accuracy."""
     searched = {pick.row for pick in task.picks if pick.kind == "search"}
     for label, row in rows.items():
         scores = [task.scores.get(name, {}) for name in (FLOAT_ROW, row)]
         if task.metric is None or row not in searched or not all("metrics" in score for score in scores):
             continue
-        reference, found = map(decode_accuracy, scores)
-        worst = worst_class(reference, found, task.metric)
-        if worst is not None and worst.found < worst.reference:
+        reference, row_accuracy = map(decode_accuracy, scores)
+        worst = worst_class(reference, row_accuracy, task.metric)
+        if worst is not None and worst.quantized < worst.reference:
             yield (
                 f"Worst class of {label}, {task.name}: class {worst.label} ({worst.samples} samples), "
-                f"{metric_name(task.metric)} {worst.reference:.3f} to {worst.found:.3f}."
+                f"{metric_name(task.metric)} {worst.reference:.3f} to {worst.quantized:.3f}."
             )
 
 
 def recovery_notes(task: TaskResults) -> Iterator[str]:
-    """Yield a line for each placement near the bound: its recovered file, or that nothing was gained."""
+    """Yield a note for each placement near the bound: its recovered file, or that recovery gained nothing."""
     for digest, facts in task.recovery.items():
         if "loss" not in facts:
             if facts.get("label", "").startswith(NOT_TRIED):
@@ -89,16 +93,16 @@ def recovery_notes(task: TaskResults) -> Iterator[str]:
         ]
         gains += map(_format_left_float, facts.get("left_float", ()))
         steps = f" ({'; '.join(gains)})" if gains else ""
-        found = f"is {recovered_row(facts['sha256'])}" if facts["within"] else "still misses the bound"
+        result = f"is {recovered_row(facts['sha256'])}" if facts["within"] else "still misses the bound"
         before, after = (_format_loss(facts, suffix) for suffix in ("_before", ""))
         yield (
-            f"Recovery in {task.name}: placement {digest} with {facts['label']}{steps} {found}; drop of "
+            f"Recovery in {task.name}: placement {digest} with {facts['label']}{steps} {result}; drop of "
             f"{metric_name(task.metric)} on the images of the search {before} before, {after} after."
         )
 
 
 def _format_left_float(facts: Mapping[str, Any]) -> str:
-    """Return the nodes that are left float with their cost, "Conv_1 and 2 after it left float, 3.3 dB if quantized"."""
+    """Return text such as "Conv_1 and 2 after it left float, 3.3 dB if quantized" for a record of float nodes."""
     if "node" in facts:  # a record before groups of nodes were left float
         return f"{facts['node']} left float {facts['gain_db']:+.1f} dB"
     first, *others = (name or "the outputs" for name in facts["nodes"])
@@ -106,51 +110,55 @@ def _format_left_float(facts: Mapping[str, Any]) -> str:
 
 
 def _format_loss(facts: Mapping[str, Any], suffix: str) -> str:
-    """Return a measured loss with the estimated one, "0.0054 (estimated 0.0062)"."""
+    """Return a measured loss with the estimated one as text, "0.0054 (estimated 0.0062)"."""
     loss, estimate = facts.get(f"loss{suffix}"), facts.get(f"estimate{suffix}")
     text = MISSING_CELL if loss is None else f"{loss:.4f}"
     return text if estimate is None else f"{text} (estimated {estimate:.4f})"
 
 
 MIN_CLASS_SAMPLES = 10
-"""Images of a class, for boxes their number, from which its figure is shown."""
+"""Smallest number of images of a class, for detection of its boxes, with which the class is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassLoss:
-    """Figures of one class, each the metric on its own samples.
+    """Metric of the float model and of a quantized model on the samples of one class.
 
     Attributes:
         label: Index of the class.
-        reference: Figure of the float model.
+        reference: Metric of the float model.
+        quantized: Metric of the quantized model.
     """
 
     label: int
     samples: int
     reference: float
-    found: float
+    quantized: float
 
 
-def worst_class(reference: Accuracy, found: Accuracy, metric: str) -> ClassLoss | None:
-    """Return the class with the largest loss of those with `MIN_CLASS_SAMPLES` samples, or None if there are none.
+def worst_class(reference: Accuracy, quantized: Accuracy, metric: str) -> ClassLoss | None:
+    """Return the class with the largest loss among those with at least `MIN_CLASS_SAMPLES` samples.
 
     Args:
-        metric: `top1`, `top5`, `map` or `miou`; None is returned for others, and for records without classes.
+        metric: `top1`, `top5`, `map` or `miou`; others have no figures by class.
+
+    Returns:
+        The class; None if no class has enough samples, or the records have no figures by class.
 
     Raises:
         ValueError: The evidence is damaged.
     """
-    before, after = (_class_figures(decode_evidence(each.evidence), metric) for each in (reference, found))
+    before, after = (_class_figures(decode_evidence(each.evidence), metric) for each in (reference, quantized))
     losses = [
-        ClassLoss(label=label, samples=samples, reference=figure, found=after[label][0])
+        ClassLoss(label=label, samples=samples, reference=figure, quantized=after[label][0])
         for label, (figure, samples) in before.items()
         if samples >= MIN_CLASS_SAMPLES and label in after
     ]
-    return max(losses, key=lambda each: each.reference - each.found, default=None)
+    return max(losses, key=lambda each: each.reference - each.quantized, default=None)
 
 
 def _class_figures(facts: Mapping[str, Any], metric: str) -> dict[int, tuple[float, int]]:
-    """Return the figure of each class and the number of its samples."""
+    """Return the metric of each class and the number of its samples, by index of the class."""
     kind = facts.get("kind")
     try:
         if kind == "mean" and "classes" in facts and metric in facts:
@@ -170,7 +178,7 @@ def _mean_by_class(classes: list[int], values: list[float]) -> dict[int, tuple[f
     by_class: dict[int, list[float]] = defaultdict(list)
     for label, value in zip(classes, values, strict=True):
         by_class[label].append(value)
-    return {label: (float(np.mean(found)), len(found)) for label, found in by_class.items()}
+    return {label: (float(np.mean(figures)), len(figures)) for label, figures in by_class.items()}
 
 
 def _average_precision(images: int, category: Mapping[str, Any]) -> float:

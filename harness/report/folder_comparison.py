@@ -29,7 +29,7 @@ FINGERPRINT_KEYS = (
 )  # fmt: skip
 TRANSIENT_KEYS = ("load_average", "mhz", "temperature_c", "clocks.sm", "temperature.gpu", "power.draw")
 IGNORED_EXPERIMENT_KEYS = ("experiment", "description", "models", "backends", "precision", "sampling")
-BUSY_LOAD_AVERAGE = 1.0  # a difference of more busy cores is a likely cause of other latencies
+BUSY_LOAD_AVERAGE = 1.0  # in busy cores; a larger difference is reported as a possible cause of different latencies
 
 
 def _verdict_column(side: int) -> Column:
@@ -73,10 +73,10 @@ def compare_frame(first: Results, second: Results) -> pd.DataFrame:
     """
     names = {task.name for task in first.tasks} & {task.name for task in second.tasks}
     if not names:
-        there = [", ".join(task.name for task in results.tasks) or "none" for results in (first, second)]
+        task_names = [", ".join(task.name for task in results.tasks) or "none" for results in (first, second)]
         raise UserError(
-            f"{first.folder} and {second.folder} have no task in common (tasks: {'; '.join(there)}); the name of a "
-            "task is MODEL-BACKEND-PRECISION by the labels of the experiment"
+            f"{first.folder} and {second.folder} have no task in common (tasks: {'; '.join(task_names)}); the name of "
+            "a task is MODEL-BACKEND-PRECISION by the labels of the experiment"
         )
     one, two = (_main_rows_with_key(results) for results in (first, second))
     both = one.merge(two, on=ROW_KEY, how="outer", suffixes=("_1", "_2"), sort=False)
@@ -169,9 +169,9 @@ def _shared_tasks(first: Results, second: Results) -> list[tuple[TaskResults, Ta
 
 
 def describe_differences(first: Results, second: Results) -> Iterator[str]:
-    """Yield the differences of load, machine, libraries, code, model, settings, and keys of the experiment.
+    """Yield a line for each difference of load, machine, libraries, code, model, settings, and experiment keys.
 
-    A difference that is not that of all tasks names its tasks.
+    A line names its tasks unless all tasks have the difference.
     """
     tasks: dict[str, list[str]] = defaultdict(list)
     both = _shared_tasks(first, second)
@@ -181,13 +181,13 @@ def describe_differences(first: Results, second: Results) -> Iterator[str]:
     for line, names in tasks.items():
         yield line if len(names) == len(both) else f"{line} ({', '.join(names)})"
     yield from diff_leaves(_experiment_keys(first), _experiment_keys(second), "experiment")
-    for results, rest in ((first, {c.name for c in second.tasks}), (second, {c.name for c in first.tasks})):
-        if alone := [task.name for task in results.tasks if task.name not in rest]:
+    for results, other_names in ((first, {c.name for c in second.tasks}), (second, {c.name for c in first.tasks})):
+        if alone := [task.name for task in results.tasks if task.name not in other_names]:
             yield f"only in {results.folder}: {', '.join(alone)}"
 
 
 def _load_warnings(task: TaskResults, other: TaskResults) -> Iterator[str]:
-    """Yield a warning if the load of the machines differs, and whether it explains the difference in latency."""
+    """Yield a warning if the load differs, which states whether this may explain the difference in latency."""
     loads = [_as_load_average(side.environment.get("load_average")) for side in (task, other)]
     if None in loads or abs(more := (loads[1] or 0.0) - (loads[0] or 0.0)) <= BUSY_LOAD_AVERAGE:
         return
@@ -202,12 +202,12 @@ def _load_warnings(task: TaskResults, other: TaskResults) -> Iterator[str]:
 
 
 def _as_load_average(value: Any) -> float | None:
-    value = value[0] if isinstance(value, list) and value else value  # of the last minute
+    value = value[0] if isinstance(value, list) and value else value  # the average over the last minute
     return float(value) if isinstance(value, int | float) else None
 
 
 def _experiment_keys(results: Results) -> dict[str, Any]:
-    """Return the keys of the experiment, with entries of lists by name, so that each difference is one line."""
+    """Return the experiment file with lists as mappings by name of entry, so that each difference is one line."""
     body = read_experiment_yaml(results.stored.text, str(results.folder / "experiment.yaml"))
     return {key: _index_by_name(value) for key, value in body.items() if key not in IGNORED_EXPERIMENT_KEYS}
 

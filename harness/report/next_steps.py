@@ -23,23 +23,23 @@ from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
 from harness.timing.provenance import format_options
 
-MAX_SUGGESTED_DROP_SHARE = 0.1  # of the float model's metric; a bound with a larger drop is not suggested
+MAX_SUGGESTED_DROP_SHARE = 0.1  # relative to the float model's metric; a looser bound than this is not suggested
 SHIPPED_PREFIXES = ("ship", "fast")
-SHARE_METRICS = ("map", "top1")  # shown in points, hundredths
+SHARE_METRICS = ("map", "top1")  # metrics between 0 and 1, whose changes are shown in points (hundredths)
 
 
 def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
     """Return the fastest row of a finished task that may be shipped, or None."""
-    own = frame_rows(main[main["best"].eq(True) & main["task"].eq(task.name)])
-    row = next((row for row in own if str(row["decision"]).startswith(SHIPPED_PREFIXES)), None)
+    best_rows = frame_rows(main[main["best"].eq(True) & main["task"].eq(task.name)])
+    row = next((row for row in best_rows if str(row["decision"]).startswith(SHIPPED_PREFIXES)), None)
     return row if row is not None and row["row"] in task.rows else None
 
 
 def describe_answers(results: Results, main: pd.DataFrame) -> Iterator[str]:
     """Yield a line for each finished task: the file to take with its speedup and loss, or why to keep the float model.
 
-    The file is that in the folder `ship` if it was written, else the exported one. Tasks whose exported models are
-    absent, or whose tables show no reason, are left out.
+    The file is the one in the folder `ship`, else the exported one. Tasks without exported models, and tasks for which
+    `describe_next_steps` has no reason, are left out.
     """
     for task in results.tasks:
         row = best_row(task, main)
@@ -56,8 +56,8 @@ def describe_answers(results: Results, main: pd.DataFrame) -> Iterator[str]:
         if digest_file(path) != task.rows[row["row"]].sha256:
             yield f"{task.name}: {path} is damaged, do not ship it: qdq verify {results.folder} says how to repair it"
             continue
-        taken = shipped if shipped.exists() and digest_file(shipped) == task.rows[row["row"]].sha256 else path
-        yield f"{prefix}take {taken}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), taken)}"
+        file = shipped if shipped.exists() and digest_file(shipped) == task.rows[row["row"]].sha256 else path
+        yield f"{prefix}take {file}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), file)}"
 
 
 def ship_path(folder: Path, task: str) -> Path:
@@ -79,7 +79,7 @@ def format_answer(task: TaskResults, row: Row) -> str:
 
 
 def row_runtime(task: TaskResults, row: Row) -> dict[str, Any]:
-    """Return the description of the benchmarker of a row: a float row has its own precision."""
+    """Return the facts of a row's benchmarker; a float row has its own float precision."""
     backend = dict(task.facts["backend"])
     floating = backend.get("float_params", {}).get(row["precision"], {})
     return {**backend, "options": {**backend.get("options", {}), **floating}}
@@ -95,12 +95,12 @@ def _format_change(row: Row) -> str:
     return f"{name} {value:+.{digits}f}{unit}{limits}"
 
 
-def _dynamic_axes_note(task: TaskResults, row: str, taken: Path) -> str:
-    """Return the result for dynamic axes with the name next to the file to take; the report has the checked sizes."""
+def _dynamic_axes_note(task: TaskResults, row: str, file: Path) -> str:
+    """Return the result of the check of dynamic axes, with the model named as the file next to `file`."""
     note = str(dynamic_axes_facts(task, row).get("said") or "")
     written, _, _ = note.partition(": ")
-    shown = written if " keeps " in written else note
-    named = shown.replace(row + DYNAMIC_MODEL_SUFFIX, taken.stem + DYNAMIC_MODEL_SUFFIX)
+    summary = written if " keeps " in written else note
+    named = summary.replace(row + DYNAMIC_MODEL_SUFFIX, file.stem + DYNAMIC_MODEL_SUFFIX)
     return f"; {named}" if note else ""
 
 
@@ -114,8 +114,8 @@ def dynamic_axes_facts(task: TaskResults, row: str) -> dict[str, Any]:
 def describe_next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
     """Yield for each finished task without a row that may be shipped the reason, and remedies as a list.
 
-    Tasks whose float model scores next to nothing, or whose rows all failed, are left out: their tables show what to
-    check.
+    Tasks whose float model has a negligible score, or whose rows all failed, are left out: their tables show the
+    cause.
     """
     for task in results.tasks:
         for reason, steps in _reasons(task, results, main).items():
@@ -123,7 +123,7 @@ def describe_next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
 
 
 def _reasons(task: TaskResults, results: Results, main: pd.DataFrame) -> dict[str, Sequence[str]]:
-    """Return the reason why no row of a finished task may be shipped, with remedies; empty if one may, or without."""
+    """Return the reason why no row of a finished task may be shipped, with remedies; empty without a reason."""
     planned = {spec.name for spec in results.stored.tasks}
     rows = [row for row in frame_rows(main) if row["task"] == task.name and row["method"] != FLOAT_ROW]
     shipped = any(str(row["decision"]).startswith(SHIPPED_PREFIXES) for row in rows)
@@ -152,7 +152,7 @@ def _format_paragraph(task: TaskResults, reason: str, steps: Iterable[str]) -> s
 
 
 def _search_steps(task: TaskResults) -> Iterator[str]:
-    """Yield remedies in the search; a larger budget does not help one that ended by itself."""
+    """Yield changes of the search that may help: time, budget, searcher or space."""
     budget = task.budget
     if not budget:
         return
@@ -208,8 +208,8 @@ def _accuracy_steps(task: TaskResults, rows: Sequence[Row]) -> Iterator[str]:
         yield "more images: the interval of that drop includes the bound"
     if least["drop"] <= MAX_SUGGESTED_DROP_SHARE * abs(task.score(FLOAT_ROW) or 0.0):
         bound = math.ceil(least["drop"] * 1e4 - 1e-6) / 1e4
-        found = f"{least['method']} could be shipped, {least['speedup']:.2f}x"
-        yield f"a looser bound, in a new results folder: at {bound:g} {found}"
+        gain = f"{least['method']} could be shipped, {least['speedup']:.2f}x"
+        yield f"a looser bound, in a new results folder: at {bound:g} {gain}"
 
 
 def _latency_steps(task: TaskResults, rows: Sequence[Row], results: Results) -> Iterator[str]:

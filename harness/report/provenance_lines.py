@@ -27,10 +27,11 @@ SCORE_HEADINGS = ("drop", "metric", *(name for name, _, _ in METRIC_FORMATS.valu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenanceLine:
-    """Turn, trial, or values of single images.
+    """Text for one turn or trial, or for the values of single images.
 
     Attributes:
-        whole: Lines with every reading; empty if `short` has everything.
+        short: Summary in one line.
+        whole: Lines with every reading; empty if `short` contains all.
     """
 
     short: str
@@ -42,9 +43,9 @@ class ValueSource:
     """Source of a figure, or of a part of it.
 
     Attributes:
-        head: File, and facts without readings.
-        readings: Returns the readings in the order in which they were taken.
-        result: Computation of the figure from the readings, or "".
+        head: Lines with the path of the file and facts about it.
+        readings: Function that returns the readings in order of measurement.
+        result: Line with the computation of the figure from the readings, or "".
     """
 
     head: tuple[str, ...]
@@ -62,13 +63,13 @@ class ValueSource:
         """Yield the head, the last readings in a line each, and the computation of the figure.
 
         Args:
-            last: Number of readings; the number of those before them is one more line.
+            last: Number of readings; one more line states how many precede them.
         """
         yield from self.head
-        kept = deque(enumerate(self.readings()), maxlen=last)
-        if kept and kept[0][0]:
-            yield f"... {kept[0][0]} before these:"
-        yield from (reading.short for _, reading in kept)
+        shown = deque(enumerate(self.readings()), maxlen=last)
+        if shown and shown[0][0]:
+            yield f"... {shown[0][0]} before these:"
+        yield from (reading.short for _, reading in shown)
         yield from filter(None, [self.result])
 
 
@@ -117,8 +118,11 @@ def turn_source(task: TaskResults, row: str, *, paired: bool) -> ValueSource:
 
 
 def _summarize_turns(task: TaskResults, row: str, *, ratios: bool) -> str:
-    bases, owns = TurnMatrix(task.events).paired_samples(row, FLOAT_ROW)
-    builds = [np.divide(base, own) if ratios else np.array(own) for base, own in zip(bases, owns, strict=True)]
+    baseline_builds, row_builds = TurnMatrix(task.events).paired_samples(row, FLOAT_ROW)
+    builds = [
+        np.divide(baseline_ms, row_ms) if ratios else np.array(row_ms)
+        for baseline_ms, row_ms in zip(baseline_builds, row_builds, strict=True)
+    ]
     if not builds:
         return ""
     what, unit = ("ratios", "") if ratios else ("turns", " ms")
@@ -131,14 +135,14 @@ def _summarize_turns(task: TaskResults, row: str, *, ratios: bool) -> str:
 def _turn_line(turn: Turn, base: Turn | None, numbers: Mapping[int, int]) -> ProvenanceLine:
     where, middle, samples = _turn_facts(turn, numbers)
     short = f"{where}: median {middle:.6g} of {len(turn.samples_ms)} samples"
-    whole = f"{where}: median {middle:.6g} of {samples}"
+    with_samples = f"{where}: median {middle:.6g} of {samples}"
     if base is None:
-        return ProvenanceLine(short=short, whole=(whole,))
+        return ProvenanceLine(short=short, whole=(with_samples,))
     where, other, samples = _turn_facts(base, numbers)
     ratio = f"ratio {other / middle:.4f}"
     return ProvenanceLine(
         short=f"{short}; baseline {other:.6g}, line {numbers[id(base)]}; {ratio}",
-        whole=(whole, f"    baseline: {where}: median {other:.6g} of {samples}; {ratio}"),
+        whole=(with_samples, f"    baseline: {where}: median {other:.6g} of {samples}; {ratio}"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Writer of a report, which is skipped if records and code are unchanged, and public frames of a results folder."""
+"""Writer of reports, and `load`, which returns the frames of a results folder."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from harness.results_dir.manifest import MANIFEST_FILE, describe_files, find_cha
 from harness.text import printable
 
 MAX_TASKS_WITH_PLOTS = 20
-"""Number of tasks up to which the plots that the page draws itself are written as files too, unless asked for."""
+"""Number of tasks up to which plots that the page draws itself are by default written as files too."""
 PRINTED_TABLES = ("summary", "main", "budget", "cost")
 TASK_FOLDER_FILES = ("task.json", "env.json", "stopped.txt")  # a folder with one of these is that of a task
 RECORD_GLOBS = ("*", "runs/*", "explain/*")
 RECORD_SUFFIXES = frozenset({".gz", ".json", ".jsonl", ".txt", ".yaml"})
 CODE_SUFFIXES = frozenset({".css", ".j2", ".js", ".py"})
 fast_small_frames = pd.option_context("mode.string_storage", "python")
-"""Decorator: Arrow takes longer per cell, and frames of a report have few rows."""
+"""Decorator that disables strings in Arrow format, which are slower per cell in frames of few rows."""
 REPORT_LIBRARIES = ("jinja2", "matplotlib", "numpy", "pandas", "scipy")
 
 
@@ -73,7 +73,7 @@ class Frames:
         transfer: Placements transferred to other backends and models.
         samples: Latencies of the confirmation.
         variance: Variance of inferences, turns and builds.
-        complete: Nothing of the experiment is missing.
+        complete: Whether nothing of the experiment is missing.
     """
 
     main: pd.DataFrame
@@ -135,9 +135,9 @@ def write_report(
 ) -> tuple[Results, list[ReportTable]]:
     """Write tables, plots and the page into `folder/report`; return the results and all tables.
 
-    If the exported models are there, the graph of each task is stored in `TASK/graph.json`, so that the same page can
-    be written without the models; graphs are read again if a row's model is another. The report of an unfinished run
-    is marked UNFINISHED. Plots of tasks whose records are those of the last report are not made again.
+    If the exported models exist, the graph of each task is stored in `TASK/graph.json`, so that the same page can be
+    written without them; it is computed again if a model changed. The report of an unfinished run is marked
+    UNFINISHED. Plots of tasks whose records did not change since the last report are not drawn again.
 
     Args:
         task_plots: Write the plots of each task that the page draws itself as files, too; None: if there are at most
@@ -146,7 +146,7 @@ def write_report(
     Raises:
         UserError: The folder is no results folder or damaged, or the report cannot be written.
     """
-    digest, inputs = _input_digests(folder)  # first, because a run may write meanwhile
+    digest, inputs = _input_digests(folder)  # before anything is read, because a run may write meanwhile
     results = load_results(folder)
     out, observer = folder / "report", observer or NullProgress()
     cache = PlotCache(out, inputs)
@@ -167,14 +167,11 @@ def _wants_task_plots(folder: Path, task_plots: bool | None) -> bool:
 
 
 def _update_graphs(tasks: Sequence[TaskResults], observer: Observer) -> None:
-    """Store the graph of each task that has exported models which the stored one lacks.
-
-    Many graphs together would take much memory.
-    """
+    """Store the graph of each task with exported models that its stored graph lacks, one at a time to save memory."""
     with observer.work("graphs", len(tasks)) as progress:
         for task in tasks:
-            known = sizes_of(task)
-            if any(name not in known and exported(task, row).exists() for name, row in task.rows.items()):
+            stored_sizes = sizes_of(task)
+            if any(name not in stored_sizes and exported(task, row).exists() for name, row in task.rows.items()):
                 from harness.report.page.graph_layout import load_task_graph  # imports ONNX
 
                 graph = load_task_graph(task)
@@ -211,8 +208,9 @@ def current_report(folder: Path, *, task_plots: bool | None = None) -> tuple[Res
 def _input_digests(folder: Path) -> tuple[str, dict[str, str]]:
     """Return a digest of all inputs of the report, and of those of each task.
 
-    Inputs are the content of records and code, and the names of exported models (see rows.json). The key of the user is
-    one too: the report of a stranger, whose page may run any script, is made again.
+    Inputs are the content of records and code, the names of exported models (their digests are in `rows.json`), and the
+    secret key of the user: a report that came with a folder from a stranger, whose page may contain any script, is thus
+    written again.
     """
     common = hashlib.sha256(user_key())
     for name in REPORT_LIBRARIES:
@@ -229,7 +227,7 @@ def _input_digests(folder: Path) -> tuple[str, dict[str, str]]:
         for path in sorted(task.glob("models/*.onnx")):
             own.update(f"{path.relative_to(folder)}\n".encode())
         tasks[task.name] = own.hexdigest()
-    common.update(f"{folder}\n{tasks}".encode())  # the page contains the path
+    common.update(f"{folder}\n{tasks}".encode())  # the page shows the path
     return common.hexdigest(), tasks
 
 
@@ -241,7 +239,7 @@ def _content_digest(path: Path) -> str:
 
 
 def _record_files(task: Path) -> Iterator[Path]:
-    """Yield the files of a run and of `qdq explain`; the stored graph is written by the report itself."""
+    """Yield the record files of `qdq run` and `qdq explain` in a task folder, without `graph.json` of the report."""
     for path in sorted(path for pattern in RECORD_GLOBS for path in task.glob(pattern)):
         if path.name != GRAPH_FILE and path.suffix in RECORD_SUFFIXES and path.is_file():
             yield path
@@ -262,13 +260,13 @@ def write_tables(results: Results, out: Path) -> list[ReportTable]:
 
 
 def report_text(results: Results, tables: Sequence[ReportTable]) -> str:
-    """Return the summary, or the main, budget and cost tables for a pipe or a file, each line of notes once."""
+    """Return the printed tables (one summary, or main, budget and cost) as plain text, each line of notes once."""
     before, after = _run_notes(results, tables)
     return "\n\n".join(filter(None, [before, *map(render_plain_text, _printed_tables(tables)), after]))
 
 
 def report_renderable(results: Results, tables: Sequence[ReportTable]) -> Group:
-    """Return the summary, or the main, budget and cost tables, for a terminal."""
+    """Return the printed tables (one summary, or main, budget and cost) for a terminal."""
     notes = _run_notes(results, tables)
     before, after = ([Text(printable(note), style="yellow")] if note else [] for note in notes)
     return Group(*before, *_printed_tables(tables), *after)

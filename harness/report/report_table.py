@@ -22,7 +22,7 @@ COLUMNS_SHOWN_ONCE = ("task", "model", "device", "batch")
 ROW_KEYS = ("task", "model", "device", "precision", "quantized", "row", "method", "searcher", "first", "second")
 PIPE_WIDTH_CHARS = 100
 MAX_TERMINAL_COLUMN_CHARS = 28  # longer cells, such as the reason of a failure, are wrapped
-CSV_FLOAT_FORMAT = "%.12g"  # the last digits of sums depend on the width of the vectors of a processor
+CSV_FLOAT_FORMAT = "%.12g"  # further digits of sums depend on the vector width of the processor
 MARKDOWN_MARKS = {"best": "**{}**", "tied": "<u>{}</u>"}
 PLAIN_MARKS = {"best": "**{}**", "tied": "*{}*"}
 LATEX_MARKS = {"best": r"\textbf{{{}}}", "tied": r"\underline{{{}}}"}
@@ -36,7 +36,7 @@ class ReportTable:
     Attributes:
         name: Name of its files, without suffix.
         cells: Formatted text without markup.
-        raw: Unrounded figures, for CSV.
+        raw: Unrounded figures, written as CSV.
         note: Caption and notes, shown below the table.
         bold: Row number and column of the best cells.
         underlined: Row number and column of the cells that are not distinguishable from the best.
@@ -62,12 +62,12 @@ class ReportTable:
 
     @property
     def shared_values(self) -> dict[str, str]:
-        """Values of `COLUMNS_SHOWN_ONCE` that all of several rows share, by column."""
+        """Values in `COLUMNS_SHOWN_ONCE` that all of several rows share, by column."""
         return {name: value for name, value in self._uniform_columns() if name in COLUMNS_SHOWN_ONCE}
 
     @property
     def constant(self) -> dict[str, str]:
-        """Values that all of several rows share, by column; without marked columns and the only key."""
+        """Values that all of several rows share, by column; without marked columns and a sole key column."""
         marked = {column for _, column in self.bold | self.underlined}
         keys = [name for name in self.cells if name in ROW_KEYS]
         values = {name: value for name, value in self._uniform_columns() if name not in marked}
@@ -81,8 +81,8 @@ class ReportTable:
     @property
     def caption(self) -> str:
         """Line with the constant columns whose value is known, or ""."""
-        known = [f"{name}: {value}" for name, value in self.constant.items() if value != MISSING_CELL]
-        return f"All rows: {', '.join(known)}" if known else ""
+        parts = [f"{name}: {value}" for name, value in self.constant.items() if value != MISSING_CELL]
+        return f"All rows: {', '.join(parts)}" if parts else ""
 
     def mark(self, row: int, column: str) -> str:
         """Return "best", "tied" or ""."""
@@ -145,7 +145,7 @@ def render_note_markdown(table: ReportTable) -> str:
 
 
 def render_plain_text(table: ReportTable) -> str:
-    """Return a table and its note as pipe tables of `PIPE_WIDTH_CHARS` columns; best bold, ties in italics."""
+    """Return a table and its note as text of `PIPE_WIDTH_CHARS` columns; best and tied cells have Markdown marks."""
     parts = [_pipe_table(part, PLAIN_MARKS) for part in _split_wide_table(table, PIPE_WIDTH_CHARS, space=3, marks=4)]
     caption = [escape_markdown(table.caption)] if table.caption else []
     note = render_note_markdown(table).replace("underlined", "in italics").replace("Underlined", "In italics")
@@ -162,13 +162,13 @@ def write_table(table: ReportTable, folder: Path) -> None:
 
 
 def write_csv(frame: pd.DataFrame, path: Path, float_format: str | None = None) -> None:
-    """Write a frame as CSV without text that spreadsheets would compute."""
+    """Write a frame as CSV; text that a spreadsheet would read as a formula is escaped."""
     texts = {str(name): frame[name].map(escape_csv) for name in frame.select_dtypes(exclude="number")}
     frame.assign(**texts).rename(columns=escape_csv).to_csv(path, index=False, float_format=float_format)
 
 
 def table_json(table: ReportTable) -> dict[str, Any]:
-    """Return the table for the template of the page; `alike` has the values that are shown once above it."""
+    """Return the table as JSON data for the page; `alike` has the values that are shown once above the table."""
     cells, alike = table.cells.astype(str), table.shared_values
     kinds = {str(c): "text" if c in table.text_columns else "number" for c in cells.columns if c not in alike}
     rows = [
@@ -186,13 +186,13 @@ def table_json(table: ReportTable) -> dict[str, Any]:
 
 
 def _render_latex(table: ReportTable) -> str:
-    """Return a float with the notes as comments.
+    """Return a LaTeX `table` environment, with the notes as comments before it.
 
     The caption has the title, the values that all rows share, and the first two sentences of the note.
     """
-    shown = _apply_marks(table, escape_latex, LATEX_MARKS)
-    shown = shown.drop(columns=[escape_latex(name) for name in table.shared_values])
-    body = shown.to_latex(index=False, escape=False, column_format="l" * len(shown.columns)).rstrip()
+    cells = _apply_marks(table, escape_latex, LATEX_MARKS)
+    cells = cells.drop(columns=[escape_latex(name) for name in table.shared_values])
+    body = cells.to_latex(index=False, escape=False, column_format="l" * len(cells.columns)).rstrip()
     shared = "; ".join(f"{name}: {value}" for name, value in table.shared_values.items())
     sentences = re.split(r"(?<=[.!?]) (?=[A-Z])", table.note.partition("\n")[0])
     caption = " ".join(filter(None, [f"{table.title or table.name}.", shared and f"{shared}.", *sentences[:2]]))
@@ -230,7 +230,7 @@ def _split_wide_table(
         widest: Characters after which a cell is wrapped; None if cells are never wrapped.
     """
     cells = table.cells.drop(columns=list(table.constant)).astype(str)
-    heading = 2 if marks else 0  # tabulate pads headings
+    heading = 2 if marks else 0  # characters that tabulate adds to a heading
     widths = {name: max([len(str(name)) + heading, *map(len, cells[name])]) for name in cells}
     widths = {name: space + (value if widest is None else min(value, widest)) for name, value in widths.items()}
     widths |= {name: widths[name] + marks for _, name in table.bold | table.underlined}
@@ -262,6 +262,6 @@ def _styled_text(text: str, style: str = "") -> Text:
 
 
 def frame_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows as `frame.to_dict("records")` does, in a fraction of its time."""
+    """Return the same rows as `frame.to_dict("records")`, but faster."""
     columns: dict[Any, list[Any]] = frame.to_dict("list")
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -19,13 +19,13 @@ import pandas as pd
 from harness.report.report_table import pluralize
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
 
-MIN_BLOCKS = 3  # for the interval of a mean and for Friedman's test; fewer say nothing about other tasks
+MIN_BLOCKS = 3  # for the interval of a mean and for Friedman's test
 MIN_BLOCKS_FOR_WILCOXON = 6  # Wilcoxon's test can then be significant at 5 %, see `smallest_p_value`
-MAX_EXACT_BLOCKS = 50  # SciPy's test is exact up to it, without zeros and ties
-#: With more of both, Friedman's statistic is close to chi-squared (Demšar 2006, section 3.2.2).
+MAX_EXACT_BLOCKS = 50  # up to which SciPy's test is exact, without zeros and ties
+#: With more blocks and more methods, Friedman's statistic is close to chi-squared (Demšar 2006, section 3.2.2).
 MANY_BLOCKS, MANY_METHODS = 10, 5
 PERMUTATION_RESAMPLES = 19_999
-SCORE_END_SHARE = 0.95  # of the possible improvement: a score ends when random search has found it
+SCORE_END_SHARE = 0.95  # of the possible improvement; scores are averaged until random search has found this share
 Floats = npt.NDArray[np.float64]
 
 
@@ -36,7 +36,7 @@ class FriedmanRanks:
     Attributes:
         mean: Mean rank by method, best first; rank 1 is the best of a block, ties share their ranks.
         p_value: p of Friedman's test that all methods are equal; None below `MIN_BLOCKS` blocks or three methods.
-        critical_difference: Difference of mean ranks that is significant at 5 % (Nemenyi); None as above.
+        critical_difference: Difference of mean ranks that is significant at 5 % (Nemenyi); None if `p_value` is.
     """
 
     mean: Mapping[str, float]
@@ -64,7 +64,7 @@ class FriedmanRanks:
         groups: list[tuple[str, ...]] = []
         for start, first in enumerate(names):
             group = [n for n in names[start:] if self.mean[n] - self.mean[first] <= self.critical_difference]
-            if len(group) > 1 and not any(set(group) <= set(known) for known in groups):
+            if len(group) > 1 and not any(set(group) <= set(clique) for clique in groups):
                 groups.append(tuple(group))
         return tuple(groups)
 
@@ -74,7 +74,7 @@ def compute_ranks(values: pd.DataFrame, unit: str = "task") -> FriedmanRanks:
 
     Args:
         values: A row per block, a column per method, without missing values; larger is better.
-        unit: Name of a block.
+        unit: Noun for a block in messages.
 
     Raises:
         ValueError: There is no block or no method.
@@ -96,14 +96,14 @@ def compute_ranks(values: pd.DataFrame, unit: str = "task") -> FriedmanRanks:
 
 
 def rank_values(values: Floats) -> Floats:
-    """Return ranks from 1, the smallest value first; ties share the mean of theirs."""
+    """Return ranks from 1, the smallest value first; ties have the mean of their ranks."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[places]
     return ranks
 
 
 def _friedman_p_value(ranks: Floats) -> float:
-    """Return p of Friedman's test by permutations within blocks, or by chi-squared for many of both.
+    """Return p of Friedman's test by permutations within blocks, or by chi-squared for many blocks and methods.
 
     Args:
         ranks: Shape (blocks, methods).
@@ -113,8 +113,8 @@ def _friedman_p_value(ranks: Floats) -> float:
     blocks, methods = ranks.shape
     if blocks > MANY_BLOCKS and methods > MANY_METHODS:
         with np.errstate(invalid="ignore"):  # all methods equal in every block
-            found = float(friedmanchisquare(*ranks.T).pvalue)
-        return 1.0 if math.isnan(found) else found
+            p_value = float(friedmanchisquare(*ranks.T).pvalue)
+        return 1.0 if math.isnan(p_value) else p_value
     result = permutation_test(
         tuple(ranks.T), _rank_sum_of_squares, permutation_type="samples", vectorized=True,
         n_resamples=PERMUTATION_RESAMPLES, batch=1_000,
@@ -130,7 +130,7 @@ def _rank_sum_of_squares(*ranks: Floats, axis: int) -> Floats:
 
 
 def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the probability that a draw of the first is larger than one of the second; ties count half.
+    """Return the probability that a value of the first sample is larger than one of the second; ties count half.
 
     Vargha and Delaney, "A critique and improvement of the CL common language effect size statistics", Journal of
     Educational and Behavioral Statistics 25, 2000: 0.5 is no effect, 1 always better.
@@ -202,7 +202,7 @@ def _compare_pair(
 
 
 def mean_ratio_over_blocks(ratios: Sequence[float]) -> Interval:
-    """Return the geometric mean of ratios with Student's interval over blocks, without one below `MIN_BLOCKS`.
+    """Return the geometric mean of ratios with Student's interval over blocks; NaN limits below `MIN_BLOCKS` blocks.
 
     Raises:
         ValueError: There is no ratio, or one is not positive.
@@ -214,8 +214,8 @@ def mean_ratio_over_blocks(ratios: Sequence[float]) -> Interval:
 def smallest_p_value(blocks: int, comparisons: int) -> float:
     """Return the smallest p that Wilcoxon's two-sided signed-rank test can give after Holm's correction.
 
-    All differences of one sign give 2 / 2^blocks (Wilcoxon 1945); Holm multiplies the smallest p of several by their
-    number.
+    If all differences have one sign, p is 2 / 2^blocks (Wilcoxon 1945); Holm multiplies the smallest of several p by
+    the number of comparisons.
     """
     return min(1.0, comparisons * 2.0 ** (1 - blocks))
 
@@ -245,9 +245,9 @@ def _pratt_p_value(differences: Floats) -> float:
 
 
 def _holm_adjust(p_values: Floats) -> Floats:
-    """Holm's step-down correction (Scandinavian Journal of Statistics 6, 1979); NaN stays NaN."""
-    known = np.flatnonzero(~np.isnan(p_values))
-    order = known[np.argsort(p_values[known], kind="stable")]
+    """Return p-values by Holm's step-down correction (Scandinavian Journal of Statistics 6, 1979); NaN stays NaN."""
+    indices = np.flatnonzero(~np.isnan(p_values))
+    order = indices[np.argsort(p_values[indices], kind="stable")]
     corrected = np.full(len(p_values), np.nan)
     steps = p_values[order] * np.arange(len(order), 0, -1)
     corrected[order] = np.minimum(1.0, np.maximum.accumulate(steps)) if len(order) else steps
@@ -263,21 +263,21 @@ def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, 
     auto-tuning", Future Generation Computer Systems 159, section 3).
 
     Args:
-        latency_ms: Latency of the incumbent, [seed, evaluation].
+        latency_ms: Latency of the incumbent, of shape (seeds, evaluations).
         random_ms: Expected latency of random search after each evaluation.
         best_ms: The best known latency.
         first: Number of evaluations that all searches have in common (initial placements), which are left out.
 
     Returns:
-        NaN if the common evaluations leave less than 1 % of latency, the smallest gain that is claimed.
+        Score by seed; NaN if the common evaluations leave an improvement below 1 %, the smallest gain that is claimed.
     """
-    rest = random_ms - best_ms
-    start = rest[max(first - 1, 0)]
-    reached = rest[first:] <= (1 - SCORE_END_SHARE) * start
-    span = slice(first, first + int(np.argmax(reached)) if reached.any() else len(rest))
-    if start <= MIN_CLAIMED_GAIN * best_ms or span.stop <= span.start or not np.all(rest[span] > 0):
+    remaining = random_ms - best_ms
+    start = remaining[max(first - 1, 0)]
+    reached = remaining[first:] <= (1 - SCORE_END_SHARE) * start
+    span = slice(first, first + int(np.argmax(reached)) if reached.any() else len(remaining))
+    if start <= MIN_CLAIMED_GAIN * best_ms or span.stop <= span.start or not np.all(remaining[span] > 0):
         return np.full(len(latency_ms), np.nan)
-    scores: Floats = ((random_ms[span] - latency_ms[:, span]) / rest[span]).mean(axis=1)
+    scores: Floats = ((random_ms[span] - latency_ms[:, span]) / remaining[span]).mean(axis=1)
     return scores
 
 

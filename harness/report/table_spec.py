@@ -1,4 +1,4 @@
-"""Declaration of a table: columns with their formatters, caption, and how rows become lines."""
+"""Declaration of a table: columns with formatters, caption, and the grouping of rows into lines."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Column:
     """Column of a table.
 
     Attributes:
-        heading: Heading; a spread column fills in the fields of its row: "{budget} evaluations".
+        heading: Text of the heading; that of a spread column may name fields of its row: "{budget} evaluations".
         format: Returns the text of a cell from its row.
-        text: The page sorts it as text, not as a number.
-        marked: Cells are bold or underlined by the fields `best` and `tied` of the row.
+        text: Whether the page sorts it as text, not as a number.
+        marked: Whether cells are bold or underlined by the fields `best` and `tied` of the row.
     """
 
     heading: str
@@ -64,14 +64,14 @@ class TableSpec:
         columns: Columns in order; those of a group are formatted from its first row.
         caption: First lines of the note; its first two sentences are the caption in LaTeX.
         group_by: Fields whose equal values put rows in one line; without any, each row is a line.
-        spread_by: Field of which each value adds the columns of `spread`: numbers in order, others as they come.
-        spread: Columns of one such value, formatted from the row with that value.
+        spread_by: Field whose values each add the columns of `spread`; numbers are sorted, others in order of the rows.
+        spread: Columns of one value of `spread_by`, formatted from the row with that value.
         last: Headings after those of `spread`, with formatters of all rows of a line.
-        drop_empty: Columns without any value are left out.
-        timed: The figures come from latencies, so warnings about noise apply.
-        states_noise_floor: The table or its own notes state the noise floors.
-        assumes_budget: Figures assume that each search spent its budget.
-        shows_selection: Rows were selected among seeds or candidates of a search.
+        drop_empty: Leave out columns without any value.
+        timed: Whether the figures come from latencies, so that warnings about noise apply.
+        states_noise_floor: Whether the table or its notes state the noise floors.
+        assumes_budget: Whether figures assume that each search spent its budget.
+        shows_selection: Whether rows were selected among seeds or candidates of a search.
         source: Readings behind a cell: those of rows of the main table (in the order of `raw`, if "aligned rows"), of
             all confirmed rows, of the searches' choices, or of the searches' trials.
     """
@@ -103,10 +103,10 @@ class TableSpec:
         """Return the formatted table.
 
         Args:
-            raw: Unrounded figures, one row a line or a cell.
+            raw: Unrounded figures; a row is a line, or one cell of a spread column.
             notes: Lines after the caption.
-            rows: Rows in place of those of `raw`, with further fields.
-            words: Fields of all headings.
+            rows: Rows to format instead of those of `raw`, with additional fields.
+            words: Values of fields in the headings.
         """
         rows = frame_rows(raw) if rows is None else rows
         heads = self._spread_headings(rows, words)

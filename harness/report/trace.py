@@ -25,10 +25,11 @@ ROW_LABEL_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSource:
-    """Cell of a table with its source.
+    """Cell of a table with the readings behind it.
 
     Attributes:
-        sources: Readings behind it, with file and line.
+        shown: Text of the cell.
+        sources: Readings, with file and line.
     """
 
     row: str
@@ -63,14 +64,14 @@ def trace_cell(results: Results, address: str, name: str = "main") -> CellSource
     if not colon:
         raise UserError(f"{address!r}: expected ROW:COLUMN, for instance '1:speedup' or 'linear:latency'")
     table = _find_table(results, name)
-    shown = frame_rows(table.cells)
-    rows = frame_rows(table.raw) if SPECS[name].source == "aligned rows" else shown
+    cells = frame_rows(table.cells)
+    rows = frame_rows(table.raw) if SPECS[name].source == "aligned rows" else cells
     number = _row_number(rows, where, name)
     head = _find_heading(table, column)
     return CellSource(
         row=f"row {number + 1}: {', '.join(_row_labels(rows[number]))}",
         column=head,
-        shown=str(shown[number][head]),
+        shown=str(cells[number][head]),
         sources=tuple(_cell_sources(results, table, number, head)),
     )
 
@@ -89,36 +90,36 @@ def find_main_row(results: Results, where: str) -> dict[Any, Any]:
 
 
 def _find_table(results: Results, name: str) -> ReportTable:
-    others = []
+    names = []
     for table in build_tables(results):
         if table.name == name:
             return table
-        others.append(table.name)
-    raise UserError(f"{results.folder}: no table {name!r}; {suggest_names(name, others)}")
+        names.append(table.name)
+    raise UserError(f"{results.folder}: no table {name!r}; {suggest_names(name, names)}")
 
 
 def _find_heading(table: ReportTable, column: str) -> str:
-    wanted = column.strip().lower()
+    prefix = column.strip().lower()
     heads = {str(head).lower(): str(head) for head in table.cells.columns}
-    found = [heads[wanted]] if wanted in heads else [head for low, head in heads.items() if low.startswith(wanted)]
-    if len(found) != 1:
+    matches = [heads[prefix]] if prefix in heads else [head for low, head in heads.items() if low.startswith(prefix)]
+    if len(matches) != 1:
         raise UserError(
             f"no single column of the {table.name} table begins with {column!r}: {', '.join(table.cells.columns)}"
         )
-    return found[0]
+    return matches[0]
 
 
 def _row_number(rows: Sequence[Row], where: str, name: str) -> int:
     if where.isdecimal() and 1 <= int(where) <= len(rows):
         return int(where) - 1
     labelled = [number for number, row in enumerate(rows) if where in _row_names(row)]
-    found = labelled or [number for number, row in enumerate(rows) if where in _row_ids(row)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        known = {label for row in rows for label in _row_labels(row)[-1:]}
-        raise UserError(f"no row {where!r} in the {name} table of {len(rows)} rows; {suggest_names(where, known)}")
-    choices = ", ".join(f"{number + 1} ({_describe_row(rows[number])})" for number in found)
+    matches = labelled or [number for number, row in enumerate(rows) if where in _row_ids(row)]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
+        labels = {label for row in rows for label in _row_labels(row)[-1:]}
+        raise UserError(f"no row {where!r} in the {name} table of {len(rows)} rows; {suggest_names(where, labels)}")
+    choices = ", ".join(f"{number + 1} ({_describe_row(rows[number])})" for number in matches)
     raise UserError(f"{where!r} matches several rows of the {name} table; give the number of a row: {choices}")
 
 
@@ -190,7 +191,7 @@ def _row_sources(tasks: Mapping[str, TaskResults], raw: Row | None, head: str) -
 
 
 def _raw_rows(table: ReportTable, number: int, head: str) -> Sequence[Row | None]:
-    """Return the raw row of a figure, or the rows of a mean; None for a missing one."""
+    """Return the raw row of a figure, or the rows of a mean; an entry is None if its row is missing."""
     raw, line = frame_rows(table.raw), frame_rows(table.cells)[number]
     if SPECS[table.name].source == "aligned rows":
         return [raw[number]]
@@ -202,8 +203,8 @@ def _raw_rows(table: ReportTable, number: int, head: str) -> Sequence[Row | None
         same = [r for r in raw if (r["model"], r["device"], r["role"]) == (line["model"], line["device"], line["row"])]
         return [next((r for r in same if head.startswith(f"{r['quantized']} ")), same[0])]
     within, word = ("model", "on") if table.name == "transfer" else ("backend", "in")
-    wanted = (line[within], line["precision"], line[f"found {word}"], head.removeprefix(f"run {word} "))
-    return [next((r for r in raw if (r["within"], r["precision"], r["source"], r["target"]) == wanted), None)]
+    key = (line[within], line["precision"], line[f"found {word}"], head.removeprefix(f"run {word} "))
+    return [next((r for r in raw if (r["within"], r["precision"], r["source"], r["target"]) == key), None)]
 
 
 def _searchers_named(line: Row) -> set[str]:
@@ -211,7 +212,7 @@ def _searchers_named(line: Row) -> set[str]:
 
 
 def _choice_sources(task: TaskResults, searchers: set[str], head: str) -> Iterator[ValueSource]:
-    """Yield the choices of each search at the budget of a heading (default: the largest), rows of several once."""
+    """Yield the sources of the searches' choices at the budget of a heading (default: the largest), each row once."""
     number = re.match(r"\d+", head)
     budget = int(number[0]) if number else task.budget
     choices: dict[str, list[str]] = {}

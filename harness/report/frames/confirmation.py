@@ -17,7 +17,7 @@ from harness.timing.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix
 
 #: Median latency in ms of each turn, by worker (build, group).
 Turns = Mapping[BuildKey, Mapping[int, float]]
-MIN_SEEDS_FOR_INTERVAL = 6  # of fewer, no interval of the median has a confidence of 95 %
+MIN_SEEDS_FOR_INTERVAL = 6  # with fewer, no interval of the median reaches a confidence of 95 %
 
 
 def valid_turns(events: Iterable[TurnEvent]) -> list[Turn]:
@@ -68,9 +68,10 @@ def speedups_at(task: TaskResults, budget: int) -> dict[str, list[float]]:
 
 
 def interval_over_seeds(figures: Sequence[Interval]) -> Interval:
-    """Return the median over seeds with its 95 % interval; below six seeds, the widest limits of the seeds' own.
+    """Return the median over seeds with its 95 % interval.
 
-    Fewer seeds give no 95 % interval of their median (Hettmansperger and Sheather 1986).
+    Below `MIN_SEEDS_FOR_INTERVAL` seeds, which give no 95 % interval of their median (Hettmansperger and Sheather
+    1986), the limits are the lowest and the highest limit of the single seeds.
     """
     middle = median_ci([figure.value for figure in figures])
     if len(figures) >= MIN_SEEDS_FOR_INTERVAL:
@@ -79,7 +80,7 @@ def interval_over_seeds(figures: Sequence[Interval]) -> Interval:
 
 
 def ratio_over_seeds(ratios: Sequence[Interval]) -> Interval:
-    """Return `interval_over_seeds`, without limits if the ratio of a seed has none (a single turn)."""
+    """Return `interval_over_seeds` of ratios; its limits are NaN if those of a seed are (a single turn)."""
     middle = interval_over_seeds(ratios)
     bounded = all(math.isfinite(ratio.high) for ratio in ratios)
     return middle if bounded else replace(middle, low=0.0, high=math.inf)
@@ -112,9 +113,9 @@ def paired_ratio(turns: Mapping[str, Turns], row: str, other: str) -> Interval |
     pairs = [_common_turns(turns[other][key], turns[row][key]) for key in shared]
     if pairs := [pair for pair in pairs if pair[0]]:
         return paired_ratio_ci([slow for slow, _ in pairs], [fast for _, fast in pairs])
-    own, theirs = (_speedup_by_build(turns, name) for name in (row, other))
-    builds = sorted(own.keys() & theirs.keys())
-    return block_ci([[own[build] / theirs[build]] for build in builds]) if builds else None
+    speedups, other_speedups = (_speedup_by_build(turns, name) for name in (row, other))
+    builds = sorted(speedups.keys() & other_speedups.keys())
+    return block_ci([[speedups[build] / other_speedups[build]] for build in builds]) if builds else None
 
 
 def _common_turns(one: Mapping[int, float], two: Mapping[int, float]) -> tuple[list[float], list[float]]:
@@ -124,19 +125,19 @@ def _common_turns(one: Mapping[int, float], two: Mapping[int, float]) -> tuple[l
 
 def _speedup_by_build(turns: Mapping[str, Turns], row: str) -> dict[int, float]:
     speedups = {}
-    for key, own in turns.get(row, {}).items():
-        base, mine = _common_turns(turns.get(FLOAT_ROW, {}).get(key, {}), own)
-        if base:
-            speedups[key[0]] = float(np.median(np.divide(base, mine)))
+    for key, row_turns in turns.get(row, {}).items():
+        base_ms, row_ms = _common_turns(turns.get(FLOAT_ROW, {}).get(key, {}), row_turns)
+        if base_ms:
+            speedups[key[0]] = float(np.median(np.divide(base_ms, row_ms)))
     return speedups
 
 
 def variance_frame(results: Results) -> pd.DataFrame:
-    """Return relative standard deviations of single inferences, turns and fresh builds, medians over the rows.
+    """Return relative standard deviations of single inferences, turns and fresh builds, a row per task.
 
-    Analysis of variance on logarithms, samples nested in turns in builds, by the method of moments: the variance of the
-    means of a level less that of the level below (Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM
-    2013, section 6). A negative estimate counts as 0.
+    Each is the median over the rows of the task. Analysis of variance on logarithms, samples nested in turns in builds,
+    by the method of moments: the variance of the means of a level minus that of the level below (Kalibera and Jones,
+    "Rigorous benchmarking in reasonable time", ISMM 2013, section 6). A negative estimate counts as 0.
     """
     lines = []
     for task in results.tasks:
@@ -151,7 +152,7 @@ def variance_frame(results: Results) -> pd.DataFrame:
 
 
 def _variance_components(builds: Mapping[BuildKey, list[tuple[float, ...]]]) -> list[float] | None:
-    """Return the standard deviations of inference, turn and build; None below two builds of two turns."""
+    """Return the standard deviations of inference, turn and build; None without two builds of two turns each."""
     logs = [[np.log(turn) for turn in turns if len(turn) > 1] for turns in builds.values()]
     logs = [turns for turns in logs if len(turns) > 1]
     if len(logs) < 2:

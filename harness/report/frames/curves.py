@@ -16,11 +16,11 @@ from search.pareto import front_numbers, hypervolume, insert_nondominated
 
 CURVE_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "speedup"]
 HYPERVOLUME_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "volume", "scored"]
-PLOT_GRID = 150  # fields per axis; candidates in the same field overlap in a plot
+PLOT_GRID = 150  # cells per axis; of candidates in the same cell, which would overlap in a plot, one is drawn
 
 
 class Curve(NamedTuple):
-    """Curve of a search: a figure after evaluations, and the wall-clock in minutes."""
+    """Curve of one search: a value (speedup or hypervolume) by number of evaluations and by wall-clock in minutes."""
 
     searcher: str
     seed: int
@@ -30,13 +30,13 @@ class Curve(NamedTuple):
 
 
 def median_float_ms(task: TaskResults) -> float | None:
-    """Return the latency of the float model, the median over the searches; else the confirmed one, if any."""
+    """Return the float model's median latency over the searches in ms, else the confirmed one; None without either."""
     readings = [search.float_ms for search in task.searches if search.float_ms is not None]
     return float(np.median(readings)) if readings else _confirmed_float_ms(task)
 
 
 def search_float_ms(task: TaskResults, search: SearchLog) -> float | None:
-    """Return the latency of the float model in this search; if it was not measured there, the confirmed one."""
+    """Return the float model's latency in this search in ms, else the confirmed one; None without either."""
     return _confirmed_float_ms(task) if search.float_ms is None else search.float_ms
 
 
@@ -48,8 +48,9 @@ def _confirmed_float_ms(task: TaskResults) -> float | None:
 def curve_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
     """Return the speedup of the incumbent over the float model after each evaluation of every search.
 
-    The search's own readings define the incumbent, and `TaskResults.latencies_ms` its latency. So one placement has the
-    same speedup in all searches, and a curve falls where a reading that is low by chance displaced a better placement.
+    The search's own readings define the incumbent, and `TaskResults.latencies_ms` its latency. One placement thus has
+    the same speedup in all searches, and a curve falls where a reading that is low by chance replaced a better
+    incumbent.
     """
     curves = [
         pd.DataFrame({"task": task.name, **curve._asdict()}) for task in tasks for curve in iter_speedup_curves(task)
@@ -98,16 +99,16 @@ def _hypervolume_curves(task: TaskResults) -> Iterator[pd.DataFrame]:
     losses = [_accuracy_losses(task, search) for search in task.searches]
     worst = max((float(each.max()) for each in losses if len(each)), default=0.0) or 1.0
     base_ms = median_float_ms(task)
-    for search, own in zip(task.searches, losses, strict=True):
-        if base_ms is None or not len(own):
+    for search, loss in zip(task.searches, losses, strict=True):
+        if base_ms is None or not len(loss):
             continue
         latency = np.array([task.latencies_ms[trial.digest] for trial in search.scored]) / base_ms
         figures = {
             "task": task.name, "searcher": search.searcher, "seed": search.seed,
             "evaluations": [trial.evaluations for trial in search.scored],
             "minutes": np.array([trial.elapsed_s for trial in search.scored]) / 60,
-            "volume": list(_cumulative_hypervolumes(zip(latency.tolist(), (own / worst).tolist(), strict=True))),
-            "scored": range(1, len(own) + 1),
+            "volume": list(_cumulative_hypervolumes(zip(latency.tolist(), (loss / worst).tolist(), strict=True))),
+            "scored": range(1, len(loss) + 1),
         }  # fmt: skip
         curve = pd.DataFrame(figures, columns=HYPERVOLUME_COLUMNS)
         if search.scored[-1].evaluations != search.evaluations:  # unchanged until the end of the search
@@ -117,7 +118,7 @@ def _hypervolume_curves(task: TaskResults) -> Iterator[pd.DataFrame]:
 
 
 def _accuracy_losses(task: TaskResults, search: SearchLog) -> npt.NDArray[np.float64]:
-    """Return the loss of each scored evaluation against the float model; empty if that has no score."""
+    """Return the loss of each scored evaluation against the float model; empty if the float model has no score."""
     reference = task.score(FLOAT_ROW) if search.float_value is None else search.float_value
     if task.metric is None or reference is None:
         return np.empty(0)
@@ -135,7 +136,7 @@ def _cumulative_hypervolumes(points: Iterable[tuple[float, float]]) -> Iterator[
 
 
 def pareto_front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
-    """Return the nondominated rows by latency, equal ones once.
+    """Return the nondominated rows in order of latency; of equal rows one.
 
     Args:
         points: Columns latency_ms, score.
@@ -147,7 +148,7 @@ def pareto_front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
 
 
 def close_intervals(main: pd.DataFrame) -> pd.DataFrame:
-    """Return the main rows with latency and score; an open interval of a single build becomes the latency itself."""
+    """Return the main rows with latency and score; missing limits of a single build are set to its latency."""
     points = main[main["score"].notna() & main["latency_ms"].notna()].copy()
     closed = np.isfinite(points["latency_high_ms"].astype(float))
     for column in ("latency_low_ms", "latency_high_ms"):

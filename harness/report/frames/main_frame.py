@@ -48,8 +48,8 @@ def main_frame(results: Results) -> pd.DataFrame:
     confirmed figures. Methods without results have the verdict "missing".
 
     Returns:
-        Columns `MAIN_COLUMNS`. `best`: the fastest confirmed method of a finished task within the bound on accuracy;
-        `tied`: not distinguishable from it; `beyond`: the drop exceeds the bound. Intervals are 95 %.
+        Columns `MAIN_COLUMNS`. `best` marks the fastest confirmed method of a finished task within the bound on
+        accuracy, `tied` methods not distinguishable from it, `beyond` a drop above the bound. Intervals are 95 %.
     """
     lines = [line for task in results.tasks for line in _task_rows(task, results)]
     waiting = {spec.name: spec for spec in results.stored.tasks if spec.name in results.waiting}
@@ -59,7 +59,7 @@ def main_frame(results: Results) -> pd.DataFrame:
 
 
 def precision_frame(main: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of tasks with a score, and of models that were quantized to several precisions."""
+    """Return the rows of tasks that have scores and of models that were quantized to several precisions."""
     scored = main.groupby("task")["score"].transform("count") > 0
     several = main.groupby(["model", "backend"])["quantized"].transform("nunique") > 1
     return main[scored | several].reset_index(drop=True)
@@ -80,7 +80,7 @@ def finalist_frame(results: Results) -> pd.DataFrame:
 
 
 def rows_by_task(frame: pd.DataFrame) -> dict[str, list[dict[Any, Any]]]:
-    """Return the rows of a frame as dictionaries by task; one call takes as long for all tasks as for a few."""
+    """Return the rows of a frame as dictionaries, by task."""
     found: dict[str, list[dict[Any, Any]]] = {}
     for row in frame_rows(frame):
         found.setdefault(row["task"], []).append(row)
@@ -100,15 +100,17 @@ def _task_rows(task: TaskResults, results: Results) -> list[dict[str, Any]]:
             searches.setdefault(pick.method, []).append(pick)
     chosen = [best_choice(p for p in picks if not task.wrong(p.row)) or picks[0] for picks in searches.values()]
     lines = [_choice_row(task, pick) for pick in (*(p for p in task.picks if p.kind != "search"), *chosen)]
-    there = {line["method"] for line in lines}
-    lines += [_missing_row(_task_columns(task), method) for method in _expected_methods(results) if method not in there]
+    present = {line["method"] for line in lines}
+    lines += [
+        _missing_row(_task_columns(task), method) for method in _expected_methods(results) if method not in present
+    ]
     return _rank_rows(task, lines)
 
 
 def _rank_rows(task: TaskResults, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mark the fastest row of a finished task and the rows that are not distinguishable from it.
 
-    A tie with the float model is not the fastest (the float model is), and a slower row is never marked.
+    If the fastest row ties with the float model, the float model is marked; slower rows are never marked.
     """
     confirmed = [line for line in lines if line["speedup"] is not None] if task.complete else []
     within = [line for line in confirmed if task.obeys(line["row"]) and line["verdict"] != "slower"]
@@ -150,7 +152,7 @@ def _missing_row(facts: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _decide(task: TaskResults, line: Mapping[str, Any]) -> str:
-    """Return whether a row is shipped by its verdict and the bound on accuracy, and why not."""
+    """Return the decision on a row by its verdict and the bound on accuracy, with the reason if it is not shipped."""
     verdict = line["verdict"]
     if verdict == "baseline" or line["precision"] is None:
         return str(verdict)
@@ -212,21 +214,21 @@ def _choice_row(task: TaskResults, pick: Choice) -> dict[str, Any]:
 
 
 def interval_columns(name: str, interval: Interval | None) -> dict[str, float | None]:
-    """Return value and limits of an interval by column; None without one. `name` is a format, as "latency{}_ms"."""
+    """Return value and limits of an interval by column, None without one; `name` is a format such as "latency{}_ms"."""
     values = (None,) * 3 if interval is None else (interval.value, interval.low, interval.high)
     shown = (None if value is None or np.isnan(value) else value for value in values)
     return {name.format(part): value for part, value in zip(("", "_low", "_high"), shown, strict=True)}
 
 
 def _accuracy_drop(task: TaskResults, row: str) -> Interval | None:
-    """Return the loss of accuracy, with its interval over images if the records allow one."""
+    """Return the loss of accuracy with its interval over images; NaN limits without one, None without a score."""
     value = task.drop(row)
     if value is None or task.metric is None:
         return None
     if row != FLOAT_ROW:
-        reference, own = (decode_accuracy(task.scores[name]) for name in (FLOAT_ROW, row))
+        reference, row_accuracy = (decode_accuracy(task.scores[name]) for name in (FLOAT_ROW, row))
         try:
-            estimate = drop_estimate(reference, own, task.metric, higher_is_better=task.higher_is_better)
+            estimate = drop_estimate(reference, row_accuracy, task.metric, higher_is_better=task.higher_is_better)
         except ValueError as error:
             logger.warning("%s: no interval of the drop of %s: %s", task.folder, row, error)
             estimate = None
@@ -236,7 +238,7 @@ def _accuracy_drop(task: TaskResults, row: str) -> Interval | None:
 
 
 def _shrinkage(task: TaskResults, pick: Choice, search: SearchLog | None) -> float | None:
-    """Return the speedup by the search's samples less the confirmed one, a measure of the luck of selection."""
+    """Return the speedup by the search's samples minus the confirmed one; None if either is missing."""
     summary = task.summaries.get(pick.row)
     base_ms = None if search is None else search_float_ms(task, search)
     if summary is None or base_ms is None or pick.search_ms is None:
@@ -245,7 +247,7 @@ def _shrinkage(task: TaskResults, pick: Choice, search: SearchLog | None) -> flo
 
 
 def _count_builds(task: TaskResults, pick: Choice, search: SearchLog | None) -> tuple[int, int]:
-    """Return successful and all builds: of the search for a searcher, else of the confirmation."""
+    """Return the numbers of successful and of all builds, in the search of a searcher, else in the confirmation."""
     if pick.kind == "search":
         return (0, 0) if search is None else (search.successes, search.evaluations)
     summary = task.summaries.get(pick.row)
@@ -266,7 +268,7 @@ def _speed_verdict(task: TaskResults, pick: Choice) -> tuple[str, str]:
 
 
 def backend_label(task: TaskResults) -> str:
-    """Return the label of the backend in the experiment, which is in the task's name between model and precision."""
+    """Return the label of the backend, the part of the task's name between model and precision."""
     prefix, suffix = f"{task.facts['model']}-", f"-{task.facts['precision']}"
     label = task.name.removeprefix(prefix).removesuffix(suffix)
     return label if f"{prefix}{label}{suffix}" == task.name else str(task.facts["backend"].get("name"))

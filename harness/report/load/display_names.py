@@ -10,10 +10,10 @@ from harness.report.load.results import TaskResults
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.statistics import Interval
 
-#: Name, digits and unit of a metric; others have their own name and four digits.
+#: Name, digits and unit by metric; other metrics are shown by their key, with four digits.
 METRIC_FORMATS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("SQNR", 1, " dB")}
-#: Metrics with the float model as reference, whose own value is this cap (`harness.accuracy.metrics.fidelity`), so
-#: that there is no drop.
+#: Value of the float model by metrics whose reference it is itself (`harness.accuracy.metrics.fidelity`); these metrics
+#: have no drop.
 METRIC_CAPS = {"sqnr_db": 120.0}
 #: Verdicts of faster rows that are not recommended: too large a drop, or outputs that could not be scored.
 BEYOND_BOUND_VERDICT, UNSCORED_VERDICT = "faster, beyond the bound", "faster, not scored"
@@ -30,13 +30,13 @@ def metric_name(metric: str | None) -> str:
 
 
 def score_column_title(metrics: Iterable[str | None]) -> str:
-    """Return the heading of a column of scores; "metric" for a user's metric, whose name another column may have."""
+    """Return the heading of the score column; "metric" for the metric of a plug-in, as its name may be taken."""
     names = dict.fromkeys(METRIC_FORMATS[m][0] if m in METRIC_FORMATS else "metric" for m in metrics if not _is_nan(m))
     return " or ".join(names) or "metric"
 
 
 def verdict_label(line: Mapping[Any, Any]) -> str:
-    """Return the verdict of a row of the main frame, with what its accuracy says against it."""
+    """Return the verdict of a row of the main frame, with the objection of its accuracy if it has one."""
     if line["verdict"] == "faster" and not _is_nan(line["metric"]) and _is_nan(line["score"]):
         return UNSCORED_VERDICT
     return BEYOND_BOUND_VERDICT if line["verdict"] == "faster" and line["beyond"] else str(line["verdict"])

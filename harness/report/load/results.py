@@ -35,10 +35,10 @@ from harness.timing.turn_log import RowFailure, TurnEvent
 from harness.verification.accuracy_store import FILE_BENCHMARKER, read_scores
 from harness.verification.output_comparison import CHECK_FILE_NAME, OutputCheck, read_checks
 
-NOISY_FLOOR = 0.10  # noise floor of a noisy machine, on which gains of the size that quantization has are lost
+NOISY_FLOOR = 0.10  # relative noise floor from which a machine is called noisy: gains of quantization are of this size
 
 MAX_SCORE_DIFFERENCE = 0.01
-"""Rounding ties that fall the other way move a metric by less."""
+"""Largest difference of a metric that rounding alone explains."""
 _Scores = Mapping[str, Mapping[str, Any]]
 
 
@@ -54,20 +54,20 @@ class TaskResults:
             measured it, so that it is the same in each of them.
         selection_speedups: Speedup over the float model in the final selection, by digest; empty without one.
         scores: Record of the evaluator by row id.
-        file_scores: The same of rows of PTQ tools, computed as their files describe them.
+        file_scores: Record of the evaluator by row id of PTQ tools, with their files run as they describe it.
         recovery: Record of recovered placements by their digest.
         events: Events of the confirmation, in order.
         summaries: Confirmed figures by row id.
-        failed: Last failure of each row that failed in the confirmation.
-        checks: Comparison of runtime and file by row id, as far as it was done.
+        failed: Last failure in the confirmation by row id.
+        checks: Comparison of the outputs of runtime and file by row id; empty if it was not made.
         lost: Number of builds of the confirmation in which the row failed, by row id.
         phases_s: Wall-clock of each phase in seconds; empty in runs of earlier versions.
         noise_floor: Relative noise floor, the larger of that before the searches and that of the confirmation; None
             before both.
         disturbed: Share of disturbed turns of the confirmation.
         builds: Planned number of fresh builds of the confirmation; None before it.
-        float_measured: The float precision of the baseline was selected by measurement.
-        complete: All searches ended, and the confirmation has all its builds.
+        float_measured: Whether the float precision of the baseline was selected by measurement.
+        complete: Whether all searches ended and the confirmation has all its builds.
     """
 
     folder: Path
@@ -127,12 +127,12 @@ class TaskResults:
 
     @property
     def cache_remarks(self) -> tuple[str, ...]:
-        """Remarks on schemes of pattern caches that were measured elsewhere."""
+        """Remarks on schemes of pattern caches that were measured on another runtime or device."""
         return tuple(self.facts.get("cache_remarks", ()))
 
     @property
     def tool_methods(self) -> Mapping[str, str]:
-        """Calibration method of each PTQ tool that does not have that of the experiment."""
+        """Calibration method of each PTQ tool that uses another one than the experiment."""
         return dict(self.facts.get("tool_methods", {}))
 
     @property
@@ -142,14 +142,14 @@ class TaskResults:
 
     @property
     def higher_is_better(self) -> bool:
-        """Direction of the metric."""
+        """Whether a higher value of the metric is better."""
         return bool(self.facts.get("higher_is_better", self.facts["goal"].get("higher_is_better", True)))
 
     @property
     def blind(self) -> bool:
         """Return whether the float model itself scores next to nothing, which makes drops meaningless."""
-        own = self.score(FLOAT_ROW)
-        return self.higher_is_better and own is not None and 0 <= own < NEGLIGIBLE_SCORE
+        float_score = self.score(FLOAT_ROW)
+        return self.higher_is_better and float_score is not None and 0 <= float_score < NEGLIGIBLE_SCORE
 
     def score(self, row: str) -> float | None:
         """Return the metric of a row, or None."""
@@ -182,8 +182,8 @@ class Results:
     Attributes:
         tasks: Tasks that have results, in the order of the experiment.
         waiting: Names of the other tasks.
-        starting: Tasks of `waiting` that have started: they are running or were stopped.
-        stops: Reason by task why its last run stopped early.
+        starting: Names in `waiting` of tasks that have started: they are running or were stopped.
+        stops: Reason why the last run of a task stopped early, by task.
     """
 
     folder: Path
@@ -195,7 +195,7 @@ class Results:
 
     @property
     def pooled(self) -> tuple[TaskResults, ...]:
-        """Tasks that means are taken over: without those of backends with a note, unless all have one."""
+        """Tasks that enter means: those whose backend has no note on its figures, or all if each has one."""
         return tuple(task for task in self.tasks if not task.note) or self.tasks
 
     @property
@@ -207,7 +207,7 @@ class Results:
         """Return a task by name.
 
         Raises:
-            UserError: There is none.
+            UserError: The folder has no results of this task.
         """
         for task in self.tasks:
             if task.name == name:
@@ -219,7 +219,7 @@ def load(folder: Path) -> Results:
     """Read a results folder, complete or not.
 
     Raises:
-        UserError: It is no results folder, has another schema, or a file in it is damaged.
+        UserError: The folder is no results folder, has another schema, or contains a damaged file.
     """
     file = folder / "experiment.yaml"
     if folder.is_file():
@@ -258,7 +258,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
     scores = read_or_explain(accuracy_file, lambda: read_metric_scores(folder, str(facts.get("metric"))))
     file_scores = read_or_explain(accuracy_file, lambda: read_scores(folder, FILE_BENCHMARKER))
     checks = checks | _differing_scores(facts, scores, file_scores, checks)
-    paced = replace(goal, minimize="latency")  # the same bounds, but the fastest counts, whatever was minimised
+    paced = replace(goal, minimize="latency")  # the same bounds, but by latency, whatever the searches minimised
     builds = read_builds(folder / "confirmation.jsonl") or (stored.builds if events else None)
     metric = facts.get("metric")
     searches, latencies_ms = read_searches(
@@ -297,46 +297,47 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
 
 
 def _read_recovery(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Return the record of each placement, with `estimate` and `estimate_before`, where they are known."""
+    """Return the record of each recovered placement by digest, with `estimate` and `estimate_before` if known."""
     record = read_json(path) if path.exists() else {"placements": {}}
     validate_record(RecoveryRecord, record)
-    estimates, found = record.get("estimated_losses", {}), dict[str, Mapping[str, Any]]()
+    estimates, placements = record.get("estimated_losses", {}), dict[str, Mapping[str, Any]]()
     for digest, facts in record["placements"].items():
         rows = {"estimate_before": digest, "estimate": recovered_row(facts.get("sha256", ""))}
-        found[digest] = {**facts, **{key: estimates[row] for key, row in rows.items() if row in estimates}}
-    return found
+        placements[digest] = {**facts, **{key: estimates[row] for key, row in rows.items() if row in estimates}}
+    return placements
 
 
 def _differing_scores(
     facts: Mapping[str, Any], scores: _Scores, file_scores: _Scores, checks: Mapping[str, OutputCheck]
 ) -> dict[str, OutputCheck]:
-    """Return the checks of rows whose score by the runtime differs from that by the file by more than chance.
+    """Return checks with the verdict "wrong result" of rows that score differently by the runtime and by the file.
 
-    By chance: the paired interval contains 0, or the difference is at most `MAX_SCORE_DIFFERENCE`.
+    Scores differ if the paired interval excludes 0 and the difference is above `MAX_SCORE_DIFFERENCE`.
     """
-    metric, found = str(facts.get("metric")), {}
+    metric, differing = str(facts.get("metric")), {}
     for row in file_scores.keys() & scores.keys() - {name for name, check in checks.items() if check.is_wrong}:
         if not all("metrics" in record.get(row, {}) for record in (scores, file_scores)):
             continue
-        said, own = decode_accuracy(file_scores[row]), decode_accuracy(scores[row])
-        estimate = drop_estimate(said, own, metric)
+        by_file, by_runtime = decode_accuracy(file_scores[row]), decode_accuracy(scores[row])
+        estimate = drop_estimate(by_file, by_runtime, metric)
         if estimate is None or abs(estimate.interval.value) <= MAX_SCORE_DIFFERENCE:
             continue
         if estimate.interval.low > 0 or estimate.interval.high < 0:
-            reason = f"{metric} is {own.metrics[metric]:.4f} by the runtime, and {said.metrics[metric]:.4f} by the file"
-            known = checks.get(row, OutputCheck(verdict="right", runtime=str(facts["backend"].get("name", ""))))
-            found[row] = replace(known, verdict="wrong result", reason=reason)
-    return found
+            runtime, file = by_runtime.metrics[metric], by_file.metrics[metric]
+            reason = f"{metric} is {runtime:.4f} by the runtime, and {file:.4f} by the file"
+            previous = checks.get(row, OutputCheck(verdict="right", runtime=str(facts["backend"].get("name", ""))))
+            differing[row] = replace(previous, verdict="wrong result", reason=reason)
+    return differing
 
 
 def _with_checks(summaries: Mapping[str, RowSummary], checks: Mapping[str, OutputCheck]) -> dict[str, RowSummary]:
-    """Return the confirmed figures; a row whose result is wrong is neither faster nor slower."""
+    """Return the confirmed figures, with the verdict replaced for rows whose result is wrong."""
     wrong = {name: each.label for name, each in checks.items() if each.is_wrong}
     return {name: replace(each, verdict=wrong.get(name, each.verdict)) for name, each in summaries.items()}
 
 
 def _picks_are_current(searches: Iterable[SearchLog], picks: Iterable[Choice]) -> bool:
-    """Return whether no search continued after its choices, as with a larger budget."""
+    """Return whether no search continued after its choices were made, for instance with a larger budget."""
     most: dict[tuple[str, int | None], int] = {}
     for pick in picks:
         most[pick.method, pick.seed] = max(pick.budget or 0, most.get((pick.method, pick.seed), 0))

@@ -1,7 +1,7 @@
 """Reader of the stored experiment, and of the facts and scores of its tasks.
 
 Keys of the experiment are not validated: results stay readable after one was renamed or dropped. Those of the tasks'
-JSON files that a report reads are: the files may come from a stranger, with right checksums.
+JSON files that a report reads are, as the files may come from a stranger, with valid checksums.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ class RecoveryRecord(_ReportedRecord):
 
 
 def validate_record(schema: type[BaseModel], body: Mapping[str, Any]) -> None:
-    """Check a decoded JSON object.
+    """Check a decoded JSON object against a schema.
 
     Raises:
-        ValueError: A key that reports read is missing, or has another type.
+        ValueError: A key that reports read is missing or has the wrong type.
     """
     try:
         schema.model_validate(dict(body))
@@ -230,12 +230,12 @@ def _score_error(score: Mapping[str, Any], metric: str) -> str:
 
 def _searcher_params(body: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Mapping[str, Any]]]]:
     for entry, named in zip(_list_at(body, "searchers"), _named_entries(body, "searchers"), strict=True):
-        whole = entry if isinstance(entry, dict) else {}
-        params, without = whole.get("params"), whole.get("without")
+        fields = entry if isinstance(entry, dict) else {}
+        params, without = fields.get("params"), fields.get("without")
         name = PluginSpec.model_construct(use=named["use"], label=named["label"]).name
-        own = params if isinstance(params, dict) else {}
-        left = {"without": " and ".join(map(str, without))} if isinstance(without, list) and without else {}
-        yield name, (str(named["use"]), {**own, **left})
+        fixed = params if isinstance(params, dict) else {}
+        removed = {"without": " and ".join(map(str, without))} if isinstance(without, list) and without else {}
+        yield name, (str(named["use"]), {**fixed, **removed})
 
 
 def _confirmation_builds(body: Mapping[str, Any]) -> int | None:
@@ -245,15 +245,15 @@ def _confirmation_builds(body: Mapping[str, Any]) -> int | None:
 
 
 def _list_at(body: Mapping[str, Any], key: str) -> list[Any]:
-    found = body.get(key)
-    return found if isinstance(found, list) else []
+    value = body.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _named_entries(body: Mapping[str, Any], key: str) -> Iterator[dict[str, str | None]]:
     for entry in _list_at(body, key):
-        whole = entry if isinstance(entry, dict) else {"use": entry}
-        label = whole.get("label")
-        yield {"use": str(whole.get("use", "")), "label": None if label is None else str(label)}
+        fields = entry if isinstance(entry, dict) else {"use": entry}
+        label = fields.get("label")
+        yield {"use": str(fields.get("use", "")), "label": None if label is None else str(label)}
 
 
 def read_task_facts(folder: Path) -> Mapping[str, Any]:
@@ -275,20 +275,20 @@ def read_task_facts(folder: Path) -> Mapping[str, Any]:
 
 
 def _read_schema(path: Path) -> Any:
-    """Return the schema before the checksum is compared, as other schemas have none."""
+    """Return the schema number without a comparison of the checksum, which files of other schemas lack."""
     facts = read_or_explain(path, lambda: json.loads(read_limited(path)))
     return facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
 
 
 def read_environment(path: Path) -> Mapping[str, Any]:
     """Return the stored environment; empty without the file."""
-    found = read_json(path) if path.exists() else {}
-    read_or_explain(path, lambda: validate_record(Environment, found))
-    return found
+    environment = read_json(path) if path.exists() else {}
+    read_or_explain(path, lambda: validate_record(Environment, environment))
+    return environment
 
 
 def read_builds(path: Path) -> int | None:
-    """Return the planned builds of the confirmation, or None without such a header."""
+    """Return the planned builds of a confirmation log, or None if it has no header with them."""
     if not has_lines(path):
         return None
     header = read_or_explain(path, lambda: json.loads(next(read_lines(path))[1]))

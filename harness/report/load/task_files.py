@@ -26,7 +26,7 @@ from harness.statistics import Interval
 
 GRAPH_FILE = "graph.json"
 ATTRIBUTION_SCHEMA = 1
-GRAPH_SCHEMA = 1  # increase it when the layout or the marks change, or reports of known rows keep their graphs
+GRAPH_SCHEMA = 1  # increase it when the layout or the marks change; otherwise reports keep the graphs they stored
 MAX_ATTRIBUTION_BYTES, MAX_GRAPH_BYTES = 20_000_000, 50_000_000
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class PartEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinimalPlacement:
-    """Placement with the fewest pairs found that keeps the gain within the noise.
+    """Smallest placement found that is as fast as the whole placement within the noise.
 
     Attributes:
         points: Names of its insertion points.
@@ -83,7 +83,7 @@ class MinimalPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeFusion:
-    """Fate of one quantized edge in the engine.
+    """Use of one quantized edge in the engine.
 
     Attributes:
         fate: "fused" (the consumer computes on quantized data), "alone" (the pair is an operation of its own and the
@@ -106,8 +106,8 @@ class AttributionReport:
         speedup: Speedup over the float model in this measurement.
         noise_floor: Relative noise floor; smaller differences count as none.
         patterns: Effects of the patterns that the placement quantizes, the most valuable first.
-        points: Effects of insertion points, in the same order.
-        minimal: None if the row is no faster than float.
+        points: Effects of insertion points, the most valuable first.
+        minimal: Smallest placement with the same gain; None if the row is no faster than float.
         before: Layers of the float engine with their times; empty if the runtime does not report them.
         after: Layers of the row's engine.
         fates: Fate of each quantized edge.
@@ -167,7 +167,7 @@ def read_attributions(task: TaskResults) -> Iterator[AttributionReport]:
 
 
 def read_attribution(path: Path) -> AttributionReport:
-    """Read what `write_attribution` wrote.
+    """Read an attribution that `write_attribution` wrote.
 
     Raises:
         UserError: The file is damaged or has another schema.

@@ -34,10 +34,10 @@ BOX_PADDING_PX = 8
 BOX_HEADER_PX = 14
 LETTER_WIDTH_PX = 6.6
 MAX_COLUMN_HEIGHT_PX = 1400  # a taller stack continues in the next column
-TARGET_ASPECT_RATIO = 1.7  # width over height, as of a screen
+TARGET_ASPECT_RATIO = 1.7  # width over height, that of a screen
 #: "Light" scheme of Paul Tol, colour-blind safe with legible black text.
 PATTERN_COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
-SHADE_MIX_SHARES = (0.0, 0.45, -0.22)  # used colours repeat paler, then darker
+SHADE_MIX_SHARES = (0.0, 0.45, -0.22)  # share of white (positive) or black (negative) on each repetition of the colours
 
 
 @dataclass(slots=True)
@@ -56,17 +56,17 @@ class _Box:
 def build_scene(
     model: Model, root: Region, patterns: Sequence[Pattern], dimensions: Iterable[Dimension]
 ) -> dict[str, Any]:
-    """Return the layout as JSON data with integer coordinates.
+    """Return the layout of a model's graph as JSON data with integer coordinates.
 
     Args:
         dimensions: Insertion points, which the page lists for the pattern of a clicked region.
     """
-    whole, number = _layout_boxes(model, root), {region.id: place for place, region in enumerate(_descendants(root))}
+    layout, number = _layout_boxes(model, root), {region.id: place for place, region in enumerate(_descendants(root))}
     nodes: list[list[Any]] = [[] for _ in model.nodes]
     boxes: list[list[Any]] = [[] for _ in number]
-    _place_boxes(whole, nodes, boxes)
-    shown = [pattern for pattern in patterns if pattern.type is not RegionType.ROOT]
-    pattern_of = {region.id: place for place, pattern in enumerate(shown) for region in pattern.regions}
+    _place_boxes(layout, nodes, boxes)
+    drawn_patterns = [pattern for pattern in patterns if pattern.type is not RegionType.ROOT]
+    pattern_of = {region.id: place for place, pattern in enumerate(drawn_patterns) for region in pattern.regions}
     operators = sorted({node.op for node in model.nodes})
     code = {name: place for place, name in enumerate(operators)}
     parent = {child.id: region.id for region in _descendants(root) for child in region.children}
@@ -76,9 +76,9 @@ def build_scene(
         for index in region.nodes:
             node = model.nodes[index]
             nodes[index] += [code[node.op], number[region.id], len(node.inputs), node.name]
-    points = _insertion_points(model, shown, dimensions)
+    points = _insertion_points(model, drawn_patterns, dimensions)
     return {
-        "size": [round(whole.width), round(whole.height)],
+        "size": [round(layout.width), round(layout.height)],
         "node_height": NODE_HEIGHT_PX,
         "operators": operators,
         "nodes": nodes,
@@ -93,7 +93,7 @@ def build_scene(
                 "colour": colour,
                 "points": found,
             }
-            for pattern, colour, found in zip(shown, _pattern_colours(shown), points, strict=True)
+            for pattern, colour, found in zip(drawn_patterns, _pattern_colours(drawn_patterns), points, strict=True)
         ],
     }
 
@@ -153,7 +153,7 @@ def _node_edges(model: Model) -> list[list[int]]:
 
 
 def _pattern_colours(patterns: Sequence[Pattern]) -> list[str]:
-    """Return a colour per pattern, the clearest for those that cover most nodes; composites have none."""
+    """Return a colour per pattern, the first of the scheme for those with most nodes; "" for composites."""
     leaves = [p for p in patterns if p.type is RegionType.LEAF]
     ranked = sorted(leaves, key=lambda p: -len(p.operators) * len(p.regions))
     colour = {
@@ -193,7 +193,7 @@ def _layout_boxes(model: Model, root: Region) -> _Box:
 
 
 def _predecessors(model: Model, owner: Mapping[int, int]) -> dict[int, set[int]]:
-    """Return for each part the earlier parts that feed it."""
+    """Return the parts that compute the inputs of each part."""
     before: dict[int, set[int]] = {}
     for node, part in owner.items():
         for name in model.nodes[node].inputs:
@@ -204,7 +204,7 @@ def _predecessors(model: Model, owner: Mapping[int, int]) -> dict[int, set[int]]
 
 
 def _layer_boxes(parts: Sequence[_Box], before: Mapping[int, set[int]]) -> list[list[_Box]]:
-    """Return rows from top to bottom: each part below the lowest that feeds it, near the middle of those."""
+    """Return rows from top to bottom, with each part below its predecessors and near the middle of them."""
     depth: list[int] = []
     rows: list[list[int]] = []
     middle: list[float] = []
@@ -274,16 +274,16 @@ def load_task_graph(task: TaskResults) -> dict[str, Any] | None:
 
     They come from the exported files, else from `graph.json` without rows whose file changed; None without either.
     """
-    kept = read_graph(task)
+    stored = read_graph(task)
     row = task.rows.get(FLOAT_ROW)
     path = None if row is None else exported(task, row)
     if path is None or not path.exists():
-        return kept
+        return stored
     model = load(path, source=str(task.facts.get("source", task.facts["model"])))
     root = discover_regions(model)
     scene = build_scene(model, root, find_patterns(model, root), _task_dimensions(task, model, root))
-    same = kept is not None and kept["scene"].get("nodes") == scene["nodes"]
-    before = kept if kept is not None and same else {"marks": {}, "bytes": {}}
+    same = stored is not None and stored["scene"].get("nodes") == scene["nodes"]
+    before = stored if stored is not None and same else {"marks": {}, "bytes": {}}
     files = {row.id: exported(task, row) for row in task.rows.values() if exported(task, row).exists()}
     sizes = {row: sum(part.stat().st_size for part in model_files(file)) for row, file in files.items()}
     return {

@@ -40,7 +40,9 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
             data=Markup(_encode_json(data)),
         )
     )
-    parts.enable_buffering(1000)  # each cell of a table has several parts
+    parts.enable_buffering(
+        1000
+    )  # a table cell is several template parts; without buffering each is a string of its own
     return "".join(parts)
 
 
@@ -58,8 +60,8 @@ def _encode_json(data: Any) -> str:
     """Return JSON with printable strings and without the characters that could end its element."""
 
     def escape(match: re.Match[str]) -> str:
-        found = json.loads(f'"{match[0]}"')
-        return match[0] if found.isprintable() else json.dumps(printable_lines(found))[1:-1]
+        decoded = json.loads(f'"{match[0]}"')
+        return match[0] if decoded.isprintable() else json.dumps(printable_lines(decoded))[1:-1]
 
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII, so that one search finds all
     text = re.sub(r"\\\\|(?:\\u[0-9a-f]{4})+", escape, text)

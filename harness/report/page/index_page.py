@@ -69,21 +69,21 @@ def render_index(
         if graph is not None:
             drawn.add(task.name)
         labels = row_labels(task, lines.get(task.name, ()))
-        own = {
+        task_data = {
             "labels": labels,
             "charts": build_charts(task, main, budgets.get(task.name, ()), labels),
             "graph": graph,
             "effects": _effects_by_row(task),
             "best": next((line["row"] for line in lines.get(task.name, ()) if line["best"]), ""),
         }
-        packed.append(pack_json(own))
+        packed.append(pack_json(task_data))
     values = {
         "title": results.stored.name,
         "description": results.stored.description,
         "partial": partial_note(results),
         "progress": progress_note(results),
         "verdicts": [_task_verdict(task, lines.get(task.name, ())) for task in results.tasks],
-        "tables": map(table_json, tables),  # one after the other, as all cells take much memory
+        "tables": map(table_json, tables),  # lazily, as the cells of all tables take much memory
         "pictures": [_embed_plot(picture) for picture in pictures if not picture.task],
         "tasks": [
             {
@@ -166,18 +166,18 @@ def _accuracy_text(task: TaskResults, line: Mapping[Any, Any]) -> str:
         return ""
     digits = METRIC_FORMATS.get(line["metric"], ("", 4, ""))[1]
     bound = "" if task.allowed is None else f", allowed {task.allowed:g}"
-    known = not pd.isna(line["drop"]) and line["metric"] not in METRIC_CAPS
-    drop = f" (drop {line['drop']:+.{digits}f}{bound})" if known else ""
+    has_drop = not pd.isna(line["drop"]) and line["metric"] not in METRIC_CAPS
+    drop = f" (drop {line['drop']:+.{digits}f}{bound})" if has_drop else ""
     return f"{format_score(line['score'], line['metric'])}{drop}, {line['pairs']:.0f} Q/DQ pairs."
 
 
 def _environment_rows(tasks: Sequence[TaskResults]) -> list[dict[str, str]]:
-    """Return each distinct environment with its tasks."""
-    found: dict[str, list[str]] = {}
+    """Return each distinct environment as JSON text with the names of its tasks."""
+    tasks_by_text: dict[str, list[str]] = {}
     for task in tasks:
         text = json.dumps({**task.environment, "backend": task.facts["backend"]}, indent=1, sort_keys=True)
-        found.setdefault(text, []).append(task.name)
-    return [{"tasks": ", ".join(names), "text": text} for text, names in found.items()]
+        tasks_by_text.setdefault(text, []).append(task.name)
+    return [{"tasks": ", ".join(names), "text": text} for text, names in tasks_by_text.items()]
 
 
 def _reproduction_commands(results: Results) -> list[str]:

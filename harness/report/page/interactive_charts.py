@@ -31,7 +31,7 @@ PLOTLY_SYMBOL_BY_MARKER = {
     "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",
     "*": "star",
 }  # fmt: skip
-MAX_LABEL_CHARS = 30  # of a row at an axis; hovering shows the whole name
+MAX_LABEL_CHARS = 30  # of row names at an axis; hovering shows the full name
 BAND_LEGEND = "bands: 95 % interval of the median over seeds, the range below six seeds"
 NO_HOVER_NO_LEGEND = {"hoverinfo": "skip", "showlegend": False}
 
@@ -115,12 +115,12 @@ def _curve_traces(curves: Curves, over: Literal["evaluations", "minutes"], digit
 def _step_traces(
     index: int, name: str, seeds: Sequence[Curve], over: Literal["evaluations", "minutes"], digits: int
 ) -> list[Chart]:
-    """Return the curve of a searcher in steps with the band of its interval, one legend group."""
-    own = [curve.evaluations if over == "evaluations" else curve.minutes for curve in seeds]
-    found, steps = median_steps(zip(own, (curve.values for curve in seeds), strict=True))
+    """Return the step curve of a searcher and the band of its interval as traces of one legend group."""
+    seed_x = [curve.evaluations if over == "evaluations" else curve.minutes for curve in seeds]
+    grid, steps = median_steps(zip(seed_x, (curve.values for curve in seeds), strict=True))
     if not steps:
         return []
-    places, last = found.tolist(), max(float(each.max()) for each in own)
+    places, last = grid.tolist(), max(float(each.max()) for each in seed_x)
     if places[-1] != last:  # the last incumbent remains until the end of the search
         places.append(last)
         steps.append(steps[-1])
@@ -175,22 +175,22 @@ def _marker_traces(index: int, name: str, marks: Sequence[Mapping[Any, Any]], sh
 
 
 def _latency_chart(task: TaskResults, labels: Mapping[str, str]) -> Chart | None:
-    """Return the distribution of the confirmation's samples by row, with the latency of the tables and the floor."""
-    known = [row for row in labels if row in task.summaries]
-    if not known:
+    """Return a chart of the confirmation's samples by row, with the latency of the tables and the noise floor."""
+    confirmed = [row for row in labels if row in task.summaries]
+    if not confirmed:
         return None
-    names, noise_floor = [labels[row] for row in known], task.noise_floor
-    samples_ms: dict[str, dict[int, list[float]]] = {row: {} for row in known}
+    names, noise_floor = [labels[row] for row in confirmed], task.noise_floor
+    samples_ms: dict[str, dict[int, list[float]]] = {row: {} for row in confirmed}
     for turn in valid_turns(task.events):
         if turn.row in samples_ms:
             samples_ms[turn.row].setdefault(turn.build, []).extend(turn.samples_ms)
     parts = [list(chain.from_iterable(builds.values())) for builds in samples_ms.values()]
-    table_ms = [task.summaries[row].latency_ms.value for row in known]
+    table_ms = [task.summaries[row].latency_ms.value for row in confirmed]
     low, first, third, high = np.array([np.quantile(part, [0.05, 0.25, 0.75, 0.95]) for part in parts]).T
     builds = [
-        (place, median(values)) for place, row in enumerate(known) for _, values in sorted(samples_ms[row].items())
+        (place, median(values)) for place, row in enumerate(confirmed) for _, values in sorted(samples_ms[row].items())
     ]
-    rows = list(range(len(known)))
+    rows = list(range(len(confirmed)))
     shared: Chart = {"y": rows, "text": [escape(name) for name in names]}
     data: list[Chart] = [
         {**_sample_range_bars(shared, "5 to 95 %", low, high), "width": 0.06, "marker": {"color": series_style(0)[0]}},
@@ -205,14 +205,14 @@ def _latency_chart(task: TaskResults, labels: Mapping[str, str]) -> Chart | None
          "hovertemplate": "%{text}: %{x:.4g} ms, geometric mean over builds<extra></extra>"},
     ]  # fmt: skip
     ticks = [escape(truncate(name, MAX_LABEL_CHARS)) for name in names]
-    y = {"tickvals": rows, "ticktext": ticks, "range": [len(known) - 0.4, -0.7]}
+    y = {"tickvals": rows, "ticktext": ticks, "range": [len(confirmed) - 0.4, -0.7]}
     grey = (
         []
         if noise_floor is None
         else [_interval_band(table_ms[0] / (1 + noise_floor), table_ms[0] * (1 + noise_floor))]
     )
     note = "" if noise_floor is None else f"; grey: noise floor {noise_floor:.1%}"
-    x, height = {"title": {"text": "ms"}}, 170 + 32 * len(known)
+    x, height = {"title": {"text": "ms"}}, 170 + 32 * len(confirmed)
     return _build_chart(f"Latency of the confirmation{note}", data, x, y, shapes=grey, height=height, barmode="overlay")
 
 

@@ -20,7 +20,7 @@ from harness.report.report_table import frame_rows
 from harness.statistics import Interval
 
 QDQ_NAME_TAG = "@qdq."  # in the names of nodes of Q/DQ pairs, see `harness.graph.quantize.protobuf_wire`
-NAME_COUNTER = re.compile(r"(?<=[A-Za-z])_\d+$")  # runtimes number the nodes that they add anew for each model
+NAME_COUNTER = re.compile(r"(?<=[A-Za-z])_\d+$")  # runtimes number the nodes that they add, separately in each model
 
 
 def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int = 12) -> pd.DataFrame:
@@ -45,10 +45,10 @@ def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int =
         for part, first, second in _connected_layer_times(before, _match_layer_names(after, before))
     ]
     lines.sort(key=lambda line: -abs(line[3]))
-    rest = lines[most:]
-    if rest:
-        first, second = sum(line[1] for line in rest), sum(line[2] for line in rest)
-        lines = [*lines[:most], (f"all others ({len(rest)})", first, second, second - first)]
+    others = lines[most:]
+    if others:
+        first, second = sum(line[1] for line in others), sum(line[2] for line in others)
+        lines = [*lines[:most], (f"all others ({len(others)})", first, second, second - first)]
     return pd.DataFrame(lines, columns=columns)
 
 
@@ -76,7 +76,7 @@ def _added_or_removed(before_ms: float, after_ms: float) -> str:
 
 
 def _match_layer_names(after: Sequence[Layer], before: Sequence[Layer]) -> list[Layer]:
-    """Return the layers of the second engine with the names of the first if only the runtime's counter differs."""
+    """Return the layers of the second engine, renamed to layers of the first if only the runtime's counter differs."""
     one, two = _names_without_counter(before), _names_without_counter(after)
     shared = _layer_node_names(before) & _layer_node_names(after)
     known = {two[key]: one[key] for key in one.keys() & two.keys() if shared.isdisjoint((one[key], two[key]))}
@@ -157,43 +157,43 @@ def draw_sensitivity(effects: Sequence[PartEffect], noise_floor: float, title: s
         noise_floor: Relative noise floor.
         path: Output path without suffix.
     """
-    shown = [(effect, effect.ratio) for effect in effects if effect.ratio is not None]
-    with figure_file(path, height=1.5 + 0.3 * len(shown)) as axes:
+    measured = [(effect, effect.ratio) for effect in effects if effect.ratio is not None]
+    with figure_file(path, height=1.5 + 0.3 * len(measured)) as axes:
         axes.axvspan(-100 * noise_floor, 100 * noise_floor, color="0.87")
         axes.axvline(0, color="0.5", linewidth=0.8)
-        for place, (_, ratio) in enumerate(shown):
+        for place, (_, ratio) in enumerate(measured):
             value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
             clear = low > 100 * noise_floor or high < -100 * noise_floor
             axes.plot([low, high], [place, place], color=SERIES_COLOURS[0], linewidth=1.2)
             axes.plot([value], [place], "o", color=SERIES_COLOURS[0], mfc=SERIES_COLOURS[0] if clear else "white")
-        labels = [fill(_describe_effect(effect, 40), 40) for effect, _ in shown]
-        axes.set_yticks(range(len(shown)), labels, fontsize=7.5)
-        axes.set_ylim(len(shown) - 0.4, -0.6)
+        labels = [fill(_describe_effect(effect, 40), 40) for effect, _ in measured]
+        axes.set_yticks(range(len(measured)), labels, fontsize=7.5)
+        axes.set_ylim(len(measured) - 0.4, -0.6)
         axes.set_xlabel("% slower without it, 95 % interval\nfilled: beyond the noise floor (grey)")
         axes.set_title(title)
 
 
-def draw_gain_and_drop(found: AttributionReport, metric: str, title: str, path: Path) -> None:
+def draw_gain_and_drop(report: AttributionReport, metric: str, title: str, path: Path) -> None:
     """Draw the accuracy that each pattern costs against the microseconds that it saves, with their intervals.
 
     Patterns are numbered as in the list below the axes, the largest gain first; those within the noise of both are grey
     and have no number.
 
     Args:
-        found: Report with a latency and patterns with a drop.
+        report: Attribution with a latency and patterns with a drop.
         path: Output path without suffix.
     """
-    dots = list(_effects_with_drop(found))
-    clear = [effect for effect, _, drop in dots if _exceeds_noise(effect, drop, found.noise_floor)]
+    dots = list(_effects_with_drop(report))
+    clear = [effect for effect, _, drop in dots if _exceeds_noise(effect, drop, report.noise_floor)]
     with figure_file(path, height=4.0 + 0.16 * len(clear)) as axes:
-        floor_us = 1000 * (found.latency_ms or 0.0) * found.noise_floor
+        floor_us = 1000 * (report.latency_ms or 0.0) * report.noise_floor
         axes.axvspan(-floor_us, floor_us, color="0.9")
         axes.axhline(0, color="0.5", linewidth=0.8)
         for effect, gained, drop in dots:
-            known = np.isfinite([drop.low, drop.high]).all()
+            has_limits = np.isfinite([drop.low, drop.high]).all()
             axes.errorbar(
                 [gained.value], [drop.value], xerr=[[gained.value - gained.low], [gained.high - gained.value]],
-                yerr=[[drop.value - drop.low], [drop.high - drop.value]] if known else None, fmt="o", ms=5,
+                yerr=[[drop.value - drop.low], [drop.high - drop.value]] if has_limits else None, fmt="o", ms=5,
                 elinewidth=0.8, color=SERIES_COLOURS[0] if effect in clear else "0.7",
                 zorder=3 if effect in clear else 2,
             )  # fmt: skip
@@ -212,9 +212,9 @@ def draw_gain_and_drop(found: AttributionReport, metric: str, title: str, path: 
         axes.set_title(title)
 
 
-def _effects_with_drop(found: AttributionReport) -> Iterator[tuple[PartEffect, Interval, Interval]]:
-    for effect in found.patterns:
-        gained = None if found.latency_ms is None else effect.gain_us(found.latency_ms)
+def _effects_with_drop(report: AttributionReport) -> Iterator[tuple[PartEffect, Interval, Interval]]:
+    for effect in report.patterns:
+        gained = None if report.latency_ms is None else effect.gain_us(report.latency_ms)
         if gained is not None and effect.drop is not None:
             yield effect, gained, effect.drop
 

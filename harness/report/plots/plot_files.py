@@ -42,7 +42,7 @@ class PlotFile:
 
     Attributes:
         task: Name of its task; "" for the whole experiment.
-        on_page: The page shows the SVG; it draws the other plots itself.
+        on_page: Whether the page shows the SVG; it draws the other plots itself.
     """
 
     title: str
@@ -61,7 +61,7 @@ class _Entry:
     """Plots of a task in the manifest of a report.
 
     Attributes:
-        complete: Not only the plots that the page shows.
+        complete: Whether all plots were drawn, not only those that the page shows.
         plots: Title, name of the SVG, and `on_page` of each.
     """
 
@@ -96,7 +96,7 @@ class PlotCache:
 
     @property
     def complete(self) -> bool:
-        """True if the last report has all plots of every task."""
+        """Whether the last report has all plots of every task."""
         return all(entry.complete for entry in self._known.values())
 
     def is_unchanged(self, task: str) -> bool:
@@ -107,29 +107,29 @@ class PlotCache:
         """Return the plots of a task, and call `draw` for them unless they are up to date.
 
         Args:
-            complete: `draw` writes not only the plots that the page shows.
+            complete: Whether `draw` writes all plots, not only those that the page shows.
         """
-        known = self._known.get(task, _Entry(inputs=""))
+        entry = self._known.get(task, _Entry(inputs=""))
         plots = [
-            PlotFile(title=t, task=task, path=self._out / name, on_page=on_page) for t, name, on_page in known.plots
+            PlotFile(title=t, task=task, path=self._out / name, on_page=on_page) for t, name, on_page in entry.plots
         ]
         names = {name for plot in plots for name in plot.names}
         recorded = {name: self._files[name] for name in names & self._files.keys()}
         inside = all(plot.path.parent == self._out for plot in plots)  # the manifest may be a stranger's
-        whole = inside and len(recorded) == len(names) and not any(find_changed_files(self._out, recorded))
-        if self.is_unchanged(task) and whole and known.complete >= complete:
-            self._entries[task] = known
+        is_intact = inside and len(recorded) == len(names) and not any(find_changed_files(self._out, recorded))
+        if self.is_unchanged(task) and is_intact and entry.complete >= complete:
+            self._entries[task] = entry
             return plots
         plots = list(draw())
         for name in recorded.keys() - {name for plot in plots for name in plot.names}:
-            (self._out / name).unlink(missing_ok=True)  # of other records
+            (self._out / name).unlink(missing_ok=True)  # drawn from other records
         if task in self._inputs:
             lines = tuple((plot.title, plot.path.name, plot.on_page) for plot in plots)
             self._entries[task] = _Entry(inputs=self._inputs[task], complete=complete, plots=lines)
         return plots
 
 
-MAX_TRANSFER_MAPS = 20  # more are drawn only if all plots are asked for; the table has their figures
+MAX_TRANSFER_MAPS = 20  # further maps are drawn only with `all_plots`; the table has their figures
 
 
 def draw_plots(
@@ -207,10 +207,10 @@ def _draw_searches(task: TaskResults, budgets: pd.DataFrame, out: Path) -> Itera
 
 def _draw_confirmed(task: TaskResults, main: pd.DataFrame, out: Path) -> Iterator[Path]:
     labels = row_labels(task, frame_rows(main))
-    known = [row for row in labels if row in task.summaries]
+    confirmed = [row for row in labels if row in task.summaries]
     samples = dict(iter(sample_frame([task]).groupby("row")))
-    rows = {labels[row]: samples[row] for row in known}
-    table_ms = {labels[row]: task.summaries[row].latency_ms.value for row in known}
+    rows = {labels[row]: samples[row] for row in confirmed}
+    table_ms = {labels[row]: task.summaries[row].latency_ms.value for row in confirmed}
     if rows:
         result_plots.draw_latencies(rows, table_ms, task.noise_floor, task.name, out / f"latency-{task.name}")
         yield out / f"latency-{task.name}.svg"

@@ -30,8 +30,8 @@ SERIES_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BAR_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 PLOT_FILE_FORMATS = ("png", "svg", "pdf")
 PLOT_METADATA: Mapping[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-PNG_DPI, MAX_PNG_HEIGHT_PX = 200, 4000  # four bytes a pixel are in memory, more than once
-MAX_CURVE_STEPS = 2000  # more than a plot has dots across
+PNG_DPI, MAX_PNG_HEIGHT_PX = 200, 4000  # limits memory: several copies of four bytes a pixel
+MAX_CURVE_STEPS = 2000  # more than the width of a plot in pixels
 CURVE_NOTE = (
     "median over seeds with its 95 % interval, the range below six seeds;\n"
     "the latency of a placement is the median over all searches that measured it"
@@ -39,7 +39,7 @@ CURVE_NOTE = (
 
 
 class NotebookFigure(Figure):
-    """Figure that a notebook shows, whether pyplot is imported or not."""
+    """Figure that a notebook displays without pyplot."""
 
     def _repr_png_(self) -> bytes:
         buffer = BytesIO()
@@ -49,7 +49,7 @@ class NotebookFigure(Figure):
 
 @contextmanager
 def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
-    """Yield the axes of a figure that is written as PNG, SVG and PDF, unless it has no path; names have no markup.
+    """Yield the axes of a figure, which is written as PNG, SVG and PDF afterwards if there is a path.
 
     Files have no date and no random identifiers, so the same results give the same bytes. The PDF has TrueType fonts,
     which publishers ask for.
@@ -79,7 +79,7 @@ def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) ->
 
 
 def _make_printable(figure: Figure) -> None:
-    """Escape texts, which SVG may not hold: control characters are no XML."""
+    """Escape control characters in all texts, as XML and thus SVG forbids them."""
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         formatter = axis.get_major_formatter()
         if isinstance(formatter, FixedFormatter):
@@ -120,29 +120,29 @@ def median_band(curves: pd.DataFrame, over: Literal["evaluations", "minutes"], v
 
 
 def median_steps(seeds: Iterable[tuple[Values, Values]]) -> tuple[Values, list[tuple[float, float, float]]]:
-    """Return `median_band` as places, and value, low and high at each.
+    """Return the x positions of `median_band`, and value, low and high at each.
 
     Args:
-        seeds: Places and figures of each seed, of the same length.
+        seeds: x positions and values of each seed, of the same length.
     """
-    steps = [_change_points(own, figures) for own, figures in seeds]
+    steps = [_change_points(positions, figures) for positions, figures in seeds]
     places = np.unique(np.concatenate([places for places, _ in steps])) if steps else np.empty(0)
     columns = []
-    for own, values in steps:
-        last = np.searchsorted(own, places, side="right") - 1
+    for positions, values in steps:
+        last = np.searchsorted(positions, places, side="right") - 1
         columns.append(np.where(last < 0, np.nan, values[last]))
     table = np.column_stack(columns) if columns else np.empty((0, 1))
-    whole = ~np.isnan(table).any(axis=1)
-    table, places = table[whole], places[whole]
+    is_complete = ~np.isnan(table).any(axis=1)
+    table, places = table[is_complete], places[is_complete]
     if len(table) > MAX_CURVE_STEPS:
-        kept = np.linspace(0, len(table) - 1, MAX_CURVE_STEPS).astype(int)
-        table, places = table[kept], places[kept]
-    found = [median_ci(row) for row in table]
-    return places, [(interval.value, interval.low, interval.high) for interval in found]
+        sampled = np.linspace(0, len(table) - 1, MAX_CURVE_STEPS).astype(int)
+        table, places = table[sampled], places[sampled]
+    intervals = [median_ci(row) for row in table]
+    return places, [(interval.value, interval.low, interval.high) for interval in intervals]
 
 
 def _change_points(places: Values, values: Values) -> tuple[Values, Values]:
-    """Return the places where the value changes, and the last one, with the values."""
+    """Return the x positions at which the value changes, and the last position, with the values."""
     changes = np.append(True, values[1:] != values[:-1])
     changes[-1] = True
     return places[changes], values[changes].astype(float)
@@ -187,7 +187,7 @@ def draw_curves(
         axes.xaxis.set_major_locator(MaxNLocator(integer=over == "evaluations"))
         add_legend(axes)
     figure = axes.figure
-    assert isinstance(figure, Figure)  # not a part of one
+    assert isinstance(figure, Figure)  # not a subfigure
     return figure
 
 
@@ -228,8 +228,8 @@ def draw_latencies(
 ) -> None:
     """Draw the distribution of the confirmation's samples of each row, with the latency of the tables.
 
-    The latter is the geometric mean over builds, not the median of all samples, which would count a slow build as many
-    slow inferences.
+    The latency of the tables is the geometric mean over builds: in a median of all samples, a slow build would count as
+    many slow inferences.
 
     Args:
         samples: Samples of each row by label (columns build, latency_ms), the baseline first.

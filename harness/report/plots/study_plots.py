@@ -25,7 +25,7 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
         overview: Rows of one device of `harness.report.tables.overview.overview_frame`.
         path: Output path without suffix.
     """
-    overview = overview.assign(task=overview["task"].fillna(""))  # means have none
+    overview = overview.assign(task=overview["task"].fillna(""))  # rows of means have no task
     columns = list(dict.fromkeys(overview["column"]))
     bands = list(dict.fromkeys(zip(overview["task"], overview["model"], strict=True)))
     models = [model for _, model in bands]
@@ -41,16 +41,20 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
             shift = (index - (len(columns) - 1) / 2) * step
             places = [bands.index(band) + shift for band in zip(part["task"], part["model"], strict=True)]
             low, high = (part[f"speedup_{end}"].astype(float).fillna(0.0) for end in ("low", "high"))
-            known = (low > 0) & np.isfinite(high)  # one build has no interval
-            for (beyond, has_interval), rows in part.assign(place=places).groupby([part["beyond"].astype(bool), known]):
+            has_limits = (low > 0) & np.isfinite(high)  # NaN with a single build
+            for (beyond, has_interval), rows in part.assign(place=places).groupby(
+                [part["beyond"].astype(bool), has_limits]
+            ):
                 errors = [rows["speedup"] - low[rows.index], high[rows.index] - rows["speedup"]]
                 axes.errorbar(
                     rows["speedup"], rows["place"], fmt=mark, ms=4.5, color=colour, elinewidth=0.9,
                     xerr=errors if has_interval else None, mfc="white" if beyond else colour,
                 )  # fmt: skip
         axes.set_xscale("log")
-        wide = bool(overview["speedup"].max() > 2 * overview["speedup"].min())  # else too few ticks
-        axes.xaxis.set_major_locator(LogLocator(subs=SPEEDUP_TICKS) if wide else MaxNLocator(6))
+        is_wide = bool(
+            overview["speedup"].max() > 2 * overview["speedup"].min()
+        )  # a logarithmic axis of a smaller range has too few ticks
+        axes.xaxis.set_major_locator(LogLocator(subs=SPEEDUP_TICKS) if is_wide else MaxNLocator(6))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
         names = [model if models.count(model) == 1 else task for task, model in bands]
@@ -65,7 +69,7 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
 def draw_critical_difference(ranks: FriedmanRanks, title: str, path: Path) -> None:
     """Draw mean ranks on a line, with bars that join searchers that Nemenyi's test does not distinguish.
 
-    Demšar 2006, figure 1.
+    The form of the plot is that of Demšar 2006, figure 1.
 
     Args:
         path: Output path without suffix.

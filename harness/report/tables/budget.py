@@ -25,8 +25,8 @@ def _format_evaluations(row: Row) -> str:
     if not row["reached"]:
         return NEVER_REACHED
     middle, low, high = (_format_spent(row[f"evaluations{end}"], "{:.0f}") for end in ("", "_low", "_high"))
-    shown = middle if row["seeds"] == 1 else f"{middle} [{low}, {high}]"
-    return f"{shown} ({_format_spent(row['minutes'], '{:.2f} min')})"
+    text = middle if row["seeds"] == 1 else f"{middle} [{low}, {high}]"
+    return f"{text} ({_format_spent(row['minutes'], '{:.2f} min')})"
 
 
 def _format_spent(value: float, form: str) -> str:
@@ -103,10 +103,10 @@ def target_frame(results: Results) -> pd.DataFrame:
     """Return evaluations and minutes until the incumbent has a share of the best gain, by the searches' readings.
 
     The best gain is that of the fastest confirmed incumbent of any search of the task (of any, if none is confirmed),
-    in milliseconds. The gain of a placement is its confirmed speedup times the float model's reading, since the best of
-    many readings is a lucky one; else its speedup in the final selection; else by `TaskResults.latencies_ms`. Median
-    over seeds with their range; seeds that never reach the share count as infinite, and `reached` of `seeds` do. Tasks
-    whose interval of the best gain includes the noise floor have no row.
+    in milliseconds. The gain of a placement comes from its confirmed speedup, since the best of many readings is low by
+    chance; else from its speedup in the final selection; else from `TaskResults.latencies_ms`. Figures are medians over
+    seeds with their range, where seeds that never reach the share count as infinite; `reached` of `seeds` reach it.
+    Tasks whose interval of the best gain includes the noise floor have no row.
     """
     lines = []
     for task in results.tasks:
@@ -116,9 +116,9 @@ def target_frame(results: Results) -> pd.DataFrame:
         gains = _gains_ms(task)
         for searcher, logs in searches.items() if gains else ():
             for share in TARGET_GAIN_SHARES:
-                spent = [_cost_to_target(log, gains, share * max(gains.values())) for log in logs]
-                figures = {"share": share, "seeds": len(spent), "reached": sum(math.isfinite(n) for n, _ in spent)}
-                evaluations, minutes = (_median_and_range(values) for values in zip(*spent, strict=True))
+                costs = [_cost_to_target(log, gains, share * max(gains.values())) for log in logs]
+                figures = {"share": share, "seeds": len(costs), "reached": sum(math.isfinite(n) for n, _ in costs)}
+                evaluations, minutes = (_median_and_range(values) for values in zip(*costs, strict=True))
                 lines.append(
                     {
                         "task": task.name, "searcher": searcher, **figures,
@@ -130,7 +130,7 @@ def target_frame(results: Results) -> pd.DataFrame:
 
 
 def _gains_ms(task: TaskResults) -> dict[str, float]:
-    """Return the milliseconds that each incumbent saves, by digest; empty if the best may save only noise."""
+    """Return the time in ms that each incumbent saves, by digest; empty if the largest may be only noise."""
     base_ms = median_float_ms(task)
     incumbents = [step for search in task.searches for step in search.incumbents]
     digests = {step.digest for step in incumbents}
@@ -147,10 +147,10 @@ def _gains_ms(task: TaskResults) -> dict[str, float]:
         compared = {
             digest: speedups[digest] for digest in digests if digest in confirmed or digest in task.selection_speedups
         }
-    known = compared or speedups
-    fastest = max(known, key=known.__getitem__)
-    best = certain = known[fastest]
-    if fastest in task.summaries:  # the highest of many confirmed figures is a lucky one too
+    candidates = compared or speedups
+    fastest = max(candidates, key=candidates.__getitem__)
+    best = certain = candidates[fastest]
+    if fastest in task.summaries:  # the highest of many confirmed figures is high by chance, too
         certain = task.summaries[fastest].speedup.low
     if certain - 1 < max(MIN_CLAIMED_GAIN, task.noise_floor or 0.0):
         return {}

@@ -87,12 +87,12 @@ def cost_table(results: Results) -> ReportTable:
 
 
 def cost_frame(results: Results) -> pd.DataFrame:
-    """Return the time of each search in seconds: build with release, sampling, evaluation, failures, harness.
+    """Return a row per search with seconds spent on build and release, sampling, evaluation, failures and harness.
 
     `search_s` is the part of `harness_s` that the searcher took in `ask` and `tell`; NaN in runs of earlier versions.
-    `build_s` is NaN if builds are replayed. `saved`: readings that racing saved, an estimate; `rebuilt`: candidates
-    that were built again; `disturbed`: candidates whose first readings were discarded; `unstable`: those whose second
-    readings were no better, or that never warmed up.
+    `build_s` is NaN if builds are replayed. `saved` is an estimate of the readings that racing saved. Numbers of
+    candidates: `rebuilt`: built again; `disturbed`: first readings discarded; `unstable`: second readings disturbed
+    too, or no end of the warm-up.
     """
     searches = [(task, search) for task in results.tasks for search in task.searches if search.elapsed_s]
     return pd.DataFrame([_cost_row(task, search) for task, search in searches])

@@ -1,4 +1,4 @@
-"""Tables by model and device: of decisions, by float precision, PTQ tool, rule and best placement, and of shapes."""
+"""Tables by model and device: decisions (float precisions, PTQ tools, rules, best placement), and shapes."""
 
 from __future__ import annotations
 
@@ -199,9 +199,9 @@ def shape_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
     for task in results.tasks:
         for shape, summary in summarize_parts(task.events, FLOAT_ROW).items():
             for row in rows:
-                if row["task"] == task.name and (own := summary.rows.get(row["row"])) is not None:
-                    figures = interval_columns("shape_ms{}", own.latency_ms)
-                    figures |= interval_columns("shape_speedup{}", own.speedup)
+                if row["task"] == task.name and (figures_at_shape := summary.rows.get(row["row"])) is not None:
+                    figures = interval_columns("shape_ms{}", figures_at_shape.latency_ms)
+                    figures |= interval_columns("shape_speedup{}", figures_at_shape.speedup)
                     lines.append({**row, "shape": shape, **figures})
     return pd.DataFrame(lines, columns=[*main.columns, "shape", *_COLUMNS])
 

@@ -188,7 +188,7 @@ def _definitions(tasks: Sequence[TaskResults], bounds: Sequence[float]) -> Itera
 
 
 def _baseline_label(tasks: Sequence[TaskResults]) -> str:
-    """Return the denominator of the speedups, by task if tasks differ."""
+    """Return the name of the baseline of the speedups, by task if tasks differ."""
     groups = group_names((_float_precision_label(task), task.name) for task in tasks)
     labels = [f"{label} ({names})" for label, names in groups.items()] if len(groups) > 1 else list(groups)
     return " ".join(filter(None, ["the float model", ", ".join(labels)]))
@@ -217,9 +217,9 @@ def _verdict_definitions(tasks: Sequence[TaskResults], bounds: Sequence[float]) 
 
 def _version_note(tasks: Sequence[TaskResults]) -> Iterator[str]:
     commits = ((str(task.environment.get("git_commit", "")), task.name) for task in tasks)
-    found = group_names((commit[:12] + commit[40:], name) for commit, name in commits if commit)
-    if len(found) > 1:
-        listed = "; ".join(f"{commit} {names}" for commit, names in found.items())
+    names_by_commit = group_names((commit[:12] + commit[40:], name) for commit, name in commits if commit)
+    if len(names_by_commit) > 1:
+        listed = "; ".join(f"{commit} {names}" for commit, names in names_by_commit.items())
         yield f"Started with different versions of this code: {listed}."
 
 
@@ -229,9 +229,9 @@ def _score_notes(tasks: Sequence[TaskResults]) -> Iterator[str]:
     scores = []
     for task in tasks:
         if (estimate := float_estimate(task)) is not None:
-            own = estimate.interval
-            shown = format_interval(own.value, own.low, own.high, 4)
-            scores.append(f"{task.name} {metric_name(task.metric)} {shown} ({estimate.images} images)")
+            interval = estimate.interval
+            score = format_interval(interval.value, interval.low, interval.high, 4)
+            scores.append(f"{task.name} {metric_name(task.metric)} {score} ({estimate.images} images)")
     if scores:
         yield f"Scores of the float models with 95 % intervals over images: {', '.join(scores)}."
     usages = [f"Full evaluations of {task.name}: {text}." for task in tasks if (text := _metric_usage(task))]
@@ -248,22 +248,22 @@ def _metric_usage(task: TaskResults) -> str:
         seeds.setdefault(pick.method, []).append(pick)
     spent = {search.name: min(search.evaluations, task.budget) for search in task.searches}
     texts = []
-    for method, found in seeds.items():
-        total = sum(spent.get(f"{method}-{pick.seed}", task.budget) for pick in found)
-        known = " and ".join(f"{pick.agreement:+.2f}" for pick in found if pick.agreement is not None)
-        correlation = f" (rank correlation of proxy and metric {known})" if known else ""
-        texts.append(f"{method} {sum(pick.scored or 0 for pick in found)} of {total}{correlation}")
+    for method, choices in seeds.items():
+        total = sum(spent.get(f"{method}-{pick.seed}", task.budget) for pick in choices)
+        agreements = " and ".join(f"{pick.agreement:+.2f}" for pick in choices if pick.agreement is not None)
+        correlation = f" (rank correlation of proxy and metric {agreements})" if agreements else ""
+        texts.append(f"{method} {sum(pick.scored or 0 for pick in choices)} of {total}{correlation}")
     return ", ".join(texts)
 
 
 def _tool_note(task: TaskResults) -> str:
     methods = ", ".join(f"{name} by {method}" for name, method in task.tool_methods.items())
-    wanted = task.facts.get("calibration", {}).get("method")
-    return f"calibrated {methods}, the nearest method of the tool to {wanted}" if methods else ""
+    requested = task.facts.get("calibration", {}).get("method")
+    return f"calibrated {methods}, the nearest method of the tool to {requested}" if methods else ""
 
 
 def _worst_output_notes(results: Results, main: pd.DataFrame) -> Iterator[str]:
-    """Yield the output, or part of one, that the fidelity of each row is measured on, if a model has several."""
+    """Yield a note with the worst output of each row by fidelity, for models with several outputs."""
     for task in results.tasks:
         notes = {row: str(score.get("note")).partition(WORST_PREFIX)[2] for row, score in task.scores.items()}
         if any(notes.values()):
@@ -291,12 +291,12 @@ def _check_notes(task: TaskResults) -> Iterator[str]:
 
 
 def wrong_result_rows(task: TaskResults) -> dict[str, str]:
-    """Return the rows with a wrong result, by label."""
+    """Return the ids of rows with a wrong result, by label."""
     return {name: row for name, row in _rows_by_label(task).items() if task.wrong(row)}
 
 
 def _rows_by_label(task: TaskResults) -> dict[str, str]:
-    """Return rows by the methods that chose them: "all, linear (ROW)"."""
+    """Return row ids by label, such as "all, linear (ROW)" with the methods that chose the row."""
     methods: dict[str, dict[str, None]] = {}
     for pick in task.picks:
         if pick.row:

@@ -15,7 +15,7 @@ from harness.timing.provenance import format_scenario, lacks_vnni, processor_lab
 from harness.timing.turn_log import disturbance_note
 
 T = TypeVar("T")
-MAX_DISTURBED_SHARE = 0.10  # of more disturbed evaluations, a search may have selected a poor placement
+MAX_DISTURBED_SHARE = 0.10  # with more disturbed evaluations, a search may have selected a poor placement
 WIDE_INTERVAL_SHARE = 0.25  # half-width of the float model's interval above which latencies in ms say little
 LOSS_NOTE = (
     "The searches minimised the loss of accuracy and there was no final selection: the best and second best of their "
@@ -47,11 +47,11 @@ def _disturbed_share_note(task: TaskResults) -> str:
 def _wide_baseline_note(task: TaskResults) -> str:
     if FLOAT_ROW not in task.summaries:
         return ""
-    own = task.summaries[FLOAT_ROW].latency_ms
-    if own.high <= own.value * (1 + WIDE_INTERVAL_SHARE):
+    latency = task.summaries[FLOAT_ROW].latency_ms
+    if latency.high <= latency.value * (1 + WIDE_INTERVAL_SHARE):
         return ""
-    shown = format_interval(own.value, own.low, own.high, 3)
-    return f"the float model took {shown} ms, so use the speedups, which are paired, and not the latencies"
+    text = format_interval(latency.value, latency.low, latency.high, 3)
+    return f"the float model took {text} ms, so use the speedups, which are paired, and not the latencies"
 
 
 def noise_floor_note(tasks: Iterable[TaskResults]) -> str:
@@ -87,7 +87,7 @@ def partial_note(results: Results) -> str:
 
 
 def group_names(pairs: Iterable[tuple[T, str]]) -> dict[T, str]:
-    """Return the names that have the same value, joined by commas, by value."""
+    """Return the names of each value, joined by commas."""
     groups: dict[T, list[str]] = {}
     for value, name in pairs:
         groups.setdefault(value, []).append(name)
@@ -101,7 +101,7 @@ def backend_notes(tasks: Iterable[TaskResults]) -> tuple[str, ...]:
 
 
 def scenario_notes(tasks: Sequence[TaskResults]) -> tuple[str, ...]:
-    """Return the scenario of each task; none where all are latencies, whose threads the tables name."""
+    """Return a note with the scenario of each task; none if all are latency, whose threads the tables name."""
     options = {task.name: task.facts["backend"].get("options", {}) for task in tasks}
     if not any({"streams", "shapes"} & each.keys() for each in options.values()):
         return ()
@@ -140,10 +140,10 @@ def data_notes(tasks: Sequence[TaskResults]) -> Iterator[str]:
 
 
 def without_vnni(task: TaskResults) -> bool:
-    """Return whether the device is a processor that adds INT8 products in 16 bits."""
-    own = str(task.environment.get("cpu", {}).get("model"))
+    """Return whether the device is an x86 processor without VNNI, where sums of INT8 products saturate."""
+    processor = str(task.environment.get("cpu", {}).get("model"))
     device = task.facts["backend"].get("device")
-    return lacks_vnni(task.environment) and device in {own, processor_label(own, task.environment)}
+    return lacks_vnni(task.environment) and device in {processor, processor_label(processor, task.environment)}
 
 
 def _has_seven_bit_weights(task: TaskResults) -> bool:
@@ -159,7 +159,7 @@ def float_estimate(task: TaskResults) -> Estimate | None:
 
 
 def early_end_notes(results: Results) -> Iterator[str]:
-    """Yield the searches that spent less than their budget with the reason, by task and reason."""
+    """Yield a note for each task and reason with the searches that ended before their budget was spent."""
     for task in results.tasks:
         groups: dict[str, list[SearchLog]] = {}
         for search in task.searches:
@@ -179,5 +179,5 @@ def _early_end_reason(search: SearchLog, budget: int) -> str:
 
 
 def loss_note(results: Results) -> list[str]:
-    """Return how choices were selected if the searches minimised the loss of accuracy."""
+    """Return a note on the selection of choices if the searches minimised the loss of accuracy, else no note."""
     return [LOSS_NOTE] if any(pick.loss is not None for task in results.tasks for pick in task.picks) else []

@@ -45,8 +45,8 @@ BEYOND_NOTE = " Beyond: the drop of accuracy exceeds the bound of the experiment
 def _format_speedup(row: Row) -> str:
     if is_missing(row["speedup"]):
         return str(row["verdict"])
-    shown = format_interval(row["speedup"], row["speedup_low"], row["speedup_high"])
-    return f"{shown} beyond" if row["beyond"] else shown
+    text = format_interval(row["speedup"], row["speedup_low"], row["speedup_high"])
+    return f"{text} beyond" if row["beyond"] else text
 
 
 OVERVIEW = TableSpec(
@@ -80,8 +80,8 @@ def overview_frame(main: pd.DataFrame, budgets: pd.DataFrame) -> pd.DataFrame:
     """Return the speedups of `main_frame`, a row per task and `column`; empty below two tasks.
 
     A column is a method, or a float precision other than the baseline. A searcher with several seeds has the median at
-    its largest budget, as in `budget_frame`, since the best of several seeds would be favoured over the only row of
-    other methods; `best` and `tied` then compare values and limits. Its `verdict`, `beyond` and `row` are those of the
+    its largest budget, as in `budget_frame`, since the best of several seeds would have an advantage over the only row
+    of other methods; `best` and `tied` then compare values and limits. `verdict`, `beyond` and `row` are those of its
     best seed.
 
     Means (`MEAN_LABEL` as model, no task) go over the tasks of one device and backend; see
@@ -106,9 +106,9 @@ def _aggregate_seeds(lines: pd.DataFrame, budgets: pd.DataFrame, finished: Colle
     lines = lines.join(medians.rename(columns={"speedup": "median"}), on=["task", "method"]).reset_index(drop=True)
     if not (lines["seeds"] > 1).any():
         return lines
-    there = lines["seeds"].notna() & lines["speedup"].notna()
+    has_median = lines["seeds"].notna() & lines["speedup"].notna()
     for name, median in (("speedup", "median"), ("speedup_low", "low"), ("speedup_high", "high")):
-        lines = lines.assign(**{name: lines[name].astype(float).where(~there, lines[median])})
+        lines = lines.assign(**{name: lines[name].astype(float).where(~has_median, lines[median])})
     task, unusable = lines["task"], lines["decision"].astype(str).str.startswith(UNUSABLE_DECISIONS)
     within = lines["speedup"].where(task.isin(finished) & ~unusable & (lines["speedup_high"] >= 1.0))
     faster = within.where(lines["speedup_low"] > 1.0)  # a tie with the float model is not the fastest
@@ -174,21 +174,21 @@ WITHOUT_SCORES = replace(SUMMARY, columns=(METHOD, LATENCY, SPEEDUP, PAIRS, VERD
 
 
 def summary_table(results: Results, main: pd.DataFrame) -> ReportTable:
-    """Return the most important rows of the main table.
+    """Return a table of the most important rows of the main table, in its order.
 
-    Of one task: the float baseline, the fastest rows within the bound, then the fastest others, in the order of the
-    main table. Of several: the fastest row of each.
+    With one task these are the float baseline, the fastest rows within the bound, then the fastest others; with several
+    tasks the fastest row of each.
     """
     several = len(results.tasks) > 1
     ranked = sorted(frame_rows(main), key=_rank)
     if several:
         fastest = {row["task"]: row for row in reversed(ranked) if row["method"] != FLOAT_ROW or row["best"]}
-        kept = [fastest[task.name] for task in results.tasks if task.name in fastest][:MAX_SUMMARY_ROWS]
+        selected = [fastest[task.name] for task in results.tasks if task.name in fastest][:MAX_SUMMARY_ROWS]
     else:
-        kept = ranked[:MAX_SUMMARY_ROWS]
-    names = {(row["task"], row["method"], row["precision"]) for row in kept}
-    own = [tuple(key) in names for key in main[["task", "method", "precision"]].itertuples(index=False)]
-    raw = main[own].reset_index(drop=True)
+        selected = ranked[:MAX_SUMMARY_ROWS]
+    names = {(row["task"], row["method"], row["precision"]) for row in selected}
+    is_selected = [tuple(key) in names for key in main[["task", "method", "precision"]].itertuples(index=False)]
+    raw = main[is_selected].reset_index(drop=True)
     spec = WITHOUT_SCORES if raw["score"].isna().all() else SUMMARY
     if several:
         spec = replace(spec, columns=(text_column("task"), *spec.columns))
@@ -196,7 +196,7 @@ def summary_table(results: Results, main: pd.DataFrame) -> ReportTable:
 
 
 def _rank(row: Row) -> tuple[int, float]:
-    """Return the importance of a row: smaller is more important."""
+    """Return the sort key of a row; the most important row has the smallest."""
     usable = not str(row["decision"]).startswith(UNUSABLE_DECISIONS) and not row["beyond"]
     first = row["method"] == FLOAT_ROW and bool(row["verdict"] == "baseline")
     speedup = 0.0 if is_missing(row["speedup"]) else float(row["speedup"])

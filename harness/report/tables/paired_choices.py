@@ -34,11 +34,11 @@ FIXED_VERDICTS = ("faster", "tie", SAME_PLACEMENT, "slower")
 def _format_gain(row: Row) -> str:
     if is_missing(row["ratio"]):
         return MISSING_CELL
-    shown = format_interval(row["ratio"], row["low"], row["high"])
+    text = format_interval(row["ratio"], row["low"], row["high"])
     if is_missing(row["task"]):
-        return f"{shown} of {row['tasks']}" + (f", {row['unfit']} not to ship" if row["unfit"] else "")
-    shown = SAME_PLACEMENT if row["verdict"] == SAME_PLACEMENT else f"{shown} {row['verdict']}"
-    return shown + (f", {row['unfit']}/{row['seeds']} not to ship" if row["unfit"] else "")
+        return f"{text} of {row['tasks']}" + (f", {row['unfit']} not to ship" if row["unfit"] else "")
+    text = SAME_PLACEMENT if row["verdict"] == SAME_PLACEMENT else f"{text} {row['verdict']}"
+    return text + (f", {row['unfit']}/{row['seeds']} not to ship" if row["unfit"] else "")
 
 
 def _format_fixed_row(row: Row) -> str:
@@ -143,8 +143,8 @@ def fixed_frame(results: Results) -> pd.DataFrame:
 
     Fixed rows are the experiment's baselines; rows transferred from other tasks came from a search. The best is the
     fastest confirmed one that obeys the bound on accuracy; if none does, `row` is "" and there is no ratio. `same` of
-    the `seeds` chose the fixed row itself, and `unfit` a row beyond the bound or without a score. Tasks without a
-    confirmed baseline have no row.
+    the `seeds` chose the fixed row itself, and `unfit` of them a row beyond the bound or without a score. Tasks without
+    a confirmed baseline have no row.
 
     Rows without a task are geometric means over the `tasks` of `Results.pooled` with a ratio, if there are several.
     """

@@ -1,4 +1,4 @@
-"""Tables of other tools: their files next to ours by runtime and file, and the fastest of each within a bound."""
+"""Tables of other tools: scores of each file by runtime and by file, and the fastest file within a bound."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def fastest_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
         for bound in _shown_bounds(tasks[row["task"]])
     ]
     rows.sort(key=lambda row: row["bound"])
-    ours = {(row["task"], row["bound"]): row for row in rows if row["method"] == searcher}
-    counts = Counter((row["device"], row["bound"]) for row in ours.values())
-    ratios = [_ratio(ours.get((row["task"], row["bound"])), row) for row in rows]
+    search_rows = {(row["task"], row["bound"]): row for row in rows if row["method"] == searcher}
+    counts = Counter((row["device"], row["bound"]) for row in search_rows.values())
+    ratios = [_ratio(search_rows.get((row["task"], row["bound"])), row) for row in rows]
     filled = [
         {**row, "models": counts[row["device"], row["bound"]], **ratio} for row, ratio in zip(rows, ratios, strict=True)
     ]
@@ -133,19 +133,19 @@ def _fastest_row(task: TaskResults, row: Mapping[Any, Any], bound: float) -> dic
     wrong = str(row["decision"]).startswith(("not shipped: wrong result", "not shipped: saturates"))
     keeps = drop is not None and drop <= bound and not wrong and not is_missing(low) and row["verdict"] == "faster"
     figures = {name: row[name] if keeps else 1.0 for name in ("speedup", "speedup_low", "speedup_high")}
-    shown = {name: row[name] for name in ("device", "method", "task", "model", "row")}
-    return {**shown, "bound": bound, **figures, "is_float": not keeps}
+    labels = {name: row[name] for name in ("device", "method", "task", "model", "row")}
+    return {**labels, "bound": bound, **figures, "is_float": not keeps}
 
 
-def _ratio(ours: Mapping[str, Any] | None, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the ratio of two speedups with the limits of independent figures."""
-    if ours is None:
+def _ratio(search_row: Mapping[str, Any] | None, row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ratio of two speedups with its limits, as of independent figures; NaN without a search."""
+    if search_row is None:
         return {"ratio": math.nan, "ratio_low": math.nan, "ratio_high": math.nan}
-    (own, own_low, own_high), (value, low, high) = (_interval(each, "speedup") for each in (ours, row))
-    below = math.hypot(math.log(own / own_low), math.log(high / value))
-    above = math.hypot(math.log(own_high / own), math.log(value / low))
-    ratio = own / value
-    if ours["row"] == row["row"]:  # the same file
+    (numerator, own_low, own_high), (value, low, high) = (_interval(each, "speedup") for each in (search_row, row))
+    below = math.hypot(math.log(numerator / own_low), math.log(high / value))
+    above = math.hypot(math.log(own_high / numerator), math.log(value / low))
+    ratio = numerator / value
+    if search_row["row"] == row["row"]:  # the same file
         below = above = 0.0
     return {"ratio": ratio, "ratio_low": ratio * math.exp(-below), "ratio_high": ratio * math.exp(above)}
 
@@ -161,10 +161,10 @@ def tool_table(results: Results, main: pd.DataFrame) -> ReportTable:
 
 
 def tool_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of tasks that have a file scored by itself, with the columns of `main_frame` and three more.
+    """Return the rows of tasks with a file score, with the columns of `main_frame` and three more.
 
-    `file_score`: metric of the file; `within`: probability that the drop is within the bound; `seconds`: of the tool or
-    the search.
+    `file_score`: metric of the file run as it describes itself; `within`: probability that the drop is within the
+    bound; `seconds`: time that the tool or the search took.
     """
     tasks = {task.name: task for task in results.tasks if task.file_scores}
     rows = [row for row in frame_rows(main) if row["task"] in tasks]
@@ -182,8 +182,10 @@ def _figures(task: TaskResults, row: Mapping[Any, Any]) -> dict[str, float | Non
     records = [task.scores.get(each, {}) for each in (FLOAT_ROW, name)]
     within = None
     if task.allowed is not None and name != FLOAT_ROW and all("metrics" in record for record in records):
-        reference, own = map(decode_accuracy, records)
-        within = probability_within(reference, own, metric, task.allowed, higher_is_better=task.higher_is_better)
+        reference, row_accuracy = map(decode_accuracy, records)
+        within = probability_within(
+            reference, row_accuracy, metric, task.allowed, higher_is_better=task.higher_is_better
+        )
     return {
         "file_score": task.file_scores.get(name, {}).get("metrics", {}).get(metric),
         "within": within,

@@ -18,8 +18,8 @@ from harness.report.statistics import rank_values
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
 
-PLACEMENT_ID = re.compile(r"[0-9a-f]{16}")  # also of placements in a search's own space, and of external models
-MIN_SHARED_ROWS = 4  # for a rank correlation of two tasks
+PLACEMENT_ID = re.compile(r"[0-9a-f]{16}")  # row ids of placements and of external models
+MIN_SHARED_ROWS = 4  # minimum number of common rows for a rank correlation
 SHARE_NOTE = (
     "confirmed speedup over the float baseline of the column [95 %, Student's t over builds], and in parentheses the "
     "time saved as a share of what the column's own best placement saves; no share if that gain is within the noise."
@@ -74,7 +74,7 @@ def transfer_frame(results: Results) -> pd.DataFrame:
     """Return the speedup of the best placement of each task on its own and on other backends, and in other models.
 
     The best is selected before the confirmation, see `harness.results_dir.artifacts.best_choice`. In another task it is
-    the row "from_BACKEND" or "from_MODEL" if there is one; on another backend, else, the row with the same Q/DQ pairs.
+    the row "from_BACKEND" or "from_MODEL"; without one, on another backend, the row with the same Q/DQ pairs.
 
     Returns:
         Columns across ("backends" or "models"), within (the model, or the backend), precision, source, target, task (of
@@ -114,7 +114,7 @@ def _task_families(results: Results, across: str) -> dict[tuple[str, str], list[
 
 
 def _difference_notes(results: Results) -> Iterator[str]:
-    """Yield how many choices differ between the best placements of two backends that have the same space."""
+    """Yield a note on how many choices differ between the best placements of backends that share a space."""
     for (model, precision), tasks in _task_families(results, "backends").items():
         best = {task.name: task.rows[pick.row].choices for task in tasks if (pick := _best_pick(task)) is not None}
         parts = []
@@ -134,11 +134,11 @@ def _best_pick(task: TaskResults) -> Choice | None:
 def _transfer_row(
     source: TaskResults, target: TaskResults, best_picks: Mapping[str, Choice | None], across: str
 ) -> dict[str, Any] | None:
-    pick, own = best_picks[source.name], best_picks[target.name]
+    pick, target_pick = best_picks[source.name], best_picks[target.name]
     row = None if pick is None else pick.row if source is target else _transferred_row(pick, source, target, across)
     if pick is None or row is None or row not in target.summaries:
         return None
-    speedup, best = target.summaries[row].speedup, None if own is None else target.summaries[own.row]
+    speedup, best = target.summaries[row].speedup, None if target_pick is None else target.summaries[target_pick.row]
     return {
         "task": target.name, "method": pick.method, "row": row,
         "speedup": speedup.value, "low": speedup.low, "high": speedup.high, "verdict": target.summaries[row].verdict,
