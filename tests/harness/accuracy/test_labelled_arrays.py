@@ -107,7 +107,7 @@ def test_classes_from_1_are_explained_where_the_model_was_not_asked_before(folde
         ({"use": "npz", "path": "inputs.npz"}, "classes are needed, from an array of the .npz file"),
         (two("z"), "no array 'z', only 'x', 'mask', 'y', and z: no such file"),
         (two("short.csv", "inputs.npz"), "has 2 rows, but inputs.npz has 30 samples"),
-        (two("words.csv", "inputs.npz"), "line 3: numbers are wanted, but got 'cat'"),
+        (two("words.csv", "inputs.npz"), "line 3: numbers are needed, but got 'cat'"),
         (two("x", "inputs.npz"), "one class a sample"),
         (two("halves.csv", "inputs.npz"), "whole numbers from 0"),
     ],
