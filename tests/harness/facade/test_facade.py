@@ -15,7 +15,7 @@ from small import save_chain
 
 import harness.facade as qdq
 from harness.errors import EvaluationFailed
-from harness.pipeline import runner
+from harness.pipeline import task_pipeline
 from harness.registry import create_plugin
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.task_setup.program_objects import data_mapping, evaluator_mapping, save_program_model
@@ -100,7 +100,7 @@ def test_an_interrupted_run_returns_and_continues(net, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "confirm_rows", interrupted)
+        patch.setattr(task_pipeline, "confirm_rows", interrupted)
         result = qdq.autotune(net, backend=SIMULATED, evaluations=4, out="out", **QUICK)
     assert not result.complete
     with pytest.raises(qdq.UserError, match="continues"):

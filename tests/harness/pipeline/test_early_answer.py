@@ -85,7 +85,7 @@ def test_under_a_bound_the_first_answer_follows_its_score(tmp_path, compared, mo
     def bounded(*arguments: Any, **options: Any) -> EarlyAnswers:
         return EarlyAnswers(*arguments, **{**options, "metric": "top1"})
 
-    monkeypatch.setattr("harness.pipeline.runner.EarlyAnswers", bounded)
+    monkeypatch.setattr("harness.pipeline.task_pipeline.EarlyAnswers", bounded)
     run_experiment(experiment(tmp_path), out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
     assert answers[0].evaluations == 2
     assert answers[0].digest not in compared
@@ -97,7 +97,7 @@ def test_an_interrupted_run_keeps_the_confirmed_file(tmp_path, monkeypatch, caps
         return "take kept.onnx"
 
     monkeypatch.setattr("harness.shipping.tuned_model.ship_answer", stop)
-    monkeypatch.setattr("harness.pipeline.runner.select_final", lambda *arguments: interrupt())
+    monkeypatch.setattr("harness.pipeline.task_pipeline.select_final", lambda *arguments: interrupt())
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run_and_report(experiment(tmp_path), out, anytime=True)
