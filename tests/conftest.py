@@ -29,7 +29,13 @@ MEMORY, NEEDED_BYTES = Path("/dev/shm"), 8 << 30
 if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= NEEDED_BYTES:
     os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
-LONG_FILES = ("test_contracts.py", "test_docs.py", "test_more_algorithms.py", "test_notebooks.py", "test_package.py")
+LONG_FILES = (
+    "test_contracts.py",
+    "test_docs.py",
+    "test_exhaustive_annealing_optuna_nsga2.py",
+    "test_notebooks.py",
+    "test_package.py",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

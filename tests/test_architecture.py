@@ -19,13 +19,13 @@ from harness.runtimes.simulated import SimulatedBenchmarker
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_imports_go_one_way():
+def test_import_contracts_hold():
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_search_needs_little_and_optuna_in_its_bridge_alone():
+def test_search_imports_only_allowed_packages():
     bridge = {"optuna_bridge"}
     for path in (ROOT / "search").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -69,14 +69,14 @@ def test_only_graph_imports_onnx():
         ("qdq.recovery_steps", {"apply", "keeps_function"}),
     ],
 )
-def test_every_declared_plug_in_loads_and_has_the_parts_of_its_kind(group, parts):
+def test_declared_plugins_load_and_have_required_methods(group, parts):
     points = entry_points(group=group)
     assert points
     for point in points:
         assert parts <= set(dir(point.load())), point.name
 
 
-def test_every_algorithm_is_declared():
+def test_every_search_algorithm_has_entry_point():
     declared = {point.value.partition(":")[0] for point in entry_points(group="qdq.searchers")}
     files = {f"search.algorithms.{p.stem}" for p in (ROOT / "search/algorithms").glob("*.py") if p.stem[0] != "_"}
     assert files <= declared
@@ -112,7 +112,7 @@ NATIVE_MODULES = {
 """Modules whose native code is run in the helper process, a worker or a tool's process, or on models made by code."""
 
 
-def test_native_code_reads_models_in_other_processes():
+def test_native_calls_are_limited_to_listed_modules():
     found = {
         ".".join(path.relative_to(ROOT / "harness").with_suffix("").parts)
         for path in (ROOT / "harness").rglob("*.py")
@@ -122,14 +122,14 @@ def test_native_code_reads_models_in_other_processes():
     assert found == NATIVE_MODULES, "call it by `call_in_helper_process`"
 
 
-def test_commands_print_by_one_function():
+def test_commands_print_only_by_echo():
     for path in (ROOT / "harness/cli").glob("*.py"):
         calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
         assert calls.count("typer.echo") == (path.stem == "common"), f"{path.name}: use `echo` of common"
         assert "print" not in calls, path.name
 
 
-def test_tests_hold_no_packages():
+def test_folders_have_no_init_files():
     assert not list((ROOT / "tests").rglob("__init__.py")), "tests/search/__init__.py would shadow the package search"
 
 
@@ -146,7 +146,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-def test_few_frames_lie_between_the_command_and_a_build(tmp_path, monkeypatch):
+def test_call_depth_from_run_to_build_is_bounded(tmp_path, monkeypatch):
     builder = GraphBuilder("net", seed=0)
     x = builder.conv(builder.input("x", (1, 3, 8, 8)), 8, 3, pad=1)
     builder.output(builder.conv(x, 8, 3, pad=1), name="y")

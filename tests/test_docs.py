@@ -40,7 +40,7 @@ def test_tables_shown_are_those_of_committed_runs(source, block):
     assert block.strip() == table.strip()
 
 
-def test_readme_fits_on_a_landing_page():
+def test_readme_has_at_most_150_lines():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
     experiments = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
@@ -66,7 +66,7 @@ def test_evidence_of_the_readme_is_that_of_committed_runs():
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
-def test_pages_avoid_the_forbidden_words(page):
+def test_documentation_avoids_forbidden_words(page):
     """Code and tables of committed runs are left out."""
     text = page.read_text(encoding="utf-8")
     prose = re.sub(r"<!-- results/.*?<!-- end -->|```.*?```|`[^`]+`", "", text, flags=re.DOTALL)
@@ -82,7 +82,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
-def test_links_and_pictures_lead_somewhere(page):
+def test_relative_links_and_anchors_resolve(page):
     for target, _, fragment in re.findall(r"\]\((?!https?:)([^)#\s]*)(#([^)]+))?\)", page.read_text(encoding="utf-8")):
         there = page.parent / target if target else page
         assert there.exists(), target
@@ -176,7 +176,7 @@ def test_experiments_shown_in_the_docs_are_valid():
             assert parse_experiment(text, page.name).models
 
 
-def test_the_defaults_shown_in_the_docs_are_all_and_are_so():
+def test_documented_experiment_defaults_match_code():
     page = (ROOT / "docs/reference/experiment.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```yaml\n(experiment: shortest\n.*?)```", page, flags=re.DOTALL)
     shortest = parse_experiment("experiment: shortest\nmodels: [net.onnx]", "shortest")
@@ -188,7 +188,7 @@ def test_the_defaults_shown_in_the_docs_are_all_and_are_so():
         assert {key: set(one[key]) for key in sections} == {key: set(other[key]) for key in sections}
 
 
-def test_the_settings_of_searchers_shown_in_the_docs_are_all_and_are_so():
+def test_documented_searcher_settings_match_code():
     page = (
         (ROOT / "docs/reference/searchers.md")
         .read_text(encoding="utf-8")
@@ -226,7 +226,7 @@ def test_the_citations_are_valid_and_of_this_version():
     assert cited["version"] in fields["note"]
 
 
-def test_every_term_of_the_glossary_appears_once_with_a_meaning_and_a_source():
+def test_glossary_terms_are_unique_with_meaning_and_source():
     page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
     rows = [
         [cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| (?!term \|).+", page, re.MULTILINE)

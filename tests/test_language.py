@@ -29,11 +29,11 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_prose_of_the_code_avoids_the_forbidden_words(path):
+def test_docstrings_and_comments_avoid_forbidden_words(path):
     assert [(line, found) for line, text in prose(path) if (found := WORDS.findall(text))] == []
 
 
-def test_pages_avoid_the_forbidden_words():
+def test_report_templates_avoid_forbidden_words():
     assets = ROOT / "harness/report/assets"
     pages = [path for pattern in ("*.j2", "*.js") for path in assets.glob(pattern) if ".min." not in path.name]
     found = {path.name: WORDS.findall(path.read_text(encoding="utf-8")) for path in pages}
@@ -46,7 +46,7 @@ def described_names(docstring: str, section: str) -> list[str]:
     return re.findall(r"^    (\w+): ", found[1], flags=re.MULTILINE) if found else []
 
 
-def test_docstrings_describe_what_there_is():
+def test_docstring_arguments_and_attributes_exist_in_code():
     """Attributes and arguments in docstrings have the names in the code, and start as noun phrases."""
     stale, questions = [], []
     for path in FILES:

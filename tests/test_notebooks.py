@@ -49,7 +49,7 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_committed_outputs_have_pictures_and_name_no_machine(notebook):
+def test_committed_notebook_outputs_have_images_and_no_host_names(notebook):
     text = notebook.read_text(encoding="utf-8")
     assert len(text) < MAX_BYTES
     outputs = [output for cell in cells(notebook, "code") for output in cell["outputs"]]

@@ -57,7 +57,7 @@ def test_discovery_patterns_and_space(benchmark, size):
 
 
 @pytest.mark.parametrize("size", ["2,400 nodes", "4,200 nodes"])
-def test_external_searcher_discovery_and_patterns(benchmark, size):
+def test_modelopt_discovery_and_patterns(benchmark, size):
     if benchmark.disabled:
         pytest.skip("the peer takes seconds to start; enable benchmarks")
     autotune = pytest.importorskip("modelopt.onnx.quantization.autotune")
@@ -75,7 +75,7 @@ def test_external_searcher_discovery_and_patterns(benchmark, size):
     print(f"\nModelOpt: {nodes} nodes {taken:.3f} s, {len(tuner.regions)} regions, {len(patterns)} patterns")
 
 
-def test_patterns_do_not_grow_with_depth_nor_regions_beyond_the_nodes():
+def test_pattern_count_is_independent_of_depth():
     """The figures of 6, 24 and 48 layers: equal, at most 25; at most 0.35 regions a node."""
     found = {}
     for layers in (6, 24, 48):

@@ -53,7 +53,7 @@ def placements(model: Model, dialect: Dialect, count: int) -> list[Resolved]:
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 @pytest.mark.parametrize("name", MODELS)
-def test_placement_to_file(benchmark, name, dialect, tmp_path):
+def test_insert_placement_into_file(benchmark, name, dialect, tmp_path):
     if benchmark.disabled and name != "resnet18":
         pytest.skip("long models only where time is taken; enable benchmarks")
     model = ready(name)
@@ -69,7 +69,7 @@ def test_placement_to_file(benchmark, name, dialect, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_external_searcher_placement_to_file(benchmark, name, tmp_path):
+def test_modelopt_insert_placement_into_file(benchmark, name, tmp_path):
     if benchmark.disabled:
         pytest.skip("the peer takes seconds to start; enable benchmarks")
     autotune = pytest.importorskip("modelopt.onnx.quantization.autotune")

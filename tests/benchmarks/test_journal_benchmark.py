@@ -48,9 +48,9 @@ def journal(tmp_path_factory):
 
 
 @pytest.mark.parametrize("work", WORKS)
-def test_long_journals(benchmark, work, request):
+def test_journal_read_time_of_long_search(benchmark, work, request):
     if benchmark.disabled:
-        pytest.skip("tests/harness/report/test_long.py reads a long one; enable benchmarks to take its time")
+        pytest.skip("tests/harness/report/test_long_journal.py reads a long one; enable benchmarks to take its time")
     path: Path = request.getfixturevalue("journal")
     command = [sys.executable, "-c", f"{HEAD}{WORKS[work]}\n{TAIL}", str(path.parents[2]), str(path)]
 

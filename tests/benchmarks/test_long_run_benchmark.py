@@ -98,7 +98,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_what_the_harness_takes_of_a_trial(benchmark, folder):
+def test_harness_time_per_trial(benchmark, folder):
     if benchmark.disabled:
         pytest.skip("tests/harness/pipeline runs shorter ones; enable benchmarks to take the time of a long one")
     outs = [folder / f"out-{number}" for number in range(DRIVERS)]

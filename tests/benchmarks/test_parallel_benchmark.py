@@ -74,9 +74,11 @@ def pace(executor: str, out: Path) -> Pace:
     )
 
 
-def test_builds_ahead(benchmark, tmp_path):
+def test_parallel_build_throughput_and_latency(benchmark, tmp_path):
     if benchmark.disabled:
-        pytest.skip("tests/harness/pipeline/test_window.py has the behaviour; enable benchmarks to take the time")
+        pytest.skip(
+            "tests/harness/pipeline/test_proposal_window.py has the behaviour; enable benchmarks to take the time"
+        )
     pytest.importorskip("openvino")
     if count_cores() < 2:
         pytest.skip("builds ahead need a second core")

@@ -121,7 +121,7 @@ def driver(tmp_path_factory):
         made.shutdown()
 
 
-def test_what_ray_adds_to_a_trial(benchmark, request):
+def test_ray_overhead_per_trial(benchmark, request):
     if benchmark.disabled:
         pytest.skip("tests/harness/cluster runs a cluster; enable benchmarks to take its time")
     driver: Driver = request.getfixturevalue("driver")
@@ -135,7 +135,7 @@ def test_what_ray_adds_to_a_trial(benchmark, request):
     )
 
 
-def test_what_a_second_worker_gives(benchmark, request):
+def test_ray_speedup_of_second_worker(benchmark, request):
     if benchmark.disabled:
         pytest.skip("tests/harness/cluster runs a cluster; enable benchmarks to take its time")
     driver: Driver = request.getfixturevalue("driver")

@@ -494,7 +494,7 @@ def odd_path(folder: Path, rng: random.Random) -> str:
 
 
 @pytest.mark.slow
-def test_odd_paths_are_refused(tmp_path, monkeypatch):
+def test_unusual_paths_do_not_crash_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("QDQ_ASSETS", str(tmp_path))
     (tmp_path / "d.onnx").mkdir()

@@ -63,7 +63,7 @@ def path(tmp_path):
     return tmp_path / "some" / "table.parquet"
 
 
-def test_what_is_written_is_read(path):
+def test_table_round_trip(path):
     write_table(path, facts(), rows())
     table = read_table(path)
     assert table.metadata == facts()
@@ -82,7 +82,7 @@ def test_samples_are_kept_as_single_precision_and_compressed(path):
         assert b'"model_sha256"' in file.schema_arrow.metadata[METADATA_KEY]
 
 
-def test_a_changed_byte_is_never_silent(path):
+def test_changed_byte_is_rejected_or_harmless(path):
     write_table(path, facts(), rows())
     intact, seen = path.read_bytes(), 0
     for position in range(0, len(intact), max(1, len(intact) // 400)):
@@ -160,7 +160,7 @@ def one_number(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
         (zero_latency, "row 0 has a latency that is no positive number"),
     ],
 )
-def test_rows_that_cannot_be_are_refused(path, change, message):
+def test_invalid_rows_are_rejected(path, change, message):
     write_table(path, facts(), change(rows()))
     with pytest.raises(UserError, match=f"table.parquet: damaged: {message}"):
         read_table(path)
@@ -179,13 +179,13 @@ def test_rows_that_cannot_be_are_refused(path, change, message):
         ({"dimensions": SPACE.dimensions[:1] * 5}, "two dimensions of a space share one name"),
     ],
 )
-def test_descriptions_that_do_not_fit_are_refused(path, changes, message):
+def test_inconsistent_metadata_is_rejected(path, changes, message):
     write_table(path, facts(**changes), rows())
     with pytest.raises(UserError, match=message):
         read_table(path)
 
 
-def test_what_is_no_table_is_refused(path, monkeypatch):
+def test_file_that_is_no_table_is_rejected(path, monkeypatch):
     with pytest.raises(UserError, match=r"table\.parquet: cannot be read: No such file"):
         read_table(path)
     path.parent.mkdir()
@@ -232,7 +232,7 @@ def test_what_is_no_table_is_refused(path, monkeypatch):
         read_table(path)
 
 
-def test_a_space_of_more_placements_than_can_be_counted_is_refused(path):
+def test_subspace_above_placement_limit_is_rejected(path):
     many = tuple(replace(SPACE.dimensions[0], name=f"d{number}") for number in range(70))
     names = tuple(dimension.name for dimension in many)
     changes = {"dimensions": many, "varied": names, "base": (0,) * 70, "sensitivity": dict.fromkeys(names, 0.1)}
@@ -241,7 +241,7 @@ def test_a_space_of_more_placements_than_can_be_counted_is_refused(path):
         read_table(path)
 
 
-def test_what_is_small_only_because_its_values_are_equal_is_refused_before_it_is_unpacked(path):
+def test_decompression_bomb_is_rejected_before_decompression(path):
     write_table(path, facts(), rows())
     first = pq.read_table(path).slice(0, 1)
     text = pa.array(["x" * 100_000], pa.string())

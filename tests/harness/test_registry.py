@@ -98,7 +98,7 @@ def test_wrong_parameters_differ_from_failing_constructors(module):
         ("Other", "has no ask(), but needs ask() and tell()"),
     ],
 )
-def test_a_module_gives_only_classes_of_the_contract(module, attribute, expected):
+def test_module_attribute_must_be_class_of_contract(module, attribute, expected):
     assert expected in refused("searcher", f"{module('plug_some', MODULE)}:{attribute}", {})
 
 

@@ -55,14 +55,14 @@ def test_median_interval_contains_the_median_and_scales(samples, factor):
 
 
 @given(READINGS)
-def test_a_higher_level_is_never_narrower(samples):
+def test_higher_confidence_level_is_never_narrower(samples):
     loose, strict = median_ci(samples, 0.8), median_ci(samples, 0.99)
     assert strict.low <= loose.low + 1e-9
     assert strict.high >= loose.high - 1e-9
 
 
 @pytest.mark.parametrize("count", [7, 11, 30, 101])
-def test_median_intervals_cover(count):
+def test_median_interval_has_nominal_coverage(count):
     rng = np.random.default_rng(count)
     hits = [median_ci(np.exp(0.1 * row)) for row in rng.standard_normal((2000, count))]
     assert np.mean([found.low <= 1 <= found.high for found in hits]) == pytest.approx(0.95, abs=0.02)
@@ -77,7 +77,7 @@ def test_standard_error_of_the_median_is_that_of_theory():
 
 @pytest.mark.parametrize(("between", "within"), [(0.0, 0.01), (0.005, 0.005), (0.02, 0.001)])
 @pytest.mark.parametrize("builds", [3, 5])
-def test_ratio_intervals_cover(builds, between, within):
+def test_paired_ratio_interval_has_nominal_coverage(builds, between, within):
     rng = np.random.default_rng(builds)
     hits = 0
     for _ in range(500):
@@ -95,29 +95,29 @@ def test_ratios_without_noise_are_exact():
     assert [found.low, found.value, found.high] == pytest.approx([1.5] * 3)
 
 
-def test_one_build_falls_back_on_its_rounds_and_one_reading_has_no_limits():
+def test_block_interval_of_one_build_uses_rounds():
     found = block_ci([[1.0, 1.1, 0.9, 1.0]])
     assert found.low < 1 < found.high
     assert block_ci([[2.0]]) == interval(pytest.approx(2.0), 0.0, float("inf"))
 
 
-def test_a_bad_round_does_not_move_its_build():
+def test_block_interval_is_robust_to_outlier_round():
     quiet = block_ci([[1.0, 1.0, 1.0], [1.01, 1.01, 1.01], [0.99, 0.99, 0.99]])
     assert block_ci([[1.0, 1.0, 50.0], [1.01, 1.01, 1.01], [0.99, 0.99, 0.99]]) == quiet
 
 
 @pytest.mark.parametrize("builds", [[], [[]], [[1.0, 0.0]], [[1.0], [-1.0]], [[float("nan")]]])
-def test_intervals_refuse_readings_that_are_not_positive(builds):
+def test_block_interval_rejects_nonpositive_readings(builds):
     with pytest.raises(ValueError, match="an interval needs readings, all of them positive"):
         block_ci(builds)
 
 
-def test_pairs_need_both_sides():
+def test_paired_ratio_needs_equal_rounds():
     with pytest.raises(ValueError, match="the same rounds on both sides"):
         paired_ratio_ci([[1.0, 2.0]], [[1.0]])
 
 
-def test_floor_is_a_gain_in_either_direction():
+def test_noise_floor_covers_gains_in_both_directions():
     assert noise_floor_from_ratios([]) == 0.0
     assert noise_floor_from_ratios([1.0, 1.0]) == 0.0
     assert noise_floor_from_ratios([1.0, 1 / 1.04, 1.01]) == pytest.approx(0.04)
@@ -136,14 +136,14 @@ def test_floor_is_a_gain_in_either_direction():
         (interval(1.06, 1.02, 1.10), 0.05, "faster"),
     ],
 )
-def test_verdict(speedup, noise_floor, expected):
+def test_speedup_verdict_by_interval_and_noise_floor(speedup, noise_floor, expected):
     assert speedup_verdict(speedup, noise_floor) == expected
 
 
 @given(
     st.floats(min_value=0.2, max_value=5), st.floats(min_value=0, max_value=0.5), st.floats(min_value=0, max_value=0.2)
 )
-def test_verdicts_are_fair_to_both_sides(ratio, width, noise_floor):
+def test_speedup_verdict_is_symmetric(ratio, width, noise_floor):
     swapped = {"faster": "slower", "slower": "faster", "tie": "tie"}
     one = interval(ratio, ratio / (1 + width), ratio * (1 + width))
     other = interval(1 / ratio, 1 / one.high, 1 / one.low)

@@ -3,7 +3,7 @@
 from compiled_models import table
 
 
-def test_a_row_counts_builds_kernels_and_edges_with_effect():
+def test_compiled_row_counts_builds_kernels_and_effective_edges():
     ok = {"model": "net", "refusal": ""}
     effects = {"taken": 9, "inside": 1}
     same, other = ({"placement_digest": name, "kernels_digest": "k"} for name in ("a", "b"))

@@ -25,14 +25,14 @@ def made(*points):
 
 @settings(max_examples=80)
 @given(st.lists(st.tuples(LEVELS, LEVELS), min_size=1, max_size=8))
-def test_without_doubt_the_expected_growth_is_the_growth(points):
+def test_expected_hypervolume_improvement_exact_without_variance(points):
     front = made((0.0, 8.0), (2.0, 3.0), (3.0, 2.5), (8.0, 0.0))
     candidates = np.array(points) + 0.25
     found = expected_hypervolume_improvement(front, candidates.T, np.full((2, len(points)), 1e-9))
     assert found == pytest.approx(grown(front, candidates), abs=1e-6)
 
 
-def test_the_expected_growth_is_the_mean_over_what_may_come():
+def test_expected_hypervolume_improvement_equals_monte_carlo_mean():
     front = made((1.0, 4.0), (2.0, 2.0), (5.0, 1.0))
     mean, deviation = np.array([[2.0, 4.0, 6.0], [3.0, 0.5, 6.0]]), np.array([[0.5, 1.0, 1.0], [1.0, 0.3, 1.0]])
     draws = np.random.default_rng(0).normal(size=(2000, 2))
@@ -41,7 +41,7 @@ def test_the_expected_growth_is_the_mean_over_what_may_come():
         assert found == pytest.approx(volumes.mean(), abs=4 * volumes.std() / np.sqrt(len(draws)) + 1e-3)
 
 
-def test_what_others_dominate_changes_nothing():
+def test_expected_improvement_ignores_dominated_points():
     front = made((1.0, 4.0), (2.0, 2.0), (5.0, 1.0))
     more = made((1.0, 4.0), (3.0, 3.0), (2.0, 2.0), (1.0, 5.0), (5.0, 1.0), (5.0, 1.0))
     mean, deviation = np.array([[2.0, 4.0], [1.0, 0.5]]), np.ones((2, 2))
@@ -50,7 +50,7 @@ def test_what_others_dominate_changes_nothing():
     )
 
 
-def test_a_front_of_one_point_and_one_of_equal_points_can_grow():
+def test_expected_improvement_of_single_point_and_equal_points():
     for front in (
         made((2.0, 3.0)),
         made(*[(2.0, 3.0)] * 3),
@@ -76,7 +76,7 @@ def archive_with_a_gap(space):
     return archive
 
 
-def test_the_gap_in_a_front_is_worth_more_than_its_neighbours():
+def test_acquisition_prefers_gap_in_front():
     space = synthetic_space(10, groups=2)
     advisor, archive = SurrogateModel(space), archive_with_a_gap(space)
     advisor.fit(archive)
@@ -85,7 +85,7 @@ def test_the_gap_in_a_front_is_worth_more_than_its_neighbours():
     assert advice.acquisition[0] > advice.acquisition[1]
 
 
-def test_what_is_awaited_is_part_of_the_front():
+def test_pending_placement_joins_front():
     space = synthetic_space(10, groups=2)
     advisor, archive = SurrogateModel(space), archive_with_a_gap(space)
     middle = Placement((1,) * 5 + (0,) * 5)
@@ -96,7 +96,7 @@ def test_what_is_awaited_is_part_of_the_front():
     assert advisor.score([middle]).acquisition[0] < 0.5 * before
 
 
-def test_what_is_awaited_and_expected_to_break_the_bound_is_no_part_of_the_front():
+def test_pending_placement_predicted_infeasible_stays_off_front():
     """Else it would hide what may still be found behind it."""
     space = synthetic_space(10, groups=2)
     archive = Archive()
@@ -115,7 +115,7 @@ def test_what_is_awaited_and_expected_to_break_the_bound_is_no_part_of_the_front
     assert before[0] >= 0
 
 
-def test_what_breaks_the_bound_is_no_part_of_the_front():
+def test_infeasible_placement_stays_off_front():
     space = synthetic_space(10, groups=2)
     archive = Archive()
     told(space, archive, space.float_placement(), 10.0, 0.0)

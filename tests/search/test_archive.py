@@ -25,7 +25,7 @@ def names(entries):
     return [entry.digest for entry in entries]
 
 
-def test_best_first_with_every_feasible_one_before_the_others():
+def test_ranking_puts_feasible_before_infeasible():
     archive = filled(
         told("slow", 9.0), told("broken", 1.0, violation=0.2), told("fast", 3.0), told("less", 2.0, violation=0.1)
     )
@@ -34,11 +34,11 @@ def test_best_first_with_every_feasible_one_before_the_others():
     assert names(archive) == ["slow", "broken", "fast", "less"], "iteration goes in the order of the tells"
 
 
-def test_equals_keep_the_order_of_their_tells():
+def test_equal_scores_keep_order_of_tells():
     assert names(filled(told("b", 1.0), told("a", 1.0)).ranked) == ["b", "a"]
 
 
-def test_a_placement_told_again_gets_the_mean_weighted_by_its_errors():
+def test_repeated_tells_give_error_weighted_mean():
     (entry,) = filled(told("a", 10.0, stderr=0.1), told("a", 10.3, stderr=0.2)).ranked
     assert entry.score.objective == pytest.approx(10.06)
     assert entry.tells == 2
@@ -52,25 +52,25 @@ def test_a_rebuild_that_disagrees_widens_the_error():
 
 
 @pytest.mark.parametrize(("errors", "stderr"), [((0.0, 0.5), 1.5), ((0.0, 0.0), 1.5), ((0.0, 9.0), 9.0 / 2**0.5)])
-def test_without_errors_the_mean_is_plain_and_as_sure_as_its_scatter(errors, stderr):
+def test_repeated_tells_without_errors_give_plain_mean_and_scatter(errors, stderr):
     first, second = errors
     (entry,) = filled(told("a", 1.0, stderr=first), told("a", 4.0, stderr=second)).ranked
     assert entry.score == Score(objective=2.5, stderr=pytest.approx(stderr))
 
 
-def test_the_same_score_told_twice_is_one_measurement():
+def test_identical_score_counts_as_one_measurement():
     (entry,) = filled(told("a", 1.0, stderr=0.1), told("a", 1.0, stderr=0.1)).ranked
     assert (entry.score.stderr, entry.tells) == (0.1, 1)
 
 
-def test_later_metrics_and_the_first_placement_stand():
+def test_repeated_tell_updates_metrics_and_keeps_first_placement():
     again = Observation(placement=Placement((9,)), digest="a", outcome=Score(objective=2.0, metrics={"top1": 0.7}))
     (entry,) = filled(told("a", 1.0, metrics={"top1": 0.6}), again).ranked
     assert entry.score.metrics == {"top1": 0.7}
     assert entry.placement == Placement((1,))
 
 
-def test_failures_are_kept_apart_and_a_score_replaces_one():
+def test_score_replaces_earlier_failure():
     archive = filled(told("a"), told("b", 1.0), told("b"))
     assert list(archive.failures) == ["a"]
     assert len(archive) == 1, "a failure after a score leaves the score"
@@ -79,7 +79,7 @@ def test_failures_are_kept_apart_and_a_score_replaces_one():
     assert names(archive.ranked) == ["b", "a"]
 
 
-def test_asked_told_and_failed_are_seen():
+def test_archive_contains_asked_scored_and_failed():
     space = synthetic_space(4)
     first, second = space.float_placement(), space.quantize_all()
     archive, proposals = filled(told("scored", 1.0), told("failed")), iter([first, second])
@@ -93,7 +93,7 @@ def test_asked_told_and_failed_are_seen():
     assert space.digest(first) in archive
 
 
-def test_a_proposal_is_noted_before_the_next_is_made():
+def test_ask_registers_proposal_before_next_one():
     space = synthetic_space(4)
     archive = Archive()
 
@@ -121,7 +121,7 @@ def test_only_a_gain_above_the_noise_improves(new, old, better):
     assert improves(new, old) is better
 
 
-def test_among_incumbents_a_tie_displaces_nothing():
+def test_tie_does_not_displace_incumbent():
     archive = filled(
         told("first", 10.0, stderr=0.1), told("lucky", 9.9, stderr=0.1), told("better", 9.5, stderr=0.1),
         told("worse", 11.0, stderr=0.1),
@@ -131,26 +131,26 @@ def test_among_incumbents_a_tie_displaces_nothing():
     assert names(archive.incumbents(4, significance=0)) == names(archive.ranked)
 
 
-def test_an_incumbent_measured_again_falls_behind_what_beats_it():
+def test_remeasured_incumbent_loses_rank_if_slower():
     archive = filled(told("lucky", 1.0, stderr=0.1), told("sound", 2.0, stderr=0.1), told("lucky", 9.0, stderr=0.1))
     assert names(archive.incumbents(2)) == ["lucky", "sound"], "the readings disagree so much that nothing is known"
     archive.tell(told("lucky", 9.1, stderr=0.1))
     assert names(archive.incumbents(2)) == ["sound", "lucky"]
 
 
-def test_objectives_of_a_placement_told_again_are_pooled_one_by_one():
+def test_repeated_tells_pool_each_objective():
     (entry,) = filled(told("a", 1.0, objectives=(1.0, 0.2)), told("a", 3.0, objectives=(3.0, 0.4))).ranked
     assert entry.score.objectives == pytest.approx((2.0, 0.3))
     (entry,) = filled(told("a", 1.0), told("a", 3.0, objectives=(3.0, 0.4))).ranked
     assert entry.score.objectives == (3.0, 0.4), "the latest where they do not match"
 
 
-def test_values_are_the_objectives_or_the_objective_alone():
+def test_score_values_are_objectives_or_single_objective():
     assert Score(objective=1.0).values == (1.0,)
     assert Score(objective=1.0, objectives=(1.0, 0.5)).values == (1.0, 0.5)
 
 
-def test_leaders_of_a_front_are_its_ends_first_and_what_has_one_coordinate_comes_behind():
+def test_base_entries_order_front_ends_first_single_objective_last():
     archive = filled(told("fast", 1.0), told("slow", 9.0))
     assert not archive.is_multi_objective
     assert names(archive.base_entries(2)) == ["fast", "slow"]

@@ -40,7 +40,7 @@ class TestHillClimber(SearcherContract):
         return HillClimber(space, seed=seed)
 
 
-def test_it_climbs():
+def test_hill_climber_halves_regret():
     space = synthetic_space(20, groups=4)
     objective = SyntheticObjective(space, seed=0)
     searcher = HillClimber(space, seed=0)
@@ -48,7 +48,7 @@ def test_it_climbs():
     assert objective.regret(searcher.best) < 0.5 * objective.regret(space.float_placement())
 
 
-def test_it_has_at_most_20_lines_and_contributing_shows_it():
+def test_hill_climber_has_20_lines_and_matches_contributing():
     source = inspect.getsource(HillClimber)
     assert len([line for line in source.splitlines() if line.strip()]) <= 20
     contributing = Path(__file__).parents[2] / "CONTRIBUTING.md"

@@ -14,7 +14,7 @@ def forecast_of(readings_ms, budget=100):
     return forecast
 
 
-def test_there_is_no_forecast_before_the_first_readings_or_without_any():
+def test_forecast_needs_enough_finite_readings():
     assert forecast_of([10.0] * (FIRST_FORECAST - 1)).expected_gain is None
     assert forecast_of([math.inf] * 20).expected_gain is None
     assert not forecast_of([math.inf] * 20).is_spent(0.5)
@@ -25,18 +25,18 @@ def test_there_is_no_forecast_before_the_first_readings_or_without_any():
     ([10.0] * 40, [10.0] * 20),  # a longer wait
     ([10.0, *[9.0] * 39], [*[10.0] * 38, 9.0, 9.0]),  # an older gain
 ])  # fmt: skip
-def test_the_gain_to_come_falls_while_a_search_waits_for_one(small, large):
+def test_expected_gain_falls_with_evaluations_since_gain(small, large):
     assert forecast_of(small).expected_gain < forecast_of(large).expected_gain
 
 
-def test_a_gain_within_noise_is_none():
+def test_gain_within_noise_does_not_count():
     forecast = forecast_of([10.0, *[9.99] * 9])
     assert forecast.evaluations_since_gain == 9
     forecast.tell(9.9)
     assert forecast.evaluations_since_gain == 0
 
 
-def test_a_search_is_spent_earlier_at_a_lower_probability_and_near_its_budget():
+def test_search_ends_earlier_at_lower_probability_and_budget():
     def end(probability, budget=100):
         return next(n for n in range(1, budget + 1) if forecast_of([10.0] * n, budget).is_spent(probability))
 

@@ -26,7 +26,7 @@ def told(space, placements, outcomes):
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_two_placements_have_one_key_exactly_where_they_make_one_graph(first, second):
+def test_feature_keys_are_equal_iff_graphs_are_equal(first, second):
     a, b = (SPACE.random(np.random.default_rng(seed)) for seed in (first, second))
     later = Placement((*a.choices[:-1], b.choices[-1]))
     described = FeatureExtractor(SPACE)([a, b, later])
@@ -36,7 +36,7 @@ def test_two_placements_have_one_key_exactly_where_they_make_one_graph(first, se
     assert np.isfinite(described.roles).all()
 
 
-def test_a_follower_is_the_next_node_input_and_blocks_hold_what_follows_a_role():
+def test_move_sets_include_roles_with_next_inputs():
     roles = ("linear", "other", "linear", "add")
     space = Space(
         tuple(
@@ -56,7 +56,7 @@ def test_a_follower_is_the_next_node_input_and_blocks_hold_what_follows_a_role()
     assert len(points) < 4, "a role with one point is a block already"
 
 
-def test_what_follows_an_input_is_no_other_input_of_the_same_node():
+def test_next_input_belongs_to_another_node():
     """Both inputs of an addition are followed by what comes after it."""
     consumers = ("conv", "add", "add", "concat", "concat", "concat", "last")
     space = Space(
@@ -70,7 +70,7 @@ def test_what_follows_an_input_is_no_other_input_of_the_same_node():
     assert next_inputs(space) == {0: 1, 1: 3, 2: 3, 3: 6, 4: 6, 5: 6}
 
 
-def test_the_model_predicts_held_out_latency_and_is_surer_near_what_it_saw():
+def test_prediction_is_accurate_and_more_certain_on_training_data():
     space = synthetic_space(24, groups=6, seed=1)
     objective = SyntheticObjective(space, seed=1)
     rng = np.random.default_rng(0)
@@ -86,7 +86,7 @@ def test_the_model_predicts_held_out_latency_and_is_surer_near_what_it_saw():
 
 
 @pytest.mark.parametrize("order", [range(40), range(39, -1, -1), [*range(20), *range(30, 40)], range(10)])
-def test_what_a_model_learned_before_leaves_no_trace(order):
+def test_refit_equals_fresh_fit(order):
     space = synthetic_space(24, groups=6, seed=1)
     rng = np.random.default_rng(0)
     rows = FeatureExtractor(space)([space.random(rng) for _ in range(40)])
@@ -100,12 +100,12 @@ def test_what_a_model_learned_before_leaves_no_trace(order):
     assert np.array(again.predict(rows)) == pytest.approx(np.array(fresh.predict(rows)))
 
 
-def test_a_model_without_a_fit_says_so():
+def test_predict_before_fit_raises():
     with pytest.raises(ValueError, match="predict needs a fit first"):
         GaussianProcess().predict(FeatureExtractor(SPACE)([SPACE.float_placement()]))
 
 
-def test_the_bound_behind_violations_is_found_among_the_metrics():
+def test_signed_violations_infer_bound_from_metrics():
     scores = [
         Score(objective=9.0, metrics={"loss": 1.0, "top1": 0.75}),
         Score(objective=5.0, violation=0.04, metrics={"loss": 1.3, "top1": 0.70}),
@@ -117,7 +117,7 @@ def test_the_bound_behind_violations_is_found_among_the_metrics():
     assert np.isnan(signed[3])
 
 
-def test_what_a_proxy_ruled_out_hides_the_bound_of_nothing_else():
+def test_signed_violations_infer_bound_despite_proxy_rejections():
     scores = [
         Score(objective=9.0, metrics={"proxy": 30.0, "top1": 0.75}),
         Score(objective=5.0, violation=0.04, metrics={"proxy": 22.0, "top1": 0.70}),
@@ -134,7 +134,7 @@ def test_what_a_proxy_ruled_out_hides_the_bound_of_nothing_else():
         (Score(objective=4.0, violation=0.10, metrics={"proxy": 19.0, "top1": 0.65}), [-0.05, 0.05]),
     ],
 )
-def test_one_violation_does_not_tell_which_of_two_metrics_is_bounded(second, expected):
+def test_signed_violations_with_ambiguous_metric(second, expected):
     scores = [
         Score(objective=9.0, metrics={"proxy": 30.0, "top1": 0.80}),
         Score(objective=5.0, violation=0.05, metrics={"proxy": 22.0, "top1": 0.70}),
@@ -143,12 +143,12 @@ def test_one_violation_does_not_tell_which_of_two_metrics_is_bounded(second, exp
     assert signed_violations(scores)[:2] == pytest.approx(expected)
 
 
-def test_violations_are_taken_as_told_where_no_metric_explains_them():
+def test_signed_violations_without_matching_metric_are_unchanged():
     scores = [Score(objective=1.0), Score(objective=1.0, violation=0.3), Score(objective=1.0, violation=0.1)]
     assert signed_violations(scores).tolist() == [0.0, 0.3, 0.1]
 
 
-def test_advice_stays_away_from_what_fails_and_from_what_breaks_the_constraint():
+def test_surrogate_avoids_failures_and_constraint_violations():
     space = synthetic_space(20, groups=4, seed=0)
     rng = np.random.default_rng(0)
     placements = [space.float_placement(), *(space.random(rng) for _ in range(40))]
@@ -169,7 +169,7 @@ def test_advice_stays_away_from_what_fails_and_from_what_breaks_the_constraint()
     assert sum(p.choices[second] for p in best) <= 2
 
 
-def test_what_waits_for_its_outcome_is_worth_less_than_before():
+def test_pending_placement_has_lower_acquisition():
     space = synthetic_space(20, groups=4, seed=0)
     objective = SyntheticObjective(space, seed=0)
     rng = np.random.default_rng(0)
@@ -184,7 +184,7 @@ def test_what_waits_for_its_outcome_is_worth_less_than_before():
     assert advisor.score([candidate]).acquisition[0] < before
 
 
-def test_a_forest_goes_by_readings_however_many_are_awaited():
+def test_forest_weighs_measured_rows_above_pending_rows():
     """An error of 0 is one that is not known, and must not outweigh those that are."""
     space = synthetic_space(20, groups=4, seed=0)
     rng = np.random.default_rng(0)
@@ -203,7 +203,7 @@ class Counting:
         return -0.1 * rows.states.sum(axis=1).astype(float), np.full(len(rows.states), 0.1)
 
 
-def test_a_faster_one_that_is_awaited_raises_what_must_be_beaten():
+def test_pending_faster_placement_lowers_acquisition_of_others():
     space = synthetic_space(20, groups=4, seed=2)
     archive = told(space, [space.float_placement()], [Score(objective=1.0)])
     awaited, other = space.quantize_all(), space.random(np.random.default_rng(0))

@@ -32,12 +32,12 @@ def chain(*, output: bool = False, precisions: tuple[str, ...] = ("int8",)) -> S
         ("gates_io", (1, 1, 1, 1, 1, 0)),
     ],
 )
-def test_a_rule_takes_its_roles_and_with_io_what_reads_their_results(name, taken):
+def test_rule_quantizes_its_roles_and_with_io_their_outputs(name, taken):
     assert HEURISTIC_RULES[name](chain(), None) == Placement(taken)
 
 
 @pytest.mark.parametrize("name", HEURISTIC_RULES)
-def test_a_rule_at_a_precision_leaves_float_what_does_not_have_it(name):
+def test_rule_keeps_float_where_precision_is_unavailable(name):
     both, one = chain(precisions=("int8", "fp8")), chain()
     at_int8, at_fp8 = HEURISTIC_RULES[name](both, "int8"), HEURISTIC_RULES[name](both, "fp8")
     assert at_int8 == HEURISTIC_RULES[name](both, None)
@@ -52,12 +52,12 @@ def test_a_rule_at_a_precision_leaves_float_what_does_not_have_it(name):
         (True, ["movers_io", "linear_io", "gates_io"]),
     ],
 )
-def test_experts_go_by_whether_results_can_be_quantized(output, names):
+def test_expert_placements_depend_on_output_dimensions(output, names):
     space = chain(output=output)
     assert list(expert_placements(space)) == [HEURISTIC_RULES[name](space, None) for name in names]
 
 
-def test_experts_go_by_the_whole_space_in_a_part_without_its_outputs():
+def test_expert_placements_of_subspace_use_whole_space():
     part = chain(output=True).subspace(range(len(ROLES)))
     assert part.dimensions == chain().dimensions
     for space in (part, part.with_dimensions(part.dimensions[:3]), part.subspace([0, 1])):

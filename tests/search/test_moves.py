@@ -34,7 +34,7 @@ def rng_of(seed):
 
 
 @given(placements, placements, seeds)
-def test_every_move_is_valid_and_a_function_of_its_arguments(first, second, seed):
+def test_moves_are_valid_and_deterministic(first, second, seed):
     moves = (
         lambda rng: flip(first, SPACE, rng, 3),
         lambda rng: mutate_rate(first, SPACE, rng, 0.2),
@@ -48,7 +48,7 @@ def test_every_move_is_valid_and_a_function_of_its_arguments(first, second, seed
 
 
 @given(placements, seeds, st.integers(1, 30))
-def test_flip_changes_exactly_so_many_dimensions(placement, seed, count):
+def test_flip_changes_requested_number_of_dimensions(placement, seed, count):
     assert hamming(placement, flip(placement, SPACE, rng_of(seed), count)) == count
 
 
@@ -103,7 +103,7 @@ def test_density_is_the_share_of_quantized_points():
     assert {choice for choice in random_with_density(SPACE, rng_of(0), 1.0).choices} == {1, 2}
 
 
-def test_assign_takes_the_last_choice_where_a_dimension_has_fewer():
+def test_assign_clips_choice_to_last_of_dimension():
     edge = Edge("t", "n", 0)
     space = Space((
         Dimension(name="a", group="g", kind="output", choices=("float", "int8"), edges=(edge,)),
@@ -120,7 +120,7 @@ def test_blocks_are_roles_patterns_and_roles_within_patterns_by_cost():
     assert all(len(indices) > 1 for indices in found)
 
 
-def test_unseen_gives_up_after_its_attempts():
+def test_unseen_returns_none_after_maximum_attempts():
     calls = []
 
     def propose():
@@ -133,7 +133,7 @@ def test_unseen_gives_up_after_its_attempts():
 
 
 @pytest.mark.parametrize("known", [0, 3])
-def test_nearby_returns_something_new_or_none(known):
+def test_nearby_returns_unseen_placement_or_none(known):
     space = synthetic_space(2, groups=2)
     everything = [Placement((a, b)) for a in (0, 1) for b in (0, 1)]
     seen = {space.digest(placement) for placement in everything[: known + 1]}

@@ -21,7 +21,7 @@ def dominates(first, second):
 
 @given(POINTS)
 @settings(max_examples=60)
-def test_each_front_is_what_nothing_in_the_rest_dominates(points):
+def test_front_numbers_follow_dominance(points):
     found = front_numbers(np.array(points, dtype=float))
     for point, front in zip(points, found, strict=True):
         behind = [f for other, f in zip(points, found, strict=True) if dominates(other, point)]
@@ -30,7 +30,7 @@ def test_each_front_is_what_nothing_in_the_rest_dominates(points):
 
 @given(POINTS, st.integers(0, 2**32), st.integers(0, 12))
 @settings(max_examples=150)
-def test_fronts_are_those_of_all_pairs(points, seed, most):
+def test_front_numbers_equal_pairwise_comparison(points, seed, most):
     values, noise = np.array(points, dtype=float), np.random.default_rng(seed).choice([0.0, 0.5, 1.5], len(points))
     expected = np.zeros(len(points), dtype=int)
     for _ in points:  # as long as the longest chain
@@ -42,7 +42,7 @@ def test_fronts_are_those_of_all_pairs(points, seed, most):
     assert front_numbers(values, noise, most).tolist() == np.minimum(expected, shared).tolist()
 
 
-def test_fronts_of_two_coordinates_take_few_comparisons(monkeypatch):
+def test_front_numbers_of_two_objectives_need_few_comparisons(monkeypatch):
     counts = []
     monkeypatch.setattr(search.pareto.math, "hypot", lambda *_: counts.append(1) or 0.0)
     for values in (np.random.default_rng(0).random((2000, 2)), np.column_stack([np.arange(2000.0), np.ones(2000)])):
@@ -51,7 +51,7 @@ def test_fronts_of_two_coordinates_take_few_comparisons(monkeypatch):
     assert len(counts) < 2 * 2000 * 12
 
 
-def test_within_the_noise_nothing_is_dominated():
+def test_points_within_noise_share_front():
     values = np.array([[10.0], [9.9], [9.0]])
     assert front_numbers(values, np.array([0.1, 0.1, 0.1])).tolist() == [1, 1, 0]
     assert front_numbers(values).tolist() == [2, 1, 0]
@@ -59,7 +59,7 @@ def test_within_the_noise_nothing_is_dominated():
     assert front_numbers(same, np.array([0.1, 0.1])).tolist() == [1, 0], "the other coordinate decides"
 
 
-def test_the_ends_of_a_front_are_lonely_and_crowds_are_not():
+def test_crowding_distance_is_infinite_at_front_ends():
     room = crowding_distance(np.array([[0.0, 10.0], [1.0, 9.0], [2.0, 8.0], [9.0, 1.0], [10.0, 0.0]]))
     assert np.isinf(room[[0, 4]]).all()
     assert room[1] == pytest.approx(0.4)
@@ -76,6 +76,6 @@ def test_hypervolume_is_the_number_of_unit_cubes_that_are_dominated(points):
     assert hypervolume(points, (5,) * width) == pytest.approx(counted)
 
 
-def test_what_does_not_lie_below_the_reference_has_no_volume():
+def test_hypervolume_is_zero_outside_reference_point():
     assert hypervolume([(6.0, 0.0), (0.0, 5.0)], (5.0, 5.0)) == 0.0
     assert hypervolume([], (1.0,)) == 0.0

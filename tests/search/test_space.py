@@ -37,7 +37,7 @@ def overlapping(*spans: tuple[int, ...]) -> Space:
     )  # fmt: skip
 
 
-def test_the_edges_of_a_placement_lead_back_to_these_edges_where_dimensions_overlap():
+def test_resolve_and_nearest_round_trip_with_overlapping_edges():
     space = overlapping((0, 1), (1, 2), (2, 3, 4), (0, 1, 2))
     for choices in itertools.product((0, 1), repeat=4):
         asked = space.resolve(Placement(choices))

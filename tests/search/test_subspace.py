@@ -37,13 +37,13 @@ def told(placement):
     return Observation(placement=placement, digest=SPACE.digest(placement), outcome=Score(objective=1.0))
 
 
-def test_a_part_proposes_on_its_base_and_leaves_the_rest_alone():
+def test_subspace_searcher_changes_only_its_dimensions():
     made, _ = part((0, 1, 2, 3), Placement((0, 0, 0, 0, 1, 0, 1, 0)))
     assert made.ask(1) == [Placement((1, 1, 1, 1, 1, 0, 1, 0))]
     assert made.embed(Placement((0, 1, 0, 1, 0, 0, 0, 0))) == Placement((0, 1, 0, 1, 1, 0, 1, 0))
 
 
-def test_a_part_learns_only_from_placements_that_are_as_its_base_outside():
+def test_subspace_searcher_ignores_observations_off_its_base():
     made, (recorder,) = part((0, 1, 2, 3), Placement((0, 0, 0, 0, 1, 0, 1, 0)))
     made.tell(told(Placement((1, 0, 0, 0, 1, 0, 1, 0))))
     made.tell(told(Placement((1, 0, 0, 0, 0, 0, 0, 0))))
@@ -59,7 +59,7 @@ def test_searchers_are_found_by_name_or_by_module():
         load_searcher("evolution")
 
 
-def test_what_is_known_is_told_as_it_was_asked_for_whether_it_was_scored_or_failed():
+def test_known_outcome_returns_score_or_failure_for_placement():
     archive, failure = Archive(), Failure(stage="build", reason="no")
     placement, other = Placement((1,) * 8), Placement((0,) * 8)
     assert known_outcome(archive, placement, "d") is None
@@ -78,7 +78,7 @@ def test_members_from_modules_need_trust(use, searcher, params, monkeypatch):
         searcher(SPACE, seed=0, **{params: [use, "random"] if params == "members" else use})
 
 
-def test_a_trusted_member_is_a_class_of_the_contract():
+def test_load_searcher_rejects_object_without_ask_and_tell():
     with pytest.raises(ValueError, match=r"os:system.*no class with ask\(\) and tell\(\)"):
         load_searcher("os:system")
     assert load_searcher("search.algorithms.random:RandomSearcher") is RandomSearcher

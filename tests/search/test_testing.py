@@ -20,7 +20,7 @@ from search.testing import (
 
 
 @pytest.mark.parametrize("precisions", [("int8",), ("int8", "fp8")])
-def test_the_planted_optimum_is_the_best_of_all(precisions):
+def test_synthetic_optimum_is_global_minimum(precisions):
     space = synthetic_space(7, groups=3, precisions=precisions, seed=4)
     objective = SyntheticObjective(space, seed=4, coupling=3.0)
     everything = (Placement(choices) for choices in itertools.product(*map(range, space.sizes)))
@@ -30,7 +30,7 @@ def test_the_planted_optimum_is_the_best_of_all(precisions):
     assert objective.regret(space.float_placement()) > 0.5, "there is something to find"
 
 
-def test_planted_latency_goes_by_the_resolved_edges_alone():
+def test_synthetic_latency_depends_on_resolved_edges_only():
     space = synthetic_space(40, seed=2)
     objective = SyntheticObjective(space, seed=2)
     rng = np.random.default_rng(0)
@@ -41,7 +41,7 @@ def test_planted_latency_goes_by_the_resolved_edges_alone():
         assert objective.latency_ms(placement) == known
 
 
-def test_planted_spaces_have_overlapping_edges_roles_and_costs_that_add_up():
+def test_synthetic_space_has_overlapping_edges_and_unit_cost():
     space = synthetic_space(40, seed=0)
     assert len({edge for d in space.dimensions for edge in d.edges}) < sum(len(d.edges) for d in space.dimensions)
     assert sum(d.cost for d in space.dimensions) == pytest.approx(1.0)
@@ -49,7 +49,7 @@ def test_planted_spaces_have_overlapping_edges_roles_and_costs_that_add_up():
     assert all((d.cost > 0) == (d.role == "linear") for d in space.dimensions)
 
 
-def test_noise_is_repeatable_and_of_the_size_that_it_says():
+def test_synthetic_noise_is_repeatable_with_given_deviation():
     space = synthetic_space(10, groups=2)
     placement = space.quantize_all()
     measured = [SyntheticObjective(space, seed=0, noise=0.02).observe(placement).outcome.objective for _ in range(2)]
@@ -59,7 +59,7 @@ def test_noise_is_repeatable_and_of_the_size_that_it_says():
     assert spread == pytest.approx(0.02 * objective.latency_ms(placement), rel=0.2)
 
 
-def test_drive_counts_the_seeds_and_gives_duplicates_for_free():
+def test_run_search_loop_counts_initial_and_skips_duplicates():
     space = synthetic_space(12, groups=3)
     told = run_search_loop(
         RandomSearcher(space, seed=0),
@@ -163,7 +163,7 @@ class HashContract(SearcherContract):
         (GoesToEveryTie, "test_a_tie_leads_nowhere_that_a_loss_does_not", "elsewhere than a loss does"),
     ],
 )
-def test_the_kit_catches(broken, test, message):
+def test_contract_detects_broken_searcher(broken, test, message):
     class Contract(IncumbentContract):
         def make(self, space, seed):
             return broken(space, seed=seed)
@@ -172,7 +172,7 @@ def test_the_kit_catches(broken, test, message):
         getattr(Contract(), test)()
 
 
-def test_the_kit_catches_invalid_placements():
+def test_contract_detects_invalid_placements():
     class Contract(SearcherContract):
         def make(self, space, seed):
             return AsksInvalid(space, seed=seed)
@@ -181,12 +181,12 @@ def test_the_kit_catches_invalid_placements():
         Contract().test_asks_are_valid_and_at_most_n()
 
 
-def test_the_kit_catches_asks_that_depend_on_the_order_of_hashes():
+def test_contract_detects_dependence_on_hash_seed():
     with pytest.raises(AssertionError, match="another process, with another hash seed, asks something else"):
         HashContract().test_another_process_gives_the_same_asks()
 
 
-def test_a_contract_inside_a_function_is_told_to_move_out():
+def test_nested_contract_class_raises_import_error():
     class Contract(SearcherContract):
         def make(self, space, seed):
             return RandomSearcher(space, seed=seed)
@@ -195,6 +195,6 @@ def test_a_contract_inside_a_function_is_told_to_move_out():
         Contract().test_another_process_gives_the_same_asks()
 
 
-def test_a_contract_without_make_says_what_to_define():
+def test_contract_without_make_raises():
     with pytest.raises(NotImplementedError, match=r"defines make\(self, space, seed\)"):
         SearcherContract().make(synthetic_space(3, groups=1), 0)

@@ -142,7 +142,7 @@ class TaskResults:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a higher value of the metric is better."""
+        """True if higher values of the metric are better."""
         return bool(self.facts.get("higher_is_better", self.facts["goal"].get("higher_is_better", True)))
 
     @property

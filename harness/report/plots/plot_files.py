@@ -96,7 +96,7 @@ class PlotCache:
 
     @property
     def complete(self) -> bool:
-        """Whether the last report has all plots of every task."""
+        """True if the last report has all plots of every task."""
         return all(entry.complete for entry in self._known.values())
 
     def is_unchanged(self, task: str) -> bool:

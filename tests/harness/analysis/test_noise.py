@@ -42,7 +42,7 @@ def test_intervals_cover_the_truth_and_estimates_are_unbiased(truth):
             assert np.sqrt(np.mean([i.value**2 for i in found])) == pytest.approx(sd, rel=0.1)
 
 
-def test_mean_squares_of_a_small_table_by_hand():
+def test_components_match_manual_computation():
     """Two processes of two builds of two readings; sums of squares worked out by hand."""
     logs = np.array([[[0.0, 0.2], [0.4, 0.6]], [[1.0, 1.2], [1.4, 1.6]]])
     run, build, process = (component.sd.value**2 for component in estimate_components(np.exp(logs)).components)
@@ -51,7 +51,7 @@ def test_mean_squares_of_a_small_table_by_hand():
     assert process == pytest.approx((2.0 - 0.16) / 4)  # 4 x 2 x 0.25 over 1
 
 
-def test_shares_sum_up_and_nothing_is_negative():
+def test_component_shares_sum_to_one_without_negative_values():
     found = estimate_components(np.exp(np.random.default_rng(1).standard_normal((3, 3, 10)) * 0.1))
     assert sum(component.share for component in found.components) == pytest.approx(1)
     assert all(0 <= c.sd.low <= c.sd.value <= c.sd.high for c in found.components)
@@ -61,7 +61,7 @@ def test_shares_sum_up_and_nothing_is_negative():
     assert still.one_build == 0
 
 
-def test_how_well_one_build_is_known():
+def test_one_build_precision_and_processes_needed():
     rng = np.random.default_rng(2)
     runs = [drawn(rng, 0.001, 0.03, 0.04, (6, 4, 10)) for _ in range(200)]
     assert np.median([run.one_build for run in runs]) == pytest.approx(np.exp(1.96 * 0.05) - 1, rel=0.1)
@@ -118,7 +118,7 @@ class Slowing:
         return Samples(latency_ms=latency_ms, warmup=0, measure_s=0.0, stable=True, disturbed=disturbed)
 
 
-def test_time_does_not_pass_for_a_difference_between_builds():
+def test_drift_is_not_attributed_to_builds():
     @contextmanager
     def open_engines() -> Iterator[Engines]:
         yield Slowing()  # type: ignore[misc]
@@ -134,7 +134,7 @@ def test_time_does_not_pass_for_a_difference_between_builds():
     assert build.share < 0.02
 
 
-def test_nothing_that_works_is_a_mistake_with_its_reason(tmp_path):
+def test_failed_builds_raise_user_error_with_reason(tmp_path):
     def broken() -> Path:
         raise OSError("no such disk")
 
@@ -153,6 +153,6 @@ def test_nothing_that_works_is_a_mistake_with_its_reason(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["processes", "builds", "readings"])
-def test_a_level_that_is_not_repeated_is_refused_by_its_option(name):
+def test_design_level_below_2_is_refused_with_option_name(name):
     with pytest.raises(UserError, match=f"--{name}: at least 2, because a variance needs two values, but got 1"):
         NestedDesign(**{name: 1})

@@ -53,7 +53,7 @@ def test_each_combination_is_scored_with_and_without_recovery(folder, capsys):
     assert "placement linear" in printed
 
 
-def test_calibration_samples_choose_the_second_file_at_the_placement_of_another_file(folder):
+def test_recover_auto_and_placement_of_other_file(folder):
     assert qdq("recover", "small.yaml", "--auto", "--out", "out") == 0
     rows = read_json(folder / "out/recovery.json")["rows"]
     assert [bool(row["steps"]) for row in rows] == [False, True]
@@ -83,7 +83,7 @@ def test_nodes_that_cost_most_are_left_float_and_named_as_options(folder, capsys
     assert (folder / "named/models/0.onnx").read_bytes() == (folder / "out/models/1.onnx").read_bytes()
 
 
-def test_parts_of_the_calibration_samples_show_how_much_the_figure_depends_on_them(folder, capsys):
+def test_subsets_show_dependence_on_calibration_samples(folder, capsys):
     assert qdq("recover", "small.yaml", "--subsets", "3", "--out", "out") == 0
     rows = read_json(folder / "out/recovery.json")["rows"]
     assert [row.get("samples", "") for row in rows] == ["", *(f"samples {k} of 3" for k in (1, 2, 3))]
@@ -104,6 +104,6 @@ def test_parts_of_the_calibration_samples_show_how_much_the_figure_depends_on_th
         (("--depthwise", "channel", "--backend", "onnxruntime"), "depthwise"),
     ],
 )
-def test_what_cannot_be_used_is_refused(folder, arguments, words, capsys):
+def test_invalid_recover_arguments_are_refused(folder, arguments, words, capsys):
     assert qdq("recover", "small.yaml", *arguments) == 2
     assert words in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_every_input_has_a_point_or_a_rule(folder):
     json.dumps(found.data())
 
 
-def test_a_quantized_model_is_refused_with_what_it_is_good_for(folder, capsys):
+def test_quantized_model_is_refused_with_remedy(folder, capsys):
     g = GraphBuilder("net")
     g.output(g.conv(g.input("x", (1, 4, 8, 8)), 8, 3, name="first"))
     model = load(g.save(Path("net.onnx")))

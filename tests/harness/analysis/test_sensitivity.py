@@ -28,7 +28,7 @@ class Noisy(Bench):
 """
 
 
-def test_what_cannot_be_studied_leaves_no_folder(tmp_path, monkeypatch, capsys):
+def test_invalid_model_leaves_no_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "cut.onnx").write_bytes(b"hello")
     monkeypatch.chdir(tmp_path)
     assert qdq("sensitivity", "cut.onnx") == 2
@@ -54,7 +54,7 @@ def measured(folder):
     return folder / "out"
 
 
-def test_each_point_has_both_directions_best_gain_per_noise_first(measured):
+def test_units_have_both_directions_ranked_by_gain_and_noise(measured):
     body = read_json(measured / "sensitivity.json")
     assert body["kind"] == "sensitivity"
     assert len(body["units"]) >= 4
@@ -70,7 +70,7 @@ def test_each_point_has_both_directions_best_gain_per_noise_first(measured):
     assert not (measured / "work").exists()
 
 
-def test_of_what_loses_time_the_noisier_stands_behind():
+def test_rank_of_slower_units_decreases_with_noise():
     def rank(gain_us: float, sqnr_db: float) -> float:
         effect = UnitEffect(gain_us=Interval(value=gain_us, low=gain_us, high=gain_us), sqnr_db=sqnr_db)
         return UnitSensitivity(unit=None, alone=effect, left_out=effect).rank  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_of_what_loses_time_the_noisier_stands_behind():
 
 
 @pytest.mark.parametrize(("backend", "noisy"), [("Paying", False), ("Noisy", True)])
-def test_a_file_gets_headings_and_the_word_that_it_was_too_noisy_to_rank(folder, monkeypatch, capsys, backend, noisy):
+def test_sensitivity_output_has_headings_and_noise_note(folder, monkeypatch, capsys, backend, noisy):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     out = f"../{folder.name}/{backend}"
@@ -105,7 +105,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-def test_searches_start_from_what_was_measured(measured, folder):
+def test_sensitivity_file_gives_nested_initial_placements(measured, folder):
     (folder / "primed.yaml").write_text(EXPERIMENT)
     assert qdq("run", str(folder / "primed.yaml"), "--out", str(folder / "primed")) == 0
     facts = read_json(folder / "primed" / "net-paying-int8" / "task.json")
@@ -122,7 +122,7 @@ def test_searches_start_from_what_was_measured(measured, folder):
         (add_checksum(f'{{"kind":"sensitivity","schema":{SCHEMA_VERSION},"units":[{{}}]}}'), "'alone'"),
     ],
 )
-def test_another_file_is_refused_beforehand(folder, capsys, text, expected):
+def test_invalid_sensitivity_file_is_refused_by_check(folder, capsys, text, expected):
     (folder / "other.json").write_text(text)
     (folder / "wrong.yaml").write_text(EXPERIMENT.replace("out/sensitivity.json", "other.json"))
     assert qdq("run", str(folder / "wrong.yaml"), "--check") == 2
@@ -143,13 +143,13 @@ def test_units_are_patterns_or_points_at_each_precision():
     assert [unit.name for unit in quantization_units(space(), "point")] == ["a", "a", "b", "c"]
 
 
-def test_a_ladder_takes_the_best_first_and_drops_what_the_model_does_not_have():
+def test_nested_placements_take_best_first_and_skip_unknown_units():
     units = [ScreenedUnit(dimensions=("c",), precision="int8"), ScreenedUnit(dimensions=("gone",), precision="int8"),
              ScreenedUnit(dimensions=("a", "b"), precision="fp8")]  # fmt: skip
     assert [placement.choices for placement in nested_prior_placements(units, space(), 2)] == [(0, 0, 1), (2, 0, 1)]
     assert nested_prior_placements(units[1:2], space(), 2) == []
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_sensitivity_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="not a file of 'qdq sensitivity'"):
         read_prior(tmp_path / "nothing.json")

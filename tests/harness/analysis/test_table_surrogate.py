@@ -33,6 +33,6 @@ def test_the_file_predicts_and_states_its_error(tmp_path, make_table):
     assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "s.onnx").read_bytes()
 
 
-def test_few_readings_are_refused(tmp_path, make_table):
+def test_surrogate_needs_enough_readings(tmp_path, make_table):
     with pytest.raises(UserError, match="fewer than"):
         write_surrogate(make_table(dimensions=4, noise=0.01, path=tmp_path / "t.parquet"), tmp_path / "s.onnx")

@@ -27,7 +27,7 @@ from harness.cli.common import print_table, short_path
         ("/x/../y", "/y"),
     ],
 )
-def test_a_path_is_short_and_without_dots(tmp_path, monkeypatch, given, shown):
+def test_short_path_is_shortest_without_dots(tmp_path, monkeypatch, given, shown):
     root = tmp_path / "a long name of the parent folder"
     work = root / "work"
     (work / "here" / "specs").mkdir(parents=True)
@@ -36,7 +36,7 @@ def test_a_path_is_short_and_without_dots(tmp_path, monkeypatch, given, shown):
     assert short_path(Path(given.format(root=root))) == Path(shown)
 
 
-def test_an_engine_is_reported_by_its_short_path(tmp_path, monkeypatch, capsys):
+def test_gen_trt_engine_prints_short_path(tmp_path, monkeypatch, capsys):
     (tmp_path / "specs").mkdir()
     monkeypatch.chdir(tmp_path)
     save_small(tmp_path / "net.onnx")
@@ -48,7 +48,7 @@ def test_an_engine_is_reported_by_its_short_path(tmp_path, monkeypatch, capsys):
     assert Path("built/net.openvino").exists()
 
 
-def test_so_is_a_results_folder_without_a_row(tmp_path, monkeypatch, capsys):
+def test_error_shows_short_path_of_results_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "specs").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -56,12 +56,12 @@ def test_so_is_a_results_folder_without_a_row(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("qdq: out: a results folder needs a row: qdq explain out ROW")
 
 
-def test_a_pipe_gets_headings_and_notes(capsys):
+def test_print_table_to_pipe_has_headings_and_notes(capsys):
     print_table(("name", "value"), [("a", "1"), ("b", "2")], ["note"])
     assert capsys.readouterr().out.splitlines() == ["name\tvalue", "a\t1", "b\t2", "note"]
 
 
-def test_a_terminal_shows_markup_in_cells_as_text(monkeypatch):
+def test_print_table_to_terminal_escapes_markup(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", screen)

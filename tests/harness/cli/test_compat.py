@@ -21,7 +21,7 @@ def test_the_help_has_an_example_for_a_classifier(capsys):
 
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
-def test_that_example_gives_top1_with_its_interval(tmp_path, capsys):
+def test_classifier_example_gives_top1_with_interval(tmp_path, capsys):
     text = (ROOT / EXAMPLE).read_text(encoding="utf-8")
     (tmp_path / "classifier.yaml").write_text(text.replace("../../out", "out"), encoding="utf-8")
     assert qdq("evaluate", str(tmp_path / "classifier.yaml")) == 0

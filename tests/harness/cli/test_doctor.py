@@ -20,7 +20,7 @@ def rows(monkeypatch):
     return examine
 
 
-def test_a_machine_without_gpu_and_clock_readings(rows):
+def test_doctor_reports_missing_gpu_and_clock_readings(rows):
     found = rows(cpu={"model": "x", "flags": ["avx2", "amx_int8"]})
     assert found["gpu"][0] == "none found"
     assert [found[name][0] for name in TIMING_FACTS] == ["not readable"] * 3
@@ -50,7 +50,7 @@ def test_two_onnx_runtimes_are_a_warning(rows, monkeypatch):
     assert "onnxruntime 1.24 and onnxruntime-gpu 1.24 overwrite each other: pip uninstall" in detail
 
 
-def test_remedies_are_commands_for_a_checkout(rows, monkeypatch):
+def test_missing_packages_have_pip_command(rows, monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     found = rows()
     assert found["tensorrt"] == ("missing", "pip install 'qdq-bench[tensorrt]' (needs an NVIDIA GPU)")

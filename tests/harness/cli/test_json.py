@@ -22,7 +22,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_every_command_with_a_table_has_the_option(capsys):
+def test_every_command_with_table_has_json_option(capsys):
     for name in COMMANDS.keys() - WITHOUT_TABLE:
         assert qdq(*name.split(), "--help") == 0
         assert "--json" in capsys.readouterr().out, name

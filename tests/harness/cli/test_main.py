@@ -118,7 +118,7 @@ def model(text: str) -> tuple[str, str]:
         (("baselines:", "objective: {max_drop: 0.1}\nbaselines:"), "model 'net' has no evaluator whose metric"),
     ],
 )
-def test_check_finds_what_the_run_would_find_late(folder, capsys, change, expected):
+def test_check_reports_errors_before_run(folder, capsys, change, expected):
     file = folder / "wrong.yaml"
     assert change[0] in EXPERIMENT
     file.write_text(EXPERIMENT.replace(*change))
@@ -142,7 +142,7 @@ def test_a_searcher_in_the_experiments_folder_runs_from_any_directory(folder, tm
     assert asks[2]["choices"] == [1] + [0] * (len(asks[2]["choices"]) - 1), "what Mine proposes"
 
 
-def test_only_our_warnings_are_printed_and_each_once(folder, capsys, monkeypatch):
+def test_only_own_warnings_are_printed_once(folder, capsys, monkeypatch):
     def noisy():
         for _ in range(3):
             logging.getLogger("harness.graph.load").warning("operators stay float: Foo")
@@ -184,7 +184,7 @@ def test_every_command_shows_an_example(capsys, command):
     assert ("an experiment file with one task brings" in text) is (command in ("noise", "sensitivity"))
 
 
-def test_the_help_loads_nothing_heavy():
+def test_help_imports_no_heavy_library():
     heavy = "{'numpy', 'onnx', 'pandas', 'pydantic', 'scipy'} & set(sys.modules)"
     code = f"import sys; import harness.cli.main; print({heavy} or '')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -201,7 +201,7 @@ def test_list_shows_broken_plug_ins_too(capsys, monkeypatch):
     assert "searcher\trandom" in shown
 
 
-def test_regions_are_json_on_request(folder, capsys):
+def test_regions_command_prints_json(folder, capsys):
     assert qdq("regions", str(folder / "net.onnx"), "--json") == 0
     assert json.loads(capsys.readouterr().out)["dialect"] == "openvino"
     assert qdq("regions", str(folder / "net.onnx"), "--shape", "1x3") == 2
@@ -220,7 +220,7 @@ def test_without_a_terminal_long_work_prints_progress_lines(capsys):
     assert lines[1:] == [f"search: {k}/3, about 0:00 min left in this step, best 2 ms" for k in (1, 2)]
 
 
-def test_the_first_step_gives_no_estimate_and_short_work_no_line(capsys):
+def test_progress_omits_early_estimate_and_short_work(capsys):
     with TerminalProgress() as terminal, terminal.work("search", 2) as step:
         step.advance()
     with TerminalProgress(every_s=0.0) as terminal, terminal.work("confirmation", 40) as step:
@@ -274,7 +274,7 @@ def test_a_plug_in_that_ends_the_process_is_a_failed_plug_in(folder, capsys, exi
 
 
 @pytest.mark.parametrize("command", [*sorted(TIMING_COMMANDS), "autotune --output_dir out --onnx_path"])
-def test_commands_that_time_limit_their_wait_for_other_runs(tmp_path, monkeypatch, command):
+def test_timing_commands_accept_wait_option(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(WAIT_VARIABLE, "1")
     assert qdq(*command.split(), "none.onnx", "--wait", "7") == 2

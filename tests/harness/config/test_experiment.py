@@ -176,7 +176,7 @@ STARTS = MINIMAL + "initial: [{}]"
         (MINIMAL + f"x: {'1' * 5000}", "not valid YAML: Exceeds the limit"),
     ],
 )
-def test_mistakes_are_named(text, expected):
+def test_invalid_experiments_are_rejected(text, expected):
     with pytest.raises(UserError, match=expected):
         parse_experiment(text, "e.yaml")
 
@@ -207,7 +207,7 @@ def test_tasks_that_would_share_a_folder_are_rejected():
 
 
 @given(st.text(alphabet="ab:-[]{},?!&*|>'\" \n#%@`0.1e~", max_size=60))
-def test_any_text_is_an_experiment_or_a_user_error(text):
+def test_invalid_text_raises_user_error(text):
     with pytest.raises(UserError, match=r"^e\.yaml: "):
         parse_experiment(text, "e.yaml")
 

@@ -19,7 +19,7 @@ from harness.task_setup.preflight import check_experiment
 @pytest.mark.parametrize(("text", "name"), [
     ("fp16", "f16"), ("FP32", "f32"), ("bfloat16", "bf16"), ("TF32", "tf32"), ("f16", "f16"), ("auto", "auto"),
 ])  # fmt: skip
-def test_every_usual_spelling_is_known(text, name):
+def test_common_spellings_are_normalized(text, name):
     assert normalize_float_precision(text) == name
 
 
@@ -30,7 +30,7 @@ def test_every_usual_spelling_is_known(text, name):
     ("tensorrt", {"precision": "bfloat16"}),
     ("trtexec", {"precision": "TF32"}),
 ])  # fmt: skip
-def test_backends_take_them(tmp_path, backend, params):
+def test_backends_accept_common_spellings(tmp_path, backend, params):
     backends = str([{"use": backend, "params": params}]).replace("'", '"')
     text = f'{{"experiment": "e", "models": ["zoo:mlp"], "backends": {backends}, "initial": "none", "baselines": []}}'
     check_experiment(parse_experiment(text.replace("zoo:mlp", _zoo()), "e.yaml", tmp_path))
@@ -44,14 +44,14 @@ def _zoo() -> str:
     return f"zoo:{next(iter(zoo.model_names()))}"
 
 
-def test_tensorrt_builds_at_the_precision_that_is_meant():
+def test_tensorrt_normalizes_precision():
     for text, name in (("half", "f16"), ("fp32", "f32"), ("tf32", "tf32")):
         assert TensorRTBenchmarker(precision=text)._options.precision == name  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fp4"):
         TensorRTBenchmarker(precision="fp4")  # type: ignore[arg-type]
 
 
-def test_command_lines_and_specs_take_them():
+def test_command_lines_and_specs_accept_common_spellings():
     assert get_parser().parse_args(["-m", "m", "--default_dq_dtype", "fp16"]).default_dq_dtype == "float16"
     assert Config(default_dq_dtype="bf16").default_dq_dtype == "bfloat16"
     assert ptq.get_parser().parse_args(["--high_precision_dtype", "float32"]).high_precision_dtype == "fp32"
@@ -61,6 +61,6 @@ def test_command_lines_and_specs_take_them():
         assert spec.gen_trt_engine.tensorrt.data_type == name
 
 
-def test_a_float_precision_where_one_to_quantize_to_belongs_says_where_it_goes():
+def test_float_precision_as_target_is_refused_with_remedy():
     with pytest.raises(UserError, match=r"precision.*'fp16'.*params: \{precision: f16\}"):
         parse_experiment('{"experiment": "e", "models": ["m.onnx"], "precision": ["fp16"]}', "e.yaml")

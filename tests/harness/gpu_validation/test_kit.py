@@ -83,7 +83,7 @@ def test_without_a_gpu_all_but_doctor_is_skipped_with_the_remedy(folder, capsys,
     assert all(record["reason"] for record in found.values() if record["status"] == "skipped")
 
 
-def test_a_step_is_continued_kept_or_repeated(folder, monkeypatch):
+def test_rerun_keeps_failed_runs_skipped_and_repeats_on_request(folder, monkeypatch):
     step = python("from pathlib import Path; p = Path('n'); p.open('a').write('x'); print(p.stat().st_size); exit(3)")
     missing = ["no library"]
     monkeypatch.setitem(steps.REQUIREMENTS, "library", lambda: missing[0])
@@ -109,7 +109,7 @@ def test_a_crash_ends_its_step_alone(folder, monkeypatch):
     assert "half way" in found[0].reason
 
 
-def test_the_folder_belongs_to_one_gpu(folder, monkeypatch):
+def test_results_of_other_gpu_are_refused(folder, monkeypatch):
     gpu = {"name": "A", "driver_version": "1"}
     monkeypatch.setattr(kit, "describe_environment", lambda: {"gpus": [dict(gpu)]})
     monkeypatch.setattr(kit, "list_steps", lambda: ())
@@ -119,7 +119,7 @@ def test_the_folder_belongs_to_one_gpu(folder, monkeypatch):
         run_validation(folder / "out", print)
 
 
-def test_what_is_sent_names_neither_user_nor_folders(folder, monkeypatch):
+def test_send_folder_has_no_user_or_folder_names(folder, monkeypatch):
     monkeypatch.setattr(kit.getpass, "getuser", lambda: "fridolin")
     code = (
         f"from pathlib import Path; print('{folder.resolve()}/x of fridolin'); Path('a.json').write_text('fridolin'); "
@@ -212,7 +212,7 @@ def test_verdicts_are_compared_and_kept(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("machine")
-def test_the_whole_kit_on_a_simulated_gpu(folder, monkeypatch, capsys):
+def test_validation_runs_end_to_end_on_simulated_gpu(folder, monkeypatch, capsys):
     """Programs run as on a real machine, but for workers; ModelOpt's steps and the verdicts have tests of their own."""
     net = small_model(folder / "net.onnx")
     monkeypatch.setattr(steps, "MODELS", {"net": str(net)})

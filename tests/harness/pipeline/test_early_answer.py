@@ -54,7 +54,7 @@ def compared(monkeypatch):
     return digests
 
 
-def test_the_first_answer_precedes_the_search_and_later_ones_are_better(tmp_path, compared):
+def test_first_answer_precedes_search_and_speedups_increase(tmp_path, compared):
     answers: list[EarlyAnswer] = []
     files: list[bytes] = []
 
@@ -79,7 +79,7 @@ def test_the_first_answer_precedes_the_search_and_later_ones_are_better(tmp_path
     assert {event["row"] for event in read_json(floor)["events"]} == {"float", "A/A twin"}
 
 
-def test_under_a_bound_the_first_answer_follows_its_score(tmp_path, compared, monkeypatch):
+def test_first_answer_under_accuracy_bound_follows_scoring(tmp_path, compared, monkeypatch):
     answers: list[EarlyAnswer] = []
 
     def bounded(*arguments: Any, **options: Any) -> EarlyAnswers:
@@ -111,14 +111,14 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_there_is_none_where_trials_run_at_once(tmp_path):
+def test_no_early_answer_with_parallel_workers(tmp_path):
     answers: list[EarlyAnswer] = []
     found = experiment(tmp_path, more="executor: {workers: 2}")
     run_experiment(found, out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
     assert not answers
 
 
-def test_a_run_without_time_left_still_evaluates_what_it_answered(tmp_path):
+def test_run_without_time_left_evaluates_answered_placements(tmp_path):
     answers: list[EarlyAnswer] = []
     config = experiment(tmp_path, more="")
     config = config.model_copy(update={"budget": config.budget.model_copy(update={"task_minutes": 1e-5})})
@@ -147,7 +147,7 @@ def test_a_run_that_continues_after_an_answer_keeps_it_as_a_finalist(tmp_path, m
     assert all(onnx.load(path).graph.node for path in rows.parent.glob("models/*.onnx"))
 
 
-def test_an_initial_placement_that_fails_leaves_the_others(tmp_path):
+def test_failed_initial_placement_does_not_prevent_answer(tmp_path):
     text = YAML.replace("noise: 0.001", "noise: 0.001, failure_rate: 0.5, seed: 3").replace("[float, ", "[float, all, ")
     config = parse_experiment(text.format(model=experiment(tmp_path).models[0].use), "test", tmp_path)
     answers: list[EarlyAnswer] = []
@@ -156,7 +156,7 @@ def test_an_initial_placement_that_fails_leaves_the_others(tmp_path):
     assert all(answer.speedup > 1 for answer in answers)
 
 
-def test_a_search_without_initial_placements_is_answered_by_its_own(tmp_path, compared):
+def test_search_without_initial_placements_gives_answers(tmp_path, compared):
     text = YAML.replace("[random]", "[{{use: random, without: [initial]}}]")
     config = parse_experiment(text.format(model=experiment(tmp_path).models[0].use), "test", tmp_path)
     answers: list[EarlyAnswer] = []
@@ -165,7 +165,7 @@ def test_a_search_without_initial_placements_is_answered_by_its_own(tmp_path, co
     assert {answer.digest for answer in answers} <= set(compared), "nothing was timed with the noise floor"
 
 
-def test_initial_placements_that_leave_no_memory_for_the_baseline_are_confirmed_later(tmp_path, compared, monkeypatch):
+def test_answer_is_confirmed_later_if_baseline_lacks_memory(tmp_path, compared, monkeypatch):
     def refuse(comparison: PairedComparison, *arguments: Any) -> tuple[TurnEvent, ...]:
         if comparison.rows and comparison.name.startswith("A/A"):
             raise UserError("the baseline failed: more than 0.4 GB of memory")

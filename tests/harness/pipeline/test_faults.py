@@ -72,12 +72,12 @@ def entries(task):
     return [entry for entry in read_journal(task / "runs" / "random-0.jsonl") if entry.result is not None]
 
 
-def test_the_search_spends_its_budget_whatever_fails(entries):
+def test_search_spends_budget_despite_failures(entries):
     assert len(entries) == 14
     assert 3 <= sum(entry.result is not None and isinstance(entry.result.outcome, Measured) for entry in entries) <= 11
 
 
-def test_each_failure_says_what_happened(entries):
+def test_failures_record_their_reason(entries):
     failed = [entry.result.outcome for entry in entries if entry.result and isinstance(entry.result.outcome, Failed)]
     met = Counter(reason for outcome in failed for reason in REASONS if reason in outcome.reason)
     assert met.total() == len(failed), [outcome.reason for outcome in failed]
@@ -86,7 +86,7 @@ def test_each_failure_says_what_happened(entries):
     assert all("about to fall" in outcome.log_tail for outcome in fallen)
 
 
-def test_the_winner_is_confirmed_and_the_floor_of_a_runtime_without_noise_is_zero(task):
+def test_best_row_is_faster_and_noise_floor_is_zero(task):
     summary = summarize_turns(read_events(task), baseline="float", noise_floor=read_noise_floor(task))
     best = max((row for row in summary.rows.values()), key=lambda row: row.speedup.value)
     assert best.verdict == "faster"

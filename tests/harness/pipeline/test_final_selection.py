@@ -55,12 +55,12 @@ def chosen_ms(task):
     return [truth[pick.row] for pick in read_finalists(task)[1] if pick.kind == "search" and pick.row in truth]
 
 
-def test_the_choice_is_closer_to_the_best_than_the_lowest_reading_is(folder):
+def test_final_selection_is_faster_than_lowest_reading(folder):
     lowest, winners = (np.mean(chosen_ms(folder / out / TASK)) for out in ("out1", "out6"))
     assert winners < lowest
 
 
-def test_one_candidate_means_the_lowest_reading_and_no_final_selection(folder):
+def test_single_candidate_skips_final_selection(folder):
     task = folder / "out1" / TASK
     assert not (task / "final_selection.jsonl").exists()
     for pick in read_finalists(task)[1]:
@@ -72,7 +72,7 @@ def test_one_candidate_means_the_lowest_reading_and_no_final_selection(folder):
             assert pick.search_ms == pytest.approx(min(readings))
 
 
-def test_the_row_of_a_method_is_the_seed_that_did_best_in_the_final_selection(folder):
+def test_method_row_is_best_seed_of_final_selection(folder):
     task = folder / "out6" / TASK
     picks = [pick for pick in read_finalists(task)[1] if pick.kind == "search" and pick.budget == 40]
     assert len(picks) == 3
@@ -81,7 +81,7 @@ def test_the_row_of_a_method_is_the_seed_that_did_best_in_the_final_selection(fo
     assert not all(pick.beaten for pick in picks)
 
 
-def test_a_choice_that_another_seed_has_beaten_stands_behind_it_whatever_its_few_turns_say():
+def test_best_choice_prefers_unbeaten_choice():
     few = Choice(method="random", kind="search", row="few", search_ms=1.0, final_selection=2.1)
     many = replace(few, row="many", final_selection=2.08)
     lost = Choice(method="random", kind="search", row="failed", search_ms=0.5)
@@ -101,7 +101,7 @@ def test_only_the_winners_are_confirmed_and_delivered(folder):
     assert {path.stem for path in (task / "models").iterdir()} == {row.id for row in rows}
 
 
-def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
+def test_close_candidates_get_more_turns(folder):
     """Each heat has a build of its own; whoever may still be a search's choice goes on."""
     path = folder / "out6" / TASK / "final_selection.jsonl"
     truth = truth_ms(folder / "out6" / TASK)
@@ -117,7 +117,7 @@ def test_what_is_close_is_timed_for_longer_and_what_is_not_is_not(folder):
     assert np.mean([truth[name] for name in rows[2]]) < np.mean([truth[name] for name in rows[0] - rows[2]])
 
 
-def test_an_interrupted_final_selection_goes_on_and_picks_from_the_same_readings(folder, tmp_path):
+def test_interrupted_final_selection_resumes_with_same_readings(folder, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(folder / "out6", out)
     unpack(out / TASK)

@@ -58,7 +58,7 @@ def noise_floor(
     return measure_noise_floor(opened, worker, model, facts, model.parent, observer)[0], observer.said
 
 
-def test_a_disturbed_floor_is_told(model, monkeypatch):
+def test_disturbed_turns_of_noise_floor_are_reported(model, monkeypatch):
     sample = InProcess.sample
 
     def disturbed(self: InProcess, *args: Any) -> Any:
@@ -71,7 +71,7 @@ def test_a_disturbed_floor_is_told(model, monkeypatch):
     ]
 
 
-def test_the_floor_is_what_rebuilding_changes_and_it_is_kept(model):
+def test_noise_floor_measures_rebuilds_and_is_stored(model):
     assert read_noise_floor(model.parent) == 0.0
     found, said = noise_floor(model)
     assert 0.003 < found < 0.6
@@ -99,13 +99,13 @@ def test_the_floor_of_another_model_or_runtime_is_refused(model):
         noise_floor(model)
 
 
-def test_a_damaged_floor_is_explained(model):
+def test_damaged_noise_floor_file_is_refused(model):
     (model.parent / "noise_floor.json").write_text("{")
     with pytest.raises(UserError, match=r"floor\.json: cannot be read"):
         noise_floor(model)
 
 
-def test_readings_beside_the_float_model_and_bounds_on_latency_share_one_scale(model):
+def test_reference_latency_and_latency_bound_share_scale(model):
     noise_floor(model)
     folder = model.parent
     float_ms = baseline_latency(folder)
@@ -129,7 +129,7 @@ class _Scored:
         return Accuracy(metrics={"m": 0.5})
 
 
-def test_the_note_on_the_best_says_how_it_compares_with_float_and_on_which_scale():
+def test_incumbent_note_states_ratio_to_float_and_timing_mode():
     assert format_incumbent(0.958, 1.080, interleaved=True) == "best 0.958 ms, 1.13x interleaved with float's 1.080 ms"
     assert format_incumbent(0.958, 1.080, interleaved=False) == "best 0.958 ms, 1.13x over float's 1.080 ms"
     nothing = "nothing faster than float's 1.080 ms so far"

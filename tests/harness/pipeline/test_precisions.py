@@ -54,14 +54,14 @@ def test_fp8_has_an_accuracy_and_never_a_speed(out):
     assert "| accuracy only" in (out / "report" / "main.md").read_text()
 
 
-def test_int8_keeps_its_speed_beside_fp8(out):
+def test_int8_has_latency_in_mixed_precision_experiment(out):
     for precision in ("int8", "mixed"):
         row = rows(out, precision)["all"]
         assert row["verdict"] in ("faster", "tie", "slower")
         assert float(row["latency_ms"]) > 0
 
 
-def test_what_has_no_speed_is_not_confirmed(out):
+def test_emulated_rows_are_not_confirmed(out):
     for precision in ("fp8", "fp8e5m2", "mixed"):
         task = out / f"net-openvino-{precision}"
         body = read_json(task / "rows.json")["rows"]
@@ -72,20 +72,20 @@ def test_what_has_no_speed_is_not_confirmed(out):
             assert (row["id"] in confirmed) != emulated
 
 
-def test_a_search_without_a_speed_is_left_out_and_says_so(out):
+def test_search_at_emulated_precision_is_skipped_with_reason(out):
     assert not list((out / "net-openvino-fp8").glob("runs/*"))
     row = rows(out, "fp8")["random"]
     assert row["reason"] == "accuracy only: no search, because latency is not measured"
 
 
-def test_a_search_among_both_goes_by_what_has_a_speed(out):
+def test_mixed_search_proposes_only_timed_precisions(out):
     entries = list(read_journal(out / "net-openvino-mixed" / "runs" / "random-0.jsonl"))
     assert len(entries) >= 4
     assert {choice for entry in entries for choice in entry.proposal.choices} == {0, 1}
     assert [entry.proposal.origin for entry in entries[:3]] == ["initial:float", "initial:all", "searcher"]
 
 
-def test_a_placement_at_a_precision_that_a_task_lacks_says_so(out):
+def test_baseline_at_unavailable_precision_has_reason(out):
     assert rows(out, "int8")["linear-fp8"]["verdict"] == "no fp8 at precision int8"
 
 

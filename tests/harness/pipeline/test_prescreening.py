@@ -82,7 +82,7 @@ def test_refused_and_equal_candidates_are_not_timed(screen):
     assert count_prescreened(outcomes) == {"timed": 2, "equal": 1, "refused": 1}
 
 
-def test_known_outcomes_are_those_of_the_journal(screen):
+def test_prescreening_reuses_outcomes_of_journal(screen):
     (first,), _ = screen(Prescreening("sm89", (), reuse=True), {"a": built(kernel())})
     asked: Any = type("Asked", (), {"digest": "a"})
     result: Any = type("Result", (), {"outcome": first})
@@ -91,14 +91,14 @@ def test_known_outcomes_are_those_of_the_journal(screen):
     assert (again.info["equal_kernels"], timed) == ("a", [])
 
 
-def test_equal_kernels_count_only_where_accuracy_does_not(screen):
+def test_equal_kernels_are_not_reused_with_accuracy(screen):
     verdicts = {"a": built(kernel()), "b": built(kernel()), "c": refused()}
     outcomes, timed = screen(Prescreening("sm89", (), reuse=False), verdicts)
     assert timed == ["a", "b"]
     assert isinstance(outcomes[2], Failed)
 
 
-def test_no_verdict_is_no_refusal(screen):
+def test_compiler_crash_is_no_refusal(screen):
     verdicts = {"a": refused(crashed=True), "b": BuildFailed("a log of an unknown form")}
     assert screen(Prescreening("sm89", (), reuse=True), verdicts)[1] == ["a", "b"]
 
@@ -127,7 +127,7 @@ def experiment(folder: Path, count: int, more: str = "") -> Experiment:
 
 
 @pytest.mark.parametrize("more", ["", "executor: {workers: 2}\n"])
-def test_a_search_continues_with_the_same_outcomes(more, tmp_path, monkeypatch):
+def test_resumed_search_compiles_each_candidate_once(more, tmp_path, monkeypatch):
     """The stand-in of the compiler makes one kernel of each model, by the number of its pairs modulo 3."""
     compiled: list[str] = []
 
@@ -152,7 +152,7 @@ def test_a_search_continues_with_the_same_outcomes(more, tmp_path, monkeypatch):
     assert b'"prescreening":"sm89"' in next(read_lines(journal))[1]
 
 
-def test_it_needs_the_compiler_and_a_backend_of_tensorrt(tmp_path, monkeypatch):
+def test_prescreening_needs_compiler_and_tensorrt_backend(tmp_path, monkeypatch):
     def missing() -> None:
         raise UserError("no compiler: pip install it")
 

@@ -96,7 +96,7 @@ class Book:
         return Accuracy(metrics={"top1": value}, per_item=(1.0,) * right + (0.0,) * (100 - right))
 
 
-def test_the_fastest_on_both_sides_of_the_bound_and_the_closest_beyond_it_are_recovered(running):
+def test_recovery_selects_fastest_and_closest_to_bound(running):
     everything = tuple(running.task.space.quantize_all().choices)
     cases = {"within": (5.0, 0.79), "second": (6.0, 0.78), "third": (7.0, 0.8), "fastest": (2.0, 0.5),
              "closest": (3.0, 0.74), "other": (2.5, 0.6), "slower": (5.5, 0.7), "noise": (4.95, 0.745),
@@ -151,7 +151,7 @@ def test_a_placement_within_the_bound_gets_one_more_accurate_file(running, monke
     assert found.losses[model.digest] < found.losses[space.digest(everything)]
 
 
-def test_nothing_is_tried_that_a_file_surely_within_the_bound_makes_needless(running, monkeypatch):
+def test_recovery_skips_placements_slower_than_one_within_bound(running, monkeypatch):
     space = running.task.space
     placements = [space.quantize_all(), space.quantize_roles(("linear",))]
     trials = [trial(running.task, each.choices, 2.0 + i, 0.8, space.digest(each)) for i, each in enumerate(placements)]
@@ -166,7 +166,7 @@ def test_nothing_is_tried_that_a_file_surely_within_the_bound_makes_needless(run
     assert book.files == ["as given"]
 
 
-def test_recovery_that_outlasts_the_searches_is_recorded_and_tried_when_the_run_continues(running, monkeypatch):
+def test_recovery_out_of_time_is_recorded_and_resumed(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     with monkeypatch.context() as patch:
@@ -178,7 +178,7 @@ def test_recovery_that_outlasts_the_searches_is_recorded_and_tried_when_the_run_
     assert count_pairs(model.path) > 0
 
 
-def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(running, monkeypatch):
+def test_recovery_discards_placement_that_still_misses_bound(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     book = Book(0.6, 0.7, 0.71, 0.72, *[0.7] * 9)
@@ -187,7 +187,7 @@ def test_nothing_is_kept_of_a_placement_that_still_misses_the_bound(running, mon
     assert (facts["within"], facts["loss"]) == (False, pytest.approx(0.8 - max(0.7, 0.71, 0.72)))
 
 
-def test_a_placement_whose_predicted_loss_was_too_large_is_kept_as_given(running, monkeypatch):
+def test_placement_with_measured_loss_within_bound_is_kept(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     ((model,),) = recover_placements(running, Book(0.79, *[0.7] * 9)).models.values()  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_a_placement_whose_predicted_loss_was_too_large_is_kept_as_given(running
     assert count_pairs(model.path) > 0
 
 
-def test_the_nodes_that_cost_most_are_left_float_where_nothing_else_keeps_the_bound(running, monkeypatch):
+def test_recovery_leaves_costliest_nodes_float_as_last_resort(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     ((model,),) = recover_placements(running, Book(0.6, 0.7, 0.7, 0.7, 0.7, 0.78)).models.values()  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def done(tmp_path):
     return tmp_path / "out"
 
 
-def test_a_run_is_repeated_and_compared(done, tmp_path, capsys):
+def test_reproduce_repeats_run_and_compares(done, tmp_path, capsys):
     assert qdq("reproduce", str(done), "--base", str(tmp_path)) == 0
     said = capsys.readouterr().out
     assert (tmp_path / "out-again" / "report" / "index.html").exists()
@@ -55,7 +55,7 @@ class Breaks:
 '''
 
 
-def test_a_searcher_that_breaks_does_not_cost_the_comparison(done, tmp_path, capsys):
+def test_reproduce_compares_despite_failed_searcher(done, tmp_path, capsys):
     (tmp_path / "breaking.py").write_text(BREAKS)
     (tmp_path / "small.yaml").write_text(EXPERIMENT.replace("[random]", "[random, 'breaking:Breaks']"))
     assert qdq("run", str(tmp_path / "small.yaml"), "--out", str(done)) == 2
@@ -66,7 +66,7 @@ def test_a_searcher_that_breaks_does_not_cost_the_comparison(done, tmp_path, cap
     assert "LookupError: a bug in ask (traceback: " in said.err
 
 
-def test_mistakes_name_the_remedy(done, tmp_path, capsys, monkeypatch):
+def test_reproduce_errors_name_the_remedy(done, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(done)
     assert qdq("reproduce", str(done)) == 2
     assert "relative paths of the experiment start from" in capsys.readouterr().err

@@ -115,7 +115,7 @@ class Alone:
 """
 
 
-def test_searches_that_share_one_worker_time_one_engine_after_the_other(done, folder, tmp_path):
+def test_parallel_searches_time_one_engine_at_a_time(done, folder, tmp_path):
     (folder / "alone.py").write_text(ALONE)
     text = EXPERIMENT.replace("use: simulated", "use: 'alone:Bench', label: simulated")
     (folder / "at_once.yaml").write_text(f"{text}executor: {{searches: 4}}\n")
@@ -125,7 +125,7 @@ def test_searches_that_share_one_worker_time_one_engine_after_the_other(done, fo
     assert not [entry for entry in entries if entry.result and isinstance(entry.result.outcome, Failed)]
 
 
-def test_a_model_of_others_that_changed_is_timed_anew(done, folder, tmp_path):
+def test_changed_imported_model_is_timed_again(done, folder, tmp_path):
     best = max((done / "net-simulated-int8" / "models").glob("*.onnx"), key=lambda path: path.stat().st_size)
     shutil.copy(best, folder / "mine.onnx")
     mine = "{use: import, label: mine, params: {path: mine.onnx}}"
@@ -140,7 +140,7 @@ def test_a_model_of_others_that_changed_is_timed_anew(done, folder, tmp_path):
     assert row.sha256 == digest_file(folder / "mine.onnx")
 
 
-def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(done, folder, tmp_path):
+def test_imported_models_keep_their_own_external_data(done, folder, tmp_path):
     quantized = next(row.file for row in read_finalists(done / "net-simulated-int8")[0] if row.pairs)
     for label in "ab":
         proto = onnx.load(done / "net-simulated-int8" / "models" / quantized)
@@ -158,7 +158,7 @@ def test_models_of_others_whose_data_have_one_name_are_delivered_with_their_own(
         assert onnx.load(exported) == onnx.load(folder / label / "model.onnx")
 
 
-def test_the_stress_test_among_the_baselines_has_its_row_and_the_task_is_through(folder, tmp_path):
+def test_extreme_baseline_has_row_and_task_is_complete(folder, tmp_path):
     (folder / "stress.yaml").write_text(SHORT.replace("baselines: [all, linear]", "baselines: [extreme]"))
     for _ in range(2):
         assert qdq("run", str(folder / "stress.yaml"), "--out", str(tmp_path / "out")) == 0
@@ -167,7 +167,7 @@ def test_the_stress_test_among_the_baselines_has_its_row_and_the_task_is_through
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"config": 1}', '{"complete":true,"files":{}}'])
-def test_a_damaged_manifest_is_refused_and_made_again_when_it_is_moved_away(copy, folder, damage, capsys):
+def test_damaged_manifest_is_refused_and_rewritten_after_removal(copy, folder, damage, capsys):
     (copy / "manifest.json").write_text(damage)
     assert qdq("run", str(folder / "small.yaml"), "--out", str(copy)) == 2
     assert "manifest.json: cannot be read" in capsys.readouterr().err.replace("\n", " ")
@@ -176,7 +176,7 @@ def test_a_damaged_manifest_is_refused_and_made_again_when_it_is_moved_away(copy
     assert read_manifest(copy)["complete"]
 
 
-def test_a_file_that_is_gone_is_made_again(copy, folder):
+def test_missing_model_file_is_exported_again(copy, folder):
     file = next((copy / "net-simulated-int8").glob("models/*.onnx"))
     body = file.read_bytes()
     file.unlink()
@@ -195,7 +195,7 @@ def test_the_delivered_file_is_the_confirmed_one(done):
         assert confirmed[row["id"]] == row["sha256"]
 
 
-def test_confirmed_latencies_are_the_truth_of_their_placements(done):
+def test_confirmed_latencies_equal_simulated_latencies(done):
     """The simulated runtime has no noise here, so each search's own record tells what the confirmation must find."""
     task = done / "net-simulated-int8"
     truth_ms = {
@@ -220,7 +220,7 @@ def copy(done, tmp_path):
     return out
 
 
-def test_it_does_not_go_on_with_another_machine_or_another_version(copy, folder, capsys):
+def test_resume_on_other_machine_or_version_is_refused(copy, folder, capsys):
     reopen_task(copy / "net-simulated-int8")
     path = copy / "net-simulated-int8" / "env.json"
     facts = read_json(path)
@@ -239,7 +239,7 @@ def test_it_does_not_go_on_with_another_machine_or_another_version(copy, folder,
     assert stopped.read_text() == "the disk was full\n", "what is refused changes nothing"
 
 
-def test_it_does_not_go_on_with_another_task(copy, folder, capsys):
+def test_resume_with_changed_task_is_refused(copy, folder, capsys):
     reopen_task(copy / "net-simulated-int8")
     path = copy / "net-simulated-int8" / "task.json"
     facts = read_json(path)
@@ -261,7 +261,7 @@ def test_a_changed_confirmation_starts_anew_and_keeps_the_old_one(copy, folder):
     assert len(read_records(task / "confirmation.jsonl")) == len(lines)
 
 
-def test_an_interrupted_confirmation_counts_what_is_left(copy, folder):
+def test_progress_of_resumed_confirmation_counts_remaining_turns(copy, folder):
     unpack(copy / "net-simulated-int8")
     path = copy / "net-simulated-int8" / "confirmation.jsonl"
     whole = path.read_text().splitlines(keepends=True)
@@ -303,7 +303,7 @@ def test_two_processes_do_not_write_into_one_folder(folder, tmp_path, capsys):
     assert "is running this experiment; wait for it, or use another --out" in error
 
 
-def test_a_folder_that_was_only_locked_is_still_empty(folder, tmp_path):
+def test_folder_with_only_lock_file_is_accepted(folder, tmp_path):
     (tmp_path / ".lock").write_text("1")
     with owned_results_dir(tmp_path, load_experiment(folder / "small.yaml")):
         assert (tmp_path / "experiment.yaml").exists()
@@ -311,7 +311,7 @@ def test_a_folder_that_was_only_locked_is_still_empty(folder, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a: [", "just words", "\0"])
-def test_a_damaged_claim_is_explained(folder, tmp_path, capsys, text):
+def test_damaged_stored_experiment_is_refused(folder, tmp_path, capsys, text):
     (tmp_path / "experiment.yaml").write_text(text)
     assert qdq("run", str(folder / "small.yaml"), "--out", str(tmp_path)) == 2
     error = capsys.readouterr().err
@@ -320,7 +320,7 @@ def test_a_damaged_claim_is_explained(folder, tmp_path, capsys, text):
     assert "Traceback" not in error
 
 
-def test_another_description_is_the_same_experiment(folder, tmp_path):
+def test_changed_description_is_same_experiment(folder, tmp_path):
     config = load_experiment(folder / "small.yaml")
     with owned_results_dir(tmp_path / "out", config):
         pass
@@ -349,7 +349,7 @@ def test_a_task_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, ca
     assert "worse-simulated-int8 stopped" in notes
 
 
-def test_the_only_task_says_once_why_it_stops(folder, tmp_path, capsys):
+def test_error_of_only_task_is_printed_once(folder, tmp_path, capsys):
     (folder / "hello.onnx").write_bytes(b"hello")
     file = folder / "one.yaml"
     file.write_text(EXPERIMENT.replace("net.onnx", "hello.onnx"))
@@ -415,6 +415,6 @@ def test_mistakes_end_with_one_message_and_status_2(folder, tmp_path, capsys, ch
     assert "Traceback" not in error
 
 
-def test_report_of_something_else_names_the_remedy(tmp_path, capsys):
+def test_report_of_folder_without_results_names_remedy(tmp_path, capsys):
     assert qdq("report", str(tmp_path)) == 2
     assert "no results here (no experiment.yaml); qdq run" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_the_time_left_includes_final_selection_and_confirmation(monkeypatch):
     assert replace(left, later_s=0.0).describe(7) == ""
 
 
-def test_a_clock_counts_earlier_runs(tmp_path, monkeypatch):
+def test_phase_clock_includes_earlier_runs(tmp_path, monkeypatch):
     now = iter([0.0, 5.0, 7.0, 100.0, 104.0])
     monkeypatch.setattr(phases, "time", SimpleNamespace(monotonic=lambda: next(now)))
     clock = phases.PhaseClock(tmp_path, "set-up")

@@ -86,7 +86,7 @@ def test_keys_of_the_experiment_are_compared_entry_by_entry(folder, other):
 
 
 @pytest.mark.parametrize(("one", "two", "busier"), [(8.1, 1.06, "first"), (0.2, 2.4, "second"), (1.0, 1.9, None)])
-def test_a_busier_machine_is_a_likely_cause_if_it_was_slower(folder, other, one, two, busier):
+def test_higher_load_is_named_as_cause_if_slower(folder, other, one, two, busier):
     for path, load_average in ((folder, one), (other, two)):
         write_json(path / TASK / "env.json", {"load_average": [load_average, 0.5, 0.5]})
     lines = differences(folder, other)
@@ -97,7 +97,7 @@ def test_a_busier_machine_is_a_likely_cause_if_it_was_slower(folder, other, one,
         assert ("likely cause" in line) == (busier == "first"), "the first folder is the slower one"
 
 
-def test_noise_of_a_side_is_a_warning(folder, other):
+def test_noise_of_either_folder_is_a_warning(folder, other):
     edit_json(folder / TASK / "noise_floor.json", noise_floor=0.337)
     latency_ms = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}
     write_confirmation(other / TASK, latency_ms, disturbed="waited for a core 50% of the time")

@@ -79,7 +79,7 @@ net | A CPU, 2 threads | best found | int8+f32 | 4.000 [4.000, 4.000] | **2.00 [
 """  # noqa: E501
 
 
-def test_tables_are_exactly_these(folder):
+def test_tables_match_golden_values(folder):
     tables(folder)
     expected = {"main": MAIN, "finalists": FINALISTS, "budget": BUDGET, "cost": COST, "decision": DECISION}
     for name, golden in expected.items():
@@ -87,7 +87,7 @@ def test_tables_are_exactly_these(folder):
         assert read_table(folder, name) == [dict(zip(head, line, strict=True)) for line in lines], name
 
 
-def test_text_has_main_budget_and_cost_and_files_have_all(folder):
+def test_text_has_main_tables_and_folder_has_all_files(folder):
     text = report_text(*write_report(folder))
     assert all(words in text for words in ("| verdict", "3 evaluations", "harness"))
     assert "random #2" not in text
@@ -106,7 +106,7 @@ def test_text_has_main_budget_and_cost_and_files_have_all(folder):
         assert all((edge == 1.0).all() for edge in border), f"{path.name}: text runs over the edge"
 
 
-def test_a_search_that_continued_after_its_choices_makes_the_task_unfinished(folder):
+def test_search_continued_after_selection_makes_task_unfinished(folder):
     path = folder / TASK / "runs" / "random-0.jsonl"
     proposal, result = read_records(path)[-2:]
     more = ({**proposal, "number": 3, "choices": [3], "digest": "3"}, {**result, "number": 3, "elapsed_s": 40.0})
@@ -140,7 +140,7 @@ def test_a_terminal_shows_styles_and_shared_values_once(folder):
 
 
 @pytest.mark.parametrize("width", [190, 100, 80])
-def test_columns_that_do_not_fit_are_in_a_second_table_and_no_name_is_cut(folder, width):
+def test_wide_tables_are_split_without_truncated_names(folder, width):
     lines = screen(folder, width).export_text().splitlines()
     first = next(n for n, line in enumerate(lines) if " random " in line)
     again = [n for n, line in enumerate(lines) if "random " in line and n > first and "faster" in line]
@@ -158,7 +158,7 @@ def test_a_pipe_gets_tables_of_100_columns_and_each_note_once(folder):
     assert len(notes) == len(set(notes))
 
 
-def test_a_pipe_gets_markdown_and_a_terminal_a_drawing(folder, monkeypatch):
+def test_pipe_gets_markdown_and_terminal_gets_styled_table(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys.modules["harness.report.render"], "draw_plots", lambda *_, **__: [])
 
@@ -294,7 +294,7 @@ def test_indistinguishable_rows_are_underlined(folder):
     assert raw.loc[raw["tied"], "method"].tolist() == ["all", "random"]
 
 
-def test_a_tie_with_float_is_not_the_fastest_and_a_slower_row_is_not_tied(folder):
+def test_tie_with_float_is_underlined_and_slower_row_is_not(folder):
     write_confirmation(folder / TASK, {"A/A twin": 8.0, "float": 8.0, "all": 8.2, "aa": 7.99, "bb": 5.0})
     edit_json(folder / TASK / "noise_floor.json", noise_floor=0.01)
     edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
@@ -333,7 +333,7 @@ def test_turns_of_a_replaced_worker_are_in_no_frame(folder):
     assert set(samples.query("row == 'bb'")["build"]) == {0, 1}
 
 
-def test_a_batch_and_file_size_are_shown_and_stored_for_a_clone_without_models(with_models, monkeypatch):
+def test_batch_and_file_size_are_stored_without_models(with_models, monkeypatch):
     monkeypatch.setattr(harness.report.render, "draw_plots", lambda *_, **__: [])
     edit_json(with_models / TASK / "task.json", inputs={"x": [1, 3, 8, 8]})
     write_report(with_models)

@@ -32,7 +32,7 @@ def report(folder) -> str:
     return done.stdout
 
 
-def test_an_unchanged_report_is_not_drawn_again_and_its_tables_are_shown(folder, drawn):
+def test_unchanged_report_is_reused_and_its_tables_printed(folder, drawn):
     first = report(folder)
     page = folder / "report" / "index.html"
     written_ns = page.stat().st_mtime_ns
@@ -44,7 +44,7 @@ def test_an_unchanged_report_is_not_drawn_again_and_its_tables_are_shown(folder,
     assert f"{SAID}; to draw them again, remove that folder." in second
 
 
-def test_a_report_is_drawn_again_whatever_was_changed(folder, drawn, tmp_path):
+def test_report_is_redrawn_after_any_change_of_results(folder, drawn, tmp_path):
     """A record, a page or a manifest; a folder that was moved, because the page names it in its commands."""
     report(folder)
     page = folder / "report" / "index.html"
@@ -71,7 +71,7 @@ def test_a_report_is_drawn_again_whatever_was_changed(folder, drawn, tmp_path):
     assert len(drawn) == 11
 
 
-def test_so_has_other_code(folder, drawn, monkeypatch):
+def test_report_is_redrawn_after_change_of_code(folder, drawn, monkeypatch):
     report(folder)
     monkeypatch.setattr(RENDER, "version", lambda name: "another")
     assert SAID not in report(folder), "another version of a library may draw otherwise"
@@ -95,7 +95,7 @@ def test_the_report_of_another_user_is_drawn_again(folder, drawn, monkeypatch, t
 
 
 @pytest.mark.parametrize(("name", "drawn"), [("x.svg", 0), ("../x.svg", 1), ("/x.svg", 1)])
-def test_a_manifest_of_a_stranger_names_no_plot_outside_of_the_report(tmp_path, name, drawn):
+def test_manifest_with_plot_outside_report_is_ignored(tmp_path, name, drawn):
     for kind in PLOT_FILE_FORMATS:
         (tmp_path / f"x.{kind}").touch()
     entry = {"inputs": "digest", "complete": True, "plots": [["title", name, True]]}

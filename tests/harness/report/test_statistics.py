@@ -32,7 +32,7 @@ DEMSAR = pd.DataFrame(
 )  # fmt: skip
 
 
-def test_ranks_are_those_of_the_paper():
+def test_ranks_match_published_example():
     found = compute_ranks(DEMSAR)
     assert found.mean == pytest.approx({"C4.5+m+cf": 1.964, "C4.5+m": 2.0, "C4.5+cf": 2.893, "C4.5": 3.143}, abs=0.001)
     assert found.critical_difference == pytest.approx(1.25, abs=0.01)
@@ -49,7 +49,7 @@ def test_many_blocks_and_methods_are_tested_by_chi_squared():
 
 
 @pytest.mark.parametrize(("blocks", "p_value"), [(3, 6 / 6**3), (4, 6 / 6**4), (5, 6 / 6**5)])
-def test_few_blocks_that_agree_have_the_exact_chance_of_that(blocks, p_value):
+def test_p_value_of_few_agreeing_blocks_is_exact(blocks, p_value):
     found = compute_ranks(pd.DataFrame([[3.0, 2.0, 1.0]] * blocks, columns=list("abc")))
     assert found.p_value == pytest.approx(p_value)
     assert found.cliques[0] == ("a", "b")
@@ -58,7 +58,7 @@ def test_few_blocks_that_agree_have_the_exact_chance_of_that(blocks, p_value):
 
 @settings(max_examples=20)
 @given(st.integers(0, 10_000))
-def test_p_is_the_share_of_permutations_that_are_no_less_extreme(seed):
+def test_p_value_of_few_blocks_equals_permutation_share(seed):
     values = np.random.default_rng(seed).integers(0, 4, size=(3, 3)).astype(float)
     ranks = rankdata(-values, axis=1)
     sums = [
@@ -78,7 +78,7 @@ def test_two_blocks_have_ranks_and_no_test():
         compute_ranks(DEMSAR.iloc[:0])
 
 
-def test_methods_that_are_all_equal_are_not_different():
+def test_equal_methods_have_p_value_1():
     found = compute_ranks(pd.DataFrame({name: [1.0] * 6 for name in "abc"}))
     assert found.p_value == 1.0
     assert set(found.mean.values()) == {2.0}
@@ -103,7 +103,7 @@ def test_pairs_have_a_ratio_an_effect_and_a_corrected_test():
 
 
 @pytest.mark.parametrize("digits", [0, 1, 6], ids=["ties and zeros", "ties", "neither"])
-def test_many_blocks_have_the_p_of_scipy(digits):
+def test_p_value_of_many_pairs_equals_scipy_wilcoxon(digits):
     ratios = np.round(np.random.default_rng(3).normal(0.1, 1.0, 120), digits)
     seeds = {
         "one": {f"b{i}": [float(np.exp(ratio))] for i, ratio in enumerate(ratios)},
@@ -114,7 +114,7 @@ def test_many_blocks_have_the_p_of_scipy(digits):
     assert found == pytest.approx(wilcoxon(logs, zero_method="pratt", method="asymptotic").pvalue, rel=1e-12)
 
 
-def test_with_a_control_only_its_own_comparisons_are_paid_for():
+def test_comparison_with_control_corrects_only_its_pairs():
     blocks = {f"b{i}": 1.0 + 0.1 * i for i in range(8)}
     seeds = {name: {b: [gain * v] for b, v in blocks.items()} for name, gain in (("a", 1.0), ("b", 2.0), ("c", 0.5))}
     every, own = compare_pairs(seeds), compare_with("b", seeds)
@@ -126,7 +126,7 @@ def test_with_a_control_only_its_own_comparisons_are_paid_for():
         compare_with("nobody", seeds)
 
 
-def test_many_seeds_that_mostly_end_at_the_best_are_compared_by_their_means():
+def test_comparison_uses_mean_over_seeds():
     first, second = [1.0] * 90 + [0.5] * 10, [1.0] * 60 + [0.5] * 40
     found = compare_with("a", {"a": dict.fromkeys("xyzuvw", first), "b": dict.fromkeys("xyzuvw", second)})
     assert found["ratio"].item() == pytest.approx(0.95 / 0.8), "both medians are 1"
@@ -136,7 +136,7 @@ def test_many_seeds_that_mostly_end_at_the_best_are_compared_by_their_means():
 WORTH = {"a": (2.0, 3.0, 2.5), "b": (1.0, 1.0, 1.0)}
 
 
-def test_few_blocks_have_an_effect_and_a_p_that_cannot_be_small():
+def test_p_value_of_few_blocks_has_lower_limit():
     found = compare_pairs({"a": {"x": [2.0], "y": [3.0]}, "b": {"x": [1.0], "y": [1.0]}, "c": {"z": [1.0]}})
     assert found[["first", "second"]].to_numpy().tolist() == [["a", "b"]], "c shares no block with anybody"
     assert found["p_value"].item() == pytest.approx(smallest_p_value(2, 1)) == 0.5
@@ -166,7 +166,7 @@ def test_scores_are_0_for_random_search_and_1_for_the_best_at_once():
     assert np.isnan(score_against_random(curves, random_ms, 4.0, first=5)).all(), "random search has all by then"
 
 
-def test_a_score_counts_from_what_all_are_told_first():
+def test_score_starts_after_initial_placements():
     """All have 90 % of the float model's gain before they begin; a score is about the rest."""
     random_ms = np.array([20.0, 5.0, 5.0, 4.6, 4.3, 4.1, 4.02])
     best_at_once = np.array([[20.0, 5.0, 5.0, 4.0, 4.0, 4.0, 4.0]])
@@ -175,7 +175,7 @@ def test_a_score_counts_from_what_all_are_told_first():
     assert np.isnan(score_against_random(best_at_once, random_ms, 4.99, first=3)).all(), "nobody claims 0.2 %"
 
 
-def test_a_single_task_is_said_in_the_singular():
+def test_untested_reason_uses_singular_for_one_task():
     alone = compute_ranks(DEMSAR.iloc[:1])
     assert alone.untested_reason == "no test: 1 task is too few (3 are needed)"
 
@@ -185,7 +185,7 @@ def test_quartiles_are_of_several_values():
     assert quartiles(np.array([7.0])) == (7.0, None, None)
 
 
-def test_limits_that_nobody_knows_are_not_shown():
+def test_format_interval_omits_unknown_limits():
     assert format_interval(1.25, 0.0, math.inf, 3) == "1.250"
     assert format_interval(1.25, math.nan, 2.0) == "1.25"
     assert format_interval(1.25, 1.0, 2.0) == "1.25 [1.00, 2.00]"

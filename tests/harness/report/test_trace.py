@@ -21,7 +21,7 @@ def printed(*arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_ratio_is_a_line_per_turn_and_its_computation(folder):
+def test_trace_of_ratio_has_line_per_turn_and_computation(folder):
     head, place, hidden, *turns, result, more = printed(folder, "random:speedup")
     assert head == f"row 6: {TASK}, random, speedup [CI]: 2.00 [2.00, 2.00]"
     assert place == f"{short_path(folder / TASK / 'confirmation.jsonl')}; samples in ms, one line a turn"
@@ -50,13 +50,13 @@ def test_the_number_of_turns_is_an_option(folder):
     assert CliRunner().invoke(app, ["trace", str(folder), "random:latency", "--last", "0"]).exit_code == 2
 
 
-def test_a_search_is_a_line_per_trial(folder):
+def test_trace_of_search_has_line_per_trial(folder):
     trials = [line for line in printed(folder, "random:minutes", "--table", "cost") if " at " in line]
     assert len(trials) == 2 * 3, "two searches"
     assert trials[1] == "1: 1 at 20.0 s: median 4 ms of 7 samples, top1 0.79"
 
 
-def test_scores_have_the_values_of_images(folder):
+def test_trace_of_score_has_values_of_images(folder):
     def add_images(body):
         body["sha of aa main"]["per_item"] = [1.0, 0.79, 0.58]
 
@@ -66,7 +66,7 @@ def test_scores_have_the_values_of_images(folder):
     assert "    top1: 0.79" in printed(folder, "random:top-1", "--last", 1)
 
 
-def test_a_drop_is_the_difference_of_two_scores(folder):
+def test_trace_of_drop_has_difference_of_scores(folder):
     lines = printed(folder, "all:drop")
     assert lines[0] == f"row 3: {TASK}, all, drop [CI]: +0.1000"
     assert lines[-1].startswith("drop: 0.800000 - 0.700000 = +0.100000")
@@ -93,7 +93,7 @@ def test_a_row_of_several_seeds_is_shown_once(folder):
 
 
 @pytest.mark.parametrize("address", ["random:Q/DQ", "tpe:latency"])
-def test_facts_have_no_raw_readings(folder, address):
+def test_trace_of_metadata_cell_has_no_raw_readings(folder, address):
     assert printed(folder, address) == printed(folder, address, "--raw")
 
 
@@ -156,7 +156,7 @@ def test_a_wrong_address_is_explained(folder, table, address, message):
         trace_cell(load(folder), address, table)
 
 
-def test_the_computation_gives_the_cell(folder):
+def test_trace_computation_equals_cell(folder):
     edit_samples(folder / TASK, "aa", lambda samples_ms, build: [ms * 2**build for ms in samples_ms])
     latency, speedup = (trace_cell(load(folder), f"random:{column}") for column in ("latency", "speedup"))
     assert latency.lines[-1] == "geometric mean of the median turns of 3 builds (4, 8, 16): 8 ms"

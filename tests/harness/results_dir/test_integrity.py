@@ -77,7 +77,7 @@ def test_an_undamaged_folder_is_complete(done, capsys):
     assert "none damaged; complete" in capsys.readouterr().out
 
 
-def test_a_flipped_byte_is_never_silent(copy):
+def test_flipped_byte_is_reported_or_changes_no_figure(copy):
     before, files = shown(copy), [path for path in sorted(copy.rglob("*")) if path.is_file()]
     assert "take " in before
     for path in (path for path in files if path.name not in NOT_RESULTS):
@@ -104,7 +104,7 @@ def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy):
         path.write_bytes(whole)
 
 
-def test_a_line_that_was_taken_away_is_refused(copy):
+def test_missing_file_is_reported(copy):
     path = copy / TASK / "noise_floor.json"
     path.unlink()
     assert str(path) in shown(copy)
@@ -121,7 +121,7 @@ def test_a_damaged_model_is_not_recommended(copy):
     assert "damaged, do not ship it" in text
 
 
-def test_a_damaged_task_is_not_skipped_but_named(copy, capsys):
+def test_run_names_damaged_task_file_and_repairs_after_removal(copy, capsys):
     path = copy / TASK / "confirmation.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     command = ["run", str(copy.parent / "small.yaml"), "--out", str(copy)]
@@ -144,7 +144,7 @@ def test_results_name_no_folder_and_no_host(done):
         assert [name for name in private if name.encode() in text] == [], path
 
 
-def test_texts_that_results_keep_have_marks_instead_of_folders(monkeypatch):
+def test_stored_texts_have_placeholders_for_folders(monkeypatch):
     text = f'File "{Path.cwd()}/mine.py", {tempfile.gettempdir()}/x.onnx, {sys.prefix}/lib/a.py'
     assert hide_paths(text) == 'File "./mine.py", <tmp>/x.onnx, <python>/lib/a.py'
     assert Failed(stage="build", reason=text, log_tail=text).without_paths().log_tail == hide_paths(text)
@@ -162,24 +162,24 @@ def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path, name):
 @pytest.mark.parametrize(
     "changes", [{"tasks": [1]}, {"tasks": {"a": 1}}, {"files": {"a": 5}}, {"files": {"a": []}}, {"files": None}]
 )
-def test_a_manifest_of_another_form_is_damage(tmp_path, changes):
+def test_malformed_manifest_is_refused(tmp_path, changes):
     write_json(tmp_path / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": {}, **changes})
     with pytest.raises(UserError, match=rf"manifest\.json: damaged \({next(iter(changes))}"):
         read_manifest(tmp_path)
 
 
-def test_a_long_name_in_a_manifest_is_a_missing_file(tmp_path):
+def test_overlong_name_in_manifest_is_reported_missing(tmp_path):
     (found,) = find_changed_files(tmp_path, {"x" * 400: [0, ""]})
     assert found.problem == "missing"
 
 
-def test_what_is_no_regular_file_is_damage_and_not_read(tmp_path):
+def test_special_file_is_reported_and_not_read(tmp_path):
     os.mkfifo(tmp_path / "a.json")
     (found,) = find_changed_files(tmp_path, {"a.json": [0, ""]})
     assert "no regular file" in found.problem
 
 
-def test_a_log_that_unpacks_to_any_size_is_refused(tmp_path, monkeypatch):
+def test_log_above_decompressed_size_limit_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"0" * 2**21))
     monkeypatch.setattr(lines, "MAX_UNPACKED_BYTES", 2**20)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: unpacks to more"):
@@ -187,7 +187,7 @@ def test_a_log_that_unpacks_to_any_size_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stored", ["a.jsonl", "a.jsonl.gz"])
-def test_a_line_of_any_size_is_refused(tmp_path, monkeypatch, stored):
+def test_line_above_size_limit_is_refused(tmp_path, monkeypatch, stored):
     raw = b"0" * 2**12
     (tmp_path / stored).write_bytes(gzip.compress(raw) if stored.endswith(".gz") else raw)
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 2**10)
@@ -196,7 +196,7 @@ def test_a_line_of_any_size_is_refused(tmp_path, monkeypatch, stored):
             next(read(tmp_path / "a.jsonl"))
 
 
-def test_json_of_any_size_is_refused_before_it_is_read(copy):
+def test_json_above_size_limit_is_refused_unread(copy):
     path = copy / TASK / "task.json"
     with path.open("wb") as file:
         file.truncate(2**40)  # takes no space
@@ -205,7 +205,7 @@ def test_json_of_any_size_is_refused_before_it_is_read(copy):
         load(copy)
 
 
-def test_a_number_that_no_float_can_be_is_damage(copy):
+def test_number_beyond_float_range_is_refused(copy):
     write_json(copy / TASK / "phases.json", {"searches": 10**400})
     (copy / MANIFEST_FILE).unlink()
     with pytest.raises(UserError, match=r"phases\.json.*401 digits"):
@@ -213,7 +213,7 @@ def test_a_number_that_no_float_can_be_is_damage(copy):
 
 
 @pytest.mark.parametrize("name", ["report", f"{TASK}/env.json", ".lock", f"{TASK}/rows.tmp"])
-def test_a_link_out_of_the_folder_is_not_followed(copy, tmp_path, name):
+def test_symbolic_link_out_of_folder_is_refused(copy, tmp_path, name):
     outside, path = tmp_path / "outside", copy / name
     outside.mkdir()
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -226,7 +226,7 @@ def test_a_link_out_of_the_folder_is_not_followed(copy, tmp_path, name):
 
 
 @pytest.mark.parametrize("label", ["../../stolen", "/stolen", '"a\\0"', "a" * 300, '"\\e[31m"'])
-def test_a_task_of_a_stranger_is_a_folder_within_the_results(copy, label):
+def test_task_name_outside_results_is_refused(copy, label):
     (copy / MANIFEST_FILE).unlink()
     (copy / "experiment.yaml").write_text(f"models: [{{use: net.onnx, label: {label}}}]\nbackends: [x]\n")
     with pytest.raises(UserError, match=r"experiment\.yaml: a task is called .* no folder name"):
@@ -235,7 +235,7 @@ def test_a_task_of_a_stranger_is_a_folder_within_the_results(copy, label):
 
 @pytest.mark.parametrize("key", ["file", "id"])
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other.onnx", "a/b.onnx"])
-def test_a_row_names_nothing_outside_of_its_folder(copy, key, name):
+def test_row_with_path_outside_folder_is_refused(copy, key, name):
     rows = copy / TASK / "rows.json"
     body = read_json(rows)
     body["rows"][0][key] = name

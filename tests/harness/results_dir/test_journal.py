@@ -86,14 +86,14 @@ def test_foreign_lines_are_rejected(text):
         ("warmup", 0.5), ("metrics", {"map": float("nan")}), ("per_item", [None]), ("rebuilt_ms", [[-1.0]]),
     ],
 )  # fmt: skip
-def test_values_that_no_run_writes_are_rejected_with_their_field(field, value):
+def test_invalid_values_are_rejected_with_their_field(field, value):
     body = json.loads(encode_line(result(0)))
     body["outcome"] = {"status": "measured", "samples_ms": [1.0], "build_s": 1.0, "measure_s": 1.0, field: value}
     with pytest.raises(ValueError, match=field):
         decode_line(json.dumps(body))
 
 
-def test_everything_before_a_cut_at_any_byte_survives(tmp_path, path):
+def test_journal_truncated_at_any_byte_keeps_complete_lines(tmp_path, path):
     write(path, 3)
     data = path.read_bytes()
     for cut in range(data.index(b"\n") + 1, len(data)):
@@ -123,7 +123,7 @@ def test_results_may_arrive_in_another_order(path):
     assert [(e.proposal.number, e.result) for e in read_journal(path)] == [(0, result(0)), (1, result(1)), (2, None)]
 
 
-def test_another_run_is_rejected_with_the_leaves_that_differ(path):
+def test_other_fingerprint_is_rejected_with_differing_keys(path):
     backend = {"name": "openvino", "version": "2026.3", "options": {"threads": 1}}
     with Journal(path, {"backend": backend}):
         pass
@@ -147,7 +147,7 @@ def test_a_tuple_equals_its_list_in_the_fingerprint(path):
         ('{"kind":"result"}\n', "not a journal"),
     ],
 )
-def test_other_files_are_rejected(path, content, message):
+def test_files_that_are_no_journal_are_rejected(path, content, message):
     path.write_text(content)
     with pytest.raises(UserError, match=message):
         Journal(path, FINGERPRINT)
@@ -169,7 +169,7 @@ def test_damaged_lines_are_named(path, line, message):
         list(read_journal(path))
 
 
-def test_a_second_result_is_named(path):
+def test_second_result_of_proposal_is_rejected(path):
     with Journal(path, FINGERPRINT) as journal:
         for line in (proposal(0), result(0), result(0)):
             journal.append(line)
@@ -197,7 +197,7 @@ except UserError as error:
 """
 
 
-def test_a_disk_that_fills_within_a_line_costs_only_that_line(path):
+def test_full_disk_loses_only_the_partial_line(path):
     done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "everything measured before is safe" in done.stdout

@@ -148,7 +148,7 @@ def test_other_changes_are_rejected(tmp_path, old, new, different):
     assert load_experiment(tmp_path / "out" / "experiment.yaml") == parse_experiment(TEXT, "")
 
 
-def test_a_refused_experiment_leaves_the_manifest(tmp_path):
+def test_refused_experiment_keeps_manifest(tmp_path):
     own(tmp_path, TEXT)
     close_results(tmp_path / "out", [])
     before = read_manifest(tmp_path / "out")

@@ -59,7 +59,7 @@ def in_fork(work: Callable[[], str], limit_s: float = SLOW_S) -> str:
     return said if os.WIFEXITED(status) and said else f"crash: signal {os.WTERMSIG(status)}"
 
 
-def test_a_comment_that_is_no_utf8_does_no_harm(tmp_path):
+def test_doc_string_with_invalid_utf8_is_accepted(tmp_path):
     proto = onnx.load_model_from_string(onnx_files()[0])
     proto.producer_name = proto.doc_string = "marker"
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString().replace(b"marker", b"mark\xf6r"))
@@ -148,7 +148,7 @@ def calling_functions(calls: dict[str, list[str]], *, wrapped: bool = False) -> 
         ({f"f{level}": [f"f{level + 1}"] * 2 for level in range(40)} | {"f40": []}, "100,000 are inlined"),
     ],
 )
-def test_functions_that_never_end_are_refused_before_native_code(calls, cause, wrapped, tmp_path, monkeypatch):
+def test_recursive_functions_are_refused_before_native_code(calls, cause, wrapped, tmp_path, monkeypatch):
     proto = calling_functions(calls, wrapped=wrapped)
     onnx.save(proto, tmp_path / "f.onnx")
     monkeypatch.setattr("harness.graph.io.helper_process._process_helper", None)

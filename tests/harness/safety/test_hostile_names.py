@@ -132,7 +132,7 @@ def test_the_page_runs_its_own_scripts_alone(folder):
     assert is_plain(data)
 
 
-def test_no_file_of_the_report_is_more_than_text(folder):
+def test_report_files_contain_no_active_content(folder):
     paths = [path for path in (folder / "out/report").rglob("*") if path.suffix in (".tex", ".svg", ".md", ".csv")]
     assert {path.suffix for path in paths} == {".tex", ".svg", ".md", ".csv"}
     for path in paths:
@@ -146,7 +146,7 @@ def test_no_file_of_the_report_is_more_than_text(folder):
 
 
 @pytest.mark.parametrize("name", ["=1+2", "@SUM(A1)", "+cmd|' /C calc'!A0", "-2+3", "\t=1", f"=A{CODES}", "a|b`<i>"])
-def test_a_table_is_text_in_every_form(name, tmp_path):
+def test_table_files_escape_formulas_and_control_codes(name, tmp_path):
     cells = pd.DataFrame({"model": [name], name: ["1"], "change": ["-1.5"]})
     write_table(ReportTable(name="t", cells=cells, raw=cells.assign(ms=[-2.5]), note=name), tmp_path)
     head, row = csv.reader((tmp_path / "t.csv").read_text(encoding="utf-8").splitlines())

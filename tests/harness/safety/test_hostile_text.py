@@ -35,7 +35,7 @@ BOMB = "a: &a [x, x]\n" + "".join(
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 @pytest.mark.parametrize("reader", ["experiment", "cache", "state"])
-def test_yaml_makes_no_objects(tmp_path, monkeypatch, payload, reader):
+def test_yaml_creates_no_python_objects(tmp_path, monkeypatch, payload, reader):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "file.yaml"
     path.write_text(f"experiment: {payload}\nmodels: [net.onnx]\n")
@@ -48,7 +48,7 @@ def test_yaml_makes_no_objects(tmp_path, monkeypatch, payload, reader):
 @pytest.mark.parametrize(
     "text", [BOMB, "a: " + "[" * 100_000, "a: " + "{a: " * 5_000, "? " * 5_000, "\0", "a: 'x\n" * 50]
 )
-def test_bombs_and_nesting_without_end_are_refused_quickly(tmp_path, reader, text):
+def test_yaml_bombs_and_deep_nesting_are_refused(tmp_path, reader, text):
     path = tmp_path / "file.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=r"file\.yaml"):
@@ -56,7 +56,7 @@ def test_bombs_and_nesting_without_end_are_refused_quickly(tmp_path, reader, tex
 
 
 @pytest.mark.parametrize("reader", ["file", "cache", "state"])
-def test_a_file_larger_than_ours_ever_are_is_not_read(tmp_path, reader):
+def test_oversized_file_is_refused_unread(tmp_path, reader):
     path = tmp_path / "file.yaml"
     with path.open("wb") as file:
         file.truncate(1 << 30)
@@ -88,7 +88,7 @@ def test_damaged_json_is_refused(tmp_path, content):
         read_json(path)
 
 
-def test_a_pickle_is_never_loaded(tmp_path):
+def test_source_has_no_unsafe_deserialization(tmp_path):
     """Nothing in the harness unpickles a file; only the pipe between the driver and its own workers carries pickles."""
     root = Path(registry.__file__).parent
     users = {
@@ -112,7 +112,7 @@ def test_plug_in_names_are_names_and_no_paths(tmp_path, use):
         registry.create_plugin("searcher", use, {})
 
 
-def test_an_experiment_of_a_stranger_connects_to_no_cluster(monkeypatch):
+def test_untrusted_experiment_connects_to_no_cluster(monkeypatch):
     monkeypatch.delenv(TRUST_VARIABLE)
     executor = ExecutorSpec(use="ray", address="ray://stranger:10001")
     with (
@@ -133,7 +133,7 @@ def test_names_that_become_folders_are_refused(name):
             parse_experiment(text, "e.yaml")
 
 
-def test_nothing_is_sent_anywhere():
+def test_loading_runtimes_opens_no_connection():
     """A process that loads the runtimes opens no connection; what would report is switched off."""
     code = (
         "import socket, sys\n"

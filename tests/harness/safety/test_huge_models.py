@@ -58,7 +58,7 @@ def write_model(path: Path, what: str) -> None:
         ("tensor", "the constant 'z' has 17,592.2 GB by its shape, and at most 2.1 GB are computed;"),
     ],
 )
-def test_what_is_declared_huge_ends_with_one_message(tmp_path, capsys, what, said):
+def test_huge_declared_shapes_are_refused_with_one_message(tmp_path, capsys, what, said):
     write_model(tmp_path / "huge.onnx", what)
     (tmp_path / "e.yaml").write_text(EXPERIMENT)
     with pytest.raises(SystemExit) as end:

@@ -54,7 +54,7 @@ def table(out: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "executor", ["{use: local}", "{use: local, workers: 3, searches: 2}", "{use: local, searches: 2}"]
 )
-def test_killed_at_any_moment_nothing_is_lost_and_the_table_is_the_same(workplace, tmp_path, executor, record_property):
+def test_killed_run_resumes_without_loss_and_with_same_table(workplace, tmp_path, executor, record_property):
     place = workplace.with_executor(executor)
     started_s = time.monotonic()
     assert not place.kill_after(place.start(tmp_path / "whole"), 300)
@@ -105,7 +105,7 @@ def kill_workers(moments_s: list[float], done: threading.Event, killed: list[flo
 
 @pytest.mark.slow
 @pytest.mark.skipif(not WORKER_KILLS, reason="takes minutes; test_sandbox.py kills single workers")
-def test_a_killed_worker_costs_a_retry_and_not_the_run(workplace, tmp_path):
+def test_killed_worker_is_retried_with_same_table(workplace, tmp_path):
     place = workplace.with_workers()
     started_s = time.monotonic()
     place.run(tmp_path / "whole")

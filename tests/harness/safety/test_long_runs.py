@@ -47,7 +47,7 @@ def candidate(placement: Placement) -> Candidate:
     return Candidate(digest=SPACE.digest(placement), edges=SPACE.resolve(placement), source=lambda: Path("never"))
 
 
-def test_a_search_of_many_trials_stays_small(tmp_path):
+def test_memory_and_journal_size_of_long_search_are_bounded(tmp_path):
     use = PluginSpec(use="simulated", params={"seed": 1, "noise_seed": 1})
     task = SearchTask(space=SPACE, searcher=Blind(), initial_design=(), candidate=candidate, evaluations=TRIALS)
     watch = mirror_to_optuna(tmp_path / "live.journal", "task/blind-0", SPACE, Goal(), fresh=True)

@@ -93,14 +93,14 @@ class Run:
         return [entry.proposal.choices for entry in read_journal(self.path)]
 
 
-def test_budget_counts_unique_placements_and_seeds(tmp_path):
+def test_budget_counts_unique_placements_and_initial_design(tmp_path):
     run = Run(tmp_path, evaluations=20)
     trials = run.go()
     assert run.attempts == 20 == trials[-1].evaluations
     assert [t.proposal.origin for t in trials[:2]] == ["initial:float", "initial:all"]
 
 
-def test_a_duplicate_is_free_told_again_and_logged(tmp_path):
+def test_duplicate_is_free_and_passed_to_searcher_again(tmp_path):
     run = Run(tmp_path, size=2, evaluations=4)
     trials = run.go()
     again = [t for t in trials if t.proposal.duplicate_of is not None]
@@ -116,7 +116,7 @@ def test_a_searcher_that_only_repeats_itself_ends(tmp_path):
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 2, 5, 11, 19])
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, stop_after):
+def test_resumed_search_equals_uninterrupted_search(tmp_path, stop_after):
     whole = Run(tmp_path / "whole")
     whole.go()
     run = Run(tmp_path / "cut")
@@ -137,7 +137,7 @@ def test_a_changed_searcher_is_refused_on_resume(tmp_path):
         run.go(seed=99)
 
 
-def test_failures_are_data_and_the_search_goes_on(tmp_path):
+def test_search_continues_after_failures(tmp_path):
     def fails_on_odd(candidate, incumbent):
         if len(candidate.edges) % 2:
             return Failed(stage="build", reason="odd", log_tail="tail")
@@ -155,7 +155,7 @@ def test_failures_are_data_and_the_search_goes_on(tmp_path):
     )
 
 
-def test_a_search_that_cannot_start_stops_after_the_seeds_with_the_first_reason(tmp_path):
+def test_search_stops_if_all_initial_placements_fail(tmp_path):
     run = Run(tmp_path, attempt=lambda *_: Failed(stage="build", reason="no such operator", log_tail="the log"))
     with pytest.raises(
         UserError, match=r"(?s)no initial placement could be measured.*build: no such operator.*the log"
@@ -164,7 +164,7 @@ def test_a_search_that_cannot_start_stops_after_the_seeds_with_the_first_reason(
     assert run.attempts == 2
 
 
-def test_only_candidates_that_can_win_are_scored_and_the_bound_decides_the_incumbent(tmp_path):
+def test_incumbent_keeps_bound_and_slower_candidates_are_unscored(tmp_path):
     scored = []
 
     def attempt(candidate, incumbent):
@@ -192,7 +192,7 @@ def test_only_candidates_that_can_win_are_scored_and_the_bound_decides_the_incum
     assert values == sorted(values, reverse=True)
 
 
-def test_wall_clock_is_a_budget_of_its_own(tmp_path):
+def test_time_budget_of_zero_ends_search(tmp_path):
     run = Run(tmp_path)
     task_seconds = SearchTask(
         space=run.space, searcher=Uniform(run.space, 1), initial_design=run.seeds,
@@ -223,7 +223,7 @@ def ended(run: Run, searcher, *, evaluations=20, window=1):
         return run_search(task, SyncExecutor(latency), journal, told.append), told
 
 
-def test_placement_of_the_wrong_size_ends_its_search_as_the_searchers_fault(tmp_path):
+def test_placement_of_wrong_size_fails_the_search(tmp_path):
     class Wrong(Uniform):
         def ask(self, n):
             return [Placement((0,))]
@@ -236,7 +236,7 @@ def test_placement_of_the_wrong_size_ends_its_search_as_the_searchers_fault(tmp_
 
 
 @pytest.mark.parametrize("proposal", [(0.0,) * 6, ("1",) * 6, None])
-def test_what_is_no_placement_is_the_searchers_fault_too(tmp_path, proposal):
+def test_invalid_proposal_fails_the_search(tmp_path, proposal):
     class Wrong(Uniform):
         def ask(self, n):
             return [proposal and Placement(proposal)]
@@ -248,7 +248,7 @@ def test_what_is_no_placement_is_the_searchers_fault_too(tmp_path, proposal):
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("failure", ["ask", "tell"])
-def test_what_is_under_way_when_a_searcher_breaks_is_kept_and_a_mended_one_goes_on(tmp_path, window, failure):
+def test_pending_trials_are_kept_when_searcher_fails(tmp_path, window, failure):
     class Breaks(Uniform):
         mended = False
         asked = 0
@@ -277,7 +277,7 @@ def test_what_is_under_way_when_a_searcher_breaks_is_kept_and_a_mended_one_goes_
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_what_an_earlier_part_spent_counts_where_a_searcher_ends_while_it_repeats_its_proposals(tmp_path, window):
+def test_evaluations_of_earlier_run_count_if_replay_ends_early(tmp_path, window):
     class Changed(Uniform):
         def ask(self, n):
             if len(self.told) < 5:
@@ -299,7 +299,7 @@ def test_what_an_earlier_part_spent_counts_where_a_searcher_ends_while_it_repeat
     assert run.path.read_bytes() == before
 
 
-def test_a_searcher_that_could_not_be_made_spends_nothing(tmp_path):
+def test_failed_construction_of_searcher_spends_no_evaluations(tmp_path):
     failed = Failed(stage="search", reason="ValueError: no", log_tail="where")
     ending, told = ended(Run(tmp_path), failed)
     assert (ending, told) == (SearchLoopResult(evaluations=0, reason="ValueError: no", failure=failed), [])
@@ -318,7 +318,7 @@ def test_an_interruption_and_a_mistake_of_the_user_end_the_run(tmp_path, error, 
         ended(run, searcher)
 
 
-def test_why_a_search_spent_less_than_its_budget(tmp_path):
+def test_early_end_has_reason(tmp_path):
     small = Run(tmp_path / "small", size=2)
     assert ended(small, Uniform(small.space, 1), evaluations=4)[0] == SearchLoopResult(evaluations=4)
     many = "it proposed only placements that were proposed before, 200 in a row"
@@ -329,7 +329,7 @@ def test_why_a_search_spent_less_than_its_budget(tmp_path):
     assert ended(few, silent)[0] == SearchLoopResult(evaluations=2, reason="it had nothing more to propose")
 
 
-def test_what_was_not_looked_at_is_no_incumbent_and_a_violator_is_nothing_to_beat(tmp_path):
+def test_incumbent_must_be_scored_and_feasible(tmp_path):
     """First a fast seed that breaks the bound, then the float model: the second is scored and becomes the incumbent."""
     asked = []
 
@@ -351,7 +351,7 @@ def test_what_was_not_looked_at_is_no_incumbent_and_a_violator_is_nothing_to_bea
     assert [o.outcome.assumed for o in run.searcher.told] == [False, False]
 
 
-def test_a_placement_that_nobody_looked_at_ranks_behind_those_that_hold_the_bound():
+def test_unscored_placement_ranks_between_feasible_and_infeasible():
     held, assumed, failure = (
         Score(objective=9.0),
         Score(objective=8.0, assumed=True),
@@ -360,7 +360,7 @@ def test_a_placement_that_nobody_looked_at_ranks_behind_those_that_hold_the_boun
     assert sorted([failure, assumed, held], key=lambda s: s.rank) == [held, assumed, failure]
 
 
-def test_a_search_ends_where_a_further_gain_is_unlikely_and_says_so(tmp_path):
+def test_search_ends_if_expected_gain_is_small(tmp_path):
     run = Run(
         tmp_path,
         size=12,

@@ -36,7 +36,7 @@ def objective(text: str) -> Objective:
     return parse_experiment(f"experiment: e\nmodels: [zoo:resnet18]\nobjective: {{{text}}}", "e.yaml").objective
 
 
-def test_a_bound_on_a_named_metric_is_the_bound_and_the_metric():
+def test_metric_drop_key_sets_bound_and_metric():
     assert objective("map_drop: 0.01") == Objective(max_drop=0.01, metric="map")
     assert objective("max_drop: 0.01") == Objective(max_drop=0.01)
     assert not objective("").uses_accuracy
@@ -65,7 +65,7 @@ def test_a_bound_is_absolute_or_a_share_of_the_float_models_figure(text, bound):
         ("proxy: -1", "objective.proxy: Input should be greater than or equal to 0"),
     ],
 )
-def test_objectives_that_nobody_can_follow_are_named(text, expected):
+def test_invalid_objectives_are_rejected(text, expected):
     with pytest.raises(UserError) as caught:
         objective(text)
     assert expected in str(caught.value)
@@ -97,12 +97,12 @@ def score(goal: Goal, latency_ms: float, **metrics: float) -> Score:
     return found
 
 
-def test_goals_of_latency_alone_are_written_down_as_they_always_were():
+def test_encoding_of_latency_goal_is_unchanged():
     assert encode_goal(Goal()) == {"metric": None, "reference": 0.0, "higher_is_better": True, "max_drop": 0.0}
     assert encode_goal(Goal(metric="map", minimize="pareto", max_drop=None))["minimize"] == "pareto"
 
 
-def test_a_front_has_latency_and_loss_and_what_was_not_scored_stands_behind():
+def test_pareto_score_has_latency_and_loss_or_is_infeasible():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="pareto", float_ms=10.0)
     found = score(goal, 4.0, map=0.4)
     assert found.objectives == pytest.approx((4.0, 0.1))
@@ -113,7 +113,7 @@ def test_a_front_has_latency_and_loss_and_what_was_not_scored_stands_behind():
 
 
 @pytest.mark.parametrize(("value", "over"), [(0.75, 0.0), (0.7499, 0.0001), (0.76, 0.0), (0.8, 0.0)])
-def test_a_loss_that_is_the_bound_but_for_round_off_is_within(value, over):
+def test_violation_tolerates_round_off(value, over):
     goal = Goal(metric="top1", reference=0.76, max_drop=0.01)
     assert 0.76 - 0.75 > 0.01, "as floating point has it"
     assert goal.violation({"top1": value}) == pytest.approx(over)
@@ -130,7 +130,7 @@ def test_accuracy_first_ranks_by_loss_among_those_fast_enough():
     assert score(goal, 4.0).assumed
 
 
-def test_what_the_proxy_rules_out_ranks_behind_by_what_is_believed_of_it():
+def test_proxy_rejection_gives_predicted_violation():
     goal = Goal(metric="map", reference=0.5, max_drop=0.01)
     believed = score(goal, 3.0, **{PROXY: 4.0, PREDICTED_METRIC: 0.3})
     assert believed.violation == pytest.approx(0.19)
@@ -139,7 +139,7 @@ def test_what_the_proxy_rules_out_ranks_behind_by_what_is_believed_of_it():
     assert (unknown.violation, unknown.assumed) == (0.0, True)
 
 
-def test_errors_are_lost_where_they_grow():
+def test_violation_of_lower_is_better_metric_and_prediction():
     goal = Goal(metric="error", reference=0.1, higher_is_better=False, max_drop=0.02)
     assert goal.violation({"error": 0.15}) == pytest.approx(0.03)
     assert goal.violation({PREDICTED_METRIC: 0.15}) == pytest.approx(0.03)
@@ -186,7 +186,7 @@ def metrics_of(found: Any) -> Mapping[str, float]:
     return found.metrics
 
 
-def test_every_candidate_has_its_proxy_and_the_fast_ones_their_metric():
+def test_all_candidates_have_proxy_and_fast_ones_full_metric():
     slow, fast = Evaluators(proxy=20.0), Evaluators(proxy=20.0)
     assert metrics_of(look(slow, GOAL, 11.0, INCUMBENT)) == {PROXY: 20.0}
     assert metrics_of(look(fast, GOAL, 5.0, INCUMBENT)) == {PROXY: 20.0, "map": 0.45}
@@ -197,7 +197,7 @@ def test_every_candidate_has_its_proxy_and_the_fast_ones_their_metric():
     (None, {"map": 0.45}, [FIRST_STAGE_EVALUATOR, "search"]),
     (0.2, {PREDICTED_METRIC: pytest.approx(0.3)}, [FIRST_STAGE_EVALUATOR]),
 ])  # fmt: skip
-def test_a_candidate_that_the_first_images_reject_is_not_scored_on_the_others(rejected, metrics, diary):
+def test_candidate_rejected_in_first_stage_is_not_scored_in_full(rejected, metrics, diary):
     engines: Any = Evaluators()
     gate = AccuracyGate(goal=GOAL, evaluator="search", rejected_loss=lambda found: rejected)
     assert metrics_of(gate.evaluate_accuracy(engines, 0, outcome(5.0), INCUMBENT)) == metrics
@@ -232,12 +232,12 @@ def test_a_candidate_that_the_proxy_rules_out_is_not_scored():
         known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38), (5.0, 0.48)),  # one further away did better: no word to trust
     ],
 )
-def test_a_proxy_that_has_not_shown_its_worth_rules_nothing_out(witnesses):
+def test_unproven_proxy_rejects_no_candidate(witnesses):
     engines = Evaluators(proxy=9.0)
     assert "map" in metrics_of(look(engines, GOAL, 5.0, witnesses))
 
 
-def test_a_front_takes_in_what_no_known_placement_dominates():
+def test_pareto_goal_scores_candidates_predicted_nondominated():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="pareto", float_ms=10.0)
     witnesses = known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38), latency_ms=6.0)
     slower, faster = Evaluators(proxy=9.0), Evaluators(proxy=9.0)
@@ -246,7 +246,7 @@ def test_a_front_takes_in_what_no_known_placement_dominates():
     assert AccuracyGate(goal=goal).latency_to_beat(INCUMBENT) is None, "a slower placement may be more accurate"
 
 
-def test_accuracy_first_scores_what_is_fast_enough_and_may_lose_less():
+def test_accuracy_goal_scores_fast_and_promising_candidates():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="accuracy", max_latency_ms=9.0)
     assert metrics_of(look(Evaluators(proxy=20.0), goal, 9.5, INCUMBENT)) == {PROXY: 20.0}
     assert "map" in metrics_of(look(Evaluators(proxy=20.0), goal, 8.5, INCUMBENT))
@@ -259,7 +259,7 @@ def test_an_evaluator_that_fails_fails_the_candidate(engines):
     assert isinstance(look(engines, GOAL, 5.0, INCUMBENT), Failed)
 
 
-def test_without_a_proxy_nothing_is_believed():
+def test_loss_lower_bound_is_none_without_proxy():
     assert loss_lower_bound(known((12.0, 0.40), (11.0, 0.42), (10.0, 0.38)).scored, None, GOAL) is None
 
 
@@ -273,7 +273,7 @@ def entries(*outcomes: Measured | Failed) -> list[JournalEntry]:
     ]
 
 
-def test_leaders_of_a_front_are_the_front_the_roundest_first():
+def test_best_of_pareto_goal_is_front_by_balance():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="pareto", float_ms=10.0)
     told = entries(
         outcome(10.0, map=0.5), outcome(4.0, map=0.48), outcome(3.0, map=0.1), outcome(5.0, map=0.47), outcome(2.0)
@@ -282,7 +282,7 @@ def test_leaders_of_a_front_are_the_front_the_roundest_first():
     assert [trial.choices for trial in state_at_budgets(told, goal, [5])[5].best] == [(1,)]
 
 
-def test_leaders_by_accuracy_lose_least_and_of_equals_the_fastest():
+def test_best_of_accuracy_goal_is_by_loss_then_latency():
     goal = Goal(metric="map", reference=0.5, max_drop=None, minimize="accuracy", max_latency_ms=6.0)
     told = entries(outcome(7.0), outcome(5.0, map=0.4), outcome(5.5, map=0.5), outcome(4.0, map=0.5))
     assert [(t.choices, t.latency_ms) for t in state_at_budgets(told, goal, [4], 2)[4].best] == [
@@ -291,7 +291,7 @@ def test_leaders_by_accuracy_lose_least_and_of_equals_the_fastest():
     ]
 
 
-def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trusted():
+def test_metric_usage_counts_scored_and_proxy_agreement():
     scored = [outcome(5.0, map=value, **{PROXY: proxy}) for value, proxy in ((0.5, 40.0), (0.3, 9.0), (0.4, 12.0))]
     told = entries(*scored, outcome(6.0, **{PROXY: 3.0}), Failed(stage="build", reason="no"))
     found = state_at_budgets(told, GOAL, [9])[9].metric_usage
@@ -299,7 +299,7 @@ def test_the_account_says_how_many_were_scored_and_whether_the_proxy_can_be_trus
     assert state_at_budgets(entries(outcome(5.0)), Goal(), [1])[1].metric_usage.agreement is None
 
 
-def test_what_was_built_again_has_the_scatter_of_its_builds():
+def test_score_of_rebuilt_candidate_includes_build_variance():
     """A searcher that is told 5 ms of a placement whose builds took 5 and 6 must not take 5.2 for something else."""
     once = score_outcome(Measured(samples_ms=(5.0,) * 20, build_s=0.1, measure_s=0.1), Goal())
     twice = Measured(samples_ms=(5.0,) * 20, rebuilt_ms=((6.0,) * 20,), build_s=0.1, measure_s=0.1)

@@ -33,7 +33,7 @@ def studies(path):
     return {name: optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)}
 
 
-def test_every_trial_is_there_with_what_a_reader_wants_to_plot(tmp_path):
+def test_mirror_contains_every_trial_with_attributes(tmp_path):
     path = tmp_path / "optuna.journal"
     watch = mirror_to_optuna(path, "task/tpe-0", SPACE, GOAL, fresh=True)
     watch(trial(0, metrics={"top1": 0.79}))
@@ -51,7 +51,7 @@ def test_every_trial_is_there_with_what_a_reader_wants_to_plot(tmp_path):
     assert study.trials[1].user_attrs["reason"] == "no"
 
 
-def test_a_resumed_search_adds_what_is_missing_and_searches_share_the_file(tmp_path):
+def test_mirror_of_resumed_search_adds_missing_trials(tmp_path):
     path = tmp_path / "optuna.journal"
     first = mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)
     first(trial(0))
@@ -67,14 +67,14 @@ def test_a_resumed_search_adds_what_is_missing_and_searches_share_the_file(tmp_p
     assert len(found["b"].trials) == 1
 
 
-def test_a_search_that_begins_anew_replaces_its_study(tmp_path):
+def test_fresh_search_replaces_its_study(tmp_path):
     path = tmp_path / "optuna.journal"
     mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)(trial(0))
     mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)(trial(5, evaluations=1))
     assert [t.user_attrs["digest"] for t in studies(path)["a"].trials] == ["d5"]
 
 
-def test_a_file_that_cannot_be_written_costs_the_view_not_the_search(tmp_path, caplog):
+def test_unwritable_mirror_file_only_warns(tmp_path, caplog):
     path = tmp_path / "nowhere" / "optuna.journal"
     mirror_to_optuna(path, "a", SPACE, Goal(), fresh=True)(trial(0))
     assert "no live view of a" in caplog.text
@@ -93,7 +93,7 @@ def test_a_full_disk_ends_the_view_with_one_warning(tmp_path, caplog, monkeypatc
     assert caplog.text.count("no further live view of a") == 1
 
 
-def test_a_study_that_optuna_began_goes_on(tmp_path):
+def test_mirror_continues_study_created_by_optuna(tmp_path):
     path = tmp_path / "optuna.journal"
     storage = JournalStorage(JournalFileBackend(str(path)))
     kept = optuna.create_study(storage=storage, study_name="mine")
@@ -116,7 +116,7 @@ def test_a_study_that_optuna_began_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("text", [b"no json\nat all\n", b"[1]\n", b"{}\n", b'{"op_code":1,"study_id":7}\n'])
-def test_a_damaged_file_costs_the_view_not_the_search(tmp_path, caplog, text):
+def test_damaged_mirror_file_only_warns(tmp_path, caplog, text):
     path = tmp_path / "optuna.journal"
     path.write_bytes(text)
     mirror_to_optuna(path, "a", SPACE, Goal(), fresh=False)(trial(0))

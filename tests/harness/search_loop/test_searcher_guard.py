@@ -32,7 +32,7 @@ class Counting:
         self.seen.append(threads())
 
 
-def test_a_searcher_has_one_thread_and_whoever_comes_after_it_has_them_all():
+def test_searcher_guard_limits_threads_to_one_and_restores_them():
     space, searcher, before = synthetic_space(4, groups=1), Counting(), threads()
     placement = space.float_placement()
     guarded = SearcherGuard(searcher, space)

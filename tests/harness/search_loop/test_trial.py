@@ -76,14 +76,14 @@ def measured(outcome: Outcome) -> Measured:
     return outcome
 
 
-def test_the_first_candidate_has_nobody_to_beat():
+def test_first_candidate_is_built_once_without_rival():
     bench = Bench(5.0)
     found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, None))
     assert (found.samples_ms[1], found.rebuilt_ms, found.saved, found.conditions) == (5.0, (), 4, {"load": 1.0})
     assert bench.diary == ["build", "release"]
 
 
-def test_letting_go_of_each_engine_counts_as_the_engines_time():
+def test_release_time_is_recorded():
     class Slow(Bench):
         def release(self, handle: int) -> None:
             time.sleep(0.01)
@@ -93,13 +93,13 @@ def test_letting_go_of_each_engine_counts_as_the_engines_time():
 
 
 @pytest.mark.parametrize("latency_ms", [9.95, 10.0, 30.0])
-def test_what_does_not_beat_the_incumbent_by_more_than_noise_is_taken_once(latency_ms):
+def test_candidate_without_significant_gain_is_built_once(latency_ms):
     bench = Bench(latency_ms)
     assert measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)).rebuilt_ms == ()
     assert bench.diary == ["build", "release"]
 
 
-def test_a_surprise_that_a_fresh_build_repeats_is_believed_with_the_fresh_readings():
+def test_confirmed_gain_uses_readings_of_rebuild():
     bench = Bench(5.0, 5.1)
     found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == 5.1
@@ -109,14 +109,14 @@ def test_a_surprise_that_a_fresh_build_repeats_is_believed_with_the_fresh_readin
 
 
 @pytest.mark.parametrize(("third", "believed"), [(5.2, 5.2), (12.0, 12.0), (11.0, 11.0)])
-def test_where_the_fresh_build_disagrees_a_third_decides(third, believed):
+def test_third_build_decides_if_rebuild_disagrees(third, believed):
     found = measured(make_trial_fn(Bench(5.0, 13.0, third), SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == believed
     assert len(found.rebuilt_ms) == 2
     assert found.build_s == 1.5
 
 
-def test_one_lucky_reading_never_becomes_the_incumbent():
+def test_single_low_reading_is_discarded():
     found = measured(make_trial_fn(Bench(2.0, 10.0, 10.05), SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == 10.0
 
@@ -132,26 +132,26 @@ def test_one_lucky_reading_never_becomes_the_incumbent():
         ((5.0, 13.0, 12.0), (1, 2), 12.0),
     ],
 )
-def test_a_disturbed_reading_never_becomes_the_incumbent_unseen(builds, disturbed, believed):
+def test_disturbed_gain_is_rebuilt(builds, disturbed, believed):
     bench = Bench(*builds, disturbed=disturbed)
     found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.samples_ms[1] == believed
     assert bench.diary.count("build") == len(builds)
 
 
-def test_disturbed_readings_are_kept_with_the_discarded_and_widen_nothing():
+def test_disturbed_readings_are_discarded_but_recorded():
     found = measured(make_trial_fn(Bench(5.0, 9.0, disturbed=(0,)), SAMPLING)(CANDIDATE, INCUMBENT))
     assert found.rebuilt_ms == ()
     assert found.discarded_ms[1] == 5.0
 
 
-def test_a_disturbed_reading_that_is_no_better_is_left_as_it_is():
+def test_disturbed_reading_without_gain_is_not_rebuilt():
     bench = Bench(10.0, disturbed=(0,))
     assert not measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)).stable
     assert bench.diary.count("build") == 1
 
 
-def test_without_rebuilds_a_disturbed_reading_is_believed():
+def test_disturbed_reading_is_accepted_without_rebuilds():
     bench = Bench(5.0, disturbed=(0,))
     assert (
         measured(make_trial_fn(bench, SAMPLING, noise_policy=NoisePolicy(builds=1))(CANDIDATE, INCUMBENT)).samples_ms[1]
@@ -160,21 +160,21 @@ def test_without_rebuilds_a_disturbed_reading_is_believed():
     assert bench.diary.count("build") == 1
 
 
-def test_a_gain_within_the_floor_is_not_worth_a_second_look():
+def test_gain_within_noise_floor_is_not_rebuilt():
     bench = Bench(9.5)
     make_trial_fn(bench, SAMPLING, noise_policy=NoisePolicy(noise_floor=0.1))(CANDIDATE, INCUMBENT)
     assert bench.diary.count("build") == 1
 
 
 @pytest.mark.parametrize("builds", [("build",), ("sample",), (5.0, "build"), (5.0, "sample"), (5.0, 12.0, "build")])
-def test_a_failure_of_any_build_is_the_outcome_and_every_engine_is_released(builds):
+def test_failed_build_is_outcome_and_engines_are_released(builds):
     bench = Bench(*builds)
     found = make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)
     assert isinstance(found, Failed)
     assert bench.diary.count("release") == bench.diary.count("build") - (builds[-1] == "build")
 
 
-def test_only_what_can_win_is_scored_and_only_once():
+def test_only_faster_candidate_is_scored_once():
     slow, fast = Bench(11.0), Bench(5.0, 5.0)
     assert measured(make_trial_fn(slow, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)).metrics == {}
     found = measured(make_trial_fn(fast, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT))
@@ -182,7 +182,7 @@ def test_only_what_can_win_is_scored_and_only_once():
     assert fast.diary.count("evaluate") == 1
 
 
-def test_what_breaks_the_bound_cannot_win_and_is_not_taken_again():
+def test_infeasible_candidate_is_not_rebuilt():
     bench = Bench(5.0)
     attempt = make_trial_fn(bench, SAMPLING, judge=AccuracyGate(goal=Goal(metric="map", reference=0.7, max_drop=0.1)))
     assert measured(attempt(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
@@ -195,7 +195,7 @@ def test_an_evaluation_that_fails_is_the_outcome():
     assert found.stage == "evaluate"
 
 
-def test_the_record_survives_the_journal():
+def test_outcome_round_trips_through_journal():
     outcome = make_trial_fn(Bench(5.0, 13.0, 6.0), SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)
     told = TrialResult(number=3, outcome=outcome, elapsed_s=1.5)
     assert decode_line(encode_line(told)) == told

@@ -39,7 +39,7 @@ def placement(latency_ms: float, wrong: list[int]) -> Measured:
 REFERENCE = Accuracy(metrics={"top1": 1.0}, per_item=(1.0,) * SAMPLES)
 
 
-def test_a_fold_chooses_the_fastest_that_keeps_the_bound_on_the_others():
+def test_each_fold_chooses_fastest_within_bound_on_other_folds():
     lucky = Accuracy(metrics={"top1": 0.8}, per_item=tuple(float(i % FOLDS > 0) for i in range(SAMPLES)))
     losses = losses_on_other_folds(replace(REFERENCE), lucky, "top1", higher_is_better=True)
     assert losses == pytest.approx([0, 0.25, 0.25, 0.25, 0.25]), "all its errors are in the first fold"
@@ -48,7 +48,7 @@ def test_a_fold_chooses_the_fastest_that_keeps_the_bound_on_the_others():
     assert choose_cross_fitted([1.0], both[:1], 0.1) == [0, None, None, None, None]
 
 
-def test_a_choice_by_luck_loses_more_on_samples_that_took_no_part():
+def test_cross_fitted_drop_exceeds_drop_of_lucky_choice():
     steady = placement(2.0, [])
     lucky = placement(1.0, list(range(0, SAMPLES, FOLDS)))
     found = cross_fitted_drop([lucky, steady], REFERENCE, "top1", 0.1, higher_is_better=True)
@@ -63,7 +63,7 @@ def test_a_choice_by_luck_loses_more_on_samples_that_took_no_part():
     assert loss.interval.value == pytest.approx(-1 / SAMPLES)
 
 
-def test_without_figures_of_samples_there_is_none():
+def test_cross_fitted_drop_needs_enough_samples_and_placements():
     few = Accuracy(metrics={"top1": 1.0}, per_item=(1.0,) * 10)
     assert cross_fitted_drop([placement(1.0, [])], few, "top1", 0.1, higher_is_better=True) is None
     assert cross_fitted_drop([], REFERENCE, "top1", 0.1, higher_is_better=True) is None
@@ -90,7 +90,7 @@ def detector(tmp_path_factory):
     return evaluator, [engine(step) for step in (0.0, 0.3, 0.6)]
 
 
-def test_the_map_of_a_choice_is_that_of_its_outputs_scored_together(detector):
+def test_cross_fitted_map_equals_map_of_mixed_outputs(detector):
     evaluator, engines = detector
     reference, *others = (evaluator.score(engine) for engine in engines)
     outcomes = [measured(2.0 - k, found) for k, found in enumerate(others)]
@@ -115,7 +115,7 @@ def test_the_map_of_a_choice_is_that_of_its_outputs_scored_together(detector):
     )
 
 
-def test_a_missing_record_of_a_placement_within_the_bound_leaves_the_choice_open(detector):
+def test_cross_fitted_drop_is_none_if_record_is_missing(detector):
     evaluator, engines = detector
     reference, found = (evaluator.score(engine) for engine in engines[:2])
     unknown = replace(measured(1.0, found), mixable="")
@@ -131,7 +131,7 @@ def test_a_missing_record_of_a_placement_within_the_bound_leaves_the_choice_open
 
 
 @pytest.mark.parametrize("scores", [[10**30, 0], [1, 2, 3], ["x", "y"]])
-def test_a_damaged_record_is_said(detector, scores):
+def test_damaged_evidence_is_rejected(detector, scores):
     evaluator, engines = detector
     reference = evaluator.score(engines[0])
     part = {"category": 0, "truth": [0], "image": [0, 1], "hits": [1, 1], "misses": [0, 0], "scores": scores}
@@ -141,7 +141,7 @@ def test_a_damaged_record_is_said(detector, scores):
         cross_fitted_drop([outcome], reference, "map", 1.0, higher_is_better=True)
 
 
-def test_the_mean_iou_of_a_choice_is_that_of_all_its_pixels():
+def test_cross_fitted_mean_iou_is_over_all_pixels():
     right = np.random.default_rng(0).integers(60, 90, (2, SAMPLES))
     reference, found = (
         Accuracy(metrics={"miou": float(np.sum(each) / np.sum(210 - each))}, mixable=text)

@@ -14,29 +14,29 @@ def files(losses: list[float], stderr: float, sqnr_db: list[float]) -> list[Meas
     ]
 
 
-def test_exact_losses_stay_as_they_are():
+def test_estimate_keeps_exact_losses():
     assert estimate_losses([]) == []
     assert estimate_losses(files([0.1, -0.02], 0.0, [20, 30])) == [0.1, -0.02]
     measured = [0.1, -0.02, 0.05]
     assert estimate_losses(files(measured, 1e-6, [20, 30, 25])) == pytest.approx(measured, abs=1e-6)
 
 
-def test_losses_within_their_scatter_follow_the_errors_of_the_outputs():
+def test_estimate_of_noisy_losses_follows_output_error():
     estimated = estimate_losses(files([0.004, 0.006, 0.002], 0.01, [20, 26.02, 40]))
     assert estimated[0] > estimated[1] > estimated[2] > 0
     assert estimated[0] == pytest.approx(2 * estimated[1], rel=1e-3), "twice the amplitude"
 
 
-def test_a_file_that_differs_clearly_from_its_prediction_keeps_its_loss():
+def test_estimate_keeps_loss_far_from_prediction():
     estimated = estimate_losses(files([0.001, 0.002, 0.3], 0.005, [20, 21, 20.5]))
     assert estimated[2] == pytest.approx(0.3, abs=0.01)
 
 
-def test_no_gain_is_expected_of_errors():
+def test_estimate_of_negative_losses_is_not_positive():
     assert max(estimate_losses(files([-0.01, -0.012, -0.009], 0.01, [20, 21, 22]))) <= 0
 
 
-def test_the_estimate_is_closer_to_the_truth_than_the_measurement():
+def test_estimate_has_lower_error_than_measurement():
     rng = np.random.default_rng(0)
     worse = []
     for _ in range(200):

@@ -44,7 +44,7 @@ class Failing(Busy):
         return super().build(candidate, benchmarker)
 
 
-def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path):
+def test_retry_failed_repeats_failed_rows(tmp_path):
     rows, plan = (row("a"), row("b")), TurnSchedule(builds=2, rounds=3, samples=3)
     path = tmp_path / "confirmation.jsonl"
     contest = PairedComparison(
@@ -63,7 +63,7 @@ def test_what_failed_is_tried_again_where_that_is_asked_for(tmp_path):
     assert len(readings.paired_samples("a", "float")[0]) == 2
 
 
-def test_a_record_goes_on_with_fewer_rows(tmp_path):
+def test_comparison_continues_with_fewer_rows(tmp_path):
     """Its builds count on, and what was timed before stays."""
     path = tmp_path / "final_selection.jsonl"
     whole = PairedComparison(
@@ -83,7 +83,7 @@ def test_a_record_goes_on_with_fewer_rows(tmp_path):
 
 
 @pytest.mark.parametrize("disturbed", ["", "waited for a core 50% of the time"])
-def test_other_work_on_the_machine_is_told_at_the_end_and_kept_in_the_record(tmp_path, disturbed):
+def test_disturbance_is_reported_and_recorded(tmp_path, disturbed):
     contest = PairedComparison(
         name="confirmation",
         path=tmp_path / "confirmation.jsonl",

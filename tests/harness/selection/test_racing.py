@@ -73,7 +73,7 @@ def contest(path: Path, names: str) -> PairedComparison:
     )  # fmt: skip
 
 
-def test_a_race_that_is_held_again_times_nothing_and_ends_the_same(tmp_path):
+def test_repeated_race_reuses_log_with_same_result(tmp_path):
     """Later turns say otherwise of who is behind; whoever was out after the first heat stays out of it."""
     true_ms = dict(zip("abcde", (1.0, 1.004, 1.02, 1.03, 1.2), strict=True))
     lots = {"first": list("abcd"), "second": list("bcde")}
@@ -88,7 +88,7 @@ def test_a_race_that_is_held_again_times_nothing_and_ends_the_same(tmp_path):
         assert (held.path.read_bytes(), again.rows) == (written, []), f"seed {seed}"
 
 
-def test_an_interrupted_heat_does_not_decide_the_one_before(tmp_path):
+def test_interrupted_round_does_not_change_earlier_round(tmp_path):
     """What is there of the second heat has b far behind; the first one left it in, so its second build begins anew."""
 
     class Interrupted(Machine):
@@ -114,7 +114,7 @@ def test_an_interrupted_heat_does_not_decide_the_one_before(tmp_path):
     assert [sorted(names) for names in machine.rows] == [["a", "b", FLOAT, FLOAT]] * 2
 
 
-def test_a_race_out_of_time_has_its_first_round_and_those_in_its_log(tmp_path):
+def test_race_out_of_time_uses_first_and_logged_rounds(tmp_path):
     held, lots, machine = contest(tmp_path, "ab"), {"all": ["a", "b"]}, Machine({"a": 1.0, "b": 1.001})
     select(held, lots, machine.open, NullProgress(), is_time_up=lambda: True)
     assert len(machine.rows) == 1
@@ -124,7 +124,7 @@ def test_a_race_out_of_time_has_its_first_round_and_those_in_its_log(tmp_path):
 
 
 @pytest.mark.parametrize("heat", range(len(TURNS_PER_RACING_ROUND)))
-def test_whoever_fails_in_any_heat_is_out(tmp_path, heat):
+def test_candidate_failing_in_any_round_is_eliminated(tmp_path, heat):
     """However fast it was before; b, which stays close, wins."""
     held = contest(tmp_path, "abc")
     machine = Machine({"a": 1.0, "b": 1.001, "c": 1.5}, broken=lambda name, number: name == "a" and number == heat)
@@ -134,7 +134,7 @@ def test_whoever_fails_in_any_heat_is_out(tmp_path, heat):
     assert max(speedups, key=speedups.__getitem__) == "b"
 
 
-def test_what_the_twins_of_a_race_differ_by_keeps_rivals_in(tmp_path):
+def test_build_variance_of_baseline_keeps_close_candidates(tmp_path):
     """The float model's own builds differ by 10 %, so rows that are 3 % apart are not told apart by one build each."""
 
     class Uneven(Machine):
@@ -149,7 +149,7 @@ def test_what_the_twins_of_a_race_differ_by_keeps_rivals_in(tmp_path):
         assert len(machine.rows) == heats
 
 
-def test_a_known_noise_floor_keeps_rivals_in(tmp_path):
+def test_noise_floor_keeps_close_candidates(tmp_path):
     machine = Machine({"a": 1.0, "b": 1.03})
     select(replace(contest(tmp_path, "ab"), noise_floor=0.1), {"all": ["a", "b"]}, machine.open, NullProgress())
     assert len(machine.rows) == len(TURNS_PER_RACING_ROUND)
@@ -166,7 +166,7 @@ def test_a_winner_is_found_among_the_rows_that_finished(tmp_path, broken, won):
     assert speedup == pytest.approx({"a": 2.0, "b": 2.0 / 1.001, "c": 2.0 / 1.5, "": 0.0}[won])
 
 
-def test_other_work_on_the_machine_is_told_once(tmp_path):
+def test_disturbance_is_reported_once(tmp_path):
     class Disturbed(Machine):
         def sample(self, handle: int, sampling: Sampling) -> Samples:
             return replace(super().sample(handle, sampling), disturbed="waited for a core 50% of the time")

@@ -34,7 +34,7 @@ ORDER = ["--seeds", "4", "--budget", "5", "--budget", "20", "--workers", "1"]
 def few_random_searches(request, monkeypatch):
     """Fifty random searches instead of ten thousand; plots only in the test that reads them."""
     monkeypatch.setattr(simulated_selection, "RANDOM_SEARCHES", 50)
-    if request.function is not test_every_searcher_has_its_line_on_every_table:
+    if request.function is not test_study_tables_have_line_per_searcher_and_table:
         monkeypatch.setattr(budget_study, "_draw_plots", lambda *_: None)
 
 
@@ -66,7 +66,7 @@ def walks(out: Path) -> dict[tuple[str, str, int], list[int]]:
     return {(line["table"], line["searcher"], line["seed"]): line["walk"] for line in lines}
 
 
-def test_every_searcher_has_its_line_on_every_table(tables, tmp_path, capsys):
+def test_study_tables_have_line_per_searcher_and_table(tables, tmp_path, capsys):
     out = tmp_path / "out"
     main(["study", *tables, "--out", str(out), *SEARCHERS, *ORDER])
     printed = capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_every_searcher_has_its_line_on_every_table(tables, tmp_path, capsys):
     assert list(ranks["searcher"]) == ["local", "random"]
 
 
-def test_a_table_in_which_nothing_beats_float_has_no_line_in_what_is_reached(tables, make_table, tmp_path, capsys):
+def test_table_without_speedup_is_omitted_from_reach(tables, make_table, tmp_path, capsys):
     def slower(choices: tuple[int, ...]) -> Outcome:
         return Measured(samples_ms=(1.0 + sum(choices),) * 7, build_s=0.1, measure_s=0.1)
 
@@ -115,7 +115,7 @@ def test_a_table_in_which_nothing_beats_float_has_no_line_in_what_is_reached(tab
     assert "A table without a placement faster than the float model has no line." in capsys.readouterr().out
 
 
-def test_what_is_never_reached_is_censored_and_not_left_out(make_table, tmp_path, capsys):
+def test_unreached_target_is_shown_as_censored(make_table, tmp_path, capsys):
     table, out = make_table(), tmp_path / "out"
     main(
         [
@@ -139,7 +139,7 @@ def test_what_is_never_reached_is_censored_and_not_left_out(make_table, tmp_path
     assert "> 4 (0 of 3)" in capsys.readouterr().out
 
 
-def test_it_goes_on_where_it_stopped(tables, tmp_path, replayed, monkeypatch):
+def test_interrupted_study_resumes(tables, tmp_path, replayed, monkeypatch):
     out, whole = tmp_path / "out", tmp_path / "whole"
     main(["study", *tables, "--out", str(whole), *SEARCHERS, *ORDER])
     assert len(replayed) == len(walks(whole)) == 2 * 2 * 4
@@ -168,7 +168,7 @@ def test_it_goes_on_where_it_stopped(tables, tmp_path, replayed, monkeypatch):
     assert replayed == []
 
 
-def test_one_more_searcher_costs_no_more_than_itself(tables, tmp_path, replayed):
+def test_added_searcher_reuses_cached_searches(tables, tmp_path, replayed):
     """As with the folder of a study that somebody else made."""
     out = tmp_path / "out"
     main(["study", *tables, "--out", str(out), *SEARCHERS, *ORDER])
@@ -182,7 +182,7 @@ def test_one_more_searcher_costs_no_more_than_itself(tables, tmp_path, replayed)
     assert before.items() < walks(out).items(), "what is not asked now is kept"
 
 
-def test_what_is_kept_is_not_believed(tables, tmp_path, capsys, replayed):
+def test_invalid_cached_paths_are_replayed_or_refused(tables, tmp_path, capsys, replayed):
     """A walk that cannot be one of this table is replayed, what is no file of walks is refused."""
     out = tmp_path / "out"
     order = ["study", tables[0], "--out", str(out), *SEARCHERS, *ORDER]
@@ -227,7 +227,7 @@ def test_what_is_kept_is_not_believed(tables, tmp_path, capsys, replayed):
         ({"MAX_EVALUATIONS": 99, "MAX_LINES": 50}, "more than 99 evaluations"),
     ],
 )
-def test_more_than_any_study_keeps_is_neither_read_nor_written(
+def test_oversized_cache_is_neither_read_nor_written(
     tables, tmp_path, capsys, monkeypatch,
     limit, said,
 ):  # fmt: skip
@@ -247,9 +247,7 @@ def test_more_than_any_study_keeps_is_neither_read_nor_written(
     assert (out / "walks.parquet").read_bytes() == before
 
 
-def test_a_smaller_budget_reads_what_is_there_and_a_larger_one_replays_what_is_too_short(
-    tables, tmp_path, replayed, capsys
-):
+def test_smaller_budget_reuses_cache_and_larger_replays(tables, tmp_path, replayed, capsys):
     def study(out: str, most: int, *more: str) -> str:
         replayed.clear()
         main(["study", *tables, "--out", str(tmp_path / out), *SEARCHERS, "--seeds", "4", "--budget", str(most), *more])
@@ -269,7 +267,7 @@ def test_a_smaller_budget_reads_what_is_there_and_a_larger_one_replays_what_is_t
     assert replayed == [], "another question took the place of what was there"
 
 
-def test_more_than_one_folder_keeps_is_refused_before_anything_is_replayed(tables, tmp_path, capsys, monkeypatch):
+def test_study_above_evaluation_limit_is_refused_before_replay(tables, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("harness.studies.budget_study.MAX_EVALUATIONS", 319)
     with pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path / "out"), *SEARCHERS, *ORDER])
@@ -285,7 +283,7 @@ def test_two_studies_of_one_folder_are_refused(tables, tmp_path, capsys):
     assert "is replaying a study; wait for it, or use another --out" in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_folder_of_the_tables_takes_no_study(tables, tmp_path, capsys):
+def test_study_output_in_table_folder_is_refused(tables, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["study", *tables, "--out", str(tmp_path), *SEARCHERS, *ORDER])
     assert "the folder has the tables, and walks.parquet would be read as one" in " ".join(
@@ -329,7 +327,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
         (["--searcher", "nobody"], "no searcher is called 'nobody'"),
     ],
 )
-def test_mistakes_name_what_would_do(make_table, tmp_path, capsys, changes, message):
+def test_invalid_options_are_refused_with_remedy(make_table, tmp_path, capsys, changes, message):
     with pytest.raises(SystemExit) as ended:
         main(["study", str(make_table().path), "--out", str(tmp_path / "out"), "--seeds", "2", *changes])
     assert ended.value.code == 2
@@ -354,7 +352,7 @@ budgets: [5, 12]
 """
 
 
-def test_a_study_is_a_file(tables, tmp_path, capsys):
+def test_study_runs_from_yaml_file(tables, tmp_path, capsys):
     path, out = tmp_path / "study.yaml", tmp_path / "out"
     path.write_text(STUDY)
     main(["study", str(path), "--out", str(out), "--workers", "1"])
@@ -367,7 +365,7 @@ def test_a_study_is_a_file(tables, tmp_path, capsys):
     assert {len(walk) for walk in kept.values()} == {12}
 
 
-def test_tables_may_be_named_by_a_whole_path(tables, tmp_path):
+def test_tables_accept_absolute_path(tables, tmp_path):
     path = tmp_path / "elsewhere" / "study.yaml"
     path.parent.mkdir()
     path.write_text(STUDY.replace("*.parquet", str(Path(tables[0]).parent / "*.parquet")))
@@ -399,7 +397,7 @@ def test_tables_are_found_below_a_folder_whose_name_has_brackets(tables, tmp_pat
         ("- a list", [], "is a mapping of keys, but got list"),
     ],
 )
-def test_a_study_that_is_wrong_says_where(tables, tmp_path, capsys, text, options, message):
+def test_invalid_study_file_names_location(tables, tmp_path, capsys, text, options, message):
     path = tmp_path / "study.yaml"
     path.write_text(text)
     with pytest.raises(SystemExit) as ended:
@@ -408,7 +406,7 @@ def test_a_study_that_is_wrong_says_where(tables, tmp_path, capsys, text, option
     assert message in capsys.readouterr().err
 
 
-def test_many_workers_find_what_one_does(tables, tmp_path):
+def test_result_is_independent_of_worker_count(tables, tmp_path):
     for workers in ("1", "2"):
         main(["study", *tables, "--out", str(tmp_path / workers), *SEARCHERS, *ORDER[:-1], workers])
     assert walks(tmp_path / "1") == walks(tmp_path / "2")
@@ -421,9 +419,7 @@ def test_more_seeds_keep_the_searches_that_are_done(tables, tmp_path, replayed):
     assert [seed for _, _, seed in replayed] == list(range(14))
 
 
-def test_the_searchers_of_somebody_else_are_replayed_again_once_their_file_changes(
-    tables, tmp_path, monkeypatch, replayed, capsys
-):
+def test_changed_file_of_custom_searcher_is_replayed(tables, tmp_path, monkeypatch, replayed, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     source = "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
@@ -455,7 +451,7 @@ def told_all(choices: tuple[int, ...]) -> Outcome:
     return Measured(samples_ms=(10.0 - sum(choices[:6]),) * 7, build_s=0.5, measure_s=0.1)
 
 
-def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(make_table, tmp_path, capsys):
+def test_table_with_optimum_among_initial_placements_is_excluded(make_table, tmp_path, capsys):
     telling = make_table(noise=0.01, path=tmp_path / "telling.parquet")
     idle = make_table(outcome=told_all, path=tmp_path / "idle.parquet")
     out = tmp_path / "out"
@@ -481,7 +477,7 @@ def test_a_table_whose_optimum_is_told_first_is_left_out_and_named(make_table, t
     assert "Left out" not in capsys.readouterr().out
 
 
-def test_a_searcher_that_had_nothing_more_to_propose_is_named_below_each_table(tables, tmp_path, capsys):
+def test_exhausted_searcher_is_noted_below_each_table(tables, tmp_path, capsys):
     study = tmp_path / "study.yaml"
     walk = "{use: random_mutation, label: walk, params: {scope: per_pattern, schemes_per_pattern: 3}}"
     study.write_text(f"study: mine\ntables: {tables}\nsearchers: [random, {walk}]\nseeds: 2\nbudgets: [10, 40]\n")
@@ -495,7 +491,7 @@ def test_a_searcher_that_had_nothing_more_to_propose_is_named_below_each_table(t
     ("use", "params"),
     [("per_pattern", {"searcher": "plug_inner:Own"}), ("portfolio", {"members": ["local", "plug_inner:Own"]})],
 )
-def test_changed_code_of_a_searcher_within_another_is_replayed_again(make_table, tmp_path, monkeypatch, use, params):
+def test_changed_code_of_nested_searcher_changes_search_key(make_table, tmp_path, monkeypatch, use, params):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plug_inner", raising=False)
     table = make_table(path=tmp_path / "one.parquet").path
@@ -534,7 +530,7 @@ def test_ranks_and_pairs_are_there_for_every_budget(make_table, tmp_path):
     assert " at 20; ranks of one budget that differ by more than 1.91 are different at 5 % (Nemenyi)" in note
 
 
-def test_the_score_of_random_search_is_0_whatever_all_are_told_first(make_table, tmp_path):
+def test_score_of_random_search_is_0_with_any_initial_placements(make_table, tmp_path):
     table = make_table(noise=0.1)
     order = ["--searcher", "random", "--seeds", "60", "--budget", "20", "--workers", "1"]
     for start in ([], ["--cold"]):
@@ -544,7 +540,7 @@ def test_the_score_of_random_search_is_0_whatever_all_are_told_first(make_table,
         assert abs(line["score"]) < 2 * half < 0.5, start
 
 
-def test_fewer_seeds_read_what_is_there(tables, tmp_path, replayed):
+def test_fewer_seeds_reuse_cache(tables, tmp_path, replayed):
     out, order = tmp_path / "out", ["--searcher", "random", "--budget", "5", "--workers", "1"]
     main(["study", tables[0], "--out", str(out), *order, "--seeds", "14"])
     for seeds in (12, 7):
@@ -555,7 +551,7 @@ def test_fewer_seeds_read_what_is_there(tables, tmp_path, replayed):
         assert (out / "budget.csv").read_text() == (tmp_path / f"anew{seeds}" / "budget.csv").read_text()
 
 
-def test_modules_beside_a_study_are_found(tables, tmp_path, monkeypatch, capsys):
+def test_searcher_module_in_study_folder_is_found(tables, tmp_path, monkeypatch, capsys):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -570,7 +566,7 @@ def test_modules_beside_a_study_are_found(tables, tmp_path, monkeypatch, capsys)
     assert "0 initial placements of every search" in printed
 
 
-def test_a_start_that_is_none_is_refused_before_anything_is_replayed(tables, tmp_path, capsys):
+def test_unknown_initial_placement_is_refused_before_replay(tables, tmp_path, capsys):
     (tmp_path / "study.yaml").write_text(f"{STUDY}initial: [float, lineer]\n")
     with pytest.raises(SystemExit) as ended:
         main(["study", str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")])

@@ -30,12 +30,12 @@ SHAPES = {
 """As the commands of docs/explanation/replay.md give them: these files leave the batch open."""
 
 
-def test_there_are_at_least_four():
+def test_at_least_four_tables_are_committed():
     assert len(TABLES) >= 4
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_a_table_is_small_whole_and_of_the_model_as_it_is(path, tmp_path):
+def test_committed_table_is_small_and_matches_model(path, tmp_path):
     assert path.stat().st_size < 5_000_000
     table = read_table(path)  # refuses what is not whole or not what it says
     if table.metadata.source.startswith("assets:") and not os.environ.get("QDQ_ASSETS"):
@@ -45,14 +45,14 @@ def test_a_table_is_small_whole_and_of_the_model_as_it_is(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_nothing_that_every_search_is_told_beats_the_optimum(path):
+def test_optimum_is_not_slower_than_initial_placements(path):
     landscape = Landscape(read_table(path))
     best_ms = landscape.latency_ms[landscape.optimum]
     assert min(landscape.anchors_ms.values()) > 0.98 * best_ms, "the optimum of a table is no lucky reading"
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_the_docs_say_what_the_table_says(path):
+def test_documented_figures_match_table(path):
     placements, optimum = table_lines(read_table(path))[1:3]
     line = next(
         line for line in (ROOT / "docs/explanation/replay.md").read_text().splitlines() if f"`{path.stem}`" in line
@@ -66,7 +66,7 @@ def test_the_docs_say_what_the_table_says(path):
 
 
 @pytest.mark.parametrize("name", [name for name, task in read_catalogue().tasks.items() if task.tier == "extended"])
-def test_a_table_of_the_archive_is_whole_and_as_the_docs_say(name, tmp_path, monkeypatch):
+def test_archived_table_is_readable_and_matches_docs(name, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table = read_table(table_path(name))
     assert len(table.rows) >= 128
@@ -79,7 +79,7 @@ def test_a_table_of_the_archive_is_whole_and_as_the_docs_say(name, tmp_path, mon
     assert optimum.startswith(f"optimum {best_ms} ms ({', '.join(f'{name} {ms} ms' for name, ms in shown)})")
 
 
-def test_accuracies_are_of_placements_of_the_tables():
+def test_accuracy_file_refers_to_models_of_tables():
     scores = read_accuracy(data_folder() / ACCURACY_FILE)
     assert all(row.samples == 64 for row in scores.values())
     tables = {

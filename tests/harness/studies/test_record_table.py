@@ -46,7 +46,7 @@ def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **par
     return read_table(record(study, out, dimensions, NullProgress(), search=search))
 
 
-def test_a_table_is_complete_and_true(model, tmp_path):
+def test_recorded_table_is_complete_with_true_latencies(model, tmp_path):
     table = recorded(model, tmp_path / "t.parquet")
     facts = table.metadata
     assert (facts.model, facts.source, facts.dialect, facts.precision) == ("net", str(model), "openvino", "int8")
@@ -65,7 +65,7 @@ def test_a_table_is_complete_and_true(model, tmp_path):
     assert not list(tmp_path.glob("*.recording"))
 
 
-def test_the_rest_is_fixed_at_the_best_known_and_the_most_telling_vary(model, tmp_path):
+def test_table_varies_most_sensitive_dimensions_around_best(model, tmp_path):
     table = recorded(model, tmp_path / "t.parquet")
     latency = {d: r.outcome.samples_ms[0] for d, r in table.rows.items() if isinstance(r.outcome, Measured)}
     whole, facts = table.subspace.full_space, table.metadata
@@ -76,7 +76,7 @@ def test_the_rest_is_fixed_at_the_best_known_and_the_most_telling_vary(model, tm
     assert all(value <= least for name, value in facts.sensitivity.items() if name not in facts.varied)
 
 
-def test_a_search_first_finds_what_single_changes_do_not(model, tmp_path):
+def test_search_option_finds_faster_base_placement(model, tmp_path):
     def best_ms(table: BenchmarkTable) -> float:
         return min(r.outcome.info["truth_ms"] for r in table.rows.values() if isinstance(r.outcome, Measured))
 
@@ -98,7 +98,7 @@ class Cut(Exception):
     """The power failed."""
 
 
-def test_a_recording_that_was_cut_off_goes_on(model, tmp_path, monkeypatch):
+def test_interrupted_recording_resumes(model, tmp_path, monkeypatch):
     whole = recorded(model, tmp_path / "whole.parquet", dimensions=3)
     built: list[str] = []
     build = InProcess.build
@@ -127,7 +127,7 @@ def test_a_recording_that_was_cut_off_goes_on(model, tmp_path, monkeypatch):
     assert not built
 
 
-def test_a_lucky_reading_is_not_the_optimum_of_the_table(model, tmp_path, monkeypatch):
+def test_low_outlier_is_remeasured_in_final_selection(model, tmp_path, monkeypatch):
     true = recorded(model, tmp_path / "true.parquet", dimensions=3)
     whole, inside = true.subspace.full_space, [true.subspace.to_full_space(p) for p in true.subspace.placements()]
     around = [Placement(anchor) for anchor in true.metadata.anchors.values()]
@@ -153,7 +153,7 @@ def test_a_lucky_reading_is_not_the_optimum_of_the_table(model, tmp_path, monkey
     assert outcome.samples_ms == pytest.approx([truth[chosen]] * 20, rel=1e-6)
 
 
-def test_a_lucky_reading_that_cannot_be_repeated_is_no_optimum(model, tmp_path, monkeypatch):
+def test_placement_that_fails_to_rebuild_is_recorded_as_failed(model, tmp_path, monkeypatch):
     """What seems fastest is built once, and never again when it is to meet the others."""
     table = recorded(model, tmp_path / "true.parquet", dimensions=3)
     fastest = table.subspace.to_full_space(list(table.subspace.placements())[Landscape(table).optimum])
@@ -175,7 +175,7 @@ def test_a_lucky_reading_that_cannot_be_repeated_is_no_optimum(model, tmp_path, 
     assert numbers == list(range(len(numbers)))
 
 
-def test_what_has_too_many_choices_for_so_few_placements_is_refused_before_it_is_measured(model, tmp_path):
+def test_too_few_dimensions_for_choices_are_refused_before_timing(model, tmp_path):
     study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
     with pytest.raises(UserError, match="--dimensions 1: nothing to enumerate, for a dimension has at least 3 choices"):
         record(study, tmp_path / "mixed.parquet", 1, NullProgress())
@@ -192,7 +192,7 @@ class Listening(NullProgress):
         self.said.append(text)
 
 
-def test_a_machine_that_changes_its_pace_is_told(model, tmp_path, monkeypatch):
+def test_changed_machine_speed_is_reported(model, tmp_path, monkeypatch):
     """Half as fast while the last ones meet, so that even what was known before seems faster than the optimum."""
     sample = InProcess.sample
 
@@ -215,13 +215,13 @@ def test_a_machine_that_changes_its_pace_is_told(model, tmp_path, monkeypatch):
     assert beaten[0].endswith("use more --dimensions, or --search 200")
 
 
-def test_a_steady_machine_is_not_spoken_of(model, tmp_path):
+def test_steady_machine_gives_no_warning(model, tmp_path):
     observer = Listening()
     record(make_study(str(model), backend="simulated", params=PARAMS), tmp_path / "t.parquet", 2, observer)
     assert not [text for text in observer.said if "float model takes" in text or "optimum" in text]
 
 
-def test_a_recording_of_something_else_is_refused(model, tmp_path, monkeypatch):
+def test_recording_with_changed_inputs_is_refused(model, tmp_path, monkeypatch):
     out = tmp_path / "t.parquet"
     recorded(model, out)
     with pytest.raises(UserError, match=r"(?s)t\.parquet: .*backend\.options\.seed: 5 -> 6"):
@@ -238,7 +238,7 @@ def test_a_recording_of_something_else_is_refused(model, tmp_path, monkeypatch):
         recorded(tmp_path / "other.onnx", out)
 
 
-def test_failures_are_recorded_and_nothing_but_failures_is_an_error(model, tmp_path):
+def test_failed_placements_are_recorded(model, tmp_path):
     table = recorded(model, tmp_path / "some.parquet", failure_rate=0.3)
     failed = [row.outcome for row in table.rows.values() if isinstance(row.outcome, Failed)]
     assert 0 < len(failed) < len(table.rows)
@@ -247,9 +247,7 @@ def test_failures_are_recorded_and_nothing_but_failures_is_an_error(model, tmp_p
     assert sum(isinstance(row.outcome, Measured) for row in found.rows.values()) == 1
 
 
-def test_changes_that_fail_one_after_the_other_do_not_stop_a_recording_in_which_others_work(
-    model, tmp_path, monkeypatch
-):
+def test_consecutive_failures_do_not_stop_recording_after_success(model, tmp_path, monkeypatch):
     """What a search has measured first shows that the machine works, however many single changes are refused."""
     study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
     whole = read_table(record(study, tmp_path / "plain.parquet", 2, NullProgress())).subspace.full_space
@@ -293,7 +291,7 @@ def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(model, tmp_pa
     assert table.metadata.backend["options"]["optimization"] == "all"
 
 
-def test_sensitivity_is_the_typical_change_of_log_latency():
+def test_sensitivity_is_rms_change_of_log_latency():
     choices = ("float", "int8", "fp8")
     space = Space(
         tuple(Dimension(name=n, group="p", kind="node_input", choices=choices, edges=(Edge(n, n, 0),)) for n in "abc")
@@ -321,7 +319,7 @@ def test_neighbours_differ_in_one_dimension():
     assert all(sum(a != b for a, b in zip(p.choices, (0, 1, 2, 0), strict=True)) == 1 for p in found)
 
 
-def test_the_commands_run_from_the_shell(model, tmp_path, capsys):
+def test_record_replay_and_noise_commands_run(model, tmp_path, capsys):
     chosen = ["--backend", "simulated", "--param", "seed=5", "--param", "noise=0.01"]
     main(["record", str(model), "--dimensions", "2", *chosen])
     printed = capsys.readouterr().out
@@ -348,7 +346,7 @@ def test_the_commands_run_from_the_shell(model, tmp_path, capsys):
         (["--fidelity"], "cannot be scored; evaluate: the simulated benchmarker has only latencies"),
     ],
 )
-def test_mistakes_end_with_one_message(model, arguments, message, capsys):
+def test_record_errors_end_with_one_message(model, arguments, message, capsys):
     backend = [] if "--backend" in arguments else ["--backend", "simulated"]
     with pytest.raises(SystemExit) as end:
         main(["record", str(model), *backend, *arguments])
@@ -356,7 +354,7 @@ def test_mistakes_end_with_one_message(model, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_experiment_of_one_task_is_taken_whole(model, tmp_path):
+def test_record_accepts_experiment_with_one_task(model, tmp_path):
     text = """
 experiment: mine
 models: [{use: net.onnx, calibration: {samples: 2, method: percentile}}]
@@ -376,7 +374,7 @@ sampling: {min_samples: 5, max_samples: 5}
         make_study(str(tmp_path / "two.yaml"))
 
 
-def test_the_placements_of_another_table_are_measured_without_a_screening(model, tmp_path):
+def test_like_option_measures_placements_of_other_table(model, tmp_path):
     first = recorded(model, tmp_path / "first.parquet")
     study = make_study(str(model), backend="simulated", params={**PARAMS, "base_ms": 20.0})
     out = tmp_path / "again.parquet"

@@ -32,7 +32,7 @@ def test_optimum_and_anchors(make_table):
     assert [landscape.index(p) for p in landscape.table.subspace.placements()] == list(range(64))
 
 
-def test_variance_is_shared_out_exactly(make_table):
+def test_variance_decomposition_is_exact(make_table):
     """Of a pair product, half the effect falls to each single dimension and a quarter of it to the pair."""
     difficulty = measure_difficulty(Landscape(make_table()))
     single = np.array([-0.4 - 0.2, 0.3 - 0.2, -0.2, 0.1, -0.05, 0.02]) / 2
@@ -43,7 +43,7 @@ def test_variance_is_shared_out_exactly(make_table):
     assert difficulty.additive + difficulty.pairwise == pytest.approx(1)
 
 
-def test_difficulty_tells_easy_from_hard(make_table):
+def test_difficulty_separates_smooth_from_random_landscape(make_table):
     rng = np.random.default_rng(1)
 
     def rough(choices: tuple[int, ...]) -> Outcome:
@@ -59,14 +59,14 @@ def test_difficulty_tells_easy_from_hard(make_table):
     assert easy.random_evaluations == pytest.approx(65 / 2)
 
 
-def test_a_flat_table_is_all_optimum(make_table):
+def test_difficulty_of_flat_table(make_table):
     difficulty = measure_difficulty(Landscape(make_table(outcome=lambda _: measured(3.0))))
     assert difficulty.near_optimum == difficulty.local_optima == difficulty.additive == 1.0
     assert difficulty.random_evaluations == 1.0
     assert difficulty.fitness_distance == difficulty.neighbour_correlation == difficulty.pairwise == 0.0
 
 
-def test_what_failed_or_misses_the_bound_cannot_be_the_optimum(make_table):
+def test_optimum_excludes_failed_and_infeasible_placements(make_table):
     def outcome(choices: tuple[int, ...]) -> Outcome:
         if choices[0] and choices[1]:
             return Failed(stage="build", reason="unsupported")
@@ -81,7 +81,7 @@ def test_what_failed_or_misses_the_bound_cannot_be_the_optimum(make_table):
     assert bound.latency_ms.max() == pytest.approx(5.0)  # the slowest that is allowed stands for all that are not
 
 
-def test_a_metric_without_limit_is_no_answer_to_a_bound(make_table):
+def test_infinite_metric_counts_as_failure_under_bound(make_table):
     """Nobody could say by how much it misses."""
     table = make_table()
     digests = list(table.rows)
@@ -106,7 +106,7 @@ def test_bounds_that_no_placement_can_answer_are_refused(make_table):
         Landscape(nothing)
 
 
-def test_readings_of_a_replay_are_medians_of_what_was_recorded(make_table):
+def test_replayed_readings_are_recorded_samples(make_table):
     landscape = Landscape(make_table(noise=0.1))
     rng = np.random.default_rng(0)
     seen = [landscape.observe(5, rng).objective for _ in range(300)]  # type: ignore[union-attr]
@@ -115,7 +115,7 @@ def test_readings_of_a_replay_are_medians_of_what_was_recorded(make_table):
     assert np.median(seen) == pytest.approx(landscape.latency_ms[5])
 
 
-def test_drift_is_seen_through_the_random_order(make_table):
+def test_drift_is_estimated_despite_random_order(make_table):
     order = [1, *(i for i in np.random.default_rng(4).permutation(65).tolist() if i != 1)]  # first what is outside
     turn = itertools.count()
 

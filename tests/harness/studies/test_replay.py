@@ -46,7 +46,7 @@ def read(landscape: Landscape, walk: list[int], seed: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["random", "random_mutation", "evolutionary", "local"])
-def test_searchers_find_the_optimum_and_repeat_themselves(name, make_table):
+def test_searchers_reach_optimum_and_are_reproducible(name, make_table):
     landscape = Landscape(make_table(noise=0.01))
     one, two = (
         replay(landscape, PluginSpec(use=name), seeds=range(3), budget=64, initial=("float",)) for _ in range(2)
@@ -57,7 +57,7 @@ def test_searchers_find_the_optimum_and_repeat_themselves(name, make_table):
     assert one.build_s == pytest.approx(0.6 * one.evaluations, rel=1e-3)
 
 
-def test_the_same_model_again_costs_nothing_and_gets_the_same_answer(make_table):
+def test_duplicate_placement_is_free_with_same_reading(make_table):
     landscape = Landscape(make_table(dimensions=2, noise=0.1))
     searcher = Listed([(0, 0), (0, 0), (1, 0), (0, 0), (1, 1)])
     walk = replay_once(landscape, searcher, budget=3, seed=0)
@@ -67,7 +67,7 @@ def test_the_same_model_again_costs_nothing_and_gets_the_same_answer(make_table)
     assert searcher.told[0].digest == landscape.table.subspace.space.digest(Placement((0, 0)))
 
 
-def test_failures_and_bounds_are_told_and_are_no_incumbents(make_table):
+def test_failed_and_infeasible_placements_are_no_incumbents(make_table):
     def outcome(choices: tuple[int, ...]) -> Outcome:
         if choices[0] and choices[1]:
             return Failed(stage="crash", reason="the worker died", wall_s=3.0)
@@ -108,7 +108,7 @@ class Broken:
 """
 
 
-def test_a_searcher_that_breaks_is_named_with_its_traceback(make_table, tmp_path, monkeypatch):
+def test_failed_searcher_is_named_with_traceback(make_table, tmp_path, monkeypatch):
     (tmp_path / "mine_that_breaks.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(str(tmp_path))
     said = r"(?s)searcher 'Broken', seed 7, failed; IndexError: list index out of range\n.*return \[\]\[n\]"
@@ -116,7 +116,7 @@ def test_a_searcher_that_breaks_is_named_with_its_traceback(make_table, tmp_path
         replay(Landscape(make_table(dimensions=2)), PluginSpec(use="mine_that_breaks:Broken"), seeds=[7], budget=5)
 
 
-def test_mistakes_name_what_would_do(make_table, tmp_path):
+def test_invalid_replay_arguments_are_refused_with_remedy(make_table, tmp_path):
     table = make_table(dimensions=2)
     landscape = Landscape(table)
     with pytest.raises(UserError, match="no searcher is called 'randon'; did you mean 'random'"):
@@ -142,7 +142,7 @@ def test_a_table_of_another_model_is_refused(make_table, tmp_path):
         check_table(make_table(dimensions=2), ModelSpec(use=str(tmp_path / "net.onnx")), tmp_path)
 
 
-def test_the_command_prints_and_writes(make_table, tmp_path, capsys):
+def test_replay_command_prints_and_writes_results(make_table, tmp_path, capsys):
     table = make_table(noise=0.01)
     order = ["--searcher", "random", "--searcher", "local", "--seeds", "4", "--budget", "12"]
     main(["replay", str(table.path), *order, "--out", str(tmp_path / "out")])
@@ -162,7 +162,7 @@ def test_the_command_prints_and_writes(make_table, tmp_path, capsys):
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_initial_placements_are_told_as_fast_as_the_table_has_them(make_table):
+def test_initial_placements_have_latency_of_table(make_table):
     """Within the table: what it fixes stays fixed, so they are others than the anchors of the whole space."""
     table = make_table()
     notes = replay_all(table, ["random"], ReplayRequest(seeds=1, budget=5, initial=("float", "all")), None)[2]
@@ -175,14 +175,14 @@ def test_initial_placements_are_told_as_fast_as_the_table_has_them(make_table):
     )
 
 
-def test_lines_say_what_is_known(make_table):
+def test_result_lines_show_known_values(make_table):
     lines = table_lines(make_table())
     assert "optimum 4.724 ms (float 10.000 ms" in lines[2]
     assert "1.56 % within 1 % of the optimum (random search needs 32 evaluations on average)" in lines[3]
 
 
 @pytest.mark.parametrize("searcher", [(), ("--searcher", "random")])
-def test_a_mistyped_start_is_refused_with_or_without_a_searcher(searcher, make_table, capsys):
+def test_unknown_initial_placement_is_refused(searcher, make_table, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(make_table(dimensions=2).path), "--initial", "linaer", *searcher])
     assert ended.value.code == 2
@@ -199,7 +199,7 @@ def test_a_mistyped_start_is_refused_with_or_without_a_searcher(searcher, make_t
         ((), 0.1, None),
     ],
 )
-def test_a_table_whose_optimum_everybody_is_told_tells_nobody_apart(make_table, initial, gain, said):
+def test_table_with_optimum_among_initial_placements_warns(make_table, initial, gain, said):
     def outcome(choices: tuple[int, ...]) -> Outcome:
         return Measured(samples_ms=(4.0 - gain * sum(choices[:2]),) * 7, build_s=1.0, measure_s=0.5)
 
@@ -210,7 +210,7 @@ def test_a_table_whose_optimum_everybody_is_told_tells_nobody_apart(make_table, 
     assert said is None or said in found[0]
 
 
-def test_what_is_skewed_has_a_median_and_quartiles(make_table):
+def test_skewed_results_show_median_and_quartiles(make_table):
     def outcome(choices: tuple[int, ...]) -> Outcome:
         return Measured(samples_ms=(1.0 + 99.0 * (not any(choices[:2])),) * 7, build_s=1.0, measure_s=0.5)
 
@@ -226,7 +226,7 @@ def test_what_is_skewed_has_a_median_and_quartiles(make_table):
     assert rows[1][1] in ("0.00", "9900.00"), "a single search has no quartiles"
 
 
-def test_what_a_search_read_follows_from_what_it_evaluated(make_table):
+def test_readings_are_reproducible_from_evaluated_placements(make_table):
     """So a study keeps no readings: they would be nine tenths of its file."""
 
     def outcome(choices: tuple[int, ...]) -> Outcome:

@@ -37,11 +37,11 @@ def changes(package: Path, searcher: str, module: str) -> bool:
         ("bandit_portfolio.py", "algorithms/random.py", True),  # runs searchers by their names
     ],
 )
-def test_a_searcher_is_its_own_file_and_what_it_imports(package, searcher, module, expected):
+def test_code_digest_covers_searcher_file_and_imports(package, searcher, module, expected):
     assert changes(package, searcher, module) is expected
 
 
-def test_somebody_elses_searcher_counts_with_what_it_imports_of_ours(package, tmp_path):
+def test_code_digest_of_custom_searcher_covers_project_imports(package, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("import json\nimport search.archive as archive\nfrom . import missing\nimport unknown.module\n")
     before = code_digest(mine, package)
@@ -50,7 +50,7 @@ def test_somebody_elses_searcher_counts_with_what_it_imports_of_ours(package, tm
         assert (code_digest(mine, package) != before) is changed
 
 
-def test_a_searcher_without_a_file_changes_with_any_of_ours(package):
+def test_code_digest_without_file_covers_whole_package(package):
     before = code_digest(None, package)
     (package / "algorithms" / "optuna_bridge.py").write_text("# gone\n")
     assert code_digest(None, package) != before
@@ -71,7 +71,7 @@ def test_a_searcher_without_a_file_changes_with_any_of_ours(package):
         ("site-packages/pack/mine.py", "import library", "site-packages/library/__init__.py", False),
     ],
 )
-def test_what_lies_beside_somebody_elses_searcher_is_of_it(package, tmp_path, place, line, helper, expected):
+def test_code_digest_of_custom_searcher_covers_local_modules(package, tmp_path, place, line, helper, expected):
     """A helper that changed is a searcher that changed; libraries have a version of their own."""
     mine, other = tmp_path / place, tmp_path / helper
     for path in (mine, other):
@@ -86,7 +86,7 @@ def test_what_lies_beside_somebody_elses_searcher_is_of_it(package, tmp_path, pl
     assert (code_digest(mine, package) != before) is expected
 
 
-def test_every_python_reads_the_same_meaning():
+def test_normalised_ast_is_equal_in_every_python_version():
     """What other people replayed with another version is of the same code; `ast.dump` would differ."""
     code = b"""
 import numpy as np
@@ -104,7 +104,7 @@ def f(x, /, y=(), *, z=None):
     assert hashlib.sha256(normalised_ast(code)).hexdigest()[:16] == "4a1f7a42303245bc"
 
 
-def test_what_a_searcher_imports_decides_which_libraries_count(package):
+def test_imported_modules_determine_hashed_libraries(package):
     found = {
         name: imported_modules(package / "algorithms" / f"{name}.py", package)
         for name in ("random", "surrogate", "optuna_bridge")

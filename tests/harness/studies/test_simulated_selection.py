@@ -33,7 +33,7 @@ def settled(readings: Floats, final_selection: Floats) -> np.ndarray:
         ([5.0, 1.0, 2.0, 3.0, 4.0], [0.5, 1.0, 2.0, 3.0, 4.0], [0, 0, 0, 0, 1]),  # four read lower
     ],
 )
-def test_by_hand(readings, final_selection, expected):
+def test_simulated_selection_of_small_examples(readings, final_selection, expected):
     assert settled(np.array([readings]), np.array([final_selection]))[0].tolist() == expected
 
 
@@ -41,7 +41,7 @@ figures = arrays(float, (3, 12), elements=st.sampled_from([1.0, 2.0, 3.0, 4.0, 5
 
 
 @given(figures, figures)
-def test_it_is_the_best_in_the_final_selection_of_the_best_readings(readings, final_selection):
+def test_simulated_selection_picks_best_of_leading_readings(readings, final_selection):
     final_selection = np.where(np.isfinite(final_selection), final_selection, 9.0)
     found = settled(readings, final_selection)
     for search, latest in np.ndindex(found.shape):
@@ -51,7 +51,7 @@ def test_it_is_the_best_in_the_final_selection_of_the_best_readings(readings, fi
         assert found[search, latest] == wanted
 
 
-def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table):
+def test_ended_search_keeps_choice_and_elapsed_time(make_table):
     landscape = Landscape(make_table(dimensions=2))
     walks = SearchPaths(seeds=(0,), indices=np.array([[0, 1, -1]]), readings_ms=np.array([[10.0, 13.0, INF]]))
     latency_ms, elapsed_s = walks.latency_ms(landscape), walks.elapsed_s(landscape)
@@ -61,7 +61,7 @@ def test_a_search_that_ended_keeps_its_choice_and_its_clock(make_table):
     assert elapsed_s[0, 1] == elapsed_s[0, 2] > elapsed_s[0, 0]
 
 
-def test_what_may_not_be_chosen_counts_as_slow_as_the_slowest(make_table):
+def test_infeasible_placement_has_latency_of_slowest(make_table):
     landscape = Landscape(make_table(dimensions=2))
     walks = SearchPaths(seeds=(0,), indices=np.array([[1, 0]]), readings_ms=np.array([[INF, 10.0]]))
     assert walks.latency_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]

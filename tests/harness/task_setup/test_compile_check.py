@@ -51,7 +51,7 @@ def test_each_task_on_tensorrt_is_compiled_in_float_and_quantized(compiled, tmp_
     assert "openvino-int8: all" not in shown
 
 
-def test_a_refusal_fails_the_check_after_all_are_compiled(compiled, tmp_path, capsys):
+def test_compile_check_fails_after_compiling_all_models(compiled, tmp_path, capsys):
     assert check(tmp_path, "--target", "sm75") == 2
     assert len(compiled) == 4
     shown = capsys.readouterr()

@@ -45,7 +45,7 @@ def activations(path: Path) -> set[str]:
     return {values[node.input[2]].dtype.name for node in graph.node if node.op_type == "QuantizeLinear"}
 
 
-def test_quantize_static_has_a_row_with_uint8_and_one_with_int8_activations(order):
+def test_quantize_static_supports_uint8_and_int8_activations(order):
     made = {name: run_external_tool(name, order, NullProgress()) for name in ("ort_static", "ort_static_s8")}
     paths = {name: foreign.path for name, foreign in made.items() if foreign.path is not None}
     assert {name: activations(path) for name, path in paths.items()} == {
@@ -58,7 +58,7 @@ def test_quantize_static_has_a_row_with_uint8_and_one_with_int8_activations(orde
     assert {path: path.stat().st_mtime_ns for path in paths.values()} == written, "each is made once and kept"
 
 
-def test_the_placement_of_quantize_static_is_that_of_everything_though_it_removes_activations(order):
+def test_placement_of_quantize_static_is_quantize_all(order):
     path = run_external_tool("ort_static", order, NullProgress()).path
     assert path is not None
     assert "Relu" not in {node.op_type for node in onnx.load(path).graph.node}
@@ -99,7 +99,7 @@ def test_quantize_static_has_a_model_for_mse(order):
     assert made.pairs > 0
 
 
-def test_a_tool_that_cannot_run_says_so_before_it_is_started(order, monkeypatch):
+def test_unavailable_tool_gives_reason_before_start(order, monkeypatch):
     made = run_external_tool(
         "ort_static", replace(order, options={**order.options, "precision": "fp8"}), NullProgress()
     )
@@ -116,7 +116,7 @@ def remarks(**changes: Any) -> list[str]:
     return list(tool_remarks(parse_experiment(str(body).replace("'", '"'), "e.yaml")))
 
 
-def test_what_a_tool_will_not_do_as_asked_is_known_beforehand(monkeypatch):
+def test_check_remarks_on_unsupported_tool_settings(monkeypatch):
     assert remarks() == remarks(initial=["float"], baselines=["all"], method="mse") == []
     assert [line.partition(" ")[0] for line in remarks(method="mse")] == ["modelopt_ptq", "ort_static"]
     (line,) = remarks(method="percentile")

@@ -36,7 +36,7 @@ def choose(tmp_path, monkeypatch):
     return choose
 
 
-def test_the_faster_one_is_the_baseline_and_stays_it(choose, tmp_path):
+def test_fastest_float_precision_is_baseline_and_is_stored(choose, tmp_path):
     first = choose()
     assert {name: use.params for name, use in first.items()} == {"main": {"base_ms": 5.0}, "f32": {"base_ms": 10.0}}
     written = (tmp_path / "task" / "float.json").read_bytes()
@@ -56,7 +56,7 @@ def test_a_clear_difference_needs_one_build(choose, tmp_path, monkeypatch, f32_m
     assert {event["build"] for event in record["events"]} == set(range(builds))
 
 
-def test_a_precision_that_the_experiment_sets_is_the_only_one(choose, tmp_path, monkeypatch):
+def test_configured_float_precision_is_not_measured(choose, tmp_path, monkeypatch):
     import plug_in_with_two
 
     described = plug_in_with_two.Two.describe
@@ -72,7 +72,7 @@ def test_the_choice_for_another_model_is_refused(choose, tmp_path):
         choose()
 
 
-def test_a_precision_that_is_gone_is_refused(choose, monkeypatch):
+def test_stored_precision_no_longer_offered_is_refused(choose, monkeypatch):
     import plug_in_with_two
 
     choose()
@@ -81,7 +81,7 @@ def test_a_precision_that_is_gone_is_refused(choose, monkeypatch):
         choose()
 
 
-def test_a_damaged_record_is_explained(choose, tmp_path):
+def test_damaged_float_baseline_file_is_refused(choose, tmp_path):
     choose()
     (tmp_path / "task" / "float.json").write_text("{")
     with pytest.raises(UserError, match=r"float.json: cannot be read .*; move the file away"):

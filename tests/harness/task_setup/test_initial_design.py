@@ -99,7 +99,7 @@ def roles(space, placement):
     return {d.role for d, choice in zip(space.dimensions, placement.choices, strict=True) if choice}
 
 
-def test_names_quantize_the_operators_that_they_say(folder, model, space):
+def test_named_placements_quantize_their_operators(folder, model, space):
     found = seeding(folder, model, space, "[linear, linear_add, linear_pool, linear_pool_concat, movers]")
     found |= seeding(folder, model, space, "[float]")
     assert {name: roles(space, placements[name]) for name, placements in found.items()} == {
@@ -112,7 +112,7 @@ def test_names_quantize_the_operators_that_they_say(folder, model, space):
     }
 
 
-def test_the_guide_quantizes_the_operand_that_skips(model, space):
+def test_tensorrt_guide_quantizes_skip_operand(model, space):
     placement = tensorrt_guide_placement(space, model)
     assert roles(space, placement) == {"linear", "add", "pool"}
     quantized = {edge for edge, _ in space.resolve(placement)}
@@ -123,7 +123,7 @@ def test_the_guide_quantizes_the_operand_that_skips(model, space):
         )
 
 
-def test_the_guide_takes_the_operand_that_the_dialect_offers(model):
+def test_tensorrt_guide_uses_operand_offered_by_dialect(model):
     space = build_space(model, TENSORRT)
     quantized = {edge.consumer for edge, _ in space.resolve(tensorrt_guide_placement(space, model))}
     assert {node.name for node in model.nodes if node.op == "Add"} <= quantized
@@ -178,7 +178,7 @@ def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
     assert f"Initial placements of net-simulated-int8: {marked[0]}." in main_note(load_results(folder / "cached"))
 
 
-def test_what_one_run_leaves_warms_the_next_which_is_not_marked(folder):
+def test_pattern_cache_of_earlier_run_starts_search_without_remark(folder):
     first = run(written(folder, "first.yaml", "[float, all]"), folder / "first")
     initial = "[float, {use: pattern_cache, params: {path: first/net-simulated-int8/patterns.yaml, limit: 2}}]"
     assert (first / "patterns.yaml").exists()
@@ -196,13 +196,13 @@ def test_what_one_run_leaves_warms_the_next_which_is_not_marked(folder):
         ("[{use: pattern_cache, params: {path: net.onnx}}]", "initial: "),
     ],
 )
-def test_a_file_that_is_not_there_or_is_something_else_is_named_before_anything_runs(folder, initial, message):
+def test_missing_or_invalid_initial_file_is_refused_by_check(folder, initial, message):
     path = written(folder, "bad.yaml", initial)
     with pytest.raises(UserError, match=message):
         check_experiment(load_experiment(path))
 
 
-def test_every_searcher_starts_cold_and_all_get_the_same_seeds_otherwise(folder):
+def test_all_searchers_get_same_initial_placements_or_none(folder):
     for name, initial in (("cold", "none"), ("warm", "[float, linear, movers]")):
         for journal in run(written(folder, f"{name}.yaml", initial), folder / name).glob("runs/*.jsonl*"):
             entries = list(read_journal(journal))
@@ -213,11 +213,11 @@ def test_every_searcher_starts_cold_and_all_get_the_same_seeds_otherwise(folder)
             assert len({entry.proposal.digest for entry in entries}) == 6, f"{journal.name}: the seeds count"
 
 
-def test_what_searches_start_from_by_default_is_known():
+def test_default_initial_placements():
     assert DEFAULT_INITIAL == ("float", "all", "linear", "linear_add", "movers", "modelopt_ptq", "ort_static")
 
 
-def test_a_runtime_that_the_predictor_was_not_trained_for_starts_without_its_proposals(folder, model, space):
+def test_predicted_placements_need_supported_runtime(folder, model, space):
     listening = Listening()
     found = seeding(folder, model, space, "[float, {use: predicted, params: {limit: 3}}]", observer=listening)
     assert found["predicted"] == {}

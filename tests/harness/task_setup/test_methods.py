@@ -56,7 +56,7 @@ def journal(task: Path, run_name: str):
     return list(read_journal(task / "runs" / f"{run_name}.jsonl"))
 
 
-def test_without_initial_placements_a_search_is_told_nothing_first(parts):
+def test_search_without_initial_placements_starts_cold(parts):
     assert {entry.proposal.origin for entry in journal(parts, "cold-0")} == {"searcher"}
     assert "initial:linear" in {entry.proposal.origin for entry in journal(parts, "random-0")}
 
@@ -74,14 +74,14 @@ def test_without_sharing_every_region_has_choices_of_its_own(parts):
     assert row in {entry.proposal.digest for entry in journal(parts, "unshared-0")}
 
 
-def test_without_racing_and_rebuilds_engines_are_timed_to_the_end_and_believed_at_once(parts):
+def test_search_without_racing_and_rebuilds_samples_in_full_once(parts):
     measured = [entry.result.outcome for entry in journal(parts, "hasty-0") if entry.result is not None]
     assert all(outcome.saved == 0 and outcome.rebuilt_ms == () for outcome in measured)
     with_care = [entry.result.outcome for entry in journal(parts, "random-0") if entry.result is not None]
     assert any(outcome.saved or outcome.rebuilt_ms for outcome in with_care)
 
 
-def test_a_method_with_all_its_parts_has_the_fingerprint_that_it_always_had(parts):
+def test_default_method_fingerprint_is_unchanged(parts):
     headers = {p.name.partition(".")[0]: read_records(p)[0] for p in (parts / "runs").glob("*.gz")}
     assert "without" not in str(headers["random-0"])
     assert "'without': ['initial']" in str(headers["cold-0"])
@@ -102,7 +102,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-def test_what_one_task_finds_is_a_row_of_its_siblings(folder):
+def test_transfer_adds_best_placement_to_sibling_tasks(folder):
     out = run(folder, TRANSFER, "transfer")
     found = {}
     for task in ("net-one-int8", "net-two-int8", "bigger-one-int8"):
@@ -136,7 +136,7 @@ def test_what_one_task_finds_is_a_row_of_its_siblings(folder):
         ("searchers: [auto]\ntransfer: [backend]", "transfer.0: Input should be 'backends' or 'models'"),
     ],
 )
-def test_what_cannot_be_run_is_refused_beforehand(folder, capsys, line, message):
+def test_check_refuses_invalid_methods(folder, capsys, line, message):
     text = "experiment: wrong\nmodels: [net.onnx]\nbackends: [simulated]\ninitial: [float]\nbaselines: [all]\n"
     (folder / "wrong.yaml").write_text(text + line + "\n")
     assert qdq("run", str(folder / "wrong.yaml"), "--check") == 2
@@ -213,7 +213,7 @@ class Leaves(Bringer):
 '''
 
 
-def test_an_external_searcher_is_journalled_counted_and_resumed_like_any_search(folder, capsys):
+def test_external_searcher_is_journalled_and_resumed(folder, capsys):
     (folder / "bringing.py").write_text(PEER)
     text = "experiment: peer\nmodels: [{use: net.onnx, calibration: {samples: 2}}]\n"
     text += "backends: [{use: 'bringing:Scales', label: scales}]\nsearchers:\n"
@@ -242,7 +242,7 @@ def test_an_external_searcher_is_journalled_counted_and_resumed_like_any_search(
     assert (folder / "told.txt").read_text() == 2 * before, "a resumed external searcher is told the same again"
 
 
-def test_an_external_searcher_that_breaks_on_being_told_or_on_leaving_ends_alone(folder, capsys):
+def test_external_searcher_failing_in_tell_or_exit_ends_alone(folder, capsys):
     (folder / "bringing.py").write_text(PEER)
     text = "experiment: leaving\nmodels: [{use: net.onnx, calibration: {samples: 2}}]\n"
     text += "backends: [{use: 'bringing:Scales', label: scales}]\nsearchers:\n"

@@ -61,7 +61,7 @@ def top1(**data: Any) -> dict[str, Any]:
 IMAGES = {"data": {"use": "images", "images": "others"}}
 
 
-def test_what_is_well_has_no_remarks(folder):
+def test_valid_experiment_has_no_remarks(folder):
     assert checked(folder, top1(), IMAGES) == ()
 
 
@@ -71,7 +71,7 @@ def test_calibration_images_that_are_scored_too_are_noted(folder):
     assert not any("also scored" in line for line in checked(folder, top1(start=5), {**scored, "samples": 2}))
 
 
-def test_all_settings_that_cannot_be_used_are_named_at_once(folder):
+def test_all_invalid_settings_are_named_together(folder):
     text = "experiment: e\nmodels: ['zoo:absent', 'zoo:missing']\nbackends: [absent]\nsearchers: [absent]\n"
     with pytest.raises(UserError) as caught:
         check_experiment(parse_experiment(text, "e.yaml", folder))
@@ -99,7 +99,7 @@ def test_few_images_and_random_calibration_data_are_said(folder):
         (top1(half="both"), r"evaluator .*: data.half: one of search, report, but got 'both'"),
     ],
 )
-def test_evaluators_that_cannot_work_are_refused_at_once(folder, evaluator, message):
+def test_invalid_evaluators_are_refused(folder, evaluator, message):
     with pytest.raises(UserError, match=message):
         checked(folder, evaluator)
 
@@ -112,17 +112,17 @@ def test_evaluators_that_cannot_work_are_refused_at_once(folder, evaluator, mess
         ({"max_drop": "100%"}, "objective.max_drop: 100% lets top-1"),
     ],
 )
-def test_a_bound_that_nothing_can_break_is_refused(folder, objective, said):
+def test_ineffective_bound_is_refused(folder, objective, said):
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
         checked(folder, top1(), IMAGES, **objective)
 
 
-def test_a_decibel_is_a_bound(folder):
+def test_bound_in_decibels_is_accepted(folder):
     assert checked(folder, {"use": "fidelity", "params": {"samples": 30}}, IMAGES, max_drop=1) == ()
 
 
 @pytest.mark.parametrize(("bound", "shown"), [(0.01, "0.01"), ("4%", "4%"), (1 / COUNT, None), ("5%", None), (0, None)])
-def test_one_image_that_is_more_than_the_bound_is_said(folder, bound, shown):
+def test_bound_below_one_image_is_noted(folder, bound, shown):
     """Also of a share of the float model's figure, which is 1 at most."""
     said = (
         f"model 'net': evaluator: one image of 24 is 0.0417, more than the bound {shown}: a row that loses one exceeds "
@@ -153,13 +153,13 @@ def test_each_half_has_its_own_number_of_images(folder):
         ),
     ],
 )
-def test_labels_that_the_model_has_no_output_for_are_refused_at_once(folder, classes, said):
+def test_labels_outside_model_outputs_are_refused(folder, classes, said):
     (folder / "labels.txt").write_text("".join(f"{i}.png {classes[i % 2]}\n" for i in range(COUNT)))
     with nullcontext() if said is None else pytest.raises(UserError, match=f"evaluator .*: top1: data.labels: {said}"):
         assert checked(folder, top1(), IMAGES) == ()
 
 
-def test_calibration_data_that_do_not_fit_the_model_are_refused_at_once(folder):
+def test_calibration_data_of_wrong_shape_are_refused(folder):
     np.save(folder / "a.npy", np.zeros((3, 3, 8, 9), np.float32))
     with pytest.raises(
         UserError, match=r"models\.0\.calibration \(model 'net'\): .*a\.npy: a sample of array 'x' is 3 x 8 x 9"
@@ -198,13 +198,13 @@ def test_a_model_that_no_run_could_use_is_refused_by_the_check(folder):
         ({"y": "1x3x8x8"}, r"models\.0 \(model 'net'\): net\.onnx: shapes\.y: the model has no such input; known: x"),
     ],
 )
-def test_shapes_that_do_not_fit_the_model_are_refused_at_once(folder, shapes, message):
+def test_mismatched_input_shapes_are_refused(folder, shapes, message):
     text = json.dumps({"experiment": "e", "models": [{"use": "net.onnx", "shapes": shapes}]})
     with pytest.raises(UserError, match=message):
         check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
-def test_channels_that_no_convolution_takes_are_refused_at_once(folder):
+def test_wrong_channel_count_is_refused(folder):
     free = onnx.load(folder / "net.onnx")
     for size, name in zip(free.graph.input[0].type.tensor_type.shape.dim, "nchw", strict=True):
         size.dim_param = name
@@ -215,7 +215,7 @@ def test_channels_that_no_convolution_takes_are_refused_at_once(folder):
             check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
-def test_a_model_that_is_not_there_is_said_before_what_it_lacks(folder):
+def test_missing_model_is_reported_before_missing_evaluator(folder):
     text = json.dumps({"experiment": "e", "models": ["zoo:resnet19"], "objective": {"max_drop": 0.1}})
     with pytest.raises(UserError, match=r"zoo:resnet19: no such model; did you mean 'resnet18'"):
         check_experiment(parse_experiment(text, "e.yaml", folder))
@@ -257,7 +257,7 @@ KEEPING = f"{__name__}:{Keeping.__name__}"
         ("random", {"density": "some"}, "density: 'stratified'.*, but got 'some'"),
     ],
 )
-def test_parameters_of_another_type_are_refused_at_once(folder, use, params, message):
+def test_searcher_parameters_of_wrong_type_are_refused(folder, use, params, message):
     with pytest.raises(UserError, match=message):
         with_searcher(folder, use, params)
 
@@ -270,7 +270,7 @@ def test_parameters_of_another_type_are_refused_at_once(folder, use, params, mes
         ({"seed": 0.5}, "benchmarker 'simulated': seed: a valid integer"),
     ],
 )
-def test_parameters_of_a_backend_are_looked_at_too(folder, params, message):
+def test_backend_parameters_of_wrong_type_are_refused(folder, params, message):
     """YAML reads nan as text and .nan as a number; neither is one."""
     text = yaml.safe_dump({
         "experiment": "e", "models": ["net.onnx"], "backends": [{"use": "simulated", "params": params, "label": "it"}]
@@ -280,7 +280,7 @@ def test_parameters_of_a_backend_are_looked_at_too(folder, params, message):
 
 
 @pytest.mark.parametrize(("body", "missing"), [("pass", "ask"), ("ask = print", "tell")])
-def test_a_searcher_without_ask_or_tell_is_refused_before_anything_runs(folder, body, missing, monkeypatch):
+def test_searcher_without_ask_or_tell_is_refused(folder, body, missing, monkeypatch):
     (folder / f"no_{missing}.py").write_text(
         f"class Odd:\n    {body}\n    def __init__(self, space, *, seed):\n        pass\n"
     )
@@ -290,7 +290,7 @@ def test_a_searcher_without_ask_or_tell_is_refused_before_anything_runs(folder, 
         check_experiment(parse_experiment(text, "e.yaml", folder))
 
 
-def test_a_module_of_another_place_is_named_where_it_has_no_such_class(folder):
+def test_missing_class_error_names_module_file(folder):
     """What is installed comes before what lies beside the experiment."""
     text = json.dumps({"experiment": "e", "models": ["net.onnx"], "searchers": ["colorsys:Mine"]})
     with pytest.raises(UserError, match=r"has no attribute 'Mine' \(.*colorsys\.py\)"):
@@ -334,12 +334,12 @@ OF_THE_CAP = f"for the float model's own counts as {MAX_SQNR_DB:g}; INT8 has 20 
         ("{}", "top1", "bound: none; top-1 is scored without a bound"),
     ],
 )
-def test_the_bound_is_said_as_it_is_understood(objective, evaluator, said):
+def test_bound_line_shows_interpreted_bound(objective, evaluator, said):
     text = f"experiment: e\nmodels: [plain.onnx, {{use: net.onnx, evaluator: {evaluator}}}]\nobjective: {objective}"
     assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [said]
 
 
-def test_models_of_several_metrics_are_named_with_their_bounds():
+def test_bound_lines_group_models_by_metric():
     models = "[{use: a.onnx, evaluator: top1}, {use: b.onnx, evaluator: coco_map}, {use: c.onnx, evaluator: top1}]"
     text = f"experiment: e\nmodels: {models}\nobjective: {{max_drop: 0.02}}"
     assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [
@@ -348,11 +348,11 @@ def test_models_of_several_metrics_are_named_with_their_bounds():
     ]
 
 
-def test_without_an_evaluator_nothing_is_said_of_bounds():
+def test_bound_lines_are_empty_without_evaluator():
     assert list(bound_lines(parse_experiment("experiment: e\nmodels: [net.onnx]", "e.yaml"))) == []
 
 
-def test_what_onnx_runtime_cannot_run_is_known_before_it_calibrates(folder):
+def test_model_unsupported_by_onnx_runtime_is_noted(folder):
     assert check_models(models(folder)) == ()
     proto = onnx.load(folder / "net.onnx")
     proto.graph.node.append(onnx.helper.make_node("Mystery", ["logits"], ["more"], domain="plug.in"))
@@ -374,18 +374,18 @@ def test_baselines_that_calibrate_otherwise_are_named_by_the_check(folder):
     (24, None),
     (4, None),
 ])  # fmt: skip
-def test_more_samples_than_there_are_are_said(folder, samples, said):
+def test_more_samples_than_available_are_noted(folder, samples, said):
     found = checked(folder, top1(), {**IMAGES, "samples": samples})
     assert found == (() if said is None else (f"model 'net': {said}",))
 
 
-def test_samples_that_a_default_leaves_out_are_said(folder):
+def test_samples_omitted_by_default_are_noted(folder):
     np.save(folder / "many.npy", np.zeros((60, 3, 8, 8), np.float32))
     (said,) = checked(folder, None, {"data": {"use": "npy", "path": "many.npy"}})
     assert "the first 48 of 60 samples" in said
 
 
-def test_samples_of_an_evaluator_and_of_the_proxy_are_counted_too(folder):
+def test_missing_evaluator_and_proxy_samples_are_noted(folder):
     np.save(folder / "few.npy", np.zeros((30, 3, 8, 8), np.float32))
     data = {"use": "npy", "path": "few.npy"}
     fidelity = {"use": "fidelity", "params": {"data": data, "samples": 99}}
@@ -396,7 +396,7 @@ def test_samples_of_an_evaluator_and_of_the_proxy_are_counted_too(folder):
     ]
 
 
-def test_the_outlook_counts_what_is_to_be_done():
+def test_workload_estimate_counts_tasks_searches_and_evaluations():
     text = "experiment: e\nmodels: [a.onnx, b.onnx]\nsearchers: [random, tpe]\nseeds: [0, 1]\n"
     text += "budget: {evaluations: [20, 40]}\n"
     said = describe_workload(parse_experiment(text, "e"))

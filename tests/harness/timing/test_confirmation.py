@@ -289,7 +289,7 @@ def make_failure() -> RowFailure:
 
 
 @pytest.mark.parametrize("make", [make_turn, make_failure])
-def test_events_are_read_as_they_were_written(make):
+def test_turn_events_round_trip(make):
     line = encode_turn_event(make())
     assert "\n" not in line
     assert decode_turn_event(line) == make()
@@ -309,6 +309,6 @@ def test_events_are_read_as_they_were_written(make):
         ("{", "Expecting"),
     ],
 )
-def test_other_lines_are_refused(text, message):
+def test_invalid_turn_lines_are_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         decode_turn_event(text)

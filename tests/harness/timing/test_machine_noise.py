@@ -53,7 +53,7 @@ def test_the_state_of_a_machine_is_read(root):
     ("siblings", "expected"),
     [("1,3\n", (2, 5.8 + 3.0, 2.0 + 4.0)), ("0-1\n", (2, 10.0, 5.0)), ("what\n", (1, 5.8, 2.0))],
 )
-def test_cores_of_this_process_are_watched_with_their_sibling_threads(siblings, expected, root, monkeypatch):
+def test_monitor_covers_allowed_cores_and_sibling_threads(siblings, expected, root, monkeypatch):
     monkeypatch.setattr(machine_noise, "_allowed_cores", lambda: [1])
     write(root, SIBLINGS, siblings)
     found = MachineMonitor(root).read()
@@ -72,7 +72,7 @@ def test_values_that_cannot_be_read_are_absent(tmp_path, root):
     assert (found.waited_s, found.throttled) == (None, 1)
 
 
-def test_this_machine_can_be_read():
+def test_monitor_reads_this_machine_and_own_cpu_time():
     machine = MachineMonitor()
     before = machine.read()
     burn = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"

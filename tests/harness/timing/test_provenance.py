@@ -33,7 +33,7 @@ def test_environment_is_json_without_folders_of_this_machine():
         ([], "AMD EPYC"),
     ],
 )
-def test_processors_of_one_name_differ_in_their_int8_instructions(flags, label):
+def test_processor_label_includes_int8_instructions(flags, label):
     facts = {"cpu": {"model": "AMD EPYC", "flags": flags}}
     assert provenance.processor_label("AMD EPYC", facts) == label
     assert comparability_key(facts) != comparability_key({"cpu": {"model": "AMD EPYC", "flags": ["sve"]}})

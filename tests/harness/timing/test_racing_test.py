@@ -18,7 +18,7 @@ def timed(latencies_ms: list[float], noise: float, races: int = 1, turns: int = 
     return np.log(latencies_ms)[:, None] + noise * RNG.standard_normal((races, len(latencies_ms), turns))
 
 
-def test_effects_of_a_turn_on_all_candidates_cancel():
+def test_common_turn_effects_cancel():
     effect = 0.5 * RNG.standard_normal((1, 1, 8))
     log_ms = timed([1.0, 1.02, 1.04], 0.001, turns=8) + effect
     assert surviving(log_ms)[0].tolist() == [True, False, False]
@@ -27,13 +27,13 @@ def test_effects_of_a_turn_on_all_candidates_cancel():
     assert surviving(log_ms, best=9)[0].all()
 
 
-def test_equals_survive_at_the_nominal_rate():
+def test_equal_candidates_survive_at_nominal_rate():
     """The leader was selected by its readings, so one of two equals seems slower in 10 % of races: 5 % on each side."""
     stays = surviving(timed([1.0, 1.0], 0.05, races=4_000, turns=8)).all(axis=1)
     assert 0.86 < stays.mean() < 0.94
 
 
-def test_equals_survive_although_their_builds_differ():
+def test_slack_keeps_equal_candidates_despite_build_variance():
     """A test over turns alone mistakes the effect of a build, which all its turns share, for a gap."""
     builds = 0.006 * RNG.standard_normal((4_000, 2, 1))
     log_ms = timed([1.0, 1.0], 0.01, races=4_000, turns=8) + builds
@@ -41,7 +41,7 @@ def test_equals_survive_although_their_builds_differ():
     assert surviving(log_ms, slack=build_variance_slack(1)).all(axis=1).mean() > 0.93
 
 
-def test_slack_shrinks_with_the_rounds_and_is_at_least_the_smallest_claim():
+def test_slack_shrinks_with_rounds_down_to_minimum_claimed_gain():
     assert build_variance_slack(1, 0.04) == pytest.approx(np.log(1.04))
     assert build_variance_slack(4, 0.04) == pytest.approx(np.log(1.04) / 2)
     assert build_variance_slack(1, 0.001) == build_variance_slack(1) == pytest.approx(np.log(1.01))
@@ -64,11 +64,11 @@ def test_a_candidate_without_readings_never_wins(noise):
     assert race_winner(np.full((1, 3, TURNS), np.inf)).tolist() == [0]
 
 
-def test_the_first_of_equals_wins():
+def test_race_winner_is_first_of_equals():
     assert race_winner(timed([1.0, 1.0, 2.0], 0.0)).tolist() == [0]
 
 
-def test_a_race_selects_better_than_its_first_round_and_as_well_as_all_turns():
+def test_race_is_better_than_first_round_and_as_good_as_all_turns():
     latencies_ms = [1.0, 1.01, 1.02, 1.05]
     log_ms = timed(latencies_ms, 0.03, races=4_000)
     first_round, race, all_turns = (
@@ -84,7 +84,7 @@ def test_a_race_selects_better_than_its_first_round_and_as_well_as_all_turns():
 
 
 @given(st.lists(st.lists(st.floats(-3.0, 3.0), min_size=TURNS, max_size=TURNS), min_size=1, max_size=5))
-def test_the_lowest_median_of_a_round_survives_it(readings):
+def test_candidate_with_lowest_median_survives_round(readings):
     log_ms = np.array(readings)
     medians = np.median(log_ms, axis=-1)
     assert surviving(log_ms)[int(medians.argmin())]

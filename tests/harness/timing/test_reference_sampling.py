@@ -49,7 +49,7 @@ def medians(latency_ms: float, first_seed: int = 0) -> list[float]:
     return [median_ci(paired(Machine(seed), latency_ms).latency_ms).value for seed in seeds]
 
 
-def test_changes_of_the_machines_speed_cancel():
+def test_machine_speed_changes_cancel():
     alone = [median_ci(sample_engine(Engine(Machine(seed), 4.0), SAMPLING).latency_ms).value for seed in range(40)]
     assert np.std(np.log(medians(4.0))) < np.std(np.log(alone)) / 4
     assert np.median(medians(4.0)) == pytest.approx(4.0, rel=0.02)
@@ -59,7 +59,7 @@ def test_a_difference_of_five_percent_is_seen():
     assert np.mean(np.array(medians(4.0)) < np.array(medians(4.2, 100))) > 0.9
 
 
-def test_readings_of_the_clock_are_recorded():
+def test_raw_and_reference_readings_are_recorded():
     samples = paired(Machine(3), 4.0, reference_ms=8.0, level_ms=20.0)
     assert len(samples.reference_ms) == len(samples.raw_ms) + 1 == len(samples.latency_ms) + 1
     beside = np.array(samples.reference_ms)
@@ -69,7 +69,7 @@ def test_readings_of_the_clock_are_recorded():
     assert samples.warmup > 0
 
 
-def test_a_lost_race_ends_early():
+def test_slower_candidate_stops_early():
     def race(rival: Interval | None) -> tuple[int, int]:
         samples = paired(Machine(5), 4.0, sampling=Sampling(warmup_ms=20.0, target=1e-6), rival=rival)
         return len(samples.raw_ms), samples.saved
@@ -82,7 +82,7 @@ def test_a_slow_engine_gets_six_turns_however_short_the_time():
     assert len(paired(Machine(1), 900.0, reference_ms=2000.0, level_ms=2000.0).raw_ms) == 6
 
 
-def test_small_engines_get_no_more_time_than_large_ones():
+def test_sampling_time_is_independent_of_latency():
     def spent_ms(latency_ms: float) -> float:
         machine = Machine(7)
         paired(machine, latency_ms, latency_ms, sampling=Sampling(warmup_ms=20.0, target=1e-6, max_ms=400.0))

@@ -57,13 +57,13 @@ def test_a_noisy_engine_is_sampled_until_its_median_is_known():
     assert median_ci(found.latency_ms).relative_width <= 0.01
 
 
-def test_caps_hold():
+def test_sample_and_time_limits_hold():
     assert len(sample(noise(0.5)).latency_ms) == 200
     assert 11 <= len(sample(lambda n: 100.0 * noise(0.5)(n), max_ms=1500.0).latency_ms) <= 25
     assert len(sample(lambda n: 100.0 * noise(0.5)(n), max_ms=5.0).latency_ms) == 11
 
 
-def test_warm_up_runs_its_time_and_does_not_count():
+def test_warm_up_runs_for_its_time_and_is_excluded():
     probe = Script(lambda _: 1.0)
     found = sample_engine(probe, QUIET.model_copy(update={"warmup_ms": 50.0}))
     assert (found.warmup, probe.count) == (50, 61)
@@ -102,7 +102,7 @@ def test_outliers_and_pauses_stay_in_the_record():
 
 
 @pytest.mark.parametrize(("end_s", "measure_s"), [(7.5, 2.5), (1.0, 0.0)])
-def test_time_is_the_clocks_but_a_clock_that_jumps_back_gives_zero(end_s, measure_s):
+def test_measure_time_is_zero_if_clock_jumps_back(end_s, measure_s):
     assert sample_engine(Script(lambda _: 1.0), QUIET, clock=iter([5.0, end_s]).__next__).measure_s == measure_s
 
 
@@ -155,7 +155,7 @@ def test_a_rival_of_the_incumbent_is_sampled_in_full(incumbent_ms):
     assert found.saved == 0
 
 
-def test_races_seldom_end_against_the_truth():
+def test_equal_candidate_rarely_stops_early():
     lost = [sample(noise(0.05, seed), rival(1.0)).latency_ms for seed in range(200)]
     assert sum(len(readings) == 6 for readings in lost) <= 10
 

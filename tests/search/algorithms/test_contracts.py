@@ -109,7 +109,7 @@ class TestPortfolio(SearcherContract):
         return PortfolioSearcher(space, seed=seed)
 
 
-def test_every_algorithm_is_declared_as_an_entry_point_and_runs_through_the_contract():
+def test_every_algorithm_has_entry_point_and_contract_test():
     folder = Path(search.algorithms.__file__).parent
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     declared = {point.value.partition(":")[0].rpartition(".")[2] for point in entry_points(group="qdq.searchers")}

@@ -50,7 +50,7 @@ def test_an_initial_placement_has_one_latency_in_all_searches(folder, runs):
     assert found.to_dict() == {("random", 0.95): 1, ("random", 0.99): 1, ("tpe", 0.95): 0, ("tpe", 0.99): 0}
 
 
-def test_the_best_placement_is_reached_whatever_its_readings(folder, runs):
+def test_target_counts_best_placement_despite_noisy_readings(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("best", read(3.6)))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("best", read(4.4)))
     found = target_frame(load(folder))
@@ -58,7 +58,7 @@ def test_the_best_placement_is_reached_whatever_its_readings(folder, runs):
     assert found["evaluations"].tolist() == [2.0, 2.0, 2.0, 2.0]
 
 
-def test_a_curve_falls_if_a_lucky_reading_displaced_a_better_placement(folder, runs):
+def test_curve_falls_if_low_reading_displaces_better_placement(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(3.9)))
     write_search(runs / "random-1.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(6.1)))
     curves = curve_frame(load(folder).tasks).set_index(["seed", "evaluations"])["speedup"]
@@ -75,7 +75,7 @@ def test_confirmed_placements_have_their_confirmed_speedup(folder, runs):
     assert set(found["evaluations"]) == {2.0}, "a placement that nobody can confirm is no target"
 
 
-def test_other_placements_have_their_speedup_in_the_final_selection(folder, runs):
+def test_unconfirmed_placements_use_final_selection_speedup(folder, runs):
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("lucky", read(3.9)))
     reached = target_frame(load(folder)).set_index(["searcher", "share"])["reached"]

@@ -31,7 +31,7 @@ def made():
     return scene(encoder(6, width=32, heads=2, tokens=8))
 
 
-def test_nodes_stand_in_their_leaf_and_regions_in_their_parent_and_none_overlap(made):
+def test_nodes_and_regions_are_nested_without_overlap(made):
     picture = made[-1]
     high = picture["node_height"]
     regions = picture["regions"]
@@ -52,7 +52,7 @@ def test_nodes_stand_in_their_leaf_and_regions_in_their_parent_and_none_overlap(
             assert apart or region[1] >= other[1] + other[3] or other[1] >= region[1] + region[3]
 
 
-def test_within_a_leaf_what_depends_on_a_node_stands_below_it(made):
+def test_nodes_of_leaf_are_below_their_inputs(made):
     picture = made[-1]
     for source, target, _ in picture["edges"]:
         one, two = picture["nodes"][source], picture["nodes"][target]
@@ -84,7 +84,7 @@ def test_quantized_edges_are_found_by_node_and_slot(made):
     assert edge_marks(model, {}) == []
 
 
-def test_a_hostile_name_stays_text():
+def test_hostile_name_is_escaped():
     g = GraphBuilder("m")
     name = "</script><script>alert(1)</script>"
     g.output(g.op("Relu", g.conv(g.input("x", (1, 3, 8, 8)), 4, 3, name=name), name=name))
@@ -109,7 +109,7 @@ def net(tmp_path):
     return str(g.save(tmp_path / "net.onnx"))
 
 
-def test_the_command_writes_the_picture_and_says_where(net, tmp_path):
+def test_regions_command_writes_html_and_prints_path(net, tmp_path):
     path = tmp_path / "out.html"
     found = CliRunner().invoke(app, ["regions", net, "--html", str(path)])
     assert found.exit_code == 0
@@ -120,7 +120,7 @@ def test_the_command_writes_the_picture_and_says_where(net, tmp_path):
     assert "cannot be written (No such file or directory)" in str(wrong.exception)
 
 
-def test_the_command_prints_phases_hierarchy_coverage_and_sizes(net):
+def test_regions_command_prints_phases_hierarchy_and_coverage(net):
     def regions(*options: str) -> str:
         return CliRunner().invoke(app, ["regions", net, *options]).stdout
 
@@ -142,7 +142,7 @@ def test_the_command_prints_phases_hierarchy_coverage_and_sizes(net):
     assert "--include-all-regions" not in regions("--include-all-regions")
 
 
-def test_a_click_tells_the_pattern_and_its_points(browser, tmp_path, made):
+def test_click_shows_pattern_and_insertion_points(browser, tmp_path, made):
     page = tmp_path / "regions.html"
     page.write_text(render_graph_page(made[-1], "six layers"))
     browser.open(page)

@@ -25,21 +25,21 @@ def custom(with_models):
     return with_models
 
 
-def test_a_custom_benchmarker_is_not_looked_up_by_its_own_name(custom, caplog):
+def test_custom_benchmarker_uses_recorded_dialect(custom, caplog):
     change(custom, dialect_use="openvino")
     with caplog.at_level(logging.WARNING):
         assert points(custom) > 0
     assert caplog.text == ""
 
 
-def test_the_dialect_is_the_one_that_the_parameters_chose(with_models):
+def test_recorded_dialect_determines_points(with_models):
     change(with_models, dialect_use="openvino")
     wide = points(with_models)
     change(with_models, dialect_use="tensorrt")
     assert 0 < points(with_models) < wide
 
 
-def test_a_dialect_of_another_package_is_not_imported_and_leaves_out_the_points(custom, caplog):
+def test_third_party_dialect_is_not_imported_and_has_no_points(custom, caplog):
     change(custom, dialect_use="my_module:DIALECT")
     with caplog.at_level(logging.WARNING):
         assert points(custom) == 0

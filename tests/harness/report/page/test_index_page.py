@@ -29,7 +29,7 @@ def page_of(folder):
     return path
 
 
-def test_one_file_that_loads_nothing(with_models, outside_addresses):
+def test_page_is_one_file_without_external_resources(with_models, outside_addresses):
     text = page_of(with_models).read_text()
     assert outside_addresses(text) == []
     assert "default-src 'none'" in text
@@ -49,19 +49,19 @@ def test_charts_are_drawn_when_they_come_into_view(with_models, browser):
     assert browser.errors == []
 
 
-def test_the_verdict_stands_first_with_its_uncertainty(folder):
+def test_summary_precedes_tables_with_interval_and_verdict_counts(folder):
     text = re.sub(r"<[^>]+>", " ", page_of(folder).read_text().partition("<main")[0])
     assert re.search(r"random: 2.00 \[2.00, 2.00\] times as fast as the float model, 4.000 \[4.000, 4.000\] ms", text)
     assert "top-1 0.7900 (drop +0.0100, allowed 0.02), 5 Q/DQ pairs." in text
     assert "6 methods: 1 faster, 1 faster but beyond the bound, 1 slower, 3 without a speed." in text
 
 
-def test_where_the_float_model_is_the_best_nothing_is_called_faster(folder):
+def test_summary_recommends_float_if_no_row_is_faster(folder):
     edit_json(folder / TASK / "task.json", lambda body: body["goal"].update(max_drop=0.001))
     assert "no method within the bound is faster than float, 8.000 [8.000, 8.000] ms" in page_of(folder).read_text()
 
 
-def test_the_cloud_of_the_searches_is_said_to_be_of_other_images(folder):
+def test_search_scatter_names_its_half_of_data(folder):
     def key_of_the_cloud() -> str:
         charts = read_page_data(page_of(folder).read_text())[0]["charts"]
         chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
@@ -73,7 +73,7 @@ def test_the_cloud_of_the_searches_is_said_to_be_of_other_images(folder):
     assert key_of_the_cloud() == "scored in the searches, on their half of the data"
 
 
-def test_a_noisy_machine_is_said_with_the_verdict_in_the_warning_colour(folder):
+def test_noisy_machine_warning_is_above_tables(folder):
     assert "Noisy machine" not in page_of(folder).read_text()
     edit_json(folder / TASK / "noise_floor.json", noise_floor=0.337)
     verdicts = page_of(folder).read_text().partition('id="tables"')[0]
@@ -81,7 +81,7 @@ def test_a_noisy_machine_is_said_with_the_verdict_in_the_warning_colour(folder):
     assert f'<p class="warn">{said}</p>' in verdicts
 
 
-def test_figures_are_sorted_past_a_digit_in_the_name_of_their_metric(folder, browser):
+def test_sorting_ignores_digits_in_metric_name(folder, browser):
     browser.open(page_of(folder))
     heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
     browser.run(f"document.querySelectorAll('#table-main th button')[{heads.index('top-1')}].click()")
@@ -91,7 +91,7 @@ def test_figures_are_sorted_past_a_digit_in_the_name_of_their_metric(folder, bro
     assert browser.run(column)[:3] == ["top-1 0.7000", "top-1 0.7900", "top-1 0.8000"]
 
 
-def test_without_models_the_page_says_so(folder):
+def test_page_without_models_reports_missing_graph(folder):
     text = page_of(folder).read_text()
     assert "Neither the exported models nor graph.json are in this folder" in text
     assert read_page_data(text)[0]["graph"] is None
@@ -104,7 +104,7 @@ def test_edges_are_those_of_the_exported_files(with_models):
 
 
 @pytest.mark.parametrize("gone", ["rows.json", "confirmation.jsonl", "accuracy.json", "runs", "env.json", "task.json"])
-def test_a_run_still_going_is_partial(with_models, gone):
+def test_incomplete_results_are_marked_partial(with_models, gone):
     path = with_models / TASK / gone
     if path.is_dir():
         shutil.rmtree(path)
@@ -115,7 +115,7 @@ def test_a_run_still_going_is_partial(with_models, gone):
     assert "NaN" not in json.dumps(read_page_data(text))
 
 
-def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
+def test_single_build_has_no_infinite_interval_in_chart_data(folder):
     path = folder / TASK / "confirmation.jsonl"
     write_records(path, (line for line in read_records(path) if line.get("build", 0) == 0))
     data = read_page_data(page_of(folder).read_text())
@@ -124,7 +124,7 @@ def test_a_single_build_leaves_no_endless_interval_in_the_data(folder):
     write_report(folder)
 
 
-def test_hostile_names_are_only_text(folder, browser):
+def test_hostile_names_are_escaped(folder, browser):
     evil = "<script>document.title='owned'</script>"
     edit_json(folder / TASK / "task.json", model=evil)
     rows = folder / TASK / "rows.json"
@@ -159,7 +159,7 @@ def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
     assert browser.errors == []
 
 
-def test_what_all_rows_share_is_said_once_above_the_table(folder):
+def test_shared_values_are_shown_once_above_table(folder):
     text = page_of(folder).read_text()
     assert "All rows: model: net, device: A CPU, 2 threads" in text
     table = text.partition('id="table-main"')[2].partition("</table>")[0]
@@ -211,7 +211,7 @@ def test_a_click_in_the_legend_switches_its_series_off(folder, browser):
     assert browser.errors == []
 
 
-def test_the_pointer_opens_the_figures_of_a_mark(folder, browser):
+def test_hover_shows_values_of_point(folder, browser):
     browser.open(page_of(folder))
     last = "[...document.querySelectorAll('.js-plotly-plot')].at(-1)"
     browser.run(f"{last}.scrollIntoView({{block: 'center'}})")
@@ -229,7 +229,7 @@ def test_no_button_uploads_a_chart(folder, browser):
     assert "form-action 'none'" in page_of(folder).read_text()
 
 
-def test_names_in_charts_are_no_markup(folder):
+def test_names_in_charts_are_escaped(folder):
     rows = folder / TASK / "rows.json"
     replace_text(rows, '"random"', '"<a href=x>random</a>"')
     charts = json.dumps(read_page_data(page_of(folder).read_text())[0]["charts"])
@@ -237,7 +237,7 @@ def test_names_in_charts_are_no_markup(folder):
     assert "<a href" not in charts.replace('"legendgroup": "<a href', "")
 
 
-def test_what_was_explained_is_told_where_it_is_clicked(with_models, browser):
+def test_click_shows_effect_of_explained_pattern(with_models, browser):
     scene = load_task_graph(load(with_models).tasks[0])["scene"]
     place, pattern = next((i, p) for i, p in enumerate(scene["patterns"]) if p["points"])
     known = {"pattern": pattern["signature"], "operators": "Conv", "pairs": 2}

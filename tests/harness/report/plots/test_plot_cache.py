@@ -74,7 +74,7 @@ def test_plots_of_many_tasks_are_written_only_if_asked_for(folder, draws, monkey
     assert current_report(folder, task_plots=True) is not None
 
 
-def test_plots_of_other_records_do_not_stay(folder, draws):
+def test_stale_plots_are_removed(folder, draws):
     write_report(folder)
     replace_text(folder / TASK / "rows.json", '"minutes":0.5', '"minutes":0.75')
     write_report(folder, task_plots=False)

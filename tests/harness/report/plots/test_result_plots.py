@@ -35,14 +35,14 @@ CURVES = pd.DataFrame(
 )
 
 
-def test_the_envelope_is_the_median_over_seeds_and_carries_what_was_known(tmp_path):
+def test_median_band_is_over_seeds_with_last_value_carried_forward(tmp_path):
     found = median_band(CURVES, "evaluations")
     assert found["value"].tolist() == [1.0, 1.25, 2.5]
     assert found["low"].tolist() == [1.0, 1.0, 2.0]
     assert found["high"].tolist() == [1.0, 1.5, 3.0]
 
 
-def test_same_results_same_bytes_in_every_format(tmp_path):
+def test_plots_are_byte_identical_for_equal_results(tmp_path):
     for name in ("one", "two"):
         draw_curves(CURVES, "<t> $\\frac", tmp_path / name)
     for kind, start in (("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")):
@@ -53,26 +53,26 @@ def test_same_results_same_bytes_in_every_format(tmp_path):
 
 
 @pytest.mark.parametrize(("higher", "expected"), [(True, ["b", "c"]), (False, ["b", "a"])])
-def test_the_front_holds_what_nothing_beats(higher, expected):
+def test_pareto_front_has_nondominated_points(higher, expected):
     points = pd.DataFrame({"latency_ms": [3.0, 1.0, 2.0, 2.0], "score": [0.1, 0.5, 0.9, 0.9]}, index=[*"abcd"])
     assert list(pareto_front(points, higher).index) == expected
 
 
-def test_no_two_of_many_series_look_the_same():
+def test_series_styles_are_distinct():
     looks = [series_style(index) for index in range(24)]
     assert (
         len({(colour, line) for colour, line, _ in looks}) == len({(colour, mark) for colour, _, mark in looks}) == 24
     )
 
 
-def test_latencies_need_no_floor(tmp_path):
+def test_latency_plot_works_without_noise_floor(tmp_path):
     part = pd.DataFrame({"build": [0, 0, 1], "latency_ms": [1.0, 1.1, 1.2]})
     long = "a very long name of many methods at once, and more"
     draw_latencies({"float": part, long: part}, {"float": 1.1, long: 1.12}, None, "t", tmp_path / "l")
     assert (tmp_path / "l.png").exists()
 
 
-def test_latex_escapes_marks_and_has_shared_values_in_the_caption(folder):
+def test_latex_marks_best_rows_and_has_shared_values_in_caption(folder):
     write_confirmation(folder / TASK, {"A/A twin": 8.0, "float": 8.0, "all": 4.01, "aa": 4.0, "bb": 5.0})
     edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
     write_tables(load(folder), folder / "report")
@@ -90,7 +90,7 @@ def test_latex_escapes_marks_and_has_shared_values_in_the_caption(folder):
     assert captions["finalists"].startswith("Finalists. task: ")
 
 
-def test_a_hostile_name_is_only_text(tmp_path):
+def test_hostile_name_is_escaped_in_markdown_and_latex(tmp_path):
     name = "a_b%<script>|x\n*y* [z](u) \\input{p} `c` \x1b[31m"
     cells = pd.DataFrame([{"model": name, "n": "1"}, {"model": "[q]", "n": "2"}])
     table = ReportTable(name="t", cells=cells, raw=cells, note=f"of {name}")
@@ -122,7 +122,7 @@ def test_latex_compiles_hostile_names_included(folder, tmp_path):
     assert done.returncode == 0, done.stdout[-800:]
 
 
-def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch):
+def test_latency_plot_agrees_with_table(folder, monkeypatch):
     edit_samples(folder / TASK, "aa", lambda samples_ms, build: [16.0] * 3 if build == 2 else samples_ms)
     results = load(folder)
     task, main = results.tasks[0], main_frame(results)
@@ -140,7 +140,7 @@ def test_the_picture_of_latencies_shows_what_the_table_says(folder, monkeypatch)
     assert marks["x"][marks["text"].index("random")] == pytest.approx(table_ms, rel=1e-5)
 
 
-def test_marks_that_lie_together_show_each_other(folder):
+def test_overlapping_chart_points_are_translucent(folder):
     results = load(folder)
     task, main = results.tasks[0], main_frame(results)
     charts = build_charts(

@@ -61,7 +61,7 @@ def interval(value, low, high):
         ),
     ],
 )
-def test_limits_of_few_seeds_cover_those_of_all(ratios, expected):
+def test_ratio_over_seeds_has_widest_limits(ratios, expected):
     """Also where a seed was timed in one turn only, which gives no limits."""
     found = ratio_over_seeds(ratios)
     assert (found.value, found.low, found.high) == (expected.value, expected.low, expected.high)

@@ -76,7 +76,7 @@ def edit_picks(folder, change) -> None:
         (MIOU_RECORD, False, True, None),
     ],
 )
-def test_the_cross_fitted_loss_of_a_choice_by_a_metric_over_all_images(folder, record, halves, recovered, expected):
+def test_note_has_cross_fitted_loss_of_metric_over_all_images(folder, record, halves, recovered, expected):
     rename_metric(folder, "miou")
     goal = Goal(metric="miou", reference=0.8, max_drop=0.02)
     edit_json(folder / TASK / "task.json", goal=asdict(goal), **({"halves": True} if halves else {}))
@@ -129,7 +129,7 @@ def test_a_drop_is_positive_if_worse_in_the_direction_of_the_metric(folder, high
         ("precision", "precision 0.7000", "metric"),
     ],
 )
-def test_metrics_have_their_usual_name_and_no_name_of_another_column(folder, metric, shown, heading):
+def test_metric_columns_have_display_names_without_collision(folder, metric, shown, heading):
     rename_metric(folder, metric)
     raw_main(folder)
     rows = read_table(folder, "main")
@@ -137,7 +137,7 @@ def test_metrics_have_their_usual_name_and_no_name_of_another_column(folder, met
     assert rows[0]["precision"] == "f32"
 
 
-def test_fidelity_has_no_drop_against_its_cap(folder):
+def test_fidelity_metric_has_no_drop(folder):
     rename_metric(folder, "sqnr_db", ("0.8", "120.0"), ("0.7", "40.0"))
     assert "No drop of SQNR" in main_note(folder)
     rows = read_table(folder, "main")
@@ -198,7 +198,7 @@ def test_random_data_and_few_images_are_noted_below_every_table(folder):
     ],
     ids=["no VNNI", "7-bit weights", "VNNI", "another device"],
 )
-def test_scores_of_a_processor_that_saturates_are_noted(folder, model, flags, dialect, words):
+def test_saturating_processor_is_noted(folder, model, flags, dialect, words):
     edit_json(folder / TASK / "env.json", cpu={"model": model, "flags": flags})
     edit_json(folder / TASK / "task.json", lambda body: body["backend"].update(dialect=dialect))
     raw_main(folder)
@@ -207,7 +207,7 @@ def test_scores_of_a_processor_that_saturates_are_noted(folder, model, flags, di
     assert words is None or f"Accuracy of {TASK}: measured on a processor without VNNI, {words}" in main_note(folder)
 
 
-def test_no_row_is_shipped_if_the_float_model_scores_nothing(folder):
+def test_no_row_is_shipped_if_float_score_is_zero(folder):
     edit_scores(folder, lambda score: score.update(metrics={"top1": 0.0}, per_item=[0.0] * 100))
     decisions = raw_main(folder)["decision"]
     for file in (folder / "report").glob("*.md"):
@@ -269,7 +269,7 @@ def test_disturbed_turns_are_noted_and_ask_for_a_confirmation(folder):
     assert all(text.endswith("; the machine was busy: confirm again") for text in shipped)
 
 
-def test_a_row_with_disturbed_turns_alone_is_not_shipped_without_a_remark(folder):
+def test_decision_of_row_with_disturbed_turns_has_remark(folder):
     path = folder / TASK / "confirmation.jsonl"
     head, *lines = read_records(path)
     turns = [{**turn, "disturbed": "drift"} if turn["row"] == "aa" else turn for turn in lines]
@@ -295,7 +295,7 @@ def test_an_uncertain_latency_of_the_float_model_is_noted(folder):
     assert "4.00 [4.00, 4.00]" in (folder / "report" / "main.md").read_text(), "paired figures are as certain as before"
 
 
-def test_the_larger_of_the_two_floors_counts(folder):
+def test_larger_noise_floor_decides_verdict(folder):
     edit_json(folder / TASK / "noise_floor.json", noise_floor=1.5)
     assert f"{TASK} 150.0%." in main_note(folder)
     rows = {row["method"]: row["verdict"] for row in read_table(folder, "main")}
@@ -358,7 +358,7 @@ def test_a_drop_has_an_interval_if_the_record_has_single_images(folder):
     assert shown["random"] == "+0.0100"
 
 
-def test_different_images_cost_the_interval_only(folder, caplog):
+def test_different_images_remove_only_drop_interval(folder, caplog):
     def add_images(body):
         body["sha of float main"]["per_item"] = [1.0] * 64 + [0.0] * 16
         body["sha of all main"]["per_item"] = [1.0] * 49 + [0.0] * 21
@@ -377,7 +377,7 @@ def test_different_images_cost_the_interval_only(folder, caplog):
         (Goal(**BOUND, max_drop=0.2), None, ("ship: fastest", "ship")),
     ],
 )
-def test_only_rows_with_a_bound_on_accuracy_are_shipped(folder, goal, scores, decisions):
+def test_decision_depends_on_accuracy_bound_and_scores(folder, goal, scores, decisions):
     edit_json(folder / TASK / "task.json", goal=asdict(goal))
     if scores is not None:
         write_json(folder / TASK / "accuracy.json", scores)
@@ -404,7 +404,7 @@ def test_every_baseline_has_a_decision(folder):
     ]  # fmt: skip
 
 
-def test_precisions_are_side_by_side(folder):
+def test_decision_table_shows_precisions_in_columns(folder):
     write_task(folder, "net-openvino-fp8", precision="fp8")
     path = folder / "experiment.yaml"
     path.write_text(path.read_text().replace("precision:\n- int8", "precision:\n- int8\n- fp8"))
@@ -443,7 +443,7 @@ def add_tpe_choice(folder, change=lambda pick: pick, **facts) -> None:
     [(None, None, "ship (tpe)"), (1.9, None, "ship (tpe)"), (1.9, 1.5, "ship: fastest (random)")],
     ids=["search samples", "not all in the final selection", "final selection"],
 )
-def test_the_best_found_is_selected_before_the_confirmation(folder, random_selected, tpe_selected, decision):
+def test_best_found_row_is_chosen_by_final_selection(folder, random_selected, tpe_selected, decision):
     def select(pick):
         return {**pick, "final_selection": random_selected} if pick["kind"] == "search" else pick
 
@@ -482,7 +482,7 @@ def test_the_decision_note_defines_the_best_found(folder):
 
 
 @pytest.mark.parametrize(("by_file", "wrong"), [(70, False), (71, False), (85, True)])
-def test_a_tool_whose_file_scores_otherwise_than_the_runtime_is_shown_and_never_shipped(folder, by_file, wrong):
+def test_tool_row_with_other_file_score_is_a_wrong_result(folder, by_file, wrong):
     images = {"sha of float main": 80, "sha of all main": 70, "sha of all file": by_file}
 
     def add_images(body):

@@ -64,7 +64,7 @@ def test_rows_are_models_columns_are_methods_with_geometric_means(models):
     assert "Beyond: the drop" in read_note(models, "overview")
 
 
-def test_the_float_model_counts_where_a_method_has_nothing_within_the_bound(models):
+def test_fastest_table_uses_float_if_method_misses_bound(models):
     write_tables(load(models), models / "report")
     rows = {row["method"]: row for row in read_table(models, "fastest")}
     assert rows["random"]["other"] == "4.50 [4.50, 4.50]"
@@ -109,7 +109,7 @@ def test_means_and_plots_are_by_backend(tmp_path):
     ]
 
 
-def test_a_figure_without_an_interval_is_drawn_without_one(tmp_path):
+def test_speedup_plot_accepts_missing_intervals(tmp_path):
     limits = [(1.4, 1.6), (0.0, math.inf), (None, None)]
     lines = [
         {"task": str(n), "model": "m", "column": "all", "speedup": 1.5, "speedup_low": low, "speedup_high": high}
@@ -122,7 +122,7 @@ def test_a_figure_without_an_interval_is_drawn_without_one(tmp_path):
     assert (tmp_path / "empty.svg").exists()
 
 
-def test_figures_are_traced(models):
+def test_overview_cells_are_traceable(models):
     results = load(models)
     one = trace_cell(results, "other:all", "overview")
     assert one.shown == "2.00 [2.00, 2.00] beyond"
@@ -134,7 +134,7 @@ def test_figures_are_traced(models):
     assert [TASK in source.head[0] or OTHER in source.head[0] for source in both.sources] == [True, True]
 
 
-def test_the_median_of_seeds_is_compared_and_the_note_counts_them(models):
+def test_overview_compares_median_of_seeds(models):
     write_confirmation(models / TASK, {TWIN: 8.0, "float": 8.0, "all": 4.4, "aa": 4.0, "bb": 8.0})
     edit_json(models / TASK / "task.json", goal=asdict(Goal()))
     found = shown(models)["net"]
@@ -145,7 +145,7 @@ def test_the_median_of_seeds_is_compared_and_the_note_counts_them(models):
     assert "The main table has the best seed of each searcher" in note
 
 
-def test_the_interval_of_one_search_is_not_over_searches(models):
+def test_interval_of_single_search_is_over_builds(models):
     for task in (TASK, OTHER):
         picks = read_json(models / task / "rows.json")["picks"]
         edit_json(models / task / "rows.json", picks=[pick for pick in picks if pick["seed"] != 1])

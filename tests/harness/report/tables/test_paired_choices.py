@@ -71,14 +71,14 @@ def test_choices_are_compared_with_the_fastest_fixed_row(tmp_path, fixed):
     assert fixed_frame(load(tmp_path))["verdict"].tolist() == ["tie", "the same placement", "faster", "tie"]
 
 
-def test_seeds_have_a_median_and_the_widest_limits(tmp_path, fixed):
+def test_ratio_is_median_of_seeds_with_widest_limits(tmp_path, fixed):
     fixed({10: ["aa", "bb"]})
     (row,) = fixed_frame(load(tmp_path)).to_dict("records")
     assert (row["ratio"], row["low"], row["high"]) == pytest.approx((1.5, 1.0, 2.0))
     assert (row["verdict"], row["seeds"], row["same"]) == ("tie", 2, 1)
 
 
-def test_turns_are_paired_and_a_single_turn_gives_no_verdict(tmp_path, fixed):
+def test_ratio_is_paired_and_single_turn_gives_tie(tmp_path, fixed):
     task = fixed({10: ["aa"]})
     write_confirmation(task, {"A/A twin": 8.0, "float": 8.0, **LATENCY_MS}, paces=(1.0, 2.0, 3.0))
     assert shown(tmp_path)[TASK, "auto"]["10 evaluations"] == "2.00 [2.00, 2.00] faster"
@@ -88,7 +88,7 @@ def test_turns_are_paired_and_a_single_turn_gives_no_verdict(tmp_path, fixed):
     assert shown(tmp_path)[TASK, "auto"]["10 evaluations"] == "2.00 tie"
 
 
-def test_rows_beyond_the_bound_are_no_best_fixed_row_and_are_counted_among_choices(tmp_path, fixed):
+def test_rows_beyond_bound_are_excluded_as_fixed_row_and_counted(tmp_path, fixed):
     choices, latency_ms = {10: ["aa", "all"]}, {"all": 2.0, "bb": 4.0, "aa": 4.0}
     fixed(choices, latency_ms=latency_ms, goal=None)
     row = shown(tmp_path)[TASK, "auto"]
@@ -132,7 +132,7 @@ def test_baselines_with_one_placement_are_named_together(tmp_path, fixed):
         ),
     ],
 )  # fmt: skip
-def test_several_tasks_have_a_tally(fixed, choices, others, latency_ms, noise_floor, tally):
+def test_note_counts_tasks_by_verdict(fixed, choices, others, latency_ms, noise_floor, tally):
     folder = fixed(choices, latency_ms=latency_ms).parent
     shown(folder)
     assert "favours the fixed row" in read_note(folder, "fixed")
@@ -142,7 +142,7 @@ def test_several_tasks_have_a_tally(fixed, choices, others, latency_ms, noise_fl
     assert tally in read_note(folder, "fixed")
 
 
-def test_several_tasks_have_a_geometric_mean_with_an_interval_from_three(tmp_path, fixed):
+def test_geometric_mean_has_interval_from_three_tasks(tmp_path, fixed):
     third = "third-openvino-int8"
     (tmp_path / "experiment.yaml").write_text(
         YAML.replace("label: other}", "label: other}, {use: t.onnx, label: third}")
@@ -161,7 +161,7 @@ def test_several_tasks_have_a_geometric_mean_with_an_interval_from_three(tmp_pat
     assert f"{third}, auto, seed 0 at 10 evaluations: all" in sources
 
 
-def test_it_is_on_the_page_has_warnings_and_can_be_traced(tmp_path, fixed):
+def test_fixed_table_is_on_page_with_warnings_and_trace(tmp_path, fixed):
     edit_json(fixed({10: ["aa"]}) / "noise_floor.json", noise_floor=0.337)
     results = load(tmp_path)
     tables = write_tables(results, tmp_path / "report")
@@ -202,7 +202,7 @@ def ablation(tmp_path):
     return write
 
 
-def test_there_is_a_row_for_the_mean_and_each_task_by_budget(ablation):
+def test_ablation_has_rows_for_mean_and_task_by_budget(ablation):
     frame = ablation_frame(ablation(2))
     bare = frame[frame["variant"] == "bare"].fillna({"task": "mean"}).set_index(["budget", "task"])
     assert bare["ratio"].to_dict() == pytest.approx(
@@ -218,7 +218,7 @@ def test_there_is_a_row_for_the_mean_and_each_task_by_budget(ablation):
     assert (mean["low"], mean["high"], mean["tasks"]) == pytest.approx((mean["ratio"], mean["ratio"] * above, 2))
 
 
-def test_many_tasks_have_only_the_mean_with_an_interval_over_them(ablation):
+def test_ablation_of_many_tasks_has_only_mean_with_interval(ablation):
     frame = ablation_frame(ablation(6))
     assert frame["task"].isna().all()
     mean = frame[(frame["variant"] == "bare") & (frame["budget"] == 10)].iloc[0]
@@ -226,7 +226,7 @@ def test_many_tasks_have_only_the_mean_with_an_interval_over_them(ablation):
     assert (mean["ratio"], mean["low"], mean["high"]) == pytest.approx((expected.value, expected.low, expected.high))
 
 
-def test_one_task_has_no_mean_and_the_only_searcher_of_a_plug_in_is_a_variant(ablation):
+def test_ablation_of_one_task_has_no_mean(ablation):
     frame = ablation_frame(ablation(1))
     assert set(frame["task"]) == {"net-0-int8"}
     assert len(frame) == 2 * 2
@@ -245,7 +245,7 @@ def test_one_task_has_no_mean_and_the_only_searcher_of_a_plug_in_is_a_variant(ab
     ],
     ids=["a searcher without a label", "the first has parameters", "the first has no variants"],
 )
-def test_otherwise_searchers_of_other_plug_ins_are_no_variants(ablation, others):
+def test_searchers_of_other_plugins_are_no_variants(ablation, others):
     assert "model_alone" not in set(ablation_frame(ablation(1, others))["variant"])
 
 
@@ -273,7 +273,7 @@ def test_an_ablation_is_traced_to_its_tasks_and_budget(ablation):
     assert "net-1-int8, bare, seed 0 at 10" in mean
 
 
-def test_a_mean_of_estimates_without_limits_has_none():
+def test_geometric_mean_has_no_limits_if_one_estimate_lacks_them():
     mean = geometric_mean([Interval(value=2.0, low=1.0, high=4.0), Interval(value=8.0, low=0.0, high=np.inf)])
     assert mean.value == pytest.approx(4.0)
     assert np.isnan([mean.low, mean.high]).all()

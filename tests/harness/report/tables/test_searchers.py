@@ -85,14 +85,14 @@ def minimize(study, one: str, two: str) -> None:
         )
 
 
-def test_scores_are_shares_of_the_improvement_that_random_search_leaves(study):
+def test_scores_are_relative_to_random_search(study):
     found = score_frame(load(study)).set_index(["task", "searcher"])["score"]
     assert found["net-one-int8", "tpe"] == pytest.approx(1.0)
     assert "random" not in found.index.get_level_values("searcher")
 
 
 @pytest.mark.parametrize("told", [[], ["searcher"], ["initial:float", "initial:all", "searcher"]])
-def test_a_searcher_with_other_initial_placements_has_no_score_and_changes_no_other(study, told):
+def test_searcher_with_other_initial_placements_has_no_score(study, told):
     """A peer is told nothing, and one that broke when it was made has an empty journal."""
     before = score_frame(load(study)).set_index(["task", "searcher"])["score"]
     for task in ("net-one-int8", "net-two-int8"):
@@ -174,7 +174,7 @@ def test_a_backend_with_a_note_is_not_pooled_with_others(study):
         assert table.note.splitlines().count(f"tensorrt_rtx: {note}.") == 1, table.name
 
 
-def test_placements_are_compared_on_the_other_backend(study):
+def test_transfer_compares_placements_on_other_backend(study):
     found = transfer_frame(load(study)).set_index(["source", "target"])
     assert found.loc[("one", "one"), "share"] == pytest.approx(1.0)
     assert found.loc[("one", "two"), "speedup"] == pytest.approx(4.0)
@@ -185,7 +185,7 @@ def test_placements_are_compared_on_the_other_backend(study):
     assert alike["spearman"].item() == pytest.approx(1.0)
 
 
-def test_tables_of_several_scenarios_state_each_and_how_their_placements_differ(study):
+def test_notes_state_each_scenario_and_placement_differences(study):
     options = {"threads": 2, "streams": 2}
     task = study / "net-two-int8"
     edit_json(task / "task.json", backend={**read_json(task / "task.json")["backend"], "options": options})
@@ -195,7 +195,7 @@ def test_tables_of_several_scenarios_state_each_and_how_their_placements_differ(
     assert all("Scenario of net-one-int8: latency" in note for note in notes.values())
 
 
-def test_rank_correlation_is_over_placements_and_not_over_models_of_tools(study):
+def test_rank_correlation_excludes_tool_models(study):
     """The row of `all` is called like its method here, as the rows of tools are."""
     path = study / "net-two-int8" / "rows.json"
     rows = read_json(path)["rows"]
@@ -205,7 +205,7 @@ def test_rank_correlation_is_over_placements_and_not_over_models_of_tools(study)
     assert similarity_frame(load(study)).empty, "three that both have are too few"
 
 
-def test_a_model_of_a_tool_for_one_runtime_is_no_placement_of_another(study):
+def test_transfer_excludes_tool_models_of_other_runtime(study):
     """Where a search chose the file of a tool, the tool's row elsewhere has its name, and another model."""
     for name in ("one", "two"):
         path = study / f"net-{name}-int8" / "rows.json"
@@ -216,7 +216,7 @@ def test_a_model_of_a_tool_for_one_runtime_is_no_placement_of_another(study):
     assert transfer_frame(load(study)).empty
 
 
-def test_a_gain_within_the_noise_has_no_share(study):
+def test_transfer_share_is_missing_for_gain_within_noise(study):
     """A floor of 1 % and a best gain of 0.5 % once made -1660 % of a placement that is slower than float."""
     twin = {"A/A twin": 8.08, "float": 8.0, "all": 8.5, "aa": 7.96, "bb": 9.0, "cc": 7.5}
     write_confirmation(study / "net-two-int8", twin)
@@ -231,7 +231,7 @@ def test_a_gain_within_the_noise_has_no_share(study):
     assert "no share if that gain is within the noise" in text
 
 
-def test_a_placement_that_was_brought_over_by_name_is_found(study):
+def test_transfer_finds_placement_by_transfer_method_name(study):
     task = study / "net-two-int8"
     body = read_json(task / "rows.json")
     body["rows"] = [row for row in body["rows"] if row["id"] != "aa"]
@@ -244,7 +244,7 @@ def test_a_placement_that_was_brought_over_by_name_is_found(study):
     assert found.loc[("one", "two"), "speedup"] == pytest.approx(8 / 7.5)
 
 
-def test_the_front_grows_and_stays_a_share_of_its_box(study):
+def test_hypervolume_is_monotonic_between_0_and_1(study):
     found = hypervolume_frame(load(study).tasks)
     part = found[(found["task"] == "net-one-int8") & (found["searcher"] == "random") & (found["seed"] == 0)]
     assert part["volume"].is_monotonic_increasing
@@ -296,7 +296,7 @@ def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
     assert "all" not in data["graph"]["marks"]
 
 
-def test_graphs_are_read_again_only_if_a_model_is_another(with_models, monkeypatch):
+def test_graph_is_reloaded_only_if_model_changes(with_models, monkeypatch):
     module = importlib.import_module("harness.report.page.graph_layout")
     read = []
     monkeypatch.setattr(module, "load_task_graph", lambda task: read.append(task.name))
@@ -342,7 +342,7 @@ def test_layers_that_share_a_node_are_one_part_of_the_waterfall():
     assert waterfall_frame([layer("c1", None, "conv1")], after).empty
 
 
-def test_layers_of_the_runtime_are_named_by_the_sign_of_the_change():
+def test_waterfall_labels_runtime_layers_as_added_or_removed():
     before = [layer("c1", 3.0, "conv1"), layer("r1", 0.4, kind="Reorder"), layer("s1", 0.2, kind="Subgraph")]
     after = [
         layer("c1", 1.0, "conv1"), layer("r1", 0.1, kind="Reorder"), layer("r2", 0.1, kind="Reorder"),
@@ -356,7 +356,7 @@ def test_layers_of_the_runtime_are_named_by_the_sign_of_the_change():
     assert "as before: Reorder" in set(waterfall_frame(before[:2], [after[0], before[1]])["part"])
 
 
-def test_a_layer_with_another_counter_is_the_same_part():
+def test_waterfall_matches_layers_with_other_counter():
     gru = {"kind": "RNNSeq"}
     before = [layer("g1", 0.3, "GRUSequence_756", **gru), layer("c1", 3.0, "Conv_1"), layer("c2", 2.0, "Conv_2")]
     after = [layer("g2", 0.8, "GRUSequence_11762", **gru), layer("c1", 1.0, "Conv_1"), layer("c3", 0.4, "Conv_3")]
@@ -366,7 +366,7 @@ def test_a_layer_with_another_counter_is_the_same_part():
     assert found.loc["Convolution Conv_2", "after_ms"] == 0.0, "which of several it would be is anybody's guess"
 
 
-def test_frames_of_a_study_are_there_in_python(study):
+def test_study_frames_are_available_in_python(study):
     import harness.report.render
 
     frames = harness.report.render.load(study)

@@ -99,7 +99,7 @@ def test_a_long_wait_is_reported_with_the_owner(tmp_path, held, monkeypatch, cap
     assert [owner in message for message in caplog.messages] == [True]
 
 
-def test_a_wait_ends_by_its_limit_and_frees_the_lock(tmp_path, held, monkeypatch):
+def test_wait_limit_raises_and_frees_lock(tmp_path, held, monkeypatch):
     monkeypatch.setenv(WAIT_VARIABLE, "0.1")
     with pytest.raises(UserError, match=rf"process {held.pid} .*longer than --wait 0\.1"), timing_lock(tmp_path):
         pass

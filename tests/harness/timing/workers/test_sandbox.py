@@ -105,7 +105,7 @@ def failed(outcome: object) -> Failed:
     return outcome
 
 
-def test_waiting_for_the_timing_of_another_run_counts_against_no_limit(sandbox, candidate):
+def test_lock_wait_does_not_count_against_time_limits(sandbox, candidate):
     engine = built(sandbox.build(candidate("ok")))
     with ThreadPoolExecutor(1) as pool:
         with timing_lock():  # held by another run on these cores
@@ -151,7 +151,7 @@ def test_engines_are_built_timed_scored_and_released(sandbox, candidate):
         ("infer raise", "evaluate", "KeyError: 'no such kernel'"),
     ],
 )
-def test_a_failure_is_a_value_and_the_next_build_works(sandbox, candidate, text, stage, reason):
+def test_failure_is_returned_and_next_build_works(sandbox, candidate, text, stage, reason):
     outcome: object = sandbox.build(candidate(text))
     if not text.startswith("build"):
         call = sandbox.evaluate if text.startswith("infer") else lambda handle: sandbox.sample(handle, SAMPLING)
@@ -207,7 +207,7 @@ def test_engines_of_a_dead_worker_are_reported_as_lost(sandbox, candidate):
     assert isinstance(sandbox.sample(new, SAMPLING), Samples)
 
 
-def test_a_file_that_cannot_be_written_is_a_failed_build_unless_the_disk_is_full(sandbox, candidate):
+def test_write_error_is_failed_build_but_full_disk_raises(sandbox, candidate):
     def source() -> Path:
         raise OSError("no such font")
 
@@ -253,7 +253,7 @@ def test_a_process_that_cannot_be_started_is_a_user_error(tmp_path, monkeypatch)
         Sandbox(spec(tmp_path), LIMITS).__enter__()
 
 
-def test_a_race_runs_in_the_worker(sandbox, candidate):
+def test_worker_stops_sampling_early_against_rival(sandbox, candidate):
     handle = built(sandbox.build(candidate("ok"))).handle
     rival = Interval(value=0.5, low=0.49, high=0.51)
     found = sandbox.sample(handle, Sampling(warmup_ms=0, min_samples=11), rival)
@@ -393,7 +393,7 @@ def test_a_candidate_whose_worker_is_killed_each_time_has_failed(sandbox, candid
     assert (outcome.stage, "SIGKILL" in outcome.reason) == ("crash", True)
 
 
-def test_a_candidate_that_kills_the_worker_again_after_its_task_continues_has_failed(tmp_path, candidate):
+def test_candidate_that_kills_worker_again_on_resume_has_failed(tmp_path, candidate):
     site = LocalTarget(ExecutorSpec(), LIMITS)
     with site.open(spec(tmp_path)) as engines, pytest.raises(WorkerKilled):
         engines.sample(built(engines.build(candidate("sample kill"))).handle, SAMPLING)

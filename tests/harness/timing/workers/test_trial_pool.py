@@ -160,7 +160,7 @@ def test_an_interrupted_run_ends_running_trials():
 
 
 @pytest.mark.parametrize(("policy", "overlap"), [(ExclusiveTiming(), False), (SerialTiming(), True)])
-def test_one_engine_is_timed_at_once_and_builds_overlap_it_as_the_policy_allows(policy, overlap):
+def test_timing_is_exclusive_and_builds_overlap_by_policy(policy, overlap):
     now = {"build": 0, "sample": 0}
     seen: set[tuple[int, int]] = set()
     lock = threading.Lock()

@@ -54,7 +54,7 @@ def test_a_wrong_setting_is_refused(searcher, setting, message):
         searcher(synthetic_space(4, groups=2), seed=0, **setting)
 
 
-def test_auto_tries_the_rules_that_nobody_told_it_first():
+def test_auto_proposes_unknown_expert_rules_first():
     space = plain_space(8, role=lambda i: ("linear", "pool", "add", "movement")[i % 4])
     searcher = AutoSearcher(space, seed=0)
     for placement in (space.float_placement(), space.quantize_roles({"linear", "add"})):
@@ -64,7 +64,7 @@ def test_auto_tries_the_rules_that_nobody_told_it_first():
     assert space.quantize_roles({"linear", "add"}) in list(expert_placements(space)), "a rule, but known already"
 
 
-def test_where_results_must_be_quantized_too_rules_take_all_their_readers_along():
+def test_expert_rules_include_all_readers_of_quantized_outputs():
     """Twice a convolution, x * sigmoid(x) of its result, and a normalization."""
     roles = ("linear", "activation", "mul", "mul", "normalization")
     tensors = ("in", "x", "x", "gate", "y")
@@ -83,7 +83,7 @@ def test_where_results_must_be_quantized_too_rules_take_all_their_readers_along(
     assert searcher.ask(2) == [in_front, gates]
 
 
-def test_where_results_must_be_quantized_too_linear_operators_are_tried_without_the_additions():
+def test_expert_rules_include_linear_operators_without_additions():
     """Twice a matrix product, the addition that reads it, and a normalization."""
     roles, tensors = ("linear", "add", "normalization"), ("in", "x", "sum")
     dimensions = [
@@ -99,7 +99,7 @@ def test_where_results_must_be_quantized_too_linear_operators_are_tried_without_
     assert found[:2] == [with_additions, alone]
 
 
-def test_auto_leaves_out_rules_that_can_only_break_the_constraint_more():
+def test_auto_skips_rules_that_increase_constraint_violation():
     space = plain_space(8, role=lambda i: ("linear", "other", "add", "activation")[i % 4])
     searcher = AutoSearcher(space, seed=0)
     searcher.tell(scored(space, space.float_placement(), 9.0, metrics={"top1": 0.8}))
@@ -109,7 +109,7 @@ def test_auto_leaves_out_rules_that_can_only_break_the_constraint_more():
 
 
 @pytest.mark.parametrize("told_float", [True, False])
-def test_auto_keeps_its_rules_where_the_float_model_is_not_known_to_hold_the_bound(told_float):
+def test_auto_keeps_rules_if_float_feasibility_is_unknown(told_float):
     """A bound on latency is broken by too few Q/DQ pairs, and more of them heal it."""
     space = plain_space(8, role=lambda i: ("linear", "add", "pool", "concat")[i % 4])
     searcher = AutoSearcher(space, seed=0)
@@ -120,7 +120,7 @@ def test_auto_keeps_its_rules_where_the_float_model_is_not_known_to_hold_the_bou
 
 
 @pytest.mark.parametrize("outcome", [Score(objective=9.0), Failure(stage="build", reason="no")])
-def test_per_pattern_goes_on_past_a_placement_that_was_told_before(outcome):
+def test_per_pattern_continues_after_known_placement(outcome):
     """Also where the one inside proposes one at a time and waits for each."""
     space = plain_space(4)
     searcher = PerPatternSearcher(space, seed=0, searcher="sensitivity_greedy", evaluations=3)
@@ -153,7 +153,7 @@ def test_auto_finds_a_fast_placement_within_the_bound():
 
 
 @pytest.mark.parametrize("settings", [{"surrogate": False}, {"blocks": False}, {"rules": 0}])
-def test_auto_searches_without_each_of_its_parts(settings):
+def test_auto_improves_with_each_component_disabled(settings):
     space = synthetic_space(16, groups=4, seed=0)
     objective = SyntheticObjective(space, seed=0)
     told = run_search_loop(
@@ -163,14 +163,14 @@ def test_auto_searches_without_each_of_its_parts(settings):
     assert min(o.outcome.objective for o in told) < min(o.outcome.objective for o in told[:3])
 
 
-def test_auto_without_blocks_moves_every_point_alone_whatever_shares_its_role():
+def test_auto_without_blocks_flips_single_points():
     space = plain_space(6, role=lambda i: f"role{i}")
     searcher = AutoSearcher(space, seed=0, rules=0, surrogate=False, blocks=False)
     searcher.tell(scored(space, space.float_placement(), 1.0))
     assert [p.choices.index(1) for p in searcher.ask(6) if sum(p.choices) == 1] == [0, 1, 2, 3, 4, 5], "costly first"
 
 
-def test_sensitivity_greedy_combines_what_gained_alone_best_value_first():
+def test_sensitivity_greedy_combines_individual_gains_best_first():
     space = plain_space(4)
     gains = np.array([1.0, 0.0, 2.0, 0.0])
     searcher = SensitivityGreedySearcher(space, seed=0, share=1.0, direction="in")
@@ -184,13 +184,13 @@ def test_sensitivity_greedy_combines_what_gained_alone_best_value_first():
     assert asked[-1] == Placement((1, 0, 1, 0)), "then those that gained, together"
 
 
-def test_sensitivity_greedy_waits_for_outcomes_before_it_combines():
+def test_sensitivity_greedy_waits_for_base_outcome():
     searcher = SensitivityGreedySearcher(plain_space(4), seed=0)
     assert len(searcher.ask(5)) == 1, "nothing can be compared before the base is known"
     assert searcher.ask(5) == []
 
 
-def test_a_portfolio_gives_turns_to_the_member_that_improves():
+def test_portfolio_favours_improving_member():
     space = synthetic_space(30, groups=6, seed=0)
     objective = SyntheticObjective(space, seed=0)
     searcher = PortfolioSearcher(space, seed=0, members=["random", "local"])
@@ -201,7 +201,7 @@ def test_a_portfolio_gives_turns_to_the_member_that_improves():
     assert 2 <= by_chance < 30, "both had turns, the one that improves more of them"
 
 
-def test_a_portfolio_credits_a_gain_over_what_no_tie_displaced():
+def test_portfolio_credits_gain_over_incumbent_despite_tie():
     space = plain_space(20)
     searcher = PortfolioSearcher(space, seed=0, members=["exhaustive", "random"], exploration=0.0)
     twin = RandomSearcher(space, seed=1)

@@ -148,7 +148,7 @@ def test_the_error_of_a_searcher_is_kept_with_its_traceback(ran, name):
     assert len(trace.splitlines()) < 60
 
 
-def test_the_run_goes_on_to_its_tables_and_ends_with_one_message(ran):
+def test_run_with_failed_searchers_writes_tables_and_exits_2(ran):
     folder, status, said = ran
     assert status == 2
     assert "Traceback" not in said
@@ -163,7 +163,7 @@ def test_the_run_goes_on_to_its_tables_and_ends_with_one_message(ran):
     assert table.loc["Makes", "verdict"] == "nothing measured"
 
 
-def test_tables_say_which_searches_broke_or_ended_early(ran):
+def test_tables_name_failed_and_early_ended_searches(ran):
     report = ran[0] / "out" / "report"
     for name in ("main", "budget", "targets"):
         text = (report / f"{name}.md").read_text().replace("\\", "")
@@ -176,7 +176,7 @@ def test_tables_say_which_searches_broke_or_ended_early(ran):
     assert "Asks-1 failed at 4 of 8" in (report / "index.html").read_text()
 
 
-def test_a_search_that_has_nothing_more_says_so(ran):
+def test_exhausted_search_records_its_reason(ran):
     folder, _, said = ran
     spent = len(evaluated(folder, "Idle"))
     assert f"{TASK} Idle-1 ended at {spent} of 8: it had nothing more to propose\n" in said
@@ -208,7 +208,7 @@ def marks(ran):
         path.unlink(missing_ok=True)
 
 
-def test_a_mended_searcher_goes_on_where_it_broke(copy, marks):
+def test_fixed_searcher_resumes_its_journal(copy, marks):
     before = read_text(journal(copy, "Asks"))
     marks("mended")
     status, said = again(copy)
@@ -220,7 +220,7 @@ def test_a_mended_searcher_goes_on_where_it_broke(copy, marks):
     assert "Asks-1 failed" not in (copy / "out" / "report" / "main.md").read_text()
 
 
-def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy, marks):
+def test_fixed_searcher_with_other_proposals_starts_again(copy, marks):
     before = read_text(journal(copy, "Asks"))
     marks("mended")
     marks("other")
@@ -232,7 +232,7 @@ def test_a_mended_searcher_that_proposes_something_else_begins_anew(copy, marks)
     assert [search.searcher for search in load(copy / "out").tasks[0].searches].count("Asks") == 1
 
 
-def test_an_interruption_costs_a_mended_searcher_nothing(copy, ran, marks):
+def test_fixed_searcher_restarts_after_interruption(copy, ran, marks):
     marks("mended")
     marks("other")
     marks("interrupted")
@@ -246,7 +246,7 @@ def test_an_interruption_costs_a_mended_searcher_nothing(copy, ran, marks):
     assert read_termination(journal(copy, "Asks")) is None
 
 
-def test_a_searcher_that_never_broke_may_not_propose_something_else(copy, marks):
+def test_resume_with_other_proposals_is_refused_without_failure(copy, marks):
     marks("mended")
     again(copy)
     marks("other")

@@ -62,7 +62,7 @@ def test_a_wrong_setting_is_refused(searcher, setting, message):
 
 
 @pytest.mark.parametrize("searcher", ALL)
-def test_another_seed_asks_something_else(searcher):
+def test_proposals_depend_on_seed(searcher):
     space = synthetic_space(30, groups=6)
     objective = SyntheticObjective(space, seed=0)
 
@@ -77,7 +77,7 @@ def test_another_seed_asks_something_else(searcher):
 
 
 @pytest.mark.parametrize("density", ["uniform", "stratified"])
-def test_random_walks_a_small_space_to_the_end_and_then_asks_nothing(density):
+def test_random_exhausts_small_space_without_duplicates(density):
     space = plain_space(6)
     searcher = RandomSearcher(space, seed=0, density=density)
     searcher.tell(scored(space, space.quantize_all(), 1.0))
@@ -114,7 +114,7 @@ def test_random_mutation_draws_parents_from_the_best_tenth():
     assert all(hamming(child, best) <= 6 for child in searcher.ask(20))
 
 
-def test_per_pattern_goes_in_graph_order_and_commits_the_best_scheme():
+def test_random_mutation_per_pattern_commits_best_in_graph_order():
     space = plain_space(12, group_of=lambda i: f"g{i // 4}")
     searcher = RandomMutationSearcher(space, seed=0, scope="per_pattern", schemes_per_pattern=8)
     weights = np.array([-1, 2, -1, 2, -1, -1, 2, 2, 2, 2, 2, -1.0])
@@ -135,7 +135,7 @@ def test_per_pattern_goes_in_graph_order_and_commits_the_best_scheme():
     assert searcher.ask(1) == []
 
 
-def test_per_pattern_tries_the_schemes_of_foreign_placements_first():
+def test_random_mutation_per_pattern_tries_known_schemes_first():
     space = plain_space(8, group_of=lambda i: f"g{i // 4}")
     searcher = RandomMutationSearcher(space, seed=0, scope="per_pattern", schemes_per_pattern=5)
     searcher.tell(scored(space, space.float_placement(), 9.0))
@@ -153,7 +153,7 @@ def test_random_mutation_ends_after_its_attempts():
     assert len(set(asked)) == len(asked) == 4
 
 
-def test_tpe_learns_from_foreign_tells_and_avoids_failures():
+def test_tpe_learns_from_external_observations_and_failures():
     space = plain_space(20)
     searcher = TPESearcher(space, seed=0)
     rng = np.random.default_rng(0)
@@ -178,7 +178,7 @@ def test_tpe_prefers_feasible_placements():
     assert sum(p.choices[0] for p in searcher.ask(20)) <= 4
 
 
-def test_tpe_believes_the_mean_of_a_placement_told_again():
+def test_tpe_averages_repeated_observations():
     space = plain_space(10)
     lucky = space.quantize_all()
     searcher = TPESearcher(space, seed=0, n_startup_trials=0)
@@ -195,7 +195,7 @@ def test_tpe_believes_the_mean_of_a_placement_told_again():
     assert np.mean([sum(p.choices) for p in asked]) < 5, "the lucky reading no longer pulls towards all points"
 
 
-def test_tpe_leaves_the_loudness_of_optuna_as_it_was_and_is_silent(caplog):
+def test_tpe_keeps_optuna_log_level_and_logs_no_record(caplog):
     before = optuna.logging.get_verbosity()
     optuna.logging.enable_propagation()
     try:
@@ -251,7 +251,7 @@ def test_local_moves_whole_roles_and_patterns_first():
     assert [p.choices for p in searcher.ask(2)] == [(1, 1, 1, 1, 0, 0, 0), (0, 0, 0, 0, 1, 1, 1)]
 
 
-def test_local_takes_a_gain_above_the_noise_and_leaves_a_tie():
+def test_local_accepts_gain_above_noise_and_rejects_tie():
     space = plain_space(8)
     searcher = LocalSearcher(space, seed=0, blocks_first=False)
     searcher.tell(scored(space, space.float_placement(), 9.0, stderr=0.1))
@@ -265,7 +265,7 @@ def test_local_takes_a_gain_above_the_noise_and_leaves_a_tie():
     assert hamming(after_gain, gain) == 1
 
 
-def test_local_restarts_near_the_best_after_a_tour_in_vain():
+def test_local_restarts_near_best_without_improving_neighbour():
     space = plain_space(8)
     searcher = LocalSearcher(space, seed=0, blocks_first=False, perturbation=0.5)
     searcher.tell(scored(space, space.float_placement(), 1.0))
@@ -277,7 +277,7 @@ def test_local_restarts_near_the_best_after_a_tour_in_vain():
     assert hamming(searcher.ask(1)[0], restart) == 1, "it descends from there, although the best is better"
 
 
-def test_local_descends_from_a_gain_that_is_told_while_the_base_of_its_restart_is_awaited():
+def test_local_accepts_gain_while_restart_is_pending():
     space = plain_space(8)
     searcher = LocalSearcher(space, seed=0, blocks_first=False, perturbation=0.5)
     searcher.tell(scored(space, space.float_placement(), 1.0))
@@ -289,7 +289,7 @@ def test_local_descends_from_a_gain_that_is_told_while_the_base_of_its_restart_i
     assert hamming(after, neighbours[1]) == 1
 
 
-def test_local_returns_to_the_best_when_a_restart_fails():
+def test_local_restarts_again_from_best_if_restart_fails():
     space = plain_space(8)
     searcher = LocalSearcher(space, seed=0, blocks_first=False, perturbation=0.5)
     searcher.tell(scored(space, space.float_placement(), 1.0))

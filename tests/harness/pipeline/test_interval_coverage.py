@@ -1,6 +1,6 @@
 """Whether intervals cover and claims hold where the truth is known: searches and confirmations, simulated.
 
-The tests run a few; `python tests/harness/pipeline/test_simulations.py 1000` prints the figures of
+The tests run a few; `python tests/harness/pipeline/test_interval_coverage.py 1000` prints the figures of
 docs/explanation/measurement.md.
 """
 
@@ -173,12 +173,12 @@ def speedup_coverage(folder: Path, runs: int, noise: Mapping[str, float], plan: 
 
 
 @pytest.mark.slow
-def test_intervals_cover_on_a_restless_machine(tmp_path):
+def test_speedup_intervals_cover_with_machine_drift(tmp_path):
     assert 0.905 <= speedup_coverage(tmp_path, 150, RESTLESS, FEWER_TURNS) <= 0.995
 
 
 @pytest.mark.slow
-def test_intervals_cover(tmp_path):
+def test_speedup_intervals_have_nominal_coverage(tmp_path):
     """Of 150 the standard error is 1.8 %, so 90.5 to 99.5 % is what a true 95 % gives."""
     for share in coverage(tmp_path, 150, FEWER_TURNS):
         assert 0.905 <= share <= 0.995
@@ -191,12 +191,12 @@ def flat(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_searches_where_there_is_nothing_to_find_claim_nothing(flat):
+def test_searches_on_flat_landscape_claim_no_speedup(flat):
     assert sum(found.verdict == "faster" for found in flat) <= 3
 
 
 @pytest.mark.slow
-def test_what_a_search_says_of_its_winner_is_too_good(flat):
+def test_search_readings_overestimate_speedup_of_winner(flat):
     assert sum(found.naive for found in flat) > len(flat) / 2
     assert np.mean([found.shrinkage for found in flat]) > 0.01
 

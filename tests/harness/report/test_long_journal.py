@@ -47,13 +47,13 @@ def said(folder):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc: getrusage counts the parent before exec")
-def test_the_report_stays_small(folder, said):
+def test_report_memory_and_file_size_are_bounded(folder, said):
     assert said["mib"] < 300
     for path in (folder / "report").iterdir():
         assert path.stat().st_size < (10_000_000 if path.suffix == ".csv" else 3_000_000), path.name
 
 
-def test_it_counts_every_evaluation(said):
+def test_report_counts_every_evaluation(said):
     lines = [line for line in said["text"].splitlines() if "| random " in line]
     assert any(f"| {EVALUATIONS - EVALUATIONS // 997}/{EVALUATIONS} " in line for line in lines)
 
@@ -68,7 +68,7 @@ def test_curves_are_thinned_without_a_step_lost(folder):
     assert drawn.index[-1] == EVALUATIONS
 
 
-def test_a_search_goes_on_behind_them_and_its_finalists_are_chosen(folder):
+def test_long_journal_resumes_and_finalists_are_selected(folder):
     path = folder / TASK / "runs" / "random-0.jsonl"
     with Journal(path, {}) as journal:
         assert len(journal.entries) == EVALUATIONS

@@ -57,5 +57,5 @@ def regret(make: Callable[..., Any], seeds: int) -> float:
         (PortfolioSearcher, 3),
     ],
 )
-def test_it_beats_random_search(make, seeds):
+def test_searchers_have_lower_regret_than_random_search(make, seeds):
     assert regret(make, seeds) < regret(RandomSearcher, seeds)

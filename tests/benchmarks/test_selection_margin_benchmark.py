@@ -1,6 +1,6 @@
 """Whether a final selection should hand over a start unless the leader is well ahead of it.
 
-Run with `pytest tests/benchmarks/test_ties_benchmark.py --benchmark-enable -s`; it takes a minute and needs no quiet
+Run with `pytest tests/benchmarks/test_selection_margin_benchmark.py --benchmark-enable -s`; it takes a minute and needs no quiet
 machine, for it looks at committed tables: every choice of `auto` that was confirmed with starts which met it in the
 final selection. For each lead that the choice must have over the best of these, the figures of
 docs/explanation/measurement.md: how the confirmed speedups of what would have been handed over compare with those of
@@ -66,7 +66,7 @@ def choices(task: TaskResults) -> Iterator[Choice]:
             yield Choice(met[pick.row], pick.row in starts, known, max(MIN_CLAIMED_GAIN, task.noise_floor or 0.0))
 
 
-def test_what_a_tie_is_worth(benchmark):
+def test_confirmed_speedup_by_selection_margin(benchmark):
     if benchmark.disabled:
         pytest.skip("it only prints figures of committed tables; enable benchmarks")
     folders = sorted({path.parents[1] for path in RESULTS.glob(f"*/*/{FINAL_SELECTION_LOG_NAME}*")})

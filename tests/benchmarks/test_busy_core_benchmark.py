@@ -1,6 +1,6 @@
 """Whether work on another core changes what a run on its own core finds.
 
-Run with `pytest tests/benchmarks/test_neighbour_benchmark.py --benchmark-enable -s` on a machine of two cores or more
+Run with `pytest tests/benchmarks/test_busy_core_benchmark.py --benchmark-enable -s` on a machine of two cores or more
 that does nothing else, about ten minutes; it prints the figures of docs/explanation/measurement.md: ResNet-18 by ONNX
 Runtime, one thread on one core, by turns beside an idle core and beside one that runs the float model without a pause.
 Latencies may grow with a busy neighbour (caches, memory, turbo); the speedup is what must not move by more than its
@@ -66,7 +66,7 @@ def rows(core: int, folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "out" / "report" / "main.csv").set_index("method")
 
 
-def test_a_busy_neighbour(benchmark, tmp_path):
+def test_speedup_next_to_busy_core(benchmark, tmp_path):
     if benchmark.disabled:
         pytest.skip("it says something about a machine; enable benchmarks to take the time")
     pytest.importorskip("onnxruntime")

@@ -1,6 +1,6 @@
 """What it costs that candidates are built and timed in a process of their own, as a share of a trial.
 
-Run with `pytest tests/benchmarks/test_isolation.py --benchmark-enable`; figure to reach: below 5 % of a trial of
+Run with `pytest tests/benchmarks/test_sandbox_benchmark.py --benchmark-enable`; figure to reach: below 5 % of a trial of
 ResNet-18 on OpenVINO. Work is what the worker reports itself; the rest of the wall-clock is the boundary's.
 """
 
@@ -28,7 +28,7 @@ def sandbox(tmp_path_factory):
         yield engines
 
 
-def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark, tmp_path, request):
+def test_sandbox_overhead_is_below_5_percent_of_trial(benchmark, tmp_path, request):
     if benchmark.disabled:
         pytest.skip(
             "tests/harness/timing/workers/test_sandbox.py has the behaviour; enable benchmarks to take the time"
@@ -55,7 +55,7 @@ def test_isolation_costs_less_than_a_twentieth_of_a_trial(benchmark, tmp_path, r
     assert share < 0.05
 
 
-def test_a_fresh_worker(benchmark, tmp_path):
+def test_sandbox_start_time(benchmark, tmp_path):
     """What a crash, or a build of the confirmation, costs beside its work."""
     if benchmark.disabled:
         pytest.skip("tests/harness/timing/workers/test_sandbox.py starts many; enable benchmarks to take the time")

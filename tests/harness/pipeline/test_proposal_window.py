@@ -114,7 +114,7 @@ def asks(path: Path) -> list[tuple[str, tuple[int, ...], int | None]]:
 
 @settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(0, 99), st.lists(st.integers(0, 5), max_size=5))
-def test_whatever_comes_first_and_wherever_it_is_cut_off_the_asks_are_the_same(window, order, stops):
+def test_proposals_do_not_depend_on_order_or_interruption(window, order, stops):
     with tempfile.TemporaryDirectory() as folder:
         whole, cut = Path(folder) / "whole.jsonl", Path(folder) / "cut.jsonl"
         executor, searcher = search(whole, 0, window=window)
@@ -132,7 +132,7 @@ def test_whatever_comes_first_and_wherever_it_is_cut_off_the_asks_are_the_same(w
         assert executor.most <= window
 
 
-def test_several_proposals_are_under_way_and_the_seeds_come_first(tmp_path):
+def test_window_runs_proposals_concurrently_initial_first(tmp_path):
     executor, searcher = search(tmp_path / "j.jsonl", 3, window=4)
     assert executor.most == 4
     assert [origin for origin, _, _ in asks(tmp_path / "j.jsonl")][:4] == [
@@ -145,7 +145,7 @@ def test_several_proposals_are_under_way_and_the_seeds_come_first(tmp_path):
     assert [o.digest for o in searcher.told[:3]] == [SPACE.digest(seed.placement) for seed in SEEDS]
 
 
-def test_what_a_searcher_of_a_window_of_one_asks_is_what_it_always_asked(tmp_path):
+def test_window_of_one_alternates_ask_and_tell(tmp_path):
     executor, _ = search(tmp_path / "j.jsonl", 0, window=1)
     lines = (tmp_path / "j.jsonl").read_text().splitlines()[1:]
     kinds = ["asked" if '"kind":"proposal"' in line else "told" for line in lines]
@@ -154,7 +154,7 @@ def test_what_a_searcher_of_a_window_of_one_asks_is_what_it_always_asked(tmp_pat
     assert executor.most == 1
 
 
-def test_what_failed_is_attempted_once_more_and_a_resumed_run_meets_it_at_the_same_place(tmp_path):
+def test_failed_trials_are_retried_once_and_replayed_in_order(tmp_path):
     path = tmp_path / "j.jsonl"
     with pytest.raises(KeyboardInterrupt):
         search(path, 0, window=3, stop_after=9)
@@ -179,7 +179,7 @@ def test_what_failed_is_attempted_once_more_and_a_resumed_run_meets_it_at_the_sa
     assert best.evaluations <= 14
 
 
-def test_a_finished_run_takes_retries_too_and_failures_that_stay_are_kept(tmp_path):
+def test_finished_run_retries_failed_trials_once(tmp_path):
     path = tmp_path / "j.jsonl"
     search(path, 0, window=1)
     failed = {e.proposal.digest for e in read_journal(path) if e.result and isinstance(e.result.outcome, Failed)}
@@ -189,7 +189,7 @@ def test_a_finished_run_takes_retries_too_and_failures_that_stay_are_kept(tmp_pa
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
-def test_where_all_seeds_failed_a_retry_waits_for_their_outcomes(tmp_path, window):
+def test_retry_works_if_all_initial_placements_failed(tmp_path, window):
     path = tmp_path / "j.jsonl"
     with pytest.raises(UserError, match="no initial placement could be measured"):
         search(path, 0, window=window, failing=frozenset(range(6)))
@@ -199,7 +199,7 @@ def test_where_all_seeds_failed_a_retry_waits_for_their_outcomes(tmp_path, windo
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_what_is_being_tried_again_when_a_run_is_killed_is_tried_once(tmp_path, window):
+def test_retry_interrupted_by_kill_is_not_repeated(tmp_path, window):
     path = tmp_path / "j.jsonl"
     search(path, 0, window=window, failing=frozenset({2, 3}))
     with pytest.raises(KeyboardInterrupt):
@@ -210,7 +210,7 @@ def test_what_is_being_tried_again_when_a_run_is_killed_is_tried_once(tmp_path, 
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_cold_search_in_which_nothing_works_stops_with_the_first_reason(tmp_path, window):
+def test_cold_search_stops_if_first_trials_all_fail(tmp_path, window):
     executor = Shuffled(np.random.default_rng(0), None, frozenset(range(6)))
     task = SearchTask(
         space=SPACE,

@@ -25,7 +25,7 @@ def accuracies(losses: float, images: int, seed: int) -> tuple[Accuracy, Accurac
 
 
 @pytest.mark.parametrize(("losses", "least", "most"), [(0.0, 0.0, 0.02), (0.01, 0.0, 0.03), (0.3, 0.9, 1.0)])
-def test_few_candidates_within_the_bound_are_rejected_and_most_bad_ones(losses, least, most):
+def test_first_stage_rejects_few_good_and_most_bad_candidates(losses, least, most):
     goal = Goal(metric="top1", reference=0.8, max_drop=0.01)
     rejected = []
     for seed in range(200):
@@ -37,7 +37,7 @@ def test_few_candidates_within_the_bound_are_rejected_and_most_bad_ones(losses, 
     assert least <= np.mean(rejected) <= most
 
 
-def test_a_rejected_loss_of_a_metric_that_should_be_small():
+def test_rejected_loss_of_lower_is_better_metric():
     goal = Goal(metric="loss", reference=0.1, max_drop=0.01, higher_is_better=False)
     reference = Accuracy(metrics={"loss": 0.1}, per_item=(0.1,) * 40)
     found = Accuracy(metrics={"loss": 0.5}, per_item=(0.5,) * 40)
@@ -46,7 +46,7 @@ def test_a_rejected_loss_of_a_metric_that_should_be_small():
     assert rejected_loss(Goal(metric="loss", max_drop=None), reference, found) is None
 
 
-def test_the_first_images_are_every_nth_of_a_half():
+def test_every_option_selects_every_nth_image_of_half():
     names = [f"{i}.jpg" for i in range(40)]
     half = list(select_rows({"half": "search"}, names, "data"))
     assert list(select_rows({"half": "search", "every": 4}, names, "data")) == half[::4]
@@ -71,7 +71,7 @@ def test_outputs_of_the_first_stage_are_reused_for_the_same_inputs(writeable):
     assert len(known) == 2
 
 
-def test_inputs_that_are_views_of_a_buffer_are_not_mistaken_for_those_before():
+def test_remembered_outputs_distinguish_views_of_reused_buffer():
     known: dict[Any, Any] = {}
     remembering = remember_outputs(lambda feeds: {"y": feeds["x"] + 1}, known, keep=True)
     buffer = np.zeros((2, 2), np.float32)
@@ -82,7 +82,7 @@ def test_inputs_that_are_views_of_a_buffer_are_not_mistaken_for_those_before():
             np.testing.assert_array_equal(remembering({"x": view})["y"], view + 1)
 
 
-def test_records_of_images_are_kept_of_candidates_that_keep_the_bound_without_some_images():
+def test_mixable_record_is_kept_if_some_fold_is_within_bound():
     def scored(right: list[int]) -> Accuracy:
         text = encode_evidence("miou", {"areas": [[0, n, 100, n] for n in right]})
         return Accuracy(metrics={"miou": sum(right) / len(right) / 100}, evidence=text, mixable=text)

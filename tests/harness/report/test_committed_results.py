@@ -34,14 +34,14 @@ def test_the_tables_are_those_of_the_records(folder, tmp_path):
     assert [name for name, path in committed.items() if path.read_bytes() != (tmp_path / name).read_bytes()] == []
 
 
-def test_every_committed_folder_is_whole():
+def test_committed_folders_are_complete():
     problems = {folder.name: check_results(folder).problems for folder in FOLDERS}
     assert {name: found for name, found in problems.items() if found} == {}
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX here")
 @pytest.mark.parametrize("folder", QUICK, ids=named)
-def test_every_table_compiles(folder, tmp_path):
+def test_latex_tables_compile(folder, tmp_path):
     write_tables(load(folder), tmp_path)
     files = sorted(tmp_path.glob("*.tex"))
     assert files

@@ -95,7 +95,7 @@ def fast(folder):
     return run(folder, "fast")
 
 
-def test_a_model_that_is_faster_in_the_form_of_its_tool_is_the_choice_of_whoever_was_told_its_placement(fast, folder):
+def test_faster_tool_model_is_selected_by_warm_started_search(fast, folder):
     found = choices(fast)
     assert found["random", 12].row == "mine"
     assert found["random", 12].search_ms is None, "no search has evaluated that file"
@@ -107,12 +107,12 @@ def test_a_model_that_is_faster_in_the_form_of_its_tool_is_the_choice_of_whoever
     assert "the same placement" in (fast / "report" / "fixed.md").read_text()
 
 
-def test_it_is_no_choice_before_its_placement_was_told(fast):
+def test_tool_model_needs_its_placement_evaluated_first(fast):
     """With a budget of one evaluation a search has seen the float model alone."""
     assert choices(fast)["random", 1].row == "float"
 
 
-def test_what_it_takes_to_come_near_is_counted_in_what_was_evaluated(folder, tmp_path):
+def test_targets_count_evaluations_with_tool_model_selected(folder, tmp_path):
     """Nobody evaluated the file that is the choice: goals are shares of the best that met it in the final selection."""
     path, out = folder / "gaining.yaml", tmp_path / "out"
     path.write_text(EXPERIMENT.replace("WORD", "fast").replace("noise: 0.0", "noise: 0.0, wanted_share: 1.0"))
@@ -122,7 +122,7 @@ def test_what_it_takes_to_come_near_is_counted_in_what_was_evaluated(folder, tmp
     assert table.loc[("random", 0.99), "evaluations"] <= 12
 
 
-def test_told_is_who_has_been_told_the_placement_whatever_the_budget(folder, tmp_path):
+def test_duplicate_initial_placement_counts_as_evaluated(folder, tmp_path):
     """Of two starts that are one placement the second is free, so that all of them are through before their number."""
     path = folder / "twice.yaml"
     text = EXPERIMENT.replace("WORD", "fast").replace("initial: [float, {", "initial: [float, all, {")
@@ -132,7 +132,7 @@ def test_told_is_who_has_been_told_the_placement_whatever_the_budget(folder, tmp
     assert (found["random", 1].row, found["random", 2].row) == ("float", "mine")
 
 
-def test_a_run_that_is_given_again_chooses_the_same_and_times_nothing(fast, folder):
+def test_repeated_run_selects_same_model_without_timing(fast, folder):
     record = (fast / TASK / "final_selection.jsonl.gz").read_bytes()
     reopen_task(fast / TASK)
     run(folder, "fast", out=fast)
@@ -140,12 +140,12 @@ def test_a_run_that_is_given_again_chooses_the_same_and_times_nothing(fast, fold
     assert choices(fast)["random", 12].row == "mine"
 
 
-def test_the_record_says_which_file_met_the_leaders_so_that_another_one_meets_them_anew(fast, folder):
+def test_final_selection_records_digest_of_tool_model(fast, folder):
     header = read_records(fast / TASK / "final_selection.jsonl")[0]
     assert header["told"] == {"mine": digest_file(folder / "fast.onnx")}
 
 
-def test_a_model_of_another_precision_than_the_tasks_is_no_choice(folder, tmp_path):
+def test_tool_model_of_other_precision_is_not_selected(folder, tmp_path):
     """Its row would be called FP8; that the import is told as a start says nothing of its file."""
     path = folder / "fp8.yaml"
     path.write_text(EXPERIMENT.replace("WORD", "fast").replace("baselines: [mine]", "precision: [fp8]"))
@@ -157,26 +157,26 @@ def test_a_model_of_another_precision_than_the_tasks_is_no_choice(folder, tmp_pa
     assert "mine" not in found.values()
 
 
-def test_a_row_is_called_by_its_method_first_where_a_search_chose_the_file_of_a_tool(fast, capsys):
+def test_trace_finds_row_of_tool_model_by_method(fast, capsys):
     assert qdq("trace", str(fast), "mine:speedup") == 0
     assert "mine" in capsys.readouterr().out
 
 
-def test_a_model_whose_form_is_slow_is_not_chosen(folder):
+def test_slow_tool_model_is_not_selected(folder):
     out = run(folder, "slow")
     assert choices(out)["random", 12].row not in {"mine", ""}
     met = read_records(out / TASK / "final_selection.jsonl")[0]["rows"]
     assert "mine" in met
 
 
-def test_a_model_that_fails_in_the_final_selection_leaves_the_choice_to_what_was_evaluated(folder, capsys):
+def test_failed_tool_model_leaves_selection_to_evaluated(folder, capsys):
     out = run(folder, "refused")
     assert choices(out)["random", 12].row not in {"mine", ""}
     assert "final selection: mine failed: build: a form that nobody takes" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize(("close", "first"), [(["aa", "bb", "mine"], "bb"), (["mine"], "mine"), (["aa"], "aa")])
-def test_a_tools_file_is_the_choice_where_it_beats_what_was_evaluated_and_not_at_a_tie(close, first, tmp_path):
+def test_tool_model_is_selected_if_faster_but_not_on_tie(close, first, tmp_path):
     leaders = [
         *(
             Evaluation(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
@@ -197,7 +197,7 @@ def test_a_tools_file_is_the_choice_where_it_beats_what_was_evaluated_and_not_at
         ({"aa": 0.004, "bb": 0.004, "mine": 0.004}, "mine"),
     ],
 )
-def test_of_files_that_the_race_does_not_distinguish_the_most_accurate_one_is_chosen(losses, first, tmp_path):
+def test_tied_finalists_are_ranked_by_loss(losses, first, tmp_path):
     leaders = [
         *(
             Evaluation(evaluations=1, elapsed_s=1.0, digest=d, choices=(1,), origin="", latency_ms=1.0, score=None)
@@ -209,7 +209,7 @@ def test_of_files_that_the_race_does_not_distinguish_the_most_accurate_one_is_ch
     assert ordered[0].digest == first
 
 
-def test_without_a_final_selection_nothing_is_known_of_it_and_it_is_no_choice(folder, tmp_path):
+def test_tool_model_is_not_selected_without_final_selection(folder, tmp_path):
     text = EXPERIMENT.replace("samples: 3}", "samples: 3, candidates: 1}", 1)
     path = folder / "alone.yaml"
     path.write_text(text.replace("WORD", "fast"))
@@ -217,7 +217,7 @@ def test_without_a_final_selection_nothing_is_known_of_it_and_it_is_no_choice(fo
     assert choices(tmp_path / "out")["random", 12].row not in {"mine", ""}
 
 
-def test_a_model_that_nobody_scored_is_no_choice_under_a_bound_on_accuracy(folder, tmp_path):
+def test_unscored_tool_model_is_not_selected_under_accuracy_bound(folder, tmp_path):
     rng = np.random.default_rng(0)
     np.savez(folder / "labelled.npz", x=rng.normal(size=(8, 3, 16, 16)).astype(np.float32))
     path = folder / "bound.yaml"

@@ -34,7 +34,7 @@ def zero_points(path: Path) -> set[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME], ids=lambda dialect: dialect.name)
-def test_every_edge_is_symmetric_int8(dialect, tmp_path):
+def test_fully_quantized_baseline_has_symmetric_int8_edges(dialect, tmp_path):
     model = net()
     space = build_space(model, dialect)
     ranges = {name: (0.0, 6.0) for name in ("x", *(name for node in model.nodes for name in node.outputs))}

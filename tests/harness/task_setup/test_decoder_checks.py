@@ -93,7 +93,7 @@ def experiment(evaluator: str, folder: Path, preprocess: str = "ultralytics") ->
         ((1, 300, 6), "rtdetr", "1 x 300 x 6", "ultralytics"),
     ],
 )
-def test_decoders_are_held_against_the_shapes_of_outputs(shape, decode, found, fitting, tmp_path):
+def test_decoder_must_match_output_shapes(shape, decode, found, fitting, tmp_path):
     net(tmp_path, *shape)
     config = experiment(MAP.replace("DECODE", decode), tmp_path)
     if fitting is None:  # a detector of 331 classes
@@ -129,7 +129,7 @@ def test_the_float_model_is_scored_on_a_few_samples_before_the_calibration(evalu
     assert not any("calibrate" in title for title in observer.titles)
 
 
-def test_a_score_of_nothing_is_said_before_the_calibration(tmp_path):
+def test_zero_float_score_is_reported_before_calibration(tmp_path):
     net(tmp_path, 1, 84, 7)
     observer = Told()
 

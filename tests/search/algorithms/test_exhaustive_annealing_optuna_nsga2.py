@@ -71,13 +71,13 @@ def test_a_wrong_setting_is_refused(searcher, settings, message):
 
 
 @pytest.mark.skipif(find_spec("cmaes") is not None, reason="the package is there")
-def test_a_sampler_that_lacks_its_package_says_so_before_it_runs():
+def test_optuna_reports_missing_sampler_package_on_creation():
     with pytest.raises(ValueError, match="CmaEsSampler needs a package: pip install cmaes"):
         OptunaSearcher(synthetic_space(4, groups=2), seed=0, sampler="CmaEsSampler")
 
 
 @pytest.mark.parametrize("facts", [{"violation": 0.1}, {"objectives": (1.0, 2.0)}])
-def test_a_sampler_that_knows_no_bound_and_no_front_says_which_does(monkeypatch, facts):
+def test_optuna_sampler_without_constraints_names_alternative(monkeypatch, facts):
     monkeypatch.setattr("search.algorithms.optuna_bridge.find_spec", lambda name: object())
     space = synthetic_space(4, groups=2)
     searcher = OptunaSearcher(space, seed=0, sampler="CmaEsSampler")
@@ -86,7 +86,7 @@ def test_a_sampler_that_knows_no_bound_and_no_front_says_which_does(monkeypatch,
         searcher.tell(scored(space, space.quantize_all(), 1.0, **facts))
 
 
-def test_per_pattern_begins_with_the_best_that_it_was_told():
+def test_per_pattern_starts_from_best_observed_placement():
     space = plain_space(12, group_of=lambda index: f"g{index // 4}")
     searcher = PerPatternSearcher(space, seed=0)
     searcher.tell(scored(space, space.float_placement(), 9.0))
@@ -95,7 +95,7 @@ def test_per_pattern_begins_with_the_best_that_it_was_told():
 
 
 @pytest.mark.parametrize("told_again", [False, True])
-def test_per_pattern_goes_on_from_a_perturbed_best_where_nothing_new_is_around_it(told_again):
+def test_per_pattern_perturbs_best_if_neighbourhood_is_exhausted(told_again):
     space = synthetic_space(9, groups=3)
     objective = SyntheticObjective(space, seed=0)
     searcher = PerPatternSearcher(space, seed=0)
@@ -112,7 +112,7 @@ def test_per_pattern_goes_on_from_a_perturbed_best_where_nothing_new_is_around_i
     assert objective.regret(best.placement) == 0
 
 
-def test_a_gaussian_process_finds_what_matters_in_few_evaluations():
+def test_optuna_gp_sampler_finds_optimum_in_few_evaluations():
     space = plain_space(5)
     searcher = OptunaSearcher(space, seed=0, sampler="GPSampler", params={"n_startup_trials": 6})
     weights = np.array([-3.0, 2.0, -1.0, 1.0, 0.5])
@@ -125,7 +125,7 @@ def test_a_gaussian_process_finds_what_matters_in_few_evaluations():
     assert best == 6.0
 
 
-def test_a_gaussian_process_asks_the_same_again_and_nothing_twice():
+def test_optuna_gp_sampler_is_reproducible_without_duplicates():
     """The short form of its contract, which would take it minutes: batches, a failure and repeated tells."""
 
     def asks():
@@ -150,7 +150,7 @@ def test_a_gaussian_process_asks_the_same_again_and_nothing_twice():
     assert first == asks()
 
 
-def test_exhaustive_walks_all_placements_once_few_points_and_costly_ones_first():
+def test_exhaustive_enumerates_once_by_count_then_cost():
     space = plain_space(5)
     searcher = ExhaustiveSearcher(space, seed=3)
     searcher.tell(scored(space, space.quantize_all(), 1.0))
@@ -181,7 +181,7 @@ def test_exhaustive_walks_all_placements_once_few_points_and_costly_ones_first()
         OptunaSearcher,
     ],
 )
-def test_a_batch_is_filled_so_that_no_worker_is_idle(make):
+def test_ask_fills_batch_with_distinct_placements(make):
     space = synthetic_space(30, groups=3)
     searcher = make(space, seed=0)
     objective = SyntheticObjective(space, seed=0)
@@ -191,7 +191,7 @@ def test_a_batch_is_filled_so_that_no_worker_is_idle(make):
 
 
 @pytest.mark.parametrize("make", [EvolutionarySearcher, NSGA2Searcher, AnnealingSearcher, LocalSearcher])
-def test_an_incumbent_that_was_lucky_is_left_once_it_was_measured_again(make):
+def test_searchers_leave_incumbent_after_slower_remeasurement(make):
     space = plain_space(40)
     searcher = make(space, seed=0, **({"population": 2} if hasattr(make, "_parents") else {}))
     lucky, sound = space.quantize_all(), space.float_placement()
@@ -206,7 +206,7 @@ def test_an_incumbent_that_was_lucky_is_left_once_it_was_measured_again(make):
     assert sum(nearer) >= 9
 
 
-def test_greed_builds_on_what_is_better_than_a_base_that_was_lucky():
+def test_sensitivity_greedy_replaces_base_after_remeasurement():
     space = plain_space(4)
     searcher = SensitivityGreedySearcher(space, seed=0, share=1.0, direction="in")
     searcher.tell(scored(space, space.float_placement(), 1.0, stderr=0.1))
@@ -227,7 +227,7 @@ def test_evolution_keeps_its_parents_against_a_tie():
     assert all(sum(child.choices) < 20 for child in searcher.ask(10))
 
 
-def test_annealing_leaves_for_a_slower_neighbour_when_hot_and_stays_when_cold():
+def test_annealing_accepts_slower_neighbour_if_temperature_is_high():
     space = plain_space(20)
 
     def moves(temperature):
@@ -273,12 +273,12 @@ def front_volume(make, seed):
     ("make", "other"),
     [(NSGA2Searcher, RandomSearcher), (SurrogateSearcher, NSGA2Searcher), (AutoSearcher, NSGA2Searcher)],
 )
-def test_fronts_hold_more_than_those_of_breeding_and_these_more_than_random_ones(make, other):
+def test_surrogate_hypervolume_exceeds_evolution_and_random(make, other):
     seeds = range(2)
     assert sum(front_volume(make, s) for s in seeds) > sum(front_volume(other, s) for s in seeds)
 
 
-def test_nsga2_breeds_from_the_whole_front_and_from_what_holds_the_constraint():
+def test_nsga2_selects_parents_from_whole_feasible_front():
     space = plain_space(40)
     searcher = NSGA2Searcher(space, seed=0, population=2, crossover=0.0)
     searcher.tell(scored(space, space.quantize_all(), 1.0, objectives=(1.0, 9.0)))
@@ -294,7 +294,7 @@ def test_nsga2_breeds_from_the_whole_front_and_from_what_holds_the_constraint():
     assert all(15 <= sum(child.choices) <= 25 for child in children), "what breaks the constraint is no parent"
 
 
-def test_optuna_takes_failures_several_objectives_and_scores_without_them():
+def test_optuna_handles_failures_and_multiple_objectives():
     space = plain_space(6)
     searcher = OptunaSearcher(space, seed=0, sampler="NSGAIISampler", params={"population_size": 4})
     searcher.tell(scored(space, space.float_placement(), 5.0))
@@ -313,7 +313,7 @@ def test_optuna_takes_failures_several_objectives_and_scores_without_them():
     assert len({p.choices for p in asked}) > 4, "it goes on looking"
 
 
-def test_per_pattern_gives_turns_in_graph_order_and_revises_in_the_next_round():
+def test_per_pattern_visits_graph_order_and_revises_next_round():
     space = plain_space(6, group_of=lambda i: f"g{i // 2}")
     searcher = PerPatternSearcher(space, seed=0, searcher="exhaustive", evaluations=2)
     latency_ms = {(1, 0): -2.0, (0, 1): -1.0, (1, 1): 3.0, (0, 0): 0.0}
@@ -336,7 +336,7 @@ def test_per_pattern_gives_turns_in_graph_order_and_revises_in_the_next_round():
     assert best[1].choices == (0, 1, 1, 0, 1, 0), "the first pattern was revised after the last had its turn"
 
 
-def test_random_mutation_takes_composite_patterns_last_and_counts_the_committed_scheme_as_a_turn():
+def test_random_mutation_visits_composite_patterns_last():
     kinds = {0: "child_input", 1: "child_input"}
     space = plain_space(6, kind_of=lambda i: kinds.get(i, "node_input"), group_of=lambda i: f"g{i // 2}")
     searcher = RandomMutationSearcher(space, seed=0, scope="per_pattern", schemes_per_pattern=3)

@@ -79,7 +79,7 @@ def bounded(folder):
     return run(folder, "bounded", "{max_drop: 0.5}").parent
 
 
-def test_data_that_changed_under_their_name_are_refused(folder, bounded, tmp_path, capsys):
+def test_changed_data_with_same_name_are_refused(folder, bounded, tmp_path, capsys):
     for file in ("net.onnx", "near_plugins.py", "calibration.npz", "labelled.npz", "bounded.yaml"):
         shutil.copy(folder / file, tmp_path)
     shutil.copytree(bounded, tmp_path / "out")
@@ -92,7 +92,7 @@ def test_data_that_changed_under_their_name_are_refused(folder, bounded, tmp_pat
     assert (tmp_path / "out" / "net-bench-int8.1").is_dir()
 
 
-def test_results_of_before_data_were_noted_go_on(folder, bounded, tmp_path):
+def test_results_without_data_digest_resume(folder, bounded, tmp_path):
     shutil.copytree(bounded, tmp_path / "out")
     task = tmp_path / "out" / "net-bench-int8"
     unpack(task)
@@ -135,7 +135,7 @@ def test_searches_see_one_half_and_finalists_are_scored_on_the_other(front):
     assert goal["reference"] == reference["metrics"]["cosine"]
 
 
-def test_a_front_has_several_finalists_and_the_table_data_say_what_they_cost(front):
+def test_pareto_search_has_several_finalists_with_scoring_counts(front):
     picks = [pick for pick in read(front / "rows.json")["picks"] if pick["kind"] == "search"]
     assert {pick["rank"] for pick in picks if pick["budget"] == 5} == {0}
     assert len([pick for pick in picks if pick["budget"] == 8]) >= 2
@@ -146,7 +146,7 @@ def test_a_front_has_several_finalists_and_the_table_data_say_what_they_cost(fro
     assert (front.parent / "report" / "main.md").exists()
 
 
-def test_accuracy_first_finds_what_is_as_fast_as_asked(folder):
+def test_accuracy_objective_meets_latency_bound(folder):
     task = run(folder, "first", "{minimize: accuracy, max_latency: 90%}")
     goal = read(task / "task.json")["goal"]
     assert goal["max_latency_ms"] == pytest.approx(9.0)
@@ -163,7 +163,7 @@ def test_accuracy_first_finds_what_is_as_fast_as_asked(folder):
     assert {scheme.latency_ms for scheme in schemes} <= {outcome.samples_ms[0] for outcome in journal(task)}
 
 
-def test_a_run_that_goes_on_asks_nobody_twice(front, folder, monkeypatch):
+def test_resumed_run_does_not_score_again(front, folder, monkeypatch):
     before = {path: path.read_bytes() for path in (*front.glob("runs/*"), front / "accuracy.json")}
     monkeypatch.setattr(
         "harness.verification.accuracy_store._evaluate", lambda *_, **__: pytest.fail("everything is scored already")
@@ -172,7 +172,7 @@ def test_a_run_that_goes_on_asks_nobody_twice(front, folder, monkeypatch):
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_a_run_with_more_to_do_shows_the_float_model_first(front, folder, tmp_path):
+def test_resumed_run_scores_float_model_first(front, folder, tmp_path):
     """Evaluators that compare with it saw it in the earlier process, and what they kept is gone."""
     shutil.copytree(folder / "front", tmp_path / "more")
     unpack(tmp_path / "more" / front.name)
@@ -184,7 +184,7 @@ def test_a_run_with_more_to_do_shows_the_float_model_first(front, folder, tmp_pa
     assert all(PROXY in outcome.metrics for outcome in told)
 
 
-def test_a_half_with_few_samples_is_named_beforehand(folder, capsys):
+def test_check_warns_of_half_with_few_samples(folder, capsys):
     file = folder / "few.yaml"
     text = EXPERIMENT.replace("OBJECTIVE", "{max_drop: 0.1, halves: true}").replace("SEARCHER", "random")
     file.write_text(text.replace("path: labelled.npz", "path: labelled.npz, count: 30"))
@@ -206,7 +206,7 @@ def models(task: Path) -> dict[str, Path]:
     return {row["id"]: task / "models" / row["file"] for row in read(task / "rows.json")["rows"]}
 
 
-def test_every_exported_file_is_what_the_tables_say(front, folder, capsys):
+def test_verify_confirms_every_exported_file(front, folder, capsys):
     found = models(front)
     (placement,) = [row["id"] for row in read(front / "rows.json")["rows"] if row["choices"] is not None][:1]
     for name in ("float", placement):
@@ -226,7 +226,7 @@ def changed(path: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize(("bound", "expected"), [(0.0, "beyond the bound 0"), (0.9, "within the bound 0.9")])
-def test_what_was_lost_stands_beside_the_bound(copy, folder, capsys, bound, expected):
+def test_verify_compares_drop_with_bound(copy, folder, capsys, bound, expected):
     changed(copy / "task.json", lambda body: body["goal"].update(max_drop=bound))
     scores = read(copy / "accuracy.json")
     rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
@@ -241,7 +241,7 @@ def test_what_was_lost_stands_beside_the_bound(copy, folder, capsys, bound, expe
 
 
 @pytest.mark.parametrize(("bound", "status"), [("0", 1), ("0%", 1), ("90%", 0), ("0.9", 0), ("-1", 2), ("half", 2)])
-def test_a_bound_of_ones_own(copy, folder, capsys, bound, status):
+def test_verify_max_drop_replaces_experiment_bound(copy, folder, capsys, bound, status):
     """It counts in the place of the experiment's, which has none here; one score fewer does not loosen it."""
     scores = read(copy / "accuracy.json")
     rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
@@ -253,7 +253,7 @@ def test_a_bound_of_ones_own(copy, folder, capsys, bound, status):
     assert "--max-drop" in said.err if status == 2 else f"bound: {'BROKEN' if status else 'ok'}: drop +" in said.out
 
 
-def test_a_bound_without_an_evaluator_is_refused(copy, folder, capsys):
+def test_verify_max_drop_without_evaluator_is_refused(copy, folder, capsys):
     reopen_results(copy.parent)
     stored = yaml.safe_load((copy.parent / "experiment.yaml").read_text())
     stored["models"][0]["evaluator"], stored["objective"] = None, {}
@@ -263,7 +263,7 @@ def test_a_bound_without_an_evaluator_is_refused(copy, folder, capsys):
     assert "--max-drop: model 'net' has no evaluator" in capsys.readouterr().err
 
 
-def test_a_row_that_cannot_be_scored_does_not_hold_the_bound(copy, folder, capsys):
+def test_verify_reports_unscored_row_as_bound_violation(copy, folder, capsys):
     changed(copy / "task.json", lambda body: body["goal"].update(max_drop=0.9))
     placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
     changed(copy / "task.json", lambda body: body.update(metric="other"))
@@ -271,7 +271,7 @@ def test_a_row_that_cannot_be_scored_does_not_hold_the_bound(copy, folder, capsy
     assert "bound: BROKEN: cannot be checked against 0.9" in capsys.readouterr().out
 
 
-def test_that_accuracy_was_not_measured_is_said(copy, folder, capsys):
+def test_verify_reports_missing_accuracy(copy, folder, capsys):
     placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
     changed(copy / "accuracy.json", lambda body: body.clear())
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 0
@@ -299,7 +299,7 @@ def other_figures(body: Any) -> None:
     ("name", "change", "expected"),
     [("rows.json", other_choices, "edges: MISMATCH"), ("accuracy.json", other_figures, "accuracy: MISMATCH")],
 )
-def test_what_is_not_as_recorded_ends_with_status_1(copy, folder, capsys, name, change, expected):
+def test_verify_exits_1_on_mismatch_with_records(copy, folder, capsys, name, change, expected):
     changed(copy / name, change)
     placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
@@ -307,7 +307,7 @@ def test_what_is_not_as_recorded_ends_with_status_1(copy, folder, capsys, name, 
 
 
 @pytest.mark.parametrize(("factor", "status", "said"), [(0.5, 1, "MISMATCH: speedup "), (2, 0, "ok: speedup ")])
-def test_a_speedup_that_does_not_come_again_ends_with_status_1(copy, folder, capsys, factor, status, said):
+def test_verify_exits_1_if_speedup_is_not_reproduced(copy, folder, capsys, factor, status, said):
     placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
     unpack(copy)
     head, *events = read_records(copy / "confirmation.jsonl")
@@ -322,14 +322,14 @@ def test_a_speedup_that_does_not_come_again_ends_with_status_1(copy, folder, cap
     assert all(checks[what].startswith("ok") for what in ("file", "edges", "accuracy"))
 
 
-def test_a_file_that_was_changed_is_not_the_one_that_was_timed(copy, capsys):
+def test_verify_reports_changed_file(copy, capsys):
     file = models(copy)["all"] if "all" in models(copy) else models(copy)["float"]
     file.write_bytes(file.read_bytes() + b"\n")
     assert qdq("verify", str(file)) == 1
     assert "file: MISMATCH: SHA-256" in capsys.readouterr().out
 
 
-def test_a_row_stands_for_its_file(front, folder, capsys):
+def test_verify_accepts_row_instead_of_file(front, folder, capsys):
     assert qdq("verify", str(front.parent), "1", "--base", str(folder)) == 0
     assert "edges: ok: 0 Q/DQ pairs recorded" in capsys.readouterr().out, "the first row is the float model"
     assert qdq("verify", str(front.parent)) == 0
@@ -338,7 +338,7 @@ def test_a_row_stands_for_its_file(front, folder, capsys):
     assert "a row needs a results folder" in capsys.readouterr().err
 
 
-def test_a_row_is_checked_in_its_own_task_though_another_has_the_same_file(front, copy, folder, capsys):
+def test_verify_checks_row_in_its_own_task(front, copy, folder, capsys):
     """The other task comes first, and says something else of that file."""
     other = copy.with_name(f"a-{copy.name}")
     shutil.copytree(copy, other)
@@ -354,7 +354,7 @@ def test_a_row_is_checked_in_its_own_task_though_another_has_the_same_file(front
         assert f"accuracy: {'MISMATCH' if status else 'ok'}" in capsys.readouterr().out
 
 
-def test_a_row_without_a_file_says_which_have_one(copy, folder, capsys):
+def test_verify_row_without_file_lists_rows_with_file(copy, folder, capsys):
     models(copy)["float"].unlink()
     assert qdq("verify", str(copy.parent), "1") == 2
     assert "row '1' has no exported model; there are:" in capsys.readouterr().err
@@ -363,13 +363,13 @@ def test_a_row_without_a_file_says_which_have_one(copy, folder, capsys):
     assert "row '1' has no exported model; nothing is exported there" in capsys.readouterr().err
 
 
-def test_where_relative_paths_start_is_said_where_one_leads_nowhere(front, tmp_path, capsys, monkeypatch):
+def test_verify_names_base_of_missing_relative_path(front, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert qdq("verify", str(models(front)["float"])) == 2
     assert "start from .: set the folder of its file by --base" in capsys.readouterr().err
 
 
-def test_a_file_of_nobodys_results_is_refused(front, folder, capsys):
+def test_verify_refuses_file_outside_results(front, folder, capsys):
     assert qdq("verify", str(folder / "nothing.onnx")) == 2
     assert "nothing.onnx: no such file" in capsys.readouterr().err
     assert qdq("verify", str(folder / "labelled.npz")) == 2
@@ -385,7 +385,7 @@ def test_a_file_of_nobodys_results_is_refused(front, folder, capsys):
         ("{max_drop: 0.01, halves: 1}", "objective.halves: Input should be a valid boolean"),
     ],
 )
-def test_mistakes_are_named_before_anything_runs(folder, capsys, objective, expected):
+def test_check_names_invalid_objective(folder, capsys, objective, expected):
     file = folder / "wrong.yaml"
     file.write_text(EXPERIMENT.replace("OBJECTIVE", objective).replace("SEARCHER", "random"))
     assert qdq("run", str(file), "--check") == 2

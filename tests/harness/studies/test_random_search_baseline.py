@@ -75,7 +75,7 @@ ALL_DIFFERENT = {(0, 0): 8.0, (0, 1): 4.0, (1, 0): 2.0, (1, 1): 1.0}
         ({(0, 1): 4.0, (1, 0): 2.0}, ()),
     ],
 )
-def test_it_is_the_mean_over_all_orders(make_table, latency_ms, alike, initial):
+def test_random_search_equals_mean_over_all_orders(make_table, latency_ms, alike, initial):
     landscape = Landscape(make_table(dimensions=2, outcome=by_latency(latency_ms)))
     landscape.identity[list(alike)] = min(landscape.identity[list(alike)], default=0)
     first = initial_placements(landscape, initial)
@@ -104,7 +104,7 @@ def partly_alike(noise: float) -> Callable[[tuple[int, ...]], Outcome]:
 
 @pytest.mark.parametrize("initial", [(), ("float", "all", "linear")])
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_the_searcher_random_has_its_mean_and_the_score_0(make_table, noise, initial):
+def test_random_searcher_matches_random_search_mean_and_score_0(make_table, noise, initial):
     landscape = Landscape(make_table(outcome=partly_alike(noise)))
     landscape.identity[1:32:2] = landscape.identity[0:32:2]
     first, seeds = initial_placements(landscape, initial), 300
@@ -118,7 +118,7 @@ def test_the_searcher_random_has_its_mean_and_the_score_0(make_table, noise, ini
     assert scores.std() > 0
 
 
-def test_noise_misleads_it_as_it_misleads_searchers(make_table):
+def test_noise_increases_regret_of_random_search(make_table):
     quiet, noisy = (Landscape(make_table(noise=noise)) for noise in (0.0, 0.3))
     found = [random_search(each, 64).mean(axis=0) / each.latency_ms.min() - 1 for each in (quiet, noisy)]
     assert found[0][-1] == pytest.approx(0.0)

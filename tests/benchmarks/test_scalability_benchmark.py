@@ -1,6 +1,6 @@
 """What many tasks and long searches cost: a report, the start of a run, the searchers' own time, the memory of a run.
 
-Run with `pytest tests/benchmarks/test_load_benchmark.py --benchmark-enable -s`; it prints the figures of
+Run with `pytest tests/benchmarks/test_scalability_benchmark.py --benchmark-enable -s`; it prints the figures of
 docs/explanation/reliability.md. Each is taken in a process of its own. QDQ_TASKS sets the number of tasks of the report
 (40), QDQ_EVALUATIONS those of a search (1000) and of a search by one of Optuna's samplers (at most 500 without it).
 """
@@ -147,7 +147,7 @@ def test_the_memory_of_a_run(benchmark, folder, evaluations):
 @pytest.mark.parametrize("searcher", ["random", "evolutionary", "auto", "nsga2", "tpe", *OPTUNA_SAMPLERS])
 def test_the_time_of_a_searcher(benchmark, searcher):
     if benchmark.disabled:
-        pytest.skip("tests/search/test_growth.py counts; enable benchmarks to take the time")
+        pytest.skip("tests/search/test_complexity.py counts; enable benchmarks to take the time")
     name, params = ("optuna", {"sampler": searcher}) if searcher in OPTUNA_SAMPLERS else (searcher, {})
     slow = name in ("optuna", "tpe") and "QDQ_EVALUATIONS" not in os.environ
     evaluations = min(EVALUATIONS, 500) if slow else EVALUATIONS

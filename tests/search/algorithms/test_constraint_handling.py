@@ -76,12 +76,12 @@ def asked_within(make, proposals, **broken):
         (modelopt_walk, 20),
     ],
 )
-def test_it_goes_on_around_what_keeps_the_bound(make, proposals):
+def test_searchers_explore_around_feasible_placements(make, proposals):
     assert asked_within(make, proposals, violation=0.1) >= 0.7
     assert asked_within(make, proposals) <= 0.3, "without a bound it goes where it is fast"
 
 
-def test_under_a_bound_a_failure_stands_behind_what_nobody_looked_at_and_that_by_its_latency():
+def test_tpe_ranks_unscored_before_failed_by_latency():
     """Of 40 told, 10 are good to Optuna's sampler: two that hold the bound, and the fastest that nobody looked at."""
     space = synthetic_space(POINTS, groups=4)
     searcher = TPESearcher(space, seed=0)
@@ -100,5 +100,5 @@ def test_under_a_bound_a_failure_stands_behind_what_nobody_looked_at_and_that_by
 
 
 @pytest.mark.parametrize(("make", "proposals"), [(TPESearcher, 20), (OptunaSearcher, 2)])
-def test_what_nobody_looked_at_stands_behind_what_keeps_the_bound(make, proposals):
+def test_searchers_rank_unscored_behind_feasible_placements(make, proposals):
     assert asked_within(make, proposals, assumed=True) >= 0.7

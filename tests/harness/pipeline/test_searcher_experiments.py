@@ -39,7 +39,7 @@ def test_every_experiment_has_tasks_of_different_names(path):
         ("searchers_onnxruntime", {"ort_static", "ort_static_s8"}),
     ],
 )
-def test_auto_stands_beside_the_tool_cold_and_warm_and_beside_fixed_rows(name, static):
+def test_searcher_experiments_compare_auto_modelopt_and_fixed_rows(name, static):
     experiment = read(name)
     assert [model.name for model in experiment.models] == SEVEN
     assert [searcher.name for searcher in experiment.searchers] == ["modelopt", "modelopt_warm", "auto"]
@@ -63,7 +63,7 @@ def test_budgets_are_compared_live_over_five_seeds():
     assert {10, 25, 50, 100} == set(experiment.budget.evaluations)
 
 
-def test_placements_move_between_runtimes_threads_and_models_of_a_family():
+def test_transfer_experiment_covers_runtimes_threads_and_models():
     experiment = read("transfer")
     assert {(use.use, use.params["threads"]) for use in experiment.backends} == {
         (runtime, threads) for runtime in ("openvino", "onnxruntime") for threads in (1, 2)
@@ -75,7 +75,7 @@ def test_placements_move_between_runtimes_threads_and_models_of_a_family():
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ["searchers_openvino", "searchers_openvino_bf16", "searchers_onnxruntime"])
-def test_nothing_stands_in_the_way_of_a_run(name):
+def test_experiments_pass_preflight_check(name):
     if name.endswith("_bf16") and "bf16" not in create_plugin("benchmarker", "openvino", {}).describe()["float_params"]:
         with pytest.raises(UserError, match=r"this CPU offers .* but got 'bf16'"):
             check_experiment(read(name))

@@ -24,7 +24,7 @@ def search_loop(make, evaluations, dimensions=30):
     return run_search_loop(make(space, seed=0), SyntheticObjective(space, seed=0), evaluations, initial=initial)
 
 
-def test_models_are_fitted_to_a_bounded_number_of_rows(monkeypatch):
+def test_surrogate_training_rows_are_bounded(monkeypatch):
     monkeypatch.setattr(search.acquisition, "MAX_TRAINING_ROWS", 40)
     sizes, fit = [], GaussianProcess.fit
 
@@ -53,7 +53,7 @@ def test_comparisons_of_incumbents_grow_linearly(monkeypatch):
     assert len(counts) - small <= 5 * small
 
 
-def test_children_that_are_drawn_again_grow_linearly(monkeypatch):
+def test_evolution_redraws_grow_linearly(monkeypatch):
     counts, draw = [], EvolutionarySearcher._child
 
     def count(self, parents):
@@ -70,7 +70,7 @@ def test_children_that_are_drawn_again_grow_linearly(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_leaders_updated_step_by_step_give_the_order_of_all_scores(seed):
+def test_incremental_nsga_order_equals_full_ranking(seed):
     space, rng = synthetic_space(9), np.random.default_rng(seed)
     archive, k = Archive(), int(rng.integers(3, 12))
     for number in range(150):
@@ -92,7 +92,7 @@ def test_leaders_updated_step_by_step_give_the_order_of_all_scores(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_archive_updated_step_by_step_equals_one_asked_at_the_end(seed):
+def test_incremental_incumbents_equal_final_incumbents(seed):
     space = synthetic_space(6)
     objective, rng = SyntheticObjective(space, seed=seed), np.random.default_rng(seed)
     stepwise, at_end = Archive(), Archive()

@@ -69,7 +69,7 @@ def age(copy: Path) -> None:
     write_json(path, facts)
 
 
-def test_changed_versions_are_refused_with_the_difference_and_the_way_on(copy, capsys):
+def test_changed_versions_are_refused_with_difference_and_remedy(copy, capsys):
     age(copy)
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 2
     error = capsys.readouterr().err
@@ -77,7 +77,7 @@ def test_changed_versions_are_refused_with_the_difference_and_the_way_on(copy, c
     assert "--accept-changes" in error
 
 
-def test_an_accepted_change_begins_a_new_section_of_the_table(copy, capsys):
+def test_accepted_change_archives_earlier_results(copy, capsys):
     age(copy)
     before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out"), "--accept-changes") == 0
@@ -89,7 +89,7 @@ def test_an_accepted_change_begins_a_new_section_of_the_table(copy, capsys):
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0, "and it goes on without the flag"
 
 
-def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accepted(copy, capsys):
+def test_changed_model_is_refused_or_archived_if_accepted(copy, capsys):
     write_model(copy / "net.onnx", seed=2)
     command = ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
     assert qdq(*command) == 2
@@ -100,7 +100,7 @@ def test_a_changed_model_is_refused_and_begins_a_new_section_where_that_is_accep
     assert set(main_frame(load(copy / "out"))["task"]) == {TASK, f"{TASK}.1"}
 
 
-def test_more_seeds_go_on_with_what_is_there(copy, capsys):
+def test_added_seeds_continue_existing_results(copy, capsys):
     (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
     before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
@@ -117,7 +117,7 @@ def confirmed(task: Path) -> dict[str, str]:
     return rows
 
 
-def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(copy, capsys):
+def test_larger_budget_continues_and_smaller_is_refused(copy, capsys):
     task, command = copy / "out" / TASK, ["run", str(copy / "small.yaml"), "--out", str(copy / "out")]
     journal = task / "runs" / "random-0.jsonl"
     before = read_text(journal)
@@ -135,7 +135,7 @@ def test_a_larger_budget_goes_on_and_a_smaller_one_is_asked_about(copy, capsys):
     assert "different: budget); use another --out, or --accept-changes" in capsys.readouterr().err
 
 
-def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_others(copy):
+def test_added_searcher_and_baseline_continue_existing_results(copy):
     task = copy / "out" / TASK
     before = read_text(task / "runs" / "random-0.jsonl")
     more = EXPERIMENT.replace("[random]", "[random, evolutionary]").replace(
@@ -148,7 +148,7 @@ def test_one_more_searcher_and_baseline_go_on_and_are_confirmed_beside_the_other
     assert confirmed(task) == {row.id: row.sha256 for row in read_finalists(task)[0]}
 
 
-def test_another_executor_is_the_same_experiment_unless_the_window_differs(copy, capsys):
+def test_changed_executor_continues_unless_window_differs(copy, capsys):
     out = str(copy / "out")
     (copy / "small.yaml").write_text(f"{EXPERIMENT}executor: {{use: local, workers: 3, window: 1}}\n")
     assert qdq("run", str(copy / "small.yaml"), "--out", out) == 0
@@ -157,7 +157,7 @@ def test_another_executor_is_the_same_experiment_unless_the_window_differs(copy,
     assert "window: None -> 3" in capsys.readouterr().err
 
 
-def test_failed_trials_are_tried_once_more_when_asked(copy):
+def test_retry_failed_repeats_failed_trials_once(copy):
     path = copy / "out" / TASK / "runs" / "random-0.jsonl"
     lines = read_text(path).splitlines(keepends=True)
     failed = sum('"status":"failed"' in line for line in lines)
@@ -170,7 +170,7 @@ def test_failed_trials_are_tried_once_more_when_asked(copy):
 
 
 @pytest.mark.parametrize(("with_host", "owner"), [("0", ""), ("1", r" of \w+ on \S+")])
-def test_who_holds_a_folder_is_said(done, tmp_path, capsys, monkeypatch, with_host, owner):
+def test_owner_of_locked_folder_is_named(done, tmp_path, capsys, monkeypatch, with_host, owner):
     monkeypatch.setenv(HOST_VARIABLE, with_host)
     with owned_results_dir(tmp_path / "out", load_experiment(done / "small.yaml")):
         assert qdq("run", str(done / "small.yaml"), "--out", str(tmp_path / "out")) == 2
@@ -179,14 +179,14 @@ def test_who_holds_a_folder_is_said(done, tmp_path, capsys, monkeypatch, with_ho
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody can write to")
-def test_a_read_only_folder_is_said_at_once(done, capsys):
+def test_read_only_folder_is_refused(done, capsys):
     assert qdq("run", str(done / "small.yaml"), "--out", "/proc/self/out") == 2
     error = capsys.readouterr().err
     assert "/proc/self/out: cannot be written (" in error
     assert "use another --out" in error
 
 
-def test_a_clock_that_jumps_changes_nothing(done, tmp_path, monkeypatch):
+def test_wall_clock_jumps_do_not_change_results(done, tmp_path, monkeypatch):
     import time
 
     now, calls = time.time(), iter(range(10**9))
@@ -199,7 +199,7 @@ def test_a_clock_that_jumps_changes_nothing(done, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("lost", "ends"), [(MAX_WORKER_LOSSES, True), (MAX_WORKER_LOSSES + 1, False)])
-def test_a_task_that_loses_its_worker_goes_on_so_often(tmp_path, lost, ends):
+def test_task_continues_after_limited_number_of_worker_losses(tmp_path, lost, ends):
     begun, said = [], []
 
     class Loud(NullProgress):
