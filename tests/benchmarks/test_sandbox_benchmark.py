@@ -1,7 +1,7 @@
 """What it costs that candidates are built and timed in a process of their own, as a share of a trial.
 
-Run with `pytest tests/benchmarks/test_sandbox_benchmark.py --benchmark-enable`; figure to reach: below 5 % of a trial of
-ResNet-18 on OpenVINO. Work is what the worker reports itself; the rest of the wall-clock is the boundary's.
+Run with `pytest tests/benchmarks/test_sandbox_benchmark.py --benchmark-enable`; figure to reach: below 5 % of a trial
+of ResNet-18 on OpenVINO. Work is what the worker reports itself; the rest of the wall-clock is the boundary's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether a final selection should hand over a start unless the leader is well ahead of it.
 
-Run with `pytest tests/benchmarks/test_selection_margin_benchmark.py --benchmark-enable -s`; it takes a minute and needs no quiet
-machine, for it looks at committed tables: every choice of `auto` that was confirmed with starts which met it in the
-final selection. For each lead that the choice must have over the best of these, the figures of
+Run with `pytest tests/benchmarks/test_selection_margin_benchmark.py --benchmark-enable -s`; it takes a minute and
+needs no quiet machine, for it looks at committed tables: every choice of `auto` that was confirmed with starts which
+met it in the final selection. For each lead that the choice must have over the best of these, the figures of
 docs/explanation/measurement.md: how the confirmed speedups of what would have been handed over compare with those of
 the higher reading, and how often a start was more than 1 % faster.
 """
