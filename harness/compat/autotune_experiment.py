@@ -24,30 +24,30 @@ CONFIRMATION = {"builds": 4, "rounds": 12, "samples": 3}
 
 
 def region_flags(arguments: Iterable[str]) -> list[str]:
-    """Return the flags of a command line that only ModelOpt's procedure has.
+    """Return the names of the flags in a command line that only ModelOpt's procedure has, without values.
 
     Raises:
-        AutotunerError: One of them is given together with a bound on accuracy.
+        AutotunerError: One of them occurs together with `--max_drop`.
     """
-    given = [argument.partition("=")[0] for argument in arguments]
-    found = [name for name in dict.fromkeys(given) if name in REGION_FLAGS]
-    if found and not {"--max_drop", "--max-drop"}.isdisjoint(given):
+    names = [argument.partition("=")[0] for argument in arguments]
+    region_names = [name for name in dict.fromkeys(names) if name in REGION_FLAGS]
+    if region_names and not {"--max_drop", "--max-drop"}.isdisjoint(names):
         raise AutotunerError(
-            f"{', '.join(found)}: not with --max_drop; an experiment for qdq run has all settings of such a search"
+            f"{', '.join(region_names)}: not with --max_drop; an experiment file for qdq run has such settings"
         )
-    return found
+    return region_names
 
 
 def command_experiment(options: argparse.Namespace) -> Experiment:
     """Return the experiment of a command line without flags of ModelOpt's procedure.
 
-    With a bound, the search and its recovery see one half of the test data, and the figures are of the other half.
+    With a bound, search and recovery use one half of the test data, and the reported figures come from the other half.
 
     Args:
         options: Parsed arguments; `max_drop` in points, hundredths of the metric, or None.
 
     Raises:
-        AutotunerError: There is a bound without test data, or the reverse.
+        AutotunerError: A bound is given without test data, or test data without a bound.
         UserError: An argument cannot be used.
     """
     calibration: dict[str, Any] = {"method": options.calibration_method, "weights": options.weight_method,
@@ -56,7 +56,7 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         suffix = Path(options.calibration_data).suffix.lstrip(".")
         calibration["data"] = {"use": suffix, "path": options.calibration_data, "spread": True}
         if suffix == "npz" and options.test_labels in array_names(Path(options.calibration_data)):
-            calibration["data"]["labels"] = options.test_labels  # labelled test data calibrates too
+            calibration["data"]["labels"] = options.test_labels  # the calibration data are the labelled test data
         calibration["samples"] = options.calibration_samples or MAX_COUNT
     model: dict[str, Any] = {
         "use": options.onnx_path,
@@ -89,7 +89,7 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
     }
     try:
         return autotune_experiment(model, "qdq autotune", **keys)
-    except UserError as error:  # names the key of an experiment file
+    except UserError as error:  # its text names keys of an experiment file, which are replaced by flags
         flags = {
             "budget.evaluations": "--max_evals",
             "budget.task_minutes": "--max_minutes",
@@ -102,7 +102,7 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
 
 
 def _evaluator_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the evaluator of the test data, which need no labels for agreement."""
+    """Return the evaluator on the test data; only the metric agreement needs no labels."""
     if options.test_data is None:
         raise AutotunerError(
             "--max_drop needs data: --test_data test.npz (inputs and an array 'labels', or --metric agreement)"
@@ -132,11 +132,11 @@ def _parse_entry(text: str) -> dict[str, Any]:
     try:
         return {"dims": parse_dims(sizes.split(",")), **({"weight": float(weight)} if colon else {})}
     except (UserError, ValueError) as error:
-        raise AutotunerError(f"--at {text}: SYMBOL=SIZE[,SYMBOL=SIZE][:WEIGHT]") from error
+        raise AutotunerError(f"--at {text}: expected SYMBOL=SIZE[,SYMBOL=SIZE][:WEIGHT]") from error
 
 
 def make_budget(evaluations: int | None, minutes: float | None = None) -> dict[str, Any]:
-    """Return the budget of a search that stops where no further gain is likely.
+    """Return the section `budget` of a search that also stops when no further gain is likely.
 
     Args:
         evaluations: Largest number of evaluations; None: the default.
@@ -146,16 +146,17 @@ def make_budget(evaluations: int | None, minutes: float | None = None) -> dict[s
 
 
 def drop_objective(max_drop: float) -> dict[str, Any]:
-    """Return the objective of a bound in points, hundredths of the metric, on data of which one half is held back."""
+    """Return the section `objective` for a bound in points (hundredths of the metric), scored on held-out data."""
     return {"max_drop": max_drop / 100, "halves": True, "proxy": PROXY_SAMPLES}
 
 
 def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> Experiment:
-    """Return the experiment of one model, which is compared with rules.
+    """Return the experiment of one model, with rules as baselines.
 
     Args:
-        model: Its keys; the label is made from `use`.
-        keys: Further keys of the experiment, which replace the defaults.
+        model: Keys of the entry in `models`; its label is made from `use`.
+        source: Name of the origin of the values in error messages.
+        keys: Other keys of the experiment, which replace the defaults.
 
     Raises:
         UserError: A value cannot be used.

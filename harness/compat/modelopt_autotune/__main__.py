@@ -95,12 +95,12 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
             _run_command(options, preset, job)
     except UserError:
         if fresh:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the folder is not empty
                 job.output_dir.rmdir()
         raise
     except KeyboardInterrupt:
-        kept = f"what was measured is in {job.state}" if job.state.exists() else "nothing was measured yet"
-        observer.say(f"interrupted; {kept}: run the same command again to resume")
+        text = f"what was measured is in {job.state}" if job.state.exists() else "nothing was measured yet"
+        observer.say(f"interrupted; {text}: run the same command again to resume")
         raise
 
 
@@ -137,7 +137,7 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], job: Autot
 
 
 def _describe_target(use: PluginSpec) -> str:
-    """Return backend, device and dialect of the models, and the backend for which they are not made.
+    """Return a line with backend, device and dialect of the models, and a hint if TensorRT needs other files.
 
     Raises:
         UserError: The backend is not available, or has no dialect.
@@ -147,7 +147,7 @@ def _describe_target(use: PluginSpec) -> str:
     target = f"{use.use} on {runtime.facts.get('device', 'an unknown device')}, in the dialect {name} of Q/DQ pairs"
     if name == TENSORRT.name:
         return target
-    return f"{target}; TensorRT wants other pairs: for a file that is meant for it, use --backend tensorrt"
+    return f"{target}; TensorRT needs other pairs: for a file for TensorRT, use --backend tensorrt"
 
 
 @contextmanager
@@ -212,14 +212,14 @@ def _make_job(options: argparse.Namespace, schemes_per_region: int, observer: Ob
 def _make_output_folder(text: str) -> Path:
     path = Path(text)
     if path.exists() and not path.is_dir():
-        raise UserError(f"--output_dir {path}: is a file, not a folder; give another folder")
-    if theirs := next((name for name in RESULTS_FOLDER_MARKERS if (path / name).exists()), None):
-        raise UserError(f"--output_dir {path}: holds results of an experiment ({theirs}); give another folder")
+        raise UserError(f"--output_dir {path}: is a file, not a folder; choose another folder")
+    if marker := next((name for name in RESULTS_FOLDER_MARKERS if (path / name).exists()), None):
+        raise UserError(f"--output_dir {path}: contains results of an experiment ({marker}); choose another folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--output_dir {path}: cannot be made: {error.strerror or error}; give another folder"
+            f"--output_dir {path}: cannot be created: {error.strerror or error}; choose another folder"
         ) from error
     return path
 
@@ -230,26 +230,26 @@ def _select_backend(options: argparse.Namespace) -> PluginSpec:
         raise AutotunerError(f"--use_trtexec and --backend {options.backend}: choose one")
     name = "trtexec" if options.use_trtexec else options.backend or "openvino"
     extra = options.trtexec_benchmark_args
-    given = {
+    options_by_name = {
         "plugin_libraries": [str(resolve_path(file).resolve()) for file in options.plugin_libraries or ()],
         "timing_cache_file": options.timing_cache,
         "trtexec_args": None if extra is None else split_arguments(extra),
     }
-    return backend_spec(name, given, parse_params(options.param))
+    return backend_spec(name, options_by_name, parse_params(options.param))
 
 
 def _select_float_baseline(backend: PluginSpec, float_file: Path, job: AutotuneJob) -> PluginSpec:
     """Return the backend at the float precision with the fastest float model, which is the baseline."""
     open_worker = partial(open_engines, limits=Limits())
     try:
-        found = select_float_baseline(backend, float_file, job.output_dir, open_worker, job.observer)
+        baseline = select_float_baseline(backend, float_file, job.output_dir, open_worker, job.observer)
     except FingerprintMismatch as error:
         raise UserError(
             str(error).replace(CHANGED_RUN_ADVICE, "use another --output_dir, or move the existing files away")
         ) from error
     finally:
         shutil.rmtree(job.output_dir / "work", ignore_errors=True)
-    return found[MAIN_BENCHMARKER]
+    return baseline[MAIN_BENCHMARKER]
 
 
 if __name__ == "__main__":

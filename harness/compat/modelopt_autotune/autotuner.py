@@ -56,12 +56,12 @@ class QDQAutotunerBase:
         graph: Index of the model's regions; regions name nodes by their index in `graph.nodes`.
         regions: Regions to profile.
         baseline_latency_ms: Latency of the float model; None until it is submitted.
-        interleaved: Models are timed in turns with the float model.
-        changes: Sentences about settings that changed since the state that was loaded.
+        interleaved: Whether models are timed in turns with the float model.
+        changes: Sentences on settings that differ from those in the loaded state.
         profiled_patterns: Finished patterns with their schemes.
-        unfinished: Signatures of profiled patterns that a limit cut short; they are profiled again later.
+        unfinished: Signatures of patterns whose profiling ended at a limit; a later run continues it.
         delivered: Placement that the workflow delivered.
-        pattern_cache: Entries of this and of earlier runs.
+        pattern_cache: Pattern cache with entries of this and of earlier runs.
 
     Raises:
         TypeError: The model is of another type.
@@ -107,7 +107,7 @@ class QDQAutotunerBase:
         return None if self._search is None else self._search.index
 
     def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
-        """Start over with these settings; schemes of the cache are tried first, and `regions` are kept.
+        """Discard all results and apply these settings; `regions` remain, and schemes of the cache are measured first.
 
         Raises:
             UserError: The backend is not available, or does not have the precision.
@@ -148,13 +148,13 @@ class QDQAutotunerBase:
         return self._session
 
     def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
-        """Start to profile a region's pattern; None: only end the one before.
+        """End the profiling of the current pattern and start that of a region's pattern; None: only end it.
 
         `current_profile_pattern_schemes` is None afterwards if the pattern is finished already.
 
         Args:
             region: One of `regions`, or `session.placement_map.whole` for the whole model at once.
-            commit: Keep the schemes of the region before.
+            commit: Keep the schemes of the pattern that ends.
 
         Raises:
             ValueError: The region is not among them.
@@ -169,13 +169,13 @@ class QDQAutotunerBase:
         if region not in session.placement_map:
             raise ValueError(f"region {region.id} is none of the autotuner's regions")
         pattern = self.graph.pattern(region)
-        if any(known.pattern == pattern for known in self.profiled_patterns):
+        if any(finished.pattern == pattern for finished in self.profiled_patterns):
             return
         around = session.with_schemes(self.profiled_patterns)
         self._search = session.pattern_search(region, around)
         self._search.seed(
             [session.placement_map.encode(region, around)]
-        )  # the present scheme competes; usually it is measured
+        )  # the scheme in the current placement is a candidate too; usually it is measured
         if self.pattern_cache is not None:
             self._search.seed(self.pattern_cache.initial_schemes(pattern.signature))
 
@@ -195,9 +195,9 @@ class QDQAutotunerBase:
         """Store the result of the scheme that was generated last; the first latency is that of the float model.
 
         Args:
-            latency_ms: Median latency.
-            success: False: the measurement failed.
-            stderr_ms: Standard error of the latency, which searchers compare gains with; 0: unknown.
+            latency_ms: Median latency in ms.
+            success: Whether the measurement succeeded.
+            stderr_ms: Standard error of the latency in ms, by which searchers judge gains; 0: unknown.
 
         Raises:
             InvalidSchemeError: No scheme was generated.
@@ -226,10 +226,10 @@ class QDQAutotunerBase:
             self.pattern_cache.add_measurements(session.cache_entries(placement, latency_ms, self.baseline_latency_ms))
 
     def placement(self, best: bool = False) -> Placement:
-        """Return the placement with profiled patterns at their best, and the present one as generated last.
+        """Return the placement with the best schemes of profiled patterns and the last generated scheme.
 
         Args:
-            best: The present pattern at its best; after the workflow, the placement that it delivered.
+            best: Use the best scheme of the current pattern, too; after the workflow, return the delivered placement.
         """
         around = self.session.with_schemes(self.profiled_patterns)
         if self._search is None:
@@ -244,10 +244,10 @@ class QDQAutotunerBase:
     def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
         """Return the inputs of nodes that have a Q/DQ pair in `placement`."""
         session = self.session
-        found = session.placement_map.resolved_points(session.space.resolve(self.placement(best)))
+        points = session.placement_map.resolved_points(session.space.resolve(self.placement(best)))
         if verbose:
-            _logger.info("%d insertion points: %s", len(found), sorted(map(repr, found)))
-        return found
+            _logger.info("%d insertion points: %s", len(points), sorted(map(repr, points)))
+        return points
 
     def get_ort_quantization_config(self) -> tuple[list[str], list[str], list[tuple[Node, Node, str]], list[str]]:
         """Return the best placement as parameters of ModelOpt's `quantize`.
@@ -280,7 +280,7 @@ class QDQAutotunerBase:
         return export_model(proto if model_transform is None else model_transform(proto), path)
 
     def import_insertion_points(self, quantized_tensors: set[str] | list[str]) -> None:
-        """Start from a Q/DQ model: its schemes are tried first, and hold until their pattern is profiled.
+        """Use the schemes of a Q/DQ model as start: they are measured first, and apply until their pattern is profiled.
 
         Args:
             quantized_tensors: Names of the tensors with a Q/DQ pair.
@@ -344,5 +344,5 @@ class QDQAutotuner(QDQAutotunerBase):
         super().initialize(config, pattern_cache)
         sizes = self.config.maximum_sequence_region_size, self.config.minimum_topdown_search_size
         tops = CombinedRegionSearch(self.graph, *sizes).search_regions()
-        found = [region for top in tops for region in top.walk()]
-        self.regions = sorted(found, key=lambda region: region.type is not RegionType.LEAF)
+        regions = [region for top in tops for region in top.walk()]
+        self.regions = sorted(regions, key=lambda region: region.type is not RegionType.LEAF)

@@ -47,7 +47,7 @@ _TENSORRT_OPTION_NAMES: Mapping[str, tuple[str, ...]] = {
     "timing_cache_file": ("timing_cache_file",),
     "trtexec_args": ("extra", "trtexec_args", "extra_args", "args"),
 }
-"""ModelOpt's name of an option of TensorRT, and names of the parameter in a benchmarker's constructor."""
+"""Names of the parameter in benchmarkers' constructors, by ModelOpt's name of an option of TensorRT."""
 _REMEDIES = {
     "plugin_libraries": "backends tensorrt and trtexec take them",
     "trtexec_args": "they are for the program trtexec: --use_trtexec, or backend trtexec",
@@ -58,11 +58,12 @@ class Benchmark:
     """Build and time models one at a time in a worker process.
 
     Args:
-        warmup_runs: Inferences before the first that counts.
-        timing_runs: Inferences that count, at least three.
+        backend: Benchmarker and its parameters.
+        warmup_runs: Number of inferences before timing.
+        timing_runs: Number of timed inferences; at least three are timed.
 
     Attributes:
-        close: Ends the worker; also called at exit.
+        close: Function that ends the worker; also called at exit.
 
     Raises:
         UserError: The backend is not installed or cannot be constructed.
@@ -89,7 +90,7 @@ class Benchmark:
 
         Args:
             reference: The float model; None: time each model alone, as at first.
-            latency_ms: Its latency, which sets the scale.
+            latency_ms: Latency of the reference in ms, to which readings are scaled.
         """
         if latency_ms is None and self._reference_ms is None:
             return
@@ -98,7 +99,7 @@ class Benchmark:
         self._engines = self._opened.enter_context(open_engines(self._worker, _LIMITS))
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the facts that the backend gives about itself."""
+        """Return the facts of the backend: name, version, device and options."""
         return self._engines.describe()
 
     def run(
@@ -108,7 +109,7 @@ class Benchmark:
 
         Args:
             log_file: File for the readings and facts of the engine, or the reason of the failure.
-            flush_timing_cache: Accepted for compatibility, without effect.
+            flush_timing_cache: Accepted for compatibility with ModelOpt, without effect.
         """
         path = self._folder / "model.onnx"
         if isinstance(path_or_bytes, bytes):
@@ -207,7 +208,8 @@ def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
         use_trtexec: Same as backend "trtexec".
         plugin_libraries: Shared libraries with operators of TensorRT.
         timing_cache_file: TensorRT's cache of kernel timings; other backends have none.
-        warmup_runs: Inferences before the first that counts.
+        warmup_runs: Number of inferences before timing.
+        timing_runs: Number of timed inferences; at least three are timed.
         trtexec_args: Further arguments of trtexec.
         backend: Name of the benchmarker; None: OpenVINO, which needs no GPU.
         params: Its parameters.
@@ -219,24 +221,24 @@ def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
         raise AutotunerError(f"use_trtexec and backend {backend!r}: choose one")
     name = "trtexec" if use_trtexec else backend or "openvino"
     use = backend_spec(name, _tensorrt_options(plugin_libraries, timing_cache_file, trtexec_args), params)
-    made = Benchmark(use, warmup_runs=warmup_runs, timing_runs=timing_runs)
+    benchmark = Benchmark(use, warmup_runs=warmup_runs, timing_runs=timing_runs)
     before = current_benchmark()
     if before is not None:
         before.close()
-    _current_benchmarks.set(made)
-    return made
+    _current_benchmarks.set(benchmark)
+    return benchmark
 
 
 def current_benchmark() -> Benchmark | None:
     """Return the benchmark that `init_benchmark_instance` made last; None if it is closed."""
-    found = _current_benchmarks.get()
-    return found if found is not None and found.close.alive else None
+    benchmark = _current_benchmarks.get()
+    return benchmark if benchmark is not None and benchmark.close.alive else None
 
 
 def benchmark_onnx_model(
     model_path: str | Path | bytes, log_file: str | None = None, flush_timing_cache: bool = False
 ) -> float:
-    """Return the median latency of a model in ms; infinite if there is none. See `Benchmark.run`."""
+    """Return the median latency of a model in ms; infinite if it fails or no benchmark is set. See `Benchmark.run`."""
     benchmark = current_benchmark()
     if benchmark is None:
         _logger.error("Benchmark instance not initialized: call init_benchmark_instance() first")
@@ -245,9 +247,9 @@ def benchmark_onnx_model(
 
 
 def backend_spec(name: str, options: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> PluginSpec:
-    """Return a backend with the given options of TensorRT.
+    """Return a backend with options of TensorRT as parameters.
 
-    A timing cache is ignored by backends without one; plug-in libraries and arguments are refused.
+    Backends without a timing cache ignore it; other options that a backend lacks are errors.
 
     Args:
         options: Values by ModelOpt's name; None or empty: not given.
@@ -257,7 +259,7 @@ def backend_spec(name: str, options: Mapping[str, Any], params: Mapping[str, Any
         UserError: The backend is not installed, or does not take an option.
     """
     try:
-        taken = registry.plugin_signature("benchmarker", name).parameters
+        accepted = registry.plugin_signature("benchmarker", name).parameters
     except UserError as error:
         if name in ("tensorrt", "trtexec"):
             raise AutotunerError(
@@ -265,18 +267,18 @@ def backend_spec(name: str, options: Mapping[str, Any], params: Mapping[str, Any
                 f"without one use --backend openvino or onnxruntime ({error})"
             ) from error
         raise
-    found = dict(params or {})
+    values = dict(params or {})
     for option, value in options.items():
         if not value:
             continue
-        known = next((each for each in _TENSORRT_OPTION_NAMES[option] if each in taken), None)
-        if known is not None:
-            found[known] = [*found.get(known, ()), *value] if isinstance(value, list | tuple) else value
+        parameter = next((each for each in _TENSORRT_OPTION_NAMES[option] if each in accepted), None)
+        if parameter is not None:
+            values[parameter] = [*values.get(parameter, ()), *value] if isinstance(value, list | tuple) else value
         elif option != "timing_cache_file":
-            raise AutotunerError(f"{option}: backend {name!r} takes none; {_REMEDIES[option]}")
-    if found:  # of the user's own command line or program
+            raise AutotunerError(f"{option}: backend {name!r} does not have it; {_REMEDIES[option]}")
+    if values:  # the options come from the user's own command line or program
         trust_plugins()
-    return PluginSpec(use=name, params=found)
+    return PluginSpec(use=name, params=values)
 
 
 def _tensorrt_options(
@@ -295,14 +297,14 @@ def split_arguments(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise AutotunerError(f"arguments of trtexec: {error}: {text}; each quotation mark needs its second") from error
+        raise AutotunerError(f"arguments of trtexec: {error}: {text}; a quotation mark is not closed") from error
 
 
 def is_noisy(outcome: Outcome) -> bool:
-    """Return whether the median of readings is unknown by more than 2 %, so that single readings do not compare.
+    """Return whether the median of an outcome is uncertain by more than 2 %, too much to compare single readings.
 
-    If other processes use the cores, an inference takes its own time or that plus a time slice of the kernel, and the
-    median jumps between the two.
+    If other processes use the cores, an inference takes either its own time or that plus a time slice of the operating
+    system, and the median is one or the other.
     """
     if isinstance(outcome, Failed):
         return False
@@ -324,8 +326,8 @@ class _CountedWarmup(Engines):
             warm = self._engines.sample(args[0], _fixed_sampling(self._runs))
             if isinstance(warm, Failed):
                 return warm
-        found = getattr(self._engines, method)(*args)
-        return replace(found, warmup=self._runs) if isinstance(found, Samples) else found
+        result = getattr(self._engines, method)(*args)
+        return replace(result, warmup=self._runs) if isinstance(result, Samples) else result
 
 
 def _fixed_sampling(runs: int) -> Sampling:

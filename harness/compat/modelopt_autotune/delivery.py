@@ -42,8 +42,8 @@ class AutotuneJob:
     """Job of the workflow; see `harness.compat.modelopt_autotune.workflows`.
 
     Attributes:
-        whole: Give the whole model to the searcher at once, instead of region by region.
-        max_evals: Maximum number of measured models, with the baseline and earlier runs; None: no limit.
+        whole: Search the whole model at once, instead of region by region.
+        max_evals: Maximum number of measured models, including the baseline and earlier runs; None: no limit.
         ship: Write the folder `ship` with the model to deploy.
     """
 
@@ -79,7 +79,7 @@ class RunContext:
         return self.autotuner.baseline_latency_ms or float("inf")
 
     def candidate(self, placement: Placement, file: Path | None = None) -> Candidate:
-        """Return the candidate of a placement, with the transform of the job or a file already transformed."""
+        """Return the candidate of a placement: its model with the transform of the job, or `file` if given."""
         candidate = self.session.task.candidate(placement)
         if file is not None:
             return replace(candidate, source=lambda: file)
@@ -112,7 +112,8 @@ class Delivery:
     """Choice, confirmation and files of the result.
 
     Args:
-        remarks: Lines that follow the summary.
+        context: Autotuner, benchmark and files of the job.
+        remarks: Lines to print after the summary.
     """
 
     def __init__(self, context: RunContext, remarks: tuple[str, ...]) -> None:
@@ -132,13 +133,15 @@ class Delivery:
         builds = NOISY_MACHINE_BUILDS if context.autotuner.interleaved else BUILDS
         events = benchmark.confirm(context.candidate(chosen, tried), self._float_candidate, builds)
         summary = summarize_turns(events, baseline="baseline")
-        known, pairs = session.measured.get(session.space.digest(chosen)), count_pairs(tried)
+        measurement, pairs = session.measured.get(session.space.digest(chosen)), count_pairs(tried)
         file, kept = self._write(tried, chosen, is_proven_faster(summary))
         result = AutotuneResult(
             file=file,
             kept=kept,
             pairs=pairs,
-            read=context.baseline_ms / known.latency_ms if known is not None and known.latency_ms else None,
+            read=context.baseline_ms / measurement.latency_ms
+            if measurement is not None and measurement.latency_ms
+            else None,
             options=format_options(benchmark.describe().get("options", {})),
             calibrated=self._job.config.calibration_data is not None,
         )
@@ -168,9 +171,9 @@ class Delivery:
             log.write("\n".join(lines) + "\n")
 
     def _finalists(self, best: Placement) -> tuple[Placement, dict[str, Placement], int]:
-        """Return the result of the search, it and the fastest placements by digest, and how many had wrong outputs.
+        """Return the best placement, the finalists by digest (including the best), and the number of wrong placements.
 
-        Placements with wrong outputs are left out; the float model replaces the result of the search if it is one.
+        Placements with wrong outputs are left out; if the best is one, the float model replaces it.
         """
         session, wrong = self._session, set[str]()
         with self._open_checker() as is_wrong:
@@ -178,16 +181,16 @@ class Delivery:
                 rivals = session.fastest_by_digest(FINALISTS, self._context.baseline_ms, wrong)
                 if any(best.choices):
                     rivals = {session.space.digest(best): best, **rivals}
-                found = {digest for digest, each in rivals.items() if is_wrong(self._context.candidate(each))}
-                if not found:
+                wrong_now = {digest for digest, each in rivals.items() if is_wrong(self._context.candidate(each))}
+                if not wrong_now:
                     return best, rivals, len(wrong)
-                wrong |= found
+                wrong |= wrong_now
                 if session.space.digest(best) in wrong:
                     best = self._float
 
     @contextmanager
     def _open_checker(self) -> Iterator[Callable[[Candidate], bool]]:
-        """Return a function that tells whether the runtime's outputs differ from those of a candidate's file."""
+        """Yield a function that returns whether the runtime's outputs differ from those of a candidate's file."""
         observer, floating = self._job.observer, self._job.output_dir / BASELINE
         if runs_no_model(self._context.benchmark.backend):
             yield lambda candidate: False
@@ -206,10 +209,10 @@ class Delivery:
                 checker.check(self._float_candidate, name="the float model")
 
                 def is_wrong(candidate: Candidate) -> bool:
-                    found = checker.check(candidate)
-                    if found.verdict == "not checked":
-                        observer.say(f"{candidate.digest}: {found}")
-                    return found.is_wrong
+                    check = checker.check(candidate)
+                    if check.verdict == "not checked":
+                        observer.say(f"{candidate.digest}: {check}")
+                    return check.is_wrong
 
                 yield is_wrong
 
@@ -240,16 +243,16 @@ class Delivery:
         Returns:
             The delivered file, and the file of the confirmed model if that is another one.
         """
-        final, kept = (self._job.output_dir / name for name in (FINAL, NOT_FASTER))
-        for path in (kept, kept.with_name(f"{kept.name}.data")):  # of an earlier run
+        final, slower = (self._job.output_dir / name for name in (FINAL, NOT_FASTER))
+        for path in (slower, slower.with_name(f"{slower.name}.data")):  # left by an earlier run
             path.unlink(missing_ok=True)
         if is_faster or not any(chosen.choices):
             self._context.autotuner.delivered = chosen
             move_model(tried, final)
             return final, None
         self._context.autotuner.delivered = self._float
-        move_model(tried, kept)
-        return self._context.export(FINAL, self._float), kept
+        move_model(tried, slower)
+        return self._context.export(FINAL, self._float), slower
 
     def _write_dynamic(self, file: Path) -> DynamicModel | None:
         """Write the result with the dynamic axes of the original model, if that has some."""
@@ -264,9 +267,10 @@ class AutotuneResult:
     """Delivered file and the model that was confirmed.
 
     Attributes:
+        file: Path of the delivered model.
         kept: Path of the confirmed model if the float model was delivered instead, else None.
         pairs: Number of Q/DQ pairs of the confirmed model; 0: it is the float model.
-        read: Speedup of the confirmed model in the search; None if unknown.
+        read: Speedup of the confirmed model by its reading in the search; None if unknown.
         options: Options of the runtime, as text.
         calibrated: Whether the scales come from calibration data.
     """
@@ -291,11 +295,11 @@ def summary_lines(summary: ConfirmationSummary, result: AutotuneResult) -> Itera
         summary: Confirmation with the rows "baseline" and "final".
     """
     kept = "" if result.kept is None else f"; the one with Q/DQ pairs is kept as {result.kept.name}"
-    instead = f"so {result.file.name} is that model{kept}"
+    fallback = f"so {result.file.name} is that model{kept}"
     if "final" not in summary.rows:
         yield f"Final: could not be timed: {summary.failed['final'].reason}"
         if result.kept is not None:
-            yield f"A model that cannot be timed is not delivered, {instead}"
+            yield f"A model that cannot be timed is not delivered, {fallback}"
         return
     row, interval = summary.rows["final"], summary.rows["final"].speedup
     yield f"Baseline: {summary.rows['baseline'].latency_ms.value:.3f} ms, built afresh as the final model is"
@@ -313,7 +317,7 @@ def summary_lines(summary: ConfirmationSummary, result: AutotuneResult) -> Itera
     yield f"Written: {result.file}{f' (timed with {result.options}: deploy it so)' if result.options else ''}"
     if result.kept is not None:
         slower = row.verdict == "slower"
-        yield f"{'Slower than' if slower else 'Not faster beyond noise than'} the float model, {instead}"
+        yield f"{'Slower than' if slower else 'Not faster beyond noise than'} the float model, {fallback}"
     elif not result.calibrated:
         yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"
     else:

@@ -1,9 +1,9 @@
 """Insertion points of a pattern, and their resolution in a region, under ModelOpt's names.
 
-A graph is the autotuner's own, whose dialect decides which points are legal and whose node indices count a pattern's
-nodes in canonical order (`harness.graph.partition.patterns`). Or it is an `onnx_graphsurgeon.Graph`: then the rules are
-those of operators and types alone, indices count the nodes directly in a region in their order in the graph, and the
-child regions as `Region.get_children(sort=True)`.
+The argument `graph` is either the autotuner's graph or an `onnx_graphsurgeon.Graph`. In the former, the dialect decides
+which points are legal, and node indices count nodes in the canonical order of `harness.graph.partition.patterns`. In
+the latter, the rules depend on operators and types alone, node indices count the nodes directly in a region in their
+order in the graph, and region indices the child regions as `Region.get_children(sort=True)`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ __all__ = [
 ]  # fmt: skip
 
 Address = tuple[PointKind, tuple[int, int]]
-"""Kind of a point and its place in the pattern, as in the name of a dimension."""
+"""Kind of a point and its position in the pattern, as in the name of a dimension."""
 MIN_ELEMENTS = 8  # ModelOpt's limit: smaller tensors gain nothing
 
 
 @runtime_checkable
 class PointResolver(Protocol):
-    """Graph with rules of its own; `region_search.RegionIndex` implements it."""
+    """Graph that resolves points by its own rules; implemented by `engine.placement_map.RegionIndex`."""
 
     def addresses(self, region: Region) -> list[Address]: ...
     def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]: ...
@@ -160,7 +160,7 @@ class ChildRegionInputInsertionPoint(InsertionPoint):
 class ChildRegionOutputInsertionPoint(InsertionPoint):
     """Output of a node (`region_index` None) or of a child region that leaves its region, for all its readers.
 
-    In the autotuner's graph the output of a child region resolves to nothing: it is that of a node in some LEAF.
+    In the autotuner's graph an output of a child region resolves to nothing, as it is the output of a node in a LEAF.
     """
 
     region_index: int | None
@@ -211,7 +211,7 @@ def get_tensor_consumer_node_indices(graph: Any) -> dict[str, list[int]]:
 
 
 def has_quantizable_operations(region: Region, graph: Any) -> bool:
-    """Return whether a region is no LEAF or has an operator that gains from Q/DQ."""
+    """Return whether a region has an operator that gains from Q/DQ; True for all regions but LEAF ones."""
     return region.type is not RegionType.LEAF or any(graph.nodes[n].op in QUANTIZABLE_OPS for n in region.get_nodes())
 
 
@@ -233,12 +233,12 @@ def resolve_region_io_insertion_points(
     region: Region | None, graph: Any, tensor_name: str
 ) -> set[ResolvedInsertionPoint]:
     """Return the inputs at which a tensor of a region's boundary may be quantized, of all nodes that read it."""
-    found = set(get_tensor_consumer_node_indices(graph).get(tensor_name, ()))
+    readers = set(get_tensor_consumer_node_indices(graph).get(tensor_name, ()))
     if region is not None:
-        found |= region.get_region_nodes_and_descendants()
+        readers |= region.get_region_nodes_and_descendants()
     return {
         ResolvedInsertionPoint(tensor_name, index, slot)
-        for index in found
+        for index in readers
         for slot, tensor in enumerate(graph.nodes[index].inputs)
         if _name(tensor) == tensor_name and not skip_invalid_insertion_points(graph, tensor_name, graph.nodes[index])
     }
@@ -260,7 +260,7 @@ def merge_resolved_insertion_points(
 
 
 def get_autotuner_quantizable_ops() -> set[str]:
-    """Return the operators whose inputs may be quantized, by our lists."""
+    """Return the operators whose inputs may be quantized."""
     return {*LINEAR_OPS, *POINT_OPS}
 
 
@@ -270,18 +270,18 @@ def ort_quantization_config(
     """Return a placement as parameters of ModelOpt's `quantize`; see `QDQAutotunerBase.get_ort_quantization_config`."""
     producer = {name: node for node in nodes for name in node.outputs}
     readers = [(node.index, slot, name) for node in nodes for slot, name in enumerate(node.inputs) if name]
-    given = {(point.tensor_name, point.node_index, point.input_index) for point in points}
-    covered = {(i, slot): name for i, slot, name in readers if {(name, i, slot), (name, None, None)} & given}
+    keys = {(point.tensor_name, point.node_index, point.input_index) for point in points}
+    covered = {(i, slot): name for i, slot, name in readers if {(name, i, slot), (name, None, None)} & keys}
     before = {place: producer[name] for place, name in covered.items() if name in producer}
     quantized = {i for i, _ in covered} | {node.index for node in before.values()}
-    left = [
+    float_inputs = [
         (producer[name], nodes[i], name)
         for i, slot, name in readers
         if i in quantized and (i, slot) not in covered and name in producer
     ]
     activations = {node.op for (i, _), node in before.items() if nodes[i].op in ACTIVATION_OPS}
     names = [nodes[i].name for i in sorted(quantized)]
-    return names, sorted(get_autotuner_quantizable_ops()), left, sorted(activations)
+    return names, sorted(get_autotuner_quantizable_ops()), float_inputs, sorted(activations)
 
 
 def _name(tensor: Any) -> str:

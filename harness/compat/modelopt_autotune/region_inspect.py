@@ -35,9 +35,10 @@ def inspect_region_search(
     Args:
         onnx_path: ONNX file; also `zoo:NAME` or `assets:PATH`.
         max_sequence_size: Maximum number of nodes of a LEAF that is a sequence.
-        include_all_regions: LEAF regions without an operator that gains from Q/DQ are included.
-        verbose: Names of nodes and boundary tensors are printed, too.
-        shapes: See `harness.analysis.region_report.inspect_regions`, as `dims`.
+        include_all_regions: Include LEAF regions without an operator that gains from Q/DQ.
+        verbose: Print the names of nodes and boundary tensors, too.
+        shapes: Static shapes by input, such as "1x3x224x224".
+        dims: Sizes of dynamic dimensions by symbol.
 
     Raises:
         UserError: The model cannot be loaded.
@@ -47,8 +48,8 @@ def inspect_region_search(
     print(printable_lines("\n".join(report.lines(view))))
     graph = RegionIndex(report.model)
     tops = CombinedRegionSearch(graph, maximum_sequence_region_size=max_sequence_size).search_regions()
-    found = [region for top in tops for region in (top, *top.get_children())]
-    return [region for region in found if include_all_regions or has_quantizable_operations(region, graph)]
+    regions = [region for top in tops for region in (top, *top.get_children())]
+    return [region for region in regions if include_all_regions or has_quantizable_operations(region, graph)]
 
 
 def main(given: Sequence[str] | None = None) -> int:

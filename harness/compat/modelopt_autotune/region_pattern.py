@@ -38,11 +38,11 @@ class RegionResolver(PointResolver, Protocol):
 
 @dataclass
 class InsertionScheme:
-    """Points of one pattern that have Q/DQ pairs, and the result of the model that was measured with them.
+    """Points of one pattern that have Q/DQ pairs, and the measured result of a model with them.
 
     Attributes:
-        latency_ms: Latency of that model; infinite if it was not measured or failed.
-        error: The measurement failed.
+        latency_ms: Latency of that model in ms; infinite if it was not measured or failed.
+        error: Whether the measurement failed.
         profile_timestamp: Time of the measurement, in ISO 8601.
     """
 
@@ -56,15 +56,15 @@ class InsertionScheme:
     @classmethod
     def of(cls, addresses: Iterable[Address]) -> InsertionScheme:
         """Return the scheme with the points at these addresses."""
-        found = cls()
+        scheme = cls()
         lists: dict[str, list[Any]] = {
-            "node_input": found.node_inputs,
-            "child_input": found.child_region_inputs,
-            "output": found.region_outputs,
+            "node_input": scheme.node_inputs,
+            "child_input": scheme.child_region_inputs,
+            "output": scheme.region_outputs,
         }
         for kind, place in addresses:
             lists[kind].append(make_insertion_point(kind, place))
-        return found
+        return scheme
 
     @property
     def points(self) -> Iterator[InsertionPoint]:
@@ -75,7 +75,7 @@ class InsertionScheme:
 
     @property
     def addresses(self) -> frozenset[Address]:
-        """Addresses of the points that the space of placements has."""
+        """Addresses of the points, without those that the space of placements lacks."""
         return frozenset(point.address for point in self.points if point.address is not None)
 
     @property
@@ -196,7 +196,7 @@ class RegionPattern:
         fits = self.from_region(other, graph) == self
         if scheme is None:
             return _node_order(other, graph) if fits else None
-        return {found for point in scheme.points for found in point.resolve(other, graph)} if fits else set()
+        return {resolved for point in scheme.points for resolved in point.resolve(other, graph)} if fits else set()
 
     def get_full_insertion_scheme(self, region: Region, graph: Any) -> InsertionScheme:
         """Return the scheme with all legal points.
@@ -298,7 +298,7 @@ class PatternSchemes:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], pattern: RegionPattern | None = None) -> PatternSchemes:
-        """Return the schemes that `to_dict` wrote; without a pattern, make one of signature and size.
+        """Return the schemes that `to_dict` wrote; `pattern` None: create it from the stored signature and size.
 
         Raises:
             InvalidSchemeError: The values do not describe schemes of a pattern.

@@ -50,7 +50,7 @@ class RegionSearchBase:
         """Set the inputs and outputs of a region.
 
         Args:
-            include_constant: Constants are inputs, too.
+            include_constant: Count constants as inputs.
         """
         nodes = sorted(region.get_region_nodes_and_descendants())
         inputs, outputs = find_boundary(self._model, self._readers, nodes)
@@ -138,12 +138,12 @@ class TopDownRegionBuilder(RegionSearchBase):
     def build_composite_region(self) -> Region:
         """Return the region as a COMPOSITE of what was found, or as a LEAF if it is not split."""
         nodes = self.root.get_region_nodes_and_descendants()
-        found = self._discover(*self._sizes, within=nodes, first_id=self.next_region_id)
-        if len(found) == 1:
-            return found[0]
-        self.next_region_id += sum(1 for top in found for _ in top.walk())
+        regions = self._discover(*self._sizes, within=nodes, first_id=self.next_region_id)
+        if len(regions) == 1:
+            return regions[0]
+        self.next_region_id += sum(1 for top in regions for _ in top.walk())
         built = Region(self.next_region_id, self.root.level, RegionType.COMPOSITE)
-        for top in found:
+        for top in regions:
             built.add_child(top)
         self.compute_region_boundaries(built)
         self.next_region_id += 1
@@ -176,7 +176,7 @@ MAX_FILTER_BYTES = 1 << 20
 
 
 def get_node_filter_list(node_filter_list_path: str | None) -> list[str] | None:
-    """Return the wildcards of a file, one a line, without empty lines and those that start with "#".
+    """Return the wildcards in a file, one per line; empty lines and lines that start with "#" are skipped.
 
     Raises:
         UserError: The file cannot be read, or has no wildcard.
@@ -186,16 +186,18 @@ def get_node_filter_list(node_filter_list_path: str | None) -> list[str] | None:
     path = Path(node_filter_list_path)
     try:
         if path.stat().st_size > MAX_FILTER_BYTES:
-            raise UserError(f"--node_filter_list {path}: more than {MAX_FILTER_BYTES} bytes are no list of wildcards")
+            raise UserError(
+                f"--node_filter_list {path}: larger than {MAX_FILTER_BYTES} bytes, so it is not a list of wildcards"
+            )
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise UserError(f"--node_filter_list {path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--node_filter_list {path}: cannot be read: it is no text") from error
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
+    wildcards = [line for line in lines if line and not line.startswith("#")]
+    if not wildcards:
         raise UserError(f"--node_filter_list {path}: there is no wildcard in it; one a line, such as *conv*")
-    return found
+    return wildcards
 
 
 def select_regions(regions: Sequence[Region], nodes: Sequence[Node], filters: Sequence[str]) -> list[Region]:
@@ -209,7 +211,7 @@ def select_regions(regions: Sequence[Region], nodes: Sequence[Node], filters: Se
         names = (nodes[index].name for index in region.get_region_nodes_and_descendants())
         return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in filters)
 
-    found = [region for region in regions if not filters or matches(region)]
-    if filters and not found:
+    selected = [region for region in regions if not filters or matches(region)]
+    if filters and not selected:
         raise AutotunerError(f"node filters {', '.join(filters)}: no node of the model has such a name")
-    return found
+    return selected

@@ -25,8 +25,8 @@ class Region:
         level: Depth below the whole model, from 0.
         type: LEAF, COMPOSITE or ROOT.
         nodes: Indices of the nodes directly in the region, in `Model.nodes` of the autotuner's graph.
-        inputs: Tensors from outside; computed again where the region is used, as `outputs`.
-        outputs: Tensors that are used outside.
+        inputs: Tensors from outside; computed again wherever the region is used.
+        outputs: Tensors that are used outside; computed again, too.
         metadata: Free for the caller.
     """
 
@@ -54,7 +54,7 @@ class Region:
         return sorted(self.children, key=lambda r: (-r.level, r.get_size_of_region_and_descendants()))
 
     def add_child(self, child: Region) -> None:
-        """Make a region a child of this one instead of its parent; ignored, with a warning, if that makes a circle."""
+        """Move a region below this one; log a warning and do nothing if this one is below it."""
         if child is self or self.is_descendant_of(child):
             _logger.warning("region %s cannot be a child of region %s, which is in it", child.id, self.id)
             return
@@ -107,12 +107,12 @@ class Region:
 
 def from_graph(region: GraphRegion) -> Region:
     """Convert a region of the graph package, with all below it."""
-    made = Region(region.id, region.level, region.type)
-    made.nodes = set(region.nodes)
-    made.inputs, made.outputs = list(region.inputs), list(region.outputs)
+    converted = Region(region.id, region.level, region.type)
+    converted.nodes = set(region.nodes)
+    converted.inputs, converted.outputs = list(region.inputs), list(region.outputs)
     for child in region.children:
-        made.add_child(from_graph(child))
-    return made
+        converted.add_child(from_graph(child))
+    return converted
 
 
 def to_graph(model: Model, regions: Sequence[Region]) -> tuple[GraphRegion, Mapping[Region, GraphRegion]]:
@@ -123,23 +123,23 @@ def to_graph(model: Model, regions: Sequence[Region]) -> tuple[GraphRegion, Mapp
             model.
 
     Raises:
-        AutotunerError: A node is in two regions, or is not in the model.
+        AutotunerError: A node is in two regions or not in the model.
     """
-    given = set(regions)
-    tops = [region for region in regions if region.parent not in given]
+    region_set = set(regions)
+    tops = [region for region in regions if region.parent not in region_set]
     members = Counter(node for top in tops for region in top.walk() for node in region.nodes)
     for node, count in members.items():
         if not 0 <= node < len(model.nodes):
             raise AutotunerError(f"regions: {model.source} has nodes 0 to {len(model.nodes) - 1}, but got {node}")
         if count > 1:
             name = model.nodes[node].name
-            raise AutotunerError(f"regions: node {name!r} is in {count} of them; each node belongs to one LEAF")
+            raise AutotunerError(f"regions: node {name!r} is in {count} regions; each node belongs to one LEAF")
     converter = _RegionConverter(model)
     return converter.make(-1, -1, (), [converter.convert(region, 0) for region in tops]), converter.found
 
 
 class _RegionConverter:
-    """Converts regions and computes their inputs and outputs."""
+    """Converter of regions that computes their inputs and outputs."""
 
     def __init__(self, model: Model) -> None:
         self._model = model

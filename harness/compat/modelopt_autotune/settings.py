@@ -60,7 +60,7 @@ class Config:
         verbose: Log the resolved insertion points of each export.
         performance_threshold: Accepted for compatibility, without effect in ModelOpt, too.
         default_q_scale: Scale of every activation if plug-in operators prevent a calibration. Otherwise scales come
-            from calibration: with equal ones, pairs cancel out and look fast.
+            from calibration, as runtimes remove adjacent pairs of equal scales, which then seem fast.
         default_q_zero_point: Accepted for compatibility, without effect: the dialect has the zero points.
         default_quant_type: "int8" or "fp8".
         default_dq_dtype: Type of tensors whose type cannot be inferred: "float16", "float32" or "bfloat16".
@@ -70,7 +70,7 @@ class Config:
         minimum_schemes_to_mutate: Minimum number of schemes that parents are drawn from.
         maximum_mutations: Maximum number of points of each kind that a mutation adds, and removes.
         maximum_generation_attempts: Known proposals in a row after which `generate` gives up.
-        pattern_cache_minimum_distance: Number of points in which cached schemes differ at least.
+        pattern_cache_minimum_distance: Minimum number of points in which cached schemes differ.
         pattern_cache_max_entries_per_pattern: Maximum number of cached schemes of one pattern.
         backend: Benchmarker whose dialect the Q/DQ pairs have; None: that of the benchmark, or OpenVINO.
         backend_params: Parameters of the backend.
@@ -81,7 +81,7 @@ class Config:
         calibration_method: Range estimator of activations.
         weight_method: Range estimator of weights.
         depthwise: Scales of the data of depthwise convolutions: one ("tensor"), or one for each channel ("channel").
-        symmetric: Whether INT8 activations have zero point 0; None: as the dialect has them.
+        symmetric: Whether INT8 activations have zero point 0; None: the dialect decides.
     """
 
     verbose: bool = False
@@ -130,16 +130,16 @@ def check_counts(options: argparse.Namespace) -> None:
 
 
 def select_mode_preset(options: argparse.Namespace) -> dict[str, int]:
-    """Return schemes_per_region, warmup_runs and timing_runs: the mode's, if not given by a flag."""
-    given = {name: value for name in _PRESET_KEYS if (value := getattr(options, name)) is not None}
-    return {**MODE_PRESETS[options.mode], **given}
+    """Return schemes_per_region, warmup_runs and timing_runs, each from its flag, else from the mode."""
+    overrides = {name: value for name in _PRESET_KEYS if (value := getattr(options, name)) is not None}
+    return {**MODE_PRESETS[options.mode], **overrides}
 
 
 def ineffective_flags(options: argparse.Namespace, taken: Collection[str], *, typed: bool) -> Iterator[str]:
     """Yield the flags of a command line that have no effect, with the reason.
 
     Args:
-        taken: Parameters that the backend was given.
+        taken: Parameters that were passed to the backend.
         typed: Whether the type of every tensor that may be quantized is known.
     """
     if options.timing_cache != get_parser().get_default("timing_cache") and "timing_cache_file" not in taken:

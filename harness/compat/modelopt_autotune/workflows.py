@@ -1,7 +1,7 @@
 """Workflow from a float model to an optimized one, under ModelOpt's names.
 
-`AutotuneRun` is a searcher of `harness.search_loop`: it proposes the initial design and then the schemes of one pattern
-after the other, each on the best of the patterns before. The loop builds and times them.
+`AutotuneRun` is a searcher for `harness.search_loop`. It proposes the initial design, then the schemes of one pattern
+after the other, with the best schemes of earlier patterns. The loop builds and times the models.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class AutotuneRun:
     """Search of a job, as the searcher of the search loop.
 
     Attributes:
-        remarks: Lines about schemes of the pattern cache that were measured elsewhere.
+        remarks: Lines about schemes of the pattern cache that were measured on another runtime or device.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -191,7 +191,7 @@ class AutotuneRun:
         with self._job.observer.work("search" if self._job.whole else "regions", len(turns)) as step:
             self._proposals = self._propose(turns, step)
             self._run_loop()
-            for _ in self._proposals:  # the patterns that a limit cut short
+            for _ in self._proposals:  # patterns whose profiling ended at a limit
                 raise AssertionError("a proposal beyond the limit")
 
     def ask(self, n: int) -> Sequence[Placement]:
@@ -260,39 +260,39 @@ class AutotuneRun:
         self._autotuner.set_profile_region(None, commit=True)
 
     def _propose_initial(self) -> Iterator[Placement]:
-        """Yield the initial design; the best of it holds for each pattern until the pattern is profiled."""
+        """Yield the initial design; its best placement applies to each pattern until the pattern is profiled."""
         session, baseline_ms = self._session, self.context.baseline_ms
         design = session.initial_placements(self._warm, self._job.qdq_baseline)
-        found = {}
+        latency_by_name = {}
         for name, placement in design.items():
-            known = session.measured.get(session.space.digest(placement))
-            if known is None and not self._is_limit_reached:
+            measurement = session.measured.get(session.space.digest(placement))
+            if measurement is None and not self._is_limit_reached:
                 self._log_name = f"start_{name}"
                 yield placement
                 latency_ms, stderr_ms = self._last_result()
-                known = session.record(placement, latency_ms, stderr_ms=stderr_ms)
-            if known is not None:
-                found[name] = known.latency_ms or float("inf")
-        best = min(found, key=lambda name: found[name], default=None)
-        if best is not None and found[best] < baseline_ms:
+                measurement = session.record(placement, latency_ms, stderr_ms=stderr_ms)
+            if measurement is not None:
+                latency_by_name[name] = measurement.latency_ms or float("inf")
+        best = min(latency_by_name, key=lambda name: latency_by_name[name], default=None)
+        if best is not None and latency_by_name[best] < baseline_ms:
             session.base = design[best]
         parts = [
             f"{name} {'failed' if value == float('inf') else f'{value:.3f} ms ({baseline_ms / value:.2f}x)'}"
-            for name, value in found.items()
+            for name, value in latency_by_name.items()
         ]
-        parts += [f"{name} left out (max_evals)" for name in design if name not in found]
+        parts += [f"{name} left out (max_evals)" for name in design if name not in latency_by_name]
         self._job.observer.say(f"baseline {baseline_ms:.3f} ms; starts: {', '.join(parts)}")
 
     def _propose_schemes(self, region: Region) -> Iterator[Placement]:
         """Yield the schemes of a region's pattern, counting those measured before an interruption."""
         autotuner, limit = self._autotuner, self._job.schemes_per_region
         signature = autotuner.graph.pattern(region).signature
-        left = not self._is_limit_reached or autotuner.generate() >= 0  # which restores the known results
+        has_more = not self._is_limit_reached or autotuner.generate() >= 0  # which restores the known results
         while (
-            left
+            has_more
             and self._count_measured(signature) < limit
             and not self._is_limit_reached
-            and (left := (index := autotuner.generate()) >= 0)
+            and (has_more := (index := autotuner.generate()) >= 0)
         ):
             self._log_name = f"region_{region.id}_scheme_{index}"
             yield autotuner.placement()
@@ -301,7 +301,7 @@ class AutotuneRun:
             if time.monotonic() - self._saved_s > STATE_SAVE_INTERVAL_S:
                 autotuner.save_state(str(self._job.state))
                 self._saved_s = time.monotonic()
-        if left and self._count_measured(signature) < limit:
+        if has_more and self._count_measured(signature) < limit:
             autotuner.unfinished.add(signature)
         name = f"region_{region.id}_level_{region.level}.onnx"
         self.context.export(f"region_models/{name}", autotuner.placement(best=True))
@@ -333,10 +333,10 @@ class AutotuneRun:
 
     def _describe_best(self) -> str:
         space = self._session.space
-        known = {digest: each.latency_ms for digest, each in self._session.measured.items() if each.latency_ms}
-        if not known:
+        latencies = {digest: each.latency_ms for digest, each in self._session.measured.items() if each.latency_ms}
+        if not latencies:
             return ""
-        best = min(known, key=lambda digest: known[digest])
+        best = min(latencies, key=lambda digest: latencies[digest])
         is_float = best == space.digest(space.float_placement())
         interleaved = self._autotuner.interleaved
-        return format_incumbent(known[best], self.context.baseline_ms, interleaved=interleaved, is_float=is_float)
+        return format_incumbent(latencies[best], self.context.baseline_ms, interleaved=interleaved, is_float=is_float)

@@ -39,8 +39,10 @@ class LayerwiseRequest:
 
     Attributes:
         shapes: Static shape of each input.
-        layers: Entries of `layers`; the first match counts.
-        skip_names: Names, wildcards or modules that stay native.
+        layers: Entries of `layers`; the first one that matches a node applies.
+        skip_names: Node names, wildcards or modules that stay native.
+        method: Range estimator of activations.
+        dialect: Name of the dialect of the Q/DQ pairs.
     """
 
     model_path: Path
@@ -71,7 +73,7 @@ def quantize_builtin(
     """Quantize a model layer by layer.
 
     Args:
-        output_path: Path of the Q/DQ model, which is returned.
+        output_path: Path of the Q/DQ model; the return value.
         batches: Calibration data, input arrays by name; read once.
 
     Raises:
@@ -87,10 +89,10 @@ def quantize_builtin(
     ranges: Ranges = calibrate(float_file, tensors, batches, method=request.method, source=request.source)
     for remark in range_warnings(ranges):
         logger.warning("%s: %s", request.source, remark)
-    known = finite_ranges(ranges)
-    float_nodes = {e.consumer for e in selected if e.tensor not in model.constants and e.tensor not in known}
-    edges = {e: p for e, p in selected.items() if e.consumer not in float_nodes or e.tensor in known}
-    return Inserter(model, dialect, known).export(tuple(sorted(edges.items())), output_path)
+    usable = finite_ranges(ranges)
+    float_nodes = {e.consumer for e in selected if e.tensor not in model.constants and e.tensor not in usable}
+    edges = {e: p for e, p in selected.items() if e.consumer not in float_nodes or e.tensor in usable}
+    return Inserter(model, dialect, usable).export(tuple(sorted(edges.items())), output_path)
 
 
 def _requested_precisions(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
@@ -102,10 +104,10 @@ def _requested_precisions(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
                 f"layers.{i}: weights in {weights} and activations in {activations}: no runtime multiplies the two; "
                 "use one dtype for both, or native for one"
             )
-    found = dict.fromkeys(DTYPE_PRECISIONS[dtype] for layer in layers for dtype in layer.dtypes)
-    if not found:
+    precisions = dict.fromkeys(DTYPE_PRECISIONS[dtype] for layer in layers for dtype in layer.dtypes)
+    if not precisions:
         raise UserError("quantize.layers: every dtype is native, so there is nothing to quantize")
-    return tuple(found)
+    return tuple(precisions)
 
 
 def _load_dialect(name: str, precisions: Sequence[str]) -> Dialect:
@@ -174,9 +176,9 @@ class _LayerSelector:
     def _warn_forbidden(
         self, layers: Sequence[LayerSpec], assigned: Mapping[int, LayerSpec], quantized: set[str]
     ) -> None:
-        """Log the entries all of whose nodes the placement rules forbid."""
+        """Log each entry of `layers` none of whose nodes the placement rules allow to quantize."""
         for i, layer in enumerate(layers):
-            nodes = [self._model.nodes[index] for index, found in assigned.items() if found is layer]
+            nodes = [self._model.nodes[index] for index, entry in assigned.items() if entry is layer]
             if layer.dtypes and nodes and not any(node.name in quantized for node in nodes):
                 logger.warning(
                     "layers.%d: none of the %d nodes of %r may be quantized for %s; %s", i, len(nodes),

@@ -42,7 +42,7 @@ class ComparisonRow:
     """Row of the comparison.
 
     Attributes:
-        interval: The metric with its 95 % interval over images, if there is one.
+        interval: The metric with its 95 % interval over images; without one, both limits are the metric.
         drop: Loss against the first row, positive if this row is worse; None for the first row.
     """
 
@@ -59,21 +59,21 @@ class ComparisonRow:
         return self.scored.name, self.scored.what, precisions, metric, drop, self.note
 
 
-def compare_evaluations(found: Sequence[EvaluationResult]) -> tuple[ComparisonRow, ...]:
+def compare_evaluations(results: Sequence[EvaluationResult]) -> tuple[ComparisonRow, ...]:
     """Return the rows of a comparison; the first evaluation is the baseline.
 
     Raises:
         UserError: The evaluations have different metrics or different images.
     """
-    first = found[0]
+    first = results[0]
     rows = []
-    for scored in found:
+    for scored in results:
         if scored.metric != first.metric:
-            raise UserError(f"{scored.name}: its metric is {scored.metric}, that of {first.name} {first.metric}")
-        own = metric_estimate(scored.accuracy, scored.metric)
-        interval = _point(scored.accuracy.metrics[scored.metric]) if own is None else own.interval
+            raise UserError(f"{scored.name}: its metric is {scored.metric}, but that of {first.name} is {first.metric}")
+        estimate = metric_estimate(scored.accuracy, scored.metric)
+        interval = _point(scored.accuracy.metrics[scored.metric]) if estimate is None else estimate.interval
         drop = None if scored is first else _estimate_drop(first, scored)
-        few = "" if own is None else few_images_note(own.images)
+        few = "" if estimate is None else few_images_note(estimate.images)
         note = "; ".join(filter(None, (few, FLOAT32_NOTE if scored.note else "")))
         rows.append(ComparisonRow(scored=scored, interval=interval, drop=drop, note=note))
     return tuple(rows)
@@ -81,11 +81,13 @@ def compare_evaluations(found: Sequence[EvaluationResult]) -> tuple[ComparisonRo
 
 def _estimate_drop(first: EvaluationResult, scored: EvaluationResult) -> Interval:
     try:
-        found = drop_estimate(first.accuracy, scored.accuracy, scored.metric, higher_is_better=scored.higher_is_better)
+        estimate = drop_estimate(
+            first.accuracy, scored.accuracy, scored.metric, higher_is_better=scored.higher_is_better
+        )
     except ValueError as error:
         raise UserError(f"{scored.name} and {first.name} cannot be compared: {error}") from error
-    if found is not None:
-        return found.interval
+    if estimate is not None:
+        return estimate.interval
     sign = 1.0 if scored.higher_is_better else -1.0
     return _point(sign * (first.accuracy.metrics[first.metric] - scored.accuracy.metrics[scored.metric]))
 
@@ -101,10 +103,10 @@ def _format_interval(interval: Interval, digits: str) -> str:
 
 
 def advise_native_layers(row: ComparisonRow, dataset: DatasetSection, base: Path, observer: Observer) -> list[str]:
-    """Return lines that name layers to leave native; none if the drop is acceptable or nothing is quantized.
+    """Return lines with layers to leave native; none if the drop is acceptable or nothing is quantized.
 
     Args:
-        dataset: Section `dataset` of its spec, on whose images the layers are tried.
+        dataset: Section `dataset` of the row's spec, whose images the layers are ranked by.
         base: Folder that relative paths start from.
     """
     drop, path = row.drop, row.scored.model
@@ -146,18 +148,18 @@ class LayerSensitivity:
 
 
 def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -> tuple[LayerSensitivity, ...]:
-    """Return the layers of a Q/DQ model, the worst first.
+    """Return the layers of a Q/DQ model, those that alone reduce SQNR most first.
 
     Args:
-        path: The model; ONNX Runtime without its optimizers runs it, so that any precision is emulated.
-        feeds: Inputs of equal shapes, which dynamic inputs get; the first `MAX_FEEDS` are used.
-        observer: Receives progress; each layer is one build.
+        path: The model. ONNX Runtime runs it without optimizers, which emulates any precision.
+        feeds: Inputs, all of the same shapes; the first `MAX_FEEDS` are used.
+        observer: Receives progress, one step per layer.
 
     Raises:
         CandidateError: The model does not run.
     """
     inputs = list(itertools.islice(feeds, MAX_FEEDS))
-    found = []
+    ranked = []
     with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch, ExitStack() as stack:
         types = {name: ("", array.shape) for feed in inputs[:1] for name, array in feed.items()}
         fixed = write_static_copy(path, read_signature(path), types, Path(scratch) / "static.onnx") if inputs else path
@@ -178,8 +180,8 @@ def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Obse
             except EvaluationFailed:
                 sqnr_db = -np.inf
             step.advance()
-            found.append(LayerSensitivity(node=node, sqnr_db=sqnr_db))
-    return tuple(sorted(found, key=lambda layer: layer.sqnr_db))
+            ranked.append(LayerSensitivity(node=node, sqnr_db=sqnr_db))
+    return tuple(sorted(ranked, key=lambda layer: layer.sqnr_db))
 
 
 def _run_model(path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:

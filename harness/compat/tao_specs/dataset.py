@@ -43,7 +43,7 @@ from harness.random_inputs import InputTypes
 
 logger = logging.getLogger(__name__)
 
-ADVISED_SAMPLE_COUNT = 500  # for CNNs and ViTs, by ModelOpt's ONNX PTQ README
+ADVISED_SAMPLE_COUNT = 500  # minimum for CNNs and ViTs in the README of ModelOpt's ONNX PTQ
 CALIBRATION_KEY = "dataset.calibration_data"
 RANDOM_BATCH_COUNT = 8
 #: Keys of batches that are mappings, in TAO's data loaders.
@@ -71,34 +71,34 @@ MODEL_OPTION_NAMES = ShapeOptionNames(key="--model", remedy="its height and widt
 
 
 def data_keys(dataset: DatasetSection) -> Mapping[str, str]:
-    """Return the key of the spec by key of the `data` mapping."""
+    """Return the key of the spec by key of the `data` mapping of an experiment."""
     sources = dataset.test_data_sources
     return IMAGE_SPEC_KEYS if sources is None or sources.arrays is None else ARRAY_SPEC_KEYS
 
 
 def labelled_data(dataset: DatasetSection) -> dict[str, Any]:
-    """Return the labelled data as a `data` mapping for evaluators.
+    """Return the labelled data of a spec as the `data` mapping of an evaluator.
 
     Raises:
         UserError: There are no data or no labels.
     """
     keys, section = data_keys(dataset), dataset.model_dump(exclude_defaults=True)
     values = {name: _value_at(section, key.split(".")[1:]) for name, key in keys.items()}
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value
     }
     if keys is IMAGE_SPEC_KEYS:
-        if not {"images", "labels"} <= found.keys():
+        if not {"images", "labels"} <= data.keys():
             raise UserError(
                 "dataset.test_data_sources: image_dir and json_file are needed, the images and their labels (.json in "
                 "COCO format, or .txt with lines 'FILENAME CLASS'), or arrays and labels (a .npz file and the name of "
                 "an array in it)"
             )
-        return {"use": "images", **found}
-    suffix = Path(found["path"]).suffix
+        return {"use": "images", **data}
+    suffix = Path(data["path"]).suffix
     if suffix not in (".npz", ".npy"):
-        raise UserError(f"{keys['path']}: a .npz or .npy file, but got {found['path']}")
-    return {"use": suffix[1:], **found}
+        raise UserError(f"{keys['path']}: expected a .npz or .npy file, but got {data['path']}")
+    return {"use": suffix[1:], **data}
 
 
 def _value_at(section: Mapping[str, Any], path: Sequence[str]) -> Any:
@@ -124,11 +124,11 @@ def map_error_keys(keys: Mapping[str, str], source: str = "") -> Iterator[None]:
 def open_calibration_data(
     dataset: DatasetSection, base: Path, key: str = CALIBRATION_KEY
 ) -> ImageDataset | ArrayDataset | None:
-    """Open `calibration_data`, else the evaluation's data; return None, with a warning, without either.
+    """Open `calibration_data`, else `test_data_sources`; return None and log a warning without either.
 
     Args:
         base: Folder that relative paths start from.
-        key: Option or key of the data in messages.
+        key: Name of the calibration data in messages: a key of the spec or an option.
 
     Raises:
         UserError: The data are missing or invalid, or images have no preprocessing.
@@ -146,7 +146,7 @@ def open_calibration_data(
         )
     path = locate_spec_file(place, base, key)
     if not path.is_dir() and path.suffix not in (".npy", ".npz"):
-        raise UserError(f"{key}: a folder of images, a .npy or an .npz file, but got {path.name}")
+        raise UserError(f"{key}: expected a folder of images, a .npy or an .npz file, but got {path.name}")
     data = {"use": "images", "images": str(path)} if path.is_dir() else {"use": path.suffix[1:], "path": str(path)}
     if sources is not None and sources.labels is not None and place == sources.arrays:
         data["labels"] = sources.labels
@@ -164,7 +164,7 @@ def _calibration_place(dataset: DatasetSection) -> str | None:
 def calibration_feeds(
     dataset: DatasetSection, data: ImageDataset | ArrayDataset | None, inputs: InputTypes
 ) -> tuple[InputBatches, str]:
-    """Return batches of the data, or of random numbers for None, and their description.
+    """Return batches of the data, or of random numbers if `data` is None, and a description of them.
 
     Raises:
         UserError: The data do not fit the inputs.
@@ -195,7 +195,7 @@ def peek_sample_shapes(loader: Iterable[Any], names: Sequence[str]) -> tuple[Sam
 
 
 def loader_feeds(loader: Iterable[Any], inputs: InputTypes) -> Iterator[dict[str, Array]]:
-    """Yield the batches of a data loader as inputs of a model, in its batch size.
+    """Yield the batches of a data loader as feeds of a model, split to the model's batch size.
 
     A batch is an array or a tensor, a tuple or list whose first element is one, or a mapping with the model's input
     names, with `images_left` and `images_right` for two inputs, or with one of the keys input, data, x, images.
@@ -255,7 +255,7 @@ def _to_array(value: Any, number: int) -> Array:
 
 
 def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
-    """Return height and width of the inputs: those of the model, as given, or usual for the preprocessing.
+    """Return height and width of the inputs: those of the model, the given size, or the usual one of the preprocessing.
 
     Args:
         size: "640x640", height first.
@@ -271,10 +271,10 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
         name = image_input(types)
         return image_size(name, types[name][1])
     if size is not None:
-        found = parse_shape(size, "--size")
-        if len(found) != 2:
+        dimensions = parse_shape(size, "--size")
+        if len(dimensions) != 2:
             raise UserError(f"--size: height and width, such as 640x640, but got {size!r}")
-        return found
+        return dimensions
     registry.find_entry_point("preprocessing", preprocess)
     if preprocess not in DEFAULT_INPUT_SIZES:
         raise UserError(f"--preprocess {preprocess}: give the input size by --size 640x640 or --model FILE.onnx")
@@ -284,11 +284,11 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
 def write_calibration(
     images: Path, output: Path, preprocess: Mapping[str, Any], size: Size, samples: int
 ) -> tuple[int, int]:
-    """Write a `.npy` file of shape samples x 3 x height x width, float32, with one image in memory at a time.
+    """Write preprocessed images to a float32 `.npy` file of shape samples x 3 x height x width, one at a time.
 
     Args:
-        images: Folder of images, taken evenly spread in the order of their names.
-        output: The file; written completely or not at all.
+        images: Folder of images; the samples are evenly spread in the order of their names.
+        output: Path of the file; an incomplete file is removed.
         preprocess: `{use: NAME, params: {...}}`.
         samples: Maximum number of samples.
 
@@ -296,7 +296,7 @@ def write_calibration(
         Number of samples, and of images in the folder.
 
     Raises:
-        UserError: An image cannot be read, there is none, or the file cannot be written.
+        UserError: There is no image, one cannot be read, or the file cannot be written.
     """
     if output.suffix != ".npy":
         raise UserError(f"-o {output}: the name of a .npy file is needed")

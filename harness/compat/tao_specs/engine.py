@@ -45,7 +45,7 @@ class TensorRTMissing(UserError):
     """TensorRT or a GPU is missing on this machine.
 
     Attributes:
-        model: The ONNX file of which there is no engine.
+        model: The ONNX file that could not be built.
         shapes: Shape of each input at the optimum batch, for instance "1x3x224x224".
     """
 
@@ -63,6 +63,7 @@ class EngineFacts:
         params: Parameters of the benchmarker.
         onnx_file: Source model, relative to the folder of the engine.
         precisions: Precisions of its Q/DQ pairs.
+        inputs: Element type and shape of each input.
         describe: Facts about the runtime and its device.
         outputs: Shape of each output of the source model.
     """
@@ -135,7 +136,7 @@ def _save_tensorrt_engine(path: Path, target: Path, facts: EngineFacts) -> Engin
 
 
 def _tensorrt_params(declared: ModelSignature, options: TensorRTOptions, dataset: DatasetSection) -> dict[str, Any]:
-    """Return parameters of the benchmarker, with minimum, optimum and maximum shape of each dynamic input."""
+    """Return the benchmarker's parameters, with minimum, optimum and maximum shape of each dynamic input."""
     sizes = {"min": options.min_batch_size, "opt": options.opt_batch_size, "max": options.max_batch_size}
     dynamic = [name for name, (_, dims) in declared.inputs.items() if None in dims]
     if not dynamic and options.max_batch_size > 1:
@@ -152,26 +153,26 @@ def _types_at_batch(
     declared: ModelSignature, options: TensorRTOptions, dataset: DatasetSection, batch: int
 ) -> InputTypes:
     """Return types and shapes at a batch size, which, if given, overrides the first number of given shapes."""
-    found = static_inputs(declared, dataset.shapes, dataset.dims, batch=batch)
+    types = static_inputs(declared, dataset.shapes, dataset.dims, batch=batch)
     if not BATCH_SIZE_KEYS & options.model_fields_set:
-        return found
+        return types
     dynamic = {name for name, (_, dims) in declared.inputs.items() if dims and dims[0] is None}
-    return {n: (kind, (batch, *shape[1:]) if n in dynamic else shape) for n, (kind, shape) in found.items()}
+    return {n: (kind, (batch, *shape[1:]) if n in dynamic else shape) for n, (kind, shape) in types.items()}
 
 
 def _log_precisions(declared: ModelSignature, section: EngineSection, backend: PluginSpec) -> None:
-    found = declared.precisions
-    if found:
-        logger.info("%s: Q/DQ pairs found (%s): strongly typed", section.onnx_file, ", ".join(sorted(found)))
-    if "fp8e5m2" in found and backend.use == TENSORRT:
+    precisions = declared.precisions
+    if precisions:
+        logger.info("%s: Q/DQ pairs found (%s): strongly typed", section.onnx_file, ", ".join(sorted(precisions)))
+    if "fp8e5m2" in precisions and backend.use == TENSORRT:
         logger.warning("%s: TensorRT takes FP8 only as E4M3; this file has E5M2", section.onnx_file)
 
 
 def engine_path(requested: Path, backend: str) -> Path:
-    """Return the path of an engine: as requested, but with the backend as suffix instead of one of TensorRT's.
+    """Return the path of an engine: the requested one, with TensorRT's suffix replaced by the name of another backend.
 
     Raises:
-        UserError: The path of an engine of TensorRT has another suffix than TensorRT's.
+        UserError: The backend is TensorRT, and the path has none of its suffixes.
     """
     if backend == TENSORRT and requested.suffix not in TENSORRT_SUFFIXES:
         raise UserError(
@@ -182,23 +183,23 @@ def engine_path(requested: Path, backend: str) -> Path:
 
 
 def engine_for_other_runtime(requested: Path) -> Path | None:
-    """Return the only engine of another runtime if that of TensorRT is missing, see `engine_path`, or None.
+    """Return the engine of another runtime (see `engine_path`) if the requested one of TensorRT is missing, or None.
 
     Raises:
         UserError: There are engines of several runtimes.
     """
     if requested.exists() or requested.suffix not in TENSORRT_SUFFIXES:
         return None
-    others = (engine_path(requested, plugin.name) for plugin in registry.installed_plugins("benchmarker"))
-    found = sorted(path for path in others if path.is_file())
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise UserError(f"evaluate.trt_engine: there is no {requested.name}, but {names}: name one")
-    return found[0] if found else None
+    paths = (engine_path(requested, plugin.name) for plugin in registry.installed_plugins("benchmarker"))
+    existing = sorted(path for path in paths if path.is_file())
+    if len(existing) > 1:
+        names = ", ".join(path.name for path in existing)
+        raise UserError(f"evaluate.trt_engine: there is no {requested.name}, but there are {names}: choose one")
+    return existing[0] if existing else None
 
 
 def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
-    """Build an engine; write it and its facts, which are returned with digest and description of the runtime.
+    """Build an engine, write it and its facts, and return the facts with digest and description of the runtime.
 
     Raises:
         UserError: The runtime is missing, rejects the model or cannot write engines, or a file cannot be written.
@@ -224,7 +225,7 @@ def _save(facts: EngineFacts, model: Path, path: Path) -> dict[str, Any]:
 
 
 def read_facts(path: Path) -> EngineFacts | None:
-    """Return the facts of an engine, or None without a file of them.
+    """Read the facts of an engine; return None if they have no file.
 
     Raises:
         UserError: The file is damaged, or belongs to another engine.
@@ -248,7 +249,7 @@ def read_facts(path: Path) -> EngineFacts | None:
 
 
 def load_engine(path: Path, backend: PluginSpec) -> tuple[Benchmarker, Artifact]:
-    """Load an engine from its file, in the process that runs it.
+    """Load an engine from its file into this process.
 
     Raises:
         UserError: The runtime is missing, rejects the file or cannot read engines.
@@ -264,10 +265,10 @@ def load_engine(path: Path, backend: PluginSpec) -> tuple[Benchmarker, Artifact]
 
 def create_saver(backend: str, params: Mapping[str, Any], use: str) -> Any:
     """Return a benchmarker, or raise `UserError` if it cannot save and load engines."""
-    made = registry.create_plugin("benchmarker", backend, params)
-    if not isinstance(made, SupportsSave):
+    benchmarker = registry.create_plugin("benchmarker", backend, params)
+    if not isinstance(benchmarker, SupportsSave):
         raise UserError(f"backend {backend!r} cannot {use} a file; use openvino, onnxruntime or tensorrt")
-    return made
+    return benchmarker
 
 
 def _facts_path(path: Path) -> Path:

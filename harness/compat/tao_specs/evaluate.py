@@ -49,7 +49,9 @@ from harness.verification.accuracy_store import scoring_progress
 logger = logging.getLogger(__name__)
 
 SCORING_FACTOR = 24 * RUNTIME_FACTOR
-MIN_FLOAT_METRIC = 0.1  # below it, the evaluator checks whether labels and preprocessing fit a float model
+MIN_FLOAT_METRIC = (
+    0.1  # of a float model; below it, the evaluator checks whether labels and preprocessing fit the model
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,11 @@ class EvaluationTarget:
     """Engine or model under evaluation.
 
     Attributes:
-        what: Name as the spec gives it.
+        what: Name of the engine or model in the spec.
         file: The engine if `saved`, else the model with static inputs.
-        inputs: Element type and shape of each input, as the engine has them.
-        model: ONNX file, if it is known and exists.
+        inputs: Element type and shape of each input of the engine.
+        outputs: Shape of each output.
+        model: ONNX file; None if it is unknown or missing.
         precisions: Precisions of its Q/DQ pairs.
     """
 
@@ -80,7 +83,7 @@ class EvaluationResult:
 
     Attributes:
         name: Stem of the spec file.
-        model: ONNX file, if it is known and exists.
+        model: ONNX file; None if it is unknown or missing.
         evaluate_s: Wall-clock time of the evaluation.
         note: Remark on the arithmetic, or "".
         inputs: Element type and shape of each input, as the engine has them.
@@ -102,13 +105,13 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Eval
     """Score the target of section `evaluate`, and write the scores to `results_dir/NAME.evaluation.json`.
 
     Args:
-        source: Its path; relative paths start from its folder.
-        observer: Receives progress, and a warning if a float model scores next to nothing.
+        source: Path of the spec; relative paths start from its folder.
+        observer: Receives progress, and a warning if a float model has a negligible score.
 
     Raises:
         UserError: The spec cannot be used, or the runtime or the evaluator fails.
     """
-    base, seen = source.resolve().parent, observer or NullProgress()
+    base, reporter = source.resolve().parent, observer or NullProgress()
     section = _resolve_engine(require_section(spec.evaluate, "evaluate", str(source)), base)
     started_s = time.monotonic()
     try:
@@ -117,13 +120,13 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Eval
             _open_target(section, spec.dataset, base) as target,
         ):
             use = _evaluator_use(section, spec.dataset, base, target)
-            with scoring_progress(seen, f"inferences of {source.stem}") as watch:
+            with scoring_progress(reporter, f"inferences of {source.stem}") as watch:
                 what = f"{source}: {target.what}: the evaluation"
                 scored = call_with_reports(what, _score, target, use, factor=SCORING_FACTOR, on_report=watch)
             if not target.precisions:
                 text = low_reference_warning(scored.accuracy, scored.metric, scored.higher_is_better, use.params)
                 if text:
-                    seen.say(f"{source.stem}: {text}")
+                    reporter.say(f"{source.stem}: {text}")
     except CandidateError as error:
         raise UserError(f"{source}: {section.trt_engine or section.onnx_file}: {error}") from error
     scored = replace(scored, name=source.stem, evaluate_s=time.monotonic() - started_s)
@@ -192,7 +195,7 @@ def _open_engine(path: Path, section: EvaluateSection, dataset: DatasetSection) 
 
 
 def _assume_tensorrt(path: Path, dataset: DatasetSection) -> EngineFacts:
-    """Return facts for an engine of another tool: TensorRT's, with the inputs of the spec."""
+    """Return facts for an engine of another tool, which is assumed to be of TensorRT, with the inputs of the spec."""
     if not dataset.shapes:
         raise UserError(
             f"{path.name}: there is no {path.name}.json, as qdq gen-trt-engine writes; give its input under "
@@ -243,11 +246,11 @@ def suggest_layout(inputs: InputTypes, outputs: Mapping[str, Dims]) -> str | Non
     return suggest_decoder(outputs, image_size(name, inputs[name][1]))
 
 
-def _require_plugin(found: str | None, key: str, kind: str) -> str:
-    if found is None:
-        known = ", ".join(plugin.name for plugin in registry.installed_plugins(kind))
-        raise UserError(f"{key}: the shapes of the outputs do not determine the {kind} of this model; one of {known}")
-    return found
+def _require_plugin(name: str | None, key: str, kind: str) -> str:
+    if name is None:
+        names = ", ".join(plugin.name for plugin in registry.installed_plugins(kind))
+        raise UserError(f"{key}: the shapes of the outputs do not determine the {kind} of this model; one of {names}")
+    return name
 
 
 def _write_result(scored: EvaluationResult, results: Path) -> None:

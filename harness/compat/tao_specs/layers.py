@@ -26,7 +26,7 @@ DEFAULT_OPERATORS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("Conv", "Gemm", "MatMul"),
     "int4": ("Gemm", "MatMul"),
 }  # fmt: skip
-#: Operators that it leaves float for accuracy (how-to on PTQ of YOLO11, section 3.4).
+#: Operators that ModelOpt leaves float for accuracy (how-to on PTQ of YOLO11, section 3.4).
 FLOAT_BY_DEFAULT: Mapping[str, tuple[str, ...]] = {
     "activations": ("Softmax", "Sigmoid", "Tanh"),
     "structure": ("Concat", "Slice", "Reshape", "Transpose"),
@@ -40,8 +40,9 @@ class LayerPreset:
 
     Attributes:
         skip_names: Wildcards over names of nodes that stay native.
-        op_types: Operators to quantize to INT8 instead of `layers`; empty: those of `layers`.
-        expect: Warning about its results, or "".
+        text: Description.
+        op_types: Operators to quantize to INT8 instead of `layers`; empty: use `layers`.
+        expect: Warning about the quantized models, or "".
     """
 
     text: str
@@ -104,25 +105,25 @@ L = TypeVar("L", bound=_HasModuleName)
 
 
 def match_skip_names(nodes: Sequence[HasNameAndOp], patterns: Iterable[str], key: str = "skip_names") -> frozenset[str]:
-    """Return the names of the nodes that some pattern matches; log a warning for a pattern without a match.
+    """Return the names of the nodes that match any pattern; log a warning for each pattern without a match.
 
     Args:
-        patterns: Node name, wildcard over names, or module, which means all nodes below it.
+        patterns: Node names, wildcards over names, or modules (all nodes below them).
         key: Name of the list in messages.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in patterns:
         matched = {node.name for node in nodes if _matches_name(pattern, node.name)}
         if not matched:
             logger.warning("%s: %r matches no node; %s", key, pattern, _suggest_node_names(pattern, nodes))
-        found |= matched
-    return frozenset(found)
+        names |= matched
+    return frozenset(names)
 
 
 def assign_layers(
     nodes: Sequence[HasNameAndOp], layers: Sequence[L], default_operators: Iterable[str]
 ) -> tuple[L | None, ...]:
-    """Return the first entry of `layers` that matches each node, or None; log a warning for entries without a node.
+    """Return for each node the first entry of `layers` that matches it, or None; log entries without effect.
 
     Args:
         layers: Entries in the order of the file.
@@ -130,18 +131,18 @@ def assign_layers(
     """
     defaults = frozenset(default_operators)
     matches = [[i for i, layer in enumerate(layers) if _matches(layer.module_name, node, defaults)] for node in nodes]
-    hits, taken = Counter(i for found in matches for i in found), {found[0] for found in matches if found}
+    hits, effective = Counter(i for indices in matches for i in indices), {indices[0] for indices in matches if indices}
     for i, layer in enumerate(layers):
         where, name = f"layers.{i}.module_name", layer.module_name
         if not hits[i]:
             operators = {node.op for node in nodes}
             hint = _suggest_node_names(name, nodes) if "/" in name else suggest_names(name, operators)
             logger.warning("%s: %r matches no node; %s", where, name, hint)
-        elif i not in taken:
+        elif i not in effective:
             logger.warning(
                 "%s: all nodes of %r belong to entries above it; the first match counts, so move it up", where, name
             )
-    return tuple(layers[found[0]] if found else None for found in matches)
+    return tuple(layers[indices[0]] if indices else None for indices in matches)
 
 
 def _matches(pattern: str, node: HasNameAndOp, defaults: frozenset[str]) -> bool:
@@ -159,8 +160,8 @@ def _suggest_node_names(pattern: str, nodes: Sequence[HasNameAndOp]) -> str:
     names = [node.name for node in nodes if node.name]
     if not names:
         return "the nodes of this model have no names"
-    known = sorted({found for name in names for found in (name, *_parent_modules(name))})
-    close = difflib.get_close_matches(pattern.rstrip("*").rstrip("/"), known, n=3, cutoff=0.5)
+    candidates = sorted({candidate for name in names for candidate in (name, *_parent_modules(name))})
+    close = difflib.get_close_matches(pattern.rstrip("*").rstrip("/"), candidates, n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     # Modules first: exporters give the nodes outside of modules a running number.

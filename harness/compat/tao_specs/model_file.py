@@ -26,9 +26,10 @@ class ShapeOptionNames:
     """Options for the shapes of inputs, for messages; NAME, SHAPE, SYMBOL and SIZE are placeholders.
 
     Attributes:
-        remedy: Advice on giving a shape.
-        dim_remedy: Advice on giving sizes of symbols; SIZES is replaced by the list of them.
-        dim_form: Form of one size, and the separator of two.
+        key: Name of the option of a shape.
+        remedy: Advice on how to give a shape.
+        dim_remedy: Advice on how to give sizes of symbols; SIZES is replaced by their list.
+        dim_form: Format of one size, and separator between sizes.
     """
 
     key: str
@@ -37,7 +38,7 @@ class ShapeOptionNames:
     dim_form: tuple[str, str] = ("", "")
 
     def describe_remedy(self, name: str, axes: Axes, symbols: Sequence[str]) -> str:
-        """Return how to make an input static: by its missing symbols, or by its shape."""
+        """Return advice on how to make an input static: by sizes of its missing symbols, or by its shape."""
         usual = 640 if len(axes) == 4 else 128
         example = "x".join(str(a if isinstance(a, int) else usual if place else 1) for place, a in enumerate(axes))
         by_shape = self.remedy.replace("NAME", name).replace("SHAPE", example)
@@ -64,7 +65,7 @@ SPEC_OPTION_NAMES = ShapeOptionNames(
 
 
 def open_onnx_file(text: str, base: Path, key: str) -> tuple[Path, ModelSignature]:
-    """Return path and signature of the ONNX file that a key of a spec names.
+    """Return path and signature of the ONNX file that is the value of a key in a spec.
 
     Args:
         text: A path, or `assets:PATH`.
@@ -91,14 +92,14 @@ def open_onnx_file(text: str, base: Path, key: str) -> tuple[Path, ModelSignatur
 
 
 def locate_spec_file(text: str, base: Path, key: str) -> Path:
-    """Return `resolve_path(text, base)`; errors name the key."""
+    """Return `resolve_path(text, base)`; error messages start with the key."""
     with prefix_key(key):
         return resolve_path(text, base)
 
 
 @contextmanager
 def name_write_errors(target: str) -> Iterator[None]:
-    """Raise an `OSError` of the body as a `UserError` that begins with the target."""
+    """Convert an `OSError` of the body to a `UserError` whose message begins with the target."""
     try:
         yield
     except OSError as error:
@@ -114,55 +115,61 @@ def static_inputs(
     samples: SampleShapes | None = None,
     names: ShapeOptionNames = SPEC_OPTION_NAMES,
 ) -> InputTypes:
-    """Return element type and static shape of each input: as given, else as in the calibration data.
+    """Return element type and static shape of each input: the given shape, else that of the calibration data.
 
     Args:
         shapes: Shapes by input.
         dims: Sizes by symbol.
-        batch: Size of dimensions that are the batch by name, and of a first dimension that alone is dynamic.
+        batch: Size of dimensions with a usual name of the batch, and of a first dimension if no other is dynamic.
 
     Raises:
         UserError: More than the batch is dynamic, and neither a shape nor data are given; the data have another shape
             than the input; there is no such input.
     """
-    found: dict[str, Shape] = {}
+    fixed: dict[str, Shape] = {}
     for name, shape in shapes.items():
         key = names.key.replace("NAME", name)
         if name not in declared.inputs:
             raise UserError(f"{key}: the model has no such input; {suggest_names(name, declared.inputs)}")
-        found[name] = parse_shape(shape, key)
-    for name, (_, own) in declared.inputs.items():
-        if samples and name not in found and (whole := _sample_shape(name, own, samples, batch)) is not None:
-            found[name] = whole
+        fixed[name] = parse_shape(shape, key)
+    for name, (_, input_dims) in declared.inputs.items():
+        if (
+            samples
+            and name not in fixed
+            and (sample_shape := _sample_shape(name, input_dims, samples, batch)) is not None
+        ):
+            fixed[name] = sample_shape
     dynamic = {name: declared.axes[name] for name, (_, sizes) in declared.inputs.items() if None in sizes}
-    dynamic = {name: axes and tuple(axis or None for axis in axes) for name, axes in dynamic.items()}  # 0: unknown
+    dynamic = {name: axes and tuple(axis or None for axis in axes) for name, axes in dynamic.items()}  # 0 means unknown
     sizes = InputSizes(
-        shapes={name: found[name] for name in dynamic if name in found},
-        dims={**_batch_symbols(dynamic, batch, found, dims), **dims},
+        shapes={name: fixed[name] for name in dynamic if name in fixed},
+        dims={**_batch_symbols(dynamic, batch, fixed, dims), **dims},
     )
-    known = resolve_shapes(dynamic, sizes, names.key.removesuffix("NAME").rstrip(". "), batch=batch)
+    resolved = resolve_shapes(dynamic, sizes, names.key.removesuffix("NAME").rstrip(". "), batch=batch)
     for name, axes in dynamic.items():
-        if name not in known.shapes:
-            remedy = names.describe_remedy(name, axes or (), known.missing.symbols)
+        if name not in resolved.shapes:
+            remedy = names.describe_remedy(name, axes or (), resolved.missing.symbols)
             missing = f", and {samples.source} has no array for it" if samples and samples.shapes else ""
             raise UserError(f"input {name!r} is {format_axes(axes)}{missing}: give {remedy}")
     for name, (_, declared_sizes) in declared.inputs.items():
-        found.setdefault(name, known.shapes.get(name) or tuple(size for size in declared_sizes if size is not None))
-    return {name: (dtype, found[name]) for name, (dtype, _) in declared.inputs.items()}
+        fixed.setdefault(name, resolved.shapes.get(name) or tuple(size for size in declared_sizes if size is not None))
+    return {name: (dtype, fixed[name]) for name, (dtype, _) in declared.inputs.items()}
 
 
 def _batch_symbols(
-    dynamic: Mapping[str, Axes | None], batch: int, found: Mapping[str, object], dims: Mapping[str, int]
+    dynamic: Mapping[str, Axes | None], batch: int, fixed: Mapping[str, object], dims: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the batch for symbols, of any name, that are the first and only dynamic dimension."""
-    given = {axis for name in found for axis in dynamic.get(name) or ()}
-    others = {axis for axes in dynamic.values() for axis in (axes or ())[1:]}
-    first = {axes[0] for axes in dynamic.values() if axes and all(isinstance(axis, int) for axis in axes[1:])}
-    return {axis: batch for axis in first - given - others if isinstance(axis, str) and axis not in dims}
+    """Return `batch` by symbol for symbols of any name that are the only dynamic dimension of an input, its first."""
+    of_fixed_inputs = {axis for name in fixed for axis in dynamic.get(name) or ()}
+    of_later_axes = {axis for axes in dynamic.values() for axis in (axes or ())[1:]}
+    leading = {axes[0] for axes in dynamic.values() if axes and all(isinstance(axis, int) for axis in axes[1:])}
+    return {
+        axis: batch for axis in leading - of_fixed_inputs - of_later_axes if isinstance(axis, str) and axis not in dims
+    }
 
 
 def _sample_shape(name: str, dims: Dims, samples: SampleShapes, batch: int) -> Shape | None:
-    """Return the shape of an input with the sizes of a sample for its dynamic dimensions, or None without any.
+    """Return the shape of an input with its dynamic dimensions set from a sample; None if there are none or no sample.
 
     Raises:
         UserError: More than the batch is dynamic, and the sample has another shape.
@@ -170,12 +177,12 @@ def _sample_shape(name: str, dims: Dims, samples: SampleShapes, batch: int) -> S
     sample = samples.shapes.get(name)
     if sample is None or (dims and None not in dims):
         return None
-    if not dims:  # unknown rank: a sample without dimensions is a single number
+    if not dims:  # unknown rank; a sample without dimensions is a scalar input without a batch
         return (batch, *sample) if sample else ()
-    whole = sample if len(sample) == len(dims) else (dims[0] or batch, *sample)
-    if len(whole) == len(dims) and all(size in (None, own) for size, own in zip(dims, whole, strict=True)):
-        return whole
-    if None not in dims[1:]:  # compared again when the data are fed
+    shape = sample if len(sample) == len(dims) else (dims[0] or batch, *sample)
+    if len(shape) == len(dims) and all(size in (None, length) for size, length in zip(dims, shape, strict=True)):
+        return shape
+    if None not in dims[1:]:  # a difference is reported when the data are read
         return None
     raise UserError(
         f"{samples.source}: a sample of {name!r} is {_format_dims(sample)}, but the input takes "
@@ -193,7 +200,7 @@ def shapes_of(types: InputTypes) -> dict[str, Shape]:
 
 
 def write_static_copy(path: Path, declared: ModelSignature, types: InputTypes, target: Path) -> Path:
-    """Write a copy with these static inputs; return `path` itself if its inputs are static."""
+    """Write a copy of a model with static inputs and return its path; return `path` if its inputs are static."""
     if not any(None in dims for _, dims in declared.inputs.values()):
         return path
     return copy_with_static_inputs(path, InputSizes(shapes=shapes_of(types)), target)

@@ -1,4 +1,4 @@
-"""Arguments of ModelOpt: its interface, read without an import, and the translation of a spec."""
+"""Arguments of ModelOpt: parameters of its function `quantize`, read from the source, and their values for a spec."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from harness.timing.provenance import describe_environment
 logger = logging.getLogger(__name__)
 
 MODELOPT_MODES: Mapping[Dtype, str] = {"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8"}
-#: ModelOpt's Q/DQ are symmetric, so the range of minmax is that of max.
+#: ModelOpt's Q/DQ pairs are symmetric, so minmax gives the same range as max.
 MODELOPT_METHODS: Mapping[str, str] = {"minmax": "max", "max": "max", "entropy": "entropy"}
 #: Keyword arguments of mode int4 (docstring of ModelOpt's `quantize`, `kwargs`).
 INT4_ARGUMENTS = ("awqlite_alpha_step", "awqclip_alpha_step", "awqclip_alpha_min", "awqclip_bsz_col")
@@ -44,27 +44,28 @@ ARGUMENTS_SET_BY_SPEC: Mapping[str, str] = {
     "calibration_data_reader": "dataset.calibration_data",
     "nodes_to_exclude": "skip_names",
 }
-#: Rejected arguments, by name or by prefix before "_", and the alternative.
+#: Alternative to each rejected argument, by its name or its prefix before "_".
 REFUSED_ARGUMENTS: Mapping[str, str] = {
     "autotune": "'qdq autotune' searches placements; its options are those without the prefix autotune_",
     "keep_intermediate_files": "their folder is removed; use 'python -m modelopt.onnx.quantization'",
     "trust_calibration_data": "pickled data are never read; write them by numpy.savez",
 }
-#: Arguments that name code: plug-in libraries, and whether a model's repository may run its own.
+#: Arguments that make ModelOpt run foreign code: plug-in libraries, and code of a model's repository.
 CODE_ARGUMENTS = ("trt_plugins", "trust_remote_code")
 
 
 @cache
 def modelopt_parameters() -> Mapping[str, Any]:
-    """Return names and defaults of `modelopt.onnx.quantization.quantize` from its source; None for other expressions.
+    """Return the defaults of `modelopt.onnx.quantization.quantize` by parameter; None for those that are no literals.
 
-    An import of it would load PyTorch, which takes seconds before a typing error could be reported.
+    They are read from the source, as an import would load PyTorch, which takes seconds before a misspelled argument
+    could be reported.
 
     Raises:
-        UserError: ModelOpt is not installed, or has another structure.
+        UserError: ModelOpt is not installed, or its source has no such function.
     """
-    found = importlib.util.find_spec("modelopt")
-    folders = list(found.submodule_search_locations or ()) if found else []
+    spec = importlib.util.find_spec("modelopt")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [Path(folder) / "onnx/quantization/quantize.py" for folder in folders]
     text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
     if not text:
@@ -72,9 +73,11 @@ def modelopt_parameters() -> Mapping[str, Any]:
     functions = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == "quantize"]
     if not functions:
         raise UserError(f"ModelOpt {_modelopt_version()} has another interface; use 0.43 to 0.47, or backend: qdq")
-    given = functions[0].args
-    plain = [ast.Constant(None)] * (len(given.args) - len(given.defaults)) + list(given.defaults)
-    return MappingProxyType({a.arg: _eval_literal(default) for a, default in zip(given.args, plain, strict=True)})
+    parameters = functions[0].args
+    defaults = [ast.Constant(None)] * (len(parameters.args) - len(parameters.defaults)) + list(parameters.defaults)
+    return MappingProxyType(
+        {a.arg: _eval_literal(default) for a, default in zip(parameters.args, defaults, strict=True)}
+    )
 
 
 def _eval_literal(node: ast.expr) -> Any:
@@ -92,24 +95,24 @@ def _modelopt_version() -> str:
 
 
 def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> None:
-    """Raise `UserError` for arguments that ModelOpt does not have, of another type, or that other keys set."""
-    known = {**modelopt_parameters(), **dict.fromkeys(INT4_ARGUMENTS, 0.0)}
+    """Raise `UserError` for arguments that ModelOpt lacks, that have the wrong type, or that other keys set."""
+    defaults = {**modelopt_parameters(), **dict.fromkeys(INT4_ARGUMENTS, 0.0)}
     for name, value in given.items():
         if name in ARGUMENTS_SET_BY_SPEC:
             raise UserError(f"{key}.{name}: set by {ARGUMENTS_SET_BY_SPEC[name]} here")
         if remedy := _refusal_remedy(name):
-            raise UserError(f"{key}.{name}: not taken here: {remedy}")
+            raise UserError(f"{key}.{name}: not accepted; {remedy}")
         if name in CODE_ARGUMENTS and value and not plugins_trusted():
             raise UserError(f"{key}.{name}: would run code; if you trust the file, set {TRUST_VARIABLE}=1")
-        if name not in known:
+        if name not in defaults:
             raise UserError(
                 f"{key}.{name}: ModelOpt {_modelopt_version()} has no such argument; "
-                f"{suggest_names(name, known.keys() - ARGUMENTS_SET_BY_SPEC.keys())}"
+                f"{suggest_names(name, defaults.keys() - ARGUMENTS_SET_BY_SPEC.keys())}"
             )
-        default = known[name]
+        default = defaults[name]
         fits = isinstance(value, float | int) if isinstance(default, float) else isinstance(value, type(default))
         if default is not None and not (fits and isinstance(value, bool) == isinstance(default, bool)):
-            raise UserError(f"{key}.{name}: a value like {default!r}, but got {value!r}")
+            raise UserError(f"{key}.{name}: expected the type of {default!r}, but got {value!r}")
 
 
 def option_remedy(option: str) -> str:
@@ -119,8 +122,10 @@ def option_remedy(option: str) -> str:
         return remedy
     if name in ARGUMENTS_SET_BY_SPEC:
         return "--calibration_data FILE, or batches in Python: harness.accuracy.calibration.ptq.modelopt"
-    known = name in {*modelopt_parameters(), *INT4_ARGUMENTS}
-    return f"'qdq quantize' passes it on: backend: modelopt.onnx, backend_kwargs: {{{name}: ...}}" if known else ""
+    is_argument = name in {*modelopt_parameters(), *INT4_ARGUMENTS}
+    return (
+        f"'qdq quantize' passes it on: backend: modelopt.onnx, backend_kwargs: {{{name}: ...}}" if is_argument else ""
+    )
 
 
 def _refusal_remedy(name: str) -> str:
@@ -130,10 +135,11 @@ def _refusal_remedy(name: str) -> str:
 def make_modelopt_arguments(
     section: QuantizeSection, layers: Sequence[LayerSpec], nodes: Sequence[HasNameAndOp]
 ) -> dict[str, Any]:
-    """Return the arguments of ModelOpt for a section.
+    """Return the arguments of ModelOpt's `quantize` for a section `quantize`.
 
     Args:
-        layers: Its layers, or those of its preset.
+        layers: Layers of the section, or of its preset.
+        nodes: Nodes of the model.
 
     Raises:
         UserError: There is nothing to quantize, or ModelOpt does not have an argument.
@@ -142,20 +148,20 @@ def make_modelopt_arguments(
     mode = _quantize_mode(layers)
     assigned = list(zip(nodes, assign_layers(nodes, layers, DEFAULT_OPERATORS[mode]), strict=True))
     native = [node for node, layer in assigned if layer and not layer.dtypes]
-    wanted = [node for node, layer in assigned if layer and layer.dtypes]
+    to_quantize = [node for node, layer in assigned if layer and layer.dtypes]
     excluded_ops = {node.op for node in native} - {node.op for node, layer in assigned if not layer or layer.dtypes}
     names = {node.name for node in native if node.op not in excluded_ops} | match_skip_names(nodes, section.skip_names)
     extra = dict(section.backend_kwargs)
     if isinstance(text := extra.get("high_precision_dtype"), str):
         extra["high_precision_dtype"] = modelopt_float_dtype(text)
-    own = extra.pop("op_types_to_exclude", None) or ()
-    excluded_ops |= {own} if isinstance(own, str) else set(own)
+    user_excluded = extra.pop("op_types_to_exclude", None) or ()
+    excluded_ops |= {user_excluded} if isinstance(user_excluded, str) else set(user_excluded)
     return {
         "quantize_mode": mode,
         "calibration_method": MODELOPT_METHODS[section.algorithm],
         "calibration_eps": execution_providers(section.device),
         "log_level": "WARNING",
-        **_nodes_to_quantize([layer for layer in layers if layer.dtypes], nodes, wanted),
+        **_nodes_to_quantize([layer for layer in layers if layer.dtypes], nodes, to_quantize),
         **({"op_types_to_exclude": sorted(excluded_ops)} if excluded_ops else {}),
         **({"nodes_to_exclude": node_name_patterns(names)} if names - {""} else {}),
         **extra,
@@ -168,7 +174,7 @@ def modelopt_float_dtype(text: str) -> str:
 
 
 def execution_providers(device: str) -> list[str]:
-    """Return ModelOpt's execution providers for a device; without a GPU the CPU, with a warning."""
+    """Return ModelOpt's execution providers for a device; without a GPU return the CPU and log a warning."""
     if device == "cpu":
         return ["cpu"]
     if not describe_environment().get("gpus"):
@@ -207,7 +213,7 @@ def _quantize_mode(layers: Sequence[LayerSpec]) -> str:
 def _nodes_to_quantize(
     layers: Sequence[LayerSpec], nodes: Sequence[HasNameAndOp], wanted: Sequence[HasNameAndOp]
 ) -> dict[str, Any]:
-    """Return operators or nodes to quantize; nothing for ModelOpt's defaults."""
+    """Return ModelOpt's argument for the operators or nodes to quantize; empty for its defaults."""
     if any(layer.module_name == DEFAULT_LAYERS_WILDCARD for layer in layers):
         return {}
     if not wanted:

@@ -54,7 +54,7 @@ LIST_OPTIONS = ("op_types_to_quantize", "op_types_to_exclude", "nodes_to_quantiz
 
 
 def run_ptq(given: Sequence[str]) -> QuantizationResult | list[str]:
-    """Quantize by a command line; with `--show-defaults` return lines of text instead.
+    """Quantize as a command line describes; with `--show-defaults` return lines of text instead.
 
     Raises:
         UserError: An option cannot be used, or ModelOpt fails.
@@ -166,20 +166,20 @@ def _apply_preset(options: argparse.Namespace, declared: ModelSignature, passed:
 
 
 def _calibration_method(given: str | None, mode: str) -> str:
-    known = CALIBRATION_METHODS[mode]
-    if given is not None and given not in known:
-        hint = suggest_names(given, known)
-        raise UserError(f"--calibration_method: {' or '.join(known)} for {mode}, but got {given!r}; {hint}")
-    return given or known[0]
+    methods = CALIBRATION_METHODS[mode]
+    if given is not None and given not in methods:
+        hint = suggest_names(given, methods)
+        raise UserError(f"--calibration_method: {' or '.join(methods)} for {mode}, but got {given!r}; {hint}")
+    return given or methods[0]
 
 
 def _calibration_providers(options: argparse.Namespace) -> list[str]:
-    found = _split_lists(options.calibration_eps)
-    for name in found:
+    providers = _split_lists(options.calibration_eps)
+    for name in providers:
         kind, _, number = name.partition(":")
         if not (name in ("NvTensorRtRtx", "trt", "cpu") or (kind in ("cuda", "dml") and number.isdecimal())):
-            raise UserError(f"--calibration_eps: any of {', '.join(KNOWN_PROVIDERS)}, but got {name!r}")
-    return found
+            raise UserError(f"--calibration_eps: expected any of {', '.join(KNOWN_PROVIDERS)}, but got {name!r}")
+    return providers
 
 
 def _split_lists(values: Sequence[str]) -> list[str]:

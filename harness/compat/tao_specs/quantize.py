@@ -51,7 +51,7 @@ class QuantizationResult:
 def quantize(
     section: QuantizeSection, dataset: DatasetSection, base: Path, results: Path, loader: Iterable[Any] | None = None
 ) -> QuantizationResult:
-    """Quantize by a section and write `quantized_model.onnx`.
+    """Quantize a model as a spec describes and write `quantized_model.onnx`.
 
     Args:
         section: Section `quantize`.
@@ -99,7 +99,7 @@ def quantize(
 def add_calibration_shapes(
     arguments: Mapping[str, Any], declared: ModelSignature, types: InputTypes
 ) -> Mapping[str, Any]:
-    """Return ModelOpt's arguments, with the input shapes if it would take 1 for dynamic sizes other than the batch."""
+    """Return ModelOpt's arguments with input shapes if ModelOpt would set dynamic sizes other than the batch to 1."""
     per_node = arguments.get("calibrate_per_node") and not arguments.get("calibration_shapes")
     if not per_node or not any(None in dims[1:] for _, dims in declared.inputs.values()):
         return arguments
@@ -118,13 +118,13 @@ def quantize_with_modelopt(
         modelopt(path, target, batches, arguments)
     except BuildFailed as error:
         raise UserError(f"{path.name}: ModelOpt failed: {error}") from error
-    made = read_signature(target)
-    if not made.precisions and not any("quantize" in op.lower() or op == "MatMulNBits" for op in made.operators):
+    result = read_signature(target)
+    if not result.precisions and not any("quantize" in op.lower() or op == "MatMulNBits" for op in result.operators):
         target.unlink()
         mode = arguments.get("quantize_mode", "int8")
         raise UserError(
             f"{path.name}: ModelOpt quantized nothing in mode {mode}: each operator of this mode is excluded, too "
-            f"small or missing; the model has {', '.join(sorted(made.operators))}"
+            f"small or missing; the model has {', '.join(sorted(result.operators))}"
         )
 
 
@@ -169,13 +169,15 @@ def _warn_ignored_keys(section: QuantizeSection) -> None:
 
 
 def _apply_preset(section: QuantizeSection, declared: ModelSignature) -> tuple[QuantizeSection, tuple[LayerSpec, ...]]:
-    """Return the section with the skip names of its preset, and its layers or those of the preset."""
+    """Return the section with the skip names of its preset added, and its layers, else those of the preset."""
     if section.preset is None:
         return section, section.layers
     preset = PRESETS[section.preset]
     if preset.expect:
         logger.warning("preset %s: %s", section.preset, preset.expect)
-    whole = section.model_copy(update={"skip_names": (*section.skip_names, *preset.skip_names)})
+    with_skips = section.model_copy(update={"skip_names": (*section.skip_names, *preset.skip_names)})
     int8 = TensorDtype(dtype="int8")
     forced = [op for op in preset.op_types if op in declared.operators]
-    return whole, section.layers or tuple(LayerSpec(module_name=op, weights=int8, activations=int8) for op in forced)
+    return with_skips, section.layers or tuple(
+        LayerSpec(module_name=op, weights=int8, activations=int8) for op in forced
+    )

@@ -92,11 +92,11 @@ class QuantizeSection(_SpecModel):
     """Section `quantize`.
 
     Attributes:
-        model_path: ONNX file; relative paths start from the folder of the spec file, as everywhere in it.
+        model_path: ONNX file; all relative paths in a spec start from its folder.
         results_dir: Folder of `quantized_model.onnx`; None: `results_dir` of the file.
         backend: "modelopt.onnx": NVIDIA ModelOpt, one dtype for all layers. "qdq": built in, a dtype for each layer.
         algorithm: Calibration method; ModelOpt's name of minmax is max.
-        device: Device of ModelOpt's calibration: "cpu", "cuda", "cuda:1", "trt".
+        device: Device of ModelOpt's calibration: "cpu", "cuda", "cuda:N" or "trt".
         skip_names: Node names, wildcards over them, or modules ("/head": all nodes below it) that stay native.
         preset: Name in `harness.compat.tao_specs.layers.PRESETS`.
         default_layer_dtype: Accepted and ignored, as documented by TAO.
@@ -131,10 +131,11 @@ class QuantizeSection(_SpecModel):
 
 
 class TestDataSources(_SpecModel):
-    """Labelled images, or arrays that are inputs of the model.
+    """Labelled images, or labelled arrays that are inputs of the model.
 
     Attributes:
-        json_file: Their labels in COCO format (.json) or as lines "FILENAME CLASS" (.txt).
+        image_dir: Folder of the images.
+        json_file: Labels of the images in COCO format (.json) or as lines "FILENAME CLASS" (.txt).
         arrays: A `.npz` file with an array for each input of the model, or a `.npy` file for its only input.
         labels: Labels of the arrays: the name of one in the `.npz` file, or a .npy, .npz, .csv or .txt file.
     """
@@ -199,8 +200,10 @@ class TensorRTOptions(_SpecModel):
 
     Attributes:
         data_type: Precision of everything outside of Q/DQ pairs.
-        workspace_size: In MB (2^20 bytes).
-        min_batch_size: Batch sizes of the optimization profile, if the batch of the model is dynamic.
+        workspace_size: Limit of the workspace in MiB.
+        min_batch_size: Smallest batch of the optimization profile, if the batch of the model is dynamic.
+        opt_batch_size: Batch that the engine is optimized for.
+        max_batch_size: Largest batch.
     """
 
     data_type: Annotated[Literal["FP16", "BF16", "TF32", "FP32"], BeforeValidator(_normalize_data_type)] = "FP16"
@@ -231,10 +234,9 @@ class EvaluateSection(_SpecModel):
     Attributes:
         trt_engine: An engine of `qdq gen-trt-engine`; either this or `onnx_file`.
         onnx_file: A model, built for the evaluation.
-        backend: Runtime of `onnx_file`; default ONNX Runtime without its optimizers, which emulates Q/DQ pairs of any
-            precision.
-        evaluator: Default mAP for labels in COCO format, top-1 for lines "FILENAME CLASS" and for arrays.
-        decode: Decoder of a detector; None: found by the shapes of its outputs.
+        backend: Runtime of `onnx_file`; by default ONNX Runtime without its optimizers, which emulates any precision.
+        evaluator: None: mAP for COCO labels, top-1 for lines "FILENAME CLASS" and for arrays.
+        decode: Decoder of a detector; None: inferred from the shapes of its outputs.
     """
 
     trt_engine: str | None = None
@@ -264,21 +266,21 @@ def read_spec(path: Path) -> Spec:
     """Read and check a spec file.
 
     Raises:
-        UserError: With file, key, value and the allowed values.
+        UserError: The file cannot be read or a value is invalid; the message has file, key and allowed values.
     """
     return parse_spec(read_text_file(path, "a spec file"), str(path))
 
 
 def parse_spec(text: str, source: str) -> Spec:
-    """Check a spec given as YAML text; `source` is its name in messages."""
+    """Parse and check a spec in YAML; error messages name `source`."""
     try:
         return Spec.model_validate(read_yaml_mapping(text, source, "a spec file"))
     except ValidationError as error:
         raise to_user_error(Spec, source, error) from error
 
 
-def require_section(found: T | None, name: str, source: str) -> T:
+def require_section(section: T | None, name: str, source: str) -> T:
     """Return a section, or raise `UserError` if the file does not have it."""
-    if found is None:
+    if section is None:
         raise UserError(f"{source}: there is no section {name!r}; {EXAMPLES_HINT}")
-    return found
+    return section

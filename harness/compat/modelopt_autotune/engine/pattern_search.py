@@ -22,8 +22,10 @@ class PatternSearch:
     """Search of one pattern with all others fixed.
 
     Args:
+        placement_map: Patterns of the model and the space of placements.
         region: Region of the pattern; the region of the whole model includes all patterns.
         allowed: Dimensions that may be quantized.
+        around: Placement of all other patterns.
         config: Name and settings of the searcher.
 
     Attributes:
@@ -41,8 +43,8 @@ class PatternSearch:
         self._around = around
         self._attempts = config.maximum_generation_attempts
         self._stderr_ms: dict[str, float] = {}  # by the hash of the scheme: ModelOpt's schemes have no such field
-        own = set(placement_map.dimensions(self.signature).values())
-        indices = [index for index in allowed if region.type is RegionType.ROOT or index in own]
+        pattern_dimensions = set(placement_map.dimensions(self.signature).values())
+        indices = [index for index in allowed if region.type is RegionType.ROOT or index in pattern_dimensions]
         make = partial(_make_searcher, config=config, signature=self.signature)
         self._part = SubspaceSearcher(placement_map.space, indices, around, make) if indices else None
 
@@ -51,38 +53,38 @@ class PatternSearch:
         return self.schemes.pattern_signature
 
     def seed(self, schemes: Iterable[InsertionScheme]) -> None:
-        """Add schemes to measure before all others, without the results that they have."""
+        """Add schemes to measure before all others; results that they contain are ignored."""
         for scheme in schemes:
-            fresh = self._map.encode(self.region, self.placement(scheme))
-            if self._part is not None and all(known.hash != fresh.hash for known in self.schemes.schemes):
-                self.schemes.schemes.append(fresh)
+            added = self._map.encode(self.region, self.placement(scheme))
+            if self._part is not None and all(existing.hash != added.hash for existing in self.schemes.schemes):
+                self.schemes.schemes.append(added)
 
     def generate(self, measured: Mapping[str, Measurement]) -> int:
         """Return the index of the next scheme to measure, or -1: first the seeds, then proposals of the searcher.
 
         Args:
-            measured: Results by digest. A scheme whose model is among them takes the result.
+            measured: Results by digest of the placement; a scheme with a result here is not measured again.
         """
         schemes = self.schemes.schemes
         for index, seed in enumerate(schemes):
             if not seed.is_profiled and self._look_up(seed, measured) is None:
                 self.index = index
                 return index
-        in_vain = 0
-        while in_vain < self._attempts and self._part is not None and (asked := self._part.ask(1)):
-            in_vain += 1
-            scheme = self._map.encode(self.region, asked[0])
-            earlier = next((known for known in schemes if known.hash == scheme.hash), None)
+        repeats = 0
+        while repeats < self._attempts and self._part is not None and (proposals := self._part.ask(1)):
+            repeats += 1
+            scheme = self._map.encode(self.region, proposals[0])
+            earlier = next((measurement for measurement in schemes if measurement.hash == scheme.hash), None)
             if earlier is not None:
                 self._tell_searcher(earlier)
                 continue
             schemes.append(scheme)
-            known = self._look_up(scheme, measured)
-            if known is None:
+            measurement = self._look_up(scheme, measured)
+            if measurement is None:
                 self.index = len(schemes) - 1
                 return self.index
-            if known.signature == self.signature:  # measured in this search, before an interruption
-                in_vain = 0
+            if measurement.signature == self.signature:  # measured in this search, before an interruption
+                repeats = 0
         return -1
 
     def fill(self, scheme: InsertionScheme, measurement: Measurement) -> None:
@@ -106,10 +108,10 @@ class PatternSearch:
         return self._part.embed(self._map.decode(self.signature, scheme, self._around))
 
     def _look_up(self, scheme: InsertionScheme, measured: Mapping[str, Measurement]) -> Measurement | None:
-        known = measured.get(self._map.space.digest(self.placement(scheme)))
-        if known is not None:
-            self.fill(scheme, known)
-        return known
+        measurement = measured.get(self._map.space.digest(self.placement(scheme)))
+        if measurement is not None:
+            self.fill(scheme, measurement)
+        return measurement
 
     def _tell_searcher(self, scheme: InsertionScheme) -> None:
         if self._part is not None:

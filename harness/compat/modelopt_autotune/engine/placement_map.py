@@ -39,12 +39,12 @@ class PlacementMap:
     def __init__(self, model: Model, dialect: Dialect, precision: str, regions: Sequence[Region]) -> None:
         self.model = model
         self.precision = precision
-        root, found = to_graph(model, regions)
-        self.whole = Region(len(found), 0, RegionType.ROOT)
+        root, converted = to_graph(model, regions)
+        self.whole = Region(len(converted), 0, RegionType.ROOT)
         self.whole.nodes = set(root.node_indices())
         self.patterns = find_patterns(model, root)
         self.sizes = {pattern.signature: len(pattern.operators) for pattern in self.patterns}
-        self._graph = {**found, self.whole: root}
+        self._graph = {**converted, self.whole: root}
         self._place = {id(r): (p, n) for p in self.patterns for n, r in enumerate(p.regions)}
         self.space = build_space(model, dialect, precisions=(precision,), root=root, kinds=_KINDS)
 
@@ -85,35 +85,37 @@ class PlacementMap:
         pattern, number = self.locate_region(region)
         if pattern.type is RegionType.ROOT:
             return self.model_points
-        own = {self.model.nodes[index].name for index in pattern.order[number]}
-        found: dict[Address, tuple[Edge, ...]] = {}
+        region_nodes = {self.model.nodes[index].name for index in pattern.order[number]}
+        edges_by_point: dict[Address, tuple[Edge, ...]] = {}
         for address, index in self.dimensions(pattern.signature).items():
             kind, (place, slot) = address
-            readers, tensor = own, ""
+            readers, tensor = region_nodes, ""
             if kind == "output":
                 tensor = self.model.nodes[pattern.order[number][place]].outputs[slot]
                 readers = {self.model.nodes[node].name for node, _ in self.model.consumers.get(tensor, ())}
             edges = self.space.dimensions[index].edges
-            found[address] = tuple(e for e in edges if e.consumer in readers or (tensor and e.tensor == tensor))
-        return found
+            edges_by_point[address] = tuple(
+                e for e in edges if e.consumer in readers or (tensor and e.tensor == tensor)
+            )
+        return edges_by_point
 
     @cached_property
     def model_points(self) -> Mapping[Address, tuple[Edge, ...]]:
         """Points of the pattern of the whole model, at node inputs and model outputs, with their edges."""
         pattern, number = self.locate_region(self.whole)
         position = {self.model.nodes[node].name: place for place, node in enumerate(pattern.order[number])}
-        found: dict[Address, set[Edge]] = defaultdict(set)
+        edges_by_point: dict[Address, set[Edge]] = defaultdict(set)
         for dimension in self.space.dimensions:
             at: dict[str, list[Edge]] = defaultdict(list)
             for edge in dimension.edges:
                 at[edge.consumer].append(edge)
             for edge in at.pop("", ()):
                 node = self.model.nodes[self.model.producer[edge.tensor]]
-                found["output", (position[node.name], node.outputs.index(edge.tensor))] = {edge}
+                edges_by_point["output", (position[node.name], node.outputs.index(edge.tensor))] = {edge}
             if dimension.kind == "node_input":
                 for consumer, edges in at.items():
-                    found["node_input", (position[consumer], min(edge.slot for edge in edges))].update(edges)
-        return {address: tuple(sorted(edges)) for address, edges in found.items()}
+                    edges_by_point["node_input", (position[consumer], min(edge.slot for edge in edges))].update(edges)
+        return {address: tuple(sorted(edges)) for address, edges in edges_by_point.items()}
 
     def encode(self, region: Region, placement: Placement) -> InsertionScheme:
         """Return the scheme that a placement has for a region's pattern."""
@@ -138,7 +140,7 @@ class PlacementMap:
         return Placement(tuple(choices))
 
     def resolved_points(self, resolved: Resolved) -> set[ResolvedInsertionPoint]:
-        """Convert quantized edges."""
+        """Return quantized edges as resolved insertion points."""
         index = {node.name: node.index for node in self.model.nodes}
         return {
             ResolvedInsertionPoint(edge.tensor, index[edge.consumer], edge.slot)
@@ -163,7 +165,7 @@ class RegionIndex:
         if precision not in dialect.precisions:
             offered = ", ".join(sorted(dialect.precisions))
             raise AutotunerError(f"quant_type {precision!r}: dialect {dialect.name!r} has {offered}")
-        # The shape stays unknown; one dimension represents it, because a tensor without dimensions is not quantized.
+        # One dimension represents the unknown shape, because a tensor without dimensions is not quantized.
         unknown = dict.fromkeys(untyped_linear_inputs(model), TensorType(_DTYPES[default_dtype], (1,)))
         self.model = replace(model, types={**unknown, **model.types}) if unknown else model
         self.dialect = dialect
@@ -176,7 +178,7 @@ class RegionIndex:
         return self.model.nodes
 
     def placement_map(self, regions: Sequence[Region]) -> PlacementMap:
-        """Return the map of these regions; the last one is cached."""
+        """Return the map of these regions; the last map is cached."""
         if self._map is None or self._mapped_regions != tuple(regions):
             self._map = PlacementMap(self.model, self.dialect, self.precision, regions)
             self._mapped_regions = tuple(regions)
@@ -208,8 +210,8 @@ class RegionIndex:
         """Return the inputs that points quantize in a region, as far as the rules allow it."""
         placement_map = self._map_of(region)
         edges = placement_map.edges(region)
-        wanted = {edge for point in points if point.address for edge in edges.get(point.address, ())}
-        return placement_map.resolved_points(tuple((edge, self.precision) for edge in wanted))
+        selected = {edge for point in points if point.address for edge in edges.get(point.address, ())}
+        return placement_map.resolved_points(tuple((edge, self.precision) for edge in selected))
 
 
 def untyped_linear_inputs(model: Model) -> list[str]:

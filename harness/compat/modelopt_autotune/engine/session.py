@@ -70,7 +70,7 @@ class AutotuneSession:
 
     @property
     def origin(self) -> engine.MeasurementOrigin:
-        """Origin of its measurements."""
+        """Origin of the session's measurements, as stored in pattern caches."""
         device = str(self.task.facts.get("device", ""))[:200]
         return engine.MeasurementOrigin(
             backend=self.task.spec.backend.use, precision=self._config.default_quant_type, device=device
@@ -78,20 +78,20 @@ class AutotuneSession:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Properties that must be equal to use earlier measurements."""
+        """Properties that must equal those of a state file to reuse its measurements."""
         dimensions = hashlib.sha256(repr(self.space.dimensions).encode()).hexdigest()
         return {
             "model_sha256": self.task.model.sha256,
             "inputs": {name: list(shape) for name, (_, shape) in input_types(self.task.model).items()},
             "quant_type": self._config.default_quant_type,
             **{key: self.task.facts.get(key) for key in ("name", "version", "device", "options")},
-            "space": dimensions[:16],  # a difference here usually follows from one of the others
+            "space": dimensions[:16],  # a difference here usually results from one in another fact
         }
 
     def restrict_to_patterns(self, signatures: Iterable[str]) -> None:
-        """Leave all patterns but these float."""
-        kept = {index for signature in signatures for index in self.placement_map.dimensions(signature).values()}
-        self.allowed = tuple(sorted(kept))
+        """Restrict the search to these patterns; all others stay float."""
+        searched = {index for signature in signatures for index in self.placement_map.dimensions(signature).values()}
+        self.allowed = tuple(sorted(searched))
 
     def pattern_search(self, region: Region, around: Placement) -> PatternSearch:
         """Return a search of a region's pattern with all other patterns as in a placement."""
@@ -113,15 +113,15 @@ class AutotuneSession:
         self, placement: Placement, latency_ms: float | None, signature: str = "", *, stderr_ms: float = 0.0
     ) -> Measurement:
         """Store the result of a placement; see `Measurement`."""
-        made = Measurement(
+        measurement = Measurement(
             latency_ms=latency_ms,
             stderr_ms=stderr_ms,
             signature=signature,
             timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
             choices="".join(map(str, placement.choices)),
         )
-        self.measured[self.space.digest(placement)] = made
-        return made
+        self.measured[self.space.digest(placement)] = measurement
+        return measurement
 
     def fastest_by_digest(self, count: int, below_ms: float, without: Collection[str] = ()) -> dict[str, Placement]:
         """Return the fastest placements by digest that are below a latency and may be delivered.
@@ -138,7 +138,7 @@ class AutotuneSession:
         return found
 
     def _restore_placement(self, choices: str) -> Placement | None:
-        """Return the placement of a state file; None if it is not in the space, or is not allowed now."""
+        """Return the placement of choices in a state file; None if the space does not contain or allow it."""
         if not (choices.isascii() and choices.isdigit()):
             return None
         try:
@@ -161,13 +161,13 @@ class AutotuneSession:
         Raises:
             UserError: The Q/DQ model cannot be read back.
         """
-        found = {"linear": self.space.quantize_roles({"linear"}), "all": self.space.quantize_all()}
+        placements = {"linear": self.space.quantize_roles({"linear"}), "all": self.space.quantize_all()}
         if qdq_baseline is not None:
-            found["qdq_baseline"] = self.space.nearest(import_placement(qdq_baseline, self.task.model))
+            placements["qdq_baseline"] = self.space.nearest(import_placement(qdq_baseline, self.task.model))
         if cache is not None:
             for rank, placement in enumerate(engine.propose_placements(cache, self.space, self.origin)):
-                found[f"pattern_cache_{rank}"] = placement
-        return {name: self._without_forbidden(placement) for name, placement in found.items()}
+                placements[f"pattern_cache_{rank}"] = placement
+        return {name: self._without_forbidden(placement) for name, placement in placements.items()}
 
     def import_placement(self, tensors: set[str]) -> Placement:
         """Return the placement that quantizes points with most of their activations among these tensors."""
@@ -221,7 +221,7 @@ def calibration_batches(model: Model, config: Config) -> CalibrationBatches:
     """Open the calibration data of a configuration.
 
     Raises:
-        AutotunerError: The file is neither `.npz` nor `.npy`, or a choice is none that there is.
+        AutotunerError: The file is neither `.npz` nor `.npy`, or a setting has an unknown value.
         UserError: The file cannot be read, or does not fit the inputs of the model.
     """
     choices = {

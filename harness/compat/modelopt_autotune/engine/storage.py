@@ -1,6 +1,6 @@
 """Files of an autotuner: the pattern cache under ModelOpt's names, and the state with every measured model.
 
-To resume is to repeat: the searchers make the same proposals, and those in the state are not measured again.
+A resumed run repeats the search: the searchers make the same proposals, and those in the state are not measured again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class PatternCache:
     """Best schemes of each pattern.
 
     Args:
-        minimum_distance: Number of points in which two schemes of a pattern differ at least.
+        minimum_distance: Minimum number of points in which two schemes of a pattern differ.
         max_entries_per_pattern: Maximum number of schemes of one pattern; 0: no limit.
+        origin: Runtime and device of the measurements; None: unknown.
         content: Initial entries.
 
     Attributes:
@@ -89,11 +90,11 @@ class PatternCache:
 
     def get_pattern_schemes(self, pattern_signature: str) -> PatternSchemes | None:
         """Return the schemes of a pattern, best first; None if there are none."""
-        found = self.content.patterns.get(pattern_signature)
-        return None if found is None else _to_schemes(found)
+        pattern = self.content.patterns.get(pattern_signature)
+        return None if pattern is None else _to_schemes(pattern)
 
     def add_pattern_schemes(self, pattern_schemes: PatternSchemes | None) -> None:
-        """Add the schemes of a pattern that did not fail, as far as they are good and different enough."""
+        """Add the schemes of a pattern that did not fail, subject to the limits on distance and number."""
         if pattern_schemes is not None and pattern_schemes.pattern is not None:
             self._add(pattern_schemes.pattern, (scheme for scheme in pattern_schemes.schemes if not scheme.error))
 
@@ -105,30 +106,30 @@ class PatternCache:
         """
         names = map_to_float_tensors(set(quantized_tensors), graph.model)
         for each in region.walk():
-            found = [
+            addresses = [
                 point.address
                 for point in graph.full_scheme(each).points
                 if point.address is not None and names & {p.tensor_name for p in point.resolve(each, graph)}
             ]
-            self._add(graph.pattern(each), [InsertionScheme.of(found)])
+            self._add(graph.pattern(each), [InsertionScheme.of(addresses)])
 
     def merge(self, other: PatternCache, prefer_existing: bool = True) -> None:
-        """Add the entries of another cache; of patterns in both only if `prefer_existing` is False."""
-        found = {
+        """Add the entries of another cache; for patterns that are in both only if `prefer_existing` is False."""
+        added = {
             signature: pattern
             for signature, pattern in other.content.patterns.items()
             if not (prefer_existing and self.has_pattern(signature))
         }
-        self._add_seeds(engine.PatternCache(patterns=found))
+        self._add_seeds(engine.PatternCache(patterns=added))
 
     def add_measurements(self, content: engine.PatternCache) -> None:
-        """Add entries of an autotuner, which are not tried first."""
+        """Add entries of an autotuner's measurements, which do not become `seeds`."""
         self.content = engine.merge_caches(self.content, content)
 
     def initial_schemes(self, pattern_signature: str) -> list[InsertionScheme]:
         """Return the schemes of a pattern to try first, best first."""
-        found = self.seeds.patterns.get(pattern_signature)
-        return [] if found is None else _to_schemes(found).schemes
+        pattern = self.seeds.patterns.get(pattern_signature)
+        return [] if pattern is None else _to_schemes(pattern).schemes
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -144,10 +145,10 @@ class PatternCache:
         Raises:
             InvalidSchemeError: The values do not describe schemes.
         """
-        made = cls(int(data.get("minimum_distance", 4)), int(data.get("max_entries_per_pattern", 32)))
+        cache = cls(int(data.get("minimum_distance", 4)), int(data.get("max_entries_per_pattern", 32)))
         for each in data.get("pattern_schemes", []):
-            made.add_pattern_schemes(PatternSchemes.from_dict(each))
-        return made
+            cache.add_pattern_schemes(PatternSchemes.from_dict(each))
+        return cache
 
     def save(self, output_path: str) -> None:
         """Write the cache to a YAML file.
@@ -178,8 +179,8 @@ class PatternCache:
 
     def _add(self, pattern: RegionPattern, schemes: Iterable[InsertionScheme]) -> None:
         entries = tuple(self._to_entry(scheme) for scheme in schemes)
-        made = engine.CachedPattern(signature=pattern.signature, size=pattern.size, schemes=entries)
-        self._add_seeds(engine.PatternCache(patterns={pattern.signature: made}))
+        entry = engine.CachedPattern(signature=pattern.signature, size=pattern.size, schemes=entries)
+        self._add_seeds(engine.PatternCache(patterns={pattern.signature: entry}))
 
     def _add_seeds(self, content: engine.PatternCache) -> None:
         self.add_measurements(content)
@@ -224,7 +225,7 @@ class Measurement(_Record):
     Attributes:
         latency_ms: Median latency; None if the measurement failed.
         stderr_ms: Standard error of the median; 0 if unknown.
-        signature: Pattern that was profiled; "" for the baseline and initial placements.
+        signature: Signature of the pattern that was profiled; "" for the baseline and initial placements.
         timestamp: Time of the measurement, in ISO 8601.
         choices: Choices of the placement, one digit each; "" if unknown.
     """
@@ -241,8 +242,8 @@ class AutotuneState(_Record):
 
     Attributes:
         facts: Properties of model, runtime and settings that must be equal to resume.
-        interleaved: Models are timed in turns with the float model, so readings of single models do not compare.
-        config: Settings, for people and for messages.
+        interleaved: Whether models are timed in turns with the float model; their readings then have another scale.
+        config: Settings, for readers and for messages about changes.
         measured: Results by the digest of the placement, in the order of measurement.
     """
 
@@ -305,10 +306,10 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:
         f"{key} was {before.get(key)!r} and is {value!r}" for key, value in facts.items() if before.get(key) != value
     ]
     if changed:
-        raise AutotunerError(f"{path}: made with something else: {'; '.join(changed)}; {remedy}")
+        raise AutotunerError(f"{path}: made with other settings or files: {'; '.join(changed)}; {remedy}")
     try:
         return AutotuneState.model_validate(body)
     except ValidationError as error:
         raise AutotunerError(f"{path}: damaged ({first_problem(error)}); {remedy}") from error
-    except (AttributeError, TypeError, InvalidSchemeError) as error:  # of the schemes
+    except (AttributeError, TypeError, InvalidSchemeError) as error:  # a scheme is malformed
         raise AutotunerError(f"{path}: damaged ({error}); {remedy}") from error

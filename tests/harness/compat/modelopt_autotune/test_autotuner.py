@@ -341,7 +341,7 @@ def test_regions_that_overlap_or_leave_the_model_are_refused(model):
     first.nodes, second.nodes = {0}, {0}
     autotuner.regions = [first, second]
     autotuner.initialize()
-    with pytest.raises(AutotunerError, match="is in 2 of them; each node belongs to one LEAF"):
+    with pytest.raises(AutotunerError, match="is in 2 regions; each node belongs to one LEAF"):
         autotuner.submit(1.0)
     second.nodes = {1000}
     with pytest.raises(AutotunerError, match=r"has nodes 0 to .*, but got 1000"):
@@ -393,7 +393,9 @@ def test_a_state_of_something_else_or_nowhere_is_refused(model, make_small, tmp_
     path = tmp_path / "state.yaml"
     begun(model).save_state(str(path))
     other = begun(make_small(3).build())
-    with pytest.raises(AutotunerError, match=r"made with something else: model_sha256 was .* remove the file to start"):
+    with pytest.raises(
+        AutotunerError, match=r"made with other settings or files: model_sha256 was .* remove the file to start"
+    ):
         other.load_state(str(path))
     with pytest.raises(FileNotFoundError):
         other.load_state(str(tmp_path / "none.yaml"))

@@ -61,8 +61,8 @@ def test_a_mode_sets_what_was_not_given(mode):
         (("--backend", "openvin"), "did you mean 'openvino'"),
         (("--use_trtexec", "--backend", "openvino"), "choose one"),
         (("--plugin_libraries", "none.so"), "none.so: no such file"),
-        (("--plugin_libraries", "model.onnx"), "plugin_libraries: backend 'simulated' takes none"),
-        (("--trtexec_benchmark_args", "--fp16 --verbose"), "trtexec_args: backend 'simulated' takes none"),
+        (("--plugin_libraries", "model.onnx"), "plugin_libraries: backend 'simulated' does not have it"),
+        (("--trtexec_benchmark_args", "--fp16 --verbose"), "trtexec_args: backend 'simulated' does not have it"),
         (
             ("--use_trtexec", "--trtexec_benchmark_args", "--staticPlugins='my lib.so"),
             "arguments of trtexec: No closing quotation",
@@ -102,7 +102,7 @@ def test_files_that_do_not_fit_are_refused_before_anything_is_timed(folder, tune
 def test_the_results_of_an_experiment_are_not_written_into(folder, tune, output, theirs):
     (folder / output).mkdir(parents=True)
     (folder / output / theirs).write_text("")
-    assert f"--output_dir {output}: holds results of an experiment ({theirs})" in tune(out=output, code=2)
+    assert f"--output_dir {output}: contains results of an experiment ({theirs})" in tune(out=output, code=2)
     assert [path.name for path in (folder / output).iterdir()] == [theirs]
 
 

@@ -118,7 +118,7 @@ def test_another_runtimes_engine_is_not_called_as_if_it_were_tensorrts(small, tm
         if backend == "openvino":
             assert evaluate_spec(asked, tmp_path).what == "out/model.openvino"
             assert "there is no out/model.trt; model.openvino is used" in caplog.text
-    with pytest.raises(UserError, match=r"there is no model.trt, but model.onnxruntime, model.openvino: name one"):
+    with pytest.raises(UserError, match=r"there is no model.trt, but there are model.onnxruntime, model.openvino"):
         evaluate_spec(asked, tmp_path)
     (tmp_path / "out/model.trt").write_bytes(b"TensorRT")
     with pytest.raises(UserError, match=r"there is no model.trt.json"):
@@ -179,7 +179,7 @@ def test_evaluations_that_cannot_be_compared():
             evaluate_s=0.0, inputs={},
         )  # fmt: skip
 
-    with pytest.raises(UserError, match=r"b: its metric is map, that of a top1"):
+    with pytest.raises(UserError, match=r"b: its metric is map, but that of a is top1"):
         compare_evaluations([scored("a", "top1", (1, 0)), scored("b", "map", ())])
     with pytest.raises(UserError, match=r"b and a cannot be compared: a paired interval needs the same images"):
         compare_evaluations([scored("a", "top1", (1, 0)), scored("b", "top1", (1, 0, 1))])
@@ -358,7 +358,9 @@ def test_arrays_with_labels_are_scored(tmp_path):
     assert len(found.accuracy.per_item) == 50
     with pytest.raises(UserError, match=r"dataset.test_data_sources.labels: .*'z'"):
         evaluate_spec(text.replace("labels: y", "labels: z"), tmp_path)
-    with pytest.raises(UserError, match=r"dataset.test_data_sources.arrays: a .npz or .npy file, but got x.csv"):
+    with pytest.raises(
+        UserError, match=r"dataset.test_data_sources.arrays: expected a .npz or .npy file, but got x.csv"
+    ):
         evaluate_spec(text.replace("test.npz", "x.csv"), tmp_path)
     with pytest.raises(UserError, match="'fidelity' compares with the float model"):
         evaluate_spec(target(dataset, onnx_file="net.onnx", evaluator="fidelity"), tmp_path)

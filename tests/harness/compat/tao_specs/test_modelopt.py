@@ -107,9 +107,9 @@ def test_what_it_cannot_do_is_said(layers, mode, said, small, caplog):
     [
         ("{use_external_data: true}", "has no such argument; did you mean 'use_external_data_format'"),
         ("{quantize_mode: fp8}", r"backend_kwargs.quantize_mode: set by layers \(their dtype\) here"),
-        ("{calibrate_per_node: 'yes'}", "backend_kwargs.calibrate_per_node: a value like False, but got 'yes'"),
-        ("{high_precision_dtype: 16}", "a value like 'fp16', but got 16"),
-        ("{awqlite_alpha_step: x}", "a value like 0.0, but got 'x'"),
+        ("{calibrate_per_node: 'yes'}", "backend_kwargs.calibrate_per_node: expected the type of False, but got 'yes'"),
+        ("{high_precision_dtype: 16}", "expected the type of 'fp16', but got 16"),
+        ("{awqlite_alpha_step: x}", "expected the type of 0.0, but got 'x'"),
     ],
 )
 def test_backend_kwargs_are_checked_before_it_starts(extra, said, small):
@@ -220,7 +220,7 @@ def test_the_result_lies_beside_the_model_by_default(small, noise, tmp_path, giv
         (["--quantize_mode", "int4", "--calibration_method", "max"], "awq_clip or rtn_dq for int4, but got 'max'"),
         (
             ["--calibration_eps", "gpu"],
-            "--calibration_eps: any of NvTensorRtRtx, trt, cuda:x, dml:x, cpu, but got 'gpu'",
+            "--calibration_eps: expected any of NvTensorRtRtx, trt, cuda:x, dml:x, cpu, but got 'gpu'",
         ),
         (["--calibration_data", "."], "is a folder; 'qdq calib-data . -o calib.npy --preprocess NAME' writes one"),
         (["--trt_plugins", "none.so"], "none.so: no such file"),

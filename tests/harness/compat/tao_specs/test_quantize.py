@@ -286,7 +286,7 @@ def test_data_that_do_not_fit(small, detector, tmp_path):
     np.save(tmp_path / "wrong.npy", np.ones((2, 3, 9, 9), np.float32))
     for model, dataset, problem in (
         (small, "empty", "dataset.preprocess: .*empty holds images"),
-        (small, "calib.txt", "a folder of images, a .npy or an .npz file, but got calib.txt"),
+        (small, "calib.txt", "expected a folder of images, a .npy or an .npz file, but got calib.txt"),
         (small, "wrong.npy", "array 'images' is 3 x 9 x 9, but the input takes 1 x 3 x 8 x 8"),
         (detector, "empty, preprocess: shapes", r"dataset.calibration_data: no images \(.*\) in"),
     ):
