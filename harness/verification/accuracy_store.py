@@ -1,4 +1,4 @@
-"""Accuracy of the rows of a task: each exported file is built once more and scored by the evaluator."""
+"""Store of the accuracy of a task's rows: each exported file is built again and scored by the evaluator."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ FILE_BENCHMARKER = "file"
 class AccuracyStore:
     """Accuracy of model files, saved in `accuracy.json`, so that no file is scored twice.
 
-    A score belongs to a file, a benchmarker and an evaluator, for instance one on the half of the data that the
-    searches see. Rows are scored by `MAIN_BENCHMARKER`.
+    The key of a score is file, benchmarker and evaluator, as there is another evaluator for the half of the data that
+    searches use.
 
     Args:
         folder: Folder of the task.
         observer: Receives the progress of each scoring, and the notes of evaluators about the float model.
-        evaluator: Description of the scoring; scores with another one are not used.
-        keep_mixable: Keep `harness.api.Accuracy.mixable` of the float model.
+        engines: Engines that build and score the models.
+        evaluator: Description of the scoring; stored scores with another description are ignored.
+        keep_mixable: Store `harness.api.Accuracy.mixable` of the float model.
     """
 
     def __init__(
@@ -51,22 +52,22 @@ class AccuracyStore:
         self._shown: set[str] = set()
 
     def known_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | None:
-        """Return `float_score` if it is stored, without an engine; to score other models the evaluator needs one."""
+        """Return the stored accuracy of the float model, or None; the evaluator is not prepared for other models."""
         return self._stored_score(_score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator))
 
     def float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
-        """Return the accuracy of the float model, the reference of drops; evaluators see its engine first."""
+        """Return the accuracy of the float model, the reference of drops, and prepare the evaluator with its engine."""
         candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
-        known = evaluator in self._shown
+        is_prepared = evaluator in self._shown
         with self.observer.work("score the float model", 1) as step:
             key = _score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator)
-            found = self._score(candidate, key, evaluator, prepare=not known)
+            score = self._score(candidate, key, evaluator, prepare=not is_prepared)
             step.advance()
-        if isinstance(found, Accuracy):
+        if isinstance(score, Accuracy):
             self._shown.add(evaluator)
-        if isinstance(found, Accuracy) and found.note and not known:
-            self.observer.say(found.note)
-        return found
+        if isinstance(score, Accuracy) and score.note and not is_prepared:
+            self.observer.say(score.note)
+        return score
 
     def require_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy:
         """Return the accuracy of the float model, see `float_score`.
@@ -74,21 +75,21 @@ class AccuracyStore:
         Raises:
             UserError: The float model cannot be scored.
         """
-        found = self.float_score(model_file, evaluator)
-        if isinstance(found, Failed):
-            raise UserError(f"the float model cannot be scored; {found.stage}: {found.reason}")
-        return found
+        score = self.float_score(model_file, evaluator)
+        if isinstance(score, Failed):
+            raise UserError(f"the float model cannot be scored; {score.stage}: {score.reason}")
+        return score
 
     def has_unscored_rows(self, table: FinalistSet) -> bool:
         """Return whether a row has no score yet."""
         return any(self._stored_score(_score_key(row.sha256, row.benchmarker)) is None for row in table.rows)
 
     def score_row(self, candidate: Candidate, row: ExportedModel) -> Accuracy | Failed:
-        """Return the accuracy of a row, whose model is given as a candidate."""
+        """Return the accuracy of a row; `candidate` is its model."""
         return self._score(candidate, _score_key(row.sha256, row.benchmarker), row=row)
 
     def score_file(self, path: Path, name: str, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
-        """Return the accuracy of a Q/DQ model file, which has a name for the progress bar."""
+        """Return the accuracy of a Q/DQ model file; `name` is shown in the progress bar."""
         sha256 = digest_file(path)
         candidate = Candidate(digest=sha256[:16], edges=(), source=lambda: path)
         return self._score(candidate, _score_key(sha256, MAIN_BENCHMARKER, evaluator), evaluator, name=name)
@@ -97,8 +98,8 @@ class AccuracyStore:
         """Score the rows that have no score yet."""
         with self.observer.work("score finalists", len(table.rows)) as step:
             for row in table.rows:
-                found = self.score_row(table.candidate(row), row)
-                step.advance(f"{row.id}: {found.reason}" if isinstance(found, Failed) else row.id)
+                score = self.score_row(table.candidate(row), row)
+                step.advance(f"{row.id}: {score.reason}" if isinstance(score, Failed) else row.id)
 
     def _score(
         self,
@@ -110,31 +111,31 @@ class AccuracyStore:
         name: str = "the float model",
         prepare: bool = False,
     ) -> Accuracy | Failed:
-        known = self._stored_score(key)
-        if known is not None and not prepare:
-            return known
+        stored = self._stored_score(key)
+        if stored is not None and not prepare:
+            return stored
         name, benchmarker = (name, MAIN_BENCHMARKER) if row is None else (row.id, row.benchmarker)
         with scoring_progress(self.observer, f"inferences of {name}") as watch:
-            found = _evaluate(self._engines, candidate, benchmarker, evaluator, watch, prepare=prepare, known=known)
-        if known is not None:
-            return found
-        if isinstance(found, Failed):
-            score: dict[str, Any] = {"failed": found.stage, "reason": hide_paths(found.reason)}
+            result = _evaluate(self._engines, candidate, benchmarker, evaluator, watch, prepare=prepare, known=stored)
+        if stored is not None:
+            return result
+        if isinstance(result, Failed):
+            score: dict[str, Any] = {"failed": result.stage, "reason": hide_paths(result.reason)}
         else:
-            kept = {"per_item": list(found.per_item), "evidence": found.evidence}
-            mixable = found.mixable if self._keep_mixable and prepare else ""
-            noted = {name: text for name, text in (("mixable", mixable), ("note", found.note)) if text}
-            score = {"metrics": dict(found.metrics), **kept, **noted}
+            details = {"per_item": list(result.per_item), "evidence": result.evidence}
+            mixable = result.mixable if self._keep_mixable and prepare else ""
+            texts = {name: text for name, text in (("mixable", mixable), ("note", result.note)) if text}
+            score = {"metrics": dict(result.metrics), **details, **texts}
         self._scores[key] = {"evaluator": self._evaluator, **score}
         write_json(self._path, self._scores)
-        return found
+        return result
 
     def _stored_score(self, key: str) -> Accuracy | None:
-        known = self._scores.get(key, {})
-        if "metrics" not in known or known.get("evaluator") != self._evaluator:
+        record = self._scores.get(key, {})
+        if "metrics" not in record or record.get("evaluator") != self._evaluator:
             return None
-        said = {part: known.get(part, "") for part in ("evidence", "mixable", "note")}
-        return Accuracy(metrics=known["metrics"], per_item=tuple(known["per_item"]), **said)
+        texts = {part: record.get(part, "") for part in ("evidence", "mixable", "note")}
+        return Accuracy(metrics=record["metrics"], per_item=tuple(record["per_item"]), **texts)
 
 
 class _StoredScore(BaseModel):
@@ -151,21 +152,21 @@ _SCORES = TypeAdapter(dict[str, _StoredScore])
 
 
 def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Mapping[str, Any]]:
-    """Return the stored scores of the present rows by a benchmarker, by default that of the row, by row id."""
+    """Return the stored scores by row id: those by `benchmarker`, by default the benchmarker of each row."""
     scores = _read_stored_scores(folder)
     rows, _ = read_finalists(folder)
-    found = {row.id: scores.get(_score_key(row.sha256, benchmarker or row.benchmarker)) for row in rows}
-    return {row: score for row, score in found.items() if score is not None}
+    by_row = {row.id: scores.get(_score_key(row.sha256, benchmarker or row.benchmarker)) for row in rows}
+    return {row: score for row, score in by_row.items() if score is not None}
 
 
 def _read_stored_scores(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / ACCURACY_FILE_NAME
-    found = read_json(path) if path.exists() else {}
+    records = read_json(path) if path.exists() else {}
     try:
-        _SCORES.validate_python(found)
+        _SCORES.validate_python(records)
     except ValidationError as error:
         raise UserError(f"{path}: damaged ({first_problem(error)})") from error
-    return found
+    return records
 
 
 def _score_key(sha256: str, benchmarker: str, evaluator: str = MAIN_BENCHMARKER) -> str:
@@ -182,7 +183,7 @@ def _evaluate(  # noqa: PLR0913 - what, where and how
     prepare: bool,
     known: Accuracy | None,
 ) -> Accuracy | Failed:
-    """Return the known score of a candidate, or score it; let the evaluator see its engine first if asked."""
+    """Build a candidate, prepare the evaluator with it if `prepare` is set, and return `known` or a new score."""
     built = engines.build(candidate, benchmarker)
     if isinstance(built, Failed):
         return built
@@ -195,17 +196,17 @@ def _evaluate(  # noqa: PLR0913 - what, where and how
 
 @contextmanager
 def scoring_progress(observer: Observer, title: str) -> Iterator[ScoringCallback]:
-    """Return a progress callback of one scoring, which shows a bar from its first call on."""
+    """Yield a progress callback for one scoring; its first call opens a progress bar."""
     with ExitStack() as stack:
         bar: ProgressTask | None = None
-        seen = 0
+        reported = 0
 
         def watch(done: int, total: int) -> None:
-            nonlocal bar, seen
+            nonlocal bar, reported
             if bar is None:
                 bar = stack.enter_context(observer.work(title, total))
-            for _ in range(done - seen):
+            for _ in range(done - reported):
                 bar.advance()
-            seen = done
+            reported = done
 
         yield watch

@@ -1,4 +1,4 @@
-"""Check a model with dynamic axes at the size of the search and at two others, in ONNX Runtime and OpenVINO."""
+"""Check of a model with dynamic axes at the sizes of the search and at two others, in ONNX Runtime and OpenVINO."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 Outputs = tuple[Array, ...]
 Feeds = Mapping[str, Array]
 Case = tuple[int, Shapes]
-"""Seed of random inputs (never that of the calibration), and their shapes."""
+"""Seed of random inputs (not that of the calibration), and their shapes."""
 CHECK_RUNTIMES = ("onnxruntime", "openvino")
-OTHER_SHAPE_COUNT = 2  # sizes at which a model is compared with the float model, besides that of the search
-MAX_RELATIVE_DIFFERENCE = 1e-3  # between the dynamic and the fixed file at the size of the search
-RANDOM_INPUTS_PER_SHAPE = 6  # at the size of the search; the largest difference to the float model is compared
-# Limit of the difference to the float model at another size: factor times that at the size of the search, plus slack.
+OTHER_SHAPE_COUNT = 2  # number of other sizes at which a model is compared with the float model
+MAX_RELATIVE_DIFFERENCE = 1e-3  # of the dynamic file to the fixed file at the sizes of the search
+RANDOM_INPUTS_PER_SHAPE = 6  # at the sizes of the search, of which the largest difference to the float model is used
+# Limit of the difference to the float model at other sizes: factor times the difference at the sizes of the search,
+# plus slack.
 FLOAT_DIFFERENCE_FACTOR, FLOAT_DIFFERENCE_SLACK = 3.0, 0.05
-# Sizes to try: samples more than in the search; factor of other sizes, and offset.
+# Sizes to try: number of samples to add to the batch; factor and offset of other dimensions.
 RESIZE_PLANS = (
     (1, 2.0, 0), (2, 1.0, -1), (1, 0.5, 0), (2, 1.0, 32), (1, 1.0, 0), (2, 1.0, 0), (0, 2.0, 0), (0, 1.0, -1),
     (0, 0.5, 0), (0, 1.0, 32), (0, 1.0, 1), (3, 1.5, 0), (0, 1.5, 0),
@@ -39,7 +40,7 @@ RESIZE_PLANS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicCheckFiles:
-    """The float model as it was given, the quantized one at fixed sizes, and the one with dynamic axes."""
+    """Paths of the original float model, the quantized model at fixed sizes, and the one with dynamic axes."""
 
     floating: Path
     fixed: Path
@@ -53,13 +54,13 @@ class DynamicCheckTarget:
     Attributes:
         axes: Declared dimensions by input.
         types: Element type and shape of each input in the search.
-        wanted: Shapes to check at, before any other ones.
+        requested: Shapes to check at before any others.
     """
 
     axes: Mapping[str, Axes | None]
     types: Mapping[str, TensorType]
     files: DynamicCheckFiles
-    wanted: tuple[Shapes, ...] = ()
+    requested: tuple[Shapes, ...] = ()
 
     @property
     def searched_shapes(self) -> Shapes:
@@ -67,10 +68,10 @@ class DynamicCheckTarget:
         return {name: kind.shape for name, kind in self.types.items()}
 
     def other_shapes(self) -> Iterator[Shapes]:
-        """Yield the wanted shapes that are not those of the search, and then `other_shapes`, each once."""
-        asked = [dict(shape) for shape in self.wanted if dict(shape) != self.searched_shapes]
-        yield from asked
-        yield from (shape for shape in other_shapes(self.axes, self.searched_shapes) if shape not in asked)
+        """Yield the requested shapes, then those of the function `other_shapes`, each once, except the searched."""
+        requested = [dict(shape) for shape in self.requested if dict(shape) != self.searched_shapes]
+        yield from requested
+        yield from (shape for shape in other_shapes(self.axes, self.searched_shapes) if shape not in requested)
 
 
 class _OutputMismatch(Exception):
@@ -81,40 +82,42 @@ def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
     """Compare the dynamic file with the fixed one, and with the float model at other sizes.
 
     Args:
-        backend: Runtime of the search; it and ONNX Runtime must agree, a failure of another one is only reported.
+        backend: Runtime of the search. It and ONNX Runtime must agree; a failure of another runtime is only reported.
 
     Returns:
-        Sizes that were checked, and differences, as text.
+        Text with the sizes that were checked, and the differences.
 
     Raises:
         UserError: The outputs differ, or the file fails at a size at which the float model runs.
     """
-    others = subject.other_shapes()
-    small = [each for each in others if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in each.values())]
+    shapes = subject.other_shapes()
+    small = [each for each in shapes if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in each.values())]
     cases = list(enumerate([*[subject.searched_shapes] * RANDOM_INPUTS_PER_SHAPE, *small], start=1))
-    count = max(OTHER_SHAPE_COUNT, len(subject.wanted)) + RANDOM_INPUTS_PER_SHAPE
+    count = max(OTHER_SHAPE_COUNT, len(subject.requested)) + RANDOM_INPUTS_PER_SHAPE
     try:
         run = _run_in_process(CHECK_RUNTIMES[0], subject.files.floating, subject.types, cases, count)
     except UserError as error:
         return f"not checked: ONNX Runtime does not run the float model ({error})"
     if run[0] is None:
         return "not checked: ONNX Runtime does not run the float model at the size of the search"
-    known = [(case, outputs) for case, outputs in zip(cases, run, strict=False) if outputs is not None]
+    float_runs = [(case, outputs) for case, outputs in zip(cases, run, strict=False) if outputs is not None]
     lines = []
     for runtime in CHECK_RUNTIMES:
         try:
-            lines.append(_compare_files(runtime, subject, known))
+            lines.append(_compare_files(runtime, subject, float_runs))
         except _OutputMismatch as error:
             if runtime in (backend, CHECK_RUNTIMES[0]):
                 raise UserError(f"{runtime}: {error}") from error
             lines.append(f"not for {runtime}: {error}")
         except UserError as error:
             lines.append(f"not checked in {runtime} ({error})")
-    return "; ".join([_describe_shapes(subject, [shape for (_, shape), _ in known[RANDOM_INPUTS_PER_SHAPE:]]), *lines])
+    return "; ".join(
+        [_describe_shapes(subject, [shape for (_, shape), _ in float_runs[RANDOM_INPUTS_PER_SHAPE:]]), *lines]
+    )
 
 
 def _describe_shapes(subject: DynamicCheckTarget, shapes: Sequence[Shapes]) -> str:
-    """Return at which other sizes the model was checked."""
+    """Return the sizes at which the model was checked, as text."""
     if not shapes:
         return "not checked at other sizes: the float model runs at none that was tried"
     few = "" if len(shapes) >= OTHER_SHAPE_COUNT else "; the float model runs at no second size that was tried"
@@ -126,7 +129,7 @@ def _describe_shapes(subject: DynamicCheckTarget, shapes: Sequence[Shapes]) -> s
 
 
 def _iter_sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Yield sizes by symbol, and the shapes of inputs with a dynamic dimension without one."""
+    """Yield the size of each symbol, and the shape of each input that has a dynamic dimension without a symbol."""
     for name, shape in shapes.items():
         declared = axes[name]
         if declared is None or None in declared:
@@ -136,106 +139,110 @@ def _iter_sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tup
                 yield axis, str(size)
 
 
-def _compare_files(runtime: str, subject: DynamicCheckTarget, known: Sequence[tuple[Case, Outputs]]) -> str:
-    """Compare the files in a runtime; return the figures.
+def _compare_files(runtime: str, subject: DynamicCheckTarget, float_runs: Sequence[tuple[Case, Outputs]]) -> str:
+    """Compare the files in a runtime, and return the differences as text.
 
     Args:
-        known: Outputs of the float model for each case, the `RANDOM_INPUTS_PER_SHAPE` of the search first.
+        float_runs: Cases with outputs of the float model; the first `RANDOM_INPUTS_PER_SHAPE` have the searched sizes.
 
     Raises:
         UserError: The runtime does not run the fixed file.
         _OutputMismatch: The dynamic file fails or differs.
     """
-    cases, floats = [case for case, _ in known], [outputs for _, outputs in known]
+    cases, floats = [case for case, _ in float_runs], [outputs for _, outputs in float_runs]
     (fixed,) = _run_in_process(runtime, subject.files.fixed, subject.types, cases[:1], 1)
     if fixed is None:
         raise UserError("it does not run the fixed file")
     try:
-        found = _run_in_process(runtime, subject.files.dynamic, subject.types, cases, len(cases))
+        results = _run_in_process(runtime, subject.files.dynamic, subject.types, cases, len(cases))
     except UserError as error:
         raise _OutputMismatch(f"the file with dynamic axes fails: {error}") from error
-    if any(outputs is None for outputs in found):
-        failed = next(shape for (_, shape), outputs in zip(cases, found, strict=False) if outputs is None)
+    if any(outputs is None for outputs in results):
+        failed = next(shape for (_, shape), outputs in zip(cases, results, strict=False) if outputs is None)
         raise _OutputMismatch(f"the file with dynamic axes fails at {dict(failed)}, where the float model runs")
-    outputs = [each for each in found if each is not None]
-    apart_of = [_largest_difference(own, reference) for own, reference in zip(outputs, floats, strict=True)]
-    base, rest = max(apart_of[:RANDOM_INPUTS_PER_SHAPE]), apart_of[RANDOM_INPUTS_PER_SHAPE:]
-    apart = _largest_difference(outputs[0], fixed, every=True)
-    if apart > (
+    outputs = [each for each in results if each is not None]
+    differences = [
+        _largest_difference(outputs_of_case, reference)
+        for outputs_of_case, reference in zip(outputs, floats, strict=True)
+    ]
+    at_search, at_others = max(differences[:RANDOM_INPUTS_PER_SHAPE]), differences[RANDOM_INPUTS_PER_SHAPE:]
+    to_fixed = _largest_difference(outputs[0], fixed, every=True)
+    if to_fixed > (
         MAX_RELATIVE_DIFFERENCE
         if runtime == CHECK_RUNTIMES[0]
-        else FLOAT_DIFFERENCE_FACTOR * base + FLOAT_DIFFERENCE_SLACK
+        else FLOAT_DIFFERENCE_FACTOR * at_search + FLOAT_DIFFERENCE_SLACK
     ):  # OpenVINO fuses less at dynamic shapes
-        raise _OutputMismatch(f"at the size of the search its outputs differ from the fixed file's by {apart:.2g}")
-    worst = max(rest, default=0.0)
-    if worst > FLOAT_DIFFERENCE_FACTOR * base + FLOAT_DIFFERENCE_SLACK:
+        raise _OutputMismatch(f"at the size of the search its outputs differ from the fixed file's by {to_fixed:.2g}")
+    worst = max(at_others, default=0.0)
+    if worst > FLOAT_DIFFERENCE_FACTOR * at_search + FLOAT_DIFFERENCE_SLACK:
         raise _OutputMismatch(
-            f"at other sizes its outputs differ from the float model's by {worst:.2g}, but by {base:.2g} at the size "
-            "of the search"
+            f"at other sizes its outputs differ from the float model's by {worst:.2g}, but by {at_search:.2g} at the "
+            "size of the search"
         )
-    figures = ", ".join(f"{value:.2g}" for value in rest)
+    figures = ", ".join(f"{value:.2g}" for value in at_others)
     return (
         f"{runtime}: on random inputs, root mean square of the difference to the float model over that of its output: "
-        f"{figures} ({base:.2g} at the size of the search)"
-        if rest
+        f"{figures} ({at_search:.2g} at the size of the search)"
+        if at_others
         else runtime
     )
 
 
-def _largest_difference(found: Outputs, reference: Outputs, *, every: bool = False) -> float:
-    """Return the largest relative difference (root mean square) of outputs.
+def _largest_difference(outputs: Outputs, reference: Outputs, *, every: bool = False) -> float:
+    """Return the largest relative difference (root mean square) between outputs.
 
-    Those that are no floats count by their share of other values where `every` is set, else not at all; so do those of
-    another shape, as of models that keep as many boxes as they find.
+    Args:
+        every: Also compare non-floating outputs, by their share of different values, and count a different shape as
+            infinite. Otherwise both are ignored, as for models whose number of boxes depends on the data.
     """
     worst = 0.0
-    for own, other in zip(found, reference, strict=True):
-        if own.shape != other.shape:
+    for output, other in zip(outputs, reference, strict=True):
+        if output.shape != other.shape:
             worst = max(worst, math.inf if every else 0.0)
         elif other.dtype.kind == "f":
-            a, b = own.astype(np.float64), other.astype(np.float64)
+            a, b = output.astype(np.float64), other.astype(np.float64)
             finite = np.isfinite(a) & np.isfinite(b)
             if every and not np.array_equal(np.isfinite(a), np.isfinite(b)):
                 return math.inf
             norm = float(np.linalg.norm(b[finite]))
-            apart = float(np.linalg.norm(a[finite] - b[finite]))
-            worst = max(worst, apart / norm if norm else apart)
-        elif every and own.size:
-            worst = max(worst, float(np.mean(own != other)))
+            difference = float(np.linalg.norm(a[finite] - b[finite]))
+            worst = max(worst, difference / norm if norm else difference)
+        elif every and output.size:
+            worst = max(worst, float(np.mean(output != other)))
     return worst
 
 
 def other_shapes(axes: Mapping[str, Axes | None], searched: Shapes) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield shapes of the inputs with other sizes of the dynamic axes, the most telling ones first.
+    """Yield shapes of the inputs with other sizes of the dynamic axes, in the order of `RESIZE_PLANS`.
 
     Args:
         axes: Declared dimensions by input.
     """
-    known = {name: axes.get(name) or (None,) * len(shape) for name, shape in searched.items()}
-    seen = [dict(searched)]
+    declared_axes = {name: axes.get(name) or (None,) * len(shape) for name, shape in searched.items()}
+    tried = [dict(searched)]
     for plan in RESIZE_PLANS:
-        sizes = _resize(known, searched, plan)
-        made = {
+        sizes = _resize(declared_axes, searched, plan)
+        shapes = {
             name: tuple(sizes[_size_key(name, place, axis)] for place, axis in enumerate(declared))
-            for name, declared in known.items()
+            for name, declared in declared_axes.items()
         }
-        if made not in seen and all(min(shape, default=1) > 0 for shape in made.values()):
-            seen.append(made)
-            yield made
+        if shapes not in tried and all(min(shape, default=1) > 0 for shape in shapes.values()):
+            tried.append(shapes)
+            yield shapes
 
 
 _SizeKey = int | str | tuple[str, int]
 
 
 def _size_key(name: str, place: int, axis: int | str | None) -> _SizeKey:
-    """Return what has one size: a symbol, a dimension without one, or a fixed size itself."""
+    """Return the key of a dimension's size: its symbol or fixed size, else its input and position."""
     return (name, place) if axis is None else axis
 
 
-def _resize(known: Mapping[str, Axes], searched: Shapes, plan: tuple[int, float, int]) -> dict[_SizeKey, int]:
-    """Return sizes by the key of a dimension: as in the search if fixed, else by a plan."""
+def _resize(declared_axes: Mapping[str, Axes], searched: Shapes, plan: tuple[int, float, int]) -> dict[_SizeKey, int]:
+    """Return the size by key of each dimension: that of the search if it is fixed, else one changed by a plan."""
     samples, factor, offset = plan
-    places = [(name, place, axis) for name, declared in known.items() for place, axis in enumerate(declared)]
+    places = [(name, place, axis) for name, declared in declared_axes.items() for place, axis in enumerate(declared)]
     batches = {_size_key(*each) for each in places if is_batch(each[2], each[1])}
     sizes: dict[_SizeKey, int] = {}
     for name, place, axis in places:
@@ -252,7 +259,7 @@ def _resize(known: Mapping[str, Axes], searched: Shapes, plan: tuple[int, float,
 def _run_in_process(
     runtime: str, path: Path, types: Mapping[str, TensorType], cases: Sequence[Case], wanted: int
 ) -> list[Outputs | None]:
-    """Run a model on the random inputs of each case until `wanted` of them worked; None where it failed.
+    """Run a model on the random inputs of each case until `wanted` cases succeeded; a failed case gives None.
 
     Raises:
         UserError: The runtime refuses the model, or its process ended.
@@ -267,7 +274,7 @@ def _run_cases(
     """Run the cases of `_run_in_process` in this process."""
     try:
         infer = {"onnxruntime": _open_onnxruntime, "openvino": _open_openvino}[runtime](path)
-    except Exception as error:  # runtimes have no class of exceptions in common
+    except Exception as error:  # runtimes share no class of exceptions
         raise UserError(one_line_error(error)) from error
     found: list[Outputs | None] = []
     for seed, shape in cases:

@@ -1,4 +1,4 @@
-"""Deliver a quantized model with the dynamic axes of its original too."""
+"""Writer of quantized models with the dynamic axes of the original model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DynamicModel:
 
     Attributes:
         file: Path of the file; None if it was not written.
-        remark: Sentence about its check, or why it was not written.
+        remark: Sentence with the result of the check, or the reason why it was not written.
     """
 
     file: Path | None
@@ -56,10 +56,10 @@ def write_dynamic_model(model: Model, file: Path, backend: str, shapes: Sequence
         model: The float model at fixed sizes.
         file: The model with Q/DQ pairs that was made from it.
         backend: Runtime of the search; the file is not written if its outputs differ there.
-        shapes: Shapes of the inputs that it is checked at; others are tried if there are fewer than two.
+        shapes: Input shapes to check at; other shapes are tried if there are fewer than two.
 
     Returns:
-        None if the original has no dynamic axes.
+        Path and remark of the file; None if the original has no dynamic axes.
     """
     target = remove_dynamic_model(file)
     if model.origin is None:
@@ -70,20 +70,20 @@ def write_dynamic_model(model: Model, file: Path, backend: str, shapes: Sequence
             floating, axes = write_dynamic(model, file, tried)
             types = {name: model.types[name] for name in model.inputs}
             files = DynamicCheckFiles(floating=floating, fixed=file, dynamic=tried)
-            subject = DynamicCheckTarget(axes=axes, types=types, files=files, wanted=tuple(shapes))
-            said = check_dynamic_model(subject, backend)
+            subject = DynamicCheckTarget(axes=axes, types=types, files=files, requested=tuple(shapes))
+            remark = check_dynamic_model(subject, backend)
         except (UserError, OSError, ValueError) as error:
             return DynamicModel(file=None, remark=f"{target.name} is not written: {error}")
         move_model(tried, target)
     symbols = dict.fromkeys(str(axis) for each in axes.values() for axis in each or () if isinstance(axis, str))
-    kept = f" ({', '.join(symbols)})" if symbols else ""
-    return DynamicModel(file=target, remark=f"{target.name} keeps the dynamic axes{kept}: {said}")
+    names = f" ({', '.join(symbols)})" if symbols else ""
+    return DynamicModel(file=target, remark=f"{target.name} keeps the dynamic axes{names}: {remark}")
 
 
 def write_dynamic_rows(
     model: Model, table: FinalistSet, backend: str, observer: Observer, shapes: Sequence[Shapes] = ()
 ) -> None:
-    """Write each quantized row of a task with the dynamic axes of the original model too, and record the results.
+    """Write each quantized row of a task also with the dynamic axes of the original model, and record the results.
 
     Args:
         model: The float model at fixed sizes; nothing is written if its original has static inputs.
@@ -93,27 +93,27 @@ def write_dynamic_rows(
     """
     if model.origin is None:
         return
-    noted = {} if not (path := table.folder / DYNAMIC_AXES_FILE).exists() else read_json(path)
+    records = {} if not (path := table.folder / DYNAMIC_AXES_FILE).exists() else read_json(path)
     rows = [row for row in table.rows if row.pairs and not row.file.endswith(IR_SUFFIX)]
     with observer.work("dynamic axes", len(rows)) as step:
         for row in rows:
             file = table.folder / "models" / row.file
-            known = noted.get(row.id, {})
-            lost = bool(known.get("file")) and not (file.parent / known["file"]).exists()
-            if lost or known.get("sha256") != row.sha256:
+            record = records.get(row.id, {})
+            lost = bool(record.get("file")) and not (file.parent / record["file"]).exists()
+            if lost or record.get("sha256") != row.sha256:
                 with explain_write_errors(file):
-                    made = write_dynamic_model(model, file, backend, shapes)
-                noted[row.id] = {
+                    result = write_dynamic_model(model, file, backend, shapes)
+                records[row.id] = {
                     "sha256": row.sha256,
-                    "file": made and made.file and made.file.name,
-                    "said": made and made.remark,
+                    "file": result and result.file and result.file.name,
+                    "said": result and result.remark,
                 }
             step.advance()
-    write_json(path, noted)
-    written = sum(noted[row.id]["file"] is not None for row in rows)
+    write_json(path, records)
+    written = sum(records[row.id]["file"] is not None for row in rows)
     observer.say(
         f"{written} of {len(rows)} quantized models are written with their dynamic axes too: {DYNAMIC_AXES_FILE}"
     )
     for row in rows:
-        if noted[row.id]["file"] is None and row.choices is not None:
-            observer.say(str(noted[row.id]["said"]))
+        if records[row.id]["file"] is None and row.choices is not None:
+            observer.say(str(records[row.id]["said"]))

@@ -1,7 +1,7 @@
-"""Find the operator that a runtime computes wrongly, and write a small model that shows it, ready for a bug report.
+"""Search for the operator that a runtime computes wrongly, and a small model that reproduces it for a bug report.
 
-The model is cut at one tensor after the other, never opened in between: a further output would keep the runtime from
-fusing what it fuses. On the longest way to the output that differs a binary search finds the first tensor that does.
+The model is cut at one tensor at a time. Further outputs inside it are never added, as they would change what the
+runtime fuses. A binary search on the longest path to the differing output finds the first tensor that differs.
 """
 
 from __future__ import annotations
@@ -26,24 +26,31 @@ from harness.verification.output_comparison import OutputCheck, Outputs, compare
 ModelRunner = Callable[[Path, Sequence[Mapping[str, Array]]], Outputs | Failed]
 """Build a model file and return its outputs for some inputs."""
 LOCALIZATION_LIMIT_S = 120.0
-MAX_REQUIRED_TENSOR_SQNR_DB = 30.0  # less the margin: one rounding tie has a large effect in a tensor of small values
+MAX_REQUIRED_TENSOR_SQNR_DB = 30.0  # before the margin; rounding has a large effect in tensors of small values
 LOCALIZATION_SAMPLE_COUNT = 2
-SQNR_THRESHOLDS_DB = (24.0, 14.0, -math.inf)  # of engine to file, tried in order to find the first tensor
-MAX_TENSORS_COMPARED = 6  # if the output itself hardly differs
-MAX_OPERATORS_SHOWN = 8  # of a small model
-MAX_OPERATORS_AS_PROOF = 16  # rounding ties add up over more operators, which prove nothing
-MAX_EXTRACTED_OPERATORS = 64  # then the whole model up to the tensor is taken
+SQNR_THRESHOLDS_DB = (
+    24.0,
+    14.0,
+    -math.inf,
+)  # of the engine against the file; tried in order until an operator is found
+MAX_TENSORS_COMPARED = 6  # on the longest path, if the output itself hardly differs
+MAX_OPERATORS_SHOWN = 8  # in the description of a small model
+MAX_OPERATORS_AS_PROOF = 16  # over more operators, differences of rounding add up and prove nothing
+MAX_EXTRACTED_OPERATORS = 64  # of a cut; beyond it, the whole model up to the tensor is used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongOperator:
-    """The first tensor whose values differ while those that it is computed from agree.
+    """Operator whose result differs while its inputs agree.
 
     Attributes:
-        model: File of a model of few operators that shows it.
-        extracted: The model takes recorded values of tensors inside the file, and not the file's inputs.
-        feeds: Inputs of that model.
-        file: Its outputs in ONNX Runtime without graph optimizations.
+        operator: Name and type of the operator, with the operators before it in the small model.
+        model: File of a small model that reproduces the difference.
+        extracted: Whether the small model's inputs are tensors inside the original model, with recorded values.
+        feeds: Inputs of the small model.
+        file: Outputs of the small model in ONNX Runtime without graph optimizations.
+        engine: Outputs of the small model in the runtime.
+        checked: Comparison of these outputs.
     """
 
     operator: str
@@ -57,13 +64,16 @@ class WrongOperator:
 
 @dataclass(frozen=True, kw_only=True)
 class SuspectModel:
-    """A model file, and two ways to run it whose outputs differ.
+    """Model file whose outputs differ between the runtime and ONNX Runtime.
 
     Attributes:
-        feeds: Inputs on which they disagree.
-        most_db: The runtime's own noise at that output.
-        proven: True if the output proves a wrong result; else only a few operators that differ by themselves do.
-        reference: Runs a file in ONNX Runtime without graph optimizations.
+        feeds: Inputs at which the outputs differ.
+        output: Name of the output that differs.
+        most_db: SQNR of the float model in the runtime at that output, the highest that can be required.
+        proven: Whether the output proves a wrong result; if not, only a small model can.
+        reference: Function that runs a file in ONNX Runtime without graph optimizations.
+        engine: Function that runs a file in the runtime.
+        work: Scratch folder.
     """
 
     path: Path
@@ -84,44 +94,44 @@ class SuspectModel:
 
     @property
     def is_out_of_time(self) -> bool:
-        """Return whether the search has used its time."""
+        """Return whether the search has reached its time limit."""
         return time.monotonic() - self.started_s > LOCALIZATION_LIMIT_S
 
     def differs(self, tensor: str, below_db: float) -> bool:
-        """Return whether the two are apart at a tensor of the file, cut there; what cannot be compared agrees.
+        """Return whether the model, cut at a tensor, gives different values there; False if it cannot be compared.
 
         Args:
-            below_db: They are apart below this ratio, and in any case where the pairs in front do not explain it.
+            below_db: SQNR below which values differ; wrong results as in `compare_with_file` always do.
         """
         if tensor not in self.checks_by_tensor:
-            found = self._compare(tensor, self.feeds[:LOCALIZATION_SAMPLE_COUNT])
-            self.checks_by_tensor[tensor] = None if found is None else found[2]
-        found_there = self.checks_by_tensor[tensor]
-        if found_there is None or found_there.engine_db is None:
+            comparison = self._compare(tensor, self.feeds[:LOCALIZATION_SAMPLE_COUNT])
+            self.checks_by_tensor[tensor] = None if comparison is None else comparison[2]
+        check = self.checks_by_tensor[tensor]
+        if check is None or check.engine_db is None:
             return False
-        return found_there.is_wrong or found_there.engine_db < below_db
+        return check.is_wrong or check.engine_db < below_db
 
     def extract(self, tensor: str) -> WrongOperator | None:
-        """Return the smallest model that shows the fault at a tensor; None where not even the largest does."""
+        """Return the smallest cut of the model that reproduces the fault at a tensor, or None if no cut does."""
         count = 1
         while not self.is_out_of_time and (self.proven or count <= MAX_OPERATORS_AS_PROOF):
             front = self.graph.boundary_tensors(tensor, count)
-            whole = set(front) <= set(self.graph.inputs) or count > MAX_EXTRACTED_OPERATORS
-            feeds = self.feeds[:LOCALIZATION_SAMPLE_COUNT] if whole else self._record_values(front)
+            is_whole = set(front) <= set(self.graph.inputs) or count > MAX_EXTRACTED_OPERATORS
+            feeds = self.feeds[:LOCALIZATION_SAMPLE_COUNT] if is_whole else self._record_values(front)
             if feeds is not None:
-                found = self._compare(tensor, feeds, None if whole else feeds[0])
-                if found is not None and found[2].is_wrong:
-                    file, engine, checked = found
+                comparison = self._compare(tensor, feeds, None if is_whole else feeds[0])
+                if comparison is not None and comparison[2].is_wrong:
+                    file, engine, checked = comparison
                     return WrongOperator(
                         operator=self._describe_operator(tensor),
                         model=self._part_file,
-                        extracted=not whole,
+                        extracted=not is_whole,
                         feeds=feeds,
                         file=file,
                         engine=engine,
                         checked=checked,
                     )
-            if whole:
+            if is_whole:
                 return None
             count *= 2
         return None
@@ -129,7 +139,7 @@ class SuspectModel:
     def _compare(
         self, tensor: str, feeds: Sequence[Mapping[str, Array]], inputs: Mapping[str, Array] | None = None
     ) -> tuple[Outputs, Outputs, OutputCheck] | None:
-        """Run the part that computes a tensor in both, and without its pairs; None where one of these does not run."""
+        """Return outputs of file and engine at a tensor, and their comparison; None if a run fails."""
         self.graph.write_submodel(self._part_file, [tensor], inputs)
         self.graph.write_submodel(self._inner_values_file, [tensor], inputs, without_pairs=True)
         file, floats = self.reference(self._part_file, feeds), self.reference(self._inner_values_file, feeds)
@@ -140,41 +150,38 @@ class SuspectModel:
         return file, engine, compare_with_file(floats, file, engine, most_db=most_db)
 
     def _record_values(self, tensors: Sequence[str]) -> list[Mapping[str, Array]] | None:
-        """Return the values of tensors inside the file, by the reference, and of its inputs."""
+        """Return the values of tensors of the file for each feed, computed by the reference; None if it fails."""
         inner = [name for name in tensors if name not in self.graph.inputs]
         feeds = self.feeds[:LOCALIZATION_SAMPLE_COUNT]
-        found: Outputs | Failed = [{} for _ in feeds]
+        values: Outputs | Failed = [{} for _ in feeds]
         if inner:
             self.graph.write_submodel(self._inner_values_file, inner)
-            found = self.reference(self._inner_values_file, feeds)
-        if isinstance(found, Failed):
+            values = self.reference(self._inner_values_file, feeds)
+        if isinstance(values, Failed):
             return None
         return [
-            {name: {**given, **sample}[name] for name in tensors} for given, sample in zip(feeds, found, strict=True)
+            {name: {**inputs, **sample}[name] for name in tensors} for inputs, sample in zip(feeds, values, strict=True)
         ]
 
     def _describe_operator(self, tensor: str) -> str:
-        """Return the operator that computes a tensor, and those in the part with it, which a runtime may fuse."""
-        others = ModelGraph(self._part_file).float_operators()[:-1]
-        behind = f" behind {', '.join(others)}" if 0 < len(others) <= MAX_OPERATORS_SHOWN else ""
+        """Return the operator that computes a tensor, and the operators before it in the cut, as text."""
+        earlier = ModelGraph(self._part_file).float_operators()[:-1]
+        behind = f" behind {', '.join(earlier)}" if 0 < len(earlier) <= MAX_OPERATORS_SHOWN else ""
         return f"{self.graph.operator(tensor)}{behind}"
 
     @property
     def _part_file(self) -> Path:
-        """File of the part that is compared."""
+        """Path of the cut that is compared."""
         return self.work / "part.onnx"
 
     @property
     def _inner_values_file(self) -> Path:
-        """File that gives values of tensors inside a model."""
+        """Path of a model with inner tensors as outputs."""
         return self.work / "inside.onnx"
 
 
 def find_fault(suspect: SuspectModel) -> WrongOperator | None:
-    """Return the first operator that differs; None where there is none, or none was found in time.
-
-    Rounding ties add up and a fault may be faint at the output, so operators have to differ by themselves.
-    """
+    """Return the first operator whose result differs in a small model, or None if none is found in time."""
     tried: set[str] = set()
     for below_db in SQNR_THRESHOLDS_DB:
         first = _first_differing_tensor(suspect, below_db)
@@ -185,44 +192,46 @@ def find_fault(suspect: SuspectModel) -> WrongOperator | None:
 
 
 def _first_differing_tensor(suspect: SuspectModel, below_db: float) -> str | None:
-    """Return a tensor where the two are apart while they agree on those that it is computed from; None: nowhere."""
-    way = suspect.graph.longest_path(suspect.output)
-    looked = [
+    """Return a tensor that differs while all tensors that it is computed from agree, or None."""
+    path = suspect.graph.longest_path(suspect.output)
+    candidates = [
         suspect.output,
-        *way[:: max(1, len(way) // MAX_TENSORS_COMPARED)],
-    ]  # what differs inside may be faint at the output
-    bad = next((name for name in looked if not suspect.is_out_of_time and suspect.differs(name, below_db)), None)
-    while bad is not None:
-        bad = _first_differing_on_path(suspect, bad, below_db)
-        sources = suspect.graph.sources(bad)
+        *path[:: max(1, len(path) // MAX_TENSORS_COMPARED)],
+    ]  # a difference inside the model may be small at the output
+    differing = next(
+        (name for name in candidates if not suspect.is_out_of_time and suspect.differs(name, below_db)), None
+    )
+    while differing is not None:
+        differing = _first_differing_on_path(suspect, differing, below_db)
+        sources = suspect.graph.sources(differing)
         before = next(
             (name for name in sources if not suspect.is_out_of_time and suspect.differs(name, below_db)), None
         )
         if before is None:
-            return bad
-        bad = before
+            return differing
+        differing = before
     return None
 
 
-def _first_differing_on_path(suspect: SuspectModel, bad: str, below_db: float) -> str:
-    """Return the first tensor that differs on the longest way to one that does."""
-    way = suspect.graph.longest_path(bad)
-    low, high = 0, len(way) - 1
+def _first_differing_on_path(suspect: SuspectModel, differing: str, below_db: float) -> str:
+    """Return the first tensor that differs on the longest path to a tensor that does."""
+    tensors = suspect.graph.longest_path(differing)
+    low, high = 0, len(tensors) - 1
     while low < high and not suspect.is_out_of_time:
         middle = (low + high) // 2
-        if suspect.differs(way[middle], below_db):
+        if suspect.differs(tensors[middle], below_db):
             high = middle
         else:
             low = middle + 1
-    return way[high]
+    return tensors[high]
 
 
 def write_report(fault: WrongOperator, path: Path, facts: Mapping[str, Any]) -> None:
-    """Write the small model, arrays for it (`.npz`) and how to see the fault (`.txt`) side by side.
+    """Write the small model, its inputs and outputs (`.npz`), and a description with a script (`.txt`).
 
     Args:
-        path: Of the model.
-        facts: Of the runtime: name, version, device, options.
+        path: Path of the model; the other files have the same stem.
+        facts: Name, version, device and options of the runtime.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(fault.model, path)

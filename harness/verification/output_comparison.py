@@ -1,11 +1,9 @@
-"""Compare what a runtime computes with what the model file says.
+"""Comparison of a runtime's outputs with a reference execution of the model file; no labels are needed.
 
-Two figures per output, signal-to-noise ratios in dB: `file_db` says how far the file is from the float model, both in
-ONNX Runtime without graph optimizations; `engine_db` says how far the engine is from the file. An engine that is more
-than `MARGIN_DB` further from the file than the file is from the float model computes something else. Between
-`SUSPECT_DB` and `MARGIN_DB` it does where a single operator is found that does
-(`harness.verification.fault_localization`): a file that is far from the float model leaves little signal to lose. No
-labels are needed.
+Two SQNR in dB are computed for each output: `file_db` of the file against the float model, both in ONNX Runtime without
+graph optimizations, and `engine_db` of the engine against the file. The result is wrong if `engine_db` is lower than
+`file_db` by more than `MARGIN_DB`. If it is lower by `SUSPECT_DB` to `MARGIN_DB`, the result is wrong only if a single
+operator with a wrong result is found (`harness.verification.fault_localization`).
 """
 
 from __future__ import annotations
@@ -27,21 +25,21 @@ from harness.results_dir.io import read_json
 CHECK_FILE_NAME = "runtime_check.json"
 """Name of the record in the folder of a task."""
 MARGIN_DB = 6.0
-"""Rounding ties that fall the other way put an engine as far from the file as the file is from the float model."""
+"""Limit of `file_db - engine_db` of a right result; different rounding alone can make both figures equal."""
 SUSPECT_DB = 1.5
-"""Difference from which an operator is searched for. Of ten right rows that were 0.7 to 2.2 dB further none had one."""
+"""Value of `file_db - engine_db` from which a faulty operator is searched for; right rows reached 2.2 dB."""
 MIN_FILE_SQNR_DB = 3.0
-"""Below, the file itself has lost the output: an engine is wrong only where an operator is found that is."""
+"""Smallest `file_db` at which outputs can prove a wrong result; below it, only a faulty operator can."""
 MAX_REQUIRED_SQNR_DB = 80.0
-"""No engine has to be closer to its file: kernels for integers round floats apart from those of the float model."""
+"""Highest `engine_db` that is required, as integer kernels round differently."""
 MIN_FLOAT_SQNR_DB: Mapping[str, float] = {"f32": 30.0, "fp32": 30.0}
-"""Least ratio of a float model in a runtime to the same model in ONNX Runtime, by the precision of the runtime."""
+"""Required SQNR of a float model in a runtime against ONNX Runtime, by the precision of the runtime."""
 MIN_HALF_SQNR_DB = 8.0
-"""The same for all other precisions. BF16 has 8 bits of mantissa: YOLOX-Nano comes to 15 dB at its class scores."""
+"""Required SQNR at all other precisions; with the 8 bits of BF16, class scores of YOLOX-Nano reach 15 dB."""
 MIN_FINITE_FRACTION = 0.9
-"""Share of an output that is finite in model and file, at least, or it is not compared."""
+"""Share of values that must be finite in model and file; other outputs are not compared."""
 OVERFLOW_MAGNITUDE = 1e30
-"""Larger values count as infinite: where exp overflows, the next rounding decides whether a value is."""
+"""Larger values count as infinite, as rounding decides whether they overflow."""
 Outputs = Sequence[Mapping[str, Array]]
 """Outputs by name, sample by sample."""
 Verdict = Literal["right", "wrong result", "saturates", "not checked"]
@@ -52,15 +50,15 @@ class OutputCheck:
     """Result of a check of one model in one runtime.
 
     Attributes:
-        output: The output that is furthest below its limit; "" where nothing was compared.
-        part: Its slices, see `harness.accuracy.metrics.sqnr`; "" for all of it.
-        engine_db: Engine against file.
-        file_db: File against float model; None for a float model, which is its own file.
-        noise_db: The float model in the runtime against the float model in ONNX Runtime.
-        reason: Why nothing was compared, or what else has to be said.
-        operator: The first operator whose result differs while its inputs agree; "" where none was searched for or
-            found.
-        model: Path, within the task's folder, of a small model that shows the fault; "" where there is none.
+        output: Output that is furthest below its limit; "" if nothing was compared.
+        part: Compared slices of the output, see `harness.accuracy.metrics.sqnr`; "" for the whole output.
+        engine_db: SQNR of the engine against the file.
+        file_db: SQNR of the file against the float model; None for the float model itself.
+        noise_db: SQNR of the float model in the runtime against ONNX Runtime, limited to the required range.
+        reason: Reason why nothing was compared, or a remark.
+        operator: First operator whose result differs while its inputs agree; "" if none was searched for or found.
+        model: Path of a small model that reproduces the fault, within the task's folder; "" without one.
+        seconds: Duration of the check.
     """
 
     verdict: Verdict
@@ -89,13 +87,13 @@ class OutputCheck:
 
     @property
     def label(self) -> str:
-        """The verdict as tables print it."""
+        """Text of the verdict in tables."""
         return f"wrong result in {self.runtime.partition(' ')[0]}" if self.verdict == "wrong result" else self.verdict
 
     def __str__(self) -> str:
         if self.verdict == "not checked":
             return f"not checked: {self.reason}"
-        if self.engine_db is None:  # found by the scores alone
+        if self.engine_db is None:  # the verdict comes from different scores
             return f"{self.label}: {self.reason}"
         if self.verdict == "right" and self.part and self.file_db is not None:
             return (
@@ -104,14 +102,14 @@ class OutputCheck:
             ) + (f"; {self.reason}" if self.reason else "")
         against = "" if self.file_db is None else f", the file is {self.file_db:.1f} dB from the float model"
         figures = f"{self.engine_db:.1f} dB from the file at output {self.output!r}{self.part and f' ({self.part})'}"
-        said = f"{self.label}: {figures}{against}"
+        text = f"{self.label}: {figures}{against}"
         if self.operator:
-            said += f"; first operator that differs: {self.operator}"
-        return f"{said}; {self.reason}" if self.reason else said
+            text += f"; first operator that differs: {self.operator}"
+        return f"{text}; {self.reason}" if self.reason else text
 
 
 def not_checked(reason: str) -> OutputCheck:
-    """Return a record that says why a model was not compared."""
+    """Return a check with the reason why a model was not compared."""
     return OutputCheck(verdict="not checked", reason=reason)
 
 
@@ -126,42 +124,52 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
     most_db: float = MAX_REQUIRED_SQNR_DB,
     whole: bool = False,
 ) -> OutputCheck:
-    """Judge the engine of a quantized model.
+    """Return the check of the engine of a quantized model, for its worst output.
 
     Args:
-        floats: Of the float model in ONNX Runtime.
-        file: Of the model's file in ONNX Runtime.
-        engine: Of the engine.
-        engine_float: Of the float model in the runtime; None where it does not run there.
-        skipped: Outputs that are not compared.
-        most_db: No engine has to be closer to its file than this.
-        whole: Compare outputs as they are, also where their slices differ in scale.
+        floats: Outputs of the float model in ONNX Runtime.
+        file: Outputs of the model's file in ONNX Runtime.
+        engine: Outputs of the engine.
+        engine_float: Outputs of the float model in the runtime; None if it does not run there.
+        precision: Float precision of the runtime.
+        skipped: Names of outputs that are not compared.
+        most_db: Highest SQNR that is required.
+        whole: Compare whole outputs, even if their slices differ in scale.
     """
     least = min_sqnr_db(precision)
-    found = []
+    checks = []
     for name, masks in _finite_masks(floats, skipped, file).items():
-        own, said, done = (_masked_samples(outputs, name, masks) for outputs in (floats, file, engine))
-        noisy = None if engine_float is None else _masked_samples(engine_float, name, masks)
-        for part in (not whole and split_output([array for array in own if array is not None])) or (None,):
-            file_db, engine_db = _mean_sqnr_db(own, said, part), _mean_sqnr_db(said, done, part)
-            noise_db = most_db if noisy is None else min(most_db, max(least, _mean_sqnr_db(own, noisy, part)))
+        float_samples, file_samples, engine_samples = (
+            _masked_samples(outputs, name, masks) for outputs in (floats, file, engine)
+        )
+        engine_float_samples = None if engine_float is None else _masked_samples(engine_float, name, masks)
+        for part in (not whole and split_output([array for array in float_samples if array is not None])) or (None,):
+            file_db, engine_db = (
+                _mean_sqnr_db(float_samples, file_samples, part),
+                _mean_sqnr_db(file_samples, engine_samples, part),
+            )
+            noise_db = (
+                most_db
+                if engine_float_samples is None
+                else min(most_db, max(least, _mean_sqnr_db(float_samples, engine_float_samples, part)))
+            )
             limit_db = min(file_db, noise_db) - MARGIN_DB
             wrong = engine_db < limit_db and file_db >= MIN_FILE_SQNR_DB
-            judged = _make_check(wrong, name, part, engine_db, file_db, noise_db)
-            found.append((engine_db - limit_db, judged))
-    return _worst_output(found, file, skipped)
+            check = _make_check(wrong, name, part, engine_db, file_db, noise_db)
+            checks.append((engine_db - limit_db, check))
+    return _worst_output(checks, file, skipped)
 
 
 def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Collection[str] = ()) -> OutputCheck:
-    """Judge the engine of the float model; see `compare_with_file`."""
+    """Return the check of the engine of the float model; see `compare_with_file`."""
     least = min_sqnr_db(precision)
-    found = []
+    checks = []
     for name, masks in _finite_masks(floats, skipped, floats).items():
-        own, done = _masked_samples(floats, name, masks), _masked_samples(engine, name, masks)
-        for part in split_output([array for array in own if array is not None]) or (None,):
-            engine_db = _mean_sqnr_db(own, done, part)
-            found.append((engine_db - least, _make_check(engine_db < least, name, part, engine_db, None, None)))
-    return _worst_output(found, floats, skipped)
+        float_samples, engine_samples = _masked_samples(floats, name, masks), _masked_samples(engine, name, masks)
+        for part in split_output([array for array in float_samples if array is not None]) or (None,):
+            engine_db = _mean_sqnr_db(float_samples, engine_samples, part)
+            checks.append((engine_db - least, _make_check(engine_db < least, name, part, engine_db, None, None)))
+    return _worst_output(checks, floats, skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +184,10 @@ class Comparison:
     engine: Callable[[Path], Outputs | Failed]
 
     def judge(self, path: Path) -> OutputCheck:
-        """Compare what the runtime computes with the file.
+        """Return the check of a model file.
 
         Raises:
-            EvaluationFailed: It does not run in one of the two.
+            EvaluationFailed: The file does not run in ONNX Runtime or in the runtime.
         """
         file = require_outputs(self.reference(path), "its file in ONNX Runtime")
         engine = require_outputs(self.engine(path), "the engine")
@@ -188,18 +196,14 @@ class Comparison:
 
 
 def require_outputs(outputs: Outputs | Failed, what: str) -> Outputs:
-    """Return the outputs.
-
-    Raises:
-        EvaluationFailed: There are none.
-    """
+    """Return the outputs, or raise `EvaluationFailed` with the name of the run in `what` if it failed."""
     if isinstance(outputs, Failed):
         raise EvaluationFailed(f"{what}: {outputs.stage}: {outputs.reason}")
     return outputs
 
 
 def min_sqnr_db(precision: str) -> float:
-    """Return the least ratio of a right float model in a runtime that computes in this precision."""
+    """Return the required SQNR in dB of a float model in a runtime that computes in this precision."""
     return MIN_FLOAT_SQNR_DB.get(precision, MIN_HALF_SQNR_DB)
 
 
@@ -216,9 +220,9 @@ def _make_check(
     )
 
 
-def _worst_output(found: Sequence[tuple[float, OutputCheck]], file: Outputs, skipped: Collection[str]) -> OutputCheck:
-    if found:
-        return min(found, key=lambda each: each[0])[1]
+def _worst_output(checks: Sequence[tuple[float, OutputCheck]], file: Outputs, skipped: Collection[str]) -> OutputCheck:
+    if checks:
+        return min(checks, key=lambda each: each[0])[1]
     broken = [name for name, array in file[0].items() if array.dtype.kind == "f" and not np.isfinite(array).all()]
     if broken:
         return not_checked(f"the file itself gives NaN or infinite values at {', '.join(map(repr, broken))}")
@@ -227,23 +231,27 @@ def _worst_output(found: Sequence[tuple[float, OutputCheck]], file: Outputs, ski
 
 
 def _finite_masks(floats: Outputs, skipped: Collection[str], file: Outputs) -> dict[str, list[Array]]:
-    """Return, of each output that can be compared, the places of each sample where model and file are finite."""
-    found = {}
+    """Return for each comparable output and each sample a mask of the values that are finite in model and file."""
+    masks_by_output = {}
     for name, array in floats[0].items():
         if name in skipped or array.dtype.kind != "f" or not array.size:
             continue
         pairs = [
-            (own[name], said[name]) for own, said in zip(floats, file, strict=True) if name in own and name in said
+            (first[name], second[name])
+            for first, second in zip(floats, file, strict=True)
+            if name in first and name in second
         ]
         if len(pairs) == len(floats) and {a.shape for pair in pairs for a in pair} == {array.shape}:
-            masks = [(np.abs(own) < OVERFLOW_MAGNITUDE) & (np.abs(said) < OVERFLOW_MAGNITUDE) for own, said in pairs]
+            masks = [
+                (np.abs(first) < OVERFLOW_MAGNITUDE) & (np.abs(second) < OVERFLOW_MAGNITUDE) for first, second in pairs
+            ]
             if min(float(mask.mean()) for mask in masks) >= MIN_FINITE_FRACTION:
-                found[name] = masks
-    return found
+                masks_by_output[name] = masks
+    return masks_by_output
 
 
 def _masked_samples(outputs: Outputs, name: str, masks: Sequence[Array]) -> list[Array | None]:
-    """Return an output sample by sample, 0 where the mask is; None where it is missing or of another size."""
+    """Return an output by sample with 0 outside of the mask; None for a sample without it or of another size."""
     arrays = [sample.get(name) for sample in outputs]
     return [
         None if array is None or array.size != mask.size else np.where(mask, array.reshape(mask.shape), 0)
@@ -252,11 +260,10 @@ def _masked_samples(outputs: Outputs, name: str, masks: Sequence[Array]) -> list
 
 
 def _mean_sqnr_db(reference: Sequence[Array | None], outputs: Sequence[Array | None], part: OutputPart | None) -> float:
-    """Return the mean over samples of the ratio of one part of an output.
-
-    An output that is missing, of another size or not finite is as far away as can be.
-    """
-    return float(np.mean([_sample_sqnr_db(own, found, part) for own, found in zip(reference, outputs, strict=True)]))
+    """Return the mean SQNR over samples of one part of an output; `-MAX_SQNR_DB` if it is missing or not finite."""
+    return float(
+        np.mean([_sample_sqnr_db(expected, actual, part) for expected, actual in zip(reference, outputs, strict=True)])
+    )
 
 
 def _sample_sqnr_db(reference: Array | None, output: Array | None, part: OutputPart | None) -> float:
@@ -266,12 +273,12 @@ def _sample_sqnr_db(reference: Array | None, output: Array | None, part: OutputP
 
 
 def read_checks(folder: Path, rows: Mapping[str, ExportedModel]) -> dict[str, OutputCheck]:
-    """Return what was found of each row of a task, by row; nothing where rows were never checked."""
+    """Return the stored checks of a task by row id, without rows that were not checked."""
     path = folder / CHECK_FILE_NAME
-    found: dict[str, Any] = read_json(path)["checks"] if path.exists() else {}
-    return {name: OutputCheck(**found[row.key]) for name, row in rows.items() if row.key in found}
+    checks: dict[str, Any] = read_json(path)["checks"] if path.exists() else {}
+    return {name: OutputCheck(**checks[row.key]) for name, row in rows.items() if row.key in checks}
 
 
 def encode_check(checked: OutputCheck) -> dict[str, Any]:
-    """Return a record as JSON holds it."""
+    """Return a check as JSON values, without empty fields."""
     return {key: value for key, value in asdict(checked).items() if value not in ("", None)}
