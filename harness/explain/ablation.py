@@ -1,4 +1,4 @@
-"""Ablation of a placement: latency and accuracy of each part by leaving it out, and the smallest part with the gain."""
+"""Ablation of a placement: latency and accuracy without each part, and the smallest placement with the same gain."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class AblationTiming:
 
 @dataclass(slots=True, kw_only=True)
 class AblationTimer:
-    """Timing of placements in turns with the whole one, on fresh builds like a confirmation.
+    """Timer of placements in turns with the whole placement, on fresh builds like a confirmation.
 
     Attributes:
-        aa: Gain of the whole placement over its twin in each worker so far.
+        aa: Relative difference between the whole placement and its twin in each worker so far.
         whole_ms: Latency of the whole placement by the first readings; None before.
     """
 
@@ -61,17 +61,17 @@ class AblationTimer:
 
     @property
     def tolerance(self) -> float:
-        """Return the loss of speed, as a share, that noise explains."""
+        """Return the relative loss of speed that noise explains."""
         return max(MIN_CLAIMED_GAIN, noise_floor_from_ratios(self.aa))
 
     def time(self, placements: Mapping[str, Placement], title: str) -> dict[str, AblationTiming]:
         """Return the timing of each placement; those that build the same graph are timed once."""
-        own = self.space.digest(self.whole)
+        whole_digest = self.space.digest(self.whole)
         digests = {name: self.space.digest(placement) for name, placement in placements.items()}
-        wanted = {digests[name]: placement for name, placement in placements.items() if digests[name] != own}
-        summary = self._confirm(wanted, title)
+        tested = {digests[name]: placement for name, placement in placements.items() if digests[name] != whole_digest}
+        summary = self._confirm(tested, title)
         same = AblationTiming(ratio=Interval(value=1.0, low=1.0, high=1.0))
-        timed = {digest: _read_timing(summary, digest) for digest in wanted}
+        timed = {digest: _read_timing(summary, digest) for digest in tested}
         return {name: timed.get(digest, same) for name, digest in digests.items()}
 
     def _confirm(self, placements: Mapping[str, Placement], title: str) -> ConfirmationSummary:
@@ -108,27 +108,27 @@ def quantized(placement: Placement) -> list[int]:
 
 def without(placement: Placement, indices: Sequence[int]) -> Placement:
     """Return the placement with these dimensions at float."""
-    left = set(indices)
-    return Placement(tuple(0 if index in left else choice for index, choice in enumerate(placement.choices)))
+    removed = set(indices)
+    return Placement(tuple(0 if index in removed else choice for index, choice in enumerate(placement.choices)))
 
 
 def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[list[Placement], int]:
-    """Return placements with ever fewer quantized dimensions that are as fast as the whole one within the noise.
+    """Return placements with fewer and fewer quantized dimensions that are as fast as the whole one within noise.
 
     Delta debugging (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE Transactions on
     Software Engineering 28, 2002): ever smaller chunks are left out; those that can be left out alone are left out
-    together if that holds too, else the one that costs least. All tests of a step are timed in turns, always against
-    the whole placement, so that small losses cannot add up unseen. Of many noisy tests the lucky ones are taken, so the
-    results must be timed again, together, before they are reported.
+    together if that holds too, else the one that costs least. All tests of a step are timed in turns with the whole
+    placement, so that small losses do not accumulate. As the best of many noisy tests are selected by chance, too, the
+    results must be timed again together before they are reported.
 
     Args:
-        order: The dimensions, least valuable first: chunks of useless ones are left out early.
+        order: The dimensions, least valuable first, so that early chunks consist of useless ones.
 
     Returns:
         The placements, the whole one first, and the number of placements built to find them.
     """
     kept, chunks, tests = list(order), min(8, len(order)), 0
-    found = [bench.whole]
+    steps = [bench.whole]
     while kept and tests < MAX_ELIMINATION_TESTS:
         parts = [part.tolist() for part in np.array_split(kept, chunks) if len(part)]
         tested = _test_removals(bench, kept, parts)
@@ -142,17 +142,17 @@ def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[li
         if free:
             best = min(free, key=lambda part: (-len(part), tested.get(str(part), 1.0)))
             kept = [index for index in kept if index not in set(best)]
-            found.append(without(bench.whole, [index for index in order if index not in set(kept)]))
+            steps.append(without(bench.whole, [index for index in order if index not in set(kept)]))
             chunks = min(max(2, chunks - 1), len(kept)) or 1
         elif chunks >= len(kept):
             break
         else:
             chunks = min(2 * chunks, len(kept))
-    return found, tests
+    return steps, tests
 
 
 def _test_removals(bench: AblationTimer, kept: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Return the latency ratio with each part left out too, by part; infinite if it failed."""
+    """Return the latency ratio after the removal of each part, by part; infinite if it failed."""
     gone = [index for index in quantized(bench.whole) if index not in set(kept)]
     placements = {str(part): without(bench.whole, [*gone, *part]) for part in parts}
     timed = bench.time(placements, f"fewest points, {len(kept)} left")
@@ -178,13 +178,13 @@ class AccuracyAblation:
         Limits are 95 %, by the paired bootstrap over images; NaN if the evaluator has no results of single images.
         """
         book = AccuracyStore(self.task.work, self.engines, self.observer)
-        flat = book.float_score(self.task.model_file)  # an evaluator may have to see the float model first
+        flat = book.float_score(self.task.model_file)  # some evaluators must be prepared with the float model
         found: dict[str, Interval] = {}
         with self.observer.work("accuracy without each pattern", len(others) + 1) as step:
-            own = self._score(book, whole, flat)
+            reference = self._score(book, whole, flat)
             step.advance()
             for name, placement in others.items():
-                drop = None if own is None else self._drop(self._score(book, placement, flat), own)
+                drop = None if reference is None else self._drop(self._score(book, placement, flat), reference)
                 found |= {} if drop is None else {name: drop}
                 step.advance()
         return found
@@ -192,11 +192,11 @@ class AccuracyAblation:
     def _score(self, book: AccuracyStore, placement: Placement, flat: Accuracy | Failed) -> Accuracy | None:
         candidate = self.task.candidate(placement)
         row = ExportedModel(id=candidate.digest, file="", sha256=candidate.digest, pairs=len(candidate.edges))
-        found = book.score_row(candidate, row) if candidate.edges else flat
-        if isinstance(found, Failed):
-            logger.warning("%s is not scored: %s: %s", candidate.digest, found.stage, found.reason)
+        score = book.score_row(candidate, row) if candidate.edges else flat
+        if isinstance(score, Failed):
+            logger.warning("%s is not scored: %s: %s", candidate.digest, score.stage, score.reason)
             return None
-        return found
+        return score
 
     def _drop(self, reference: Accuracy | None, own: Accuracy) -> Interval | None:
         if reference is None:

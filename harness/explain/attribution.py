@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -> tuple[AttributionReport, Path]:
-    """Measure the gain of each pattern and of the points of patterns that matter, and the fewest that keep it.
+    """Measure the gain of each pattern and of points of relevant patterns, and find the fewest points that keep it.
 
     Args:
         where: A row of the main table: its number, method, id, or TASK/METHOD.
@@ -83,7 +83,7 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
     spec = next((spec for spec in plan_tasks(experiment) if spec.name == task_results.name), None)
     if spec is None:
         raise UserError(f"{folder / 'experiment.yaml'}: has no task {task_results.name!r}")
-    ranges = (start for start in experiment.initial if start.params.get("ranges"))  # else the scales would differ
+    ranges = (start for start in experiment.initial if start.params.get("ranges"))  # otherwise the scales would differ
     bare = experiment.model_copy(update={"initial": (PluginSpec(use="float"), *ranges), "baselines": ()})
     with tempfile.TemporaryDirectory(prefix="qdq-explain-") as work:
         task = compose_task(bare, spec, Path(work), observer)
@@ -91,7 +91,7 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
         if (known := task_results.folder / SHAPES_FILE_NAME).exists():
             shutil.copy(known, work)
         task = task.with_benchmarkers({MAIN_BENCHMARKER: _recorded_backend(spec.backend, task_results)})
-        asked = _RowExplainer(
+        explainer = _RowExplainer(
             experiment=experiment,
             task=task,
             shapes=make_shape_set(task, Path(work), partial(open_engines, limits=experiment.limits), observer),
@@ -99,25 +99,25 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
             whole=Placement(row.choices),
             observer=observer,
         )
-        found = asked.explain(row.id, row.sha256, str(line["method"]))
-    return found, task_results.folder
+        report = explainer.explain(row.id, row.sha256, str(line["method"]))
+    return report, task_results.folder
 
 
 def _require_same_task(task: Task, results: TaskResults) -> None:
     space = hashlib.sha256(repr(task.space.dimensions).encode()).hexdigest()[:16]
-    for what, now, there in (
+    for what, current, recorded in (
         ("model", task.model.sha256, results.facts.get("model_sha256")),
         ("space of placements", space, results.facts.get("space")),
     ):
-        if there is not None and now != there:
+        if recorded is not None and current != recorded:
             raise UserError(
-                f"{results.folder}: the {what} has changed ({now[:12]}, was {str(there)[:12]}), so the row cannot be "
-                "explained: run the experiment again"
+                f"{results.folder}: the {what} has changed ({current[:12]}, was {str(recorded)[:12]}), so the row "
+                "cannot be explained: run the experiment again"
             )
 
 
 def _recorded_backend(use: PluginSpec, results: TaskResults) -> PluginSpec:
-    """Return the backend at the float precision that the row was compared at."""
+    """Return the backend with the float precision of the recorded baseline."""
     facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
     fastest = str(results.facts["backend"].get("float_precision"))
     pinned: Mapping[str, Any] = facts.get("float_params", {}).get(fastest, {})
@@ -126,7 +126,13 @@ def _recorded_backend(use: PluginSpec, results: TaskResults) -> PluginSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowExplainer:
-    """Set-up of the attribution of one row; the task has the backend of the row, `shapes` the shapes it is timed at."""
+    """Set-up of the attribution of one row.
+
+    Attributes:
+        task: Task with the backend of the row.
+        shapes: Shapes that the row is timed at; None: one.
+        whole: Placement of the row.
+    """
 
     experiment: Experiment
     task: Task
@@ -136,7 +142,7 @@ class _RowExplainer:
     observer: Observer
 
     def explain(self, row: str, sha256: str, method: str) -> AttributionReport:
-        """Measure everything; see `attribute_row`."""
+        """Measure and return the attribution; see `attribute_row`."""
         bench = self._ablation_timer()
         space, whole = self.task.space, self.whole
         flat = _speedup_over_float(bench)
@@ -256,7 +262,7 @@ class _RowExplainer:
     def _minimal_placement(
         self, bench: AblationTimer, patterns: Sequence[PartEffect], points: Sequence[PartEffect], flat: Interval
     ) -> MinimalPlacement:
-        """Return the fewest points that keep the gain when timed again together with all earlier steps.
+        """Return the placement with the fewest points that keeps the gain when all steps are timed again together.
 
         If the float model fails in that timing, its earlier latency ratio `flat` is used.
         """
@@ -270,7 +276,7 @@ class _RowExplainer:
         steps = {str(place): placement for place, placement in enumerate(trail)}
         timed = bench.time({**steps, "float": self.task.space.float_placement()}, "the fewest points")
         keeping = [(n, r) for n in steps if (r := timed[n].ratio) is not None and r.value <= 1 + bench.tolerance]
-        fewest, ratio = keeping[-1]  # at least the whole placement keeps its own gain
+        fewest, ratio = keeping[-1]  # never empty, as the whole placement is the first step
         placement, speedup = steps[fewest], _divide_intervals(timed["float"].ratio or flat, ratio)
         names = tuple(dimensions[index].name for index in quantized(placement))
         return MinimalPlacement(
@@ -279,11 +285,11 @@ class _RowExplainer:
 
     def _layers(self, placement: Placement, name: str) -> tuple[Any, ...]:
         backend = self.task.benchmarkers[MAIN_BENCHMARKER]
-        found = read_layers(backend, self.task.candidate(placement), self.task.work / f"layers-{name}")
-        if isinstance(found, Failed):
-            logger.warning("no layers: %s: %s", found.stage, found.reason)
+        layers = read_layers(backend, self.task.candidate(placement), self.task.work / f"layers-{name}")
+        if isinstance(layers, Failed):
+            logger.warning("no layers: %s: %s", layers.stage, layers.reason)
             return ()
-        return found
+        return layers
 
 
 def _sort_effects(effects: Iterable[PartEffect]) -> tuple[PartEffect, ...]:
@@ -312,5 +318,5 @@ def _ratio_of(first: AblationTiming, second: AblationTiming) -> Interval | None:
 
 
 def _divide_intervals(first: Interval, second: Interval) -> Interval:
-    """Return the quotient of two ratios with the widest limits that theirs allow."""
+    """Return the quotient of two ratios with the limits of interval arithmetic."""
     return Interval(value=first.value / second.value, low=first.low / second.high, high=first.high / second.low)

@@ -1,8 +1,8 @@
-"""Report on what a compiler made of a Q/DQ model: precision of each layer, pairs that take effect, added kernels.
+"""Report on a compiled Q/DQ model: precision of each layer, pairs with an effect, and added kernels.
 
-All of it is read from types of kernels. A pair takes effect if the kernel of its consumer reads the tensor quantized,
-or moves it and writes it quantized. A product in which only one operand is quantized is computed in float, and a pair
-whose QuantizeLinear and consumer became one kernel saves no memory traffic.
+The report is derived from the types of kernels. A pair takes effect if the kernel of its consumer reads the tensor
+quantized, or moves it and writes it quantized. A product in which only one operand is quantized is computed in float,
+and a pair whose QuantizeLinear and consumer became one kernel saves no memory traffic.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CompiledReport:
     """Report on a compiled model.
 
     Attributes:
-        layers: In the order of the file.
+        layers: Layers in the order of the file.
         edges: All quantized edges of the file.
     """
 
@@ -56,7 +56,7 @@ class CompiledReport:
 
     @property
     def fallbacks(self) -> tuple[CompiledLayer, ...]:
-        """Return the linear operators whose pairs are pure overhead."""
+        """Return the linear operators with quantized data and weight that are computed in float."""
         return tuple(layer for layer in self.layers if layer.is_fallback)
 
     @property
@@ -66,7 +66,7 @@ class CompiledReport:
 
     @property
     def added_kernels(self) -> tuple[Kernel, ...]:
-        """Return the kernels that no node of the file became: changes of layout or type."""
+        """Return the kernels without a node of the file, which change layout or type."""
         return tuple(kernel for kernel in self.compilation.kernels if not kernel.origin)
 
     def kernel_counts(self) -> Counter[str]:
@@ -88,12 +88,12 @@ class CompiledReport:
         counts = ", ".join(f"{count} {kind}" for kind, count in self.kernel_counts().most_common())
         asked = sum("float" not in layer.asked for layer in self.layers if layer.operator in LINEAR_OPS)
         low = sum(map(is_low_precision, self.precision.values()))
-        taken = len(self.edges) - len(self.idle_edges)
+        effective = len(self.edges) - len(self.idle_edges)
         return [
             f"{head}: built in {made.build_s:.1f} s; nothing was timed. {len(made.kernels)} kernels: {counts}",
             f"Linear operators: {len(self.precision)}; quantized in the file {asked}, in the kernels {low}",
-            f"Quantized edges: {len(self.edges)}; {taken} take effect"
-            + (f" ({taken / len(self.edges):.1%})" if self.edges else ""),
+            f"Quantized edges: {len(self.edges)}; {effective} take effect"
+            + (f" ({effective / len(self.edges):.1%})" if self.edges else ""),
             *(f"Warning of the compiler: {text}" for text in made.warnings),
             SCOPE_NOTE,
         ]
@@ -142,10 +142,11 @@ class CompiledReport:
 
 
 def explain_compilation(path: Path, compilation: Compilation) -> CompiledReport:
-    """Return what a compiler made of a file.
+    """Return the report on a compiled file.
 
     Args:
-        compilation: Its verdict; without kernels the report has no layers.
+        path: The Q/DQ file.
+        compilation: Verdict of the compiler; without kernels the report has no layers.
 
     Raises:
         UserError: The file is no ONNX model.
@@ -167,7 +168,7 @@ class EdgeEffect:
     """A quantized edge of the file.
 
     Attributes:
-        precision: The one that was asked for.
+        precision: Precision of the pair in the file.
         effect: "taken", "float" (the kernel reads it in float), "inside", or "unknown" (no kernel names the consumer).
         kernel: Kernel of the consumer; "" if none names it.
     """
@@ -185,8 +186,8 @@ class CompiledLayer:
     """An operator of the file that is linear or reads quantized tensors.
 
     Attributes:
-        asked: Precisions of its inputs, "float" without a pair; of a linear operator data and weight.
-        compiled: Precision that its kernel computes in; "" if no kernel names it.
+        asked: Precisions of its inputs in the file (data and weight of a linear operator); "float" without a pair.
+        compiled: Precision of its kernel; "" if no kernel names the operator.
     """
 
     name: str
@@ -204,7 +205,7 @@ class CompiledLayer:
 
 
 class KernelReader:
-    """Kernels of a file by the nodes that became them."""
+    """Reader of the layers and edges of a file from its kernels."""
 
     def __init__(self, graph: QDQGraph, kernels: Sequence[Kernel]) -> None:
         self._graph, self._kernels = graph, kernels
@@ -260,9 +261,9 @@ class KernelReader:
 
     def _main_kernels(self, node: Any) -> list[Kernel]:
         """Return the kernels of a node; of a linear operator those that compute the product, if any is known."""
-        found = self._by_node.get(node_name(node), [])
-        products = [kernel for kernel in found if kernel.kind not in GENERATED_KINDS]
-        return products or found if node.op_type in LINEAR_OPS else found
+        kernels = self._by_node.get(node_name(node), [])
+        products = [kernel for kernel in kernels if kernel.kind not in GENERATED_KINDS]
+        return products or kernels if node.op_type in LINEAR_OPS else kernels
 
     def _effect(self, node: Any, slot: int, kernels: Sequence[Kernel]) -> str:
         if node.op_type in LINEAR_OPS:
@@ -287,7 +288,7 @@ class KernelReader:
         return "float" if kernels else "unknown"
 
     def _is_read_quantized(self, node: Any) -> bool:
-        """Return whether a kernel behind a node that became none reads quantized values."""
+        """Return whether a kernel after a node without a kernel reads quantized values."""
         for reader in (reader for name in node.output for reader in self._graph.readers.get(name, ())):
             kernels, count = self._main_kernels(reader), len({*reader.input[:2]})
             linear = reader.op_type in LINEAR_OPS

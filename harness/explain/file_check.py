@@ -1,4 +1,4 @@
-"""Check of a Q/DQ file before an engine is built: our rules, and the compiler where it is installed."""
+"""Check of a Q/DQ file before an engine is built: rules of the dialect, and the compiler if it is installed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class FileVerdict:
     Attributes:
         dialect: Dialect whose rules were applied.
         target: Compute capability, as a key of `TARGETS`.
-        compilation: Verdict of the compiler; None if it was not asked.
-        reason: Why it was not asked; "" if it was.
+        problems: Violations of the rules.
+        compilation: Verdict of the compiler; None if it did not run.
+        reason: Why the compiler did not run; "" if it did.
     """
 
     dialect: str
@@ -93,10 +94,10 @@ def check_file(
 
 
 def hand_over_lines(path: Path, command: str, shapes: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """Yield what the compiler made of a file, if it is installed, and the command that builds an engine elsewhere.
+    """Yield the compiler's report on a file, if it is installed, and the command that builds an engine elsewhere.
 
     Args:
-        command: Builds the engine on a machine with a GPU.
+        command: Command that builds the engine on a machine with a GPU.
         shapes: Static shapes of dynamic inputs.
     """
     try:

@@ -1,4 +1,4 @@
-"""Fusion of a model: operators that run quantized, pairs that stayed alone, layers that were added, and reasons."""
+"""Fusion of a model: operators that run quantized, Q/DQ nodes that were not fused, added layers, and the reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FusionFinding:
         what: "float" (a linear operator that should run quantized), "pair" (a Q or DQ that runs by itself), "reformat"
             (a layer that only changes layout or type).
         name: Name of the model's node, or of the layer if no node became it.
-        reason: Reason, as far as model and engine show it.
+        reason: Probable reason, inferred from model and engine.
         time_ms: Time of its layer; None if it was not measured.
     """
 
@@ -35,11 +35,11 @@ class FusionReport:
     Attributes:
         runtime: Name, version and options of the runtime.
         layers: Layers of the engine, in order.
-        fused: Number of Q and DQ of the file that each layer absorbed, by the layer's name, if any.
-        precision: Precision of the layer that each linear operator runs in, by the operator's name; "" if unknown.
+        fused: Number of Q and DQ nodes of the file that a layer absorbed, by name of the layer.
+        precision: Precision of the layer that computes a linear operator, by name of the operator; "" if unknown.
         asked: Number of linear operators whose data and weight are quantized in the file.
         findings: Deviations, the slowest first.
-        whole_ms: Median time of an inference of the profiled engine.
+        whole_ms: Median time of one inference of the profiled engine in ms.
     """
 
     runtime: str
@@ -59,13 +59,13 @@ class FusionReport:
 def explain_layers(
     layers: Sequence[Layer], asked: QDQGraph, *, runtime: str, quantize_outputs: bool, whole_ms: float
 ) -> FusionReport:
-    """Return which operators of a file run quantized in an engine, and the deviations with their reasons.
+    """Return the report on the operators of a file in an engine, with deviations and their reasons.
 
     Args:
         asked: Q/DQ structure of the file.
         runtime: Name, version and options, as text.
-        quantize_outputs: True if the runtime's dialect fuses a linear operator only if its output is quantized.
-        whole_ms: Median time of one inference.
+        quantize_outputs: Whether the runtime fuses a linear operator only if its output is quantized.
+        whole_ms: Median time of one inference in ms.
     """
     layer_of = _layer_of_operator(layers, asked)
     precision = {name: layer_of[name].precision if name in layer_of else "" for name in asked.linear}
@@ -103,30 +103,32 @@ def _fused_pair_counts(layers: Sequence[Layer], asked: QDQGraph) -> dict[str, in
 
 
 def _layer_of_operator(layers: Sequence[Layer], asked: QDQGraph) -> dict[str, Layer]:
-    """Return the layer that each linear operator runs in; of several, one that computes."""
-    found: dict[str, Layer] = {}
+    """Return the layer of each linear operator by name; if several name it, one that computes."""
+    layer_of: dict[str, Layer] = {}
     for layer in layers:
         computes = classify_layer(layer, asked.pairs, asked.operators) == "compute"
         for origin in (*layer.origin, layer.name):
             name = _original_node(origin, asked) if computes else origin
-            if name in asked.linear and (computes or name not in found):
-                found[name] = layer
-    return found | _match_renamed_layers([layer for layer in layers if layer not in found.values()], asked, found)
+            if name in asked.linear and (computes or name not in layer_of):
+                layer_of[name] = layer
+    return layer_of | _match_renamed_layers(
+        [layer for layer in layers if layer not in layer_of.values()], asked, layer_of
+    )
 
 
-def _match_renamed_layers(layers: Sequence[Layer], asked: QDQGraph, found: Mapping[str, Layer]) -> dict[str, Layer]:
-    """Return the layers of linear operators that no layer names, by the names of nodes folded into them."""
-    homes: dict[str, Layer] = {}
+def _match_renamed_layers(layers: Sequence[Layer], asked: QDQGraph, matched: Mapping[str, Layer]) -> dict[str, Layer]:
+    """Return the layers of linear operators that no layer names, found by names of nodes folded into the operators."""
+    renamed: dict[str, Layer] = {}
     before = -1
-    while len(homes) > before:  # a match may leave a single candidate for another layer
-        before = len(homes)
+    while len(renamed) > before:  # a match may leave a single candidate for another layer
+        before = len(renamed)
         for layer in layers:
             named = [name for origin in (*layer.origin, layer.name) for name in asked.folded_into.get(origin, ())]
-            lost = [name for name in dict.fromkeys(named) if name not in found and name not in homes]
+            unmatched = [name for name in dict.fromkeys(named) if name not in matched and name not in renamed]
             computes = classify_layer(layer, asked.pairs, asked.operators) == "compute"
-            if computes and len(lost) == 1 and layer not in homes.values():  # two candidates are ambiguous
-                homes[lost[0]] = layer
-    return homes
+            if computes and len(unmatched) == 1 and layer not in renamed.values():  # two candidates are ambiguous
+                renamed[unmatched[0]] = layer
+    return renamed
 
 
 def _original_node(origin: str, asked: QDQGraph) -> str:
@@ -138,7 +140,7 @@ def _original_node(origin: str, asked: QDQGraph) -> str:
 
 
 def _float_reason(name: str, asked: QDQGraph, quantize_outputs: bool, precision: dict[str, str]) -> str:
-    """Return why a linear operator does not run quantized, by the most reliable sign."""
+    """Return the most reliable reason why a linear operator does not run quantized."""
     data, weight = asked.linear[name]
     if data is None or weight is None:
         return f"only its {'weight' if data is None else 'data'} is quantized in the file"
@@ -147,8 +149,8 @@ def _float_reason(name: str, asked: QDQGraph, quantize_outputs: bool, precision:
             return f"{pair}: {text}"
     behind = asked.linear_readers.get(name, ())
     if quantize_outputs and QUANTIZE not in behind:
-        shown = ", ".join(dict.fromkeys(behind)) or "the model's output"
-        return f"its output is not quantized (read by {shown}), and this runtime fuses only where it is"
+        readers = ", ".join(dict.fromkeys(behind)) or "the model's output"
+        return f"its output is not quantized (read by {readers}), and this runtime fuses only where it is"
     operator = asked.operators[name]
     alike = [
         other for other, op in asked.operators.items() if op == operator and is_low_precision(precision.get(other, ""))
@@ -159,22 +161,22 @@ def _float_reason(name: str, asked: QDQGraph, quantize_outputs: bool, precision:
 
 
 def _unfused_pairs(layers: Sequence[Layer], asked: QDQGraph, precision: dict[str, str]) -> list[FusionFinding]:
-    found = []
+    findings = []
     for layer in layers:
         kind = classify_layer(layer, asked.pairs, asked.operators)
         if kind == "qdq":
             name = next((origin for origin in (*layer.origin, layer.name) if origin in asked.pairs), layer.name)
             reason = _unfused_reason(name, asked, precision)
             if reason:
-                found.append(FusionFinding(what="pair", name=name, reason=reason, time_ms=layer.time_ms))
+                findings.append(FusionFinding(what="pair", name=name, reason=reason, time_ms=layer.time_ms))
         elif kind == "reformat":
             reason = f"{layer.kind} added by the runtime"
-            found.append(FusionFinding(what="reformat", name=layer.name, reason=reason, time_ms=layer.time_ms))
-    return found
+            findings.append(FusionFinding(what="reformat", name=layer.name, reason=reason, time_ms=layer.time_ms))
+    return findings
 
 
 def _unfused_reason(name: str, asked: QDQGraph, precision: dict[str, str]) -> str:
-    """Return why a Q or DQ runs by itself, or ""."""
+    """Return the reason why a Q or DQ node runs as a separate layer, or ""."""
     if name in asked.unfusable_reasons:
         return asked.unfusable_reasons[name]
     if name not in asked.pair_neighbours:
@@ -185,8 +187,8 @@ def _unfused_reason(name: str, asked: QDQGraph, precision: dict[str, str]) -> st
         return f"{in_float[0]} behind it runs in {precision[in_float[0]]}"
     if source.startswith("input "):
         return f"{source} is float, so a layer of its own quantizes it"
-    others = [user for user in users if not precision.get(user)]
-    if others:
-        operators = ", ".join(dict.fromkeys(asked.operators.get(user, user) for user in others))
+    unknown = [user for user in users if not precision.get(user)]
+    if unknown:
+        operators = ", ".join(dict.fromkeys(asked.operators.get(user, user) for user in unknown))
         return f"no quantized kernel includes it; it is read by {operators}"
     return f"behind {source}, whose kernel does not write a quantized output"

@@ -1,4 +1,4 @@
-"""Layers of a built engine: kind, time over inferences without a disturbance, and fusion of each quantized edge."""
+"""Layers of a built engine: kinds, times without disturbances, and fusion of quantized edges."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def is_low_precision(precision: str) -> bool:
 def classify_layer(layer: Layer, pairs: Collection[str], nodes: Collection[str]) -> Kind:
     """Return the kind of a layer.
 
-    A layer that only Q/DQ nodes became is a remaining pair, whatever its name: OpenVINO uses a "Subgraph", TensorRT a
-    "Scale". The runtime added a layer that no node of the model became.
+    A layer whose origin consists of Q/DQ nodes alone is an unfused pair, whatever its type ("Subgraph" in OpenVINO,
+    "Scale" in TensorRT). A layer without a node of the model was added by the runtime.
 
     Args:
         pairs: Names of the model's Q/DQ nodes.
@@ -75,7 +75,7 @@ class LayerTimings:
 
     Attributes:
         layers: Layers with mean times.
-        readings_ms: Latencies of the inferences that the means are of.
+        readings_ms: Latencies of the averaged inferences.
     """
 
     layers: tuple[Layer, ...]
@@ -88,15 +88,15 @@ class LayerTimings:
 
     @property
     def stretch(self) -> float:
-        """Return mean over median time, which exceeds 1 by the share of pauses in the means."""
+        """Return mean over median time; the excess over 1 is the share of interruptions in the means."""
         return statistics.fmean(self.readings_ms) / self.whole_ms
 
 
 def time_layers(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int) -> LayerTimings:
     """Build a candidate in this process, run it, and return the time of each layer.
 
-    Runtimes report means, so a pause of one inference adds to the layer that it interrupts. An engine whose mean is a
-    tenth above its median is therefore built and timed again, up to three times, and the one with the least pauses is
+    Runtimes report means, in which an interruption adds to the layer that it falls in. An engine whose mean is 10 %
+    above its median is therefore built and timed again, up to three times; the times with the least `stretch` are
     returned.
 
     Raises:
@@ -155,7 +155,7 @@ def _time_layers(backend: PluginSpec, path: Path, workdir: Path, runs: int) -> t
 
 
 def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[EdgeFusion]:
-    """Yield for each quantized edge if it was fused into its consumer, by the precision of the consumer's layer.
+    """Yield the fusion state of each quantized edge, from the precision of its consumer's layer.
 
     Args:
         layers: Layers of the quantized engine; those without an origin are ignored.

@@ -61,7 +61,7 @@ def choose_backend(file: Path, use: str | None, params: Mapping[str, Any]) -> Pl
     Raises:
         UserError: The record is damaged.
     """
-    name, known, folder = None, dict[str, Any](), file.absolute().parent
+    name, recorded, folder = None, dict[str, Any](), file.absolute().parent
     for record, key in ((folder / FACTS_FILE, "runtime"), (folder.parent / "task.json", "backend")):
         if name is None and record.is_file():
             try:
@@ -69,9 +69,9 @@ def choose_backend(file: Path, use: str | None, params: Mapping[str, Any]) -> Pl
                 name, options = str(runtime["name"]), dict(runtime["options"])
             except (LookupError, TypeError, ValueError) as error:
                 raise UserError(f"{record}: {key}: needs the keys name and options ({error!r})") from error
-            known = {option: options[option] for option in RECORDED_OPTIONS if option in options}
+            recorded = {option: options[option] for option in RECORDED_OPTIONS if option in options}
     use = use or name or DEFAULT_BACKEND
-    return PluginSpec(use=use, params={**(known if use == name else {}), **params})
+    return PluginSpec(use=use, params={**(recorded if use == name else {}), **params})
 
 
 def explain_model(
@@ -167,10 +167,10 @@ def report_lines(found: FusionReport, top: int) -> Iterator[str]:
         top: Maximum length of a list.
     """
     counts = Counter(found.precision.values())
-    shown = ", ".join(f"{count} {kind or 'of unnamed precision'}" for kind, count in counts.most_common())
+    text = ", ".join(f"{count} {kind or 'of unnamed precision'}" for kind, count in counts.most_common())
     yield f"{found.runtime}: {len(found.layers)} layers, {found.whole_ms:.3f} ms an inference while profiled"
     yield f"Linear operators: {len(found.precision)}; quantized in the file {found.asked}, in the engine {found.low}"
-    yield f"  they run in: {shown}"
+    yield f"  they run in: {text}"
     for what, title in FINDING_TITLES.items():
         entries = [finding for finding in found.findings if finding.what == what]
         total = sum(finding.time_ms or 0.0 for finding in entries)
@@ -183,8 +183,8 @@ def report_lines(found: FusionReport, top: int) -> Iterator[str]:
     yield f"Where the time goes ({sum(layer.time_ms or 0.0 for layer in timed):.3f} ms in all layers):"
     for layer in timed[:top]:
         mark = "*" if is_low_precision(layer.precision) else " "
-        taken = f" (+{found.fused[layer.name]} Q/DQ)" if layer.name in found.fused else ""
-        yield f"  {_format_ms(layer.time_ms)} {mark} {layer.kind} {layer.precision} {layer.name}{taken}"
+        suffix = f" (+{found.fused[layer.name]} Q/DQ)" if layer.name in found.fused else ""
+        yield f"  {_format_ms(layer.time_ms)} {mark} {layer.kind} {layer.precision} {layer.name}{suffix}"
 
 
 def change_lines(

@@ -25,7 +25,7 @@ ATTRIBUTION_LEGEND = (
     "microseconds; costs: what the whole placement loses in accuracy against itself without the part [95 % over "
     "images]; alone: speed over float with nothing else quantized."
 )
-MAX_PRINTED_ROWS = 15  # of a table on the terminal; the file has all
+MAX_PRINTED_ROWS = 15  # of each printed table; the written file has all rows
 
 
 def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer) -> tuple[Path, list[str]]:
@@ -46,8 +46,8 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
     with explain_write_errors(folder / "report"):
         drawn = list(draw_attribution(task.name, found, folder / "report"))
     pictures = ", ".join(str(picture.path) for picture in drawn)
-    shown = f"pictures: {pictures}; qdq report {folder} puts them on the page" if drawn else "there is nothing to draw"
-    return path, [*lines, "", f"Saved in {path}; {shown}."]
+    text = f"pictures: {pictures}; qdq report {folder} puts them on the page" if drawn else "there is nothing to draw"
+    return path, [*lines, "", f"Saved in {path}; {text}."]
 
 
 def attribution_lines(found: AttributionReport) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _effect_row(effect: PartEffect, found: AttributionReport, kind: str) -> dict
 
 
 def _format_slowdown(ratio: Interval | None, reason: str) -> str:
-    """Return the slowdown without a part, or why there is none."""
+    """Return the slowdown without a part as text, or the reason why it is unknown."""
     if ratio is None:
         return reason or "not measured"
     value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
@@ -130,16 +130,16 @@ def _effect_verdict(ratio: Interval | None, noise_floor: float) -> str:
 
 
 def _minimal_lines(found: AttributionReport) -> Iterator[str]:
-    kept = found.minimal
-    if kept is None:
+    minimal = found.minimal
+    if minimal is None:
         yield "There is no gain beyond the noise to keep."
         return
     yield (
-        f"{kept.pairs} of {found.pairs} pairs ({len(kept.points)} insertion points) keep it: "
-        f"{_format_ratio(kept.speedup)} times the speed of float, {_format_slowdown(kept.ratio, '')} time against all "
-        f"pairs; {kept.tests} placements were tried."
+        f"{minimal.pairs} of {found.pairs} pairs ({len(minimal.points)} insertion points) keep it: "
+        f"{_format_ratio(minimal.speedup)} times the speed of float, {_format_slowdown(minimal.ratio, '')} time "
+        f"against all pairs; {minimal.tests} placements were tried."
     )
-    yield from (f"- {name}" for name in kept.points)
+    yield from (f"- {name}" for name in minimal.points)
 
 
 def _fusion_lines(fates: Sequence[EdgeFusion]) -> Iterator[str]:
