@@ -1,6 +1,6 @@
-"""Adapter that runs an external searcher as a searcher: its k-th model is the placement (k,) of a space of its own.
+"""Adapter that runs an external searcher as a searcher: its k-th model is the placement (k,) of a separate space.
 
-Journal, budget and trials are those of searchers, and a graph that it brings twice is measured once.
+Journal, budget and trials are those of other searchers; a model that is proposed twice is measured once.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from search.api import Failure, Observation, Score
 from search.space import Dimension, Placement, Resolved, Space
 
 BROKEN_MODEL_DIGEST = "0" * 16
-"""Digest of the model that a broken external searcher did not bring."""
+"""Digest of the candidate that stands for the failure of an external searcher."""
 
 
 @dataclass(frozen=True)
 class ModelSequenceSpace(Space):
-    """Models numbered in the order in which they were brought; nothing is known of them but their files.
+    """Space of models numbered in the order of their proposal, of which only the files are known.
 
     Attributes:
-        found: Digest of each model: the first 16 hexadecimal digits of its file's SHA-256.
+        digests: Digest of each model: the first 16 hexadecimal digits of its file's SHA-256.
     """
 
     dimensions: tuple[Dimension, ...] = ()
-    found: list[str] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
 
     def add(self, digest: str) -> Placement:
-        """Return the placement of one more model, its number in the sequence."""
-        self.found.append(digest)
-        return Placement((len(self.found) - 1,))
+        """Append a model and return its placement, the number of the model."""
+        self.digests.append(digest)
+        return Placement((len(self.digests) - 1,))
 
     def validate(self, placement: Placement) -> Placement:
         """Return the placement unchanged.
@@ -47,8 +47,8 @@ class ModelSequenceSpace(Space):
         Raises:
             ValueError: No model has this number.
         """
-        if len(placement.choices) != 1 or not 0 <= placement.choices[0] < len(self.found):
-            raise ValueError(f"{len(self.found)} models were delivered, and none is number {placement.choices}")
+        if len(placement.choices) != 1 or not 0 <= placement.choices[0] < len(self.digests):
+            raise ValueError(f"{len(self.digests)} models were delivered, and none is number {placement.choices}")
         return placement
 
     def resolve(self, placement: Placement) -> Resolved:
@@ -56,8 +56,8 @@ class ModelSequenceSpace(Space):
         return ()
 
     def digest(self, placement: Placement) -> str:
-        """Return the identity of the model's file."""
-        return self.found[placement.choices[0]]
+        """Return the digest of the model's file."""
+        return self.digests[placement.choices[0]]
 
 
 def external_model_path(folder: Path, digest: str) -> Path:
@@ -66,17 +66,18 @@ def external_model_path(folder: Path, digest: str) -> Path:
 
 
 class ExternalSearcherAdapter:
-    """Ask an external searcher for one model at a time; a context manager that owns it.
+    """Searcher that asks an external searcher for one model at a time; as a context manager it closes it.
 
-    An external searcher that fails gives one more candidate, whose build fails with the reason, and then nothing: so
-    the reason is in the journal, and the other methods of the table continue.
+    If the external searcher fails, the adapter proposes one last candidate whose build fails with the reason. The
+    journal thus contains the reason, and other methods of the task continue.
 
     Args:
-        make: Calls the external searcher's factory; it is made and entered when it is first asked.
-        folder: Takes the models that may still be needed.
+        make: Function that creates the external searcher; called and entered at the first `ask`.
+        folder: Folder of the models that may still be needed.
         keep: Number of best models to keep; others are deleted once their result is reported.
 
     Attributes:
+        space: Space of the proposed models.
         left: Failure of the external searcher on closing, or None.
     """
 
@@ -99,8 +100,8 @@ class ExternalSearcherAdapter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        left = as_outcome("search", self._opened.close)
-        self.left = left if isinstance(left, Failed) else None
+        outcome = as_outcome("search", self._opened.close)
+        self.left = outcome if isinstance(outcome, Failed) else None
 
     def ask(self, n: int) -> Sequence[Placement]:
         if not n or self._waiting or self._over:
@@ -122,7 +123,7 @@ class ExternalSearcherAdapter:
 
     def tell(self, observation: Observation) -> None:
         if not self._waiting or self._external is None:
-            return  # of the model that a broken external searcher did not bring
+            return  # the observation is of the candidate that stands for a failure
         self._waiting = False
         outcome = observation.outcome
         if isinstance(outcome, Score):
@@ -130,7 +131,7 @@ class ExternalSearcherAdapter:
         best = sorted(self._scores, key=lambda digest: self._scores[digest].rank)[: self._keep]
         if observation.digest in best:
             self._once_best.add(observation.digest)
-        elif observation.digest not in self._once_best:  # one that led at a smaller budget may come a second time
+        elif observation.digest not in self._once_best:  # a model that was among the best before may be proposed again
             shutil.rmtree(external_model_path(self._folder, observation.digest).parent, ignore_errors=True)
         self._external.tell(None if isinstance(outcome, Failure) else outcome.objective)
 

@@ -27,17 +27,17 @@ _BOOT = (
 class ModelOptAutotune:
     """Run NVIDIA ModelOpt's own ONNX autotuner, in its regions, points, mutations and Q/DQ form.
 
-    `ask` returns every model that ModelOpt wants to time, its baseline and final model included; `tell` answers its
-    benchmark. No part of its search is reimplemented. All its Q/DQ pairs have the scale 0.1 (user guide "Autotune
-    (ONNX)"), so its models have a latency but no accuracy.
+    `ask` returns each model that ModelOpt times, including its baseline and final model; `tell` returns the latency to
+    ModelOpt. No part of its search is reimplemented. All its Q/DQ pairs have the scale 0.1 (user guide "Autotune
+    (ONNX)"), so its models have a latency but no useful accuracy.
 
     Args:
         task: See `ExternalSearchTask`.
-        schemes_per_region: Schemes that it tries for each pattern, its flag of this name. Its workflow's default, 30,
-            is that of its mode "quick"; 50 is its command's default.
-        qdq_baseline: Its flag of this name: the Q/DQ model whose placement it starts from ("modelopt_ptq", or a file);
+        schemes_per_region: Number of schemes for each pattern, ModelOpt's flag of this name. The default is that of
+            its workflow and of mode "quick"; the default of its command is 50.
+        qdq_baseline: Q/DQ model that the search starts from ("modelopt_ptq", or a file), ModelOpt's flag of this name;
             None: the cold start.
-        limit_s: Longest time that it may take from one model to the next.
+        limit_s: Time limit in seconds from one model to the next.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class ModelOptAutotune:
         shutil.rmtree(folder, ignore_errors=True)  # ModelOpt would resume from the state of an earlier search
         folder.mkdir(parents=True)
         (folder / "request.json").write_text(json.dumps(self._request()), encoding="utf-8")
-        ours, theirs = socket.socketpair()
+        connection, child_end = socket.socketpair()
         self._log = folder / "autotune.log"
-        with theirs, self._log.open("wb") as log:
+        with child_end, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, str(_CHILD), "request.json", str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _BOOT, str(_CHILD), "request.json", str(child_end.fileno())],
                 cwd=folder, env=os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)},
                 stdin=subprocess.PIPE,  # never written to: see `die_with_parent`
-                stdout=log, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()], start_new_session=True,
+                stdout=log, stderr=subprocess.STDOUT, pass_fds=[child_end.fileno()], start_new_session=True,
             )  # fmt: skip
-        ours.settimeout(self._limit_s)
-        with ours:  # the file keeps it open
-            self._connection = ours.makefile("rw", encoding="utf-8", newline="\n")
+        connection.settimeout(self._limit_s)
+        with connection:  # the file keeps it open
+            self._connection = connection.makefile("rw", encoding="utf-8", newline="\n")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,10 +88,10 @@ class ModelOptAutotune:
             self._process.stdin.close()
 
     def ask(self) -> Path | None:
-        """Return the next model that ModelOpt wants to time, or None once its workflow has ended.
+        """Return the next model to time, or None once ModelOpt's workflow has ended.
 
         Raises:
-            BuildFailed: It failed, with its own message, or took too long.
+            BuildFailed: ModelOpt failed (the message is its own) or exceeded `limit_s`.
         """
         try:
             line = self._connection.readline()
@@ -105,8 +105,8 @@ class ModelOptAutotune:
         return None if message.get("through") else self._task.workdir / message["model"]
 
     def tell(self, latency_ms: float | None) -> None:
-        """Answer ModelOpt's benchmark; a failure is reported as its infinity."""
-        with suppress(OSError):  # a child that is gone shows in `ask`
+        """Send the latency of the last model to ModelOpt; None (a failure) becomes infinity there."""
+        with suppress(OSError):  # `ask` reports a child process that has ended
             self._connection.write(json.dumps({"latency_ms": latency_ms}) + "\n")
             self._connection.flush()
 
@@ -121,5 +121,5 @@ class ModelOptAutotune:
 
     def _stderr_tail(self) -> str:
         status = self._process.wait()
-        said = self._log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:500]
-        return f"ended with status {status}; its last output: {said or 'none'}"
+        last_line = self._log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2][:500]
+        return f"ended with status {status}; its last output: {last_line or 'none'}"

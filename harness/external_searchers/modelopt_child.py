@@ -1,8 +1,7 @@
 """Program of the child process of `harness.external_searchers.modelopt`: ModelOpt's workflow.
 
-A process of its own, because the workflow keeps control from its first model to its last, draws from the global random
-state, holds its benchmark in a module's global, and goes through Python sets of strings, so that only a fixed
-PYTHONHASHSEED gives the same files twice.
+It runs in a separate process for three reasons: the workflow does not return between models; it uses the global random
+state and a global benchmark; and it iterates over sets of strings, so only a fixed PYTHONHASHSEED makes it repeatable.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from harness.graph.io.files import copy_model
 
 
 class _Benchmark:
-    """In the place of ModelOpt's `Benchmark`: hands each model over and waits for its latency."""
+    """Replacement of ModelOpt's `Benchmark` that sends each model to the driver and waits for its latency."""
 
     def __init__(self, connection: TextIO) -> None:
         self._connection = connection
