@@ -58,16 +58,19 @@ def agreement_report(
             step.advance()
             scored.append(_score(engines, task.candidate(placement), evaluators))
         step.advance()
-    found = [scores for scores in scored if scores]
+    usable = [scores for scores in scored if scores]
     metric = next(iter(reference), "")
     write_json(
-        folder / "agreement.json", {"schema": SCHEMA_VERSION, "metric": metric, "float": reference, "placements": found}
+        folder / "agreement.json",
+        {"schema": SCHEMA_VERSION, "metric": metric, "float": reference, "placements": usable},
     )
-    if len(found) < 3:
-        raise UserError(f"only {len(found)} placements could be scored: a rank correlation needs three")
-    rows = [_row(name, metric, found, reference) for name in (AGREEMENT, FIDELITY)]
-    note = f"{task.spec.name}: {len(found)} random placements; {metric} of float {reference[metric]:.4f}, of the worst "
-    return COLUMN_NAMES, rows, [f"{note}{min(scores[metric] for scores in found):.4f}"]
+    if len(usable) < 3:
+        raise UserError(f"only {len(usable)} placements could be scored: a rank correlation needs three")
+    rows = [_row(name, metric, usable, reference) for name in (AGREEMENT, FIDELITY)]
+    note = (
+        f"{task.spec.name}: {len(usable)} random placements; {metric} of float {reference[metric]:.4f}, of the worst "
+    )
+    return COLUMN_NAMES, rows, [f"{note}{min(scores[metric] for scores in usable):.4f}"]
 
 
 def _evaluators(study: StudyTask, task: Task, samples: int) -> dict[str, PluginSpec]:
@@ -85,12 +88,12 @@ def _evaluators(study: StudyTask, task: Task, samples: int) -> dict[str, PluginS
         AGREEMENT: PluginSpec(use="agreement", params={"data": data, **shared}),
         FIDELITY: PluginSpec(use="fidelity", params=unlabelled | {"samples": FIDELITY_SAMPLES, "sqnr_only": True}),
     }
-    made = {}
+    evaluators = {}
     for name, spec in specs.items():
         model = study.spec.model.model_copy(update={"evaluator": spec})
         if (complete := evaluator_spec(model, task.model, task.work / name)) is not None:
-            made[name] = complete
-    return made
+            evaluators[name] = complete
+    return evaluators
 
 
 def random_placements(space: Space, count: int) -> list[Placement]:
@@ -111,10 +114,10 @@ def _score(
     try:
         for name in evaluators:
             failed = engines.prepare(built.handle, name) if prepare else None
-            found = failed or engines.evaluate(built.handle, name)
-            if not isinstance(found, Accuracy):
+            score = failed or engines.evaluate(built.handle, name)
+            if not isinstance(score, Accuracy):
                 return {}
-            figures |= found.metrics if name != MAIN_BENCHMARKER else dict([next(iter(found.metrics.items()))])
+            figures |= score.metrics if name != MAIN_BENCHMARKER else dict([next(iter(score.metrics.items()))])
     finally:
         engines.release(built.handle)
     return figures

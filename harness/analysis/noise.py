@@ -31,7 +31,7 @@ from harness.statistics import Interval
 from harness.timing.workers.engines import Engines
 
 Floats = npt.NDArray[np.float64]
-TARGET_HALF_WIDTH = 0.01  # of the interval that `processes_needed` refers to
+TARGET_HALF_WIDTH = 0.01  # relative; `processes_needed` is the number of processes that reach it
 NORMAL_QUANTILE_95 = 1.96
 TAIL = (1 - 0.95) / 2  # of the intervals
 READINGS_PER_TURN = 3
@@ -233,7 +233,7 @@ class _MeanSquare:
 
 
 def _variance_from_one_square(square: _MeanSquare) -> Interval:
-    """Return the variance of a mean square with a chi-squared interval (F with infinite denominator)."""
+    """Return a mean square as a variance, with its chi-squared interval (F with an infinite denominator)."""
     return Interval(
         value=square.mean,
         low=square.mean / _upper_f_quantile(TAIL, square.degrees_of_freedom, math.inf),

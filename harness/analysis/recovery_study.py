@@ -76,8 +76,8 @@ class RecoveryRequest:
         product = itertools.product(
             self.methods or (own.activations,), self.weights or (own.weights,), self.depthwise or (own.depthwise,)
         )
-        asked = [replace(own, activations=a, weights=w, depthwise=d) for a, w, d in product]
-        return list(dict.fromkeys([own, *asked]))
+        combinations = [replace(own, activations=a, weights=w, depthwise=d) for a, w, d in product]
+        return list(dict.fromkeys([own, *combinations]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,16 +211,16 @@ def _resolve(task: Task, request: RecoveryRequest, feeds: CalibrationBatches, ob
     space = task.space
     if request.placement in PLACEMENT_NAMES:
         roles = PLACEMENT_NAMES[request.placement]
-        found = space.resolve(space.quantize_roles(roles) if roles else space.quantize_all())
+        resolved = space.resolve(space.quantize_roles(roles) if roles else space.quantize_all())
     else:
         file = _tool_file(task, request.placement, feeds, observer)
-        found = space.resolve(space.nearest(import_placement(file, task.model)))
-    names = {edge.consumer for edge, _ in found}
+        resolved = space.resolve(space.nearest(import_placement(file, task.model)))
+    names = {edge.consumer for edge, _ in resolved}
     for pattern in request.float_nodes:
         if not fnmatch.filter(names, pattern):
             raise UserError(f"--float-node {pattern}: no quantized node has such a name")
     left_out = {name for pattern in request.float_nodes for name in fnmatch.filter(names, pattern)}
-    return tuple((edge, precision) for edge, precision in found if edge.consumer not in left_out)
+    return tuple((edge, precision) for edge, precision in resolved if edge.consumer not in left_out)
 
 
 def _tool_file(task: Task, placement: str, feeds: CalibrationBatches, observer: Observer) -> Path:
@@ -231,8 +231,8 @@ def _tool_file(task: Task, placement: str, feeds: CalibrationBatches, observer: 
     """
     if placement not in TOOLS:
         if not Path(placement).is_file():
-            known = ", ".join((*PLACEMENT_NAMES, *TOOLS))
-            raise UserError(f"--placement {placement}: no such file, and none of {known}")
+            names = ", ".join((*PLACEMENT_NAMES, *TOOLS))
+            raise UserError(f"--placement {placement}: no such file, and none of {names}")
         return Path(placement)
     options = feeds.ptq_options(task.dialect, task.spec.precisions[0])
     request = QuantizationRequest(
@@ -242,10 +242,10 @@ def _tool_file(task: Task, placement: str, feeds: CalibrationBatches, observer: 
         data_key=repr(feeds.cache_key),
         options=options,
     )
-    made = run_external_tool(placement, request, observer)
-    if made.path is None or made.path.suffix != ".onnx":
-        raise UserError(f"--placement {placement}: {made.reason or 'it delivers an IR; name nncf_ptq_onnx'}")
-    return made.path
+    result = run_external_tool(placement, request, observer)
+    if result.path is None or result.path.suffix != ".onnx":
+        raise UserError(f"--placement {placement}: {result.reason or 'it delivers an IR; name nncf_ptq_onnx'}")
+    return result.path
 
 
 def _describe_group(group: FloatGroup) -> str:
@@ -256,9 +256,10 @@ def _describe_group(group: FloatGroup) -> str:
 
 def _subset_note(rows: Sequence[_Row], metric: str) -> Iterator[str]:
     """Yield a note about the variation of the metric between parts of the calibration samples."""
-    found = [row.score.metrics[metric] for row in rows if row.subset and isinstance(row.score, Accuracy)]
-    if found:
-        yield f"{metric} by the calibration samples, {len(found)} parts of them: {min(found):.4f} to {max(found):.4f}"
+    values = [row.score.metrics[metric] for row in rows if row.subset and isinstance(row.score, Accuracy)]
+    if values:
+        limits = f"{min(values):.4f} to {max(values):.4f}"
+        yield f"{metric} by the calibration samples, {len(values)} parts of them: {limits}"
 
 
 def _drop(scoring: Scoring, reference: Accuracy, score: Accuracy | Failed) -> Interval | None:
@@ -272,10 +273,10 @@ def _cells(row: _Row, metric: str) -> tuple[str, ...]:
     score = row.score
     figure = f"failed: {score.reason}" if isinstance(score, Failed) else f"{score.metrics[metric]:.4f}"
     drop = "-" if row.drop is None else f"{row.drop.value:+.4f} [{row.drop.low:+.4f}, {row.drop.high:+.4f}]"
-    kept = " + ".join(gain.step for gain in row.gains if gain.kept) or ("none kept" if row.gains else "-")
+    steps = " + ".join(gain.step for gain in row.gains if gain.kept) or ("none kept" if row.gains else "-")
     return (
         ", ".join(filter(None, (row.choices.text or "default", row.subset, _count_float(row)))),
-        kept,
+        steps,
         figure,
         drop,
         "; ".join(map(str, row.gains)),
@@ -305,5 +306,5 @@ def _write_rows(rows: Sequence[_Row], metric: str, reference: Accuracy, path: Pa
         }
         for row in rows
     ]
-    whole = {"schema": SCHEMA_VERSION, "kind": "recovery", "float": reference.metrics[metric], "rows": facts}
-    write_json(path, whole)
+    content = {"schema": SCHEMA_VERSION, "kind": "recovery", "float": reference.metrics[metric], "rows": facts}
+    write_json(path, content)

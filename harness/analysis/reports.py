@@ -40,9 +40,9 @@ from harness.timing.provenance import describe_environment
 from harness.timing.turn_log import disturbance_note
 from harness.timing.workers.sandbox import open_engines
 
-#: Distinct for colour-blind readers too (Okabe and Ito 2008).
+#: Colours that colour-blind readers can distinguish (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-LABELLED_UNITS = 5  # units whose name is written next to their dots
+LABELLED_UNITS = 5  # number of units whose names are written next to their dots
 
 
 @contextmanager
@@ -164,19 +164,19 @@ def sensitivity_report(
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        found = measure_sensitivities(study, by, folder, observer, samples=samples)
+        analysis = measure_sensitivities(study, by, folder, observer, samples=samples)
     except UserError:
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    write_sensitivities(found, folder / "sensitivity.json")
+    write_sensitivities(analysis, folder / "sensitivity.json")
     with explain_write_errors(folder):
-        draw_sensitivities(found, folder / "sensitivity.png")
+        draw_sensitivities(analysis, folder / "sensitivity.png")
     shutil.rmtree(folder / "work", ignore_errors=True)
     return (
         COLUMN_NAMES,
-        [_unit_row(found, index) for index in range(len(found.units))],
-        list(_format_notes(found, folder)),
+        [_unit_row(analysis, index) for index in range(len(analysis.units))],
+        list(_format_notes(analysis, folder)),
     )
 
 
@@ -259,7 +259,7 @@ def noise_report(
     limits, use = study.experiment.limits, worker.benchmarkers[MAIN_BENCHMARKER]
     occasion = measure_noise(lambda: open_engines(worker, limits), candidate, design, observer)
     latency_ms = occasion.latency_ms
-    found = estimate_components(latency_ms)
+    components = estimate_components(latency_ms)
     backend = dict(create_plugin("benchmarker", use.use, use.params).describe())
     title = f"{study.spec.model.name}, {placement}, {backend['name']}, {backend['float_precision']}"
     record = {
@@ -269,25 +269,25 @@ def noise_report(
         "digest": candidate.digest,
         "backend": backend,
         "design": asdict(design),
-        "components": asdict(found),
+        "components": asdict(components),
         "disturbed": occasion.disturbed,
         "latency_ms": latency_ms.tolist(),
         "environment": describe_environment(),
     }
     with explain_write_errors(out):
         write_json(out / "noise.json", record)
-        draw_noise(latency_ms, found, title, out / "noise.png")
+        draw_noise(latency_ms, components, title, out / "noise.png")
     processes, builds, readings = latency_ms.shape
     notes = [
-        f"{title}: {found.latency_ms:.3f} ms; {processes} processes of {builds} builds of {readings} readings",
-        f"one fresh process with one build is known within {100 * found.one_build:.1f} % (95 %); "
-        f"{found.processes_needed} of them within 1 %",
+        f"{title}: {components.latency_ms:.3f} ms; {processes} processes of {builds} builds of {readings} readings",
+        f"one fresh process with one build is known within {100 * components.one_build:.1f} % (95 %); "
+        f"{components.processes_needed} of them within 1 %",
         *([f"{note}: close other work and repeat"] if (note := disturbance_note(occasion.disturbed)) else []),
         f"{out / 'noise.png'}, raw readings in {out / 'noise.json'}",
     ]
     return (
         ("component", "standard deviation [95 %]", "share of variance"),
-        [_component_row(c) for c in found.components],
+        [_component_row(c) for c in components.components],
         notes,
     )
 

@@ -1,4 +1,4 @@
-"""Effect of each pattern or point on latency and fidelity: only it quantized, and everything else quantized."""
+"""Effect of each pattern or point on latency and fidelity, quantized alone and left out of the full model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness.verification.accuracy_store import AccuracyStore
 from search.space import Placement, Space
 
 UnitKind = Literal["pattern", "point"]
-TURNS_PER_ENGINE = 4  # of base and candidate alternately, so that drift of the machine affects both
+TURNS_PER_ENGINE = 4  # of base and candidate in alternation, so that drift of the machine affects both
 TURN_SAMPLING = Sampling(warmup_ms=10.0, min_samples=5, max_samples=9, max_ms=60.0)
 
 
@@ -159,7 +159,7 @@ def measure_sensitivities(
         name=study.spec.name,
         space=task.space,
         units=tuple(sorted(measured, key=lambda each: -each.rank)),
-        full_db={name: found for name, found in full.items() if not isinstance(found, Failed)},
+        full_db={name: sqnr_db for name, sqnr_db in full.items() if not isinstance(sqnr_db, Failed)},
         calibrated_on=task.calibrated_on,
         backend=backend,
     )
@@ -208,12 +208,12 @@ class SensitivityTimer:
 
     def _measure_gain_us(self, base: Placement, handle: int, sign: float) -> Interval | Failed:
         """Return base latency minus candidate latency in microseconds, times `sign` (-1 if a unit is left out)."""
-        there = self._open_base(base)
-        if isinstance(there, Failed):
-            return there
+        base_handle = self._open_base(base)
+        if isinstance(base_handle, Failed):
+            return base_handle
         turns: tuple[list[float], list[float]] = ([], [])
         for _ in range(TURNS_PER_ENGINE):
-            for engine, readings in zip((there, handle), turns, strict=True):
+            for engine, readings in zip((base_handle, handle), turns, strict=True):
                 samples = self.engines.sample(engine, TURN_SAMPLING)
                 if isinstance(samples, Failed):
                     return samples
@@ -231,9 +231,9 @@ class SensitivityTimer:
         return self._bases[digest]
 
     def _score_build(self, handle: int) -> float | Failed:
-        found = self.engines.evaluate(handle, PROXY_EVALUATOR)
+        score = self.engines.evaluate(handle, PROXY_EVALUATOR)
         self.engines.release(handle)
-        return found if isinstance(found, Failed) else found.metrics["sqnr_db"]
+        return score if isinstance(score, Failed) else score.metrics["sqnr_db"]
 
     def _discard_bases(self, failed: Failed) -> Failed:
         """Discard the bases if the worker died, and return the failure."""

@@ -114,8 +114,8 @@ def _noise_ceiling(samples: Sequence[Sequence[float]]) -> float:
     """Return the correlation of a perfect prediction with the readings (Spearman and Brown, 1910)."""
     rng = np.random.default_rng(0)
     halves = [[np.median(half) for half in np.array_split(rng.permutation(each), 2)] for each in samples]
-    found = max(0.0, _rank_correlation(*np.array(halves).T))
-    return float(np.sqrt(2 * found / (1 + found)))
+    correlation = max(0.0, _rank_correlation(*np.array(halves).T))
+    return float(np.sqrt(2 * correlation / (1 + correlation)))
 
 
 def _rank_correlation(first: Floats, second: Floats) -> float:

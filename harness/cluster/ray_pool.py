@@ -26,11 +26,11 @@ from harness.results_dir.fingerprint import diff_leaves
 from harness.timing.provenance import comparability_key
 from harness.timing.workers.trial_pool import WorkerKilled, WorkerLost
 
-TASK_LOAD, SEARCH_LOAD = 1, 1000  # weights of engines of a task, which mostly wait, and of a search's worker
+TASK_LOAD, SEARCH_LOAD = 1, 1000  # loads of the engines of a task, which are mostly idle, and of a search's worker
 RAY_START_LIMIT_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
 RAY_SHUTDOWN_LIMIT_S = 5.0  # workers that have not removed their files by then are killed
 RAY_POLL_INTERVAL_S = 1.0  # between two checks whether the pool was closed during a call
-RAY_ANSWER_LIMIT_S = 60.0  # for the way there and back of a call, and for a worker that is asked whether it waits
+RAY_ANSWER_LIMIT_S = 60.0  # for the transfer of a call and its result, and for the query of a worker's wait for locks
 STATUS_GROUP = "status"  # of calls that a worker answers during other calls
 _DRIVER_VARIABLES = (HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE)
 _logger = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class RayWorkerHandle:
-    """Worker as the driver sees it.
+    """Driver's handle of a worker.
 
     Attributes:
         environment: See `harness.timing.provenance.describe_environment`.
         load: Sum of `TASK_LOAD` and `SEARCH_LOAD` of the engines that are open on it.
         turn: Held during a call, because the worker handles one at a time and the limit of a call begins with it.
-        lock_wait_s: For how long it has waited for other runs on its node, when it was last asked.
+        lock_wait_s: Seconds that it has waited for other runs on its node, as of the last query.
     """
 
     actor: Any

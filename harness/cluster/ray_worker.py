@@ -30,7 +30,7 @@ from harness.timing.workers.sandbox import open_engines
 from search.space import Resolved
 
 ModelFiles = Mapping[str, bytes]
-"""A model's file, first, and its external data by name."""
+"""Name and content of a model's file, then of its external data."""
 DEVICE_LABEL = "qdq-device"  # of nodes, for differences that the processor's name does not show
 FILE_CACHE_BYTES = 4_000_000_000  # of models in the object store, and as files on each worker's disk
 T = TypeVar("T")

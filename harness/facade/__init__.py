@@ -52,32 +52,32 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
 ) -> RunResult:
     """Find the fastest placement of Q/DQ pairs within a bound on accuracy, as `qdq run` does.
 
-    The same call continues an interrupted run. Ctrl-C, or the stop button of a notebook, returns what was found.
+    The same call continues an interrupted run. Ctrl-C, or the stop button of a notebook, returns the results so far.
 
     Args:
         model: ONNX file, `zoo:NAME`, serialized ONNX, `onnx.ModelProto`, or `torch.nn.Module`.
-        calibration: Inputs from which ranges are taken; None: random data, for which accuracy is meaningless.
+        calibration: Calibration data; None: random data, for which accuracy is meaningless.
         metric: With `test`, a function `(outputs, labels)` or the name of an evaluator ("top1"). Without, a function
             `(run)`, where `run` takes inputs by name and returns outputs by name, an object of the contract
             `harness.api.Evaluator`, or `{"use": ..., "params": {...}}`. Functions return a number, more is better;
             with `test` also one for each sample.
-        test: Labelled inputs, and their labels, one row a sample; searches see one half, the figures are of the other.
+        test: Inputs and their labels, one row per sample. Searches use one half; reported figures come from the other.
         max_drop: Largest loss of the metric in points, hundredths of it; None: no bound.
         backend: Runtime to measure on.
         precision: "int8", "fp8", "fp8e5m2" or "mixed".
         searcher: Search method, or several to be compared.
         seed: Seed of the searches, or several.
-        evaluations: Placements that each search measures at most; default 50. It stops earlier where no further gain is
-            likely.
+        evaluations: Maximum number of placements that each search measures; default 50. It stops earlier if no further
+            gain is likely.
         example_inputs: Inputs of one call of a PyTorch module.
-        preprocess: Preprocessing of images, where data are images.
+        preprocess: Preprocessing of images; needed if data are images.
         out: Results folder; default `results/NAME` of the file, `results/autotune` for an object.
         progress: Show the progress on standard error, or in the notebook.
         accept_changes: Archive the results of a run with other settings in this folder, and start over.
         keys: Further keys of an experiment file, such as `confirmation` or `initial`.
 
     Raises:
-        UserError: Anything that cannot be used, or a searcher failed; the report of the others is written.
+        UserError: An argument cannot be used, or a searcher failed; in the latter case the report is written.
     """
     from harness.compat.autotune_experiment import autotune_experiment, drop_objective, make_budget
     from harness.pipeline.runner import run_experiment
@@ -151,12 +151,12 @@ def insert(
         out: File to write.
         placement: Name of a rule, a folder to deploy, or a Q/DQ file.
         calibration: See `autotune`.
-        backend: Runtime whose form of Q/DQ pairs is written; its device may be absent.
+        backend: Runtime whose dialect of Q/DQ pairs is written; its device may be absent.
         precision: Precision of quantized values.
         described: Further keys of the model in an experiment file, such as `shapes`; `example_inputs` of a module.
 
     Raises:
-        UserError: Anything that cannot be used.
+        UserError: An argument cannot be used, or the file cannot be written.
     """
     from tempfile import TemporaryDirectory
 
@@ -218,8 +218,8 @@ class RunResult:
     def __repr__(self) -> str:
         if self.answers:
             return "\n".join(self.answers)
-        found = "" if self.ship is None else f"{self.best.path}: {self.best.speedup[0]:.2f}x so far; "
-        return f"{found}{self.folder}: not finished; the same call continues it"
+        early = "" if self.ship is None else f"{self.best.path}: {self.best.speedup[0]:.2f}x so far; "
+        return f"{early}{self.folder}: not finished; the same call continues it"
 
     @cached_property
     def _results(self) -> Results:
@@ -240,7 +240,7 @@ class RunResult:
 
     @cached_property
     def answers(self) -> list[str]:
-        """Return the file to take with its speedup and loss, or why to keep the float model, a line for each task."""
+        """Return one line per task: the file to deploy with speedup and loss, or why to keep the float model."""
         from harness.report.next_steps import describe_answers
 
         return list(describe_answers(self._results, self._main))
@@ -249,7 +249,7 @@ class RunResult:
     def best(self) -> TunedFile:
         """Return the fastest file that may be shipped; the float model if no file is faster within the bound.
 
-        Of an interrupted run it is the file that was confirmed during the search.
+        For an interrupted run this is the file that was confirmed during the search.
 
         Raises:
             UserError: No file is confirmed yet.
@@ -289,7 +289,7 @@ class RunResult:
         return self._main
 
     def plot(self, over: Literal["evaluations", "minutes"] = "evaluations") -> Figure:
-        """Return a figure of the searches: the speedup of the incumbent, and the confirmed one at each budget.
+        """Return a figure with the speedup of each search's incumbent, and the confirmed speedup at each budget.
 
         Raises:
             UserError: No search has started.

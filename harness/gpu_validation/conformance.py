@@ -1,4 +1,4 @@
-"""Contract of a benchmarker, checked on a model of two convolutions."""
+"""Checks of the contract of a benchmarker, on a model of two convolutions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from search.space import Space
 
 LAYER_RUNS = 50
 MIN_SQNR_DB: Mapping[str, float] = {"float": 30.0, "int8": 15.0}
-"""Against ONNX Runtime on the same file; FP16 and TF32 are allowed, a wrong engine is at 0."""
+"""Required SQNR against ONNX Runtime on the same file; low enough for FP16 and TF32."""
 REQUIRED_FACTS = ("name", "version", "device", "options", "float_precision")
 INPUT_TYPES = {"x": ("float", (1, 3, 32, 32))}
 
@@ -46,7 +46,7 @@ class Check:
 
 
 def check_benchmarker(use: str, work: Path | None = None, params: Mapping[str, Any] | None = None) -> Iterator[Check]:
-    """Yield whether a benchmarker keeps the contract of `harness.api.Benchmarker`; a check that raises has failed.
+    """Yield the checks of a benchmarker's contract, `harness.api.Benchmarker`; a check that raises has failed.
 
     Args:
         use: Name of the benchmarker.

@@ -6,7 +6,7 @@
     OUT/steps/NAME/...         its results
     OUT/send/                  copy without models and without names of user and host, with `manifest.json`
 
-A step without a record runs again, and continues what its program had done; a skipped step is tried again.
+A step without a record runs again and continues its earlier work; a skipped step is tried again.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ STEP_LIMIT_S = 6 * 3600.0
 ENVIRONMENT_FILE, RECORD_FILE, LOG_FILE = "env.json", "record.json", "log.txt"
 SENT_SUFFIXES = frozenset({".json", ".jsonl", ".gz", ".md", ".csv", ".txt", ".yaml"})
 REWRITTEN_SUFFIXES = frozenset({".md", ".csv", ".txt"})
-"""Files without a checksum, whose private names are replaced; other files with such a name are left out."""
+"""Files without a checksum, in which private names are replaced; other files that contain one are not sent."""
 COMMON_USERS = frozenset({"root", "user", "ubuntu", "runner", "docker"})
 MIN_NAME_LENGTH = 4
-"""Shorter names of users are parts of words."""
+"""Minimum length of a user name that is replaced; shorter ones occur in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ class StepRecord:
     """Outcome of a step.
 
     Attributes:
-        reason: Last line of its program, or what is missing on the machine.
-        wall_s: Wall-clock of the run that ended it; an earlier part that was cut off is not counted.
+        reason: Last line that its program printed, or the missing requirement.
+        wall_s: Wall-clock of its last run in seconds, without earlier interrupted runs.
         packages: Versions of the installed packages.
     """
 

@@ -1,4 +1,4 @@
-"""Checks that are no command of qdq: the timer, trtexec's figures, equal kernels, TensorRT's verdicts.
+"""Checks without a command of qdq: the timer, trtexec's figures, equal kernels, TensorRT's verdicts.
 
 `main` prints a line for each check and writes `checks.json` into the working directory.
 """
@@ -44,7 +44,7 @@ TIMER_BYTES = (2**26, 2**30)
 ROUNDS, READINGS = 10, 50
 """Rounds of a comparison in turns, and inferences of a turn."""
 MAX_DIFFERENCE, MAX_DIFFERENCE_MS = 0.02, 0.002
-"""Two timings agree if they differ by less than one of these: a share of the second, or the resolution of an event."""
+"""Two timings agree if they differ by less than this share of the second, or by less than the resolution in ms."""
 
 
 def check_timer() -> Iterator[Check]:

@@ -28,7 +28,7 @@ _TRAINED_EXPORT_NAME = "shapes_yolo"
 
 
 def model_names() -> Mapping[str, str]:
-    """Return a one-line description of each model of the zoo, its input at the end."""
+    """Return a one-line description of each model by name, with its input at the end."""
     made = {name: line for name, (_, line) in _BUILDERS.items()}
     trained = "trained detector of made-up shapes (harness.zoo.shapes)"
     return {
@@ -42,11 +42,8 @@ def write_model(name: str, path: Path) -> Path:
     """Write a model of the zoo to an ONNX file; the same name gives the same bytes.
 
     Args:
-        name: One of `names()`.
-        path: The file to write; missing folders are made.
-
-    Returns:
-        The path.
+        name: A key of `model_names()`.
+        path: The file to write, also the return value; missing folders are created.
 
     Raises:
         UserError: The zoo has no such model, or the file cannot be written.

@@ -1,7 +1,7 @@
 """Convolutional classifiers with random weights: ResNet (He et al. 2016) and MobileNetV2 (Sandler et al. 2018).
 
 The graphs are those of torchvision's exports: `images` 1x3x224x224 in, `logits` 1x1000 out. The ResNets keep their
-BatchNormalization nodes, as a file straight from training has them; MobileNetV2 comes folded.
+BatchNormalization nodes, like a file exported after training; in MobileNetV2 they are folded.
 """
 
 from __future__ import annotations

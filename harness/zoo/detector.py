@@ -34,10 +34,7 @@ STRIDES = (8, 16, 32)
 
 
 def yolo_tiny() -> GraphBuilder:
-    """Build a detector in the style of YOLOX-tiny (Ge et al.
-
-    2021, arXiv:2107.08430), 320 x 320, strides 8, 16 and 32.
-    """
+    """Build a detector like YOLOX-tiny (Ge et al. 2021, arXiv:2107.08430), 320 x 320, strides 8, 16 and 32."""
     g = GraphBuilder("yolo_tiny", seed=80)
     for name, parts in zip(("boxes", "scores"), zip(*_heads(g), strict=True), strict=True):
         g.output(g.op("Transpose", g.op("Concat", *parts, axis=2), perm=[0, 2, 1]), name=name)
@@ -99,7 +96,7 @@ def _pyramid_pool(g: GraphBuilder, x: str) -> str:
 
 
 def _merge_up(g: GraphBuilder, coarse: str, fine: str, channels: int) -> tuple[str, str]:
-    """Return the finer level joined with the upsampled coarser one, and the coarser one's lateral tensor."""
+    """Return the finer level concatenated with the upsampled coarser level, and the lateral tensor of the latter."""
     lateral = _conv(g, coarse, channels)
     scales = g.const([1.0, 1.0, 2.0, 2.0])
     up = g.op(

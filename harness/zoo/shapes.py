@@ -1,4 +1,4 @@
-"""A made-up data set for object detection: circles, squares and triangles, drawn by code.
+"""A synthetic data set for object detection: circles, squares and triangles, drawn by code.
 
 Every image is drawn from its own seed (split, index), so the splits are disjoint, `count` only cuts a longer split
 short, and nothing has to be stored or downloaded. Images are RGB, 128 by 128: a colour gradient with noise, distractors
@@ -24,7 +24,7 @@ from harness.errors import UserError, suggest_names
 
 IMAGE_SIZE_PX = 128
 """Height and width of every image, in pixels."""
-MAX_IMAGES = 20_000  # of 49,152 bytes, in memory
+MAX_IMAGES = 20_000  # in memory, of 49,152 bytes each
 
 CLASS_NAMES = ("circle", "square", "triangle")
 """Names by class index; the category id of COCO is the index plus one."""
@@ -44,7 +44,7 @@ class ShapesSplit:
 
     Attributes:
         images: 8-bit RGB arrays, SIZE x SIZE x 3, in the order of `coco["images"]`.
-        coco: Labels as `pycocotools.coco.COCO.dataset` wants them; image ids count from 1.
+        coco: Labels in the form of `pycocotools.coco.COCO.dataset`; image ids count from 1.
     """
 
     images: tuple[npt.NDArray[np.uint8], ...]
