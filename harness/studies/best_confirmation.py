@@ -23,7 +23,9 @@ from search.space import Placement
 FASTEST_PER_COMPARISON = 16
 LOST_ROW_REASON = "it was measured once and failed in the confirmation, so its only reading may be low by chance"
 CONFIRMATION_SCHEDULE = TurnSchedule(builds=1, rounds=20, samples=3)
-PACE_TOLERANCE = 0.15  # deviation of the float model's latency from that before the table that is not reported
+PACE_TOLERANCE = (
+    0.15  # relative change of the float model's latency since the start of the recording that is not reported
+)
 
 
 def median_latencies(rows: Mapping[str, TableEntry]) -> dict[str, float]:
@@ -40,10 +42,10 @@ class BestConfirmation:
     """Set-up of the confirmation of a recording.
 
     Attributes:
-        task: Makes the candidates.
-        open_engines: Opens fresh engines, next to those that measure the table.
+        task: Task that creates the candidates.
+        open_engines: Factory of fresh engines, in addition to those that measure the table.
         folder: Folder for a log of each comparison.
-        float_ms: Latency of the float model before the table.
+        float_ms: Latency of the float model at the start of the recording in ms.
         level_ms: See `harness.selection.confirmation.reference_latency_if_noisy`.
     """
 
@@ -57,26 +59,28 @@ class BestConfirmation:
     def confirm_fastest(
         self, name: str, digests: Iterable[str], rows: Mapping[str, TableEntry]
     ) -> dict[str, TableEntry]:
-        """Return rows with the readings of comparisons; the fastest of all rows is among them.
+        """Return rows by digest with the readings of comparisons, among them the fastest of all rows.
 
-        The least of a thousand noisy readings is a lucky one, and would be the optimum of the table, or fix its other
-        dimensions; see `harness.pipeline.final_selection`. So the fastest rows are compared until no row that was not
-        compared seems faster than they are.
+        The lowest of a thousand noisy readings is low by chance and must not define the optimum of the table; see
+        `harness.pipeline.final_selection`. The fastest rows are therefore compared until no other row has a lower
+        latency.
 
         Args:
             name: Prefix of the logs.
+            digests: Rows to consider.
+            rows: All rows by digest.
         """
         listed, confirmed = list(digests), dict[str, TableEntry]()
         while latency_ms := median_latencies({digest: confirmed.get(digest, rows[digest]) for digest in listed}):
             fastest = sorted(latency_ms, key=latency_ms.__getitem__)[:FASTEST_PER_COMPARISON]
             if fastest[0] in confirmed:
                 break
-            fresh = {digest: rows[digest] for digest in fastest if digest not in confirmed}
-            confirmed |= self._time_interleaved(f"{name}-final-selection-{len(confirmed)}", fresh)
+            unconfirmed = {digest: rows[digest] for digest in fastest if digest not in confirmed}
+            confirmed |= self._time_interleaved(f"{name}-final-selection-{len(confirmed)}", unconfirmed)
         return confirmed
 
     def _time_interleaved(self, name: str, rows: Mapping[str, TableEntry]) -> dict[str, TableEntry]:
-        """Return the rows with readings taken in turns; rows without any fail, however fast they seemed."""
+        """Return the rows with readings taken in turns; a row without such readings becomes a failure."""
         task = self.task
         comparison = PairedComparison(
             name=f"{task.spec.name} final selection",
@@ -101,7 +105,7 @@ class BestConfirmation:
         }
 
     def _report_pace_change(self, name: str, readings: TurnMatrix) -> None:
-        """Report if the speed of the machine differs from that before the table, and its effect on the rows."""
+        """Report a change of the machine's speed since the start of the recording, with its effect on the rows."""
         turns_ms = [value for turns in readings.turns[FLOAT_ROW].values() for value in turns.values()]
         now_ms = float(np.median(turns_ms))
         if 1 / (1 + PACE_TOLERANCE) <= now_ms / self.float_ms <= 1 + PACE_TOLERANCE:
@@ -111,21 +115,23 @@ class BestConfirmation:
             effect = "its rows are on another scale; record the table anew with `sampling.interleave: always`"
         self.observer.say(f"{name}: the float model takes {now_ms:.4g} ms, it took {self.float_ms:.4g} ms; {effect}")
 
-    def _with_turns(self, row: TableEntry, bases: list[list[float]], owns: list[list[float]]) -> TableEntry:
-        """Return a row with one sample per turn, scaled by the float model's turns if all rows are timed so."""
+    def _with_turns(
+        self, row: TableEntry, baseline_builds: list[list[float]], row_builds: list[list[float]]
+    ) -> TableEntry:
+        """Return a row with one sample per turn, relative to the float model's turns if `level_ms` is set."""
         outcome = row.outcome
         if isinstance(outcome, Failed):
             return row
-        if not owns:
+        if not row_builds:
             spent_s = outcome.build_s + outcome.measure_s + outcome.evaluate_s
             return replace(row, outcome=Failed(stage="build", reason=LOST_ROW_REASON, wall_s=spent_s))
-        base_ms, own_ms = np.concatenate(bases), np.concatenate(owns)
+        base_ms, row_ms = np.concatenate(baseline_builds), np.concatenate(row_builds)
         if self.level_ms is None:
-            return replace(row, outcome=replace(outcome, samples_ms=tuple(own_ms.tolist())))
+            return replace(row, outcome=replace(outcome, samples_ms=tuple(row_ms.tolist())))
         turns = replace(
             outcome,
-            samples_ms=tuple((own_ms / base_ms * self.level_ms).tolist()),
-            raw_ms=tuple(own_ms.tolist()),
+            samples_ms=tuple((row_ms / base_ms * self.level_ms).tolist()),
+            raw_ms=tuple(row_ms.tolist()),
             reference_ms=tuple(base_ms.tolist()),
         )
         return replace(row, outcome=turns)

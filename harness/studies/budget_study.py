@@ -37,22 +37,24 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
         workers: Number of processes that replay at once.
 
     Raises:
-        UserError: Two tables or two searchers have one name, a searcher or initial placement is unknown, a table cannot
-            be read, no table is left, or the folder cannot be written, is used by another process or has the tables.
+        UserError: Two tables or two searchers share a name, a searcher or initial placement is unknown, a table cannot
+            be read, no table is left, or the folder cannot be written, is in use, or contains the tables.
     """
     searchers = {searcher.name: searcher for searcher in study.searchers or all_searchers()}
     if min(study.budgets) <= len(study.initial):
         first = pluralize(len(study.initial), "initial placement")
-        raise UserError(f"budgets are above the {first}, but got {study.budgets}")
+        raise UserError(f"budgets must be above the {first}, but got {study.budgets}")
     _refuse_duplicates("tables", [Path(table).stem for table in study.tables])
     _refuse_duplicates("searchers", [searcher.name for searcher in study.searchers])
     landscapes = {Path(table): Landscape(read_table(Path(table))) for table in study.tables}
-    known = {table: optimum_in_initial_design(landscape, study.initial) for table, landscape in landscapes.items()}
-    left_out = _describe_excluded_tables(known)
+    optimal_starts = {
+        table: optimum_in_initial_design(landscape, study.initial) for table, landscape in landscapes.items()
+    }
+    left_out = _describe_excluded_tables(optimal_starts)
     keys = {
         (table, name): search_key(table, searcher, study)
         for table in landscapes
-        if not known[table]
+        if not optimal_starts[table]
         for name, searcher in searchers.items()
     }
     if any(Path(table).parent.resolve() == out.resolve() for table in study.tables):
@@ -80,7 +82,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
                 study,
             )
             for path, landscape in landscapes.items()
-            if not known[path]
+            if not optimal_starts[path]
         ]
         ranks = {n: compute_ranks(_relative_speed_matrix(blocks, n), unit="table") for n in study.budgets}
         warnings = (*left_out, *_describe_exhausted_searchers(blocks, study.max_evaluations))
@@ -92,35 +94,35 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
 
 
 def _describe_outdated_paths(cache: PathCache, keys: Collection[SearchKey], missing: Iterable[ReplayBatch]) -> str:
-    """Return the searchers with cached searches that cannot be used."""
+    """Return the names of searchers with cached searches that cannot be used, as text."""
     outdated = {key.question for key in cache.outdated_keys(frozenset(keys))}
 
     def is_refused(batch: ReplayBatch) -> bool:
-        known = cache.paths_by_seed(batch.key)
+        cached = cache.paths_by_seed(batch.key)
         return batch.key.question in outdated or any(
-            known[seed].budget >= batch.budget for seed in batch.seeds if seed in known
+            cached[seed].budget >= batch.budget for seed in batch.seeds if seed in cached
         )
 
     return ", ".join(dict.fromkeys(batch.key.searcher for batch in missing if is_refused(batch)))
 
 
-def _describe_excluded_tables(known: Mapping[Path, str]) -> tuple[str, ...]:
+def _describe_excluded_tables(optimal_starts: Mapping[Path, str]) -> tuple[str, ...]:
     """Return a warning that names the tables whose optimum is an initial placement.
 
     Args:
-        known: By table, the initial placement that is its optimum, or "".
+        optimal_starts: Name of the initial placement that is the optimum of a table, or "", by table.
 
     Raises:
-        UserError: No other table is there.
+        UserError: All tables are excluded.
     """
-    names = ", ".join(f"{table.stem} ({name!r})" for table, name in known.items() if name)
+    names = ", ".join(f"{table.stem} ({name!r})" for table, name in optimal_starts.items() if name)
     if not names:
         return ()
     reason = (
         f"an initial placement is within {100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum, so all searchers are equal: "
         f"{names}; start without initial placements there (initial: none, or --cold)"
     )
-    if all(known.values()):
+    if all(optimal_starts.values()):
         raise UserError(f"no table is left: {reason}")
     return (f"Left out: {reason}.",)
 
@@ -159,11 +161,11 @@ def _table_result(landscape: Landscape, curves: dict[str, SearchCurves], study: 
 
 def _relative_speed_matrix(blocks: Sequence[TableResult], budget: int) -> pd.DataFrame:
     """Return optimum over latency at a budget: one row per table, one column per searcher."""
-    reached = [
+    speeds = [
         {name: float(np.mean(b.optimum_ms / c.latency_ms[:, budget - 1])) for name, c in b.curves.items()}
         for b in blocks
     ]
-    return pd.DataFrame(reached, index=[block.name for block in blocks])
+    return pd.DataFrame(speeds, index=[block.name for block in blocks])
 
 
 def _draw_plots(
@@ -176,7 +178,9 @@ def _draw_plots(
         for name in blocks[0].curves
     }
     draw_regret(curves, f"Mean over {pluralize(len(blocks), 'table')}: {study.study}", out / "curves")
-    for budget, found in ranks.items():
-        if len(found.mean) > 1:
-            over = f"{pluralize(found.blocks, 'table')}, {describe_seed_counts(blocks, study)}"
-            draw_critical_difference(found, f"Mean rank after {budget} evaluations, {over}", out / f"ranks-{budget}")
+    for budget, ranks_at_budget in ranks.items():
+        if len(ranks_at_budget.mean) > 1:
+            over = f"{pluralize(ranks_at_budget.blocks, 'table')}, {describe_seed_counts(blocks, study)}"
+            draw_critical_difference(
+                ranks_at_budget, f"Mean rank after {budget} evaluations, {over}", out / f"ranks-{budget}"
+            )

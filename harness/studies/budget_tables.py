@@ -35,13 +35,13 @@ _Line = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchCurves:
-    """Searches of one searcher on one table; arrays are [seed, evaluation].
+    """Searches of one searcher on one table; arrays have the shape (seeds, evaluations).
 
     Attributes:
         latency_ms: Recorded latency of the final choice, see `harness.studies.simulated_selection`.
         found_ms: Recorded latency of the fastest evaluated placement, chosen or not.
         elapsed_s: Recorded wall-clock of all builds and measurements so far.
-        evaluations: Evaluations of each search until it had nothing more to propose; [seed].
+        evaluations: Number of evaluations of each search until it had nothing more to propose, by seed.
     """
 
     latency_ms: Floats
@@ -55,8 +55,8 @@ class TableResult:
     """Replayed searches of a recorded table, by searcher.
 
     Attributes:
-        float_ms: Latency that a gain starts from: the float model's, or the slowest if that failed.
-        random_ms: Latency of random searches, [search, evaluation]; see `simulated_selection.random_search`.
+        float_ms: Latency relative to which gains are computed: the float model's, or the slowest if that failed.
+        random_ms: Latency of random searches as returned by `simulated_selection.random_search`.
         initial_count: Number of evaluations that the initial placements take; a model counts once.
     """
 
@@ -96,7 +96,7 @@ def budget_tables(
         f"same start, 1 the optimum at once, and below 0 worse than random. Mean over {seeds} with its 95 % interval "
         "(Student's), because random search is a mean too; a dash if the initial placements leave nothing.",
     )
-    found = _make_table(
+    best_evaluated = _make_table(
         "found",
         "Found, chosen or not",
         _best_evaluated_lines(blocks, study.budgets),
@@ -114,8 +114,8 @@ def budget_tables(
         "for a while. A table without a placement faster than the float model has no line.",
     )
     means = mean_regret_rows(budget.raw, score.raw)
-    made = (means, found, budget, reach, score, _pairwise_table(blocks, study), _rank_table(ranks))
-    return tuple(replace(table, warnings=warnings) for table in made)
+    tables_in_order = (means, best_evaluated, budget, reach, score, _pairwise_table(blocks, study), _rank_table(ranks))
+    return tuple(replace(table, warnings=warnings) for table in tables_in_order)
 
 
 def _make_table(name: str, title: str, lines: Iterable[_Line], note: str) -> ReportTable:
@@ -187,22 +187,22 @@ def _latencies(block: TableResult) -> dict[str, Floats]:
 
 
 def _time_to_target_lines(blocks: Sequence[TableResult]) -> Iterator[_Line]:
-    """Yield evaluations and minutes until each share of the best gain; searches without it are censored."""
+    """Yield evaluations and minutes until each share of the best gain; for searches without it they are infinite."""
     for block in (block for block in blocks if block.float_ms > block.optimum_ms):
         for name, curves in block.curves.items():
             line: dict[str, Any] = {"table": block.name, "searcher": name}
             cells = dict(line)
             for gain in TARGET_GAIN_SHARES:
-                wanted_ms = block.float_ms - gain * (block.float_ms - block.optimum_ms)
-                there = np.less_equal(curves.latency_ms, wanted_ms)
-                reached, first = there.any(axis=1), there.argmax(axis=1)
-                spent = np.where(reached, first + 1, np.inf)
+                target_ms = block.float_ms - gain * (block.float_ms - block.optimum_ms)
+                is_reached = np.less_equal(curves.latency_ms, target_ms)
+                reached, first = is_reached.any(axis=1), is_reached.argmax(axis=1)
+                evaluations = np.where(reached, first + 1, np.inf)
                 minutes = np.where(reached, curves.elapsed_s[np.arange(len(first)), first] / 60, np.inf)
-                middle, minute = (float(np.quantile(values, 0.5, method="higher")) for values in (spent, minutes))
+                middle, minute = (float(np.quantile(values, 0.5, method="higher")) for values in (evaluations, minutes))
                 share = f"{100 * gain:.0f}"
                 line |= {f"evaluations_{share}": _finite_or_none(middle), f"minutes_{share}": _finite_or_none(minute)}
                 line[f"reached_{share}"] = int(reached.sum())
-                count = f"{middle:.0f}, {minute:.1f} min" if np.isfinite(middle) else f"> {there.shape[1]}"
+                count = f"{middle:.0f}, {minute:.1f} min" if np.isfinite(middle) else f"> {is_reached.shape[1]}"
                 cells[f"{share} % of the gain"] = f"{count} ({reached.sum()} of {len(first)})"
             yield line, cells
 
@@ -246,12 +246,12 @@ def _pairwise_table(blocks: Sequence[TableResult], study: BudgetStudy) -> Report
 def _rank_table(ranks: Mapping[int, FriedmanRanks]) -> ReportTable:
     """Return the mean rank of each searcher at each budget, the best at the largest budget first."""
     most = ranks[max(ranks)]
-    columns = {str(budget): [found.mean[name] for name in most.mean] for budget, found in ranks.items()}
+    columns = {str(budget): [at_budget.mean[name] for name in most.mean] for budget, at_budget in ranks.items()}
     raw = pd.DataFrame({"searcher": list(most.mean), **columns})
     cells = raw.assign(**{budget: [f"{value:.2f}" for value in raw[budget]] for budget in columns})
     test = "too few for a test"
     if most.critical_difference is not None:
-        tests = ", ".join(f"{found.p_value:.2g} at {budget}" for budget, found in ranks.items())
+        tests = ", ".join(f"{at_budget.p_value:.2g} at {budget}" for budget, at_budget in ranks.items())
         test = (
             f"Friedman p = {tests}; ranks of one budget that differ by more than {most.critical_difference:.2f} are "
             "different at 5 % (Nemenyi)"
@@ -277,7 +277,7 @@ def _describe_limits(blocks: int) -> str:
 
 
 def mean_interval(values: Floats, least: int = MIN_BLOCKS) -> tuple[float | None, float | None, float | None]:
-    """Return the mean with Student's 95 % interval: none of them if a value is missing, no limits below `least`."""
+    """Return mean and limits of Student's 95 % interval; None if a value is NaN; limits None below `least` values."""
     if np.isnan(values).any():
         return None, None, None
     mean = float(values.mean())

@@ -26,12 +26,12 @@ class Difficulty:
         fitness_distance: Correlation of log latency with the number of dimensions that differ from the nearest optimum:
             1 leads straight there, 0 and below mislead (Jones and Forrest, "Fitness distance correlation as a measure
             of problem difficulty for genetic algorithms", ICGA 1995).
-        neighbour_correlation: Of log latency between placements that differ in one dimension, over all pairs: 1 is
+        neighbour_correlation: Correlation of log latency over all pairs that differ in one dimension: 1 is
             smooth, 0 is rugged (Weinberger, "Correlated and uncorrelated fitness landscapes", Biological Cybernetics
             63, 1990, with the walk replaced by the whole table).
         local_optima: Share of placements that no single change improves by more than the noise of both.
         additive: Share of the variance of log latency that single dimensions explain.
-        pairwise: Share that pairs of dimensions explain besides (both: Sobol', "Sensitivity estimates for nonlinear
+        pairwise: Share that pairs of dimensions explain in addition (both: Sobol', "Sensitivity estimates for nonlinear
             mathematical models", 1993; exact, because the table is a full factorial).
     """
 
@@ -63,24 +63,25 @@ def measure_difficulty(landscape: Landscape) -> Difficulty:
 def estimate_drift(landscape: Landscape) -> tuple[float, float]:
     """Return the change of log latency over the recording of a table, and its standard error (infinite if unknown).
 
-    The order is random, so a slope over it of what single dimensions leave unexplained is the machine's.
+    Placements were measured in random order, so a slope over the order in the residuals of a model of single
+    dimensions is drift of the machine.
     """
     identity = landscape.identity
     inside = set(identity.tolist())
     first = max((row.number for row in landscape.table.rows.values() if row.number not in inside), default=-1)
     once = np.zeros(len(identity), dtype=bool)
-    once[np.unique(identity, return_index=True)[1]] = True  # a model that several placements give was measured once
+    once[np.unique(identity, return_index=True)[1]] = True  # placements with the same model share one measurement
     used = landscape.allowed & (identity > first) & once
     if used.sum() < 3:
         return 0.0, math.inf
     grid = _grid(landscape)
     grid = grid - grid.mean()
-    rest = (grid - sum(_main_effects(grid))).ravel()[used]
+    residuals = (grid - sum(_main_effects(grid))).ravel()[used]
     place = identity[used] - identity[used].mean()
     place = place / np.ptp(place)
-    slope = float(place @ rest / (place @ place))
-    left = rest - rest.mean() - slope * place
-    return slope, float(np.sqrt(left @ left / (len(left) - 2) / (place @ place)))
+    slope = float(place @ residuals / (place @ place))
+    errors = residuals - residuals.mean() - slope * place
+    return slope, float(np.sqrt(errors @ errors / (len(errors) - 2) / (place @ place)))
 
 
 def _grid(landscape: Landscape) -> Floats:
@@ -92,13 +93,13 @@ def _grid(landscape: Landscape) -> Floats:
 def _expected_random_evaluations(landscape: Landscape, near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
     """Return the mean number of models up to the first near-optimal one, in a random order of placements.
 
-    In a random order a model of c placements comes before all C of those with the chance c / (c + C), and is counted
-    then; so each of the others adds that to the one that is found.
+    A model of c placements precedes all C near-optimal placements with probability c / (c + C); the mean is 1 plus the
+    sum of these over the other models.
     """
     _, place, models = np.unique(landscape.identity, return_index=True, return_inverse=True)
     copies = np.bincount(models)
-    others = copies[~near[place]]
-    return 1.0 + float((others / (others + int(near.sum()))).sum())
+    far_copies = copies[~near[place]]
+    return 1.0 + float((far_copies / (far_copies + int(near.sum()))).sum())
 
 
 def _fitness_distance(landscape: Landscape, grid: Floats) -> float:
@@ -110,9 +111,9 @@ def _fitness_distance(landscape: Landscape, grid: Floats) -> float:
 
 
 def _neighbour_correlation(grid: Floats) -> float:
-    """Return Pearson's correlation over all ordered pairs; both sides have the same values, so one mean."""
-    here, there = zip(*_neighbour_pairs(grid), strict=True)
-    return _correlation(np.concatenate([*here, *there]), np.concatenate([*there, *here]))
+    """Return Pearson's correlation of log latency over all ordered pairs of neighbours."""
+    first, second = zip(*_neighbour_pairs(grid), strict=True)
+    return _correlation(np.concatenate([*first, *second]), np.concatenate([*second, *first]))
 
 
 def _local_optima(landscape: Landscape, grid: Floats) -> float:
@@ -164,7 +165,7 @@ def _correlation(first: Floats, second: Floats) -> float:
 
 
 def neighbours(space: Space, placement: Placement) -> Iterator[Placement]:
-    """Yield all placements that differ in one dimension: one left in around float, one left out around the others."""
+    """Yield all placements that differ from a placement in one dimension."""
     for index, size in enumerate(space.sizes):
         for choice in range(size):
             if choice != placement.choices[index]:
@@ -181,23 +182,23 @@ def sensitivity(space: Space, anchors: Sequence[Placement], latency_ms: Mapping[
         latency_ms: Latencies by digest, without failed placements.
 
     Returns:
-        One value for each dimension; 0 without two latencies to compare.
+        One value for each dimension; 0 if no two latencies can be compared.
     """
     squares: list[list[float]] = [[] for _ in range(len(space))]
     for anchor in anchors:
-        here = latency_ms.get(space.digest(anchor))
+        anchor_ms = latency_ms.get(space.digest(anchor))
         for other in neighbours(space, anchor):
-            there = latency_ms.get(space.digest(other))
-            if here is not None and there is not None:
+            other_ms = latency_ms.get(space.digest(other))
+            if anchor_ms is not None and other_ms is not None:
                 changed = next(i for i, (a, b) in enumerate(zip(anchor.choices, other.choices, strict=True)) if a != b)
-                squares[changed].append(math.log(there / here) ** 2)
-    return np.array([math.sqrt(sum(found) / len(found)) if found else 0.0 for found in squares])
+                squares[changed].append(math.log(other_ms / anchor_ms) ** 2)
+    return np.array([math.sqrt(sum(values) / len(values)) if values else 0.0 for values in squares])
 
 
-def most_influential(space: Space, found: Floats, dimensions: int) -> tuple[int, ...]:
+def most_influential(space: Space, changes: Floats, dimensions: int) -> tuple[int, ...]:
     """Return the dimensions that change latency most, in graph order, with at most 2 ** dimensions placements."""
     chosen: list[int] = []
-    for index in np.argsort(-found, kind="stable").tolist():
+    for index in np.argsort(-changes, kind="stable").tolist():
         if math.prod(space.sizes[i] for i in (*chosen, index)) <= 2**dimensions:
             chosen.append(index)
     return tuple(sorted(chosen))

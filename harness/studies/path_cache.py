@@ -29,7 +29,7 @@ COLUMNS = pa.schema([
 # searchers on ten tables, with two hundred evaluations each.
 MAX_BYTES = 2**30
 MAX_LINES, MAX_EVALUATIONS = 2**21, 2**29
-MAX_NAME_BYTES, MAX_NAME_CHARS = 2**25, 1000  # bytes of all different names, characters of one
+MAX_NAME_BYTES, MAX_NAME_CHARS = 2**25, 1000  # bytes of all distinct names, characters of one name
 LINES_PER_BATCH = 32  # equal names are stored once, so the size of the file does not limit that of a batch
 
 
@@ -38,21 +38,21 @@ class SearchPath:
     """Evaluations of one search; its readings follow from them, see `replay.read_paths`.
 
     Attributes:
-        indices: Indices on a landscape, in order.
-        budget: Evaluations that the search had; with fewer indices, it had nothing left to propose.
+        indices: Indices of the evaluated placements on the landscape, in order.
+        budget: Budget of the search; with fewer indices it ended because it had nothing left to propose.
     """
 
     indices: Indices
     budget: int
 
     def truncate_to_budget(self, budget: int) -> Indices | None:
-        """Return the path of this search at another budget, or None if the search ended before it."""
-        whole = self.budget >= budget or len(self.indices) < self.budget
-        return self.indices[:budget] if whole and len(self.indices) <= self.budget else None
+        """Return the path at another budget, or None if this search was stopped by its own budget before."""
+        is_complete = self.budget >= budget or len(self.indices) < self.budget
+        return self.indices[:budget] if is_complete and len(self.indices) <= self.budget else None
 
 
 class PathCache:
-    """Searches of a study: those of its file, and those of parts that are not merged into it yet.
+    """Searches of a study in its file, and in part files that are not merged into it yet.
 
     Raises:
         UserError: A file cannot be read.
@@ -72,7 +72,7 @@ class PathCache:
         return [key for key in self._paths if key.question in questions and key not in keys]
 
     def new_part_file(self, key: SearchKey, seeds: tuple[int, ...], budget: int) -> Path:
-        """Return the file that takes some new searches."""
+        """Return the path of a part file for new searches."""
         name = hashlib.sha256(json.dumps([astuple(key), seeds, budget]).encode()).hexdigest()[:24]
         return self._folder / PARTS_FOLDER / f"{name}.parquet"
 
@@ -99,7 +99,7 @@ class PathCache:
             (self._folder / PARTS_FOLDER).rmdir()
 
     def _read_paths(self) -> dict[SearchKey, dict[int, SearchPath]]:
-        """Read all files; later parts replace earlier ones, which were refused when these were replayed."""
+        """Read all files; parts replace searches in the file, as they are replayed only if those cannot be used."""
         found: dict[SearchKey, dict[int, SearchPath]] = {}
         for path in [self._folder / FILE, *self._part_files()]:
             for key, seed, walk in _read_lines(path) if path.exists() else ():
@@ -133,7 +133,7 @@ def _read_lines(path: Path) -> Iterator[tuple[SearchKey, int, SearchPath]]:
     """Yield the searches of a file that may come from another machine.
 
     Raises:
-        UserError: It is no cache of searches, or decompresses to more than any study has.
+        UserError: The file is no cache of searches, or decompresses to more than any study has.
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -51,9 +51,11 @@ from harness.verification.accuracy_store import AccuracyStore
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 
-OPTIMUM_SEARCHER = "portfolio"  # of the optional search: a table must not be centred on what the rules of `auto` find
-DEFAULT_DIMENSIONS = 11  # two thousand placements, which take an evening for a model of some milliseconds
-MAX_TABLE_MB = 5  # of a table that is committed
+OPTIMUM_SEARCHER = (
+    "portfolio"  # for the optional search: a table must not be centred on placements that the rules of `auto` find
+)
+DEFAULT_DIMENSIONS = 11  # two thousand placements, some hours for a model of a few milliseconds
+MAX_TABLE_MB = 5  # limit for a committed table
 Rows = dict[str, TableEntry]
 
 
@@ -75,10 +77,10 @@ def record(  # noqa: PLR0913 - which placements, and how they are found
 
     Args:
         out: Parquet file; the folder `OUT.recording` has the journals until the table is complete.
-        dimensions: The table has at most 2 ** dimensions placements; None: 11, or those of a finished table.
-        search: Evaluations of a search whose best placement is one more to measure changes around.
-        like: Table of the same model whose placements are measured, without a screening; its sensitivities are kept,
-            and decide which of its dimensions are left if `dimensions` are fewer.
+        dimensions: Number N for at most 2^N placements; None: 11, or that of a finished table.
+        search: Number of evaluations of a search whose best placement is added to those whose changes are measured.
+        like: Table of the same model whose placements are measured, without a screening; its sensitivities are kept and
+            select dimensions if `dimensions` is smaller.
         note: Conditions of the recording, for the environment of the table.
 
     Raises:
@@ -135,7 +137,7 @@ def record(  # noqa: PLR0913 - which placements, and how they are found
 
 
 def _require_same_space(task: Task, like: BenchmarkTable) -> None:
-    """Raise if a table has no placements of the task: it is of another model, or offers other choices."""
+    """Raise `UserError` if a table is of another model or another space than the task."""
     same_model = like.metadata.model_sha256 == task.model.sha256
     if not same_model or space_digest(like.subspace.full_space) != space_digest(task.space):
         what = "space" if same_model else "model"
@@ -147,19 +149,19 @@ def _reduce_subspace(like: BenchmarkTable, dimensions: int) -> TableSubspace:
 
     The dimensions that no longer vary are fixed at the fastest placement of the table.
     """
-    subspace, known = like.subspace, like.metadata.sensitivity
-    own = np.array([known[dimension.name] for dimension in subspace.space.dimensions])
-    kept = most_influential(subspace.space, own, dimensions)
-    if len(kept) == len(subspace.varied):
+    subspace, sensitivities = like.subspace, like.metadata.sensitivity
+    varied_sensitivities = np.array([sensitivities[dimension.name] for dimension in subspace.space.dimensions])
+    selected = most_influential(subspace.space, varied_sensitivities, dimensions)
+    if len(selected) == len(subspace.varied):
         return subspace
     listed = {subspace.full_space.digest(p): p for p in map(subspace.to_full_space, subspace.placements())}
     latency_ms = median_latencies({digest: like.rows[digest] for digest in listed})
     best = listed[min(latency_ms, key=latency_ms.__getitem__)]
-    return TableSubspace(subspace.full_space, tuple(subspace.varied[i] for i in kept), best)
+    return TableSubspace(subspace.full_space, tuple(subspace.varied[i] for i in selected), best)
 
 
 def _check_dimensions(space: Space, dimensions: int) -> None:
-    """Raise before the timing if no table can be that small, or the model has no dimensions."""
+    """Raise `UserError` if no table can be that small, or the model has no dimensions."""
     least = min(space.sizes, default=0)
     if not 2 <= least <= 2**dimensions:
         limit = f"a dimension has at least {least} choices" if least else "the model has no insertion points"
@@ -183,17 +185,17 @@ class _TableRecorder:
         """Return all rows, and the metadata of the table."""
         space, facts, rows = self.task.space, self.table_metadata(), Rows()
         if like is None:
-            subspace, found = self._screen(dimensions, confirmation, search, rows, facts)
+            subspace, sensitivities = self._screen(dimensions, confirmation, search, rows, facts)
         else:
             self._measure_missing("sensitivity", list(self.task.placements.values()), rows, facts)
-            subspace, found = _reduce_subspace(like, dimensions), like.metadata.sensitivity
+            subspace, sensitivities = _reduce_subspace(like, dimensions), like.metadata.sensitivity
         order = np.random.default_rng(0).permutation(len(subspace))
         listed = [subspace.to_full_space(placement) for placement in subspace.placements()]
         facts |= {"varied": tuple(space.dimensions[i].name for i in subspace.varied), "base": subspace.base.choices}
         self.observer.say(f"{len(subspace.varied)} of {len(space)} dimensions, {len(listed)} placements")
         self._measure_missing("table", [listed[index] for index in order], rows, facts)
         self._warn_if_optimum_beaten(self._confirm_best(confirmation, "table", listed, rows), rows)
-        return rows, facts | {"sensitivity": dict(found)}
+        return rows, facts | {"sensitivity": dict(sensitivities)}
 
     def _screen(
         self, dimensions: int, confirmation: BestConfirmation, search: int, rows: Rows, facts: Mapping[str, Any]
@@ -204,9 +206,9 @@ class _TableRecorder:
         around = [*anchors, *(p for anchor in anchors for p in neighbours(space, anchor))]
         self._measure_missing("sensitivity", around, rows, facts)
         best = self._confirm_best(confirmation, "sensitivity", around, rows)
-        found = sensitivity(space, anchors, median_latencies(rows))
-        by_name = {d.name: float(value) for d, value in zip(space.dimensions, found, strict=True)}
-        return TableSubspace(space, most_influential(space, found, dimensions), best), by_name
+        changes = sensitivity(space, anchors, median_latencies(rows))
+        by_name = {d.name: float(value) for d, value in zip(space.dimensions, changes, strict=True)}
+        return TableSubspace(space, most_influential(space, changes, dimensions), best), by_name
 
     def _warn_if_optimum_beaten(self, optimum: Placement, rows: Rows) -> None:
         """Report named placements that are faster than the optimum: the table then fixes the wrong dimensions."""
@@ -223,7 +225,7 @@ class _TableRecorder:
     def _search_optimum(
         self, evaluations: int, confirmation: BestConfirmation, rows: Rows, facts: Mapping[str, Any]
     ) -> Iterator[Placement]:
-        """Yield the best placement of a search without rules of experts, which starts from the anchors, if asked."""
+        """Yield the best placement of a search by `OPTIMUM_SEARCHER` from the anchors; nothing with 0 evaluations."""
         if evaluations:
             initial = tuple(InitialPlacement(name=name, placement=p) for name, p in self.task.placements.items())
             searcher: Searcher = registry.load_plugin("searcher", OPTIMUM_SEARCHER)(self.task.space, seed=0)
@@ -343,23 +345,25 @@ def _check_finished_table(
     observer: Observer,
     like: BenchmarkTable | None,
 ) -> None:
-    """Raise, with each difference, if a finished table has other inputs or another size than the requested one."""
-    there = read_table(out).metadata
+    """Raise `FingerprintMismatch` if a finished table has other inputs or another size than the requested one."""
+    finished = read_table(out).metadata
     task, worker = prepare_study(study, scratch, observer)
     with open_engines(worker, study.experiment.limits) as engines:
         recorder = _TableRecorder(study=study, task=task, engines=engines, folder=scratch, observer=observer)
-        here = recorder.table_metadata()
-    known = {key: getattr(there, key) for key in here}
-    for facts in (known, here):
+        requested = recorder.table_metadata()
+    recorded = {key: getattr(finished, key) for key in requested}
+    for facts in (recorded, requested):
         facts["dimensions"] = space_digest(Space(facts["dimensions"]))
     if dimensions is not None:
-        found = np.array([there.sensitivity[dimension.name] for dimension in there.dimensions])
-        known["varied in the finished table"] = len(there.varied)
-        here["varied in the finished table"] = len(most_influential(Space(there.dimensions), found, dimensions))
+        sensitivities = np.array([finished.sensitivity[dimension.name] for dimension in finished.dimensions])
+        recorded["varied in the finished table"] = len(finished.varied)
+        requested["varied in the finished table"] = len(
+            most_influential(Space(finished.dimensions), sensitivities, dimensions)
+        )
     if like is not None:
         space = like.subspace.full_space
-        known["varied in the finished table"] = there.varied
-        here["varied in the finished table"] = [
+        recorded["varied in the finished table"] = finished.varied
+        requested["varied in the finished table"] = [
             space.dimensions[i].name for i in _reduce_subspace(like, dimensions or DEFAULT_DIMENSIONS).varied
         ]
-    require_same_fingerprint(out, json.loads(json.dumps(known)), json.loads(json.dumps(here)))
+    require_same_fingerprint(out, json.loads(json.dumps(recorded)), json.loads(json.dumps(requested)))

@@ -1,4 +1,4 @@
-"""Complete table as a search problem: its optimum, and readings with recorded noise."""
+"""Search problem of a complete table: its optimum, and readings with recorded noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from search.space import Placement
 __all__ = ["NEAR_OPTIMUM_SHARE", "Floats", "Landscape", "MetricBound"]
 
 Floats = npt.NDArray[np.float64]
-NEAR_OPTIMUM_SHARE = 0.01  # of the optimum's latency: within it a placement is as good as the optimum
+NEAR_OPTIMUM_SHARE = 0.01  # relative to the optimum's latency; placements within it count as optimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,14 @@ class MetricBound:
 class Landscape:
     """A table as arrays over its placements, in the order of `TableSubspace.placements`.
 
-    Placements that failed, or miss the bound, get the latency of the slowest allowed one, so that an average over them
-    stays a latency.
+    Placements that failed or violate the bound have the latency of the slowest allowed one; averages are thus finite.
 
     Attributes:
         table: The table.
         sizes: Number of choices of each dimension.
         latency_ms: Median of the samples of each placement.
-        allowed: True for placements that were measured and keep the bound.
-        identity: Number of the model of each placement; placements with the same model share it.
+        allowed: Whether a placement was measured and keeps the bound.
+        identity: Number of the model of each placement; placements with equal models share it.
         scores: Score of each placement without noise.
 
     Raises:
@@ -71,7 +70,7 @@ class Landscape:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Return by how much the index grows with the choice of each dimension."""
+        """Return for each dimension the difference of indices between successive choices."""
         return tuple(math.prod(self.sizes[place + 1 :]) for place in range(len(self.sizes)))
 
     def index(self, placement: Placement) -> int:
@@ -89,11 +88,11 @@ class Landscape:
     def readings_ms(self, index: int, rng: np.random.Generator, count: int, size: int = 0) -> Floats:
         """Return measurements of a placement that did not fail: medians of samples drawn from the recorded ones.
 
-        Drawn with replacement, so that noise misleads a searcher as on the machine.
+        Samples are drawn with replacement, so that readings have the noise of the machine.
 
         Args:
             count: Number of measurements.
-            size: Samples of each; 0: as many as were recorded.
+            size: Number of samples per measurement; 0: as many as were recorded.
         """
         samples = self._samples[index]
         size = size or len(samples)

@@ -1,4 +1,4 @@
-"""Replay of searchers on a recorded table: in memory, thousands of evaluations a second, real latencies."""
+"""Replay of searchers on a recorded table, in memory at thousands of evaluations per second."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ReplayedSearches:
     Attributes:
         searcher: Name of the searcher.
         walks: Evaluations of the searches.
-        latency_ms: [seed, evaluation]: see `SearchPaths.latency_ms`.
+        latency_ms: Latency of the choice, of shape (seeds, evaluations); see `SearchPaths.latency_ms`.
         wall_s: Wall-clock of the replay.
         build_s: Recorded wall-clock of the builds and measurements that were replayed.
     """
@@ -51,7 +51,7 @@ class ReplayedSearches:
 
     @property
     def evaluations(self) -> int:
-        """Return the number of evaluations of all searches; a searcher with nothing left uses less than its budget."""
+        """Return the number of evaluations of all searches, which may end before their budget."""
         return int((self.walks.indices >= 0).sum())
 
 
@@ -78,8 +78,8 @@ def replay_paths(
 
     Args:
         use: The searcher with its parameters.
-        budget: Evaluations of one search; the same model again costs nothing.
-        initial: Names of the initial placements: float, all, linear. They cost evaluations.
+        budget: Number of evaluations of one search; repeated models do not count.
+        initial: Names of the initial placements (float, all, linear), which count.
 
     Raises:
         UserError: The searcher, a parameter or a name is unknown; or the searcher raised an error, with the end of its
@@ -112,7 +112,7 @@ def read_paths(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]],
         budget: Maximum number of evaluations of one search.
 
     Raises:
-        ValueError: They cannot be the evaluations of a search on this landscape.
+        ValueError: The indices cannot be those of a search on this landscape.
     """
     indices, readings_ms = np.full((len(walks), budget), -1), np.full((len(walks), budget), np.inf)
     for row, (seed, walk) in enumerate(walks.items()):
@@ -136,7 +136,7 @@ def reading_rng(seed: int) -> np.random.Generator:
 
 
 def _reading_ms(outcome: Score | Failure) -> float:
-    """Return the reading; infinite for a failure or a missed bound."""
+    """Return the reading in ms; infinite for a failure or a violated bound."""
     return outcome.objective if isinstance(outcome, Score) and outcome.violation == 0 else math.inf
 
 
@@ -176,7 +176,7 @@ def optimum_in_initial_design(landscape: Landscape, initial: Sequence[str]) -> s
 def replay_once(
     landscape: Landscape, searcher: Searcher, *, budget: int, seed: int, first: Sequence[Placement] = ()
 ) -> list[int]:
-    """Replay one search like `harness.search_loop.loop`: the same model again is reported again and costs nothing.
+    """Replay one search like `harness.search_loop.loop`; a repeated model is reported without an evaluation.
 
     Returns:
         The evaluated indices in order; for their readings see `read_paths`.
@@ -201,10 +201,10 @@ def replay_once(
 
 
 def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
-    """Raise if a table is of another model.
+    """Check that a table is of a model.
 
     Raises:
-        UserError: The table's model is another one than this, or this cannot be loaded.
+        UserError: The table is of another model, or the model cannot be loaded.
     """
     model = open_model(spec, work)
     if model.sha256 != table.metadata.model_sha256:

@@ -24,12 +24,12 @@ from harness.studies.replay import initial_placements, is_valid_path, read_paths
 from harness.studies.search_key import SearchKey
 from harness.studies.study_file import BudgetStudy, ReplayedSearcher
 
-SEARCHES_PER_BATCH = 10  # an interruption costs each worker at most these
+SEARCHES_PER_BATCH = 10  # an interruption loses at most these in each worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayBatch:
-    """Some searches of one searcher on one table; `path` is the file that takes them."""
+    """Searches of one searcher on one table; `path` is the part file to write."""
 
     key: SearchKey
     table: Path
@@ -44,10 +44,10 @@ def _cached_paths(cache: PathCache, key: SearchKey, landscape: Landscape, study:
     """Return the cached searches by seed, without those that cannot be searches of this table."""
     initial = dict.fromkeys(landscape.index(placement) for placement in initial_placements(landscape, study.initial))
     first = list(dict.fromkeys(landscape.identity[list(initial)].tolist()))[: study.max_evaluations]
-    found = {seed: path.truncate_to_budget(study.max_evaluations) for seed, path in cache.paths_by_seed(key).items()}
+    paths = {seed: path.truncate_to_budget(study.max_evaluations) for seed, path in cache.paths_by_seed(key).items()}
     return {
         seed: path
-        for seed, path in found.items()
+        for seed, path in paths.items()
         if path is not None
         and is_valid_path(landscape, path)
         and landscape.identity[path[: len(first)]].tolist() == first
@@ -63,8 +63,8 @@ def missing_batches(
     study: BudgetStudy,
 ) -> list[ReplayBatch]:
     """Return the searches that are not cached, in batches."""
-    known = _cached_paths(cache, key, landscape, study)
-    seeds = [seed for seed in range(searcher.seeds or study.seeds) if seed not in known]
+    cached = _cached_paths(cache, key, landscape, study)
+    seeds = [seed for seed in range(searcher.seeds or study.seeds) if seed not in cached]
     batches = [tuple(seeds[first : first + SEARCHES_PER_BATCH]) for first in range(0, len(seeds), SEARCHES_PER_BATCH)]
     return [
         ReplayBatch(
@@ -84,7 +84,7 @@ def replay_batches(batches: Sequence[ReplayBatch], workers: int, observer: Obser
     """Replay batches and write them to their files.
 
     Raises:
-        UserError: An unknown searcher or placement, or a worker died.
+        UserError: A searcher or placement is unknown, or a worker died.
     """
     with observer.work("replay", len(batches)) as step:
         for batch in _replay_unordered(batches, workers):
@@ -95,9 +95,9 @@ def search_curves(
     cache: PathCache, key: SearchKey, landscape: Landscape, searcher: ReplayedSearcher, study: BudgetStudy
 ) -> SearchCurves:
     """Return the curves of the cached searches of all seeds."""
-    known = _cached_paths(cache, key, landscape, study)
+    cached = _cached_paths(cache, key, landscape, study)
     paths = read_paths(
-        landscape, {seed: known[seed] for seed in range(searcher.seeds or study.seeds)}, study.max_evaluations
+        landscape, {seed: cached[seed] for seed in range(searcher.seeds or study.seeds)}, study.max_evaluations
     )
     return SearchCurves(
         latency_ms=paths.latency_ms(landscape),
@@ -139,7 +139,7 @@ def _initialize_worker() -> None:
 
 
 def _exit_with_parent() -> None:
-    """Exit once the parent is gone: the workers of a killed parent would wait for ever."""
+    """Exit when the parent process has ended; otherwise workers of a killed parent would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -154,5 +154,5 @@ def _replay_batch(batch: ReplayBatch) -> None:
 
 @lru_cache(maxsize=1)
 def _load_landscape(table: Path, _written_ns: int) -> Landscape:
-    """Read a table once for many batches, and again if it was written since."""
+    """Read a table, cached by path and time of the last change."""
     return Landscape(read_table(table))

@@ -26,7 +26,7 @@ from harness.studies.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS
 
 LINE_STYLES = ("-", "--", "-.", ":")
 TableText = tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]
-"""Header, rows, and the lines below them."""
+"""Header, rows and notes of a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,11 @@ class ReplayRequest:
     """Options of `qdq replay`.
 
     Attributes:
-        seeds: Searches of each searcher, with seeds from 0.
+        seeds: Number of searches of each searcher, with seeds from 0.
+        budget: Number of evaluations of each search.
         initial: Names of the initial placements.
-        at_least: "METRIC=VALUE" that a placement must reach.
-        model: The table must be of this model.
+        at_least: "METRIC=VALUE" that a placement must reach; None: no bound.
+        model: Model that the table must be of; None: any.
     """
 
     seeds: int = 100
@@ -54,7 +55,9 @@ def table_lines(table: BenchmarkTable) -> list[str]:
     space, best = table.subspace.space, list(table.subspace.placements())[landscape.optimum]
     quantized = [f"{d.name}={d.choices[c]}" for d, c in zip(space.dimensions, best.choices, strict=True) if c]
     fixed = [c for d, c in zip(facts.dimensions, facts.base, strict=True) if d.name not in facts.varied]
-    said = f"{', '.join(quantized) or 'none'} of those that vary, {sum(c > 0 for c in fixed)} of the {len(fixed)} fixed"
+    listed = (
+        f"{', '.join(quantized) or 'none'} of those that vary, {sum(c > 0 for c in fixed)} of the {len(fixed)} fixed"
+    )
     failed = int((~landscape.allowed).sum())
     anchors = ", ".join(f"{name} {value:.3f} ms" for name, value in landscape.anchors_ms.items())
     return [
@@ -63,7 +66,7 @@ def table_lines(table: BenchmarkTable) -> list[str]:
         f"{len(table.subspace)} placements of {len(space)} of {len(facts.dimensions)} dimensions, "
         f"{len(landscape.distinct_ms)} different models, {failed} failed or out of bounds; "
         f"drift over the recording {100 * drift:+.2f} % +- {200 * drift_se:.2f} %",
-        f"optimum {landscape.latency_ms[landscape.optimum]:.3f} ms ({anchors}); dimensions quantized in it: {said}",
+        f"optimum {landscape.latency_ms[landscape.optimum]:.3f} ms ({anchors}); dimensions quantized in it: {listed}",
         f"difficulty: {100 * hard.near_optimum:.2f} % within 1 % of the optimum (random search needs "
         f"{hard.random_evaluations:.0f} evaluations on average), fitness-distance correlation "
         f"{hard.fitness_distance:+.2f}, neighbour correlation {hard.neighbour_correlation:+.2f}, local optima "
@@ -76,7 +79,7 @@ def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayReq
     """Replay searchers, and random search from the same start.
 
     Args:
-        out: Takes curves.csv (one line for each searcher, seed and evaluation; random search as the mean of its
+        out: Folder for curves.csv (one line for each searcher, seed and evaluation; random search as the mean of its
             searches, with the seed -1) and curves.png; None: neither.
 
     Raises:
@@ -103,7 +106,7 @@ def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayReq
     marks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000) if n < order.budget] + [order.budget]
     header = ("searcher", *(str(mark) for mark in marks))
     optimum_ms = landscape.latency_ms[landscape.optimum]
-    curves = [(RANDOM_LABEL, random_ms), *((found.searcher, found.latency_ms) for found in replayed)]
+    curves = [(RANDOM_LABEL, random_ms), *((searches.searcher, searches.latency_ms) for searches in replayed)]
     rows = [(name, *_format_row(latency_ms, marks, optimum_ms)) for name, latency_ms in curves]
     spent = f"after {', '.join(header[1:])} evaluations"
     columns = f"columns: latency above the optimum in % {spent}, median over searches [quartiles]"
@@ -114,8 +117,8 @@ def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayReq
 
 def _describe_initial_latency(landscape: Landscape, initial: Sequence[str]) -> str:
     """Return the latencies of the initial placements with the dimensions that the table fixes; "" for none."""
-    found = zip(initial, initial_placements(landscape, initial), strict=True)
-    initial = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in found]
+    named = zip(initial, initial_placements(landscape, initial), strict=True)
+    initial = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in named]
     return f"initial placements, with the dimensions that the table fixes: {', '.join(initial)}" if initial else ""
 
 
@@ -144,10 +147,10 @@ def _format_row(latency_ms: Floats, marks: Sequence[int], optimum_ms: float) -> 
 
 
 def _format_notes(replayed: Sequence[ReplayedSearches]) -> Iterator[str]:
-    for found in replayed:
+    for searches in replayed:
         yield (
-            f"{found.searcher}: {found.evaluations} evaluations in {found.wall_s:.2f} s "
-            f"({found.evaluations / found.wall_s:.0f} a second), in place of {found.build_s / 3600:.2f} h of "
+            f"{searches.searcher}: {searches.evaluations} evaluations in {searches.wall_s:.2f} s "
+            f"({searches.evaluations / searches.wall_s:.0f} a second), in place of {searches.build_s / 3600:.2f} h of "
             "builds and measurements"
         )
 
@@ -156,7 +159,9 @@ def _write_files(landscape: Landscape, random_ms: Floats, replayed: Sequence[Rep
     optimum_ms = float(landscape.latency_ms[landscape.optimum])
     out.mkdir(parents=True, exist_ok=True)
     frames = [_curve_frame(RANDOM_LABEL, [-1], random_ms.mean(axis=0, keepdims=True), optimum_ms)]
-    frames += [_curve_frame(found.searcher, found.walks.seeds, found.latency_ms, optimum_ms) for found in replayed]
+    frames += [
+        _curve_frame(searches.searcher, searches.walks.seeds, searches.latency_ms, optimum_ms) for searches in replayed
+    ]
     write_csv(pd.concat(frames), out / "curves.csv")
     _draw_curves(landscape, random_ms, replayed, out / "curves.png")
 
@@ -188,10 +193,10 @@ def _draw_curves(landscape: Landscape, random_ms: Floats, replayed: Sequence[Rep
         low, middle, high = 100 * (np.quantile(random_ms, (0.25, 0.5, 0.75), axis=0) / optimum_ms - 1)
         axes.fill_between(evaluations, low, high, step="post", color="0.9")
         axes.step(evaluations, middle, where="post", color="0.4", label=RANDOM_LABEL)
-        for index, found in enumerate(replayed):
-            regret = 100 * (np.median(found.latency_ms, axis=0) / optimum_ms - 1)
+        for index, searches in enumerate(replayed):
+            regret = 100 * (np.median(searches.latency_ms, axis=0) / optimum_ms - 1)
             style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINE_STYLES[index % len(LINE_STYLES)]}
-            axes.step(evaluations, regret, where="post", label=found.searcher, **style)
+            axes.step(evaluations, regret, where="post", label=searches.searcher, **style)
         axes.set_xlabel("evaluations")
         axes.set_ylabel("latency above the optimum, %, median over searches")
         axes.set_title(landscape.table.metadata.model)

@@ -1,4 +1,4 @@
-"""Key of replayed searches: digests of what was asked, and of the table, code and libraries that decide the answer."""
+"""Key of replayed searches: digests of their settings, and of the table, code and libraries that determine them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from search.space import Space
 
 SEARCH_PACKAGE = Path(search.__file__).parent
 LIBRARY_FOLDERS = ("site-packages", "dist-packages")
-DYNAMIC_LOADER_MODULE = "subspace.py"  # finds searchers by their names, so its importers may run any of them
-# Libraries that draw and propose, by module: another version may search differently from the same seed.
+DYNAMIC_LOADER_MODULE = "subspace.py"  # looks searchers up by name, so modules that import it may run any searcher
+# Distribution by module of libraries whose version may change a search with the same seed.
 LIBRARIES = {
     "kernel_tuner": "kernel-tuner", "nevergrad": "nevergrad", "optuna": "optuna", "scipy": "scipy",
     "sklearn": "scikit-learn", "smac": "smac", "syne_tune": "syne-tune", "torch": "torch",
@@ -41,8 +41,8 @@ class SearchKey:
     """Key of the searches of one searcher on one table.
 
     Attributes:
-        asked: Digest of the question: searcher, parameters and initial placements.
-        made_of: Digest of what else decides the answer: table, code and libraries.
+        asked: Digest of the settings: searcher, parameters and initial placements.
+        made_of: Digest of the table, the code and the versions of libraries.
     """
 
     table: str
@@ -59,7 +59,8 @@ class SearchKey:
 def search_key(table: Path, searcher: ReplayedSearcher, study: BudgetStudy) -> SearchKey:
     """Return the key of the searches of a searcher on a table.
 
-    The budget is not part of it: searchers do not know it, so a shorter path is the beginning of a longer one.
+    The budget is not part of the key: searchers do not know it, so a search with a smaller budget is the start of one
+    with a larger budget.
 
     Raises:
         UserError: The searcher does not exist, or the table cannot be read.
@@ -81,7 +82,7 @@ def describe_code(searcher: PluginSpec) -> tuple[list[bytes], dict[str, str | No
     Raises:
         UserError: A searcher does not exist.
     """
-    params = searcher.params  # searchers within a searcher may be plug-ins too
+    params = searcher.params  # parameters may name further searchers, also plug-ins
     members = params.get("members")
     nested = (*(members if isinstance(members, list | tuple) else ()), params.get("searcher"))
     files = [_searcher_file(use) for use in (searcher.use, *nested) if isinstance(use, str)]
@@ -123,19 +124,19 @@ def _library_version(name: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _observation_sources() -> tuple[bytes, ...]:
-    """Return the code that decides the results that a searcher receives."""
+    """Return the normalised sources of the code that computes the results a searcher receives."""
     objects = (Landscape, Space, BenchmarkTable, replay_paths, stderr_of_median)
     return tuple(normalised_ast(Path(str(inspect.getsourcefile(each))).read_bytes()) for each in objects)
 
 
 def code_digest(file: Path | None, package: Path) -> bytes:
-    """Return the digest of a searcher's file and of all that it imports of a package or of its own, at any depth.
+    """Return the digest of a searcher's file and of all files that it imports, directly or indirectly.
 
-    Its own is the package of the file, or the folder of a file without a package; installed libraries are not followed.
-    Comments and docstrings do not count.
+    Imports are followed into the package `search` and the searcher's own package (or the folder of a single file), not
+    into installed libraries. Comments and docstrings do not count.
 
     Args:
-        file: None if the searcher has none: the whole package counts, and also if it finds searchers by name.
+        file: File of the searcher; None: all files of `package`, as for code that looks searchers up by name.
         package: Folder of the package `search`.
     """
     digest = hashlib.sha256()
@@ -178,15 +179,15 @@ def _source_files(file: Path | None, package: Path) -> set[Path]:
     """Return the files that the code of a searcher consists of; see `code_digest`."""
     if file is None:
         return set(package.rglob("*.py"))
-    root = file.parent  # the folder in which imports find the file
+    root = file.parent  # folder on the module search path that contains the file
     while (root / "__init__.py").is_file():
         root = root.parent
-    found, left = {file}, [file]
-    while left:
-        new = set(_imported_files(left.pop(), package, root)) - found
-        found |= new
-        left += new
-    return found | set(package.rglob("*.py")) if package / DYNAMIC_LOADER_MODULE in found else found
+    files, pending = {file}, [file]
+    while pending:
+        new = set(_imported_files(pending.pop(), package, root)) - files
+        files |= new
+        pending += new
+    return files | set(package.rglob("*.py")) if package / DYNAMIC_LOADER_MODULE in files else files
 
 
 def _imported_files(file: Path, package: Path, own_root: Path) -> Iterator[Path]:

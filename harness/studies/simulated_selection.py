@@ -1,8 +1,8 @@
-"""Final choice of replayed searches, as a final selection among their best readings would make it; and random search.
+"""Simulated final selection of replayed searches, and random search.
 
-A live search does not trust the lowest of many noisy readings: its best placements are rebuilt and timed in turns, and
-those readings decide (`harness.pipeline.final_selection`). A replay that chose by the lowest reading would get worse
-with every lucky one, unlike `qdq run`.
+A search on a machine does not select by the lowest of many noisy readings: its best placements are rebuilt and timed in
+turns, and those readings decide (`harness.pipeline.final_selection`). Replays simulate this; selection by the lowest
+reading would favour readings that are low by chance, unlike `qdq run`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from search.space import Placement
 
 Indices = npt.NDArray[np.intp]
 DEFAULT_FINALISTS = Confirmation().candidates
-TURNS_PER_BATCH = 2**24  # turns that are drawn at once
-TURNS_PER_RACE = sum(TURNS_PER_RACING_ROUND)  # of a candidate that is not eliminated
+TURNS_PER_BATCH = 2**24  # number of turns drawn at a time
+TURNS_PER_RACE = sum(TURNS_PER_RACING_ROUND)  # number of turns of a candidate that is not eliminated
 RANDOM_SEARCHES = 10_000  # their mean is ten times as precise as that of a hundred seeds
-RANDOM_LABEL = f"random, {RANDOM_SEARCHES} searches"  # tells it from the searcher `random` with its seeds
+RANDOM_LABEL = f"random, {RANDOM_SEARCHES} searches"  # differs from the name of the searcher `random`
 READINGS_PER_MODEL = 1_000  # readings of each model that the random searches share
-MAX_RACES = 250  # races of each model that they share; fewer if there are many models
-NUMBERS_PER_BATCH = 2**22  # random numbers that are drawn at once
+MAX_RACES = 250  # races of each model that the random searches share; fewer if there are many models
+NUMBERS_PER_BATCH = 2**22  # number of random numbers drawn at a time
 MAX_TURNS_IN_MEMORY = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPaths:
-    """Evaluations of some searches, in order; both arrays are [search, evaluation].
+    """Evaluations of several searches, in order; both arrays have the shape (searches, evaluations).
 
     Attributes:
-        indices: Indices of the placements on the landscape; -1 once a search has nothing left.
+        indices: Indices of the placements on the landscape; -1 after the end of a search.
         readings_ms: Readings that the search received; infinite for failures and missed bounds.
     """
 
@@ -97,17 +97,19 @@ def simulate_selection(
     """
     searches, evaluations = readings_ms.shape
     place = np.full((searches, evaluations), -1, dtype=np.intp)
-    led = np.full((searches, DEFAULT_FINALISTS), -1, dtype=np.intp)
+    finalists = np.full((searches, DEFAULT_FINALISTS), -1, dtype=np.intp)
     wins = np.full(searches, -1, dtype=np.intp)
     for latest in range(evaluations):
-        several = np.column_stack([led, np.full(searches, latest)])
-        several = np.where(np.isfinite(_values_at(readings_ms, several)), several, -1)
-        lowest = np.argsort(_values_at(readings_ms, several), axis=1, kind="stable")[:, :DEFAULT_FINALISTS]
-        before, led = led, np.take_along_axis(several, lowest, axis=1)
-        rows = np.flatnonzero((led != before).any(axis=1))  # else the same race again
+        contenders = np.column_stack([finalists, np.full(searches, latest)])
+        contenders = np.where(np.isfinite(_values_at(readings_ms, contenders)), contenders, -1)
+        lowest = np.argsort(_values_at(readings_ms, contenders), axis=1, kind="stable")[:, :DEFAULT_FINALISTS]
+        before, finalists = finalists, np.take_along_axis(contenders, lowest, axis=1)
+        rows = np.flatnonzero((finalists != before).any(axis=1))  # without a new finalist the race would be the same
         if len(rows):
-            met = np.where((led[rows] >= 0)[..., None], log_ms_of(rows, np.maximum(led[rows], 0)), np.inf)
-            wins[rows] = led[rows, race_winner(met)]
+            race_ms = np.where(
+                (finalists[rows] >= 0)[..., None], log_ms_of(rows, np.maximum(finalists[rows], 0)), np.inf
+            )
+            wins[rows] = finalists[rows, race_winner(race_ms)]
         place[:, latest] = wins
     return place
 
@@ -141,7 +143,7 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
     names, models, copies = np.unique(landscape.identity, return_index=True, return_counts=True)
     start = [int(np.searchsorted(names, landscape.identity[landscape.index(placement)])) for placement in first]
     start = list(dict.fromkeys(start))[:evaluations]
-    rest = np.setdiff1d(np.arange(len(models)), start)
+    remaining = np.setdiff1d(np.arange(len(models)), start)
     readings = np.full((len(models), READINGS_PER_MODEL), np.inf)
     shared = min(MAX_RACES, max(1, MAX_TURNS_IN_MEMORY // (len(models) * TURNS_PER_RACE)))
     races = np.full((len(models), shared, TURNS_PER_RACE), np.inf, dtype=np.float32)
@@ -150,11 +152,11 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
             readings[number] = landscape.readings_ms(int(index), rng, READINGS_PER_MODEL)
             races[number] = draw_turns(landscape, int(index), rng, shared)
     batch = max(1, NUMBERS_PER_BATCH // len(models))
-    found = []
+    curves = []
     for size in [min(batch, RANDOM_SEARCHES - done) for done in range(0, RANDOM_SEARCHES, batch)]:
         # The first of w uniform arrivals is ordered like one exponential arrival at the rate w.
-        arrival = rng.exponential(size=(size, len(rest))) / copies[rest]
-        order = rest[np.argsort(arrival, axis=1)[:, : evaluations - len(start)]]
+        arrival = rng.exponential(size=(size, len(remaining))) / copies[remaining]
+        order = remaining[np.argsort(arrival, axis=1)[:, : evaluations - len(start)]]
         met = np.hstack([np.broadcast_to(np.array(start, dtype=int), (size, len(start))), order])
         once, again = rng.integers(READINGS_PER_MODEL, size=met.shape), rng.integers(shared, size=met.shape)
 
@@ -165,6 +167,6 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
 
         place = simulate_selection(readings[met, once], log_ms_of)
         chosen = np.take_along_axis(landscape.latency_ms[models][met], np.maximum(place, 0), axis=1)
-        found.append(np.where(place < 0, landscape.latency_ms.max(), chosen))
-    latency_ms: Floats = np.vstack(found)
+        curves.append(np.where(place < 0, landscape.latency_ms.max(), chosen))
+    latency_ms: Floats = np.vstack(curves)
     return np.pad(latency_ms, ((0, 0), (0, evaluations - latency_ms.shape[1])), mode="edge")

@@ -15,11 +15,11 @@ from harness.config.yaml_loader import read_experiment_yaml, read_text_file
 from harness.errors import UserError
 from harness.registry import installed_plugins
 
-# Only if named: the first enumerates a table, the Gaussian process of the second takes up to a second per proposal, the
-# others need further packages.
+# Replayed only if a study names them: the first enumerates a table, the Gaussian process of the second takes up to a
+# second per proposal, the others need further packages.
 EXCLUDED_SEARCHERS = ("exhaustive", "optuna", "smac", "nevergrad", "syne_tune", "kernel_tuner")
 MAX_SEEDS = 10_000
-MAX_EVALUATIONS_PER_SEARCH = 5_000  # ten thousand random searches of them take 0.4 GB
+MAX_EVALUATIONS_PER_SEARCH = 5_000  # ten thousand random searches of this length take 0.4 GB
 
 
 def _check_rising(budgets: tuple[int, ...]) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ class ReplayedSearcher(PluginSpec):
     """A searcher of a study.
 
     Attributes:
-        seeds: Searches on each table, for a slow searcher; None: as many as of all others.
+        seeds: Number of searches on each table, fewer for a slow searcher; None: that of the study.
     """
 
     seeds: Annotated[int, Field(ge=1, le=MAX_SEEDS)] | None = None
@@ -47,8 +47,8 @@ class BudgetStudy(BaseModel):
         searchers: Searchers to replay; empty: all installed ones but `EXCLUDED_SEARCHERS`.
         seeds: Searches of each searcher on each table, with seeds from 0.
         budgets: Evaluations at which searches are compared; they run to the largest.
-        initial: Initial placements of every search (float, all, linear), which cost evaluations; "none" is the cold
-            start.
+        initial: Initial placements of every search (float, all, linear), which count as evaluations; "none" is the
+            cold start.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -98,8 +98,8 @@ def _resolve_table_files(path: Path, tables: tuple[str, ...]) -> list[str]:
     found: list[str] = []
     for text in tables:
         names = sorted(glob(text, root_dir=path.parent, recursive=True)) if "*" in text else [text]
-        there = [path.parent / name for name in names]
-        if not there:
+        files = [path.parent / name for name in names]
+        if not files:
             raise UserError(f"{path}: tables: no file matches {text!r}; 'qdq record MODEL --out FILE' makes one")
-        found += [str(file) for file in there]
+        found += [str(file) for file in files]
     return found

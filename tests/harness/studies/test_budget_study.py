@@ -323,7 +323,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--budget", "3"], "budgets are above the 3 initial placements"),
+        (["--budget", "3"], "budgets must be above the 3 initial placements"),
         (["--searcher", "nobody"], "no searcher is called 'nobody'"),
     ],
 )
