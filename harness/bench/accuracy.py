@@ -23,7 +23,7 @@ from harness.errors import UserError
 from harness.records import Measured
 from harness.results_dir.io import explain_write_errors
 
-ACCURACY_FILE = "scores/accuracy.parquet"  # apart from the tables, which are found by their suffix
+ACCURACY_FILE = "scores/accuracy.parquet"  # in a subfolder, as tables are found by their suffix
 ACCURACY_SCHEMA = pa.schema([
     ("model", pa.string()), ("model_sha256", pa.string()), ("precision", pa.string()), ("dialect", pa.string()),
     ("digest", pa.string()), ("metric", pa.string()), ("accuracy", pa.float64()),
@@ -91,7 +91,7 @@ def read_accuracy(path: Path) -> Mapping[ScoreKey, PlacementAccuracy]:
     """Read a file of accuracies; a missing one is empty.
 
     Raises:
-        UserError: It is no such file, or damaged.
+        UserError: The file is not a file of accuracies, or is damaged.
     """
     return _read(path, path.stat().st_mtime_ns) if path.is_file() else {}
 
@@ -140,9 +140,9 @@ def join_accuracy(table: BenchmarkTable, scores: Mapping[ScoreKey, PlacementAccu
     """Return a table whose measured rows have the accuracy of their placements among their metrics."""
 
     def joined(digest: str, row: TableEntry) -> TableEntry:
-        found = scores.get(score_key(table.metadata, digest))
-        if found is None or not isinstance(row.outcome, Measured):
+        score = scores.get(score_key(table.metadata, digest))
+        if score is None or not isinstance(row.outcome, Measured):
             return row
-        return replace(row, outcome=replace(row.outcome, metrics={**row.outcome.metrics, **found.metrics}))
+        return replace(row, outcome=replace(row.outcome, metrics={**row.outcome.metrics, **score.metrics}))
 
     return replace(table, rows={digest: joined(digest, row) for digest, row in table.rows.items()})

@@ -17,7 +17,7 @@ from search.moves import random_neighbour
 
 __all__ = ["AskTellSearcher", "require_library"]
 
-MAX_DRAWS = 20  # of known placements in a row; then one is varied until it is new
+MAX_DRAWS = 20  # successive known placements, after which the last one is changed until it is new
 
 
 def require_library(module: str) -> None:
@@ -31,10 +31,10 @@ def require_library(module: str) -> None:
 class AskTellSearcher(ArchiveSearcher):
     """Searcher that takes its proposals from a library with an unordered choice for each dimension.
 
-    The library receives every placement once, also those that it did not propose. Its value is the objective, or the
-    largest so far for a failure and a placement that violates a bound. A known placement that it proposes again is
-    reported with its known value, without an evaluation. Libraries draw from the global generators of Python and NumPy
-    too, so these have states of the searcher's own while a library runs.
+    The library receives every placement once, including those that it did not propose. The value is the objective; for
+    failures and placements that violate a bound it is the largest so far. If the library repeats a placement, it gets
+    the known value without an evaluation. As libraries also use the global random generators of Python and NumPy, these
+    have a separate state while a library runs.
 
     Args:
         space: Space to search.
@@ -50,7 +50,7 @@ class AskTellSearcher(ArchiveSearcher):
 
     @abstractmethod
     def open(self) -> None:
-        """Make the library's optimizer, before the first proposal or value; a space without dimensions needs none."""
+        """Create the library's optimizer; called before the first proposal, unless the space has no dimensions."""
 
     @abstractmethod
     def suggest(self) -> tuple[tuple[int, ...], Any] | None:
@@ -58,7 +58,7 @@ class AskTellSearcher(ArchiveSearcher):
 
     @abstractmethod
     def report(self, choices: tuple[int, ...], handle: Any, value: float) -> None:
-        """Give the library a value to minimize; `handle` is None if it did not propose the placement."""
+        """Report a value to minimize; `handle` is None if the library did not propose the placement."""
 
     def tell(self, observation: Observation) -> None:
         """Record the outcome of one placement, and report the first one to the library."""

@@ -137,9 +137,9 @@ def write_croissant(out: Path) -> list[Path]:
 
 def _croissant_table(name: str) -> dict[str, Any]:
     facts, path = describe_task(name), table_path(name)
-    said = ", ".join(facts[key] for key in ("family", "runtime", "processor", "split"))
-    found = _croissant_file(path, f"{said}; threads: {facts['threads']}")
-    return found if path.is_relative_to(data_folder()) else found | {"containedIn": {"@id": ARCHIVE_FILE}}
+    facts_text = ", ".join(facts[key] for key in ("family", "runtime", "processor", "split"))
+    entry = _croissant_file(path, f"{facts_text}; threads: {facts['threads']}")
+    return entry if path.is_relative_to(data_folder()) else entry | {"containedIn": {"@id": ARCHIVE_FILE}}
 
 
 def _croissant_file(path: Path, description: str) -> dict[str, Any]:

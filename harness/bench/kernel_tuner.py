@@ -20,10 +20,10 @@ MAX_CONFIGURATIONS = 2**20  # Kernel Tuner lists the whole space
 
 
 class KernelTunerSearcher(AskTellSearcher):
-    """A strategy of Kernel Tuner, which calls its objective instead of being asked.
+    """Searcher that runs a strategy of Kernel Tuner, which calls its objective function.
 
-    It runs in a thread of its own that waits for each value. Only one of the two threads runs at a time, so proposals
-    repeat.
+    The strategy runs in a separate thread that waits for each value. Only one of the two threads runs at a time, so
+    proposals are reproducible.
 
     Args:
         space: Space to search, of at most 1,048,576 placements.
@@ -67,7 +67,7 @@ class KernelTunerSearcher(AskTellSearcher):
         return None if self._current is None else (self._current, True)
 
     def report(self, choices: tuple[int, ...], handle: Any, value: float) -> None:
-        if handle:  # a strategy takes no other values than those that it asks for
+        if handle:  # a strategy accepts only values of its own proposals
             self._answer = value
 
 
@@ -78,7 +78,7 @@ def _run_strategy(
     proposals: queue.Queue[tuple[int, ...] | Exception | None],
     answers: queue.Queue[float | None],
 ) -> None:
-    """Run a strategy, which evaluates by a proposal and the answer to it; the last proposal is None or an error."""
+    """Run a strategy whose evaluations are a proposal and its answer; the last proposal is None or an error."""
     from kernel_tuner.interface import Options, strategy_map
     from kernel_tuner.runners.runner import Runner
     from kernel_tuner.searchspace import Searchspace

@@ -25,7 +25,7 @@ CONTROL = "auto"
 #: Searchers that `CONTROL` is tested against at `PLANNED_BUDGET` on the test tasks, chosen before they were compared.
 PLANNED = ("tpe", "smac", "random_mutation")
 PLANNED_BUDGET = 25
-#: Latencies above the optimum, as shares, that the targets of a task are.
+#: Targets of a task: relative latencies above the optimum.
 TARGETS = np.geomspace(0.005, 0.5, 41)
 
 
@@ -39,7 +39,7 @@ class TaskSearches:
         optimum_ms: Lowest recorded latency.
         random_ms: Mean latency of random searches after each evaluation.
         initial_count: Number of evaluations that the initial placements take.
-        latency_ms: Recorded latency of the choice by searcher, [seed, evaluation].
+        latency_ms: Recorded latency of the choice by searcher, of shape (seeds, evaluations).
     """
 
     block: str
@@ -123,7 +123,7 @@ def compare_searchers(results: Results, tier: TierName) -> Leaderboard:
     for budget in budgets:
         means = {name: {b: v[:, budget - 1].mean() for b, v in blocks.items()} for name, blocks in speeds.items()}
         ranks[budget] = compute_ranks(pd.DataFrame(means), unit="block")
-    order = sorted(records, key=lambda name: float(np.mean([found.mean[name] for found in ranks.values()])))
+    order = sorted(records, key=lambda name: float(np.mean([at_budget.mean[name] for at_budget in ranks.values()])))
     tables = [_searchers_table(order, records, listed, ranks)]
     if CONTROL in records and len(records) > 1:
         others, tests = [name for name in order if name != CONTROL], [task for task in listed if task.split == "test"]
@@ -193,12 +193,14 @@ def _searchers_table(
         record, regret = records[name], _regret_percent(tasks, name)
         row = {"searcher": name, "seeds": _describe_seeds(tasks, name), "score": _score(tasks, name)}
         row |= {f"{budget} evaluations": f"{regret[:, budget - 1].mean():.2f}" for budget in ranks}
-        row["mean ranks"] = " / ".join(f"{found.mean[name]:.1f}" for found in ranks.values())
+        row["mean ranks"] = " / ".join(f"{at_budget.mean[name]:.1f}" for at_budget in ranks.values())
         row["searcher's seconds"] = f"{np.mean([each.searcher_s for each in record.tasks.values()]):.2f}"
         rows.append(row)
     last = next(iter(ranks.values()))
     difference = "none" if last.critical_difference is None else f"{last.critical_difference:.2f}"
-    tests = ", ".join(f"{found.p_value:.2g} at {n}" for n, found in ranks.items() if found.p_value is not None)
+    tests = ", ".join(
+        f"{at_budget.p_value:.2g} at {n}" for n, at_budget in ranks.items() if at_budget.p_value is not None
+    )
     blocks = f"{pluralize(len(tasks), 'task')} in {pluralize(last.blocks, 'block')} (model and runtime)"
     note = (
         f"{blocks}. Score: the share of the improvement left by random search of as many evaluations, on average over "
@@ -215,8 +217,10 @@ def _compare(
     speeds: Mapping[str, Mapping[str, Floats]], names: Sequence[str], budget: int
 ) -> list[dict[Hashable, Any]]:
     """Return a line of `compare_with` for each searcher that is compared with `CONTROL`."""
-    found = {name: {b: v[:, budget - 1].tolist() for b, v in speeds[name].items()} for name in (CONTROL, *names)}
-    return compare_with(CONTROL, found).to_dict("records")
+    speeds_at_budget = {
+        name: {b: v[:, budget - 1].tolist() for b, v in speeds[name].items()} for name in (CONTROL, *names)
+    }
+    return compare_with(CONTROL, speeds_at_budget).to_dict("records")
 
 
 def _pairs_table(

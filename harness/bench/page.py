@@ -19,7 +19,7 @@ from harness.report.plots.result_plots import series_style
 from harness.report.report_table import render_markdown, render_note_markdown
 from harness.studies.recorded_landscape import Floats
 
-SHOWN_CURVES = 8  # in colour: the first by rank, and these
+SHOWN_CURVES = 8  # number of curves in colour: those of `ALWAYS_SHOWN`, then by rank
 ALWAYS_SHOWN = (CONTROL, "random", "random_mutation", "tpe")
 PLOT_TEXT = "Regret and targets over evaluations, and mean ranks"
 INTRODUCTION = """# Leaderboard of QDQ-Bench, tier {tier}

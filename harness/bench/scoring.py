@@ -1,7 +1,7 @@
 """Scoring of recorded placements on fixed samples: labels where there are some, and agreement with the float model.
 
-A file is scored by what it describes: ONNX Runtime computes it with float kernels between its Q/DQ pairs, so no
-integer kernel of a runtime decides about the figures, and an instruction set only by how it rounds sums of floats.
+The file is executed as it describes itself: ONNX Runtime uses float kernels between its Q/DQ pairs. Figures thus do not
+depend on integer kernels of a runtime, and on the instruction set only by the rounding of float sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from harness.task_setup.task import Task, calibrate_task
 from search.space import Placement, Space
 
 SAMPLES = 64
-"""Samples of a model without labels: random inputs."""
+"""Number of random inputs for a model without labels."""
 RANDOM_SEED = 1  # calibration has seed 0
 RUNTIME = {"optimization": "basic"}
 """Parameters of ONNX Runtime; below "extended" no Q/DQ pair becomes an integer kernel."""
@@ -57,28 +57,28 @@ def score_tables(experiment: Experiment, tables: Sequence[Path], out: Path, obse
         observer: Shows progress.
 
     Raises:
-        UserError: A table is of no model of the experiment, or of another version of it.
+        UserError: The experiment lacks the model of a table, or has another version of it.
     """
     parts = out.with_name(f"{out.name}.jsonl")
-    found, scored = dict(read_accuracy(out)) | {row.key: row for row in read_parts(parts)}, 0
+    scores, scored = dict(read_accuracy(out)) | {row.key: row for row in read_parts(parts)}, 0
     with explain_write_errors(out), exclusive_lock(out.parent, "scoring placements"):
         with parts.open("a", encoding="utf-8") as file:
             for path in tables:
                 table = read_table(path)
-                for row in _score_missing(experiment, table, found, observer):
-                    found[row.key] = row
+                for row in _score_missing(experiment, table, scores, observer):
+                    scores[row.key] = row
                     file.write(json.dumps(asdict(row)) + "\n")
                     file.flush()
                     scored += 1
-        write_accuracy(out, found)
+        write_accuracy(out, scores)
         parts.unlink()
     return scored
 
 
 def _score_missing(
-    experiment: Experiment, table: BenchmarkTable, found: Mapping[ScoreKey, PlacementAccuracy], observer: Observer
+    experiment: Experiment, table: BenchmarkTable, scores: Mapping[ScoreKey, PlacementAccuracy], observer: Observer
 ) -> Iterator[PlacementAccuracy]:
-    missing = missing_placements(table, found)
+    missing = missing_placements(table, scores)
     if not missing:
         return
     with TemporaryDirectory(prefix="qdq-score-") as scratch, observer.work(table.path.stem, len(missing)) as step:
@@ -89,17 +89,17 @@ def _score_missing(
             yield row
 
 
-def missing_placements(table: BenchmarkTable, found: Mapping[ScoreKey, PlacementAccuracy]) -> dict[str, Placement]:
+def missing_placements(table: BenchmarkTable, scores: Mapping[ScoreKey, PlacementAccuracy]) -> dict[str, Placement]:
     """Return the placements of a table that have no accuracy yet, by digest."""
     subspace = table.subspace
     listed = [*map(Placement, table.metadata.anchors.values()), *map(subspace.to_full_space, subspace.placements())]
     digests = {subspace.full_space.digest(placement): placement for placement in listed}
-    return {digest: p for digest, p in digests.items() if score_key(table.metadata, digest) not in found}
+    return {digest: p for digest, p in digests.items() if score_key(table.metadata, digest) not in scores}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementScorer:
-    """Model with its samples; `facts` is an accuracy without digest, metrics and failure."""
+    """Scorer of the placements of one model; `facts` is their accuracy without digest, metrics and failure."""
 
     task: Task
     runtime: Any

@@ -53,7 +53,7 @@ class TaskRecord(ConfigSection):
     Attributes:
         table: SHA-256 of the table.
         asked: See `SearchKey`.
-        made_of: The same.
+        made_of: See `SearchKey`.
         seeds: Number of searches, with seeds from 0.
         searcher_s: Processor time of one search, without builds and measurements, which a replay does not make.
     """
@@ -107,7 +107,7 @@ class CheckedSearch:
 
     Attributes:
         same: Whether it evaluated the same placements in the same order.
-        differences: Of the code and libraries here from those of the submission, or the error of the searcher.
+        differences: Differences of code and libraries from those of the submission, or the error of the searcher.
     """
 
     searcher: str
@@ -157,8 +157,8 @@ def run_searchers(
             ]
             replay_batches([batch for some in batches for batch in some], workers, observer)
             cache.compact(frozenset(keys.values()))
-            known = submission.searchers.get(searcher.name)
-            record = _describe_searcher(searcher, PathCache(out), keys, studies, known)
+            previous = submission.searchers.get(searcher.name)
+            record = _describe_searcher(searcher, PathCache(out), keys, studies, previous)
             submission = Submission(searchers={**submission.searchers, searcher.name: record})
             _write_submission(out, submission)
     return submission
@@ -173,7 +173,7 @@ def _describe_searcher(
 ) -> SearcherRecord:
     """Return the record of a searcher whose searches are in the cache, with the time of one on each task.
 
-    A task that had more searches before has them still.
+    If a task had more searches before, these are kept.
     """
     budget, tasks = max(study.max_evaluations for study in studies.values()), {}
     for name, key in keys.items():
@@ -221,10 +221,10 @@ def _write_submission(out: Path, submission: Submission) -> None:
 
 
 def read_submission(folder: Path) -> Submission:
-    """Read a submission and check its files against the manifest, and its tables against those at hand.
+    """Read a submission and check its files against the manifest, and its tables against the installed ones.
 
     Raises:
-        UserError: A file is missing or damaged, a task is unknown, or its table is another one.
+        UserError: A file is missing or damaged, a task is unknown, or its table differs.
     """
     require_unchanged_results(folder)
     if not {SUBMISSION_FILE, FILE} <= (read_manifest(folder) or {"files": {}})["files"].keys():
@@ -236,16 +236,16 @@ def read_submission(folder: Path) -> Submission:
         submission = Submission.model_validate(body)
     except ValidationError as error:
         raise to_user_error(Submission, str(folder / SUBMISSION_FILE), error) from error
-    known = read_catalogue().tasks
+    tasks = read_catalogue().tasks
     if not submission.searchers:
         raise UserError(f"{folder / SUBMISSION_FILE}: no searchers")
     for name, record in submission.searchers.items():
-        for task, found in record.tasks.items():
-            if task not in known:
+        for task, task_record in record.tasks.items():
+            if task not in tasks:
                 raise UserError(
-                    f"{folder / SUBMISSION_FILE}: {name}: no task is called {task!r}; {suggest_names(task, known)}"
+                    f"{folder / SUBMISSION_FILE}: {name}: no task is called {task!r}; {suggest_names(task, tasks)}"
                 )
-            if not table_path(task).is_file() or file_sha256(table_path(task)) != found.table:
+            if not table_path(task).is_file() or file_sha256(table_path(task)) != task_record.table:
                 raise UserError(
                     f"{folder / SUBMISSION_FILE}: {name} was replayed on another table of {task} than the one at hand"
                 )
@@ -265,19 +265,21 @@ def check_submission(folder: Path, *, searches: int, seed: int, observer: Observ
         UserError: A file is missing or damaged.
     """
     submission, cache, rng = read_submission(folder), PathCache(folder), np.random.default_rng(seed)
-    found = []
+    checks = []
     with observer.work("check", searches * len(submission.searchers)) as step:
         for name, record in submission.searchers.items():
-            listed = [(task, own) for task, each in record.tasks.items() for own in range(each.seeds)]
-            for task, own in (listed[number] for number in rng.permutation(len(listed))[:searches]):
-                same, differences = _compare_search(name, record, cache, task, own)
-                found.append(CheckedSearch(searcher=name, task=task, seed=own, same=same, differences=differences))
+            listed = [(task, search_seed) for task, each in record.tasks.items() for search_seed in range(each.seeds)]
+            for task, search_seed in (listed[number] for number in rng.permutation(len(listed))[:searches]):
+                same, differences = _compare_search(name, record, cache, task, search_seed)
+                checks.append(
+                    CheckedSearch(searcher=name, task=task, seed=search_seed, same=same, differences=differences)
+                )
                 step.advance(f"{name} on {task}")
-    return found
+    return checks
 
 
 def _compare_search(name: str, record: SearcherRecord, cache: PathCache, task: str, seed: int) -> tuple[bool, str]:
-    """Return whether a search is repeated on this machine, and how this one differs from that of the submission."""
+    """Return whether a search gives the same path here, and the differences of code and libraries as text."""
     searcher = PluginSpec(use=record.use, params=record.params, label=name)
     stored = cache.paths_by_seed(record.key(name, task)).get(seed)
     try:
@@ -285,11 +287,11 @@ def _compare_search(name: str, record: SearcherRecord, cache: PathCache, task: s
         path = _repeat_search(searcher, task, seed, record.budget, read_catalogue().tasks[task].initial)
     except UserError as error:
         return False, str(error).partition("\n")[0]
-    found = [
+    differences = [
         f"{key} {each}, not {record.versions.get(key)}"
         for key, each in libraries.items()
         if record.versions.get(key) != each
     ]
     if code != record.code:
-        found.append("other code of the searcher")
-    return stored is not None and np.array_equal(path, stored.indices[: record.budget]), ", ".join(found)
+        differences.append("other code of the searcher")
+    return stored is not None and np.array_equal(path, stored.indices[: record.budget]), ", ".join(differences)

@@ -33,9 +33,9 @@ from search.space import Placement, Space
 DATA_VARIABLE = "QDQ_BENCH_DATA"
 TierName = Literal["lite", "full", "extended"]
 TIERS: tuple[TierName, ...] = get_args(TierName)
-"""By size; each has the tasks of those before it."""
+"""Tiers by size; each contains the tasks of the smaller ones."""
 ARCHIVE_FILE = "extended.zip"
-"""Tables of the tier `extended`, one file of the data folder; a table is unpacked into the cache where it is used."""
+"""Archive in the data folder with the tables of the tier `extended`, which are unpacked into the cache when used."""
 
 
 class BenchTier(ConfigSection):
@@ -53,7 +53,7 @@ class TaskSettings(ConfigSection):
         split: "development" if searchers of this project were developed on the model, else "test".
         tier: The smallest tier that has the task.
         initial: Placements that every search evaluates first (float, all, linear); empty is the cold start.
-        solved_by: The placement among these that is within 1 % of the optimum, or "".
+        solved_by: Name of the initial placement that is within 1 % of the optimum, or "".
         source: Origin, version, digest and licence of a model that is neither in the zoo nor in the assets.
     """
 
@@ -107,15 +107,15 @@ def table_path(name: str) -> Path:
     Raises:
         UserError: The archive is damaged, or the cache cannot be written.
     """
-    own, archive = data_folder() / f"{name}.parquet", data_folder() / ARCHIVE_FILE
-    if os.path.isfile(own) or not archive.is_file():  # Path.is_file raises if the name is too long
-        return own
-    return _unpack_table(archive, own, cache_dir() / "tables", archive.stat().st_mtime_ns)
+    file, archive = data_folder() / f"{name}.parquet", data_folder() / ARCHIVE_FILE
+    if os.path.isfile(file) or not archive.is_file():  # Path.is_file raises if the name is too long
+        return file
+    return _unpack_table(archive, file, cache_dir() / "tables", archive.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=256)
 def _unpack_table(archive: Path, own: Path, cache: Path, _changed_ns: int) -> Path:
-    """Return the file of an archive's table in a cache folder, or `own` if the archive does not have it."""
+    """Return the file of an archive's table in a cache folder, or `file` if the archive does not have it."""
     try:
         with ZipFile(archive) as file:
             if own.name not in file.namelist():
@@ -125,14 +125,14 @@ def _unpack_table(archive: Path, own: Path, cache: Path, _changed_ns: int) -> Pa
             content = file.read(own.name)
     except (OSError, BadZipFile) as error:
         raise UserError(f"{archive}: cannot be read: {error}") from error
-    found = cache / hashlib.sha256(content).hexdigest()[:16] / own.name
-    if not found.is_file():
-        with explain_write_errors(found):
-            found.parent.mkdir(parents=True, exist_ok=True)
-            part = found.with_suffix(f".{os.getpid()}.part")
+    unpacked = cache / hashlib.sha256(content).hexdigest()[:16] / own.name
+    if not unpacked.is_file():
+        with explain_write_errors(unpacked):
+            unpacked.parent.mkdir(parents=True, exist_ok=True)
+            part = unpacked.with_suffix(f".{os.getpid()}.part")
             part.write_bytes(content)
-            part.replace(found)
-    return found
+            part.replace(unpacked)
+    return unpacked
 
 
 def read_catalogue() -> TaskCatalogue:
@@ -155,7 +155,7 @@ def describe_block(metadata: TableMetadata) -> str:
 
 
 def describe_task(name: str) -> dict[str, str]:
-    """Return the facts of a task: what its table and the catalogue say about it."""
+    """Return the facts of a task from its table and the catalogue, as text by name."""
     settings, metadata = read_catalogue().tasks[name], read_table_metadata(table_path(name))
     backend = metadata.backend
     return {
@@ -223,7 +223,7 @@ class BenchTask:
             placement: A placement, or the choice of each dimension of `space` (0 is float).
 
         Raises:
-            ValueError: It is no placement of the space.
+            ValueError: The argument is no placement of the space.
         """
         chosen = placement if isinstance(placement, Placement) else Placement(tuple(placement))
         index = self.landscape.index(self.space.validate(chosen))
