@@ -89,16 +89,16 @@ def bench_check(
     from harness.terminal_progress import TerminalProgress
 
     with TerminalProgress() as terminal:
-        found = check_submission(folder, searches=searches, seed=seed, observer=terminal)
+        checks = check_submission(folder, searches=searches, seed=seed, observer=terminal)
     rows = [
         (each.searcher, each.task, str(each.seed), "same" if each.same else "other placements", each.differences)
-        for each in found
+        for each in checks
     ]
     if as_json:
-        print_json([dataclasses.asdict(each) for each in found])
+        print_json([dataclasses.asdict(each) for each in checks])
     else:
         print_table(("searcher", "task", "seed", "result", "differences here"), rows)
-    if not all(each.same for each in found):
+    if not all(each.same for each in checks):
         raise typer.Exit(1)
 
 

@@ -157,8 +157,8 @@ def short_path(path: Path) -> Path:
 
     A symbolic link keeps its name, except before `..`, which leads to the parent of its target.
     """
-    whole = path.resolve() if ".." in path.parts else path.absolute()
-    return min((whole, Path(os.path.relpath(whole))), key=lambda found: len(str(found)))
+    absolute = path.resolve() if ".." in path.parts else path.absolute()
+    return min((absolute, Path(os.path.relpath(absolute))), key=lambda found: len(str(found)))
 
 
 def echo(text: str, *, err: bool = False) -> None:

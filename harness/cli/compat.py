@@ -60,8 +60,8 @@ def autotune(context: typer.Context) -> None:
         check_counts(options)
         if (Path(options.output_dir) / STATE_FILE).exists():
             raise UserError(
-                f"--output_dir {options.output_dir}: holds output of ModelOpt's procedure ({STATE_FILE}); continue it "
-                "with --mode default, or give another folder"
+                f"--output_dir {options.output_dir}: contains output of ModelOpt's procedure ({STATE_FILE}); continue "
+                "it with --mode default, or choose another folder"
             )
         if options.wait is not None:
             os.environ[WAIT_VARIABLE] = f"{options.wait}"
@@ -91,13 +91,13 @@ def quantize(
     add_to_sys_path(base)
     section = require_section(found.quantize, "quantize", str(spec))
     with prefix_file(spec):
-        done = run(section, found.dataset, base, base / (section.results_dir or found.results_dir))
-    path = short_path(done.path)
-    _print_quantized(path, done, as_json=as_json)
+        result = run(section, found.dataset, base, base / (section.results_dir or found.results_dir))
+    path = short_path(result.path)
+    _print_quantized(path, result, as_json=as_json)
     if as_json:
         return
     building = f"trtexec --onnx={path} --stronglyTyped --saveEngine={path.with_suffix('.engine')}"
-    _print_hand_over(done.path, f"qdq gen-trt-engine {spec}" if found.gen_trt_engine else building)
+    _print_hand_over(result.path, f"qdq gen-trt-engine {spec}" if found.gen_trt_engine else building)
 
 
 def _print_hand_over(model: Path, command: str, shapes: Mapping[str, str] | None = None) -> None:
@@ -120,11 +120,11 @@ def ptq(context: typer.Context) -> None:
     if not HELP_OPTIONS.isdisjoint(context.args):
         get_parser().print_help()
         return
-    done = run_ptq(context.args)
-    if isinstance(done, list):
-        echo("\n".join(done))
+    result = run_ptq(context.args)
+    if isinstance(result, list):
+        echo("\n".join(result))
         return
-    _print_quantized(done.path, done, as_json="--json" in context.args)
+    _print_quantized(result.path, result, as_json="--json" in context.args)
 
 
 def _print_quantized(path: Path, done: QuantizationResult, *, as_json: bool) -> None:
@@ -156,9 +156,9 @@ def calib_data(
     """
     from harness.compat.tao_specs.dataset import ADVISED_SAMPLE_COUNT, input_size, write_calibration
 
-    found = input_size(preprocess, size, model)
-    count, total = write_calibration(images, output, {"use": preprocess, "params": {}}, found, samples)
-    echo(f"{output}: {count} of {total} images, {count} x 3 x {found[0]} x {found[1]} float32, {preprocess}")
+    size_px = input_size(preprocess, size, model)
+    count, total = write_calibration(images, output, {"use": preprocess, "params": {}}, size_px, samples)
+    echo(f"{output}: {count} of {total} images, {count} x 3 x {size_px[0]} x {size_px[1]} float32, {preprocess}")
     if count < ADVISED_SAMPLE_COUNT:
         echo(f"{count} samples are few: {ADVISED_SAMPLE_COUNT} or more are advised for CNNs and ViTs", err=True)
 
@@ -221,17 +221,17 @@ def evaluate(
     from harness.compat.tao_specs.spec import read_spec
     from harness.terminal_progress import TerminalProgress
 
-    found = {path: read_spec(path) for path in specs}
+    specs_by_path = {path: read_spec(path) for path in specs}
     for path in specs:
         add_to_sys_path(path.resolve().parent)
     with TerminalProgress() as terminal:
-        rows = compare_evaluations([run(spec, path, terminal) for path, spec in found.items()])
+        rows = compare_evaluations([run(spec, path, terminal) for path, spec in specs_by_path.items()])
     header = ("spec", "engine or model", "precision", "metric [95 %]", "drop [95 %]", "note")
     print_table(header, [row.cells() for row in rows], as_json=as_json)
     if as_json:
         return
     models: set[Path | None] = set()
-    for row, (path, spec) in zip(rows, found.items(), strict=True):
+    for row, (path, spec) in zip(rows, specs_by_path.items(), strict=True):
         if suggest and row.scored.model not in models:
             with TerminalProgress() as terminal:
                 lines = advise_native_layers(row, spec.dataset, path.resolve().parent, terminal)

@@ -110,19 +110,19 @@ def examine_machine() -> list[Row]:
 def _packages() -> Iterator[Row]:
     for name, (module, remedy) in INSTALL_COMMANDS.items():
         try:
-            found = importlib.util.find_spec(module) is not None
+            is_installed = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):
-            found = False
-        yield (name, "ok" if found else "missing", "" if found else remedy)
+            is_installed = False
+        yield (name, "ok" if is_installed else "missing", "" if is_installed else remedy)
 
 
 def _duplicate_packages() -> Iterator[Row]:
     """Yield a warning if two distributions have installed the same files, so that one overwrites the other."""
     both = {name: found for name in ("onnxruntime", "onnxruntime-gpu") if (found := _version(name))}
     if len(both) > 1:
-        shown = " and ".join(f"{name} {found}" for name, found in both.items())
+        names = " and ".join(f"{name} {found}" for name, found in both.items())
         remedy = "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
-        yield ("onnxruntime twice", "warning", f"{shown} overwrite each other: {remedy}")
+        yield ("onnxruntime twice", "warning", f"{names} overwrite each other: {remedy}")
 
 
 def _version(distribution: str) -> str | None:
@@ -145,8 +145,8 @@ def _benchmarkers() -> Iterator[Row]:
         except (UserError, CandidateError) as error:
             yield (what, "not usable", _one_line(error, what))
             continue
-        shown = ", ".join(f"{key} {facts[key]}" for key in ("version", "device", "float_precision") if key in facts)
-        yield (what, "ok", shown)
+        details = ", ".join(f"{key} {facts[key]}" for key in ("version", "device", "float_precision") if key in facts)
+        yield (what, "ok", details)
 
 
 def _describe(benchmarker: str) -> dict[str, Any]:

@@ -237,10 +237,10 @@ def _report_interrupt(command: str | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        kept = (
+        advice = (
             "; measurements are kept: run the same command again to continue" if command in RESUMABLE_COMMANDS else ""
         )
-        echo(f"qdq: interrupted{kept}", err=True)
+        echo(f"qdq: interrupted{advice}", err=True)
         raise
     except SystemExit as end:
         if end.code:

@@ -58,13 +58,13 @@ def regions(
     from harness.analysis.region_report import inspect_regions
     from harness.graph.partition.summary import TreeOptions
 
-    found = inspect_regions(model, **parse_sizes(shape, dim), dialect=dialect, max_sequence_size=max_sequence_size)
+    report = inspect_regions(model, **parse_sizes(shape, dim), dialect=dialect, max_sequence_size=max_sequence_size)
     if html is not None:
-        _write_page(html, found.html())
+        _write_page(html, report.html())
     if as_json:
-        print_json(found.data())
+        print_json(report.data())
     elif html is None:
-        echo("\n".join(found.lines(TreeOptions(include_all=include_all_regions, verbose=verbose))))
+        echo("\n".join(report.lines(TreeOptions(include_all=include_all_regions, verbose=verbose))))
 
 
 def _write_page(path: Path, text: str) -> None:
@@ -129,15 +129,15 @@ def explain(
         return
     if html is not None:
         raise UserError("--html is for backend rtx_compile; qdq regions --html draws the graph of any model")
-    found = explain_model(model, spec, runs, **sizes)
+    report = explain_model(model, spec, runs, **sizes)
     if against is None:
-        _print_report(report_data(found), report_lines(found, top), as_json=as_json)
+        _print_report(report_data(report), report_lines(report, top), as_json=as_json)
         return
     other = explain_model(against, spec, runs, **sizes)
-    changes = compare_reports(found, other)
+    changes = compare_reports(report, other)
     rows = [{"name": change.name, "before": change.before, "after": change.after} for change in changes]
-    values = {"before": report_data(found), "after": report_data(other), "changes": rows}
-    lines = [*report_lines(other, top), "", *change_lines(found, other, changes, top)]
+    values = {"before": report_data(report), "after": report_data(other), "changes": rows}
+    lines = [*report_lines(other, top), "", *change_lines(report, other, changes, top)]
     _print_report(values, lines, as_json=as_json)
 
 
@@ -171,9 +171,9 @@ def check(
     from harness.explain.file_check import check_file
 
     check_path(Path(model))
-    found = check_file(model, dialect, target or "sm89", **parse_sizes(shape, dim))
-    _print_report(found.data(), found.lines(), as_json=as_json)
-    if found.is_refused:
+    verdict = check_file(model, dialect, target or "sm89", **parse_sizes(shape, dim))
+    _print_report(verdict.data(), verdict.lines(), as_json=as_json)
+    if verdict.is_refused:
         raise typer.Exit(1)
 
 

@@ -215,22 +215,22 @@ def export_recipe(
 
     folder = find_bundle(result)
     facts = read_bundle(folder)
-    found = export(folder, facts, tool, output)
+    recipe = export(folder, facts, tool, output)
     with TerminalProgress() as terminal:
-        timed = found.inexpressible if measure else ()
+        timed = recipe.inexpressible if measure else ()
         costs = measure_edge_costs(folder, facts, timed, terminal, builds=builds) if timed else ()
     source = COST_SOURCE if costs else "unknown"
     if as_json:
         print_json(
-            {"path": str(output), **asdict(found), "costs": [asdict(cost) for cost in costs], "cost_source": source}
+            {"path": str(output), **asdict(recipe), "costs": [asdict(cost) for cost in costs], "cost_source": source}
         )
         return
-    echo(f"{output}: {', '.join(found.op_types)}; {len(found.excluded)} nodes of these stay in float")
+    echo(f"{output}: {', '.join(recipe.op_types)}; {len(recipe.excluded)} nodes of these stay in float")
     by_edge = {edge: str(cost) for cost in reversed(costs) for edge in cost.edges}  # the last one is of all
-    for edge in found.inexpressible:
+    for edge in recipe.inexpressible:
         place = f"input {edge.slot} of {edge.consumer} ({edge.tensor})"
         echo(f"not expressed: {place} is float; if the tool quantizes it: {by_edge.get(edge, 'cost unknown')}")
-    if len(costs) > 1 and len(costs[-1].edges) == len(found.inexpressible):
+    if len(costs) > 1 and len(costs[-1].edges) == len(recipe.inexpressible):
         echo(f"not expressed: all of these: {costs[-1]}")
-    if found.inexpressible:
+    if recipe.inexpressible:
         echo(f"costs: {source}{'' if costs else '; --measure times them'}")

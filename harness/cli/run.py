@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from harness.config.experiment import Experiment
 
 VERDICT_WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
-BROKEN_BOUND_WORD = "BROKEN"  # no recorded value differs if only the bound on accuracy is violated
+BROKEN_BOUND_WORD = "BROKEN"  # marks a violated bound on accuracy, for which no recorded value needs to differ
 
 
 def run(
@@ -122,8 +122,8 @@ def run_and_report(
     def deliver(found: EarlyAnswer) -> None:
         nonlocal answer
         answer = ship_answer(found, short_path(folder), terminal)
-        spent = f" and {found.evaluations} evaluations" if found.evaluations else ""
-        after = f"after {time.monotonic() - started_s:.0f} s{spent}"
+        evaluations = f" and {found.evaluations} evaluations" if found.evaluations else ""
+        after = f"after {time.monotonic() - started_s:.0f} s{evaluations}"
         terminal.say(f"{after}: {answer}; the search continues, Ctrl-C keeps this file")
 
     with report_afterwards(lambda: show_report(folder, ship=True, as_json=as_json)), progress as terminal:
@@ -295,12 +295,12 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
     if not as_json:
         echo(f"files: ok: as in the manifest; {facts['answer']}")
     if python is None:
-        found = run_bundle(folder, facts)
+        values = run_bundle(folder, facts)
         recorded_ms = facts["latency_ms"][0]
         if as_json:
-            print_json({"files": "ok", "run": found, "recorded_ms": recorded_ms})
+            print_json({"files": "ok", "run": values, "recorded_ms": recorded_ms})
         else:
-            echo(f"run: ok: {found['latency_ms']:.3f} ms in one process ({recorded_ms:.3f} ms recorded, not compared)")
+            echo(f"run: ok: {values['latency_ms']:.3f} ms in one process ({recorded_ms:.3f} ms recorded, not compared)")
         return 0
     with TerminalProgress() as terminal:
         compared = compare_runtimes(folder, str(python), terminal, builds=builds)
@@ -316,19 +316,19 @@ def _check_folder(folder: Path, *, as_json: bool) -> int:
     from harness.results_dir.deploy_folder import SHIP_FOLDER, check_bundle
     from harness.results_dir.manifest import check_results
 
-    found = check_results(folder)
+    check = check_results(folder)
     bundles = sorted(path for path in folder.glob(f"{SHIP_FOLDER}/*") if path.is_dir())
     repair = f"remove the folder; qdq run writes {SHIP_FOLDER} again"
     shipped = [f"{problem}; {repair}" for bundle in bundles for problem in check_bundle(bundle)]
-    problems = [*found.problems, *shipped]
+    problems = [*check.problems, *shipped]
     if as_json:
-        print_json({"files": found.files, "complete": found.complete, "problems": problems})
+        print_json({"files": check.files, "complete": check.complete, "problems": problems})
         return int(bool(problems))
     for problem in problems:
         echo(problem)
-    state = "complete" if found.complete else "not complete: qdq run continues it"
+    state = "complete" if check.complete else "not complete: qdq run continues it"
     damage = f"{len(problems)} damaged" if problems else "none damaged"
-    echo(f"{folder}: {found.files} files compared, {damage}; {state}")
+    echo(f"{folder}: {check.files} files compared, {damage}; {state}")
     if not problems:
         echo(f"To measure a row again: qdq verify {folder} ROW")
     return int(bool(problems))

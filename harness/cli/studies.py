@@ -293,8 +293,8 @@ def _load_budget_study(what: Sequence[Path], options: Mapping[str, Mapping[str, 
         keys = {key: value for option in options.values() for key, value in option.items()}
         return BudgetStudy.model_validate({"study": "tables", "tables": [str(path) for path in what], **keys})
     if len(what) > 1 or options:
-        others = ", ".join([*map(str, what[1:]), *options])
-        raise UserError(f"{what[0]} is a study file, which is complete; leave out {others}, or change the file")
+        excluded = ", ".join([*map(str, what[1:]), *options])
+        raise UserError(f"{what[0]} is a study file, which is complete; leave out {excluded}, or change the file")
     add_to_sys_path(what[0].resolve().parent)
     return load_study(what[0])
 
