@@ -52,11 +52,11 @@ def _non_empty_distinct(kind: Any) -> Any:
 
 
 def _require_quantized_precision(value: Any) -> Any:
-    found = normalize_float_precision(value) if isinstance(value, str) else None
-    if found in FLOAT_PRECISION_NAMES:
+    float_name = normalize_float_precision(value) if isinstance(value, str) else None
+    if float_name in FLOAT_PRECISION_NAMES:
         raise ValueError(
             f"int8, fp8, fp8e5m2 or mixed, but got {value!r}, a float precision; float operations have that of the "
-            f"backend: {{use: ..., params: {{precision: {found}}}}}"
+            f"backend: {{use: ..., params: {{precision: {float_name}}}}}"
         )
     return value
 

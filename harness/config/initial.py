@@ -11,9 +11,9 @@ from harness.errors import suggest_names
 from search.heuristics import HEURISTIC_RULES
 
 _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
-#: Placements of PTQ tools, made for each model; the last one has INT8 activations for every dialect of the backend.
+#: PTQ tools whose placements can be initial; the last one has INT8 activations in every dialect of the backend.
 PTQ_TOOLS = (*_COMMON_TOOLS, "ort_static_s8")
-#: Tools whose models are baselines alone: a file of another form, or pairs that are no placement of the dialect.
+#: Tools whose models can only be baselines, as they are not Q/DQ placements of the dialect.
 BASELINE_TOOLS = ("ort_dynamic", "nncf_ptq", "nncf_ptq_onnx", "nncf_accuracy_control", "quark_ptq", "quark_adaquant")
 #: Placements from a file, `params: {path: ...}`: a Q/DQ model of any tool, an exported model of the same structure, a
 #: pattern cache, or the output of `qdq sensitivity`. The first two give their ranges too if `ranges` is true.
@@ -93,7 +93,7 @@ def _check_initial_params(entry: PluginSpec) -> None:
 def check_baselines(names: Sequence[str], initial: Sequence[PluginSpec]) -> None:
     """Raise ValueError for a baseline that is neither a known name nor an entry of `initial` from a file.
 
-    "float" is none, because the float model always has its row.
+    "float" is not allowed, as the float model always has a row.
     """
     tools = (*PTQ_TOOLS, *BASELINE_TOOLS)
     known = (*_RULE_PLACEMENTS[1:], *tools, *(entry.name for entry in initial if entry.use in FILE_SOURCES))

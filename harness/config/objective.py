@@ -41,7 +41,7 @@ Bound = Annotated[float | str, BeforeValidator(_validate_bound)]
 
 
 def absolute_bound(bound: float | str, reference: float) -> float:
-    """Return a bound as a number, a percentage relative to the reference."""
+    """Return a bound as a number; a percentage is relative to the reference."""
     percentage = PERCENTAGE.fullmatch(bound) if isinstance(bound, str) else None
     return abs(reference) * float(percentage[1]) / 100 if percentage is not None else float(bound)
 
@@ -56,11 +56,11 @@ class Objective(ConfigSection):
             float model's score ("1%"). `map_drop: 0.01` sets the metric as well.
         metric: Name of the metric; None: that of the evaluator.
         max_latency: For "accuracy": in milliseconds (4.5), or as a percentage of the float model's latency ("50%").
-        halves: Searches score on one half of the evaluator's data, and the finalists on the other half.
+        halves: Score searches on one half of the evaluator's data, and finalists on the other half.
         proxy: Number of calibration samples for a proxy metric, the deviation of a candidate's outputs from the float
             model's; the evaluator scores only candidates that may win by the proxy. 0: it scores all fast candidates.
-        recover: Under a bound, the fastest placements near it get other contents of their pairs and recovery steps;
-            files that keep the bound are finalists, and estimated losses decide between equally fast ones.
+        recover: Under a bound, apply recovery steps and other scales to the fastest placements near it. Files that keep
+            the bound are finalists; among equally fast ones, the estimated loss decides.
     """
 
     minimize: Minimize = "latency"
@@ -82,8 +82,8 @@ class Objective(ConfigSection):
             return value
         if len(drops) > 1 or {"max_drop", "metric"} & value.keys():
             raise ValueError(f"one bound on one metric, but got {', '.join(k for k in value if 'drop' in str(k))}")
-        rest = {key: entry for key, entry in value.items() if key != drops[0]}
-        return {**rest, "max_drop": value[drops[0]], "metric": drops[0].removesuffix(DROP_SUFFIX)}
+        others = {key: entry for key, entry in value.items() if key != drops[0]}
+        return {**others, "max_drop": value[drops[0]], "metric": drops[0].removesuffix(DROP_SUFFIX)}
 
     @model_validator(mode="after")
     def _check_max_latency(self) -> Objective:
@@ -98,7 +98,7 @@ class Objective(ConfigSection):
 
     @property
     def drop_key(self) -> str:
-        """Key of the bound as the file may spell it."""
+        """Key of the bound in messages, such as "map_drop"."""
         return "max_drop" if self.metric is None else f"{self.metric}{DROP_SUFFIX}"
 
 

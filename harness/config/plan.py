@@ -27,7 +27,7 @@ class SearchSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """Benchmark task whose searches are compared: one model, one backend, one precision setting."""
+    """Task with its searches: one model, one backend, one precision setting."""
 
     model: ModelSpec
     backend: PluginSpec
@@ -78,7 +78,7 @@ def with_base_dir(backend: PluginSpec) -> PluginSpec:
     """Add the parameter `base`, the folder that relative paths start from, if the backend's constructor accepts it."""
     try:
         parameters = registry.plugin_signature("benchmarker", backend.use).parameters
-    except UserError:  # reported when the task runs, so that other tasks run
+    except UserError:  # reported when the task starts, so that other tasks can run
         return backend
     if "base" not in parameters or "base" in backend.params:
         return backend

@@ -107,7 +107,7 @@ class SearcherSpec(PluginSpec):
 
 
 def _require_mapping(value: Any) -> Any:
-    """Reject a bare file name: the file may hold inputs, or images that need preprocessing."""
+    """Reject a plain file name, which does not state whether the data are inputs or images."""
     if isinstance(value, str):
         key = {".npz": "use: npz, path", ".npy": "use: npy, path"}.get(Path(value).suffix, "use: images, images")
         raise ValueError(f"a mapping, such as {{{key}: {value}}}")
@@ -115,7 +115,7 @@ def _require_mapping(value: Any) -> Any:
 
 
 def _require_plugin(kind: str, name: str) -> str:
-    """Reject a name that no plug-in of a kind has; a module is imported later, once it is known to be trusted."""
+    """Reject a name that no plug-in of a kind has; `module:Class` is imported later, after the check for trust."""
     if ":" not in name:
         try:
             registry.find_entry_point(kind, name)
@@ -134,7 +134,7 @@ class Calibration(ConfigSection):
         samples: Maximum number of samples.
         weights: Range estimator of weights (an entry point of `qdq.weight_estimators`).
         depthwise: Scales of the INT8 data of depthwise convolutions: one, or one for each channel.
-        symmetric: Whether INT8 activations have zero point 0; None: as the dialect has them.
+        symmetric: Whether INT8 activations have zero point 0; None: the dialect decides.
     """
 
     data: Annotated[dict[str, Any] | None, BeforeValidator(_require_mapping)] = None
@@ -156,7 +156,7 @@ class _InputSizes(ConfigSection):
 
 
 class ShapeEntry(_InputSizes):
-    """Input sizes of one kind of request; what it leaves out is as in the model.
+    """Input sizes of one kind of request; sizes that are not given are those of the model.
 
     Attributes:
         weight: Relative number of such requests, for the objective "weighted".
@@ -209,7 +209,7 @@ class ModelSpec(_InputSizes):
 
     @model_serializer(mode="wrap")
     def _without_absent_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave an absent `shape_set` out, so that digests of settings are those from before it."""
+        """Leave out a `shape_set` of None, so that digests of settings are equal to those of earlier versions."""
         return {key: value for key, value in handler(self).items() if key != "shape_set" or value is not None}
 
     def at(self, entry: ShapeEntry) -> ModelSpec:
@@ -242,7 +242,7 @@ class Budget(ConfigSection):
     Attributes:
         evaluations: Budgets to report; the search runs to the largest.
         minutes: Wall-clock limit of one search; None: no limit.
-        stop_at: Probability that no gain above 0.5 % is left, at which a search ends early; None: it does not. See
+        stop_at: Probability that no gain above 0.5 % remains, at which a search ends early; None: never. See
             `search.gain_forecast`.
         task_minutes: Wall-clock limit of a task, recovery and confirmation included; None: no limit.
     """
@@ -264,7 +264,7 @@ class Sampling(ConfigSection):
         warmup_ms: Minimum time before the first sample.
         min_samples: Minimum number of samples.
         max_samples: Maximum number of samples.
-        max_ms: Time limit once min_samples are there.
+        max_ms: Time limit in ms, applied after `min_samples` samples.
         target: Stop when the 95 % interval of the median is narrower than this fraction of it.
         interleave: Whether a candidate is interleaved with the float model, which removes drift of the machine and
             doubles the time; "auto": if turns of the float model before the searches scatter by more than 2 %.
@@ -323,7 +323,7 @@ class ExecutorSpec(ConfigSection):
         use: "local": processes of this machine; "ray": a Ray cluster, one device per worker.
         workers: Maximum number of candidates in progress.
         window: Maximum number of pending proposals of one search; None: 1.5 times its workers, or 1 for one worker.
-            Searchers know less about each proposal if it is larger.
+            With a larger window, searchers know fewer results at each proposal.
         searches: Concurrent searches of a task, which share the workers.
         tasks: Concurrent tasks; only for Ray.
         timing: "exclusive": nothing is built while an engine of this machine is timed; "concurrent": builds continue.

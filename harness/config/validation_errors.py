@@ -25,9 +25,9 @@ def to_user_error(
     Args:
         extra_keys: Keys of the top level that are read before the validation.
     """
-    found = error.errors()
-    lines = [_format_error(root, source, dict(each), extra_keys) for each in found[:MAX_ERRORS_SHOWN]]
-    more = len(found) - MAX_ERRORS_SHOWN
+    problems = error.errors()
+    lines = [_format_error(root, source, dict(each), extra_keys) for each in problems[:MAX_ERRORS_SHOWN]]
+    more = len(problems) - MAX_ERRORS_SHOWN
     return UserError("\n".join([*lines, *([f"and {more} more"] if more > 0 else [])]))
 
 
@@ -107,4 +107,4 @@ def _model_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel]:
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for inner in get_args(annotation) if (found := _model_in(inner)) is not None), None)
+    return next((model for inner in get_args(annotation) if (model := _model_in(inner)) is not None), None)
