@@ -1,4 +1,4 @@
-"""Exported models of a task, and which of them each method chose; nothing else is timed or reported."""
+"""Exported models of a task and the choices of each method, from which all reported figures come."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from harness.results_dir.io import read_json
 from search.space import Placement, Space, edges_digest
 
 FLOAT_ROW = "float"
-#: By row: file with the dynamic axes of the original model, if it was checked, or why there is none.
+#: Record by row of the file with the dynamic axes of the original model, or of the reason why there is none.
 DYNAMIC_AXES_FILE = "dynamic.json"
-DYNAMIC_MODEL_SUFFIX = ".dynamic.onnx"  # of the form of an exported model that has dynamic axes
+DYNAMIC_MODEL_SUFFIX = ".dynamic.onnx"  # of an exported model with dynamic axes
 #: Recovered placements of a task with their steps and gains.
 RECOVERY_FILE = "recovery.json"
 NOT_TRIED = "not tried"
@@ -42,7 +42,7 @@ class ExportedModel:
         pairs: Number of Q/DQ pairs.
         benchmarker: Name of the benchmarker of the task that builds it.
         choices: Choices of the placement; None for the float model and for models of other tools.
-        timed: The device runs its precisions natively; otherwise it is scored but not confirmed.
+        timed: Whether the device runs its precisions natively; other models are scored but not confirmed.
     """
 
     id: str
@@ -78,14 +78,15 @@ class Choice:
     Attributes:
         kind: "float", "baseline" or "search".
         seed: RNG seed of the search; None for the others.
-        budget: Evaluations after which the search would have stopped; None for the others.
-        row: `ExportedModel.id`, or "" if the method gave nothing.
+        budget: Budget in evaluations at which the choice was made; None for the others.
+        row: `ExportedModel.id`; "" without a result.
+        rank: Rank among the choices of the search, from 0.
         search_ms: Latency by the search's own samples; None for a model of another tool (see
             `harness.pipeline.final_selection`).
         loss: Loss of the metric in the search, if the search minimised it.
         final_selection: Speedup over the float model in the final selection, if there was one.
-        beaten: In that selection, the choice of another seed was faster.
-        reason: Why there is no row, or none that is timed.
+        beaten: Whether the choice of another seed was faster in the final selection.
+        reason: Reason why there is no row, or why it is not timed.
         scored: Evaluations of the search with a measured metric; None if it used no metric.
         agreement: Rank correlation of proxy and metric over the evaluations that have both; None if undefined.
     """
@@ -107,18 +108,18 @@ class Choice:
 
 
 def best_choice(choices: Iterable[Choice]) -> Choice | None:
-    """Return the best choice of the searches by readings before the confirmation, which must not select.
+    """Return the best choice of the searches by figures from before the confirmation, or None.
 
     The criterion is the loss of accuracy if it was minimised (latency breaks ties), else the final selection if there
-    was one, else the searches' own samples. None if nothing was measured.
+    was one, else the searches' own samples. The confirmation must not select, as its figures are reported.
     """
-    found = [choice for choice in choices if choice.kind == "search" and choice.row]
-    if found and all(choice.loss is not None for choice in found):
-        return min(found, key=lambda choice: (choice.loss or 0.0, choice.search_ms or 0.0))
-    selected = [choice for choice in found if choice.final_selection is not None]
+    searched = [choice for choice in choices if choice.kind == "search" and choice.row]
+    if searched and all(choice.loss is not None for choice in searched):
+        return min(searched, key=lambda choice: (choice.loss or 0.0, choice.search_ms or 0.0))
+    selected = [choice for choice in searched if choice.final_selection is not None]
     if selected:
         return max(selected, key=lambda choice: (not choice.beaten, choice.final_selection or 0.0))
-    return min(found, key=lambda choice: choice.search_ms or 0.0, default=None)
+    return min(searched, key=lambda choice: choice.search_ms or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

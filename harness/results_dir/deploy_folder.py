@@ -16,7 +16,7 @@ SHIP_FOLDER = "ship"
 FACTS_FILE, MANIFEST_FILE = "ship.json", "SHA256SUMS"
 MAX_MANIFEST_BYTES = 100_000
 CODE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
-"""Of files that `deploy.py` may import instead of an installed package, because they are in its folder."""
+"""Suffixes of files that `deploy.py` could import instead of an installed package."""
 
 
 class StoredFacts(BaseModel):
@@ -34,7 +34,7 @@ class StoredFacts(BaseModel):
 
 
 def find_bundle(path: Path) -> Path:
-    """Return the folder to deploy that a path means: itself, the folder of a file in it, or the only one of results.
+    """Return the folder to deploy at a path: itself, the folder of a file in it, or the only one in a results folder.
 
     Raises:
         UserError: There is none, or there are several.
@@ -43,11 +43,11 @@ def find_bundle(path: Path) -> Path:
     if is_bundle(near):
         return near
     parent = near if near.name == SHIP_FOLDER else near / SHIP_FOLDER
-    found = sorted(each.parent for each in parent.glob(f"*/{FACTS_FILE}"))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f"{path}: has several folders to deploy; name one: {', '.join(map(str, found))}")
+    folders = sorted(each.parent for each in parent.glob(f"*/{FACTS_FILE}"))
+    if len(folders) == 1:
+        return folders[0]
+    if folders:
+        raise UserError(f"{path}: has several folders to deploy; name one: {', '.join(map(str, folders))}")
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
     raise UserError(f"{path}: no folder to deploy (RESULTS/{SHIP_FOLDER}/NAME); a run writes one if a model is faster")
@@ -61,21 +61,21 @@ def read_bundle(folder: Path) -> dict[str, Any]:
     """
     for problem in check_bundle(folder):
         raise UserError(f"{problem}; qdq run writes the folder again")
-    found = read_json(folder / FACTS_FILE)
+    facts = read_json(folder / FACTS_FILE)
     try:
-        StoredFacts.model_validate(found)
+        StoredFacts.model_validate(facts)
     except ValidationError as error:
         problem = first_problem(error)
         raise UserError(f"{folder / FACTS_FILE}: {problem}; qdq run writes the folder again") from error
-    if found["file"] not in _recorded_digests(folder):  # a model that nothing was compared with
-        raise UserError(f"{folder / FACTS_FILE}: {MANIFEST_FILE} lists no {found['file']}; qdq run writes it again")
-    return found
+    if facts["file"] not in _recorded_digests(folder):  # the model would not be checked
+        raise UserError(f"{folder / FACTS_FILE}: {MANIFEST_FILE} lists no {facts['file']}; qdq run writes it again")
+    return facts
 
 
 def check_bundle(folder: Path) -> Iterator[str]:
-    """Yield each file of a bundle that is missing or is not the one of its manifest, which may be damaged itself.
+    """Yield a message for each file of a bundle that is missing or differs from the manifest.
 
-    A file that the manifest does not list is one of them if it is code.
+    Code that the manifest does not list, and a damaged manifest, are reported, too.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -122,7 +122,7 @@ def holds_bundle(path: Path) -> bool:
 
 
 def bundle_model(path: Path) -> Path:
-    """Return the model of the folder to deploy that a path means, see `find_bundle`.
+    """Return the model of the folder to deploy at a path, see `find_bundle`.
 
     Raises:
         UserError: There is none, there are several, or a file differs from the manifest.

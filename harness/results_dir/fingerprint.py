@@ -26,7 +26,7 @@ def diff_leaves(old: Any, new: Any, path: str = "") -> Iterator[str]:
     Args:
         old: Value read from JSON.
         new: Value after a round trip through JSON, where tuples become lists.
-        path: Path of both within the whole.
+        path: Key path of both values, the prefix of the results.
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted({*old, *new}):
@@ -67,7 +67,9 @@ def record_or_check(
     """Write the facts of a run when it starts; raise `FingerprintMismatch` if decisive ones changed since.
 
     Args:
-        decisive: Returns the facts that must not change.
+        path: File of the facts.
+        facts: Facts of the run.
+        decisive: Function that returns the facts that must not change.
     """
     if path.exists():
         require_same_fingerprint(path, decisive(read_json(path)), decisive(facts))
@@ -76,10 +78,10 @@ def record_or_check(
 
 
 def read_matching_record(path: Path, basis: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a record of which the decisive facts are unchanged, or None if there is none yet.
+    """Return the record of a file, or None if there is none yet.
 
     Args:
-        basis: The decisive facts now; raise `FingerprintMismatch` if the record has others.
+        basis: Current decisive facts; raise `FingerprintMismatch` if those of the record differ.
     """
     if not path.exists():
         return None

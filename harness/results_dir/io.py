@@ -24,7 +24,7 @@ from harness.errors import UserError
 _CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
 _CHECKSUM_CHARS = 20
 MAX_JSON_BYTES = 256 * 2**20
-MAX_DIGITS = 300  # of an integer; floats end at 1e308
+MAX_DIGITS = 300  # of an integer; larger ones cannot be floats
 _LONG_NUMBER = re.compile(rb"\d{%d}" % MAX_DIGITS)
 
 
@@ -35,7 +35,7 @@ def add_checksum(text: str) -> str:
 
 
 def remove_checksum(raw: bytes) -> bytes:
-    """Return the JSON object of `add_checksum` without its checksum, which is compared.
+    """Compare the checksum of a JSON object that `add_checksum` wrote, and return the object without it.
 
     Raises:
         ValueError: The checksum is missing or differs.
@@ -52,7 +52,7 @@ def remove_checksum(raw: bytes) -> bytes:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Raise an `OSError` of the body as a `UserError` that says what is safe and how to continue."""
+    """Convert an `OSError` of the body to a `UserError` with advice on how to continue."""
     try:
         yield
     except OSError as error:
@@ -81,11 +81,11 @@ def read_limited(path: Path) -> bytes:
     """Return the content of a JSON file, which may come from a stranger.
 
     Raises:
-        ValueError: It is larger than any that a run writes, or is no regular file.
-        OSError: It cannot be read.
+        ValueError: The file is larger than `MAX_JSON_BYTES`, or is no regular file.
+        OSError: The file cannot be read.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON_BYTES:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON_BYTES:
         raise ValueError(f"no regular file of at most {MAX_JSON_BYTES} bytes")
     return path.read_bytes()
 
@@ -94,7 +94,7 @@ def parse_json(raw: bytes | str) -> Any:
     """Return decoded JSON; lone surrogates, which no file can have, become question marks.
 
     Raises:
-        ValueError: It is no JSON, or has an integer that no float can be.
+        ValueError: The text is no JSON, or has an integer of more than `MAX_DIGITS` digits.
     """
     raw = raw.encode() if isinstance(raw, str) else raw
     body = json.loads(raw, parse_int=_parse_int if _LONG_NUMBER.search(raw) else None)
@@ -115,7 +115,7 @@ def write_json(path: Path, body: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically: a crash or an error leaves the old or the new one."""
+    """Replace a file atomically; after a crash or an error it has the old or the new content."""
     temporary = path.with_suffix(".tmp")
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,10 +138,10 @@ def append_line(file: FileIO, text: str, path: Path, *, sync: bool = True) -> No
     """
     with explain_write_errors(path):
         end = file.seek(0, os.SEEK_END)
-        rest = memoryview(text.encode() + b"\n")
+        remaining = memoryview(text.encode() + b"\n")
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
             if sync:
                 os.fsync(file.fileno())
         except OSError:

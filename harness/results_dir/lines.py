@@ -27,7 +27,7 @@ MAX_UNPACKED_BYTES = 4 * 2**30  # 20 times the journal of 100,000 evaluations; a
 def stored_path(path: Path) -> Path | None:
     """Return the plain or the compressed file, or None if there is neither.
 
-    If a crash left both, the plain one has at least the lines of the other.
+    If a crash left both, the plain one is returned, as it has at least the lines of the other.
     """
     compressed = _compressed_path(path)
     return path if path.exists() else compressed if compressed.exists() else None
@@ -69,8 +69,8 @@ def whole_lines(file: IO[bytes], shown: object) -> Iterator[bytes]:
     """Yield the lines of an open file; a partial last line is ignored.
 
     Args:
-        file: See `open_lines`.
-        shown: Its path in messages.
+        file: File of `open_lines`.
+        shown: Path of the file in messages.
 
     Raises:
         UserError: A line has more than `MAX_LINE_BYTES`.
@@ -99,7 +99,7 @@ def compress_lines(path: Path) -> None:
     """Replace a finished plain file by a compressed one, whose bytes depend on nothing but the lines.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: The compressed file cannot be written.
     """
     truncate_partial_line(path)
     target = _compressed_path(path)
@@ -115,7 +115,7 @@ def compress_lines(path: Path) -> None:
 
 
 def restore_lines(path: Path) -> None:
-    """Make the file plain again, so that lines can be appended; nothing is done if it is.
+    """Decompress a file so that lines can be appended; do nothing if it is plain.
 
     Raises:
         UserError: The compressed file is damaged, or the plain one cannot be written.

@@ -64,7 +64,7 @@ class _StoredManifest(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileProblem:
-    """File that is not the one of its manifest."""
+    """File that differs from the manifest, or is missing."""
 
     path: Path
     problem: str
@@ -80,7 +80,7 @@ def complete_task(folder: Path, config: str, complete: bool) -> None:
     autotuner needs minutes to generate its models again.
 
     Args:
-        complete: Nothing is left to do.
+        complete: Whether no work remains.
     """
     for path in (*folder.glob("*.jsonl"), *folder.glob("runs/*.jsonl")):
         compress_lines(path)
@@ -93,14 +93,14 @@ def is_complete(folder: Path, config: str) -> bool:
     """Return whether a task is complete for this configuration, and has every file.
 
     Raises:
-        UserError: A file is not the one of the manifest.
+        UserError: A file is missing or differs from the manifest.
     """
     entry = _task_entry(folder)
     if entry is None or entry.get("config") != config or not entry.get("complete"):
         return False
-    for found in find_changed_files(folder, entry["files"]):
-        if found.problem != MISSING:
-            raise UserError(f"{found}; qdq verify {folder.parent} lists all damage, and how to repair it")
+    for problem in find_changed_files(folder, entry["files"]):
+        if problem.problem != MISSING:
+            raise UserError(f"{problem}; qdq verify {folder.parent} lists all damage, and how to repair it")
     return all(os.path.exists(folder / name) for name in entry["files"])
 
 
@@ -119,7 +119,7 @@ def record_files(folder: Path, paths: Iterable[Path]) -> None:
 
 
 def reopen_results(folder: Path) -> None:
-    """Note that a run continues; the files outside of tasks may change."""
+    """Mark a results folder as not complete; files outside of tasks may then change."""
     if (folder / MANIFEST_FILE).exists():
         with _updated_manifest(folder) as manifest:
             manifest |= {"complete": False, "files": {}}
@@ -127,18 +127,18 @@ def reopen_results(folder: Path) -> None:
 
 def close_results(folder: Path, tasks: Iterable[str]) -> None:
     """Complete the manifest of a results folder, last of all files."""
-    own = [path for path in sorted(folder.iterdir()) if path.suffix == ".yaml" and path.is_file()]
+    configurations = [path for path in sorted(folder.iterdir()) if path.suffix == ".yaml" and path.is_file()]
     with _updated_manifest(folder) as manifest:
         entries = [manifest["tasks"].get(name) for name in tasks]
         manifest["complete"] = all(entry is not None and entry["complete"] for entry in entries)
-        manifest["files"] = describe_files(folder, own)
+        manifest["files"] = describe_files(folder, configurations)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a results folder or a report, or None before there is one.
 
     Raises:
-        UserError: It is damaged.
+        UserError: The manifest is damaged.
     """
     path = folder / MANIFEST_FILE
     if not path.exists():
@@ -163,7 +163,7 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def find_changed_files(folder: Path, files: FileTable, *, models: bool = True) -> Iterator[FileProblem]:
-    """Yield each file that is missing or is not the one of a manifest.
+    """Yield each file that is missing or differs from a manifest.
 
     Args:
         models: Include exported models.
@@ -176,17 +176,17 @@ def find_changed_files(folder: Path, files: FileTable, *, models: bool = True) -
             if not name.startswith(OPTIONAL_FILES):
                 yield FileProblem(path=path, problem=MISSING)
         elif models or not name.startswith(MODELS_FOLDER):
-            found = _describe_file(path)
-            if found[:1] != recorded[:1]:
-                yield FileProblem(path=path, problem=f"damaged: {found[0]} bytes, but {recorded[0]} recorded")
-            elif found != recorded:
+            actual = _describe_file(path)
+            if actual[:1] != recorded[:1]:
+                yield FileProblem(path=path, problem=f"damaged: {actual[0]} bytes, but {recorded[0]} recorded")
+            elif actual != recorded:
                 yield FileProblem(path=path, problem="damaged: the content differs from the recorded digest")
 
 
 def require_links_inside(folder: Path) -> None:
     """Raise `UserError` for a symbolic link in a results folder, maybe a stranger's, that leads out of it.
 
-    Commands would read, or a report would write, what it leads to.
+    Commands would read, or a report would write, files outside of the folder.
     """
     root = os.path.realpath(folder)
     for parent, folders, files in os.walk(folder):
@@ -201,8 +201,8 @@ def require_unchanged_results(folder: Path) -> None:
     manifest = read_manifest(folder) or {"files": {}, "tasks": {}}
     tables = {folder: manifest["files"], **{folder / name: task["files"] for name, task in manifest["tasks"].items()}}
     for root, table in tables.items():
-        for found in find_changed_files(root, table, models=False):
-            raise UserError(f"{found}; qdq verify {folder} lists all damage, and how to repair it")
+        for problem in find_changed_files(root, table, models=False):
+            raise UserError(f"{problem}; qdq verify {folder} lists all damage, and how to repair it")
 
 
 def _task_entry(folder: Path) -> dict[str, Any] | None:
@@ -250,7 +250,7 @@ REPAIRS: Mapping[str, str] = {
     "*/runs/*": "restore a copy, or move it away; qdq run repeats the search then, with new readings",
     "*": "restore a copy, or move it away; qdq run measures it again",
 }
-"""How to repair a file, by a pattern of its path in the results folder; the first that fits."""
+"""Advice on the repair of a file by a pattern of its path in the results folder; the first match applies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +259,7 @@ class FolderCheck:
 
     Attributes:
         files: Number of files that were compared.
-        complete: The manifest says that nothing is left to do.
+        complete: Whether no work remains, according to the manifest.
         problems: One line for each damaged file, with its repair.
     """
 
@@ -296,7 +296,7 @@ def check_results(folder: Path) -> FolderCheck:
     return FolderCheck(
         files=sum(map(len, tables.values())),
         complete=bool(manifest.get("complete")),
-        problems=tuple(f"{found}; {_describe_repair(folder, found.path)}" for found in problems),
+        problems=tuple(f"{problem}; {_describe_repair(folder, problem.path)}" for problem in problems),
     )
 
 

@@ -21,7 +21,7 @@ from harness.results_dir.manifest import reopen_results, require_links_inside
 LOCK_FILE = ".lock"
 EXPERIMENT_FILE = "experiment.yaml"
 INPUTS_FOLDER = "inputs"
-"""Models and arrays that a Python program passed, as files; written before the run."""
+"""Folder of models and arrays that a Python program passed; written before the run."""
 _IGNORED_FILES = {LOCK_FILE, "experiment.tmp", INPUTS_FOLDER}
 _CHANGEABLE_KEYS = {"description", "executor"}  # fingerprints of searches have the keys of the executor that matter
 #: Lists whose entries have tasks, journals or rows of their own, so that one more at the end changes no result.
@@ -71,7 +71,7 @@ def check_ownership(out: Path, experiment: Experiment, accept_changes: bool = Fa
 def exclusive_lock(folder: Path, action: str) -> Iterator[None]:
     """Lock a folder, created if missing; the kernel releases the lock when this process ends.
 
-    This is `flock` itself, because packages for locks fall back to files that a killed process leaves behind.
+    `flock` is used directly, because lock packages fall back to lock files, which a killed process leaves behind.
 
     Args:
         action: Action of the process, for the message to another one.
@@ -114,9 +114,9 @@ def _require_own_dir(out: Path) -> None:
 
 
 def _compare_experiments(file: Path, experiment: Experiment, accept_changes: bool) -> tuple[list[str], str]:
-    """Return the keys that differ from those of the folder, and the added work, "" if other things changed."""
+    """Return the keys that differ from the stored experiment, and the added work; "" if existing work changed."""
     try:
-        existing = load_experiment(file)  # gives keys that are newer than the results their defaults
+        existing = load_experiment(file)  # keys that are newer than the results get their defaults
     except UserError as error:
         raise UserError(f"{error}; the owner of these results is unknown: use another --out") from error
     before, now = (each.model_dump(mode="json", exclude=_CHANGEABLE_KEYS) for each in (existing, experiment))

@@ -13,7 +13,7 @@ PHASES_FILE = "phases.json"
 
 
 class PhaseClock:
-    """Clock of the phases of a task, summed over interruptions; what an interrupted phase took is not counted.
+    """Clock of the phases of a task, summed over interruptions; the time of an interrupted phase is not counted.
 
     Args:
         phase: First phase.
@@ -30,7 +30,7 @@ class PhaseClock:
         return sum(self._seconds.values()) + time.monotonic() - self._since_s
 
     def seconds_of(self, phase: str) -> float:
-        """Return the seconds of an earlier phase; 0 before it has ended."""
+        """Return the seconds of an ended phase; 0 for others."""
         return self._seconds.get(phase, 0.0)
 
     def start(self, phase: str) -> None:
@@ -54,8 +54,8 @@ class PhaseClock:
 def read_phases(folder: Path) -> Mapping[str, float]:
     """Return the seconds of each phase in their order; empty without a valid record."""
     path = folder / PHASES_FILE
-    found = read_json(path) if path.exists() else {}
-    valid = isinstance(found, dict) and all(
-        isinstance(value, int | float) and 0 <= value < math.inf for value in found.values()
+    phases = read_json(path) if path.exists() else {}
+    valid = isinstance(phases, dict) and all(
+        isinstance(value, int | float) and 0 <= value < math.inf for value in phases.values()
     )
-    return found if valid else {}
+    return phases if valid else {}

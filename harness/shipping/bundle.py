@@ -194,12 +194,12 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
         last = (errors.strip().splitlines() or [f"exit status {status}"])[-1]
         raise UserError(f"{script} with {python}: {last}")
     try:
-        found = json.loads(printed.strip().splitlines()[-1])
+        values = json.loads(printed.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        found = None
-    if not isinstance(found, dict):
+        values = None
+    if not isinstance(values, dict):
         raise UserError(f"{python}: cannot run a script: is it a Python program?")
-    return found
+    return values
 
 
 def _run_limited(command: list[str], what: str) -> tuple[int, str, str]:
@@ -236,8 +236,8 @@ def _measure_footprint(script: Path, model: Path) -> dict[str, Any]:
 
 def _is_current(folder: Path, facts: Mapping[str, Any]) -> bool:
     with suppress(UserError):
-        there = read_bundle(folder)
-        return {name: value for name, value in there.items() if name != "footprint"} == facts
+        stored = read_bundle(folder)
+        return {name: value for name, value in stored.items() if name != "footprint"} == facts
     return False
 
 
@@ -245,9 +245,9 @@ def remove_bundle(folder: Path) -> None:
     """Remove a bundle if there is one; raise `UserError` if the folder has other files."""
     if not folder.exists():
         return
-    own = {SCRIPT_FILE, REPORT_FILE, FACTS_FILE, MANIFEST_FILE, "__pycache__"}
+    bundle_files = {SCRIPT_FILE, REPORT_FILE, FACTS_FILE, MANIFEST_FILE, "__pycache__"}
     for path in folder.iterdir():
-        if path.name not in own and not path.name.startswith(folder.name):
+        if path.name not in bundle_files and not path.name.startswith(folder.name):
             raise UserError(f"{path}: is no file of a folder to deploy; move it away")
     shutil.rmtree(folder)
 

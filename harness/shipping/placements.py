@@ -82,9 +82,9 @@ def calibration_config(
     Raises:
         UserError: Images are given without a preprocessing.
     """
-    given = {key: value for key, value in (("method", method), ("samples", samples)) if value is not None}
+    options = {key: value for key, value in (("method", method), ("samples", samples)) if value is not None}
     if data is None:
-        return {"calibration": given} if given else {}
+        return {"calibration": options} if options else {}
     path = os.path.relpath(data, base_dir)  # results have no absolute paths
     if data.is_dir():
         if preprocess is None:
@@ -94,7 +94,7 @@ def calibration_config(
         source: dict[str, Any] = {"use": "images", "images": path}
     else:
         source = {"use": data.suffix.removeprefix(".") or "npy", "path": path}
-    found: dict[str, Any] = {"calibration": {"data": source, **given}}
+    found: dict[str, Any] = {"calibration": {"data": source, **options}}
     return found | ({"preprocess": preprocess} if preprocess is not None else {})
 
 
@@ -119,19 +119,21 @@ def apply_experiment(
     facts = read_bundle(folder)
     stored, shipped = facts["experiment"], os.path.relpath(folder / facts["file"], base_dir)
     models = stored.get("models")
-    known = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
-    own = known.get("calibration", {})
-    if not known or not isinstance(own, dict):
+    stored_model = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    stored_calibration = stored_model.get("calibration", {})
+    if not stored_model or not isinstance(stored_calibration, dict):
         raise UserError(f"{folder / FACTS_FILE}: experiment: has no model, so the settings of the run are unknown")
     confirmation = stored.get("confirmation", {})
     if not isinstance(confirmation, dict):
         raise UserError(f"{folder / FACTS_FILE}: experiment.confirmation: a mapping of keys, but got {confirmation!r}")
-    calibration = {**own, **changes.get("calibration", {})}
+    calibration = {**stored_calibration, **changes.get("calibration", {})}
     changes = {**changes, **({"calibration": calibration} if calibration else {})}
     described = {
         **stored,
         "experiment": f"{ROW}-{model_label(str(model))}",
-        "models": [{**known, **changes, "use": os.path.relpath(model, base_dir), "label": model_label(str(model))}],
+        "models": [
+            {**stored_model, **changes, "use": os.path.relpath(model, base_dir), "label": model_label(str(model))}
+        ],
         "initial": [{"use": "placement", "params": {"path": shipped}, "label": ROW}],
         "baselines": [ROW],
         "searchers": [],
@@ -207,10 +209,10 @@ def insert_placement(
             observer=observer,
             facts={"name": backend.use},
         )
-        found = design.placements(experiment.initial)[entry["label"]].get(entry["label"])
-        if found is None:
+        placed = design.placements(experiment.initial)[entry["label"]].get(entry["label"])
+        if placed is None:
             raise UserError(f"--placement {placement}: its placement cannot be read back, as said above")
-        resolved = task.space.resolve(found)
+        resolved = task.space.resolve(placed)
         if not resolved and placement != "float":
             raise UserError(f"--placement {placement}: quantizes nothing of {model}, so no file is written")
         calibrated_on = _report_ranges(task, resolved, experiment, observer)
@@ -219,10 +221,10 @@ def insert_placement(
             if entry["use"] == "import"
             else ((), ())
         )
-        made = task.inserter.export(resolved, Path(scratch) / out.name)
+        result = task.inserter.export(resolved, Path(scratch) / out.name)
         with explain_write_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            move_model(made, out)
+            move_model(result, out)
         return InsertedModel(
             path=out,
             pairs=task.inserter.count_pairs(resolved),
@@ -242,23 +244,25 @@ def _calibrated(experiment: Experiment, spec: TaskSpec, dialect: Dialect, work: 
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
     feeds = CalibrationBatches(spec.model, model, input_types(model))
     runtime = BackendProperties(dialect=dialect, emulated=frozenset(), facts={}, is_in_process=True)
-    file, known = save_to_folder(model, work), load_imported_ranges(experiment.initial, model)
-    return calibrate_task(spec, model, file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=known)
+    file, imported = save_to_folder(model, work), load_imported_ranges(experiment.initial, model)
+    return calibrate_task(
+        spec, model, file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=imported
+    )
 
 
 def _report_ranges(task: Task, resolved: Resolved, experiment: Experiment, observer: Observer) -> str:
     """Return the source of the ranges of a placement as text, and report ranges of random data."""
-    known = load_imported_ranges(experiment.initial, task.model)
+    imported = load_imported_ranges(experiment.initial, task.model)
     tensors = {edge.tensor for edge, _ in resolved} & task.ranges.keys()
-    random = sorted(tensors - known.keys()) if task.calibrated_on.startswith(RANDOM_DATA) else []
+    random = sorted(tensors - imported.keys()) if task.calibrated_on.startswith(RANDOM_DATA) else []
     if random:
         shown = ", ".join(random[:3]) + (", ..." if len(random) > 3 else "")
         share = f"{len(random)} of {len(tensors)} tensors ({shown}) have no range in the file, so "
         observer.say(
-            f"{task.model.source}: {share if known else ''}no calibration data given, random data is used: do not "
+            f"{task.model.source}: {share if imported else ''}no calibration data given, random data is used: do not "
             "trust any accuracy"
         )
-    if not random and tensors <= known.keys():
+    if not random and tensors <= imported.keys():
         return "the ranges of the file alone"
     return task.calibrated_on
 

@@ -60,8 +60,8 @@ def summarize_placement(path: Path) -> PlacementSummary:
     graph = read_qdq_graph(path)
     precisions = read_precisions(path)
     if len(precisions) != 1:
-        found = ", ".join(sorted(precisions)) or "none"
-        raise UserError(f"{path}: a recipe has pairs of one precision, but this file has {found}")
+        names = ", ".join(sorted(precisions)) or "none"
+        raise UserError(f"{path}: a recipe has pairs of one precision, but this file has {names}")
     quantized = {(edge.consumer, edge.slot) for edge in graph.edges}
     shared = {edge.tensor for edge in graph.edges} - graph.constants.keys()
     op_types: set[str] = set()
@@ -72,13 +72,15 @@ def summarize_placement(path: Path) -> PlacementSummary:
             continue
         sources = {slot: graph.before_pairs(name) for slot, name in enumerate(node.input) if name}
         data = [slot for slot, name in sources.items() if name not in graph.constants]
-        whole = any((label, slot) in quantized for slot in data)
-        if whole:
+        reads_quantized = any((label, slot) in quantized for slot in data)
+        if reads_quantized:
             op_types.add(node.op_type)
         else:
             floats[label] = node.op_type
-        left = (slot for slot in data if (label, slot) not in quantized)
-        partial += (Edge(sources[slot], label, slot) for slot in left if whole or sources[slot] in shared)
+        unquantized_slots = (slot for slot in data if (label, slot) not in quantized)
+        partial += (
+            Edge(sources[slot], label, slot) for slot in unquantized_slots if reads_quantized or sources[slot] in shared
+        )
     return PlacementSummary(
         op_types=tuple(sorted(op_types)),
         excluded=tuple(name for name, op in floats.items() if op in op_types),
@@ -205,9 +207,9 @@ def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) 
         raise UserError(f"--for {tool}: no recipe for it; {suggest_names(tool, RECIPES)}")
     if out.suffix == ".py" and out.stem in SCRIPT_IMPORTS:
         raise UserError(f"--output {out}: a script of this name hides the package {out.stem}; use another name")
-    found = summarize_placement(folder / str(facts["file"]))
-    if tool in ("ort", "olive", "nncf", "ultralytics") and found.precision != "int8":
-        raise UserError(f"--for {tool}: it quantizes to int8, but the placement has {found.precision}")
+    summary = summarize_placement(folder / str(facts["file"]))
+    if tool in ("ort", "olive", "nncf", "ultralytics") and summary.precision != "int8":
+        raise UserError(f"--for {tool}: it quantizes to int8, but the placement has {summary.precision}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(RECIPES[tool](found, out.name, facts), encoding="utf-8")
-    return found
+    out.write_text(RECIPES[tool](summary, out.name, facts), encoding="utf-8")
+    return summary

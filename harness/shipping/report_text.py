@@ -72,8 +72,8 @@ def _conditions(facts: Facts, runtime_title: str) -> Iterator[str]:
     runtime = facts["runtime"]
     yield f"{runtime_title} {runtime.get('version', '')} on {runtime.get('device', 'unknown')}"
     options = runtime.get("options", {})
-    others = {name: value for name, value in options.items() if name not in ("streams", "shapes")}
-    yield f"{format_scenario(options)}; {format_options(others)}"
+    settings = {name: value for name, value in options.items() if name not in ("streams", "shapes")}
+    yield f"{format_scenario(options)}; {format_options(settings)}"
     floor = f"noise floor {100 * facts['noise_floor']:.1f} %"
     yield f"{facts['builds']} fresh builds in turns with the float model, {floor}"
     packages = facts["packages"]

@@ -122,10 +122,10 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
             )
             for name, place in places.items()
         }
-        found = run_in_turns(runs, builds, f"compare environments on {folder.name}", observer)
+        results = run_in_turns(runs, builds, f"compare environments on {folder.name}", observer)
         sqnr_db = _least_agreement(*(_read_outputs(outputs[name]) for name in ("this", "other")))
-    medians_ms = {name: [float(run["latency_ms"]) for run in each] for name, each in found.items()}
-    versions = {name: each[-1]["version"] for name, each in found.items()}
+    medians_ms = {name: [float(run["latency_ms"]) for run in each] for name, each in results.items()}
+    versions = {name: each[-1]["version"] for name, each in results.items()}
     ratios = np.divide(medians_ms["this"], medians_ms["twin"])
     before, after = ([[value] for value in medians_ms[name]] for name in ("this", "other"))
     speedup = paired_ratio_ci(before, after)
@@ -250,8 +250,8 @@ def measure_edge_costs(
                 with suppress(UserError):
                     run(str(path))
                     groups[str(number)], runs[str(number)] = group, partial(run, str(path))
-        found = run_in_turns(runs, builds, f"time {folder.name} with more inputs quantized", observer)
-    latency_ms = {name: [float(run["latency_ms"]) for run in each] for name, each in found.items()}
+        results = run_in_turns(runs, builds, f"time {folder.name} with more inputs quantized", observer)
+    latency_ms = {name: [float(run["latency_ms"]) for run in each] for name, each in results.items()}
     return tuple(_read_cost(group, latency_ms, name) for name, group in groups.items())
 
 

@@ -26,7 +26,7 @@ from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedModel:
-    """Confirmed model.
+    """Confirmed model of the autotuner or of an early answer.
 
     Attributes:
         float_file: Path of the float model at the same static shapes.
