@@ -94,10 +94,10 @@ def read_results(folders: Sequence[Path], tier: TierName) -> Results:
                     raise UserError(f"{folder}: {name} lacks searches on {task}")
                 walks = {seed: paths[seed].indices[:budget] for seed in seeds}
                 try:
-                    found = read_paths(table_landscape(task), walks, budget)
+                    searches = read_paths(table_landscape(task), walks, budget)
                 except ValueError as error:
                     raise UserError(f"{folder}: {name} on {task}: {error}") from error
-                latency_ms[task][name] = found.latency_ms(table_landscape(task))
+                latency_ms[task][name] = searches.latency_ms(table_landscape(task))
     return records, {task: _task_results(task, budget, latency_ms[task]) for task in tasks}
 
 

@@ -179,7 +179,7 @@ def print_remarks(remarks: Iterable[str]) -> None:
 
 
 def print_rich_or_text(text: str, drawing: RenderableType) -> None:
-    """Print the drawing on a terminal, and the text to files and pipes."""
+    """Print the drawing on a terminal, and the text if the output is a file or a pipe."""
     if sys.stdout.isatty():
         Console().print(drawing)
     else:

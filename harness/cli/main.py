@@ -165,7 +165,7 @@ WaitOption = Annotated[
 
 
 def _with_options(command: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Return a command that checks its paths and has further options, which only run their callbacks.
+    """Return a command that also checks its paths and has options that only run their callbacks.
 
     Args:
         options: Annotations of the options by parameter name.
@@ -283,7 +283,7 @@ class _StderrHandler(logging.Handler):
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; an error that the user can correct ends with one message and exit code 2."""
-    # Python's default collects hundreds of times while libraries are imported: an eighth of the start of a run.
+    # With the default threshold, garbage collection takes an eighth of the time of the start of a run.
     gc.set_threshold(50_000, 20, 20)
     try:
         app(args=arguments)

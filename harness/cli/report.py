@@ -181,13 +181,13 @@ def trace(
     from harness.report import trace as tracing
     from harness.report.load.results import load
 
-    found = tracing.trace_cell(load(short_path(folder)), cell, table)
-    lines = [line for source in found.sources for line in (source.lines() if raw else source.brief(last))]
+    traced = tracing.trace_cell(load(short_path(folder)), cell, table)
+    lines = [line for source in traced.sources for line in (source.lines() if raw else source.brief(last))]
     if as_json:
-        print_json({"row": found.row, "column": found.column, "shown": found.shown, "lines": lines})
+        print_json({"row": traced.row, "column": traced.column, "shown": traced.shown, "lines": lines})
         return
-    echo(f"{found.row}, {found.column}: {found.shown}")
+    echo(f"{traced.row}, {traced.column}: {traced.shown}")
     for line in lines:
         echo(line)
-    if found.measured and not raw:
+    if traced.measured and not raw:
         echo("--raw shows every single reading.")

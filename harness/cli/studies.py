@@ -60,10 +60,10 @@ def sensitivity(
     from harness.analysis.reports import sensitivity_report
     from harness.terminal_progress import TerminalProgress
 
-    made = study_of(model, backend, param, shape, dim, precision=precision)
-    folder = short_path(out or Path(f"sensitivity-{made.spec.name}"))
+    task = study_of(model, backend, param, shape, dim, precision=precision)
+    folder = short_path(out or Path(f"sensitivity-{task.spec.name}"))
     with replace_change_advice(), TerminalProgress() as terminal:
-        table = sensitivity_report(made, by, folder, terminal, samples)
+        table = sensitivity_report(task, by, folder, terminal, samples)
     print_table(*table, as_json=as_json)
 
 
@@ -113,7 +113,7 @@ def recover(
     if Path(placement).is_dir():
         shipped = find_bundle(Path(placement))
         placement = str(shipped / read_bundle(shipped)["file"])
-    made = study_of(model, backend, param, shape, dim, timed=False)
+    task = study_of(model, backend, param, shape, dim, timed=False)
     if unknown := {*(depthwise or ())} - {"tensor", "channel"}:
         raise UserError(f"--depthwise: tensor or channel, but got {min(unknown)!r}")
     request = RecoveryRequest(
@@ -127,9 +127,9 @@ def recover(
         auto=auto,
         float_groups=float_groups,
     )
-    folder = short_path(out or Path(f"recover-{made.spec.name}"))
+    folder = short_path(out or Path(f"recover-{task.spec.name}"))
     with replace_change_advice(), TerminalProgress() as terminal:
-        table = recovery_report(made, request, folder, terminal)
+        table = recovery_report(task, request, folder, terminal)
     print_table(*table, as_json=as_json)
 
 
@@ -149,10 +149,10 @@ def agreement(
     from harness.analysis.agreement_study import agreement_report
     from harness.terminal_progress import TerminalProgress
 
-    made = study_of(model, backend, param, None, None)
-    folder = short_path(out or Path(f"agreement-{made.spec.name}"))
+    task = study_of(model, backend, param, None, None)
+    folder = short_path(out or Path(f"agreement-{task.spec.name}"))
     with replace_change_advice(), TerminalProgress() as terminal:
-        table = agreement_report(made, placements, samples, folder, terminal)
+        table = agreement_report(task, placements, samples, folder, terminal)
     print_table(*table, as_json=as_json)
 
 
@@ -199,11 +199,11 @@ def record(
     from harness.studies.replay_report import table_lines
     from harness.terminal_progress import TerminalProgress
 
-    made = study_of(model, backend, param, shape, dim, fidelity=fidelity)
-    path = out or Path(f"{made.spec.name}.parquet")
+    task = study_of(model, backend, param, shape, dim, fidelity=fidelity)
+    path = out or Path(f"{task.spec.name}.parquet")
     with replace_change_advice(), TerminalProgress() as terminal:
         other = None if like is None else read_table(like)
-        record_table(made, path, dimensions, terminal, search=search, like=other, note=note)
+        record_table(task, path, dimensions, terminal, search=search, like=other, note=note)
     echo("\n".join(table_lines(read_table(path))))
 
 
@@ -326,9 +326,9 @@ def noise(
     from harness.task_setup.study_task import study_name
     from harness.terminal_progress import TerminalProgress
 
-    made = study_of(model, backend, param, shape, dim)
+    task = study_of(model, backend, param, shape, dim)
     design = NestedDesign(processes=processes, builds=builds, readings=readings)
-    folder = out or Path(f"noise-{study_name(made, placement)}")
+    folder = out or Path(f"noise-{study_name(task, placement)}")
     with replace_change_advice(), TerminalProgress() as terminal:
-        table = noise_report(made, placement, design, folder, terminal)
+        table = noise_report(task, placement, design, folder, terminal)
     print_table(*table, as_json=as_json)

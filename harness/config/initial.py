@@ -63,13 +63,13 @@ def as_list(value: Any) -> Any:
 
 def check_initial(initial: Sequence[PluginSpec]) -> None:
     """Raise ValueError for an unknown name, an ambiguous label or a wrong parameter of an entry of `initial`."""
-    known = (*_RULE_PLACEMENTS, PREDICTED, *PTQ_TOOLS, *FILE_SOURCES)
+    allowed = (*_RULE_PLACEMENTS, PREDICTED, *PTQ_TOOLS, *FILE_SOURCES)
     for entry in initial:
-        if entry.use not in known:
+        if entry.use not in allowed:
             raise ValueError(
-                f"initial: no placement is called {entry.use!r}; {suggest_names(entry.use, known)}; for none: 'none'"
+                f"initial: no placement is called {entry.use!r}; {suggest_names(entry.use, allowed)}; for none: 'none'"
             )
-        if entry.name != entry.use and (entry.use not in FILE_SOURCES or entry.name in known):
+        if entry.name != entry.use and (entry.use not in FILE_SOURCES or entry.name in allowed):
             raise ValueError(f"initial: {entry.use!r} keeps its own name, but got the label {entry.name!r}")
         _check_initial_params(entry)
     names = [entry.name for entry in initial]

@@ -45,8 +45,8 @@ class FileVerdict:
     def lines(self) -> Iterator[str]:
         """Yield the verdict as text."""
         counts = Counter(problem.level for problem in self.problems)
-        shown = ", ".join(f"{count} {level}" for level, count in counts.items())
-        yield f"Rules of dialect {self.dialect} at {self.target}: {shown or 'nothing is refused'}"
+        totals = ", ".join(f"{count} {level}" for level, count in counts.items())
+        yield f"Rules of dialect {self.dialect} at {self.target}: {totals or 'nothing is refused'}"
         for problem in self.problems:
             yield f"  {problem.level}, {problem.rule}: {problem}"
         made = self.compilation

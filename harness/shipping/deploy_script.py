@@ -79,7 +79,7 @@ def _tensorrt_settings(facts: Facts) -> dict[str, Any]:
 
 
 def _onnxruntime_web_settings(facts: Facts) -> dict[str, Any]:
-    # The facts may be untrusted, so the browser is the one on PATH.
+    # The facts may be untrusted, so they do not choose the browser: it is the one on PATH.
     in_browser = str(facts["options"]["engine"]).startswith("Chromium")
     return {"chromium": "chromium" if in_browser else None, "session": dict(SESSION_OPTIONS)}
 

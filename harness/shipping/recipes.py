@@ -31,7 +31,7 @@ class PlacementSummary:
         excluded: Nodes of these types that are not quantized.
         unquantized: All nodes that are not quantized.
         inexpressible: Inputs that the placement leaves in float and a tool may quantize: other inputs of a quantized
-            node, and other consumers of a quantized tensor, because a tool has one pair for all consumers.
+            node, and other consumers of a quantized tensor, as a tool inserts one pair for all consumers.
         symmetric: Whether activations have zero point 0.
         unsigned: Tensors whose pairs are UINT8 with zero point 0, because calibration found no negative values.
         channel_activations: Whether an activation has one scale for each channel.
@@ -189,7 +189,7 @@ RECIPES: Mapping[str, Callable[[PlacementSummary, str, Mapping[str, Any]], str]]
 
 
 SCRIPT_IMPORTS = frozenset({"modelopt", "nncf", "numpy", "olive", "onnx", "onnxruntime", "openvino", "ultralytics"})
-"""Packages that the scripts import, which a file of the same name would hide."""
+"""Packages that the scripts import; a script must not have one of these names."""
 
 
 def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) -> PlacementSummary:

@@ -33,8 +33,8 @@ from harness.timing.workers.locks import timing_lock
 from search.space import Edge
 
 BUILDS, RUNS = 5, 30
-NARROW = 0.95  # lower limit of a tie's ratio that needs no remark
-MIN_SQNR_DB = 20.0  # between the outputs of two versions of a runtime, of which one may choose other INT8 kernels
+NARROW = 0.95  # lower limit of the ratio from which a tie needs no remark on a possible loss
+MIN_SQNR_DB = 20.0  # between the outputs of two versions of a runtime, which may choose different INT8 kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
