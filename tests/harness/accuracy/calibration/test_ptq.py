@@ -2,12 +2,12 @@
 
 import dataclasses
 import hashlib
+import os
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, save_to_folder
 from harness.graph.rules.dialects import OPENVINO
 from harness.random_inputs import random_feeds
-from harness.zoo import transformer, write_model
 
 
 def modelopt_ptq(model: Path, out: Path, batches: Iterable[Mapping[str, Any]], **options: Any) -> Path:
@@ -236,12 +235,15 @@ def test_a_tool_that_dies_is_said(model, tmp_path, monkeypatch):
         ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime")
 
 
+@pytest.mark.assets
 @pytest.mark.usefixtures("warm_tools")
+@pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize(
-    ("tool", "write"), [(modelopt_ptq, partial(write_model, "shapes_yolo")), (ort_static, transformer.vit_tiny(1).save)]
+    ("tool", "name", "shapes"),
+    [(modelopt_ptq, "yolox_nano", {}), (ort_static, "deit_tiny_patch16_224", {"input": "1x3x224x224"})],
 )
-def test_node_names_of_networks_survive(tool, write, tmp_path):
-    model = load(write(tmp_path / "float.onnx"))
+def test_node_names_of_real_models_survive(tool, name, shapes, tmp_path):
+    model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
     inputs = {i: (model.types[i].dtype, model.types[i].shape) for i in model.inputs}
     path = tool(
         save_to_folder(model, tmp_path), tmp_path / "q.onnx", list(random_feeds(inputs, 1, 0)), dialect_name="openvino"
