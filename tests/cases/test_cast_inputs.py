@@ -128,7 +128,7 @@ def scales(path: Path) -> dict[tuple[str, int], float]:
 
 @pytest.mark.parametrize("precision", ["f16", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_scales_are_those_of_the_float_model(case, precision, tmp_path):
+def test_cast_model_uses_the_scales_of_the_float_model(case, precision, tmp_path):
     model = load(graph(tmp_path, *CASES[case]))
     space = build_space(model, TENSORRT)
     everywhere = space.resolve(space.quantize_all())
@@ -162,7 +162,7 @@ def experiment(folder: Path, **params: str) -> list[str]:
     return ["run", str(folder / "run.yaml"), "--out", str(folder / "out")]
 
 
-def test_an_experiment_at_fp16(tmp_path, monkeypatch):
+def test_fp16_experiment_runs_without_failures(tmp_path, monkeypatch):
     graph(tmp_path, *CASES["amp"])
     done = CliRunner().invoke(app, experiment(tmp_path, precision="f16"))
     assert done.exit_code == 0, done.output
@@ -172,7 +172,7 @@ def test_an_experiment_at_fp16(tmp_path, monkeypatch):
     assert not [file for file in task.rglob("*.jsonl") if "failed" in file.read_text().lower()]
 
 
-def test_what_cannot_be_cast_is_seen_by_check(tmp_path, monkeypatch):
+def test_check_reports_models_that_cannot_be_cast(tmp_path, monkeypatch):
     nodes, _ = CASES["uint8"]
     graph(tmp_path, nodes, {"x": Type.DOUBLE})
     check = [*experiment(tmp_path, precision="f16"), "--check"]
@@ -192,7 +192,7 @@ def test_what_cannot_be_cast_is_seen_by_check(tmp_path, monkeypatch):
         CliRunner().invoke(app, check, catch_exceptions=False)
 
 
-def test_check_names_a_float_precision_that_a_search_will_do_without(tmp_path):
+def test_check_names_unavailable_float_precisions(tmp_path):
     graph(tmp_path, CASES["uint8"][0], {"x": Type.DOUBLE})
     run = experiment(tmp_path, precision="auto")
     text = (tmp_path / "run.yaml").read_text().replace("TensorRT11", "HalfAndFull11")

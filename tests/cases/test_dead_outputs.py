@@ -89,13 +89,13 @@ def scored(plain: onnx.ModelProto, quantized: onnx.ModelProto, folder: Path) -> 
         (two_heads, 0, "output 'depth'"),
     ],
 )
-def test_what_is_dead_decides_and_is_named(build, axis, worst, tmp_path):
+def test_worst_output_slice_decides_fidelity_and_is_named(build, axis, worst, tmp_path):
     found = scored(build(False, axis), build(True, axis), tmp_path)
     assert found.metrics["sqnr_db"] < 3
     assert worst in found.note
 
 
-def test_sensitivity_is_that_of_the_worst_output(tmp_path):
+def test_rank_layers_uses_the_worst_output(tmp_path):
     path = tmp_path / "two.onnx"
     onnx.save(two_heads(True), path)
     feeds = [{"x": np.random.default_rng(i).normal(size=(1, 3, SIZE, SIZE)).astype(np.float32)} for i in range(4)]

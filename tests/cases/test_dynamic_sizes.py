@@ -57,7 +57,7 @@ LSTM: Mapping[str, Shape] = {"states": ("batch", "time", 8), "cells": (3, "batch
         ({"x": ("batch", 4), "y": ("2*batch", 4)}, {"x": (1, 4), "y": (2, 4)}),
     ],
 )
-def test_the_batch_is_1_and_one_line_says_so(inputs, expected, tmp_path, caplog):
+def test_dynamic_batch_is_set_to_1_with_one_warning(inputs, expected, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert shapes(saved(tmp_path, inputs)) == expected
     (line,) = [record.getMessage() for record in caplog.records]
@@ -78,7 +78,7 @@ def test_the_batch_is_1_and_one_line_says_so(inputs, expected, tmp_path, caplog)
         ({"x": ("batch", "seq len")}, ["seq len=128"]),
     ],
 )
-def test_other_symbols_are_asked_for_once_with_a_command_that_works(inputs, asked, tmp_path, capsys):
+def test_missing_symbol_sizes_are_requested_with_options(inputs, asked, tmp_path, capsys):
     path = saved(tmp_path, inputs)
     with pytest.raises(SystemExit):
         main(["regions", str(path)])
@@ -89,7 +89,7 @@ def test_other_symbols_are_asked_for_once_with_a_command_that_works(inputs, aske
     assert region_inspect(["-m", str(path), *options]) == 0
 
 
-def test_unnamed_dimensions_are_asked_for_by_shape_and_agree_with_symbols(tmp_path, capsys):
+def test_unnamed_dimensions_are_requested_by_shape(tmp_path, capsys):
     path = saved(tmp_path, {"x": ("batch", "time"), "y": (None, None, "time")})
     with pytest.raises(SystemExit):
         main(["regions", str(path)])
@@ -99,7 +99,7 @@ def test_unnamed_dimensions_are_asked_for_by_shape_and_agree_with_symbols(tmp_pa
     main(["regions", str(path), *options])
 
 
-def test_the_example_is_one_that_the_model_takes(tmp_path):
+def test_suggested_sizes_are_valid_for_the_model(tmp_path):
     """A sum with 64 position embeddings takes no sequence of 128; a convolution says its channels."""
     model = onnx.load(saved(tmp_path, {"x": ("batch", "time", 8), "image": (None, None, None, None)}))
     table = helper.make_tensor("table", TensorProto.FLOAT, (16, 8), [0.0] * 128)
@@ -124,7 +124,7 @@ def test_one_symbol_has_one_size(tmp_path):
         shapes(path, shapes={"states": "4x5x8", "cells": "3x2x8"})
 
 
-def test_expressions_of_symbols(tmp_path):
+def test_sizes_of_symbol_expressions(tmp_path):
     path = saved(tmp_path, {"past": ("batch", "p"), "x": ("batch", "s"), "mask": ("batch", "p + s")})
     assert shapes(path, dims={"p": 3, "s": 4})["mask"] == (1, 7)
     assert shapes(path, dims={"s": 4}, shapes={"mask": "1x9"})["past"] == (1, 5)
@@ -139,19 +139,19 @@ def test_expressions_of_symbols(tmp_path):
         ({"time": 0}, r"dims\.time: a size is an integer of at least 1, but got 0"),
     ],
 )
-def test_dims_that_do_not_fit(dims, message, tmp_path):
+def test_invalid_dims_are_refused(dims, message, tmp_path):
     with pytest.raises(UserError, match=message):
         shapes(saved(tmp_path, LSTM), dims=dims)
 
 
 @pytest.mark.parametrize("option", ["time", "=3", "time=", "time=x", "time=0", "time=-1"])
-def test_options_that_are_no_sizes(option, tmp_path, capsys):
+def test_invalid_dim_options_are_refused(option, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["regions", str(saved(tmp_path, LSTM)), "--dim", option])
     assert "--dim time=128" in capsys.readouterr().err
 
 
-def test_dims_of_an_experiment_and_of_the_python_interface(tmp_path):
+def test_dims_in_experiments_and_python_interface(tmp_path):
     path = saved(tmp_path, LSTM)
     experiment = parse_experiment(f"experiment: e\nmodels: [{{use: {path}, dims: {{time: 16}}}}]", "e.yaml")
     model = open_model(experiment.models[0], tmp_path)

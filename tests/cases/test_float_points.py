@@ -35,7 +35,7 @@ def quantized(model: Model, dialect: Dialect) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_scales_of_resize_and_what_computes_them(dialect):
+def test_resize_scales_and_their_sources_stay_float(dialect):
     g = GraphBuilder("m")
     x, scales = g.op("Tanh", g.input("x", (1, 2, 4, 4))), g.input("s", (2,))
     scales = g.op("Concat", g.const(np.ones(2, np.float32)), g.op("Mul", scales, scales), axis=0)
@@ -51,7 +51,7 @@ def test_scales_of_resize_and_what_computes_them(dialect):
         ("InstanceNormalization", [(3,), (3,)]),
     ],
 )  # fmt: skip
-def test_computed_parameters(op, shapes, dialect):
+def test_computed_operator_parameters_stay_float(op, shapes, dialect):
     g = GraphBuilder("m")
     x = g.op("Exp", g.input("x", (1, 3, 4, 4)))
     model = finish(g, g.op(op, x, *(g.input(f"p{n}", shape) for n, shape in enumerate(shapes))))
@@ -99,7 +99,7 @@ def poles(g: GraphBuilder, kind: str) -> str:
         "one minus",
     ],
 )
-def test_no_grid_leads_to_a_pole(kind, dialect, tmp_path):
+def test_quantization_causes_no_nan_near_poles(kind, dialect, tmp_path):
     g = GraphBuilder("m")
     model = finish(g, poles(g, kind))
     feed = {"x": np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)}
@@ -108,7 +108,7 @@ def test_no_grid_leads_to_a_pole(kind, dialect, tmp_path):
     assert not {("Log", 0), ("Reciprocal", 0), ("Div", 1), ("Sqrt", 0), ("Clip", 0)} & quantized(model, dialect)
 
 
-def test_a_value_and_a_mean_in_front_of_a_guarded_root_stay_points():
+def test_inputs_before_a_guarded_root_have_points():
     g = GraphBuilder("m")
     x = g.input("x", (4, 64))
     centred = g.op("Sub", x, g.op("ReduceMean", x, axes=[1]))
@@ -148,7 +148,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("kind", "dialect", "rule"), FAULTS)
-def test_what_a_runtime_computes_wrongly_stays_float(kind, dialect, rule, tmp_path):
+def test_operators_with_runtime_faults_stay_float(kind, dialect, rule, tmp_path):
     """Everything that is legal is within 20 dB of the file's own result; these were 0 to 10 dB off."""
     g = GraphBuilder("m")
     model = finish(g, faulty(g, kind))
@@ -191,7 +191,7 @@ def quantized_weights(model: Model, dialect: Dialect) -> set[str]:
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_weight_that_no_scale_holds_keeps_its_operator_float(value, dialect, caplog, tmp_path):
+def test_nonfinite_weight_keeps_its_operator_float(value, dialect, caplog, tmp_path):
     model = two_products(weight(value), np.ones(8, np.float32))
     assert quantized_weights(model, dialect) - {"z"} == {"y", "second"}
     assert "first" in caplog.text
@@ -208,7 +208,7 @@ def test_a_weight_that_no_scale_holds_keeps_its_operator_float(value, dialect, c
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_a_bias_that_no_scale_holds_matters_where_it_is_stored_as_int32(value):
+def test_nonfinite_bias_keeps_operator_float_if_stored_as_int32(value):
     model = two_products(weight(1.0), weight(value, (8,)))
     assert "first" not in quantized_weights(model, ONNXRUNTIME)
     assert quantized_weights(model, OPENVINO) == {"x", "first", "y", "second"}
@@ -216,7 +216,7 @@ def test_a_bias_that_no_scale_holds_matters_where_it_is_stored_as_int32(value):
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_convolution_and_a_product_with_the_weight_on_the_left(value, dialect):
+def test_nonfinite_conv_and_left_matmul_weights_stay_float(value, dialect):
     g = GraphBuilder("m")
     x = g.input("x", (1, 8, 8, 8))
     y = g.op("Conv", x, g.const(weight(value, (8, 8, 1, 1)), "filter"))
@@ -226,14 +226,14 @@ def test_a_convolution_and_a_product_with_the_weight_on_the_left(value, dialect)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_a_weight_in_float16(value):
+def test_nonfinite_float16_weight_stays_float(value):
     g = GraphBuilder("m")
     damaged = weight(value).astype(np.float16)
     g.output(g.op("MatMul", g.input("x", (2, 4, 8), "float16"), g.const(damaged)))
     assert quantized_weights(load_proto(g.build(), source="m", sha256="0"), OPENVINO) == set()
 
 
-def test_a_request_for_such_a_weight_is_refused():
+def test_placement_with_a_nonfinite_weight_is_refused():
     space = build_space(two_products(weight(1.0), np.ones(8, np.float32)), OPENVINO)
     model = two_products(weight(np.nan), np.ones(8, np.float32))
     with pytest.raises(UserError, match="first"):

@@ -55,7 +55,7 @@ def ready(proto: onnx.ModelProto) -> Model:
     + [("Resize", 10, 0.3), ("Resize", 10, 0.75)],
 )
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
-def test_resizing_stays_what_it_was(op, opset, mode, scale):
+def test_resize_computes_the_same_after_the_upgrade(op, opset, mode, scale):
     proto = resizing(op, opset, mode, [1, 1, scale, scale])
     model = ready(proto)
     np.testing.assert_array_equal(run(model.proto), run(proto))
@@ -93,7 +93,7 @@ def test_resizing_without_an_equivalent_is_refused(proto, word):
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3, -1])
 @pytest.mark.parametrize("op", ["Hardmax", "Softmax", "LogSoftmax"])
-def test_maxima_over_several_axes(op, axis):
+def test_softmax_and_hardmax_over_flattened_axes(op, axis):
     proto = parser.parse_model(
         f"""<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float[1,3,8,8] y)
         {{ r = Relu(x)  m = {op}<axis={axis}>(r)  y = Neg(m) }}"""
@@ -101,7 +101,7 @@ def test_maxima_over_several_axes(op, axis):
     np.testing.assert_allclose(run(ready(proto).proto), run(proto), atol=1e-6)
 
 
-def test_hardmax_of_a_shape_that_is_not_known():
+def test_hardmax_of_unknown_shape_is_upgraded():
     proto = parser.parse_model(
         """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float[1,3,8,8] y) <int64 n = {2}>
         { y = Loop(n, , x) <body = b (int64 i, bool c, float[] u) => (bool d, float[] v)
@@ -115,7 +115,7 @@ def test_scan_of_opset_8_is_refused():
         load(BACKEND / "test_scan_sum/model.onnx")
 
 
-def test_another_meaning_that_no_rule_knows_is_refused_by_name():
+def test_unknown_semantic_change_is_refused_naming_the_node():
     """ONNX Runtime averages over other windows from opset 19 on if ceil_mode and count_include_pad are set."""
     proto = parser.parse_model(
         """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float y) { r = Relu(x)
@@ -134,7 +134,7 @@ def test_another_meaning_that_no_rule_knows_is_refused_by_name():
      "reduce_sum_keepdims_random", "resize_downsample_scales_nearest", "scan9_sum",
      "split_equal_parts_1d_opset13", "squeeze", "top_k", "upsample_nearest"],
 )  # fmt: skip
-def test_onnx_s_own_models_are_compared_and_pass(name, caplog):
+def test_onnx_backend_models_pass_the_comparison(name, caplog):
     path = BACKEND / f"test_{name}/model.onnx"
     with caplog.at_level(logging.WARNING):
         load(path)
@@ -164,7 +164,7 @@ def test_both_branches_are_compared(first, monkeypatch):
         ready(proto)
 
 
-def test_a_wrongly_declared_output_is_no_change_of_the_interface():
+def test_wrongly_declared_output_is_accepted():
     proto = parser.parse_model(
         """<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x, bool k) => (float[7] y)
         { y = If(k) <then_branch = t () => (float p) { p = Softmax<axis=1>(x) },
@@ -185,7 +185,7 @@ def test_a_wrongly_declared_output_is_no_change_of_the_interface():
         (9, "y = Dropout(x)", False),
     ],
 )
-def test_training_does_not_become_inference(opset, node, is_refused):
+def test_training_mode_operators_are_refused(opset, node, is_refused):
     proto = parser.parse_model(
         f"""<ir_version: 4, opset_import: ["": {opset}]> g (float[1,3,8,8] x) => (float[1,3,8,8] y)
         <float[3] s = {{1, 2, 3}}> {{ {node} }}"""
@@ -197,7 +197,7 @@ def test_training_does_not_become_inference(opset, node, is_refused):
         assert len(ready(proto).nodes) == 1
 
 
-def test_bilinear_is_what_opset_1_calls_linear():
+def test_bilinear_upsample_of_opset_1_becomes_linear():
     proto = parser.parse_model(
         """<ir_version: 3, opset_import: ["": 6]> g (float[1,3,8,8] x) => (float[1,3,16,12] y)
         { y = Upsample<height_scale=2.0, width_scale=1.5, mode="bilinear">(x) }"""

@@ -63,7 +63,7 @@ def detector(folder: Path, *, domain: str = "", typed: bool = True, place: str =
 
 @pytest.mark.parametrize("domain", ["", "trt.plugins"])
 @pytest.mark.parametrize("place", ["end", "middle"])
-def test_what_lies_before_a_plugin_is_observed(place, domain, tmp_path):
+def test_tensors_before_a_plugin_are_calibrated(place, domain, tmp_path):
     file = save_to_folder(load(detector(tmp_path, place=place, domain=domain)), tmp_path / "float")
     behind = {"y"} if place == "end" else {"p", "y"}
     found = calibrate(file, {"images", "r0", "c1", *behind}, FEEDS)
@@ -78,7 +78,7 @@ def test_what_lies_before_a_plugin_is_observed(place, domain, tmp_path):
     assert all(repr(name) in remark for name in behind)
 
 
-def test_a_plugin_that_reads_the_input_leaves_nothing_to_observe(tmp_path):
+def test_plugin_at_the_input_prevents_calibration(tmp_path):
     file = save_to_folder(load(detector(tmp_path, place="start")), tmp_path / "float")
     with pytest.raises(UserError, match="behind plug-in operator EfficientNMS_TRT"):
         calibrate(file, {"p", "r0"}, FEEDS)
@@ -99,12 +99,12 @@ def test_plugins_keep_their_types_in_a_cast_model(place, precision, tmp_path):
     assert [value.type.tensor_type.elem_type for value in cast.proto.graph.output] == [Type.FLOAT]
 
 
-def test_a_plugin_of_unknown_types_cannot_be_cast(tmp_path):
+def test_plugin_of_unknown_types_prevents_casting(tmp_path):
     with pytest.raises(BuildFailed, match=r"tensor 'p'.*precision: f32"):
         cast_model(detector(tmp_path, place="middle", typed=False), "f16", tmp_path)
 
 
-def test_other_tools_quantize_what_lies_before(tmp_path):
+def test_ort_static_quantizes_operators_before_a_plugin(tmp_path):
     file = save_to_folder(load(detector(tmp_path, place="middle")), tmp_path / "float")
     quantize("ort_static", file, tmp_path / "q.onnx", FEEDS, dialect_name="tensorrt")
     made = load(tmp_path / "q.onnx")
@@ -115,7 +115,7 @@ def test_other_tools_quantize_what_lies_before(tmp_path):
     assert by_name["nms"].inputs[1] == "anchors"
 
 
-def test_scales_in_front_are_no_guess_without_data(tmp_path):
+def test_scales_before_a_plugin_are_computed_without_data(tmp_path):
     autotuner = QDQAutotuner(onnx.load(detector(tmp_path)))
     autotuner.initialize(Config(default_q_scale=0.1))
     space = autotuner.session.space
@@ -125,7 +125,7 @@ def test_scales_in_front_are_no_guess_without_data(tmp_path):
     assert not [t for t in scales if float(numpy_helper.to_array(t)) == pytest.approx(0.1)]
 
 
-def test_an_experiment_names_what_stays_float(tmp_path, monkeypatch):
+def test_experiment_names_operators_that_stay_float(tmp_path, monkeypatch):
     detector(tmp_path, place="middle")
     np.savez(tmp_path / "data.npz", images=np.concatenate([feeds["images"] for feeds in FEEDS]))
     data = {"data": {"use": "npz", "path": "data.npz"}, "samples": 2}

@@ -28,7 +28,7 @@ def ready(proto: onnx.ModelProto) -> list[str]:
      ("FLOAT8E4M3FNUZ", False), ("FLOAT8E5M2", False), ("FLOAT8E5M2FNUZ", False), ("INT4", False), ("UINT4", False),
      ("FLOAT4E2M1", False)],
 )  # fmt: skip
-def test_a_cast_of_constants(kind, is_folded):
+def test_constant_cast_is_folded_to_supported_types_only(kind, is_folded):
     nodes = [
         helper.make_node("Cast", ["w"], ["cast"], to=getattr(TensorProto, kind)),
         helper.make_node("Gather", ["cast", "i"], ["taken"]),
@@ -61,7 +61,7 @@ def test_a_cast_of_constants(kind, is_folded):
          ["Cast", "Cast", "Add", "Add"]),
     ],
 )  # fmt: skip
-def test_sequences_and_optionals_of_constants(body, operators):
+def test_constant_sequences_and_optionals_are_not_folded(body, operators):
     inputs = "float[4] x, int64 i" if "(q, i)" in body else "float[4] x"
     proto = parser.parse_model(
         f"""<ir_version: 9, opset_import: ["": 19]> g ({inputs}) => (float[4] y)
@@ -71,7 +71,7 @@ def test_sequences_and_optionals_of_constants(body, operators):
     assert [node.op for node in model.nodes] == operators
 
 
-def test_a_sequence_of_constants_as_an_output():
+def test_constant_sequence_output_is_kept():
     proto = parser.parse_model(
         """<ir_version: 9, opset_import: ["": 19]> g (float[4] x) => (float[4] y, seq(float[4]) q)
         <float[4] a = {1, 2, 3, 4}> { y = Neg(x)  b = Neg(a)  q = SequenceConstruct(a, b) }"""
@@ -108,11 +108,11 @@ def operators(body: str, opset: int = 17) -> list[str]:
      "Transpose<perm=[0,1,2,3]>(r)", "Reshape(r, shape)", "Expand(r, ones)", "Tile(r, ones)", "Concat<axis=1>(r)",
      "Gather<axis=1>(r, all)", "Split<axis=1>(r)", "DepthToSpace<blocksize=1>(r)"],
 )  # fmt: skip
-def test_a_no_op_goes(noop):
+def test_no_op_is_removed(noop):
     assert operators(f"r = Relu(x)  n = {noop}  y = Neg(n)") == ["Relu", "Neg"]
 
 
-def test_old_slices_and_pads_go_too():
+def test_no_op_slice_and_pad_of_old_opsets_are_removed():
     body = "r = Relu(x)  s = Slice<axes=[1], starts=[0], ends=[4]>(r)  p = Pad<pads=[0,0,0,0,0,0,0,0]>(s)  y = Neg(p)"
     assert operators(body, opset=9) == ["Relu", "Neg"]
 
@@ -122,12 +122,12 @@ def test_old_slices_and_pads_go_too():
     ["Slice(r, minus, low, one, minus)", "Pad(r, shift)", "Transpose<perm=[0,1,3,2]>(r)", "Concat<axis=1>(h, h)",
      "Gather<axis=1>(r, back)"],
 )  # fmt: skip
-def test_what_moves_something_stays(mover):
+def test_effective_movement_operator_is_kept(mover):
     body = f"r = Relu(x)  h = Slice(r, zero, two, one)  n = {mover}  k = Add(h, h)  y = Neg(n)"
     assert mover.partition("<")[0].partition("(")[0] in operators(body)
 
 
-def test_several_in_a_row_and_a_batch_norm_behind_them():
+def test_consecutive_no_ops_are_removed_and_batch_norm_folded():
     proto = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 17]> g (float[1,2,2,2] x) => (float[1,2,2,2] y, float[1,2,2,2] z)
         <float[2,2,1,1] w = {1, 2, 3, 4}, float[2] s = {1, 2}, float[2] b = {3, 4}, int64[1] o = {0}, int64[1] e = {2},
@@ -139,7 +139,7 @@ def test_several_in_a_row_and_a_batch_norm_behind_them():
     assert model.outputs == ("y", "z")
 
 
-def test_one_that_a_body_reads_stays():
+def test_no_op_read_by_a_subgraph_is_kept():
     proto = parser.parse_model(
         """<ir_version: 8, opset_import: ["": 17]> g (float[4] x, bool k) => (float[4] y)
         <int64[1] o = {0}, int64[1] e = {4}> { n = Slice(x, o, e)

@@ -75,7 +75,7 @@ def candidate(make: Callable[[GraphBuilder], str], folder: Path) -> Candidate:
         (half_quantized_where, "onnxruntime", "onnxruntime", "1.24.4"),
     ],
 )
-def test_a_runtime_that_dies_fails_one_candidate(make, backend, package, version, tmp_path):
+def test_runtime_crash_fails_one_candidate(make, backend, package, version, tmp_path):
     names = {package, f"{package}-gpu"}
     installed = {dist.version for dist in metadata.distributions() if dist.metadata["Name"] in names}
     if version not in installed:
@@ -145,7 +145,7 @@ def checked(kind, folder, backend):
 
 @exact_int8
 @pytest.mark.parametrize("kind", ["tokens", pytest.param("concat", marks=without_amx)])
-def test_a_wrong_result_is_told_with_its_operator_and_a_small_model(kind, tmp_path):
+def test_wrong_result_names_operator_and_minimal_model(kind, tmp_path):
     found = checked(kind, tmp_path, PluginSpec(use="openvino", params={"precision": "f32"}))
     assert found.label == "wrong result in openvino"
     assert found.engine_db < 15 < found.file_db - 6
@@ -156,5 +156,5 @@ def test_a_wrong_result_is_told_with_its_operator_and_a_small_model(kind, tmp_pa
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_runtime_that_computes_the_same_file_as_it_says_is_right(kind, tmp_path):
+def test_correct_runtime_gets_verdict_right(kind, tmp_path):
     assert checked(kind, tmp_path, PluginSpec(use="onnxruntime")).verdict == "right"

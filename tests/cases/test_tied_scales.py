@@ -73,7 +73,7 @@ def prepared(move: Callable[[GraphBuilder, str], str], dialect: Dialect, folder:
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 @pytest.mark.parametrize("move", [split, cut, gather, pool, chain, joined])
-def test_behind_a_float_source_a_tensor_keeps_the_scale_of_its_own_range(move, dialect, tmp_path):
+def test_tensor_behind_a_float_source_has_its_own_scale(move, dialect, tmp_path):
     made = prepared(move, dialect, tmp_path)
     path = made.write({LAST})
     low, high = made.ranges["rest"]
@@ -83,7 +83,7 @@ def test_behind_a_float_source_a_tensor_keeps_the_scale_of_its_own_range(move, d
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 @pytest.mark.parametrize("move", [split, cut, gather, chain])
-def test_behind_a_quantized_source_both_sides_have_one_scale(move, dialect, tmp_path):
+def test_tensor_behind_a_quantized_source_shares_its_scale(move, dialect, tmp_path):
     made = prepared(move, dialect, tmp_path)
     source = "cut" if move is chain else "wide"
     found = scales(made.write({LAST, MOVER}))
@@ -93,7 +93,7 @@ def test_behind_a_quantized_source_both_sides_have_one_scale(move, dialect, tmp_
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_another_reader_of_the_source_ties_nothing(dialect, tmp_path):
+def test_other_reader_of_the_source_does_not_tie_scales(dialect, tmp_path):
     g = GraphBuilder("readers")
     large = wide(g, g.input("x", (1, 8, 16, 16)))
     g.output(g.conv(large, 4, 1, name="other"), name="z")
@@ -104,7 +104,7 @@ def test_another_reader_of_the_source_ties_nothing(dialect, tmp_path):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_concat_shares_a_scale_with_what_is_quantized_behind_it_alone(dialect, tmp_path):
+def test_concat_shares_scales_with_quantized_readers_only(dialect, tmp_path):
     made = prepared(joined, dialect, tmp_path)
     found = scales(made.write({LAST, "concat"}))
     assert found["rest"][0] < 0.01
@@ -113,7 +113,7 @@ def test_a_concat_shares_a_scale_with_what_is_quantized_behind_it_alone(dialect,
     assert found["rest"] == found["both"]
 
 
-def test_a_concat_that_stays_float_ties_nothing(tmp_path):
+def test_float_concat_does_not_tie_scales(tmp_path):
     """Two Concats of one tensor: the scale that the quantized one asks for is no matter of the other."""
     g = GraphBuilder("two", seed=2)
     x = g.input("x", (1, 8, 16, 16))
@@ -125,7 +125,7 @@ def test_a_concat_that_stays_float_ties_nothing(tmp_path):
     assert max(scale for scale, _ in found.values()) < 0.1
 
 
-def test_equal_placements_give_equal_files_whatever_was_written_before(tmp_path):
+def test_equal_placements_give_identical_files(tmp_path):
     first, second = (prepared(chain, ONNXRUNTIME_7BIT, tmp_path / name) for name in ("first", "second"))
     kept = {LAST, MOVER}
     expected = first.write(kept).read_bytes()
@@ -193,7 +193,7 @@ def attention(between: Between) -> GraphBuilder:
 
 
 @pytest.mark.parametrize("between", REMOVED)
-def test_probabilities_have_the_whole_scale(between, tmp_path):
+def test_softmax_scale_is_kept_behind_removed_operators(between, tmp_path):
     feeds = [{"x": np.random.default_rng(1).normal(size=(1, 4, N, 8)).astype(np.float32)}]
     made = quantizer(attention(REMOVED[between]).build(), ONNXRUNTIME_7BIT, feeds, tmp_path)
     for kept in (None, {"product"}):
@@ -204,7 +204,7 @@ def test_probabilities_have_the_whole_scale(between, tmp_path):
 
 
 @pytest.mark.parametrize("between", COMPUTES)
-def test_an_operator_that_computes_is_none_of_them(between):
+def test_computing_operators_are_not_removed(between):
     g = GraphBuilder("computes")
     g.output(COMPUTES[between](g, g.input("x", (1, 4, N, N))))
     model = load_proto(g.build(), source="m", sha256="0")

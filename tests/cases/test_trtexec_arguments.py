@@ -68,7 +68,7 @@ def test_libraries_and_arguments_reach_builds_and_runs(log, tmp_path):
         ({"plugins": ["none.so"]}, "plugins: none.so: no such file"),
     ],
 )
-def test_what_contradicts_is_refused(params, says, tmp_path):
+def test_contradictory_arguments_are_refused(params, says, tmp_path):
     with pytest.raises(UserError, match=says):
         commands(tmp_path / "log", net(tmp_path), **params)
 
@@ -83,7 +83,7 @@ def test_what_contradicts_is_refused(params, says, tmp_path):
         ("openvino", {"plugin_libraries": ["my.so"]}, "tensorrt and trtexec"),
     ],
 )
-def test_what_a_backend_does_not_take_is_refused_by_name(backend, options, says):
+def test_unsupported_arguments_are_refused_by_name(backend, options, says):
     def make() -> None:
         use = backend_spec(backend, options)
         registry.create_plugin("benchmarker", use.use, use.params)
@@ -92,7 +92,7 @@ def test_what_a_backend_does_not_take_is_refused_by_name(backend, options, says)
         make()
 
 
-def test_python_passes_them_on(monkeypatch):
+def test_python_interface_passes_arguments_to_trtexec(monkeypatch):
     monkeypatch.setattr("harness.compat.modelopt_autotune.benchmark.open_engines", lambda worker, limits: nullcontext())
     library = str(Path("my.so"))
     made = TrtExecBenchmark(trtexec_args=["--verbose", *REMOTE], plugin_libraries=[library])
@@ -106,7 +106,7 @@ def test_python_passes_them_on(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["--verbose", "--verbose --skipInference"])
-def test_the_command_line_passes_them_on(text, tmp_path, monkeypatch):
+def test_autotune_command_passes_arguments_to_trtexec(text, tmp_path, monkeypatch):
     seen: list[PluginSpec] = []
 
     def stop(backend: PluginSpec, *_: Any) -> None:

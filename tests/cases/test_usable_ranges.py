@@ -53,7 +53,7 @@ def sentences(count: int, seed: int, *, padded: bool) -> list[Mapping[str, np.nd
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO_7BIT, ONNXRUNTIME_7BIT], ids=lambda d: d.name)
-def test_a_model_that_has_seen_no_padding_still_minds_its_mask(dialect, tmp_path):
+def test_attention_mask_works_without_padding_in_calibration(dialect, tmp_path):
     made = quantizer(attention(), dialect, sentences(8, 0, padded=False), tmp_path)
     assert {"padding", "hidden"}.isdisjoint(edge.tensor for edge, _ in made.resolved)
     assert {"scores", "masked"} <= {edge.tensor for edge, _ in made.resolved}
@@ -65,7 +65,7 @@ def test_a_model_that_has_seen_no_padding_still_minds_its_mask(dialect, tmp_path
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e-9])
-def test_next_to_nothing_is_as_dead_as_zero(value):
+def test_tiny_ranges_are_treated_as_dead(value):
     ranges = {"dead": (-value, value), "small": (0.0, 1e-6)}
     assert set(finite_ranges(ranges)) == {"small"}
     assert "'dead'" in range_warnings(ranges)[0]
@@ -115,7 +115,7 @@ def images(count: int = 2) -> list[dict[str, np.ndarray[Any, Any]]]:
 @pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
 @pytest.mark.parametrize("none", [-1e4, -1e9, -65504.0])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_pool_behind_a_padded_tensor_has_the_scale_of_its_own_range(dialect, none, method, tmp_path):
+def test_pool_behind_sentinel_padding_has_its_own_scale(dialect, none, method, tmp_path):
     made = quantizer(stem(none), dialect, images(), tmp_path, method)
     assert "padded" not in finite_ranges(made.ranges)
     assert "pooled" in finite_ranges(made.ranges)
@@ -125,7 +125,7 @@ def test_a_pool_behind_a_padded_tensor_has_the_scale_of_its_own_range(dialect, n
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_constant_sentinel_widens_no_scale_around_a_concat(dialect, tmp_path):
+def test_constant_sentinel_does_not_widen_concat_scales(dialect, tmp_path):
     made = quantizer(stem(-1e4, joined=True), dialect, images(), tmp_path)
     path = made.write()
     assert max(scale for scale, _ in scales(path).values()) < 1
@@ -149,7 +149,7 @@ def mask_ranges(none: float, method: Any, folder: Path) -> dict[str, tuple[float
 
 @pytest.mark.parametrize("none", [-1e4, -1e9, 1e4])
 @pytest.mark.parametrize("method", METHODS)
-def test_an_attention_mask_and_what_it_is_added_to_stay_float(none, method, tmp_path):
+def test_attention_mask_and_its_sum_stay_float(none, method, tmp_path):
     ranges = mask_ranges(none, method, tmp_path)
     assert set(finite_ranges(ranges)) == {"scores", "mask", "weights"}
     (line,) = range_warnings(ranges)
@@ -158,7 +158,7 @@ def test_an_attention_mask_and_what_it_is_added_to_stay_float(none, method, tmp_
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_tensor_of_two_values_keeps_both_however_rare_one_is(method, tmp_path):
+def test_range_of_a_two_valued_tensor_has_both_values(method, tmp_path):
     g = GraphBuilder("flags")
     g.output(g.op("Relu", g.input("x", (1, 100_000))), name="y")
     x = np.zeros((1, 100_000), np.float32)
@@ -167,7 +167,7 @@ def test_a_tensor_of_two_values_keeps_both_however_rare_one_is(method, tmp_path)
     assert calibrate(path, ["x"], batches, method=method, percentile=99.0) == {"x": (0.0, 1.0)}
 
 
-def test_ranges_with_sentinels_are_kept(tmp_path, monkeypatch):
+def test_ranges_with_sentinels_are_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     g = GraphBuilder("padded")
     g.output(g.op("Pad", g.input("x", (1, 2, 8, 8)), g.const(PADS), g.const(np.float32(-1e4))), name="y")
@@ -202,7 +202,7 @@ def _normal(count: int = 40_000, deviation: float = 1.0) -> np.ndarray[Any, Any]
         (np.zeros(0), False),
     ],
 )
-def test_a_sentinel_is_told_from_outliers(values, expected):
+def test_holds_sentinel_distinguishes_outliers(values, expected):
     assert holds_sentinel(values) == expected
     spread = MagnitudeHistogram()
     for part in np.array_split(values, 3):

@@ -61,7 +61,7 @@ def two(labels: str = "y", path: str = "two.npz", **cut: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "data", [two(), *(two(f"y.{kind}", "inputs.npz") for kind in ("npy", "npz", "csv", "txt"))], ids=str
 )
-def test_labels_are_an_array_of_the_file_or_a_file(data, folder):
+def test_labels_come_from_an_array_or_a_separate_file(data, folder):
     evaluator = made("top1", data, folder)
     found = evaluator.score(engine)
     assert len(evaluator) == len(found.per_item) == ROWS
@@ -69,14 +69,14 @@ def test_labels_are_an_array_of_the_file_or_a_file(data, folder):
     assert metric_estimate(found, "top1") is not None
 
 
-def test_batches_of_several_samples_are_scored_sample_by_sample(folder):
+def test_batches_are_scored_per_sample(folder):
     eights = {name: (kind, (8, CLASSES)) for name, (kind, _) in TWO.items()}
     evaluator = made("top1", two(), folder, eights)
     assert evaluator.inferences == 4
     assert evaluator.score(engine).metrics["top1"] == pytest.approx(22 / ROWS)
 
 
-def test_a_held_back_half_has_its_own_labels(folder):
+def test_halves_have_their_own_labels(folder):
     scores = [made("top1", two(half=half), folder).score(engine).per_item for half in ("search", "report")]
     whole = made("top1", two(), folder).score(engine).per_item
     for half, found in zip(("search", "report"), scores, strict=True):
@@ -94,7 +94,7 @@ def test_labels_are_no_input_of_the_model(folder):
         made("top1", two("y.csv"), folder)
 
 
-def test_classes_from_1_are_explained_where_the_model_was_not_asked_before(folder):
+def test_labels_that_count_from_1_are_refused(folder):
     np.save(folder / "y.npy", np.load(folder / "y.npy") + 1)
     with pytest.raises(UserError, match="count from 1"):
         made("top1", two("y.npy", "inputs.npz"), folder).score(engine)
@@ -112,7 +112,7 @@ def test_classes_from_1_are_explained_where_the_model_was_not_asked_before(folde
         (two("halves.csv", "inputs.npz"), "whole numbers from 0"),
     ],
 )
-def test_labels_that_do_not_fit_are_explained(data, words, folder):
+def test_mismatched_labels_are_refused(data, words, folder):
     (folder / "short.csv").write_text("1\n2\n")
     (folder / "words.csv").write_text("class\n1\ncat\n")
     (folder / "halves.csv").write_text("0.5\n" * ROWS)
@@ -122,12 +122,12 @@ def test_labels_that_do_not_fit_are_explained(data, words, folder):
         made("top1", data, folder, inputs)
 
 
-def test_labels_beside_the_data_are_sent_there(folder):
+def test_labels_outside_the_data_section_are_refused(folder):
     with pytest.raises(UserError, match="labels belong to the data"):
         made("top1", two(), folder, labels="y")
 
 
-def test_boxes_and_masks_are_of_images(folder):
+def test_box_metric_on_arrays_is_refused(folder):
     with pytest.raises(UserError, match="images are needed here"):
         made("coco_map", two(), folder, preprocess="yolox", decode="yolox")
 
@@ -157,7 +157,7 @@ def functions(folder, monkeypatch):
     return name
 
 
-def test_a_function_of_outputs_and_labels_is_a_metric(folder, functions):
+def test_user_function_is_a_metric(folder, functions):
     evaluator = made(METRIC, two(), folder, function=f"{functions}:hits")
     found = evaluator.score(engine)
     assert found.metrics["metric"] == pytest.approx(22 / ROWS)
@@ -170,13 +170,13 @@ def test_a_function_of_outputs_and_labels_is_a_metric(folder, functions):
 
 
 @pytest.mark.parametrize(("name", "words"), [("broken", "KeyError"), ("wide", r"shape \(30, 4\)")])
-def test_a_function_that_breaks_is_named(name, words, folder, functions):
+def test_failing_user_metric_is_named(name, words, folder, functions):
     evaluator = made(METRIC, two(), folder, function=f"{functions}:{name}")
     with pytest.raises(EvaluationFailed, match=f"{functions}:{name}.*{words}"):
         evaluator.score(engine)
 
 
-def test_examples_of_the_docs_work(folder, monkeypatch):
+def test_custom_metric_examples_of_the_docs_run(folder, monkeypatch):
     page = DOCS.read_text(encoding="utf-8").partition("## A metric of your own")[2].partition("\n## ")[0]
     for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
         file = re.match(r"# (\w+\.py)", block)

@@ -58,7 +58,7 @@ class Moody:
 """
 
 
-def test_the_trial_fails_and_the_search_goes_on(tmp_path, monkeypatch):
+def test_evaluator_exception_fails_one_trial_only(tmp_path, monkeypatch):
     builder = GraphBuilder("net", seed=1)
     x = builder.input("x", (1, 3, 8, 8))
     for _ in range(3):
@@ -163,7 +163,7 @@ def candidate(folder: Path) -> Candidate:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_worker_tells_how_far_it_is(tmp_path):
+def test_worker_reports_evaluation_progress(tmp_path):
     told: list[tuple[int, int]] = []
     with Sandbox(spec(tmp_path), Limits()) as engines:
         built = engines.build(candidate(tmp_path))
@@ -178,7 +178,7 @@ def test_a_worker_tells_how_far_it_is(tmp_path):
 
 
 @pytest.mark.usefixtures("plugins")
-def test_words_on_the_way_do_not_put_off_the_end(tmp_path):
+def test_progress_reports_do_not_extend_the_time_limit(tmp_path):
     told: list[int] = []
     with Sandbox(spec(tmp_path, inferences=1000), Limits(evaluate_s=1.5)) as engines:
         built = engines.build(candidate(tmp_path))
@@ -190,7 +190,7 @@ def test_words_on_the_way_do_not_put_off_the_end(tmp_path):
 
 
 @pytest.mark.usefixtures("plugins")
-def test_an_evaluator_that_does_not_say_how_long_it_takes_works_as_ever(tmp_path, monkeypatch):
+def test_evaluator_without_inference_count_reports_no_progress(tmp_path, monkeypatch):
     monkeypatch.setattr(inference, "PROGRESS_INTERVAL_S", 0.0)
     told: list[tuple[int, int]] = []
     with InProcess(spec(tmp_path, infer_s=0.0)) as engines:
@@ -202,7 +202,7 @@ def test_an_evaluator_that_does_not_say_how_long_it_takes_works_as_ever(tmp_path
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_the_evaluators_here_say_how_often_they_run_the_engine(tmp_path):
+def test_evaluators_report_their_inference_count(tmp_path):
     (tmp_path / "labels.txt").write_text("".join(f"{i}.png 0\n" for i in range(5)))
     (tmp_path / "images").mkdir()
     for i in range(5):
@@ -244,7 +244,7 @@ class Busy:
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-def test_images_are_scored_at_the_same_time_only_where_nothing_is_timed(concurrent, tmp_path):
+def test_concurrent_scoring_only_without_timing(concurrent, tmp_path):
     Busy.most = 0
     x = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=x, y=x.argmax(axis=1))
@@ -274,7 +274,7 @@ class Differing(Busy):
         return nullcontext(lambda feeds: {"y": -feeds["x"]})
 
 
-def test_images_are_scored_one_after_the_other_while_another_run_times(tmp_path, monkeypatch):
+def test_scoring_is_serial_while_another_run_measures(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     evaluator: Any = types.SimpleNamespace(inferences=6)
     samples = [{"x": np.full((1, 2), i, np.float32)} for i in range(6)]

@@ -74,7 +74,7 @@ def fake(tmp_path, monkeypatch):
     return log
 
 
-def test_a_program_of_another_environment_gets_the_batches_and_returns_a_file_and_its_seconds(fake, model, tmp_path):
+def test_external_tool_receives_batches_and_returns_a_file(fake, model, tmp_path):
     made = tmp_path / "made.onnx"
     seconds = quantize("fake", model, made, BATCHES, dialect_name="openvino")
     assert 0 <= seconds < 30
@@ -88,20 +88,20 @@ def test_a_program_of_another_environment_gets_the_batches_and_returns_a_file_an
     ("tool", "method", "message"),
     [("fake", "mse", "fake: calibrates by minmax"), ("broken", "minmax", "broken: ZeroDivisionError: by zero")],
 )
-def test_a_program_that_fails_says_why_and_leaves_no_file(fake, model, tmp_path, tool, method, message):
+def test_failing_tool_gives_its_reason_and_no_file(fake, model, tmp_path, tool, method, message):
     with pytest.raises(BuildFailed) as caught:
         quantize(tool, model, tmp_path / "made.onnx", BATCHES, dialect_name="openvino", method=method)
     assert str(caught.value) == message
     assert not (tmp_path / "made.onnx").exists()
 
 
-def test_bounds_of_a_metric():
+def test_metric_request_settings_of_absolute_and_relative_drop():
     evaluator = PluginSpec(use="top1")
     assert MetricRequest(evaluator=evaluator, max_drop=0.01).settings == {"max_drop": 0.01, "relative_drop": False}
     assert MetricRequest(evaluator=evaluator, max_drop="1 %").settings == {"max_drop": 0.01, "relative_drop": True}
 
 
-def test_an_environment_is_made_once_and_a_failure_leaves_none(tmp_path, monkeypatch):
+def test_tool_environment_is_created_once_and_removed_on_error(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     called: list[Any] = []
     status = 1
@@ -127,7 +127,7 @@ def test_an_environment_is_made_once_and_a_failure_leaves_none(tmp_path, monkeyp
         install_environment("quart")
 
 
-def test_tools_calibrate_by_their_own_method():
+def test_unsupported_method_is_replaced_by_the_nearest():
     assert TOOLS["nncf_ptq"].nearest_method("mse") == "mean"
     assert catalog.method_substitute("ort_dynamic", "mse") == ""
 
@@ -144,7 +144,7 @@ def ir(model, warm_python, tmp_path_factory):
 
 
 @needs_nncf
-def test_nncf_delivers_an_ir_to_openvino_which_is_copied_moved_and_hashed_with_its_weights(ir, tmp_path):
+def test_nncf_ir_is_copied_moved_and_hashed_with_weights(ir, tmp_path):
     assert count_pairs(ir) >= 4
     assert read_precisions(ir) == {"int8"}
     assert [path.suffix for path in model_files(ir)] == [".xml", ".bin"]
@@ -158,7 +158,7 @@ def test_nncf_delivers_an_ir_to_openvino_which_is_copied_moved_and_hashed_with_i
 
 
 @needs_nncf
-def test_openvino_computes_an_ir_also_as_its_file_describes_it(ir, model, tmp_path):
+def test_openvino_runs_an_ir_with_and_without_integer_kernels(ir, model, tmp_path):
     found = []
     for path, options in ((model, {}), (ir, {}), (ir, {"integer_kernels": False})):
         runtime = OpenVINOBenchmarker(precision="f32", **options)
@@ -173,7 +173,7 @@ def test_openvino_computes_an_ir_also_as_its_file_describes_it(ir, model, tmp_pa
 
 @needs_nncf
 @pytest.mark.usefixtures("warm_tools")
-def test_nncf_keeps_a_bound_by_the_evaluator_of_the_task(model, tmp_path):
+def test_nncf_accuracy_control_uses_the_task_evaluator(model, tmp_path):
     np.savez(tmp_path / "test.npz", x=np.concatenate([batch["x"] for batch in BATCHES]), y=np.zeros(3, np.int64))
     data = {"use": "npz", "path": str(tmp_path / "test.npz"), "labels": "y"}
     types = {"x": ("float", (1, 3, 16, 16))}
@@ -186,7 +186,7 @@ def test_nncf_keeps_a_bound_by_the_evaluator_of_the_task(model, tmp_path):
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_dynamic_quantization_counts_its_integer_operators(model, tmp_path):
+def test_ort_dynamic_counts_integer_operators_as_pairs(model, tmp_path):
     made = tmp_path / "d.onnx"
     quantize("ort_dynamic", model, made, BATCHES, dialect_name="onnxruntime")
     assert count_pairs(made) == 1

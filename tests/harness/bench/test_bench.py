@@ -29,7 +29,7 @@ def submit(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_a_task_gives_the_readings_of_a_replay():
+def test_task_readings_equal_a_replay():
     task = load("one", seed=3)
     placements = list(task.landscape.table.subspace.placements())
     readings = [task.evaluate(placements[index]) for index in (5, 0, 5, 9)]
@@ -45,7 +45,7 @@ def test_a_task_gives_the_readings_of_a_replay():
         load("on")
 
 
-def test_a_tier_leaves_out_tasks_that_every_search_starts_solved():
+def test_lite_tier_excludes_trivially_solved_tasks():
     catalogue = read_catalogue()
     assert list(catalogue.tasks_of_tier("lite")) == ["one", "two"]
     assert list(catalogue.tasks_of_tier("full")) == ["one", "two", "three"]
@@ -69,7 +69,7 @@ def test_a_table_of_the_archive_is_a_task(tasks, tmp_path, monkeypatch):
         load("three")
 
 
-def test_a_submission_repeats_and_grows(tmp_path):
+def test_submission_is_reproducible_and_extensible(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     before = PathCache(folder).paths_by_seed(read_submission(folder).searchers["random"].key("random", "two"))
     submission = read_submission(submit(folder, "local", "random"))
@@ -91,13 +91,13 @@ def test_searches_that_the_manifest_lacks_are_refused(tmp_path):
     assert read_submission(folder).searchers
 
 
-def test_fewer_searches_do_not_remove_those_that_are_there(tmp_path):
+def test_fewer_searches_keep_existing_ones(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     run_searchers([ReplayedSearcher(use="random", seeds=1)], "lite", folder, NullProgress())
     assert [task.seeds for task in read_submission(folder).searchers["random"].tasks.values()] == [2, 2]
 
 
-def test_damage_other_tables_and_other_searches_are_found(tmp_path, tasks):
+def test_check_finds_damage_and_changed_tables(tmp_path, tasks):
     folder = submit(tmp_path / "mine", "random")
     submission = json.loads((folder / "submission.json").read_text())
     assert qdq("bench", "check", str(folder), "--searches", "1") == 0
@@ -120,7 +120,7 @@ def test_damage_other_tables_and_other_searches_are_found(tmp_path, tasks):
         ({"budget": 0}, "budget"),
     ],
 )
-def test_a_strangers_submission_with_odd_numbers_is_refused(tmp_path, changes, named):
+def test_submission_with_invalid_numbers_is_refused(tmp_path, changes, named):
     folder = submit(tmp_path / "mine", "random")
     submission = read_json(folder / "submission.json")
     record = submission["searchers"]["random"]
@@ -142,7 +142,7 @@ def test_a_submission_names_only_known_tasks(tmp_path, task):
         read_submission(folder)
 
 
-def test_a_submission_needs_searchers_with_names_and_a_manifest(tmp_path):
+def test_submission_requires_named_searchers_and_a_manifest(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     record = read_json(folder / "submission.json")["searchers"]["random"]
     for searchers, expected in (
@@ -167,7 +167,7 @@ def seal(folder: Path, submission: dict[str, Any]) -> None:
     write_json(folder / "manifest.json", {"complete": True, "tasks": {}, "files": files})
 
 
-def test_odd_parameters_of_a_searcher_are_a_difference(tmp_path):
+def test_unknown_searcher_parameters_are_a_difference(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     submission = read_json(folder / "submission.json")
     submission["searchers"]["random"]["params"] = {"members": 5, "searcher": [1]}
@@ -177,7 +177,7 @@ def test_odd_parameters_of_a_searcher_are_a_difference(tmp_path):
     assert "no parameter" in found.differences
 
 
-def test_a_searcher_that_was_changed_does_not_repeat(tmp_path, monkeypatch, capsys):
+def test_check_detects_a_changed_searcher(tmp_path, monkeypatch, capsys):
     text = "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
     (tmp_path / "mine_of_bench.py").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -228,7 +228,7 @@ def test_exports_have_every_placement_and_every_table(tmp_path):
     ]
 
 
-def test_formats_of_others_accept_the_exports(tmp_path):
+def test_exports_validate_against_external_schemas(tmp_path):
     kernel_tuner, jsonschema = pytest.importorskip("kernel_tuner.file_utils"), pytest.importorskip("jsonschema")
     mlcroissant = pytest.importorskip("mlcroissant")
     assert qdq("bench", "export", str(tmp_path)) == 0

@@ -39,7 +39,7 @@ def experiment(tmp_path, tasks, monkeypatch):
     return parse_experiment(TEXT.format(model=model), "scores", tmp_path)
 
 
-def test_tables_of_a_model_share_the_accuracy_of_their_placements(experiment, tasks, tmp_path, monkeypatch):
+def test_tables_of_one_model_share_accuracy_scores(experiment, tasks, tmp_path, monkeypatch):
     out, one, two = tasks / ACCURACY_FILE, tasks / "one.parquet", tasks / "two.parquet"
     score, scored = PlacementScorer.score, []
 
@@ -80,7 +80,7 @@ def test_tables_of_a_model_share_the_accuracy_of_their_placements(experiment, ta
     assert {"metric", "accuracy", "computed_by"} <= {each["name"] for each in croissant["recordSet"][-1]["field"]}
 
 
-def test_a_table_of_another_model_is_not_scored(experiment, tasks, tmp_path):
+def test_table_of_an_unknown_model_is_refused(experiment, tasks, tmp_path):
     with pytest.raises(UserError, match="no model is called"):
         score_tables(experiment, [tasks / "three.parquet"], tmp_path / "out" / "a.parquet", NullProgress())
     shutil.copy(tasks / "three.parquet", tasks / ACCURACY_FILE.replace("scores/", ""))

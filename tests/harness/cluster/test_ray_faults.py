@@ -62,7 +62,7 @@ def call_soon(condition: Callable[[], bool], action: Callable[[], object]) -> No
     threading.Thread(target=wait, daemon=True).start()
 
 
-def test_a_killed_driver_loses_nothing(cluster, place):
+def test_killed_driver_resumes_without_loss(cluster, place):
     local = place.run("unkilled", "{use: local, workers: 2, window: 3}")
     out, path = place.folder / "killed", place.folder / "killed.yaml"
     path.write_text(f"{place.text}executor: {{use: ray, workers: 2, window: 3, address: '{cluster.address}'}}\n")
@@ -99,7 +99,7 @@ def short_limits(monkeypatch):
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_a_placement_that_hangs_its_worker_is_tried_once_more_and_then_fails(cluster, place, short_limits, once):
+def test_hanging_placement_is_retried_once_and_then_fails(cluster, place, short_limits, once):
     local = place.run("hangs-alone", "{use: local, workers: 2, window: 2}", HANGING % "")
     ((name, entries),) = local.entries().items()
     digest = hanging_digest(entries)
@@ -136,7 +136,7 @@ def test_a_worker_that_is_stopped_is_replaced(cluster, place, short_limits):
     stopped[0].wait(timeout=60)  # Ray kills what does not end by itself, so that it holds no lock
 
 
-def test_a_node_with_another_label_takes_no_part(cluster, place):
+def test_node_with_another_label_is_refused(cluster, place):
     local = place.run("labelled-alone", "{use: local, workers: 2, window: 3}")
     shorter = place.text.replace("[10, 20]", "[10]")
     place.run("labelled", "{use: ray, workers: 2, window: 3}", shorter)

@@ -65,7 +65,7 @@ def host(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_files_are_asked_for_once_and_lie_beside_their_weights(host):
+def test_model_files_are_stored_once_with_their_weights(host):
     order = BuildRequest(digest="float", edges=(), files_key="key")
     assert isinstance(host.build(0, order, MAIN_BENCHMARKER), KeyError), "they were never sent"
     host.store_files("key", {"model.onnx": b"a model", "model.bin": b"its weights"})
@@ -76,7 +76,7 @@ def test_files_are_asked_for_once_and_lie_beside_their_weights(host):
     assert Reads.read == ["a model"] * 2
 
 
-def test_models_that_nobody_used_for_long_make_room(host, monkeypatch):
+def test_least_recently_used_models_are_evicted(host, monkeypatch):
     monkeypatch.setattr(host, "_files", LRUByteCache(25, host._files._drop))
     for name in "abc":
         host.store_files(name, {f"{name}.onnx": b"0123456789"})
@@ -92,7 +92,7 @@ def test_models_that_nobody_used_for_long_make_room(host, monkeypatch):
     ), "the newest always stays"
 
 
-def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host):
+def test_candidate_file_is_written_on_the_worker_and_removed(host):
     for digest in ("aa", "bb"):
         built = host.build(0, BuildRequest(digest=digest, edges=EDGES), MAIN_BENCHMARKER)
         assert isinstance(built, BuiltEngine)
@@ -100,7 +100,7 @@ def test_a_placement_is_written_where_it_is_built_and_gone_afterwards(host):
     assert Reads.read == ["placement aa", "placement bb"]
 
 
-def test_without_a_maker_a_placement_fails_with_the_reason(host, tmp_path):
+def test_build_without_candidate_writer_fails(host, tmp_path):
     host.open(
         1,
         WorkerSpec(benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="reads")}, workdir=tmp_path / "driver"),
@@ -112,7 +112,7 @@ def test_without_a_maker_a_placement_fails_with_the_reason(host, tmp_path):
     assert failed.reason == "neither a file nor a candidate writer was sent"
 
 
-def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch):
+def test_missing_ray_names_the_extra_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "harness.cluster.ray_target", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with (

@@ -14,7 +14,7 @@ from harness.task_setup.model_loader import open_model
 from harness.task_setup.preflight import check_experiment
 
 
-def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path, monkeypatch):
+def test_flags_set_keys_and_max_drop_is_in_percentage_points(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_chain(tmp_path / "net.onnx", (8, 4))
     np.savez("calib.npz", x=np.zeros((8, 3, 16, 16), np.float32))
@@ -37,7 +37,7 @@ def test_points_are_hundredths_and_the_flags_have_their_keys(tmp_path, monkeypat
     list(check_experiment(experiment))
 
 
-def test_labelled_test_data_calibrates_too(tmp_path):
+def test_labelled_test_data_is_usable_for_calibration(tmp_path):
     file = tmp_path / "test.npz"
     np.savez(file, x=np.zeros((8, 3, 16, 16), np.float32), labels=np.zeros(8, np.int64))
     (model,) = command_experiment(
@@ -46,7 +46,7 @@ def test_labelled_test_data_calibrates_too(tmp_path):
     assert model.calibration.data["labels"] == "labels"
 
 
-def test_a_bound_needs_labelled_data():
+def test_max_drop_requires_test_data():
     with pytest.raises(AutotunerError, match="--test_data"):
         command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--max_drop", "1"], "qdq autotune"))
 
@@ -61,12 +61,12 @@ def test_agreement_needs_no_labels(tmp_path):
         assert ("labels" in model.evaluator.params["data"]) is named, "an array of the file has to have a meaning"
 
 
-def test_labels_need_a_bound():
+def test_test_data_requires_max_drop():
     with pytest.raises(AutotunerError, match="--max_drop"):
         command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--test_data", "t.npz"], "qdq autotune"))
 
 
-def test_several_shapes_are_a_shape_set_of_the_model():
+def test_at_options_define_a_shape_set():
     given = "--onnx_path zoo:mlp --at batch=1:0.7 --at batch=8,time=128:0.3"
     (model,) = command_experiment(parse_arguments(given.split(), "qdq autotune")).models
     assert [(each.label, each.weight) for each in model.shape_set.shapes] == [
@@ -78,7 +78,7 @@ def test_several_shapes_are_a_shape_set_of_the_model():
             command_experiment(parse_arguments(["-m", "zoo:mlp", *wrong.split()], "qdq autotune"))
 
 
-def test_symbols_without_a_size_have_that_of_the_calibration_arrays(tmp_path):
+def test_dimension_sizes_default_to_calibration_arrays(tmp_path):
     builder = GraphBuilder("net", seed=1)
     builder.output(builder.op("Relu", builder.input("x", ("batch", 4, "time"))))
     model = str(builder.save(tmp_path / "net.onnx"))
@@ -95,7 +95,7 @@ def test_symbols_without_a_size_have_that_of_the_calibration_arrays(tmp_path):
             assert open_model(spec, tmp_path).types["x"].shape == (1, 4, expected)
 
 
-def test_a_search_starts_from_files_and_compares_with_them_and_with_tools(tmp_path, monkeypatch):
+def test_start_files_are_initial_placements_and_baselines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_chain(tmp_path / "net.onnx", (8, 4))
     assert qdq("insert", "net.onnx", "-o", "ours.onnx") == 0
@@ -121,7 +121,7 @@ def test_a_search_starts_from_files_and_compares_with_them_and_with_tools(tmp_pa
     assert qdq("autotune", *given.split(), "--mode", "quick") == 2, "not of ModelOpt's procedure"
 
 
-def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early():
+def test_search_without_max_drop_minimizes_latency_only():
     experiment = command_experiment(parse_arguments(["--onnx_path", "zoo:mlp"], "qdq autotune"))
     assert experiment.objective.max_drop is None
     assert [searcher.use for searcher in experiment.searchers] == ["auto"]
@@ -131,7 +131,7 @@ def test_without_a_bound_latency_alone_is_searched_and_the_search_may_stop_early
     assert limited.budget.task_minutes == 5
 
 
-def test_flags_of_the_region_procedure_select_it_and_exclude_a_bound():
+def test_region_flags_exclude_max_drop():
     given = ["--onnx_path", "zoo:mlp", "-s", "3", "--timing_runs=40", "--seed", "3"]
     assert region_flags(given) == ["-s", "--timing_runs"]
     assert not region_flags(["--onnx_path", "zoo:mlp", "--seed", "3"])
@@ -139,7 +139,7 @@ def test_flags_of_the_region_procedure_select_it_and_exclude_a_bound():
         region_flags([*given, "--max_drop", "1"])
 
 
-def test_a_folder_of_the_region_procedure_is_not_taken(tmp_path, capsys):
+def test_output_folder_of_a_region_run_is_refused(tmp_path, capsys):
     (tmp_path / "autotuner_state.yaml").write_text("{}")
     assert qdq("autotune", "-m", "zoo:mlp", "-o", str(tmp_path)) == 2
     assert "--mode" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def found(done):
     return attribute_row(done, "random", base=done.parent, observer=NullProgress())[0]
 
 
-def test_what_is_left_out_is_worth_what_the_runtime_says(done, found):
+def test_pattern_effects_agree_with_the_simulated_runtime(done, found):
     truth = SimulatedBenchmarker(seed=5, noise=0.0, effect=0.2)
     row = load(done).task(TASK).rows[found.row]
     assert found.speedup.low <= found.speedup.value <= found.speedup.high
@@ -74,7 +74,7 @@ def test_what_is_left_out_is_worth_what_the_runtime_says(done, found):
     assert all(effect.alone is not None for effect in found.patterns)
 
 
-def test_the_fewest_points_keep_the_gain_with_fewer_pairs(found):
+def test_minimal_placement_keeps_the_gain_with_fewer_pairs(found):
     assert 0 < found.minimal.pairs <= found.pairs
     assert found.minimal.ratio.value <= 1 + found.noise_floor
     assert found.minimal.speedup.value >= found.speedup.value / (1 + 2 * found.noise_floor)
@@ -83,7 +83,7 @@ def test_the_fewest_points_keep_the_gain_with_fewer_pairs(found):
     assert not set(costly) & set(found.minimal.points), "what costs time is no part of the fewest"
 
 
-def test_where_the_float_model_cannot_be_timed_nothing_is_said_of_speed(done, monkeypatch):
+def test_untimeable_float_model_is_a_user_error(done, monkeypatch):
     build = SimulatedBenchmarker.build
 
     def failing(self, candidate, workdir):
@@ -97,7 +97,7 @@ def test_where_the_float_model_cannot_be_timed_nothing_is_said_of_speed(done, mo
         attribute_row(done, "random", base=done.parent, observer=NullProgress())
 
 
-def test_where_float_fails_beside_the_fewest_points_its_first_reading_stands(done, found, monkeypatch):
+def test_float_failure_with_minimal_points_keeps_first_reading(done, found, monkeypatch):
     time = AblationTimer.time
 
     def failing(self, placements, title):
@@ -110,7 +110,7 @@ def test_where_float_fails_beside_the_fewest_points_its_first_reading_stands(don
     assert kept.speedup.value == pytest.approx(found.speedup.value / kept.ratio.value, rel=0.01)
 
 
-def test_it_is_said_in_words_and_kept_for_the_report(done, found, capsys):
+def test_explanation_is_printed_and_stored_for_the_report(done, found, capsys):
     _, lines = explain_and_save(done, "random", base=done.parent, observer=NullProgress())
     text = "\n".join(lines)
     assert re.search(r"\d\.\d\d \[.*\] times the speed of the float model, with \d+ Q/DQ pairs", text)
@@ -143,7 +143,7 @@ def priced(done):
     return folder / "priced"
 
 
-def test_what_a_pattern_costs_in_accuracy_stands_beside_what_it_gives(priced):
+def test_pattern_accuracy_cost_is_listed_with_its_gain(priced):
     task = priced / "net-bench-int8"
     found = read_attribution(next((task / "explain").glob("*.json")))
     assert found.metric == "cosine"
@@ -161,7 +161,7 @@ def test_what_a_pattern_costs_in_accuracy_stands_beside_what_it_gives(priced):
     assert (priced / "report" / f"price-net-bench-int8-{found.row}.svg").exists()
 
 
-def test_files_of_before_lack_the_accuracy_and_can_be_read(priced, tmp_path):
+def test_files_without_accuracy_fields_are_readable(priced, tmp_path):
     path = next((priced / "net-bench-int8" / "explain").glob("*.json"))
     body = read_json(path)
     for effect in (*body["patterns"], *body["points"]):
@@ -174,7 +174,7 @@ def test_files_of_before_lack_the_accuracy_and_can_be_read(priced, tmp_path):
     assert list(draw_attribution("net", old, tmp_path))
 
 
-def test_an_evaluator_that_tells_nothing_of_images_gives_a_drop_without_limits(found, tmp_path):
+def test_evaluator_without_per_item_gives_a_drop_without_ci(found, tmp_path):
     bare = Interval(value=0.25, low=math.nan, high=math.nan)
     known = replace(found, metric="mine", drop=bare, latency_ms=4.0)
     known = replace(known, patterns=tuple(replace(effect, drop=bare) for effect in found.patterns))
@@ -184,7 +184,7 @@ def test_an_evaluator_that_tells_nothing_of_images_gives_a_drop_without_limits(f
     assert any(picture.path.name.startswith("price-") for picture in draw_attribution("net", again, tmp_path))
 
 
-def test_an_explanation_that_is_damaged_is_named(done, tmp_path):
+def test_damaged_explanation_file_is_refused(done, tmp_path):
     path = tmp_path / "x.json"
     write_json(path, {"schema": 1})
     with pytest.raises(UserError, match=r"x\.json: damaged .*explain the row again"):
@@ -194,14 +194,14 @@ def test_an_explanation_that_is_damaged_is_named(done, tmp_path):
         read_attribution(path)
 
 
-def test_rows_that_cannot_be_explained_say_why(done):
+def test_unexplainable_rows_are_refused_with_a_reason(done):
     with pytest.raises(UserError, match=r"float: this row has no placement of our space"):
         attribute_row(done, "float", base=done.parent, observer=NullProgress())
     with pytest.raises(UserError, match=r"no row 'rondom'.*random"):
         attribute_row(done, "rondom", base=done.parent, observer=NullProgress())
 
 
-def test_another_model_is_refused(done):
+def test_changed_model_is_refused(done):
     path = done / TASK / "task.json"
     before = path.read_text()
     write_json(path, {**json.loads(before), "model_sha256": "0" * 64})
@@ -214,7 +214,7 @@ def test_another_model_is_refused(done):
         record_files(done / TASK, [path])
 
 
-def test_names_of_tensors_are_only_text(found):
+def test_tensor_names_are_escaped(found):
     evil = EdgeFusion(
         tensor="<b>|\x1b[31mred", consumer="`x`", slot=0, precision="int8", fate="alone", layer="*Eltwise*"
     )
@@ -222,7 +222,7 @@ def test_names_of_tensors_are_only_text(found):
     assert r"- alone: \<b>\|\\x1b[31mred at input 0 of \`x\`: \*Eltwise\*" in text
 
 
-def test_no_gain_leaves_nothing_to_keep(found):
+def test_row_without_gain_has_no_minimal_placement(found):
     flat = type(found)(**{**{f: getattr(found, f) for f in found.__slots__}, "minimal": None, "points": ()})
     text = "\n".join(attribution_lines(flat))
     assert "There is no gain beyond the noise to keep." in text
@@ -244,7 +244,7 @@ def test_edges_are_fused_where_their_consumer_computes_on_integers():
     assert [fate.fate for fate in iter_edge_fusions(edges, model, ())] == ["unknown"] * 3
 
 
-def test_leaving_out_leaves_the_rest():
+def test_without_removes_only_the_given_dimensions():
     placement = Placement((1, 0, 2, 1))
     assert quantized(placement) == [0, 2, 3]
     assert without(placement, [2]).choices == (1, 0, 0, 1)

@@ -42,7 +42,7 @@ def effects(report: CompiledReport) -> list[tuple[str, int, str]]:
     return [(edge.consumer, edge.slot, edge.effect) for edge in report.edges]
 
 
-def test_a_product_is_quantized_where_both_operands_are(tmp_path):
+def test_matmul_is_quantized_if_both_operands_are(tmp_path):
     quantize, tail = kernel("kgen", "f32", PAIRS, "int8"), kernel("kgen", "f32", ("Relu_0", "QuantizeLinear_2"))
     full = explained(MATMUL, tmp_path, quantize, kernel("gemm", "int8 int8 f32", ("MatMul_0",)), tail)
     assert full.precision == {"MatMul_0": "int8"}
@@ -55,7 +55,7 @@ def test_a_product_is_quantized_where_both_operands_are(tmp_path):
     assert [(change.before, change.after) for change in compare_reports(full, half)] == [("int8", "f32")]
 
 
-def test_a_pair_that_became_part_of_its_consumer_has_no_effect(tmp_path):
+def test_pair_inside_its_consumers_kernel_has_no_effect(tmp_path):
     pool = Case(operator="MaxPool", pairs=(INT8, FLOAT))
     inside = explained(pool, tmp_path, kernel("kgen", "f32", ("QuantizeLinear_0", "MaxPool_0", "DequantizeLinear_0")))
     assert effects(inside) == [("MaxPool_0", 0, "inside")]
@@ -65,7 +65,7 @@ def test_a_pair_that_became_part_of_its_consumer_has_no_effect(tmp_path):
     assert effects(explained(pool, tmp_path, kernel("kgen", "f32", ("other",)))) == [("MaxPool_0", 0, "unknown")]
 
 
-def test_kernels_of_no_node_are_listed(tmp_path):
+def test_kernels_without_node_are_listed(tmp_path):
     found = explained(MATMUL, tmp_path, kernel("gemm", "int8 int8", ("MatMul_0",)), kernel("kgen", "f32", (), "f16"))
     assert [added.kind for added in found.added_kernels] == ["kgen"]
     assert found.kernel_counts() == {"gemm int8": 1, "kgen f32": 1}
@@ -102,7 +102,7 @@ def test_the_command_shows_text_json_and_a_page(form, tmp_path, monkeypatch, cap
         assert "MatMul_0" in shown
 
 
-def test_a_refusal_is_the_whole_report(tmp_path):
+def test_refusal_replaces_the_report(tmp_path):
     onnx.save(MATMUL.build(), tmp_path / "m.onnx")
     refusal = Refusal(stage="builder", node="MatMul_0", message="CHECK failed", rule="'mixed'")
     found = explain_compilation(tmp_path / "m.onnx", compiled(refusal=refusal))
@@ -123,7 +123,7 @@ def test_a_file_is_checked_without_the_compiler(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("damage", "status"), [("circle", 0), ("no scale", 2), ("no ONNX", 2)])
-def test_a_damaged_file_is_an_error_and_ends(damage, status, tmp_path, monkeypatch):
+def test_check_command_ends_on_damaged_files(damage, status, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     proto, path = (
         Case(operator="MatMul", pairs=(INT8, Pair(storage="int8", between="Identity"))).build(),

@@ -9,7 +9,7 @@ from harness.api import Layer
 from harness.explain.layers import time_layers
 
 
-class Restless:
+class PausingRuntime:
     """Engine after engine with other readings; its one layer is named after the engine."""
 
     def __init__(self, *engines):
@@ -36,8 +36,8 @@ CALM, HELD_UP, WORSE = (1.0, 1.0, 1.05, 1.0), (1.0, 1.0, 2.0, 1.0), (1.0, 1.0, 9
     ("engines", "built", "kept"),
     [((CALM,), 1, "engine 0"), ((HELD_UP, CALM), 2, "engine 1"), ((WORSE, HELD_UP, WORSE), 3, "engine 1")],
 )
-def test_a_count_that_a_pause_has_spoilt_is_made_again(engines, built, kept, tmp_path):
-    runtime = Restless(*engines)
+def test_layer_times_disturbed_by_a_pause_are_repeated(engines, built, kept, tmp_path):
+    runtime = PausingRuntime(*engines)
     found = time_layers(runtime, None, tmp_path, 4)
     assert [layer.name for layer in found.layers] == [kept]
     assert len(runtime.built) == built

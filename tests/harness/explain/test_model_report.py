@@ -48,7 +48,7 @@ def quantized(folder: Path, dialect_name: str, roles: list[str] | None = None) -
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
-def test_what_runs_quantized_is_counted_and_compared(backend, tmp_path):
+def test_quantized_operators_are_counted_and_compared(backend, tmp_path):
     use = PluginSpec(use=backend, params=dict(BACKENDS[backend]))
     plain = explain_model(str(net(tmp_path / "net.onnx")), use, runs=3)
     full = explain_model(str(quantized(tmp_path, backend)), use, runs=3)
@@ -67,7 +67,7 @@ def test_what_runs_quantized_is_counted_and_compared(backend, tmp_path):
 
 
 @pytest.mark.parametrize("behind", [("Mul",), ("Add",), ("Mul", "Add"), ()])
-def test_a_matmul_is_found_that_openvino_calls_by_what_it_folded_in(behind, tmp_path):
+def test_openvino_matmul_named_after_folded_operators_is_found(behind, tmp_path):
     builder = GraphBuilder("scaled", seed=1)
     x = builder.input("x", (1, 64, 64))
     for place in range(2):
@@ -94,7 +94,7 @@ def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path, capsy
     assert "Linear operators: 1; quantized in the file 0" in capsys.readouterr().out
 
 
-def test_which_of_two_operators_in_front_of_one_add_a_layer_is_nobody_says(tmp_path):
+def test_ambiguous_layer_before_an_add_is_not_attributed(tmp_path):
     builder = GraphBuilder("summed", seed=1)
     x = builder.input("x", (1, 64, 64))
     one, other = (builder.linear(x, 64, bias=False) for _ in range(2))
@@ -108,7 +108,7 @@ def test_which_of_two_operators_in_front_of_one_add_a_layer_is_nobody_says(tmp_p
     assert "  they run in: 2 of unnamed precision" in list(report_lines(found, 3))
 
 
-def test_onnxruntime_says_that_an_output_is_missing(tmp_path):
+def test_onnxruntime_findings_name_an_unquantized_output(tmp_path):
     found = explain_model(str(quantized(tmp_path, "onnxruntime", ["linear"])), PluginSpec(use="onnxruntime"), runs=3)
     reasons = [finding.reason for finding in found.findings if finding.what == "float"]
     assert found.low < 3
@@ -117,7 +117,7 @@ def test_onnxruntime_says_that_an_output_is_missing(tmp_path):
     assert any("behind it runs in float" in reason for reason in pairs)
 
 
-def test_scales_that_differ_are_the_reason(tmp_path):
+def test_different_scales_of_a_pair_are_the_reason(tmp_path):
     path = quantized(tmp_path, "openvino", ["linear"])
     model = onnx.load(path)
     pair = next(
@@ -135,7 +135,7 @@ def test_scales_that_differ_are_the_reason(tmp_path):
     assert found.findings[0].reason == f"{pair.name}: its scale differs from that of the QuantizeLinear in front of it"
 
 
-def test_half_a_pair_and_patterns_that_do_not_match(tmp_path):
+def test_incomplete_pairs_and_unmatched_patterns_are_findings(tmp_path):
     path = quantized(tmp_path, "openvino", ["linear"])
     names = [node.name for node in onnx.load(path).graph.node if node.op_type == "Conv"]
     layers = [
@@ -156,7 +156,7 @@ def test_half_a_pair_and_patterns_that_do_not_match(tmp_path):
     assert reasons[names[1]] == "only its weight is quantized in the file"
 
 
-def test_the_command_in_words_and_as_json(tmp_path, capsys):
+def test_explain_command_writes_text_and_json(tmp_path, capsys):
     plain, full = net(tmp_path / "net.onnx"), quantized(tmp_path, "openvino")
     main(["explain", str(full), "--runs", "3", "--param", "precision=f32"])
     assert "quantized in the file 3, in the engine 3" in capsys.readouterr().out
@@ -175,21 +175,21 @@ def test_the_command_in_words_and_as_json(tmp_path, capsys):
         ("zoo:shapes_detector", "nobody", "no benchmarker is called 'nobody'"),
     ],
 )
-def test_mistakes(model, backend, message, monkeypatch, tmp_path):
+def test_invalid_models_and_backends_are_refused(model, backend, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("no model")
     with pytest.raises(UserError, match=message):
         explain_model(model, PluginSpec(use=backend), runs=2)
 
 
-def test_a_results_folder_needs_a_row(tmp_path, capsys):
+def test_results_folder_without_row_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["explain", str(tmp_path)])
     assert end.value.code == 2
     assert "a results folder needs a row" in capsys.readouterr().err
 
 
-def test_a_matmul_is_found_that_openvino_calls_by_what_quantizes_its_sum(tmp_path):
+def test_openvino_matmul_named_after_its_quantizer_is_found(tmp_path):
     """As in DeiT-Tiny with every point quantized: its layer has a name of OpenVINO's own, and came of the Q behind."""
     builder = GraphBuilder("net", seed=1)
     x = builder.linear(builder.input("x", (1, 64, 64)), 64)
@@ -204,7 +204,7 @@ def test_a_matmul_is_found_that_openvino_calls_by_what_quantizes_its_sum(tmp_pat
     assert found.precision == {linear: "i8"}
 
 
-def test_what_is_made_of_constants_runs_once_and_takes_no_time_of_an_inference(tmp_path):
+def test_constant_layers_count_no_inference_time(tmp_path):
     """At BF16 OpenVINO has its weights reordered in its graph, and keeps the time of that single run."""
     builder = GraphBuilder("wide", seed=1)
     x = builder.input("x", (1, 64, 512))
@@ -222,7 +222,7 @@ def test_what_is_made_of_constants_runs_once_and_takes_no_time_of_an_inference(t
 @pytest.mark.parametrize(
     ("record", "file", "key"), [("ship.json", "a.onnx", "runtime"), ("task.json", "models/a.onnx", "backend")]
 )
-def test_a_delivered_file_is_explained_with_the_threads_of_its_measurement(tmp_path, record, file, key):
+def test_delivered_file_is_explained_with_its_measured_options(tmp_path, record, file, key):
     path = tmp_path / file
     assert choose_backend(path, None, {"threads": 3}) == PluginSpec(use="openvino", params={"threads": 3})
     runtime = {"name": "onnxruntime", "options": {"threads": 2, "provider": "a library"}}

@@ -53,7 +53,7 @@ def tell(searcher: ExternalSearcherAdapter, placement: Placement, outcome: float
     searcher.tell(Observation(placement=placement, digest=digest, outcome=scored))
 
 
-def test_models_are_numbered_and_told_apart_by_their_files(opened):
+def test_models_are_numbered_and_identified_by_file_digest(opened):
     peer, files = opened("a", "b", "a")
     with peer:
         asked = []
@@ -70,7 +70,7 @@ def test_models_are_numbered_and_told_apart_by_their_files(opened):
     assert peer.space.resolve(asked[0]) == ()
 
 
-def test_only_models_that_were_among_the_best_are_kept(opened, tmp_path):
+def test_only_the_best_model_files_are_kept(opened, tmp_path):
     peer, _ = opened("a", "b", "c", "d", keep=2)
     kept = []
     with peer:
@@ -86,7 +86,7 @@ def test_only_models_that_were_among_the_best_are_kept(opened, tmp_path):
             peer.candidate(Placement((2,))).source()
 
 
-def test_a_model_that_led_once_is_kept_though_it_comes_again_behind_others(opened, tmp_path):
+def test_former_incumbent_is_kept_when_proposed_again(opened, tmp_path):
     """It leads at a smaller budget, so the final selection builds it again."""
     peer, _ = opened("a", "b", "a")
     with peer:
@@ -96,7 +96,7 @@ def test_a_model_that_led_once_is_kept_though_it_comes_again_behind_others(opene
         assert peer.candidate(placement).source().exists()
 
 
-def test_an_external_searcher_that_breaks_gives_its_reason_as_a_failed_build_and_ends(opened):
+def test_failing_external_searcher_gives_a_failed_build(opened):
     peer, files = opened("a", None, "b")
     with peer:
         tell(peer, peer.ask(1)[0], 1.0)
@@ -109,7 +109,7 @@ def test_an_external_searcher_that_breaks_gives_its_reason_as_a_failed_build_and
     assert files.told == [1.0]
 
 
-def test_a_number_that_no_model_has_is_refused(opened):
+def test_unknown_model_number_is_refused(opened):
     peer, _ = opened("a")
     with pytest.raises(ValueError, match=r"0 models were delivered, and none is number \(0,\)"):
         peer.space.validate(Placement((0,)))

@@ -45,7 +45,7 @@ def walked(model, tmp_path_factory):
         return folder, walk(peer)
 
 
-def test_it_brings_its_baseline_then_its_schemes_and_last_its_best(walked):
+def test_modelopt_delivers_baseline_schemes_and_best_in_order(walked):
     pairs = [count for _, count in walked[1]]
     assert pairs[:2] == [0, 0], "the baseline, and its first scheme, which is empty"
     assert pairs[-1] == max(pairs) > 0, "the best of each pattern, which here is the one with most pairs"
@@ -58,7 +58,7 @@ def test_the_same_seed_and_latencies_give_the_same_files(model, walked):
         assert walk(peer, 5) == found[:5], "and what the first walk left in the folder is not gone on with"
 
 
-def test_its_own_words_say_why_it_broke(tmp_path):
+def test_modelopt_failure_quotes_its_error(tmp_path):
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"no model")
     with (
@@ -68,7 +68,7 @@ def test_its_own_words_say_why_it_broke(tmp_path):
         peer.ask()
 
 
-def test_a_child_that_is_gone_is_a_failure_and_no_hang(model, tmp_path):
+def test_killed_child_process_is_a_failed_build(model, tmp_path):
     with ModelOptAutotune(task(model, tmp_path / "work")) as peer:
         os.kill(peer._process.pid, 9)
         with pytest.raises(BuildFailed, match=r"modelopt: ended with status -9; its last output: "):
@@ -91,6 +91,6 @@ def test_a_child_that_takes_too_long_is_a_failure(model, tmp_path):
         ({"limit_s": 0.0}, "limit_s is above 0, but got 0.0"),
     ],
 )
-def test_a_wrong_setting_is_refused(model, tmp_path, setting, message):
+def test_invalid_settings_are_refused(model, tmp_path, setting, message):
     with pytest.raises(ValueError, match=message):
         ModelOptAutotune(task(model, tmp_path), **setting)

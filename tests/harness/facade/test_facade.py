@@ -30,7 +30,7 @@ QUICK: dict[str, Any] = {
 SIMULATED: dict[str, Any] = {"use": "simulated", "params": {"seed": 1, "noise": 0.0}}
 
 
-def test_a_metric_that_raises_is_named():
+def test_exception_of_a_user_metric_names_the_function():
     def last_box(run: Any) -> float:
         boxes: list[float] = []
         return boxes[3]
@@ -59,7 +59,7 @@ def net(tmp_path, monkeypatch):
     return onnx.load(save_chain(tmp_path / "net.onnx", (8, 4)))
 
 
-def test_a_function_of_this_program_scores_and_a_class_searches(net, tmp_path, monkeypatch):
+def test_autotune_accepts_function_metric_and_searcher_class(net, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     images = rng.standard_normal((24, 3, 16, 16)).astype(np.float32)
     session = ort.InferenceSession(net.SerializeToString())
@@ -95,7 +95,7 @@ def test_a_function_of_this_program_scores_and_a_class_searches(net, tmp_path, m
         tune(sharing="region")
 
 
-def test_an_interrupted_run_returns_and_continues(net, monkeypatch):
+def test_interrupted_autotune_returns_and_resumes(net, monkeypatch):
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -119,7 +119,7 @@ def test_an_interrupted_run_returns_and_continues(net, monkeypatch):
     assert len(builds) < 20
 
 
-def test_a_function_of_run_and_an_evaluator_need_no_test_data(tmp_path):
+def test_run_function_and_evaluator_need_no_test_data(tmp_path):
     class Halved:
         metric, higher_is_better, fingerprint = "error", False, "v1"
 
@@ -149,7 +149,7 @@ def test_arrays_and_batches_become_files(samples, shapes, tmp_path):
     assert {name: array.shape for name, array in arrays.items()} == shapes
 
 
-def test_data_of_an_experiment_and_files_are_named_as_they_are(tmp_path):
+def test_data_mappings_and_file_paths_are_kept(tmp_path):
     images = {"use": "images", "images": "train"}
     assert data_mapping(images, tmp_path / "data") == images
     assert data_mapping("calib.npz", tmp_path / "data") == {"use": "npz", "path": "calib.npz"}
@@ -157,7 +157,7 @@ def test_data_of_an_experiment_and_files_are_named_as_they_are(tmp_path):
         data_mapping([], tmp_path / "data")
 
 
-def test_models_of_a_program_become_files(net, tmp_path):
+def test_models_in_memory_are_saved_as_files(net, tmp_path):
     for model in (net, net.SerializeToString()):
         assert onnx.load(save_program_model(model, tmp_path / "inputs")) == net
     assert save_program_model("zoo:resnet18", tmp_path) == "zoo:resnet18"
@@ -184,7 +184,7 @@ def test_a_pytorch_module_is_exported(tmp_path):
         save_program_model(module, tmp_path)
 
 
-def test_the_import_is_quick():
+def test_import_loads_no_heavy_packages():
     program = (
         "import sys, harness.facade; print(*{'onnx', 'numpy', 'pandas', 'matplotlib', 'pydantic'} & {*sys.modules})"
     )

@@ -18,7 +18,7 @@ def classifier(seed: int = 0) -> GraphBuilder:
     return builder
 
 
-def test_a_model_that_runs(tmp_path):
+def test_saved_model_runs(tmp_path):
     path = classifier().save(tmp_path / "folder" / "m.onnx")
     (found,) = run_onnxruntime(path, {"image": np.ones((1, 3, 16, 16), np.float32)}, ["logits"])
     assert found.shape == (1, 5)
@@ -67,7 +67,7 @@ def test_constants_keep_the_type_of_arrays():
     assert "zero_1" in tensors
 
 
-def test_mistakes_are_told():
+def test_invalid_calls_are_refused():
     builder = GraphBuilder("wrong")
     x = builder.input("x", (2, 3))
     with pytest.raises(ValueError, match=r"wrong: MatMul 'MatMul': .*Incompatible dimensions"):

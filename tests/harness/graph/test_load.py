@@ -79,7 +79,7 @@ def with_external_data(folder: Path, location: str = "weights.bin") -> Path:
 
 
 class TestReading:
-    def test_a_file_comes_in(self, tmp_path):
+    def test_file_is_loaded_with_nodes_and_types(self, tmp_path):
         path = tmp_path / "m.onnx"
         path.write_bytes(small().SerializeToString())
         model = load(path)
@@ -92,38 +92,38 @@ class TestReading:
     @pytest.mark.parametrize(
         "content", [b"\x89PNG\r\n\x1a\n and more", b"PK\x03\x04model", b"just text\n", b"\x00" * 64]
     )
-    def test_no_onnx(self, tmp_path, content):
+    def test_non_onnx_file_is_refused(self, tmp_path, content):
         path = tmp_path / "m.onnx"
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"cat: not an ONNX file \(it starts with .*export the model to ONNX"):
             load(path, source="cat")
 
-    def test_empty(self, tmp_path):
+    def test_empty_file_is_refused(self, tmp_path):
         (tmp_path / "m.onnx").touch()
         with pytest.raises(UserError, match="the file is empty; fetch or export the model again"):
             load(tmp_path / "m.onnx")
 
-    def test_no_file_and_folder(self, tmp_path):
+    def test_missing_file_and_folder_are_refused(self, tmp_path):
         with pytest.raises(UserError, match="no such file"):
             load(tmp_path / "m.onnx")
         with pytest.raises(UserError, match=r"this is a folder; name the .onnx file in it"):
             load(tmp_path)
 
-    def test_git_lfs_pointer(self, tmp_path):
+    def test_git_lfs_pointer_is_refused(self, tmp_path):
         (tmp_path / "m.onnx").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n")
         with pytest.raises(UserError, match=r"Git LFS pointer.*run 'git lfs pull'"):
             load(tmp_path / "m.onnx")
 
     @settings(max_examples=40)
     @given(share=st.floats(0.02, 0.999))
-    def test_truncated_anywhere(self, tmp_path_factory, share):
+    def test_truncated_file_is_refused(self, tmp_path_factory, share):
         raw = small().SerializeToString()
         path = tmp_path_factory.mktemp("cut") / "m.onnx"
         path.write_bytes(raw[: max(3, int(share * len(raw)))])
         with pytest.raises(UserError, match=r"truncated or damaged .*\(\d+ bytes\)"):
             load(path)
 
-    def test_external_data_is_read_and_counts_in_the_hash(self, tmp_path):
+    def test_external_data_is_read_and_hashed(self, tmp_path):
         path = with_external_data(tmp_path)
         first = load(path)
         assert_same(small(), first)
@@ -133,13 +133,13 @@ class TestReading:
         assert load(path).sha256 != first.sha256
 
     @pytest.mark.parametrize("location", ["weights.bin", "..\\weights.bin"])
-    def test_missing_external_data(self, tmp_path, location):
+    def test_missing_external_data_is_named(self, tmp_path, location):
         path = with_external_data(tmp_path, location)
         (tmp_path / "weights.bin").unlink()
         with pytest.raises(UserError, match=r"data '.*weights.bin' with the weights 'Conv_\w+' is missing; put"):
             load(path)
 
-    def test_weights_of_another_size_than_their_shape(self, tmp_path):
+    def test_weight_size_must_match_its_shape(self, tmp_path):
         builder = GraphBuilder("tiny")
         builder.output(builder.gemm(builder.input("x", (1, 4)), 3), name="y")
         proto = builder.build()
@@ -149,21 +149,21 @@ class TestReading:
         with pytest.raises(UserError, match=r"tensor 'Gemm_weight' of shape \[3, 4\] has 40 bytes, but needs 48"):
             load(tmp_path / "short.onnx")
 
-    def test_external_data_cut_short(self, tmp_path):
+    def test_truncated_external_data_is_refused(self, tmp_path):
         path = with_external_data(tmp_path)
         (tmp_path / "weights.bin").write_bytes(b"\x00" * 10)
         with pytest.raises(UserError, match=r"external data of 'Conv_.*' is truncated or damaged"):
             load(path)
 
     @pytest.mark.parametrize("location", ["../outside.bin", "sub/../../outside.bin", "/etc/hostname", "C:\\w.bin", ""])
-    def test_external_data_outside_of_the_folder(self, tmp_path, location):
+    def test_external_data_outside_the_folder_is_refused(self, tmp_path, location):
         (tmp_path / "outside.bin").write_bytes(b"\x00" * 10_000)
         folder = tmp_path / "model"
         folder.mkdir()
         with pytest.raises(UserError, match="outside of the model's folder, which is refused"):
             load(with_external_data(folder, location))
 
-    def test_external_data_behind_a_link_that_leads_outside(self, tmp_path):
+    def test_external_data_behind_a_symlink_is_refused(self, tmp_path):
         (tmp_path / "outside.bin").write_bytes(b"\x00" * 10_000)
         folder = tmp_path / "model"
         folder.mkdir()
@@ -174,13 +174,13 @@ class TestReading:
 
 
 class TestChecking:
-    def test_tensor_that_nobody_makes(self):
+    def test_undefined_tensor_is_refused(self):
         proto = small()
         proto.graph.node[1].input[0] = "nowhere"
         with pytest.raises(UserError, match=r"m\.onnx: no valid ONNX model: .*'nowhere'.*export the model again"):
             ready(proto)
 
-    def test_cycle(self, capsys):
+    def test_cycle_is_refused(self, capsys):
         builder = GraphBuilder("cycle")
         y = builder.op("Neg", builder.op("Relu", builder.input("x", (2, 3))))
         builder.output(y)
@@ -207,14 +207,14 @@ class TestChecking:
         proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 77
         assert ready(proto).types["y"].shape == (1, 4, 8, 8)
 
-    def test_outputs_without_a_type(self):
+    def test_outputs_without_a_type_are_inferred(self):
         proto = small()
         proto.graph.output[0].ClearField("type")
         assert ready(proto).types["y"] == TensorType("float", (1, 4, 8, 8))
 
     @pytest.mark.parametrize("opset", [11, 17])
     @pytest.mark.parametrize("domain", ["", "TRT"])
-    def test_unknown_operator_stays_as_it_is(self, domain, opset, caplog):
+    def test_unknown_operator_is_kept(self, domain, opset, caplog):
         builder = GraphBuilder("plugin", opset=opset)
         x = builder.op("Relu", builder.input("x", (1, 8)))
         found = builder.op("EfficientNMS_TRT", x, outputs=2, domain=domain, score=0.5, mode="fast")
@@ -235,7 +235,7 @@ class TestChecking:
         assert all("not compared" in message and "EfficientNMS_TRT" in message for message in others)
         assert len(others) == (opset < 17)  # else preparation changes nothing
 
-    def test_untyped_behind_an_unknown_operator(self):
+    def test_tensors_behind_an_unknown_operator_are_untyped(self):
         builder = GraphBuilder("plugin")
         y = builder.op("Mystery", builder.input("x", (1, 8)), domain="acme")
         z = builder.op("Relu", y)
@@ -246,7 +246,7 @@ class TestChecking:
 
 
 class TestShapes:
-    def test_a_dynamic_batch_is_1_and_one_line_says_so(self, caplog):
+    def test_dynamic_batch_is_set_to_1_with_one_warning(self, caplog):
         with caplog.at_level(logging.WARNING):
             model = ready(small(batch="N"))
         assert model.types["x"].shape == (1, 3, 8, 8)
@@ -265,7 +265,7 @@ class TestShapes:
         assert "--dim h=224 --dim w=224 --shape tokens:1x128" in str(caught.value)
 
     @pytest.mark.parametrize("given_shape", ["2x3x8x8", (2, 3, 8, 8)])
-    def test_given(self, given_shape):
+    def test_given_shape_replaces_dynamic_dimensions(self, given_shape):
         model = ready(small(batch="N"), {"x": given_shape})
         assert {name: model.types[name].shape for name in ("x", "y")} == {"x": (2, 3, 8, 8), "y": (2, 4, 8, 8)}
         assert_same(small(batch="N"), model)
@@ -276,7 +276,7 @@ class TestShapes:
         builder.output(x)
         assert ready(builder.build(), {"a": "3x4"}).types["b"].shape == (3, 4)
 
-    def test_question_marks_are_no_name_so_their_sizes_may_differ(self, tmp_path):
+    def test_question_mark_dimensions_are_unnamed(self, tmp_path):
         """paddle2onnx writes "?" for every size that it does not know (PP-OCR's classifier: ?x3x?x?)."""
         builder = GraphBuilder("paddle")
         builder.output(builder.op("Relu", builder.input("a", ("?", 3, "?", "?"))), name="y")
@@ -289,7 +289,7 @@ class TestShapes:
         with pytest.raises(UserError, match=r"no input has the name of the calibration data's 'images'"):
             load(builder.save(tmp_path / "m.onnx"), source="m.onnx", samples={"images": (3, 48, 192)})
 
-    def test_one_name_of_two_sizes_is_refused_as_such(self):
+    def test_different_sizes_of_one_dimension_are_refused(self):
         builder = GraphBuilder("square")
         builder.output(builder.op("Relu", builder.input("a", ("N", "side", "side"))))
         with pytest.raises(UserError, match=r"dimension 'side' of Nxsidexside has one size .* but got 4 and 5: 1x4x5"):
@@ -306,7 +306,7 @@ class TestShapes:
             ({"x": ""}, r"shapes\.x: a shape looks like 1x3x224x224, but got ''"),
         ],
     )
-    def test_given_shapes_that_do_not_fit(self, shapes, message):
+    def test_mismatched_shapes_are_refused(self, shapes, message):
         with pytest.raises(UserError, match=message):
             ready(small(batch="N"), shapes)
 
@@ -322,7 +322,7 @@ class TestShapes:
         assert [node.op for node in model.nodes] == ["Reshape"]
         assert_same(builder.build(), model)
 
-    def test_integer_string_and_several_inputs(self):
+    def test_integer_string_and_float_inputs_are_loaded(self):
         builder = GraphBuilder("many")
         ids, mask = builder.input("ids", ("B", 5), "int64"), builder.input("mask", ("B", 5), "float")
         words = builder.input("words", (2,), "string")
@@ -355,7 +355,7 @@ class TestCleaning:
         assert len(model.constants) == 5
         assert_same(builder.build(), model)
 
-    def test_what_depends_on_constants_alone_is_computed_once(self):
+    def test_constant_expressions_are_folded(self):
         builder = GraphBuilder("fold")
         x = builder.input("x", (2, 4))
         weight = builder.op("Transpose", builder.op("Neg", builder.const(np.ones((3, 4), np.float32))), perm=[1, 0])
@@ -365,7 +365,7 @@ class TestCleaning:
         assert list(model.constants) == [weight]
         assert_same(builder.build(), model)
 
-    def test_large_weights_are_folded_kept_and_dropped_like_small_ones(self):
+    def test_large_weights_are_processed_like_small_ones(self):
         builder = GraphBuilder("large", opset=13)
         x = builder.batch_norm(builder.conv(builder.input("x", (1, 32, 4, 4)), 32, 3))
         builder.conv(x, 32, 3)
@@ -390,7 +390,7 @@ class TestCleaning:
         ops = [node.op for node in ready(builder.build()).nodes]
         assert sorted(ops) == ["Add", "DequantizeLinear", "MatMul", "RandomNormal"]
 
-    def test_dead_nodes_and_weights_go(self):
+    def test_dead_nodes_and_weights_are_removed(self):
         builder = GraphBuilder("dead")
         x = builder.input("x", (1, 3, 8, 8))
         builder.conv(x, 9, 3)
@@ -399,7 +399,7 @@ class TestCleaning:
         assert [node.op for node in model.nodes] == ["Relu"]
         assert not model.constants
 
-    def test_dead_nodes_go_also_where_a_result_and_an_input_are_left_out(self):
+    def test_dead_nodes_are_removed_despite_omitted_names(self):
         builder = GraphBuilder("dead")
         x = builder.input("x", (1, 3, 8, 8))
         builder.op("MaxPool", x, kernel_shape=[2, 2])
@@ -408,7 +408,7 @@ class TestCleaning:
         proto.graph.node[0].output.append("")
         assert [node.op for node in ready(proto).nodes] == ["Clip"]
 
-    def test_order_is_mended_only_where_it_is_wrong(self):
+    def test_node_order_is_changed_only_if_invalid(self):
         builder = GraphBuilder("order")
         x = builder.input("x", (2, 3))
         deep = builder.op("Neg", builder.op("Abs", builder.op("Relu", x)))
@@ -424,7 +424,7 @@ class TestCleaning:
 
     @given(names=st.lists(st.sampled_from(["", "a", "a_1", "Relu_0", "Relu_1"]), min_size=1, max_size=6))
     @settings(max_examples=30)
-    def test_node_names_are_unique_and_kept_where_they_are(self, names):
+    def test_node_names_are_kept_and_made_unique(self, names):
         builder = GraphBuilder("names")
         x = builder.input("x", (2,))
         for _ in names:
@@ -458,7 +458,7 @@ class TestCleaning:
         assert [value.name for value in model.proto.graph.input] == ["x"]
         assert_same(proto, model)
 
-    def test_the_given_model_is_left_alone(self):
+    def test_given_model_is_not_modified(self):
         proto = small(opset=11)
         before = proto.SerializeToString()
         ready(proto)
@@ -482,7 +482,7 @@ def test_sparse_weights_become_dense_ones(places):
 class TestSubgraphs:
     @pytest.mark.parametrize("opset", [11, 17])
     @pytest.mark.parametrize("seed", [0, 1])
-    def test_if_reads_from_outside(self, opset, seed):
+    def test_if_branches_read_outer_tensors(self, opset, seed):
         then, other = GraphBuilder("then", opset=opset), GraphBuilder("else", opset=opset)
         then.output(then.op("Add", then.op("Softmax", "r", axis=-1), "w", outputs=("then_out",))[0])
         other.output(other.op("Mul", "only_here", other.op("Mul", "w", "r"), outputs=("else_out",))[0])
@@ -503,7 +503,7 @@ class TestSubgraphs:
         assert_same(builder.build(), model, seed=seed)
 
     @pytest.mark.parametrize("opset", [11, 17])
-    def test_loop(self, opset):
+    def test_loop_body_reads_outer_tensors(self, opset):
         body = parser.parse_graph(
             """body (int64 i, bool go, float[2,3] sum) => (bool still, float[2,3] next, float[2,3] row) {
             still = Identity(go)  next = Add(sum, step)  row = Mul(next, half) }"""
@@ -519,7 +519,7 @@ class TestSubgraphs:
         assert [(node.op, node.opaque) for node in model.nodes] == [("Relu", False), ("Loop", True)]
         assert_same(builder.build(), model)
 
-    def test_scan(self):
+    def test_scan_is_loaded_as_an_opaque_node(self):
         body = parser.parse_graph(
             "body (float[3] sum, float[3] x) => (float[3] next, float[3] y) { next = Add(sum, x)  y = Neg(next) }"
         )
@@ -546,10 +546,10 @@ class TestUpgrade:
         assert [p.key for p in model.proto.metadata_props] == ["author"]
         assert_same(builder.build(), model)
 
-    def test_newer_opsets_stay(self):
+    def test_newer_opset_is_kept(self):
         assert ready(small(opset=20)).proto.opset_import[0].version == 20
 
-    def test_an_opset_that_cannot_be_upgraded(self):
+    def test_opset_without_upgrade_is_refused(self):
         proto = parser.parse_model(
             """<ir_version: 6, opset_import: ["": 7]> g (float[4,3,1,1] x, float[3] s) => (float[4,3,1,1] y)
             { y = BatchNormalization <spatial=0> (x, s, s, s, s) }"""
@@ -559,7 +559,7 @@ class TestUpgrade:
         ):
             ready(proto)
 
-    def test_an_opset_from_the_future(self):
+    def test_opset_newer_than_onnx_is_refused(self):
         proto = small()
         proto.opset_import[0].version = 99
         with pytest.raises(UserError, match=r"opset 99 is newer than the installed onnx .*export the model with opset"):
@@ -567,13 +567,13 @@ class TestUpgrade:
 
 
 class TestSaving:
-    def test_what_is_saved_comes_back(self, tmp_path):
+    def test_saved_model_is_loaded_unchanged(self, tmp_path):
         model = ready(small())
         path = save_to_folder(model, tmp_path / "new" / "folder")
         assert path == tmp_path / "new" / "folder" / "model.onnx"
         assert load(path).proto == model.proto
 
-    def test_large_models_keep_their_weights_beside_the_file(self, tmp_path, monkeypatch):
+    def test_large_models_are_saved_with_external_data(self, tmp_path, monkeypatch):
         monkeypatch.setattr(write_module, "MAX_SINGLE_FILE_BYTES", 1000)
         builder = GraphBuilder("large")
         builder.output(builder.conv(builder.input("x", (1, 64, 4, 4)), 64, 3))
@@ -605,7 +605,7 @@ class TestSaving:
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", sorted(REAL))
-def test_real_models_run_as_before(name):
+def test_real_models_compute_the_same_after_loading(name):
     path = ASSETS / f"{name}.onnx"
     model = load(path, shapes=REAL[name])
     assert {o.domain: o.version for o in model.proto.opset_import}[""] >= 17
@@ -616,7 +616,7 @@ def test_real_models_run_as_before(name):
         assert np.abs(before - after).max() <= 1e-3 * np.ptp(before)
 
 
-def test_a_group_normalization_does_not_hide_the_types_behind_it():
+def test_types_behind_group_normalization_are_inferred():
     g = GraphBuilder("groups", opset=21)
     x = g.conv(g.input("x", (1, 3, 8, 8)), 8, 3)
     parameters = [g.const(np.full(8, value, np.float32)) for value in (1.0, 0.0)]
@@ -632,7 +632,7 @@ def test_a_group_normalization_does_not_hide_the_types_behind_it():
 
 
 @pytest.mark.parametrize("shape", [(1, 4), ("N", 4)])
-def test_an_output_that_nobody_can_infer_keeps_what_the_file_declares(shape):
+def test_uninferable_output_keeps_its_declared_shape(shape):
     g = GraphBuilder("whirl")
     g.output(g.op("Relu", g.op("Whirl", g.input("x", (1, 4)), domain="com.example")), shape, name="y")
     model = load_proto(g.build(), source="whirl", sha256="0")
@@ -641,7 +641,7 @@ def test_an_output_that_nobody_can_infer_keeps_what_the_file_declares(shape):
     onnx.checker.check_model(model.proto)
 
 
-def test_a_model_in_float16_is_upgraded_to_where_it_can_be_quantized():
+def test_float16_model_is_upgraded_to_opset_19():
     g = GraphBuilder("half", opset=13)
     weight = g.const(np.ones((8, 3, 1, 1), np.float16))
     g.output(g.op("Conv", g.input("x", (1, 3, 8, 8), "float16"), weight))

@@ -50,31 +50,31 @@ def kept(found: PatternCache) -> list[set[int]]:
     return [{point.place[0] for point in each.points} for each in found.patterns[SIGNATURE].schemes]
 
 
-def test_of_schemes_that_differ_in_less_than_four_points_the_better_one_stays():
+def test_best_of_similar_schemes_is_kept():
     found = cache(scheme(1, 2, 3, share=0.9), scheme(1, 2, 3, 4, 5, 6, share=0.5), scheme(5, 6, 7, 8, share=0.7))
     assert kept(found) == [{1, 2, 3, 4, 5, 6}, {5, 6, 7, 8}]
 
 
-def test_at_most_so_many_schemes_of_a_pattern_and_the_best_of_them():
+def test_best_schemes_are_kept_up_to_the_maximum():
     many = [scheme(*range(10 * n, 10 * n + 4), share=0.9 - n / 100) for n in range(40)]
     assert len(cache(*many).patterns[SIGNATURE].schemes) == 32
     assert kept(cache(*many, maximum_schemes=2)) == [set(range(390, 394)), set(range(380, 384))]
     assert len(cache(*many, maximum_schemes=0).patterns[SIGNATURE].schemes) == 40
 
 
-def test_large_and_small_models_compare_by_share_not_by_milliseconds():
+def test_schemes_are_ranked_by_latency_ratio():
     small = CachedScheme(points=scheme(1).points, origin=HOME, latency_ms=1.0, baseline_ms=1.1)
     large = CachedScheme(points=scheme(2).points, origin=HOME, latency_ms=40.0, baseline_ms=100.0)
     assert kept(cache(small, large)) == [{2}]
 
 
-def test_a_faster_device_crowds_nobody_out():
+def test_schemes_of_each_origin_are_kept():
     fast = [scheme(*range(10 * n, 10 * n + 4), share=0.1, origin=AWAY) for n in range(4)]
     found = cache(*fast, scheme(0, 1, 2, 3, share=0.8), maximum_schemes=2)
     assert {each.origin for each in found.patterns[SIGNATURE].schemes} == {HOME, AWAY}
 
 
-def test_an_imported_scheme_comes_last_and_gives_way_to_its_measured_self():
+def test_imported_scheme_is_last_until_measured():
     found = cache(scheme(1, 2, share=None), scheme(5, 6, 7, 8), scheme(1, 2, share=0.9))
     assert [each.latency_ms for each in found.patterns[SIGNATURE].schemes] == [5.0, 9.0]
 
@@ -86,7 +86,7 @@ schemes = st.builds(
 
 
 @given(st.lists(schemes, max_size=12), st.lists(schemes, max_size=12))
-def test_merging_keeps_the_distance_loses_no_best_and_is_done_after_once(first, second):
+def test_merge_is_idempotent_and_keeps_the_best(first, second):
     one, two = cache(*first), cache(*second)
     both = merge_caches(one, two)
     found = both.patterns[SIGNATURE].schemes
@@ -99,7 +99,7 @@ def test_merging_keeps_the_distance_loses_no_best_and_is_done_after_once(first, 
 
 
 @given(st.lists(schemes, max_size=6))
-def test_what_is_written_is_read_back(tmp_path_factory, found):
+def test_written_cache_is_read_back(tmp_path_factory, found):
     path = tmp_path_factory.getbasetemp() / "cache.yaml"
     write_cache(cache(*found), path)
     assert read_cache(path) == cache(*found)
@@ -129,7 +129,7 @@ def observed(space, placement, latency_ms):
     return Observation(placement=placement, digest=space.digest(placement), outcome=outcome)
 
 
-def test_a_deeper_model_begins_with_what_a_shallower_one_learned():
+def test_deeper_model_starts_from_a_shallow_models_cache():
     small, sizes = space_and_sizes(2)
     best = small.quantize_roles({"linear"})
     told = [(small.float_placement(), 10.0), (best, 4.0), (small.quantize_all(), 5.0)]
@@ -140,13 +140,13 @@ def test_a_deeper_model_begins_with_what_a_shallower_one_learned():
     assert propose_placements(learned, small, HOME)[0] == best
 
 
-def test_failures_teach_nothing_and_a_strange_model_gets_nothing():
+def test_failures_and_unknown_patterns_give_no_proposals():
     space, sizes = space_and_sizes(2)
     assert build_cache([observed(space, space.quantize_all(), None)], space, sizes, 10.0, HOME).patterns == {}
     assert propose_placements(cache(scheme(1, 2)), space) == []
 
 
-def test_the_precision_that_is_not_offered_becomes_the_one_that_is():
+def test_unavailable_precision_is_replaced():
     space, sizes = space_and_sizes(2)
     learned = build_cache([observed(space, space.quantize_all(), 4.0)], space, sizes, 10.0, HOME)
     away = {
@@ -161,7 +161,7 @@ def test_the_precision_that_is_not_offered_becomes_the_one_that_is():
     assert propose_placements(PatternCache(patterns=away), space) == [space.quantize_all()]
 
 
-def test_schemes_from_elsewhere_are_named_and_come_after_our_own():
+def test_schemes_of_other_origins_are_described():
     assert describe_foreign_schemes(cache(scheme(1)), HOME) == ()
     assert describe_foreign_schemes(cache(scheme(1)), MeasurementOrigin(backend="openvino", precision="int8")) == ()
     (said,) = describe_foreign_schemes(cache(scheme(1), scheme(2, origin=AWAY)), HOME)
@@ -171,7 +171,7 @@ def test_schemes_from_elsewhere_are_named_and_come_after_our_own():
     )
 
 
-def test_our_own_schemes_are_tried_before_better_ones_from_elsewhere():
+def test_own_schemes_precede_better_ones_of_other_origins():
     space, sizes = space_and_sizes(2)
     ours = build_cache([observed(space, space.quantize_roles({"linear"}), 9.0)], space, sizes, 10.0, HOME)
     theirs = build_cache([observed(space, space.quantize_all(), 1.0)], space, sizes, 10.0, AWAY)
@@ -208,7 +208,7 @@ PATTERN = {"signature": SIGNATURE, "size": 3, "schemes": [SCHEME]}
         ({**HEAD, "patterns": [{**PATTERN, "schemes": [{**SCHEME, "points": [3]}]}]}, "but got 3"),
     ],
 )
-def test_a_file_that_is_no_cache_is_refused_with_the_place(tmp_path, body, says):
+def test_invalid_cache_file_is_refused_naming_the_key(tmp_path, body, says):
     path = tmp_path / "cache.yaml"
     if isinstance(body, str):
         path.write_text(body)
@@ -240,6 +240,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["cache.yaml"]
 
 
-def test_points_are_read_as_they_are_shown():
+def test_point_text_is_parsed_back():
     point = CachedPoint("child_input", (3, 1), "fp8")
     assert parse_point(str(point)) == point

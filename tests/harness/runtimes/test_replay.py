@@ -80,7 +80,7 @@ def test_recorded_failures_fail_again(table, tmp_path):
         replay.build(of(0, 1), tmp_path)
 
 
-def test_what_is_not_there_is_refused(table, tmp_path):
+def test_placements_outside_the_table_are_refused(table, tmp_path):
     replay = ReplayBenchmarker(table)
     outside = candidate(SPACE.resolve(Placement((0, 0, 1, 0))))
     with pytest.raises(
@@ -94,7 +94,7 @@ def test_what_is_not_there_is_refused(table, tmp_path):
         registry.create_plugin("benchmarker", "replay", {"table": str(tmp_path / "none.parquet")})
 
 
-def test_it_says_whose_latencies_these_are(table):
+def test_description_names_the_recorded_device(table):
     replay = ReplayBenchmarker(table)
     facts = replay.describe()
     assert (facts["name"], facts["device"], facts["float_precision"]) == ("replay", "a CPU", "f32")
@@ -103,7 +103,7 @@ def test_it_says_whose_latencies_these_are(table):
     assert replay.capabilities.dialect == "onnxruntime_s8"
 
 
-def test_the_harness_times_it_like_any_other(table, tmp_path):
+def test_replay_works_in_a_worker(table, tmp_path):
     use = PluginSpec(use="replay", params={"table": str(table), "noise_seed": 0})
     with open_engines(WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=tmp_path / "work"), Limits()) as engines:
         built = engines.build(of(1, 1))
@@ -114,7 +114,7 @@ def test_the_harness_times_it_like_any_other(table, tmp_path):
         assert isinstance(engines.build(of(1, 0)), Failed)
 
 
-def test_a_relative_table_lies_beside_the_experiment(table, tmp_path, monkeypatch):
+def test_relative_table_path_starts_at_the_experiment(table, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     text = f"experiment: e\nmodels: [m.onnx]\nbackends: [openvino, {{use: replay, params: {{table: {table.name}}}}}]\n"

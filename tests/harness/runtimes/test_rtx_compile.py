@@ -50,7 +50,7 @@ def test_kernels_are_read_with_types_shapes_and_nodes():
         ("StreamId: 0, ", ""),
     ],
 )
-def test_any_other_form_is_refused(old, new):
+def test_unknown_kernel_log_format_is_refused(old, new):
     with pytest.raises(BuildFailed, match="list of kernels"):
         read_kernels(LAYERS.replace(old, new, 1))
 
@@ -96,7 +96,7 @@ def install(monkeypatch):
     return install
 
 
-def test_a_model_that_is_built_has_kernels_and_warnings(install, tmp_path):
+def test_compiled_model_has_kernels_and_warnings(install, tmp_path):
     install(Library())
     found = RTXCompiler().compile(save(LEGAL, tmp_path / "m.onnx"))
     assert (found.target, found.version, found.refusal) == ("sm89", "1.7.9", None)
@@ -115,7 +115,7 @@ def test_a_refusal_names_stage_node_message_and_rule(install, tmp_path):
     assert (refusal.stage, refusal.node, refusal.message) == ("builder", "QuantizeLinear_0", "Myelin: CHECK failed")
 
 
-def test_without_the_library_the_remedy_is_one_line(install, monkeypatch):
+def test_missing_library_names_the_remedy(install, monkeypatch):
     install(None)
     with pytest.raises(UserError, match=r"pip install 'qdq-bench\[rtx\]'") as caught:
         RTXCompiler().describe()
@@ -130,7 +130,7 @@ def test_other_targets_are_refused_by_name():
         RTXCompiler(target="sm90")
 
 
-def test_no_search_can_use_it(tmp_path, capsys):
+def test_rtx_compile_is_refused_as_a_search_backend(tmp_path, capsys):
     (tmp_path / "e.yaml").write_text("experiment: e\nmodels: [zoo:shapes_detector]\nbackends: [rtx_compile]\n")
     with pytest.raises(SystemExit):
         main(["run", str(tmp_path / "e.yaml"), "--check"])
@@ -138,7 +138,7 @@ def test_no_search_can_use_it(tmp_path, capsys):
 
 
 @INSTALLED
-def test_the_compiler_itself(tmp_path):
+def test_installed_compiler_builds_and_refuses_models(tmp_path):
     built = RTXCompiler().compile(save(LEGAL, tmp_path / "legal.onnx"))
     (gemm,) = (kernel for kernel in built.kernels if kernel.kind == "gemm")
     assert {tensor.type for tensor in gemm.inputs} == {"fp8"}

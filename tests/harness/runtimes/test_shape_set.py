@@ -77,21 +77,21 @@ def save_net(path: Path) -> Path:
     return g.save(path)
 
 
-def test_the_weighted_mean_is_the_expected_time_of_a_request():
+def test_weighted_objective_is_the_weighted_mean_latency():
     shapes = ShapeSet(objective="weighted", float_file=Path("f.onnx"), shapes=SHAPES)
     np.testing.assert_allclose(shapes.combine(np.array([[1.0, 2.0], [4.0, 8.0]])), [1.75, 3.5])
     assert shapes.text == "weighted mean over batch=1 (0.75); batch=4 (0.25)"
 
 
 @pytest.mark.parametrize(("latencies_ms", "ratio"), [([1.0, 3.0], 0.75), ([1.9, 1.0], 0.95), ([2.0, 4.0], 1.0)])
-def test_the_worst_ratio_is_that_of_the_slowest_shape_against_float(latencies_ms, ratio):
+def test_worst_objective_is_the_largest_ratio_to_float(latencies_ms, ratio):
     shapes = ShapeSet(objective="worst", float_file=Path("f.onnx"), shapes=SHAPES)
     one, base = (shapes.combine(np.array(each)[:, None]) for each in (latencies_ms, [2.0, 4.0]))
     np.testing.assert_allclose(one / base, ratio)
     np.testing.assert_allclose(base, 3.0)
 
 
-def test_the_worst_shape_is_chosen_by_medians_and_not_by_single_readings():
+def test_worst_objective_selects_the_shape_by_medians():
     shapes = ShapeSet(objective="worst", float_file=Path("f.onnx"), shapes=SHAPES)
     found = shapes.combine(np.array([[1.0, 9.0, 1.0], [3.0, 3.0, 3.0]]))
     np.testing.assert_allclose(found, [2.25] * 3)
@@ -155,7 +155,7 @@ def make_candidate(tmp_path: Path, use: str) -> tuple[Candidate, ShapeSet]:
 
 
 @pytest.mark.parametrize(("use", "params"), [("openvino", {"precision": "f32"}), ("onnxruntime", {})])
-def test_engines_of_a_runtime_have_the_placement_at_every_shape(tmp_path, use, params):
+def test_placement_is_built_at_every_shape(tmp_path, use, params):
     candidate, shapes = make_candidate(tmp_path, use)
     benchmarker = shapes(registry.create_plugin("benchmarker", use, params))
     feeds = {"x": np.random.default_rng(9).random((1, 3, 8), np.float32)}
@@ -175,7 +175,7 @@ def test_engines_of_a_runtime_have_the_placement_at_every_shape(tmp_path, use, p
     assert benchmarker.describe()["options"]["shapes"] == shapes.text
 
 
-def test_outputs_at_the_shape_of_the_search_have_an_engine_of_their_own(tmp_path):
+def test_outputs_at_the_search_shape_use_a_separate_engine(tmp_path):
     candidate, shapes = make_candidate(tmp_path, "onnxruntime")
     only_other = replace(shapes, shapes=shapes.shapes[1:])
     benchmarker = only_other(registry.create_plugin("benchmarker", "onnxruntime", {}))
@@ -184,7 +184,7 @@ def test_outputs_at_the_shape_of_the_search_have_an_engine_of_their_own(tmp_path
         assert probe.infer({"x": np.zeros((1, 3, 8), np.float32)})["y"].shape == (1, 3, 2, 4)
 
 
-def test_a_file_without_the_nodes_of_the_model_fails_alone(tmp_path):
+def test_file_with_unknown_nodes_fails_one_candidate(tmp_path):
     candidate, shapes = make_candidate(tmp_path, "onnxruntime")
     builder = GraphBuilder("other")
     builder.output(builder.op("Relu", builder.input("x", (1, 3, 8))), name="y")
@@ -203,12 +203,12 @@ def test_a_file_without_the_nodes_of_the_model_fails_alone(tmp_path):
         ("{objective: worst, shapes: [{dims: {batch: 1}, weight: 2}, {dims: {batch: 2}}]}", "only for the objective"),
     ],
 )
-def test_a_set_that_has_no_meaning_is_refused(entry, message):
+def test_invalid_shape_set_is_refused(entry, message):
     with pytest.raises(UserError, match=message):
         parse_experiment(f"experiment: e\nmodels: [{{use: zoo:mlp, shape_set: {entry}}}]", "e.yaml")
 
 
-def test_symbols_that_the_model_lacks_are_refused_before_anything_runs(tmp_path, capsys):
+def test_unknown_symbols_are_refused_by_check(tmp_path, capsys):
     save_net(tmp_path / "net.onnx")
     (tmp_path / "e.yaml").write_text(EXPERIMENT.replace("OBJECTIVE", "worst").replace("batch: 4", "samples: 4"))
     assert qdq("run", str(tmp_path / "e.yaml"), "--check") == 2
@@ -216,7 +216,7 @@ def test_symbols_that_the_model_lacks_are_refused_before_anything_runs(tmp_path,
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_an_early_answer_has_the_file_with_dynamic_axes_and_its_shapes(tmp_path, several):
+def test_early_answer_has_the_dynamic_file_and_shapes(tmp_path, several):
     save_net(tmp_path / "net.onnx")
 
     def ship(answer: EarlyAnswer) -> None:
@@ -239,21 +239,21 @@ def test_an_early_answer_has_the_file_with_dynamic_axes_and_its_shapes(tmp_path,
 
 
 @pytest.mark.parametrize("command", ["sensitivity", "record", "noise"])
-def test_studies_of_one_shape_refuse_a_set(tmp_path, command, capsys):
+def test_studies_refuse_a_shape_set(tmp_path, command, capsys):
     save_net(tmp_path / "net.onnx")
     (tmp_path / "e.yaml").write_text(EXPERIMENT.replace("OBJECTIVE", "worst"))
     assert qdq(command, str(tmp_path / "e.yaml"), "--out", str(tmp_path / "out")) == 2
     assert "shape_set" in capsys.readouterr().err
 
 
-def test_a_row_is_explained_at_the_shapes(done):
+def test_explain_measures_a_row_at_all_shapes(done):
     found, _ = attribute_row(done, "all", base=done.parent, observer=NullProgress())
     (task,) = load_results(done).tasks
     recorded = task.summaries[found.row].speedup.value
     assert found.speedup.value == pytest.approx(recorded, rel=0.05)
 
 
-def test_the_script_of_a_shipment_fixes_the_dynamic_file_to_a_shape(tmp_path):
+def test_deploy_script_fixes_the_dynamic_file_to_a_shape(tmp_path):
     candidate, _ = make_candidate(tmp_path, "onnxruntime")
     model = load(tmp_path / "net.onnx", dims={"batch": 1, "time": 3})
     dynamic = write_dynamic_model(model, candidate.source(), "onnxruntime", [{"x": (4, 3, 8)}])

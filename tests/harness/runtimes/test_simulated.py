@@ -44,7 +44,7 @@ def test_the_planted_optimum_is_the_best_of_all_placements(seed):
     assert 2.5 < simulated.truth_ms(resolved(best)) <= 10.0
 
 
-def test_pairs_matter():
+def test_pair_effects_change_the_latency():
     simulated = SimulatedBenchmarker(seed=1, effect=0.2)
     log = {
         subset: np.log(simulated.truth_ms(resolved(subset)))
@@ -57,7 +57,7 @@ def test_pairs_matter():
     assert 0 < sum(abs(gap) > 1e-6 for gap in gaps) < len(gaps)
 
 
-def test_the_landscape_is_the_seeds_and_precisions_differ():
+def test_landscape_depends_on_seed_and_precision():
     edges = resolved(EDGES)
     assert SimulatedBenchmarker(seed=3).truth_ms(edges) == SimulatedBenchmarker(seed=3).truth_ms(edges)
     assert SimulatedBenchmarker(seed=3).truth_ms(edges) != SimulatedBenchmarker(seed=4).truth_ms(edges)
@@ -67,7 +67,7 @@ def test_the_landscape_is_the_seeds_and_precisions_differ():
     assert flat.truth_ms(edges) == flat.truth_ms(()) == 10.0
 
 
-def test_readings_scatter_around_the_truth_as_told():
+def test_readings_have_the_configured_noise():
     simulated = SimulatedBenchmarker(noise=0.02, noise_seed=1)
     readings = np.log(sample(simulated, (), 4000))
     assert np.median(readings) == pytest.approx(np.log(10.0), abs=0.002)
@@ -85,14 +85,14 @@ def test_intervals_of_the_harness_cover_the_truth():
     assert hits / 400 == pytest.approx(0.95, abs=0.03)
 
 
-def test_rebuilding_and_waiting_change_what_is_measured():
+def test_build_noise_and_drift_change_the_latency():
     rebuilt = SimulatedBenchmarker(noise=0.0, build_noise=0.05)
     assert len({sample(rebuilt, (), 1)[0] for _ in range(20)}) == 20
     drifting = sample(SimulatedBenchmarker(noise=0.0, drift=0.01), (), 3)
     assert drifting == pytest.approx([10.0, 10.1, 10.2])
 
 
-def test_engines_of_a_process_share_its_factor_and_processes_differ():
+def test_process_noise_is_shared_within_a_process():
     factors = []
     for noise_seed in range(400):
         simulated = SimulatedBenchmarker(noise=0.0, process_noise=0.1, noise_seed=noise_seed)
@@ -102,7 +102,7 @@ def test_engines_of_a_process_share_its_factor_and_processes_differ():
     assert np.std(factors) == pytest.approx(0.1, rel=0.15)
 
 
-def test_a_machine_that_wanders_hits_all_alike_slowly():
+def test_wander_changes_all_engines_slowly():
     simulated = SimulatedBenchmarker(noise=0.0, wander=0.1, wander_readings=50, noise_seed=3)
     artifacts = [simulated.build(candidate(()), Path("unused")) for _ in range(2)]
     with simulated.open(artifacts[0]) as first, simulated.open(artifacts[1]) as second:
@@ -113,7 +113,7 @@ def test_a_machine_that_wanders_hits_all_alike_slowly():
     assert apart.std() > 0.1  # far apart, nothing does
 
 
-def test_outliers_are_late_and_rare_and_warm_up_ends():
+def test_outlier_rate_and_warm_up_decay():
     readings = np.array(sample(SimulatedBenchmarker(noise=0.0, outliers=0.1, noise_seed=1), (), 5000))
     assert (readings > 10.0).mean() == pytest.approx(0.1, abs=0.02)
     assert readings[readings > 10.0].mean() == pytest.approx(20.0, rel=0.1)
@@ -132,7 +132,7 @@ def test_outliers_are_late_and_rare_and_warm_up_ends():
         ({"wander_readings": 0.0}, "wander_readings: greater than 0, but got 0.0"),
     ],
 )
-def test_noise_that_cannot_be_is_refused(params, message):
+def test_invalid_noise_parameters_are_refused(params, message):
     with pytest.raises(UserError, match=message):
         registry.create_plugin("benchmarker", "simulated", params)
 
@@ -147,7 +147,7 @@ def test_a_noise_seed_repeats_a_run():
     assert sample(SimulatedBenchmarker(), (), 3) != sample(SimulatedBenchmarker(), (), 3)
 
 
-def test_a_share_of_placements_fails_always_in_the_same_way():
+def test_failure_rate_fails_the_same_placements_always():
     simulated = SimulatedBenchmarker(failure_rate=0.3)
     fails = 0
     for size in (1, 2, 3):
@@ -168,7 +168,7 @@ def test_a_share_of_placements_fails_always_in_the_same_way():
         everything.build(candidate(resolved(EDGES)), Path("unused"))
 
 
-def test_there_is_nothing_to_score():
+def test_infer_is_refused():
     simulated = SimulatedBenchmarker()
     artifact = simulated.build(candidate(()), Path("unused"))
     with simulated.open(artifact) as probe, pytest.raises(EvaluationFailed, match="only latencies, no outputs"):

@@ -110,7 +110,7 @@ def model(path: Path, batch: int | str = 1) -> Path:
     return builder.save(path)
 
 
-def test_times_on_the_stream_of_the_session(machine, tmp_path):
+def test_readings_use_the_stream_of_the_session(machine, tmp_path):
     made = TensorRTRTXBenchmarker(cold_l2=True)
     artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
     with made.open(artifact) as probe:
@@ -133,7 +133,7 @@ def test_description_carries_the_note_for_tables(machine):
     assert "never pooled" in facts["note"]
 
 
-def test_a_gpu_that_the_plugin_does_not_offer(machine):
+def test_unsupported_gpu_is_refused(machine):
     machine.offered = False
     with pytest.raises(UserError, match=r"does not offer Fake GPU \(compute capability 8.9\); it needs pip install"):
         TensorRTRTXBenchmarker().describe()
@@ -147,14 +147,14 @@ def test_dynamic_shapes_and_broken_models_are_refused(machine, tmp_path):
         TensorRTRTXBenchmarker().build(candidate(tmp_path / "broken.onnx"), tmp_path)
 
 
-def test_a_missing_plugin_is_one_sentence(monkeypatch):
+def test_missing_plugin_is_named(monkeypatch):
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime_ep_nv_tensorrt_rtx", None)
     with pytest.raises(UserError, match=r"'tensorrt_rtx': .*pip install onnxruntime-ep-nv-tensorrt-rtx-cu13"):
         TensorRTRTXBenchmarker().describe()
 
 
-def test_the_real_module_places_values_by_vendor():
+def test_real_onnxruntime_accepts_vendor_ids():
     for function in (onnxruntime.OrtValue.ortvalue_from_numpy, onnxruntime.OrtValue.ortvalue_from_shape_and_type):
         assert list(inspect.signature(function).parameters)[-3:] == ["device_type", "device_id", "vendor_id"]
     for name in ("bind_ortvalue_input", "bind_ortvalue_output", "clear_binding_inputs", "clear_binding_outputs"):
@@ -162,7 +162,7 @@ def test_the_real_module_places_values_by_vendor():
 
 
 @pytest.mark.gpu
-def test_a_real_plugin(tmp_path):
+def test_real_plugin_runs_a_model(tmp_path):
     made = TensorRTRTXBenchmarker()
     try:
         made.describe()

@@ -148,7 +148,7 @@ def seal(folder: Path) -> None:
         ({"schema": 9}, "schema"),
     ],
 )
-def test_facts_of_a_stranger_are_checked(folder, tmp_path, changes, key, capsys):
+def test_verify_validates_ship_json(folder, tmp_path, changes, key, capsys):
     edit_json(folder / "ship.json", **changes)
     seal(folder)
     assert qdq("verify", str(folder)) == 2
@@ -175,7 +175,7 @@ def test_a_script_that_takes_too_much_memory_or_time_is_ended(monkeypatch, tmp_p
         ("import os; os.write(2, b'\\xff'); os._exit(1)", "with .*: \ufffd"),
     ],
 )
-def test_odd_output_of_a_script_is_an_error_with_the_program(tmp_path, text, expected):
+def test_invalid_script_output_is_a_user_error(tmp_path, text, expected):
     script = tmp_path / "script.py"
     script.write_text(text)
     with pytest.raises(UserError, match=expected):
@@ -206,7 +206,7 @@ def test_the_script_for_tensorrt_uses_names_that_tensorrt_has(tmp_path, monkeypa
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_names_of_the_model_are_data_in_the_script(tmp_path):
+def test_model_names_are_escaped_in_the_deploy_script(tmp_path):
     name = '"""\nimport os\nos.abort()  # \\'
     _, quantized = save_quantized(tmp_path, name=name)
     facts = {**describe("onnxruntime"), "version": '1.0"""\nimport os'}
@@ -231,7 +231,7 @@ def test_an_unchanged_folder_is_not_written_again_and_files_of_others_are_kept(t
     assert read_bundle(folder)["method"] == "tpe"
 
 
-def test_damage_is_seen(folder, tmp_path, capsys):
+def test_check_bundle_detects_damaged_files(folder, tmp_path, capsys):
     for path in (path for path in sorted(folder.iterdir()) if path.is_file()):
         whole = path.read_bytes()
         for place in {len(whole) * part // 4 for part in range(4)} | {len(whole) - 1}:
@@ -249,7 +249,7 @@ def test_damage_is_seen(folder, tmp_path, capsys):
     assert [str(folder / "SHA256SUMS") in problem for problem in check_bundle(folder)] == [True]
 
 
-def test_verify_runs_the_folder_but_no_script_of_a_stranger_and_compares_environments(folder, tmp_path, capsys):
+def test_verify_runs_the_folder_but_not_its_script(folder, tmp_path, capsys):
     assert qdq("verify", str(folder)) == 0
     assert "run: ok" in capsys.readouterr().out
     (folder / "deploy.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
@@ -283,7 +283,7 @@ def environment(path: Path, command: str) -> Path:
         ((1.0, 1.0, "1.24.0"), 0, ("versions are equal",)),
     ],
 )
-def test_the_exit_status_says_whether_a_new_runtime_serves(folder, monkeypatch, capsys, case, status, words):
+def test_exit_status_by_comparison_with_a_new_runtime(folder, monkeypatch, capsys, case, status, words):
     new = environment(folder.parent, "false")
 
     def run(python: str, _: Path, *arguments: str) -> dict[str, Any]:
@@ -315,13 +315,13 @@ def test_an_environment_that_cannot_run_the_file_is_an_error(folder, tmp_path, c
     assert fact in capsys.readouterr().err
 
 
-def test_verify_takes_no_row_of_a_folder_to_deploy(folder, tmp_path, capsys):
+def test_verify_refuses_a_row_for_a_deploy_folder(folder, tmp_path, capsys):
     for arguments, fact in (((str(folder), "auto"), "row"), ((str(tmp_path / "nothing"),), "no such file")):
         assert qdq("verify", *arguments, "--runtime-python", sys.executable) == 2
         assert fact in capsys.readouterr().err
 
 
-def test_a_path_of_results_means_its_only_folder_to_deploy(folder, tmp_path, capsys, monkeypatch):
+def test_results_path_resolves_to_its_only_deploy_folder(folder, tmp_path, capsys, monkeypatch):
     for path in (tmp_path, tmp_path / "ship", folder, folder / "net.onnx"):
         assert find_bundle(path) == folder
     monkeypatch.chdir(tmp_path)

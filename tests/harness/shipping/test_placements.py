@@ -61,7 +61,7 @@ def quantize_by_ort(path: Path, target: Path) -> Path:
     return target
 
 
-def test_a_search_starts_from_the_file_of_another_tool(tmp_path, monkeypatch, capsys):
+def test_search_starts_from_an_imported_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = load(save_small(tmp_path / "net.onnx"))
     theirs = quantize_by_ort(tmp_path / "net.onnx", tmp_path / "theirs.onnx")
@@ -119,7 +119,7 @@ def export_all(path: Path, target: Path) -> Path:
     return inserter.export(space.resolve(space.quantize_all()), target)
 
 
-def test_a_placement_fits_a_retrained_model(tmp_path):
+def test_placement_transfers_to_a_retrained_model(tmp_path):
     shipped = export_all(save_small(tmp_path / "net.onnx"), tmp_path / "all.onnx")
     model = load(retrain(tmp_path / "net.onnx", tmp_path / "new.onnx"))
     found = transfer_placement(shipped, model)
@@ -169,7 +169,7 @@ def widen_weight(proto: onnx.ModelProto) -> None:
         (widen_weight, "new."),
     ],
 )
-def test_another_structure_is_refused_with_the_first_difference(tmp_path, change, fact):
+def test_different_structure_is_refused_naming_the_difference(tmp_path, change, fact):
     shipped = export_all(save_small(tmp_path / "net.onnx"), tmp_path / "all.onnx")
     model = loaded(onnx.load(retrain(tmp_path / "net.onnx", tmp_path / "new.onnx", change)))
     with pytest.raises(UserError, match="structure") as refused:
@@ -177,7 +177,7 @@ def test_another_structure_is_refused_with_the_first_difference(tmp_path, change
     assert fact in str(refused.value)
 
 
-def test_insert_writes_a_rule_and_a_stored_placement(tmp_path, capsys):
+def test_insert_applies_a_rule_or_stored_placement(tmp_path, capsys):
     net, first, second = save_small(tmp_path / "net.onnx"), tmp_path / "a.onnx", tmp_path / "b.onnx"
     np.save(tmp_path / "calib.npy", np.random.default_rng(0).random((4, 3, 16, 16), np.float32))
     data = ["--calibration", str(tmp_path / "calib.npy")]
@@ -191,7 +191,7 @@ def test_insert_writes_a_rule_and_a_stored_placement(tmp_path, capsys):
         assert remedy in capsys.readouterr().err
 
 
-def test_apply_measures_the_placement_in_the_next_version_of_the_model(tmp_path, monkeypatch, capsys):
+def test_apply_measures_the_placement_in_a_new_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shipped = export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
     stored = {
@@ -234,7 +234,7 @@ def stored_experiment(**changes: Any) -> dict[str, Any]:
     ("objective", "repeated"),
     [({"max_drop": 100.0}, True), ({"max_drop": 100.0, "recover": False}, False), ({"minimize": "latency"}, False)],
 )
-def test_apply_repeats_recovery_under_a_bound(tmp_path, objective, repeated):
+def test_apply_repeats_recovery_if_the_objective_allows(tmp_path, objective, repeated):
     export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
     seal(tmp_path / "ship/net", stored_experiment(objective=objective))
     experiment = apply_experiment(tmp_path / "ship/net", tmp_path / "net.onnx", {}, tmp_path)
@@ -267,7 +267,7 @@ def test_apply_prints_the_steps_that_gain_on_the_new_weights(tmp_path, monkeypat
         {"models": [{"use": "net.onnx"}], "confirmation": 3},
     ],
 )
-def test_apply_refuses_an_experiment_without_a_model(tmp_path, damaged):
+def test_apply_refuses_a_damaged_experiment(tmp_path, damaged):
     (tmp_path / "net.onnx").touch()
     seal(tmp_path, damaged)
     with pytest.raises(UserError, match="experiment"):
@@ -291,7 +291,7 @@ def read_initial(path: Path, model: Model) -> dict[Edge, str]:
     return dict(space.resolve(design.placements([entry])["mine"]["mine"]))
 
 
-def test_an_initial_placement_is_a_file_a_folder_to_deploy_or_results_with_one(tmp_path):
+def test_initial_placement_from_file_deploy_folder_or_results(tmp_path):
     shipped = export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
     seal(shipped.parent, {})
     model = load(tmp_path / "net.onnx")

@@ -57,14 +57,14 @@ def ship(folder: Path, *, without: str = "", dialect: Dialect = ONNXRUNTIME) -> 
 
 
 @pytest.mark.parametrize(("dialect", "quantized"), [(ONNXRUNTIME, True), (OPENVINO, False)])
-def test_biases_are_quantized_where_the_shipped_file_has_them_quantized(tmp_path, dialect, quantized):
+def test_recipe_quantizes_biases_as_the_shipped_file(tmp_path, dialect, quantized):
     _, folder = ship(tmp_path / "shipped", dialect=dialect)
     assert summarize_placement(folder / "net.onnx").biases == quantized
     export_recipe(folder, FACTS, "ort", folder / "recipe.py")
     assert f'"QuantizeBias": {quantized}' in (folder / "recipe.py").read_text()
 
 
-def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path):
+def test_onnxruntime_recipe_reproduces_the_edges(tmp_path):
     model, _ = ship(tmp_path / "whole")
     left_out = next(node.name for node in model.nodes if node.op == "Conv")
     model, folder = ship(tmp_path / "part", without=left_out)
@@ -84,7 +84,7 @@ def test_onnxruntime_makes_the_same_edges_from_the_recipe(tmp_path):
 @pytest.mark.parametrize(
     "tool", [pytest.param("nncf", marks=needs_nncf), pytest.param("modelopt", marks=needs_modelopt)]
 )
-def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path, warm_python, tool):
+def test_nncf_and_modelopt_recipes_reproduce_the_edges(tmp_path, warm_python, tool):
     model, folder = ship(tmp_path / "shipped", dialect=OPENVINO)
     found = export_recipe(folder, FACTS, tool, folder / "recipe.py")
     np.savez(tmp_path / "calib.npz", x=np.random.default_rng(1).random((2, 3, 16, 16), np.float32))
@@ -106,7 +106,7 @@ def test_other_tools_make_the_same_edges_from_the_recipe(tmp_path, warm_python, 
 @pytest.mark.slow
 @needs_nncf
 @pytest.mark.parametrize("choice", ["tensor", "channel"])
-def test_nncf_has_one_scale_a_channel_only_where_the_shipped_file_has(tmp_path, warm_python, choice):
+def test_nncf_recipe_keeps_the_scale_granularity(tmp_path, warm_python, choice):
     builder = GraphBuilder("depthwise", seed=0)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 16, 16)), 8, 3, pad=1))
     builder.output(builder.conv(builder.conv(x, 8, 3, pad=1, groups=8), 4, 1))
@@ -127,7 +127,7 @@ def test_nncf_has_one_scale_a_channel_only_where_the_shipped_file_has(tmp_path, 
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, OPENVINO_7BIT])
-def test_modelopts_file_gets_the_form_of_the_shipped_one(tmp_path, dialect):
+def test_modelopt_recipe_rewrites_pairs_to_the_shipped_form(tmp_path, dialect):
     model, folder = ship(tmp_path / "shipped", dialect=dialect)
     export_recipe(folder, {**FACTS, "runtime": {"dialect": dialect.name}}, "modelopt", folder / "recipe.py")
     feed = {"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}
@@ -147,7 +147,7 @@ def test_modelopts_file_gets_the_form_of_the_shipped_one(tmp_path, dialect):
         assert np.abs(found - wanted).max() < max(limit, np.abs(given - wanted).max())
 
 
-def test_every_recipe_is_valid_and_names_are_data(tmp_path):
+def test_recipes_are_valid_and_escape_names(tmp_path):
     _, folder = ship(tmp_path / "net")
     proto = onnx.load(folder / "net.onnx")
     name = '"""\nimport os\nos.abort()'
@@ -220,13 +220,13 @@ def test_unknown_tools_and_float_models_are_refused(tmp_path):
         summarize_placement(folder / "float.onnx")
 
 
-def test_a_script_does_not_hide_the_package_that_it_imports(tmp_path):
+def test_recipe_file_must_not_shadow_its_package(tmp_path):
     _, folder = ship(tmp_path / "ship")
     with pytest.raises(UserError, match="package onnxruntime"):
         export_recipe(folder, FACTS, "ort", tmp_path / "onnxruntime.py")
 
 
-def test_the_cost_of_an_edge_is_that_of_the_file_with_it_quantized(tmp_path, monkeypatch):
+def test_edge_cost_is_measured_with_the_edge_quantized(tmp_path, monkeypatch):
     model, folder = ship(tmp_path / "net")
     facts = {**FACTS, "dynamic_file": None, "runtime": dict(ONNXRuntimeBenchmarker().describe())}
     (left,) = summarize_placement(folder / "net.onnx").inexpressible

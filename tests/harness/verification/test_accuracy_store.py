@@ -67,7 +67,7 @@ def test_a_file_is_scored_once(score):
     assert score({"float": b"1", "abc": b"2"}) == ([], {"float": 1, "abc": 2})
 
 
-def test_a_file_that_was_made_again_is_scored_again(score):
+def test_changed_file_is_scored_again(score):
     score({"float": b"1", "abc": b"2"})
     assert score({"float": b"1", "abc": b"3"}) == ([("abc.onnx", "main")], {"float": 1, "abc": 1})
 
@@ -97,7 +97,7 @@ class Watcher:
         self.bars[title][0] += 1
 
 
-def test_a_long_scoring_has_a_bar_of_its_own(tmp_path):
+def test_long_scoring_has_its_own_progress_bar(tmp_path):
     (tmp_path / "float.onnx").write_bytes(b"1")
     watcher = Watcher()
     AccuracyStore(tmp_path, Engines(words=(1, 3, 4)), watcher).float_score(tmp_path / "float.onnx")
@@ -105,14 +105,14 @@ def test_a_long_scoring_has_a_bar_of_its_own(tmp_path):
     assert watcher.open == []
 
 
-def test_a_short_one_has_none(tmp_path):
+def test_short_scoring_has_no_progress_bar(tmp_path):
     (tmp_path / "float.onnx").write_bytes(b"1")
     watcher = Watcher()
     AccuracyStore(tmp_path, Engines(), watcher).float_score(tmp_path / "float.onnx")
     assert watcher.bars == {"score the float model": [1, 1]}
 
 
-def test_what_an_evaluator_has_to_say_is_said_once_and_kept(tmp_path):
+def test_evaluator_note_is_reported_once_and_stored(tmp_path):
     (tmp_path / "float.onnx").write_bytes(b"1")
     watcher = Watcher()
     book = AccuracyStore(tmp_path, Engines(note="half of it was guessed"), watcher)
@@ -123,7 +123,7 @@ def test_what_an_evaluator_has_to_say_is_said_once_and_kept(tmp_path):
     assert watcher.said == ["half of it was guessed"] * 2, "once in each run"
 
 
-def test_a_score_without_a_remark_is_written_as_ever(tmp_path):
+def test_score_without_note_is_stored_without_note_key(tmp_path):
     (tmp_path / "float.onnx").write_bytes(b"1")
     AccuracyStore(tmp_path, Engines(), NullProgress()).float_score(tmp_path / "float.onnx")
     (kept,) = read_json(tmp_path / "accuracy.json").values()
@@ -151,7 +151,7 @@ def said_at_the_start(folder, scoring, value):
     return watcher.said
 
 
-def test_a_float_model_that_knows_nothing_is_named_with_what_may_be_wrong(tmp_path):
+def test_float_model_with_zero_score_gives_a_warning(tmp_path):
     params = {"preprocess": {"use": "tf_imagenet", "params": {}}, "decode": "yolox", "input_shape": (1, 3, 8, 8)}
     for _ in range(2):  # when the run goes on, it is said again
         (said,) = said_at_the_start(tmp_path, scoring(params=params), 0.0)
@@ -166,5 +166,5 @@ def test_a_float_model_that_knows_nothing_is_named_with_what_may_be_wrong(tmp_pa
 
 
 @pytest.mark.parametrize(("value", "higher_is_better"), [(0.01, True), (0.5, True), (0.0, False), (-0.7, True)])
-def test_other_figures_are_no_reason_to_doubt(tmp_path, value, higher_is_better):
+def test_plausible_float_scores_give_no_warning(tmp_path, value, higher_is_better):
     assert said_at_the_start(tmp_path, scoring(higher_is_better=higher_is_better), value) == []

@@ -102,7 +102,7 @@ def quantized(build: Callable[[GraphBuilder], None], folder: Path, dialect: str,
 @pytest.mark.parametrize(
     ("build", "dims"), [(transformer, {"time": 8}), (convolutions, {"width": 20}), (recurrent, {"time": 6})]
 )
-def test_same_edges_scales_names_and_outputs(build, dims, dialect, tmp_path):
+def test_dynamic_file_keeps_edges_scales_names_and_outputs(build, dims, dialect, tmp_path):
     made = quantized(build, tmp_path, dialect, **dims)
     assert made.file == tmp_path / "q.dynamic.onnx", made.remark
     assert all(word in made.remark for word in ("checked at", "onnxruntime", "openvino"))
@@ -123,14 +123,14 @@ def test_same_edges_scales_names_and_outputs(build, dims, dialect, tmp_path):
     assert session.run(["y"], feeds)[0].size > 0
 
 
-def test_an_edge_that_is_a_constant_at_fixed_shapes_alone_is_named(tmp_path):
+def test_edge_constant_only_at_fixed_shapes_is_named(tmp_path):
     made = quantized(positions, tmp_path, "openvino", time=8)
     assert made.file is None
     assert "-> input 1 of 'product'" in made.remark
     assert not (tmp_path / "q.dynamic.onnx").exists()
 
 
-def test_a_pair_with_the_name_of_the_constant_that_it_replaces(tmp_path):
+def test_pair_named_like_the_replaced_constant(tmp_path):
     """ONNX Runtime's quantize_static names the DequantizeLinear of a bias like the bias."""
     g = GraphBuilder("net", seed=3)
     g.output(g.conv(g.input("x", (1, 3, 8, "width")), 4, 3, bias=True))
@@ -155,18 +155,18 @@ def test_a_pair_with_the_name_of_the_constant_that_it_replaces(tmp_path):
     np.testing.assert_allclose(found, floating, atol=0.006)
 
 
-def test_a_static_model_has_none(tmp_path):
+def test_static_model_has_no_dynamic_file(tmp_path):
     assert quantized(lambda g: g.output(g.conv(g.input("x", (1, 3, 8, 8)), 4, 3)), tmp_path, "openvino") is None
 
 
-def test_sizes_that_are_tried_agree_by_symbol_and_expression():
+def test_tested_sizes_agree_with_symbols_and_expressions():
     axes = {"x": ("batch", "time"), "past": (3, "batch", "past"), "mask": ("batch", "past + time")}
     for made in other_shapes(axes, {"x": (1, 8), "past": (3, 1, 4), "mask": (1, 12)}):
         (batch, time), (three, same, past), mask = made["x"], made["past"], made["mask"]
         assert (three, same, mask) == (3, batch, (batch, past + time))
 
 
-def test_autotune_and_run_write_it(tmp_path, monkeypatch):
+def test_autotune_and_run_write_the_dynamic_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     builder = GraphBuilder("net", seed=0)
     convolutions(builder)

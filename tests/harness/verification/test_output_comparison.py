@@ -95,7 +95,7 @@ def test_a_wrong_row_has_its_own_verdict_and_is_never_shipped(folder):
     assert "wrong_result" in note
 
 
-def test_the_next_right_placement_is_the_choice_of_the_search(folder):
+def test_search_selects_the_best_correct_placement(folder):
     rows, picks = read_finalists(folder / "out" / TASK)
     chosen = next(pick.row for pick in picks if pick.kind == "search")
     task = load(folder / "out").task(TASK)
@@ -105,7 +105,7 @@ def test_the_next_right_placement_is_the_choice_of_the_search(folder):
     assert chosen != next(row.id for row in rows if task.wrong(row.id))
 
 
-def test_a_model_of_few_operators_shows_the_fault(folder):
+def test_wrong_result_has_a_minimal_model(folder):
     task = load(folder / "out").task(TASK)
     (found,) = [check for row, check in task.checks.items() if task.wrong(row)]
     assert found.operator == "Conv 'BAD'"
@@ -120,7 +120,7 @@ def test_a_model_of_few_operators_shows_the_fault(folder):
     assert "faulty" in text
 
 
-def test_verify_says_so(folder, capsys):
+def test_verify_reports_a_wrong_result(folder, capsys):
     rows, _ = read_finalists(folder / "out" / TASK)
     task = load(folder / "out").task(TASK)
     for wrong, status in ((True, 1), (False, 0)):
@@ -130,7 +130,7 @@ def test_verify_says_so(folder, capsys):
         assert ("wrong result" in capsys.readouterr().out) == wrong
 
 
-def test_a_run_that_goes_on_has_the_same_winners_and_times_nothing_again(folder):
+def test_resumed_run_keeps_selection_and_checks(folder):
     task = folder / "out" / TASK
     kept = {
         name: (task / name).read_bytes() for name in ("rows.json", "final_selection.jsonl.gz", "runtime_check.json")
@@ -141,7 +141,7 @@ def test_a_run_that_goes_on_has_the_same_winners_and_times_nothing_again(folder)
     assert read_manifest(task.parent)["complete"]
 
 
-def test_results_of_before_the_check_are_read_as_they_were(folder, tmp_path):
+def test_results_without_runtime_checks_are_readable(folder, tmp_path):
     import shutil
 
     shutil.copytree(folder / "out", tmp_path / "out")
@@ -171,7 +171,7 @@ def noisy(rng, arrays, db):
         (80, 20, "bf16", "wrong result"),
     ],
 )
-def test_how_far_an_engine_may_be_from_its_file(file_db, engine_db, precision, verdict):
+def test_compare_with_file_verdict_by_distance(file_db, engine_db, precision, verdict):
     rng = np.random.default_rng(0)
     floats = [{"y": rng.standard_normal((1, 500))} for _ in range(4)]
     file = noisy(rng, floats, file_db)
@@ -179,7 +179,7 @@ def test_how_far_an_engine_may_be_from_its_file(file_db, engine_db, precision, v
     assert compare_with_file(floats, file, engine, own, precision=precision).verdict == verdict
 
 
-def test_an_engine_with_nan_is_wrong_and_a_file_with_nan_is_not_compared():
+def test_nan_in_engine_is_wrong_and_in_file_not_checked():
     rng = np.random.default_rng(0)
     floats = [{"y": rng.standard_normal((1, 500))}]
     nan = [{"y": np.full((1, 500), np.nan)}]
@@ -189,7 +189,7 @@ def test_an_engine_with_nan_is_wrong_and_a_file_with_nan_is_not_compared():
     assert "NaN" in found.reason
 
 
-def test_places_that_are_infinite_in_the_file_are_left_out():
+def test_infinite_values_of_the_file_are_ignored():
     rng = np.random.default_rng(0)
     floats = [{"y": rng.standard_normal((1, 500))}]
     floats[0]["y"][0, 3] = np.inf
@@ -200,7 +200,7 @@ def test_places_that_are_infinite_in_the_file_are_left_out():
     assert compare_with_file(floats, floats, engine).verdict == "wrong result"
 
 
-def test_an_output_that_the_engine_does_not_give_is_wrong():
+def test_missing_engine_output_is_a_wrong_result():
     rng = np.random.default_rng(0)
     floats = [{"y": rng.standard_normal((1, 500)), "z": rng.standard_normal((1, 20))}]
     flat = [{"y": floats[0]["y"].ravel(), "z": floats[0]["z"]}]
@@ -210,7 +210,7 @@ def test_an_output_that_the_engine_does_not_give_is_wrong():
         assert (found.verdict, found.output) == ("wrong result", "z")
 
 
-def test_a_float_model_that_is_computed_wrongly_is_wrong():
+def test_compare_float_finds_a_wrong_float_engine():
     rng = np.random.default_rng(0)
     floats = [{"y": rng.standard_normal((1, 500))}]
     assert compare_float(floats, noisy(rng, floats, 90), "f32").verdict == "right"
@@ -218,7 +218,7 @@ def test_a_float_model_that_is_computed_wrongly_is_wrong():
     assert compare_float(floats, noisy(rng, floats, 20), "bf16").verdict == "right"
 
 
-def test_what_has_no_output_of_floating_type_is_not_checked():
+def test_model_without_float_outputs_is_not_checked():
     indices = [{"y": np.arange(5)}]
     assert compare_with_file(indices, indices, indices).verdict == "not checked"
 
@@ -367,7 +367,7 @@ def indices(path, *, quantized):
     return path
 
 
-def test_where_every_output_is_an_index_the_scores_behind_it_are_compared(tmp_path):
+def test_index_outputs_are_compared_by_their_scores(tmp_path):
     floating = indices(tmp_path / "float.onnx", quantized=False)
     quantized = indices(tmp_path / "quantized.onnx", quantized=True)
     rng = np.random.default_rng(0)
@@ -406,7 +406,7 @@ def test_a_model_that_the_reference_cannot_run_is_not_checked(tmp_path):
     assert "Secret" in found.reason
 
 
-def test_autotune_delivers_no_model_that_is_computed_wrongly(folder, tmp_path, monkeypatch, capsys):
+def test_autotune_delivers_no_wrong_model(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     command = [
         "--onnx_path",

@@ -73,7 +73,7 @@ def test_the_input_decides_the_output(folder):
     assert np.abs(one - other).max() > 0.01
 
 
-def test_the_batch_normalization_of_resnet18_is_there_to_be_folded(folder):
+def test_resnet18_has_batch_normalization_after_each_conv(folder):
     operators = [node.op_type for node in onnx.load(written("resnet18", folder)).graph.node]
     assert operators.count("BatchNormalization") == operators.count("Conv") == 20
 
@@ -86,24 +86,24 @@ def test_all_shapes_of_an_encoder_can_be_inferred(folder):
     assert all(dim.dim_value > 0 for shape in products for dim in shape.dim)
 
 
-def test_an_encoder_grows_by_the_same_layer():
+def test_encoder_layers_have_equal_node_counts():
     counts = [len(encoder(layers, width=16, tokens=8).build().graph.node) for layers in (1, 2, 4)]
     assert counts == [98, 185, 359]
 
 
 @pytest.mark.parametrize(("layers", "width"), [(0, 64), (1, 66)])
-def test_an_encoder_that_cannot_be(layers, width):
+def test_invalid_encoder_sizes_are_refused(layers, width):
     with pytest.raises(ValueError, match=r"layers >= 1 and width divisible by heads, but got layers="):
         encoder(layers, width=width)
 
 
-def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
+def test_unknown_name_suggests_the_nearest(tmp_path):
     with pytest.raises(UserError, match=r"zoo:resnet81: no such model; did you mean 'resnet18'"):
         write_model("resnet81", tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_path_that_cannot_be_written(tmp_path):
+def test_unwritable_path_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"zoo:shapes_detector: cannot write .*file/model.onnx: "):
         write_model("shapes_detector", tmp_path / "file" / "model.onnx")

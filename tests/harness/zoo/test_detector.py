@@ -28,7 +28,7 @@ def test_the_committed_file_is_below_one_megabyte():
     assert len(list(TRAINED_MODEL_PATH.parent.glob("*.onnx"))) == 1
 
 
-def test_rows_are_cells_with_boxes_in_pixels_and_scores():
+def test_output_rows_are_cells_with_boxes_and_scores():
     infer = session(TRAINED_MODEL_PATH)
     centres = [((np.arange(side * side) % side + 0.5) * stride, (np.arange(side * side) // side + 0.5) * stride)
                for side, stride in ((16, 8), (8, 16))]  # fmt: skip
@@ -54,7 +54,7 @@ def test_openvino_agrees_with_onnx_runtime():
 
 
 @pytest.mark.slow
-def test_float_finds_the_shapes_and_plain_int8_loses_measurably(tmp_path):
+def test_float_detector_is_accurate_and_plain_int8_loses_map(tmp_path):
     shapes = draw_split("evaluation", 60)
     path = tmp_path / "int8.onnx"
     quantize_static(
@@ -123,7 +123,7 @@ def suppress(boxes: Floats, scores: Floats) -> list[int]:
     return kept
 
 
-def test_the_model_has_what_int8_stumbles_on():
+def test_detector_has_operators_sensitive_to_int8():
     operators = {node.op_type for node in onnx.load(TRAINED_MODEL_PATH).graph.node}
     assert {"Conv", "Sigmoid", "Mul", "Add", "Concat", "Resize", "Exp"} <= operators
     assert "BatchNormalization" not in operators

@@ -13,7 +13,7 @@ from harness.errors import UserError
 from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, draw_split
 
 
-def test_images_are_rgb_bytes_and_every_label_names_one():
+def test_images_are_rgb_and_labels_refer_to_images():
     shapes = draw_split("evaluation", 12)
     assert [(image.dtype, image.shape) for image in shapes.images] == [
         (np.uint8, (IMAGE_SIZE_PX, IMAGE_SIZE_PX, 3))
@@ -61,7 +61,7 @@ def test_boxes_lie_in_the_image_and_hold_their_area(name, count):
         assert 0 < annotation["area"] <= width * height * (1 + 1e-9)
 
 
-def test_a_shape_can_be_seen_in_its_box():
+def test_shapes_are_visible_in_their_boxes():
     shapes = draw_split("evaluation", 40)
     seen = []
     for annotation in shapes.coco["annotations"]:
@@ -72,11 +72,11 @@ def test_a_shape_can_be_seen_in_its_box():
     assert np.mean(seen) > 0.9
 
 
-def test_unknown_split():
+def test_unknown_split_is_refused():
     with pytest.raises(UserError, match=r"shapes: no split 'eval'; did you mean 'evaluation'\?"):
         draw_split("eval")
 
 
-def test_count_below_one():
+def test_count_below_one_is_refused():
     with pytest.raises(UserError, match=r"shapes: count must be at least 1 .*, but got 0"):
         draw_split("train", 0)

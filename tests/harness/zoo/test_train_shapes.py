@@ -22,7 +22,7 @@ def train_shapes(torch):
     return importlib.import_module("train_shapes")
 
 
-def test_overlaps_of_equal_shifted_and_apart(torch, train_shapes):
+def test_iou_and_ciou_of_known_boxes(torch, train_shapes):
     box = torch.tensor([[50.0, 50.0, 20.0, 20.0]])
     other = torch.tensor([[50.0, 50.0, 20.0, 20.0], [60.0, 50.0, 20.0, 20.0], [90.0, 90.0, 10.0, 10.0]])
     iou, ciou = train_shapes.iou_and_ciou(box, other)
@@ -32,7 +32,7 @@ def test_overlaps_of_equal_shifted_and_apart(torch, train_shapes):
     assert ciou[2] < 0
 
 
-def test_cells_learn_the_shape_that_they_fit_and_padding_is_ignored(torch, train_shapes):
+def test_assign_cells_matches_shapes_and_ignores_padding(torch, train_shapes):
     centres = torch.tensor([[20.0, 20.0], [60.0, 60.0], [100.0, 100.0], *([[4.0, 120.0]] * 6)])
     boxes = torch.cat([centres, torch.full((9, 2), 20.0)], 1)[None]
     scores = torch.full((1, 9, 3), 0.3)
@@ -57,7 +57,7 @@ def test_a_few_steps_lower_the_loss(torch, train_shapes):
     assert values[-1] < 0.9 * values[0]
 
 
-def test_the_same_seed_trains_the_same_model_and_the_export_computes_the_same(torch, train_shapes, tmp_path):
+def test_training_is_deterministic_and_the_export_is_equal(torch, train_shapes, tmp_path):
     data = draw_split("train", 4)
     model, again = (train_shapes.train(data, epochs=1, batch=4, seed=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

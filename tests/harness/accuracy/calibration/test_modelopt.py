@@ -63,7 +63,7 @@ def our_scales(ranges: Ranges) -> Mapping[str, float]:
 
 
 @pytest.mark.parametrize("method", ["minmax", "max"])
-def test_minmax_and_max_are_what_modelopt_finds(model, theirs, method):
+def test_minmax_and_max_equal_modelopts_ranges(model, theirs, method):
     found = theirs[method, QUIET_FIRST]
     ours = our_scales(calibrate(model, list(found), batches(QUIET_FIRST), method=method))
     assert ours == pytest.approx(found, rel=1e-6)
@@ -82,7 +82,7 @@ class Plain(HistogramCollector):  # type: ignore[misc]
 
 
 @pytest.mark.slow
-def test_entropy_is_what_modelopt_finds_with_the_histograms_that_it_has(model, theirs, tmp_path):
+def test_entropy_equals_modelopts_with_its_histogram_bins(model, theirs, tmp_path):
     """128 bins in float32 are the whole difference; ours are 511 in float64."""
     found = theirs["entropy", QUIET_FIRST]
     plain = Plain("entropy", symmetric=False, num_bins=128, num_quantized_bins=128, percentile=0, scenario="same")
@@ -95,7 +95,7 @@ def test_entropy_is_what_modelopt_finds_with_the_histograms_that_it_has(model, t
 
 
 @pytest.mark.slow
-def test_modelopts_entropy_is_minmax_where_the_first_batch_is_the_loudest(model, theirs):
+def test_modelopts_entropy_is_minmax_if_first_batch_is_largest(model, theirs):
     """128 bins for 128 levels leave one candidate, the whole range; so its entropy depends on the order of the data."""
     found = theirs["entropy", LOUD_FIRST]
     whole = our_scales(calibrate(model, list(found), batches(LOUD_FIRST)))

@@ -94,7 +94,7 @@ def test_the_model_has_qdq_runs_and_keeps_node_names(tool, model, made):
 @pytest.mark.parametrize(
     ("dialect", "zero_points", "bias"), [("onnxruntime", "uint8", True), ("openvino", "int8", False)]
 )
-def test_ort_static_speaks_the_dialect(model, made, tmp_path, dialect, zero_points, bias):
+def test_ort_static_follows_the_dialect(model, made, tmp_path, dialect, zero_points, bias):
     path = made(ort_static)
     if dialect != "onnxruntime":
         path = ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name=dialect)
@@ -109,7 +109,7 @@ def test_ort_static_speaks_the_dialect(model, made, tmp_path, dialect, zero_poin
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_ort_static_reduces_weights_as_the_dialect_does(model, made, tmp_path):
+def test_ort_static_follows_the_weight_limit_of_the_dialect(model, made, tmp_path):
     def largest(path: Path) -> int:
         constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
         stored = [constants[n.input[0]] for n in onnx.load(path).graph.node if n.input and n.input[0] in constants]
@@ -119,7 +119,7 @@ def test_ort_static_reduces_weights_as_the_dialect_does(model, made, tmp_path):
     assert (largest(made(ort_static)), largest(reduced)) == (127, 64)
 
 
-def test_modelopt_leaves_onnx_runtime_as_it_is_and_repeats_its_file(model, made, tmp_path, monkeypatch, capfd):
+def test_modelopt_ptq_is_deterministic_without_side_effects(model, made, tmp_path, monkeypatch, capfd):
     """Nor is anything printed, or left in the working folder, beside the model or beside the result."""
     before, registry = _digest(made(ort_static)), dict(QDQRegistry)
     work = tmp_path / "work"
@@ -146,13 +146,13 @@ def test_modelopt_quantizes_to_fp8(model, tmp_path):
 
 @pytest.mark.usefixtures("warm_tools")
 @pytest.mark.parametrize("method", ["entropy", "percentile"])
-def test_ort_static_takes_the_other_methods(model, tmp_path, method):
+def test_ort_static_accepts_entropy_and_percentile(model, tmp_path, method):
     options: Any = {"dialect_name": "onnxruntime", "method": method, "percentile": 99.9}
     assert np.isfinite(_run(ort_static(model, tmp_path / "q.onnx", BATCHES, **options))).all()
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_several_inputs_without_a_batch_axis(tmp_path):
+def test_ort_static_accepts_several_inputs_without_batch_axis(tmp_path):
     builder = GraphBuilder("two")
     x = builder.op("Mul", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3), builder.input("gain/of it", ()))
     builder.output(x, name="out")
@@ -162,7 +162,7 @@ def test_several_inputs_without_a_batch_axis(tmp_path):
     assert "QuantizeLinear" in {node.op_type for node in onnx.load(made).graph.node}
 
 
-def test_no_data_is_said(model, tmp_path):
+def test_missing_calibration_data_is_refused(model, tmp_path):
     with pytest.raises(BuildFailed, match="modelopt_ptq: there is no calibration data"):
         modelopt_ptq(model, tmp_path / "q.onnx", [], dialect_name="onnxruntime")
 
@@ -176,20 +176,20 @@ def test_no_data_is_said(model, tmp_path):
         ("ort_static", {"precision": "int8", "method": "mse"}, "minmax, max, entropy, percentile, not by mse"),
     ],
 )
-def test_what_a_tool_does_not_offer(tool, asked, words):
+def test_unsupported_tool_options_are_refused_in_the_child(tool, asked, words):
     with pytest.raises(ValueError, match=words):
         getattr(ptq_child, tool)(asked, None)
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_what_a_tool_does_not_offer_is_said_without_the_name_of_a_class(model, tmp_path):
+def test_unsupported_precision_message_has_no_class_name(model, tmp_path):
     with pytest.raises(BuildFailed) as caught:
         ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime", precision="fp8")
     assert str(caught.value) == "ort_static: quantizes to int8, not to fp8"
 
 
 @pytest.mark.usefixtures("warm_tools")
-def test_the_tools_own_words_come_on_one_line(model, tmp_path):
+def test_tool_error_message_is_one_line(model, tmp_path):
     wrong = [{"images": np.zeros((1, 5), np.float32)}]
     with pytest.raises(BuildFailed, match=r"ort_static: InvalidArgument: .*Invalid rank for input: images") as caught:
         ort_static(model, tmp_path / "q.onnx", wrong, dialect_name="onnxruntime")
@@ -203,7 +203,7 @@ def test_a_tool_that_takes_too_long_is_ended(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tool_ends_with_the_process_that_started_it(model, tmp_path):
+def test_tool_ends_with_its_parent_process(model, tmp_path):
     """The driver is killed while the tool, whose interpreter is replaced by one that sleeps, is at work."""
     slow = tmp_path / "slow.py"
     note = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
@@ -229,7 +229,7 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_tool_that_dies_is_said(model, tmp_path, monkeypatch):
+def test_tool_crash_is_reported_with_its_exit_code(model, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(BuildFailed, match="ort_static: ended with code 1 and no model; its last output: none"):
         ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime")
@@ -251,7 +251,7 @@ def test_node_names_of_real_models_survive(tool, name, shapes, tmp_path):
     assert {node.name for node in model.nodes} <= {node.name for node in onnx.load(path).graph.node}
 
 
-def test_the_fingerprint_follows_the_dialect_and_the_options(monkeypatch):
+def test_fingerprint_depends_on_dialect_and_options(monkeypatch):
     seen = {ptq_fingerprint({"dialect_name": name}) for name in ("openvino", "onnxruntime")}
     seen.add(ptq_fingerprint({"dialect_name": "openvino", "method": "entropy"}))
     changed = dataclasses.replace(OPENVINO, bias="int32")

@@ -47,7 +47,7 @@ def test_mean_is_that_of_the_extremes_of_each_sample(doubled):
     assert high == pytest.approx(np.mean([2 * each["x"].max() for each in batches]))
 
 
-def test_one_pass_gives_what_single_passes_give(doubled):
+def test_one_pass_for_all_estimators_equals_separate_passes(doubled):
     batches = [{"x": np.random.default_rng(i).normal(0, 1, (1, 3, 4)).astype(np.float32)} for i in range(3)]
     reads: list[int] = []
     counted = (reads.append(i) or batch for i, batch in enumerate(batches))  # type: ignore[func-returns-value]
@@ -56,7 +56,7 @@ def test_one_pass_gives_what_single_passes_give(doubled):
     assert found == {name: calibrate(doubled, ["x", "y"], batches, method=name) for name in ESTIMATORS}
 
 
-def test_channels_have_ranges_and_a_dead_one_is_no_warning(doubled):
+def test_channel_ranges_without_warning_for_dead_channels(doubled):
     x = np.random.default_rng(0).normal(0, 1, (1, 3, 4)).astype(np.float32) * np.array([[[1], [0], [5]]], np.float32)
     found = calibrate(doubled, ["x", "y"], [{"x": x}], channels={"y": 3})
     assert found.keys() == {"x", "y", *(channel_name("y", i) for i in range(3))}
@@ -81,6 +81,6 @@ def test_l2_is_at_least_as_near_as_mse_on_values_with_one_long_tail():
 
 
 @pytest.mark.parametrize("key", ["method", "weights"])
-def test_an_unknown_estimator_is_refused_when_the_file_is_read(key):
+def test_unknown_estimator_is_refused_at_validation(key):
     with pytest.raises(ValueError, match="estimator is called 'mes'; did you mean 'mse'"):
         Calibration.model_validate({key: "mes"})

@@ -53,7 +53,7 @@ def _batches(count: int = 5, seed: int = 0) -> list[dict[str, np.ndarray]]:
     return [{"x": rng.normal(0, 1 + i, (2, 4)).astype(np.float32)} for i in range(count)]
 
 
-def test_minmax_is_what_numpy_finds(arithmetic):
+def test_minmax_equals_numpy(arithmetic):
     x = np.stack([batch["x"] for batch in _batches()])
     ranges = calibrate(arithmetic, ["x", "r", "y", "d", "out"], iter(_batches()))
     r = np.maximum(x, 0)
@@ -67,7 +67,7 @@ def test_minmax_is_what_numpy_finds(arithmetic):
     }
 
 
-def test_minmax_is_what_onnx_runtime_finds(tmp_path):
+def test_minmax_equals_onnx_runtime(tmp_path):
     builder = GraphBuilder("conv")
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3))
     builder.output(builder.gemm(builder.op("Flatten", builder.conv(x, 2, 3, stride=2)), 5), name="logits")
@@ -128,7 +128,7 @@ def test_histograms_take_any_finite_values(parts, percentile):
     assert len(histograms.histogram_dict["t"][0]) <= 5 * 2048
 
 
-def test_a_quiet_first_batch_does_not_make_a_huge_histogram():
+def test_small_first_batch_does_not_inflate_the_histogram():
     rng = np.random.default_rng(0)
     histograms = EntropyCalibrator()
     for scale in (1e-9, 1e-3, 1.0, 1.1):
@@ -149,7 +149,7 @@ def test_float16_activations_have_ranges_too(tmp_path):
         assert ranges["r"][1] == pytest.approx(1.0, abs=error)
 
 
-def test_max_takes_the_largest_magnitude_to_both_sides_and_keeps_one_sided_tensors_so():
+def test_max_is_symmetric_except_for_one_sided_tensors():
     magnitudes = AbsMaxCalibrator()
     for values in ([-3.0, 1.0], [2.0]):
         magnitudes.collect({"both": [np.array(values)], "up": [np.abs(values)], "down": [-np.abs(values)]})
@@ -183,14 +183,14 @@ def test_mse_finds_the_clipping_with_the_least_error(shape):
     assert _error(values, low, high) <= 1.05 * least
 
 
-def test_a_dead_tensor_has_no_range_whatever_the_method(arithmetic):
+def test_dead_tensor_has_an_empty_range_for_all_methods(arithmetic):
     for method in METHODS:
         assert calibrate(arithmetic, ["d"], _batches(2), method=method) == {"d": (0.0, 0.0)}
 
 
 @pytest.mark.parametrize("method", ["minmax", "max", "percentile"])
 @pytest.mark.parametrize("value", [-1.0, 0.0])
-def test_an_activation_with_a_lone_nan_or_infinity_is_named_and_stays_float(tmp_path, method, value):
+def test_activation_with_nan_or_infinity_stays_float(tmp_path, method, value):
     builder = GraphBuilder("log")
     log = builder.op("Log", builder.input("x", (1, 100)), outputs=["log"])[0]
     builder.output(builder.op("Relu", log), name="out")
@@ -208,7 +208,7 @@ def test_an_activation_with_a_lone_nan_or_infinity_is_named_and_stays_float(tmp_
 
 @pytest.mark.parametrize("dtype", ["float", "float16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_an_activation_with_the_mark_of_an_attention_mask_is_named_and_stays_float(tmp_path, method, dtype):
+def test_activation_with_mask_sentinel_stays_float(tmp_path, method, dtype):
     """-3.4e38, in float16 -65504, stands for minus infinity: 8 bits over it leave one level for all that counts."""
     builder = GraphBuilder("masked")
     scores = builder.input("scores", (1, 4, 16), dtype)
@@ -233,13 +233,13 @@ def test_data_with_nan_are_refused_with_batch_and_input(arithmetic):
         calibrate(arithmetic, ["r"], broken)
 
 
-def test_remarks_name_what_is_dead_and_count_the_rest():
+def test_range_warnings_name_dead_tensors_in_short():
     assert range_warnings({"a": (0.0, 1.0)}) == ()
     (line,) = range_warnings({f"t{i}": (0.0, 0.0) for i in range(7)} | {"a": (-1.0, 0.0)})
     assert line == "always 0 on calibration data (dead): 't0', 't1', 't2', 't3', 't4' and 2 more; they stay float"
 
 
-def test_batches_stream(arithmetic):
+def test_batches_are_streamed(arithmetic):
     alive: list[weakref.ref[np.ndarray]] = []
     peak = 0
 
@@ -257,7 +257,7 @@ def test_batches_stream(arithmetic):
     assert seen == [1, 2, 3, 4, 5, 6]
 
 
-def test_activations_of_one_batch_are_gone_before_the_next(arithmetic, tmp_path):
+def test_activations_are_released_after_each_batch(arithmetic, tmp_path):
     class Watch:
         def __init__(self) -> None:
             self.refs: list[weakref.ref[np.ndarray]] = []
@@ -278,7 +278,7 @@ def test_activations_of_one_batch_are_gone_before_the_next(arithmetic, tmp_path)
     assert watch.left_over == [0, 0, 0, 0]
 
 
-def test_nothing_is_left_beside_the_model_nor_printed(arithmetic, capfd):
+def test_calibration_writes_and_prints_nothing(arithmetic, capfd):
     folder = arithmetic.parent
     before = sorted(folder.iterdir())
     folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
@@ -291,7 +291,7 @@ def test_nothing_is_left_beside_the_model_nor_printed(arithmetic, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_external_data_is_found(tmp_path):
+def test_model_with_external_data_is_calibrated(tmp_path):
     builder = GraphBuilder("external")
     builder.output(builder.gemm(builder.input("x", (1, 64)), 64), name="out")
     path = tmp_path / "external.onnx"
@@ -321,14 +321,14 @@ def test_an_unknown_method_is_named(arithmetic):
 
 
 @pytest.mark.parametrize("batch", [{}, {"y": np.zeros((2, 4), np.float32)}, {"x": np.zeros((7,), np.float32)}])
-def test_data_that_does_not_fit_is_the_users_mistake(arithmetic, batch):
+def test_mismatched_data_is_a_user_error(arithmetic, batch):
     with pytest.raises(
         UserError, match=r"calibration of arithmetic\.onnx: batch 1: the float model does not run: .*\w"
     ):
         calibrate(arithmetic, ["x"], [batch])
 
 
-def test_what_the_data_raise_is_not_blamed_on_the_model(arithmetic):
+def test_exception_of_the_data_is_passed_on(arithmetic):
     def broken() -> Iterator[dict[str, np.ndarray]]:
         yield _batches()[0]
         raise ValueError("image 7 cannot be read")
@@ -348,7 +348,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "qdq-bench" / "ranges"
 
 
-def test_ranges_that_are_not_finite_are_kept_too(tmp_path, cache, key):
+def test_infinite_ranges_are_cached(tmp_path, cache, key):
     builder = GraphBuilder("log")
     builder.output(builder.op("Log", builder.input("x", (3,)), outputs=["log"])[0])
     path = builder.save(tmp_path / "log.onnx")
@@ -374,13 +374,13 @@ def test_a_second_time_neither_model_nor_data_are_needed(arithmetic, cache, key)
     "change",
     [{"model_sha256": "cd" * 32}, {"data": "other"}, {"preprocess": "b"}, {"method": "entropy"}, {"samples": 4}],
 )
-def test_anything_else_is_another_key(arithmetic, cache, key, change):
+def test_cache_key_depends_on_model_data_and_method(arithmetic, cache, key, change):
     cached_ranges(key, arithmetic, ["x"], _batches())
     cached_ranges(dataclasses.replace(key, **change), arithmetic, ["x"], _batches())  # type: ignore[arg-type]
     assert len(list(cache.iterdir())) == 2
 
 
-def test_percentile_counts_for_its_method_alone(arithmetic, cache, key):
+def test_percentile_is_in_the_cache_key_of_its_method_only(arithmetic, cache, key):
     for method, count in (("minmax", 1), ("percentile", 3)):
         for percentile in (99.0, 99.9):
             cached_ranges(
@@ -402,7 +402,7 @@ def test_percentile_counts_for_its_method_alone(arithmetic, cache, key):
         '{"ranges": {"x": "ab"}}',
     ],
 )
-def test_a_corrupt_file_is_made_again(arithmetic, cache, key, caplog, text):
+def test_corrupt_cache_file_is_rewritten(arithmetic, cache, key, caplog, text):
     first = cached_ranges(key, arithmetic, ["x"], _batches())
     (path,) = cache.iterdir()
     path.write_text(text)
@@ -413,21 +413,21 @@ def test_a_corrupt_file_is_made_again(arithmetic, cache, key, caplog, text):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
-def test_a_folder_that_cannot_be_written_is_done_without(arithmetic, cache, key, caplog):
+def test_unwritable_cache_folder_is_not_used(arithmetic, cache, key, caplog):
     cache.mkdir(parents=True)
     cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
     assert cached_ranges(key, arithmetic, ["x"], _batches()).keys() == {"x"}
     assert "calibration ranges are not kept" in caplog.text
 
 
-def test_a_cache_folder_that_cannot_be_made_is_done_without(arithmetic, tmp_path, key, caplog, monkeypatch):
+def test_missing_cache_folder_is_not_required(arithmetic, tmp_path, key, caplog, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cached_ranges(key, arithmetic, ["x"], _batches()).keys() == {"x"}
     assert "calibration ranges are not kept: no cache folder" in caplog.text
 
 
-def test_mistakes_name_the_model_of_the_user_and_the_data_of_the_batch(arithmetic):
+def test_errors_name_the_model_and_the_data_of_the_batch(arithmetic):
     batches = [{"x": np.ones((2, 4), np.float32)}, {"x": np.full((2, 4), np.nan, np.float32)}]
     read = InputBatches(count=2, make=lambda i: batches[i], batch_label=lambda _: "feeds.npz")
     with pytest.raises(UserError, match=r"calibration batch 2 \(feeds\.npz\): input 'x' has NaN"):

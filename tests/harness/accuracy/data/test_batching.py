@@ -20,7 +20,7 @@ def arrays(folder: Path, **given: Any) -> Any:
     return open_data({"use": "npz", "path": "a.npz"}, folder)
 
 
-def test_images_are_batched_as_the_model_takes_them_and_the_last_one_fills_up():
+def test_images_are_batched_and_the_last_batch_is_padded():
     data = open_images(SPLIT)
     found = list(make_batches(data, Shapes(), {"x": ("float", (2, 3, 128, 128))}))
     assert [feed["x"].shape for feed in found] == [(2, 3, 128, 128)] * 3
@@ -29,7 +29,7 @@ def test_images_are_batched_as_the_model_takes_them_and_the_last_one_fills_up():
     assert len(make_batches(data, Shapes(), {"x": ("float", (2, 3, 128, 128))}, count=2)) == 1
 
 
-def test_images_feed_the_one_input_that_takes_them():
+def test_images_feed_the_only_image_input():
     assert image_input({"x": IMAGE}) == "x"
     with pytest.raises(UserError, match=r"images feed only 'x'; use: npz for the others as well \('mask'\)"):
         image_input({"mask": ("bool", (1, 4)), "x": IMAGE})
@@ -58,7 +58,7 @@ def test_an_unnamed_array_feeds_the_only_input(tmp_path):
         make_batches(data, None, {"x": ("float", (1, 2)), "y": ("float", (1,))})
 
 
-def test_arrays_are_batched_and_filled_up(tmp_path):
+def test_arrays_are_batched_and_the_last_batch_is_padded(tmp_path):
     data = arrays(tmp_path, x=np.arange(10).reshape(5, 2))
     feeds = list(make_batches(data, None, {"x": ("int64", (2, 2))}))
     assert [feed["x"].tolist() for feed in feeds] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [8, 9]]]
@@ -74,12 +74,12 @@ def test_arrays_are_batched_and_filled_up(tmp_path):
         ({"x": ("float", (3, 2)), "y": ("float", ())}, "a batch of them is, by input, {'x': 3, 'y': 1}"),
     ],
 )
-def test_arrays_that_do_not_fit_the_model_are_explained(tmp_path, inputs, message):
+def test_arrays_that_mismatch_the_model_are_refused(tmp_path, inputs, message):
     with pytest.raises(UserError, match=message):
         make_batches(arrays(tmp_path, x=np.zeros((4, 2)), y=np.zeros(4)), None, inputs)
 
 
-def test_integers_for_a_float_input_and_a_single_sample_are_pointed_out(tmp_path, caplog):
+def test_integer_data_and_single_samples_are_warned_about(tmp_path, caplog):
     np.savez(tmp_path / "raw.npz", x=np.full((1, 3, 4, 4), 255, np.uint8))
     arrays = open_data({"use": "npz", "path": "raw.npz"}, tmp_path)
     (batch,) = make_batches(arrays, None, {"x": ("float", (1, 3, 4, 4))})

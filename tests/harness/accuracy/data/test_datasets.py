@@ -48,13 +48,13 @@ def test_an_unlabelled_folder_is_read_by_name(folder):
     assert data.coco is None
 
 
-def test_class_labels_give_the_order_and_may_cover_a_part(folder):
+def test_class_labels_decide_order_and_subset(folder):
     data = open_with(folder, "2.png 11\n\n0.png 3\n")
     assert data.names == ("2.png", "0.png")
     assert data.labels.tolist() == [11, 3]
 
 
-def test_coco_labels_are_cut_with_the_images(folder):
+def test_coco_labels_are_limited_to_selected_images(folder):
     data = open_with(folder, coco(), start=1, count=1)
     assert data.names == ("0.png",)
     assert [i["id"] for i in data.coco["images"]] == [7]
@@ -75,7 +75,7 @@ def test_grey_images_become_rgb(folder):
     assert data.image(0)[3, 5].tolist() == [77, 77, 77]
 
 
-def test_the_fingerprint_follows_names_contents_labels_and_cut(folder):
+def test_fingerprint_depends_on_contents_labels_and_subset(folder):
     seen = {
         open_with(folder, "0.png 1\n1.png 1").fingerprint,
         open_with(folder, "0.png 1\n1.png 2").fingerprint,
@@ -88,7 +88,7 @@ def test_the_fingerprint_follows_names_contents_labels_and_cut(folder):
     assert open_with(folder, "0.png 1\n1.png 2").fingerprint in seen
 
 
-def test_what_lies_beyond_the_limit_is_neither_read_nor_told_apart(folder):
+def test_samples_beyond_the_limit_are_not_read_or_hashed(folder):
     spec = {"use": "images", "images": "images", "start": 1}
     first = open_data(spec, folder, limit=1)
     (folder / "images" / "2.png").write_bytes(b"changed")
@@ -101,7 +101,7 @@ def test_what_lies_beyond_the_limit_is_neither_read_nor_told_apart(folder):
     assert len(open_data({"use": "npz", "path": "a.npz", "start": 1}, folder, limit=2)) == 2
 
 
-def test_fewer_rows_of_a_file_are_the_first_or_spread_evenly(folder):
+def test_limited_rows_are_the_first_or_evenly_spread(folder):
     np.save(folder / "a.npy", np.arange(9, dtype=np.float32)[:, None])
     found = []
     for spread in (False, True):
@@ -115,7 +115,7 @@ def test_fewer_rows_of_a_file_are_the_first_or_spread_evenly(folder):
         open_data({"use": "npy", "path": "a.npy", "spread": 1}, folder)
 
 
-def test_halves_share_no_image_and_an_image_is_of_one_half_in_every_cut(folder):
+def test_halves_are_disjoint_and_stable_across_subsets(folder):
     def names(half: str, **spec: Any) -> set[str]:
         data = open_images({"use": "shapes", "split": "evaluation", "half": half, **spec})
         assert [image["file_name"] for image in data.coco["images"]] == list(data.names)
@@ -146,7 +146,7 @@ def test_rows_of_arrays_have_halves_too(folder):
         assert min(map(len, parts)) > 3
 
 
-def test_shapes_are_drawn_with_their_labels():
+def test_shapes_dataset_has_coco_labels():
     data = open_images({"use": "shapes", "split": "evaluation", "count": 3})
     assert len(data) == 3
     assert {a["image_id"] for a in data.coco["annotations"]} <= {1, 2, 3}
@@ -183,7 +183,7 @@ def test_shapes_are_drawn_with_their_labels():
         ({"use": "images", "images": "images", "masks": "empty"}, "data.masks: 0.png is not in .*empty"),
     ],
 )
-def test_a_wrong_specification_is_explained(folder, spec, message):
+def test_invalid_data_specification_is_refused(folder, spec, message):
     (folder / "empty").mkdir()
     for suffix in ("npy", "npz"):
         (folder / f"broken.{suffix}").write_bytes(b"hello")
@@ -230,7 +230,7 @@ def test_malformed_labels_are_explained(folder, labels, message):
         open_with(folder, labels)
 
 
-def test_label_files_that_are_none_are_explained(folder):
+def test_invalid_label_files_are_refused(folder):
     for name, content, message in (
         ("labels.csv", b"0.png,1", r"labels are a .json file \(COCO\) or a .txt file"),
         ("labels.json", b"{", "labels.json: not valid JSON"),
@@ -251,7 +251,7 @@ def test_an_unreadable_image_is_named(folder, damage):
         data.image(1)
 
 
-def test_an_image_of_another_size_than_its_labels_say_is_named(folder):
+def test_image_size_must_match_its_labels(folder):
     Image.new("RGB", (4, 6)).save(folder / "images" / "1.png")
     data = open_with(folder, coco())
     assert data.image(0).shape == (4, 6, 3)
@@ -259,7 +259,7 @@ def test_an_image_of_another_size_than_its_labels_say_is_named(folder):
         data.image(2)
 
 
-def test_arrays_that_do_not_fit_are_explained(tmp_path):
+def test_invalid_arrays_are_refused(tmp_path):
     spec = {"use": "npz", "path": "a.npz"}
     for content, message in (
         (
@@ -303,7 +303,7 @@ def test_only_the_chosen_rows_of_an_npz_file_are_kept(tmp_path, save):
     assert len(data) == 2
 
 
-def test_a_file_that_asks_for_too_much_memory_is_refused(tmp_path, monkeypatch):
+def test_npz_file_beyond_the_memory_limit_is_refused(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros((10, 100)))
     monkeypatch.setattr(arrays, "MAX_ARRAY_BYTES", 5 * 800)
     with pytest.raises(UserError, match=r"10 samples take .* GiB, more than .*; use fewer \('count'\), or .*\.npy"):
@@ -338,7 +338,7 @@ def test_a_limit_takes_samples_evenly_where_asked(tmp_path, count, rows):
     assert data.available == 10
 
 
-def test_an_npz_header_that_lies_is_refused(tmp_path):
+def test_npz_header_with_a_wrong_shape_is_refused(tmp_path):
     np.savez(tmp_path / "good.npz", x=np.zeros((3, 4), np.float32))
     with zipfile.ZipFile(tmp_path / "good.npz") as good, zipfile.ZipFile(tmp_path / "bad.npz", "w") as bad:
         bad.writestr("x.npy", good.read("x.npy").replace(b"(3, 4)", b"(9, 4)"))
@@ -346,7 +346,7 @@ def test_an_npz_header_that_lies_is_refused(tmp_path):
         open_data({"use": "npz", "path": "bad.npz"}, tmp_path)
 
 
-def test_classes_in_another_order_are_put_in_order(folder):
+def test_categories_are_reordered_by_class_names(folder):
     boxes = [{"image_id": 7, "category_id": c, "bbox": [1, 1, 2, 3]} for c in (5, 9)]
     named = coco(categories=[{"id": 9, "name": "cat"}, {"id": 5, "name": "dog"}], annotations=boxes)
     data = open_with(folder, named, classes=["cat", "bird", "dog"])
@@ -363,19 +363,19 @@ def test_classes_in_another_order_are_put_in_order(folder):
 @pytest.mark.parametrize(
     ("bbox", "cause"), [([1, 1, -2, 3], "annotation 2: .*negative"), ([1, 1, float("nan"), 3], "annotation 2: .*bbox")]
 )
-def test_a_wrong_box_is_refused_with_its_number(folder, bbox, cause):
+def test_invalid_box_is_refused_naming_its_annotation(folder, bbox, cause):
     good = {"image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3]}
     with pytest.raises(UserError, match=rf"labels\.json: {cause}"):
         open_with(folder, coco(annotations=[good, {**good, "bbox": bbox}]))
 
 
-def test_an_annotation_that_is_there_twice_is_reported(folder, caplog):
+def test_duplicate_annotation_is_reported(folder, caplog):
     good = {"image_id": 7, "category_id": 5, "bbox": [1, 1, 2, 3]}
     open_with(folder, coco(annotations=[good, {**good, "bbox": [0, 0, 1, 1]}, good]))
     assert "labels.json: annotation 3 repeats annotation 1" in caplog.text
 
 
-def test_pictures_that_would_be_read_wrongly_are_reported(folder, caplog):
+def test_16bit_vector_and_rotated_images_are_reported(folder, caplog):
     images = folder / "images"
     Image.fromarray(np.full((4, 6), 1000, np.uint16)).save(images / "0.png")
     (images / "1.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 4\n%%EndComments\n")

@@ -16,13 +16,13 @@ def prepared(scale: float = 1.0, offset: tuple[float, float] = (0.0, 0.0)) -> Pr
     return Prepared(tensor=np.zeros((3, *SIZE), np.float32), scale=scale, offset=offset, original=(320, 640))
 
 
-def test_overlaps_by_hand():
+def test_box_iou_of_known_boxes():
     a = np.array([[0.0, 0, 2, 2], [5, 5, 5, 9]])
     b = np.array([[1.0, 0, 3, 2], [0, 0, 2, 2], [10, 10, 11, 11], [5, 5, 5, 9]])
     assert box_iou(a, b) == pytest.approx(np.array([[1 / 3, 1, 0, 0], [0, 0, 0, 0]]))
 
 
-def test_suppression_by_hand():
+def test_suppress_overlaps_of_known_boxes():
     boxes = np.array([[0.0, 0, 10, 10], [1, 0, 11, 10], [0, 0, 10, 10], [20, 20, 30, 30], [2, 0, 12, 10]])
     scores = np.array([0.8, 0.9, 0.7, 0.1, 0.6])
     classes = np.array([0, 0, 1, 0, 0])
@@ -54,13 +54,13 @@ def test_suppression_equals_the_textbook_loop(seed, count, top):
     assert suppress_overlaps(boxes, scores, classes, 0.5, top).tolist() == kept[:top]
 
 
-def test_only_the_best_candidates_are_looked_at(monkeypatch):
+def test_suppression_considers_the_best_candidates_only(monkeypatch):
     monkeypatch.setattr(decode, "MAX_CANDIDATES", 2)
     boxes = np.array([[0.0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]])
     assert suppress_overlaps(boxes, np.array([0.1, 0.2, 0.3]), np.zeros(3, np.int64), 0.5).tolist() == [2, 1]
 
 
-def test_yolox_decodes_by_hand():
+def test_yolox_decodes_known_boxes():
     raw = np.zeros((1, CELLS, 7), np.float32)
     # Row 1, column 2 of stride 8; 16 wide, 8 high; scores 0.5 * (0.8, 0.4).
     raw[0, 1 * 8 + 2] = [0.5, 0.25, np.log(2), 0.0, 0.5, 0.8, 0.4]
@@ -95,7 +95,7 @@ def nanodet_outputs() -> dict[str, np.ndarray]:
     return outputs
 
 
-def test_nanodet_decodes_by_hand():
+def test_nanodet_decodes_known_boxes():
     outputs = nanodet_outputs()
     outputs["cls_16"][0, 4 + 1] = [0.0, 0.7, 0.02]  # row 1, column 1: centre (24, 24)
     sides = outputs["dis_16"].reshape(1, 8, 4, 8)
@@ -108,7 +108,7 @@ def test_nanodet_decodes_by_hand():
     assert found.boxes == pytest.approx(np.array([[8, 24, 56, 32]]))
 
 
-def test_shapes_decodes_by_hand():
+def test_shapes_decodes_known_boxes():
     raw = np.zeros((1, 3, 7), np.float32)
     raw[0, 1] = [20, 10, 8, 4, 0.0, 0.6, 0.0]
     raw[0, 2] = [20, 10, 8, 4, 0.0, 0.5, 0.0]
@@ -118,7 +118,7 @@ def test_shapes_decodes_by_hand():
     assert found.classes.tolist() == [1]
 
 
-def test_outputs_of_another_shape_fail_with_what_was_wanted():
+def test_unexpected_output_shapes_are_refused():
     with pytest.raises(EvaluationFailed, match=r"'yolox' wants one output of 1 x 42 x .* but got 'a' of 1 x 7 x 8"):
         decode_yolox({"a": np.zeros((1, 7, 8))}, prepared(), SIZE)
     with pytest.raises(EvaluationFailed, match=r"'shapes' wants one output .* but got 'a' of 1, 'b' of 2 x 3"):

@@ -68,7 +68,7 @@ def test_rtdetr_with_logits_and_boxes():
     assert np.isfinite(decode_rtdetr({"logits": logits, "pred_boxes": boxes}, item, SIZE).scores).all()
 
 
-def test_rtdetr_with_as_many_classes_as_a_box_has_numbers_goes_by_names():
+def test_rtdetr_with_four_classes_identifies_outputs_by_name():
     item = prepared("rtdetr")
     logits, boxes = np.full((1, 300, 4), -20.0, np.float32), np.zeros((1, 300, 4), np.float32)
     boxes[0, 11] = (centred(in_input(BOX, item)) / [SIZE[1], SIZE[0], SIZE[1], SIZE[0]])[0]
@@ -103,12 +103,12 @@ def test_rtdetr_with_labels_boxes_and_scores():
         (decode_rtdetr, {"labels": (1, 3), "boxes": (1, 4, 4), "scores": (1, 3)}, r"but got 'labels' of 1 x 3"),
     ],
 )
-def test_outputs_of_another_shape_fail_with_what_was_wanted(decode, outputs, message):
+def test_unexpected_output_shapes_are_refused(decode, outputs, message):
     with pytest.raises(EvaluationFailed, match=message):
         decode({name: np.zeros(shape) for name, shape in outputs.items()}, prepared("rtdetr"), SIZE)
 
 
-def test_the_zoo_detector_turned_round_is_an_ultralytics_export(tmp_path):
+def test_transposed_zoo_detector_decodes_as_ultralytics(tmp_path):
     """Its 1 x cells x (4 + classes) output is that layout transposed: the same figures come out of either decoder."""
     import onnxruntime
 

@@ -48,7 +48,7 @@ def test_tf_imagenet_maps_to_plus_minus_one():
 
 
 @pytest.mark.parametrize("resize", ["shrink", "center_crop"])
-def test_images_cut_beforehand_keep_their_pixels(resize):
+def test_already_cropped_images_keep_their_pixels(resize):
     image = ramp(227, 227)
     prepared = open_preprocess({"use": "tf_imagenet", "params": {"resize": resize}}).prepare(image, (224, 224))
     assert prepared.offset == (-1, -1)
@@ -57,7 +57,7 @@ def test_images_cut_beforehand_keep_their_pixels(resize):
     )
 
 
-def test_the_filter_can_be_chosen():
+def test_resample_filter_is_configurable():
     image = np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8)
     bilinear, bicubic = (TFImageNet(resample=name).prepare(image, (32, 32)).tensor for name in ("bilinear", "bicubic"))
     assert 0 < np.abs(bilinear - bicubic).max() < 1
@@ -75,21 +75,21 @@ def test_the_filter_can_be_chosen():
         ("shrink", 112, 2.0),
     ],
 )
-def test_what_comes_before_the_crop(resize, height, scale):
+def test_scale_of_each_resize_mode_before_the_crop(resize, height, scale):
     preprocess = open_preprocess({"use": "torch_imagenet", "params": {"resize": resize}})
     prepared = preprocess.prepare(plain(height, height + 40), (224, 224))
     assert prepared.scale == pytest.approx(scale)
     assert prepared.tensor.shape == (3, 224, 224)
 
 
-def test_yolox_puts_the_image_at_the_top_left_in_blue_green_red():
+def test_yolox_places_bgr_image_at_the_top_left():
     prepared = YOLOX().prepare(plain(10, 20), (40, 40))
     assert prepared.tensor[:, 19, 39].tolist() == [50, 100, 200]
     assert (prepared.tensor[:, 20:] == 114).all()
     assert (prepared.scale, prepared.offset, prepared.original) == (2.0, (0, 0), (10, 20))
 
 
-def test_nanodet_puts_the_image_in_the_middle_of_black():
+def test_nanodet_centres_image_on_black():
     prepared = NanoDet().prepare(plain(10, 20), (40, 40))
     black = (0 - np.array([103.53, 116.28, 123.675])) / [57.375, 57.12, 58.395]
     inside = (np.array([50, 100, 200]) - [103.53, 116.28, 123.675]) / [57.375, 57.12, 58.395]
@@ -99,7 +99,7 @@ def test_nanodet_puts_the_image_in_the_middle_of_black():
     assert prepared.offset == (0, 10)
 
 
-def test_ultralytics_puts_the_image_in_the_middle_of_grey_in_red_green_blue():
+def test_ultralytics_centres_rgb_image_on_grey():
     prepared = Ultralytics().prepare(plain(10, 20, (255, 51, 0)), (40, 40))
     assert prepared.tensor[:, 10, 0] == pytest.approx([1.0, 0.2, 0.0])
     assert prepared.tensor[:, 9, 0] == pytest.approx([114 / 255] * 3)
@@ -107,14 +107,14 @@ def test_ultralytics_puts_the_image_in_the_middle_of_grey_in_red_green_blue():
     assert (prepared.scale, prepared.offset) == (2.0, (0, 10))
 
 
-def test_ultralytics_rounds_where_yolox_cuts_off():
+def test_ultralytics_rounds_and_yolox_truncates_sizes():
     image = plain(427, 640)  # 427 * 0.65 = 277.55
     ground = {p: (p.prepare(image, (416, 416)).tensor == v).all(axis=(0, 2)).sum() for p, v in
               ((Ultralytics(), np.float32(114) / np.float32(255)), (YOLOX(), 114))}  # fmt: skip
     assert ground == {Ultralytics(): 416 - 278, YOLOX(): 416 - 277}
 
 
-def test_rtdetr_fills_the_input_and_boxes_come_back_along_each_axis():
+def test_rtdetr_stretches_and_rescales_boxes_per_axis():
     prepared = RTDETR().prepare(plain(10, 20, (255, 51, 0)), (40, 40))
     assert (prepared.tensor == prepared.tensor[:, :1, :1]).all()
     assert prepared.tensor[:, 0, 0] == pytest.approx([1.0, 0.2, 0.0])
@@ -152,7 +152,7 @@ def test_boxes_come_back_from_the_letterbox(height, width, size, preprocess, cor
     assert prepared.tensor.shape == (3, *size)
 
 
-def test_boxes_are_cut_off_at_the_border():
+def test_boxes_are_clipped_to_the_image():
     prepared = Prepared(tensor=np.zeros((3, 4, 4), np.float32), scale=0.5, offset=(1.0, 0.0), original=(6, 8))
     assert prepared.to_image(np.array([[0.0, -1.0, 2.0, 99.0]])).tolist() == [[0.0, 0.0, 2.0, 6.0]]
     assert np.isfinite(prepared.to_image(np.array([[-np.inf, 0.0, np.inf, 1.0]]))).all()
@@ -171,7 +171,7 @@ def test_unknown_names_and_parameters_are_explained():
         open_preprocess({"params": {}})
 
 
-def test_the_fingerprint_follows_name_parameters_and_source(tmp_path, monkeypatch):
+def test_fingerprint_depends_on_name_parameters_and_source(tmp_path, monkeypatch):
     source = "class Mine:\n    def __init__(self, gain=1): ...\n    def prepare(self, image, size): ...\n"
     (tmp_path / "own_preprocess.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

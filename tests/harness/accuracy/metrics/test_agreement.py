@@ -47,7 +47,7 @@ def open_agreement(tmp_path: Path, data: Any, **params: Any) -> Any:
     )
 
 
-def test_a_classifier_agrees_where_the_class_is_that_of_the_float_model(tmp_path):
+def test_classifier_agreement_is_share_of_equal_classes(tmp_path):
     np.save(tmp_path / "x.npy", np.eye(4, dtype=np.float32)[[0, 1, 2, 3, 0]])
     evaluator = open_agreement(tmp_path, {"use": "npy", "path": "x.npy"})
     assert isinstance(evaluator, Evaluator)
@@ -64,14 +64,14 @@ def test_a_classifier_agrees_where_the_class_is_that_of_the_float_model(tmp_path
         other.score(lambda feeds: {"y": feeds["x"]})
 
 
-def test_a_map_has_no_classes_to_compare(tmp_path):
+def test_agreement_refuses_feature_map_outputs(tmp_path):
     np.save(tmp_path / "x.npy", np.eye(4, dtype=np.float32))
     evaluator = open_agreement(tmp_path, {"use": "npy", "path": "x.npy"})
     with pytest.raises(EvaluationFailed, match=r"1x1x8x8 .*fidelity"):
         evaluator.prepare(lambda feeds: {"y": np.zeros((1, 1, 8, 8), np.float32)})
 
 
-def test_boxes_of_a_detector_are_compared_from_a_score_on(tmp_path):
+def test_detector_agreement_ignores_low_scores(tmp_path):
     def infer(score: float) -> Any:
         rows = np.array([[[64, 64, 20, 20, 0.9, 0, 0], [30, 30, 20, 20, 0, score, 0]]], np.float32)
         return lambda feeds: {"boxes": rows}
@@ -85,7 +85,7 @@ def test_boxes_of_a_detector_are_compared_from_a_score_on(tmp_path):
     assert evaluator.score(infer(0.1)).metrics["agreement"] == pytest.approx(2 / 3)
 
 
-def test_the_study_ranks_placements_by_each_figure(tmp_path, monkeypatch):
+def test_agreement_study_ranks_placements_by_each_metric(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     net, rng = GraphBuilder("net", seed=0), np.random.default_rng(0)
     x = net.op("Relu", net.conv(net.input("x", (1, 3, 8, 8)), 4, 3))

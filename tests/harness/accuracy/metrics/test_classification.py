@@ -59,18 +59,18 @@ def logits(feeds: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_top1_and_top5_by_hand(folder, batch):
+def test_top1_and_top5_of_known_logits(folder, batch):
     accuracy = top1(folder, batch).score(logits)
     assert accuracy.metrics == {"top1": 0.4, "top5": 0.8}
     assert accuracy.per_item == (1.0,) * 4 + (0.0,) * 6
 
 
-def test_of_equal_outputs_the_lower_class_wins(folder):
+def test_ties_are_resolved_to_the_lower_class(folder):
     accuracy = top1(folder).score(lambda _: {"logits": np.zeros((1, 12, 1, 1))})
     assert accuracy.metrics == {"top1": 0.1, "top5": 0.5}
 
 
-def test_every_metric_has_an_interval_and_top5_can_be_the_one_that_counts(folder):
+def test_metrics_have_intervals_and_top5_can_be_primary(folder):
     accuracy = top1(folder).score(logits)
     for metric in ("top1", "top5"):
         estimate = metric_estimate(accuracy, metric)
@@ -91,7 +91,7 @@ def perfect(feeds: Any) -> dict[str, np.ndarray]:
     return {"logits": np.eye(10, dtype=np.float32)[[round(float(feeds["x"][0, 0, 0, 0]) * 255)]]}
 
 
-def test_labels_that_count_classes_in_another_way_are_noticed(folder):
+def test_labels_with_shifted_classes_are_refused(folder):
     assert top1(folder).score(perfect).metrics["top1"] == 1.0
     with pytest.raises(UserError, match=r"data.labels: 10 of 10 answers are the label \+1, so these count classes in"):
         top1(folder).score(shifted)
@@ -101,7 +101,7 @@ def test_labels_that_count_classes_in_another_way_are_noticed(folder):
     assert not low_reference_warning(top1(folder).score(perfect), "top1", higher_is_better=True, params={})
 
 
-def test_a_candidate_that_was_spoilt_says_nothing_of_the_labels(folder):
+def test_degraded_candidate_is_not_taken_for_shifted_labels(folder):
     """Of two classes it answers with one nearly always, which for most images is the label and one more."""
     (folder / "labels.txt").write_text("".join(f"{i}.png {int(i >= 7)}\n" for i in range(10)))
     assert top1(folder).score(first_class_below(7)).metrics["top1"] == 1.0
@@ -113,7 +113,7 @@ def first_class_below(image: int) -> Infer:
     return lambda feeds: {"logits": np.eye(2)[[int(round(float(feeds["x"][0, 0, 0, 0]) * 255) >= image)]]}
 
 
-def test_the_output_can_be_named(folder):
+def test_output_parameter_selects_the_logits(folder):
     def two(feeds: Any) -> dict[str, np.ndarray]:
         return {"other": np.zeros((1, 3)), **logits(feeds)}
 
@@ -124,7 +124,7 @@ def test_the_output_can_be_named(folder):
         top1(folder, output="logit").score(two)
 
 
-def test_the_output_is_looked_for_before_anything_is_scored(folder):
+def test_check_outputs_validates_the_output_before_scoring(folder):
     shapes = {"boxes": (1, 2), "logits": (1, 10)}
     top1(folder, output="logits").check_outputs(shapes)
     with pytest.raises(UserError, match="output: say which of boxes, logits holds the logits"):
@@ -135,7 +135,7 @@ def test_the_output_is_looked_for_before_anything_is_scored(folder):
         top1(folder, output="boxes").check_outputs(shapes)
 
 
-def test_what_does_not_fit_is_explained(folder):
+def test_mismatched_labels_and_outputs_are_refused(folder):
     with pytest.raises(UserError, match=r"classes are needed, from a \.txt file"):
         top1(folder, labels=None)
     with pytest.raises(UserError, match=r"class 9 of 9\.png, but the model has 3 outputs"):

@@ -62,7 +62,7 @@ def test_perfect_predictions_have_a_map_of_one(coco, batch):
     assert evaluator.higher_is_better
 
 
-def test_a_float_model_whose_classes_are_in_another_order_is_noticed(coco):
+def test_float_model_with_permuted_classes_is_refused(coco):
     evaluator = open_evaluator("coco_map", PARAMS, SUPPLIED)
     evaluator.prepare(oracle(coco))
     turned = {**coco, "annotations": [{**a, "category_id": a["category_id"] % 3 + 1} for a in coco["annotations"]]}
@@ -71,14 +71,14 @@ def test_a_float_model_whose_classes_are_in_another_order_is_noticed(coco):
     evaluator.prepare(lambda _: {"boxes": np.zeros((1, 8, 7), np.float32)})  # a model that finds nothing
 
 
-def test_the_evidence_gives_the_figures_again(coco):
+def test_evidence_reproduces_the_metric(coco):
     accuracy = open_evaluator("coco_map", PARAMS, SUPPLIED).score(oracle(coco, shift=3.0))
     estimate = metric_estimate(accuracy, "map")
     assert estimate.interval.low <= accuracy.metrics["map"] <= estimate.interval.high
     assert estimate.caveat == "only 6 images: the interval is too wide to say much; score more of them"
 
 
-def test_shifted_boxes_score_less_and_none_score_zero(coco, capsys):
+def test_shifted_boxes_lower_map_and_no_boxes_give_zero(coco, capsys):
     evaluator = open_evaluator("coco_map", PARAMS, SUPPLIED)
     assert 0 < evaluator.score(oracle(coco, shift=3.0)).metrics["map"] < 0.9
     assert evaluator.score(lambda _: {"boxes": np.zeros((1, 8, 7), np.float32)}).metrics["map"] == 0.0
@@ -91,7 +91,7 @@ def no_shared_images(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_shared_images")
-def test_scoring_again_reads_no_image_again(coco, monkeypatch):
+def test_images_are_preprocessed_once(coco, monkeypatch):
     calls: list[int] = []
     original = Shapes.prepare
     monkeypatch.setattr(Shapes, "prepare", lambda *args: (calls.append(1), original(*args))[1])
@@ -127,7 +127,7 @@ def test_classes_are_the_category_ids_in_ascending_order():
     assert coco_metrics(labels(), found(0))["map"] == 0.0
 
 
-def test_a_size_without_boxes_has_no_figure():
+def test_size_class_without_boxes_has_no_metric():
     assert set(coco_metrics(labels(), found(1))) == {"map", "map50", "map75", "maps"}
 
 
@@ -175,7 +175,7 @@ def test_labels_without_boxes_are_explained(tmp_path):
         ({"data": {"use": "shape"}}, {}, "no kind of data is called 'shape'"),
     ],
 )
-def test_wrong_parameters_are_explained(params, supplied, message):
+def test_invalid_parameters_are_refused(params, supplied, message):
     with pytest.raises(UserError, match=message):
         open_evaluator("coco_map", {**PARAMS, **params}, {**SUPPLIED, **supplied})
 
@@ -189,7 +189,7 @@ class Grey:
 
 
 @pytest.mark.usefixtures("no_shared_images")
-def test_a_tensor_of_another_shape_is_explained(monkeypatch):
+def test_preprocessed_tensor_of_wrong_shape_is_refused(monkeypatch):
     monkeypatch.setattr(base, "open_preprocess", lambda _: Grey())
     evaluator = CocoMAP(DATA, "shapes", "shapes", "images", (1, 3, 128, 128))
     with pytest.raises(

@@ -35,7 +35,7 @@ def fidelity(folder: Path, **params: Any) -> Fidelity:
     return made
 
 
-def test_the_float_model_is_as_close_as_can_be(tmp_path):
+def test_float_model_has_maximum_fidelity(tmp_path):
     evaluator = fidelity(tmp_path, samples=3)
     evaluator.prepare(engine)
     accuracy = evaluator.score(engine)
@@ -45,7 +45,7 @@ def test_the_float_model_is_as_close_as_can_be(tmp_path):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["r.npz"]
 
 
-def test_more_noise_is_less_close(tmp_path):
+def test_more_noise_lowers_fidelity(tmp_path):
     evaluator = fidelity(tmp_path, samples=2)
     evaluator.prepare(engine)
 
@@ -58,7 +58,7 @@ def test_more_noise_is_less_close(tmp_path):
     assert fine["kl"] < rough["kl"]
 
 
-def test_figures_by_hand():
+def test_sqnr_cosine_and_kl_of_known_outputs():
     reference = {"a": np.array([[3.0, 4.0]]), "n": np.array([1, 2])}
     figures = compare(reference, {"a": np.array([[3.0, 4.5]]), "n": np.array([7, 7])})
     assert figures["sqnr_db"] == pytest.approx(20.0)  # 25 over 0.25
@@ -67,13 +67,13 @@ def test_figures_by_hand():
     assert figures["kl"] == pytest.approx(float((p * np.log(p / q)).sum()))
 
 
-def test_the_class_axis_of_an_image_is_its_second():
+def test_kl_uses_axis_1_as_class_axis_of_images():
     logits = np.random.default_rng(0).normal(size=(1, 3, 2, 4))
     as_rows = compare({"a": logits.transpose(0, 2, 3, 1).reshape(8, 3)}, {"a": np.zeros((8, 3))})
     assert compare({"a": logits}, {"a": np.zeros_like(logits)})["kl"] == pytest.approx(as_rows["kl"])
 
 
-def test_silent_outputs_have_figures():
+def test_zero_outputs_have_finite_metrics():
     zeros, ones = {"a": np.zeros(3)}, {"a": np.ones(3)}
     assert compare(zeros, zeros) == {"sqnr_db": MAX_SQNR_DB, "cosine": 1.0, "kl": 0.0}
     assert compare(zeros, ones)["sqnr_db"] == -MAX_SQNR_DB
@@ -95,7 +95,7 @@ def test_images_and_arrays_can_be_the_inputs(tmp_path):
     assert len(pairs) == 3
 
 
-def test_what_does_not_fit_is_explained(tmp_path):
+def test_mismatched_data_is_refused(tmp_path):
     shapes = {"use": "shapes", "split": "calibration", "count": 2}
     with pytest.raises(UserError, match="images need 'preprocess', the name of what turns an image into an input"):
         fidelity(tmp_path, data=shapes)
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_explained(tmp_path):
         fidelity(tmp_path, samples=0)
 
 
-def test_failures_of_a_candidate_are_explained(tmp_path):
+def test_invalid_candidate_outputs_are_reported(tmp_path):
     evaluator = fidelity(tmp_path, samples=2)
     with pytest.raises(
         EvaluationFailed, match=r"no outputs of the float model in .*score the float model before any other"
@@ -134,7 +134,7 @@ def with_still_outputs(feeds: Any) -> dict[str, np.ndarray]:
     return {**engine(feeds), "off": x * 1e-12, "full": 1000 + 1e-6 * x, "mean": x.mean().reshape(1)}
 
 
-def test_outputs_that_are_the_same_all_over_are_left_out_and_named(tmp_path):
+def test_constant_outputs_are_excluded_and_named(tmp_path):
     evaluator = fidelity(tmp_path, samples=3)
     evaluator.prepare(with_still_outputs)
 
@@ -152,7 +152,7 @@ def test_outputs_that_are_the_same_all_over_are_left_out_and_named(tmp_path):
     assert plain.score(with_still_outputs).note == ""
 
 
-def test_one_number_for_each_sample_is_compared(tmp_path):
+def test_scalar_output_per_sample_is_compared(tmp_path):
     evaluator = fidelity(tmp_path, samples=3)
     evaluator.prepare(lambda f: {"mean": f["x"].mean().reshape(1)})
     assert evaluator.score(lambda f: {"mean": f["x"].mean().reshape(1) * 1.1}).metrics["sqnr_db"] == pytest.approx(
@@ -160,7 +160,7 @@ def test_one_number_for_each_sample_is_compared(tmp_path):
     )
 
 
-def test_a_model_whose_only_output_never_changes_has_figures_that_say_nothing(tmp_path):
+def test_constant_model_has_undefined_fidelity(tmp_path):
     evaluator = fidelity(tmp_path, samples=2)
     evaluator.prepare(lambda _: {"one": np.ones((1, 1))})
     found = evaluator.score(lambda _: {"one": np.ones((1, 1))})
@@ -168,14 +168,14 @@ def test_a_model_whose_only_output_never_changes_has_figures_that_say_nothing(tm
     assert found.note == "fidelity is undefined: every output is constant on all inputs ('one')"
 
 
-def test_an_output_that_is_left_out_must_be_there_all_the_same(tmp_path):
+def test_excluded_output_must_still_exist(tmp_path):
     evaluator = fidelity(tmp_path, samples=1)
     evaluator.prepare(with_still_outputs)
     with pytest.raises(EvaluationFailed, match="output 'off' is missing"):
         evaluator.score(engine)
 
 
-def test_what_a_large_model_leaves_out_is_named_in_short(tmp_path):
+def test_long_list_of_excluded_outputs_is_shortened(tmp_path):
     evaluator = fidelity(tmp_path, samples=1)
 
     def many(feeds: Any) -> dict[str, np.ndarray]:
@@ -213,7 +213,7 @@ def test_batches_without_any_error_do_not_hide_the_others(tmp_path):
     assert evaluator.score(half_dead).metrics["sqnr_db"] == pytest.approx(0)
 
 
-def test_outputs_that_are_not_compared_are_named(tmp_path):
+def test_integer_outputs_are_named_as_not_compared(tmp_path):
     def ranked(feeds: Any) -> dict[str, np.ndarray]:
         return {**engine(feeds), "label": np.array([1])}
 

@@ -77,7 +77,7 @@ def repeated(labels: dict[str, Any], found: list[Detections], weights: np.ndarra
 
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_figures_are_those_of_pycocotools_to_the_last_bit(seed):
+def test_map_equals_pycocotools_exactly(seed):
     labels, found = scene(seed)
     coarse = [dataclasses.replace(f, scores=np.round(f.scores, 1)) for f in found]  # many equal scores
     for each in (found, coarse):
@@ -100,7 +100,7 @@ def test_the_figures_are_those_of_pycocotools_to_the_last_bit(seed):
 
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed):
+def test_resampled_map_equals_pycocotools(seed):
     labels, found = scene(seed)
     facts = json.loads(json.dumps(map_facts(match_boxes(labels, found), len(found))))
     rng = np.random.default_rng(seed)
@@ -115,7 +115,7 @@ def test_a_draw_has_the_figures_that_pycocotools_has_for_it(seed):
                 assert np.isnan(values[k])
 
 
-def test_a_large_draw_is_done_in_parts(monkeypatch):
+def test_resampling_in_blocks_gives_equal_results(monkeypatch):
     labels, found = scene(3)
     facts = map_facts(match_boxes(labels, found), len(found))
     draws = np.random.default_rng(0).multinomial(8, [1 / 8] * 8, size=20)
@@ -177,7 +177,7 @@ def test_the_interval_of_a_mean_is_that_of_theory():
     assert estimate.interval.high == pytest.approx(values.mean() + half, abs=0.03)
 
 
-def test_the_probability_of_a_bound_agrees_with_the_interval_of_the_drop():
+def test_probability_within_agrees_with_the_drop_interval():
     rng = np.random.default_rng(3)
     hits = (rng.random((2, 400)) < [[0.8], [0.75]]).astype(float)
     reference, found = (Accuracy(metrics={"top1": float(row.mean())}, per_item=tuple(row)) for row in hits)
@@ -194,7 +194,7 @@ def test_the_probability_of_a_bound_agrees_with_the_interval_of_the_drop():
 @pytest.mark.parametrize(
     ("images", "lost", "sure"), [(100, 0, False), (1000, 0, True), (1000, 4, False), (4000, 4, True)]
 )
-def test_equal_answers_on_few_images_are_no_proof(images, lost, sure):
+def test_surely_within_needs_enough_images(images, lost, sure):
     reference = hits(np.ones(images))
     found = hits(np.array([0.0] * lost + [1.0] * (images - lost)))
     assert surely_within(reference, found, "top1", 0.005) == sure
@@ -202,7 +202,7 @@ def test_equal_answers_on_few_images_are_no_proof(images, lost, sure):
     assert not surely_within(reference, dataclasses.replace(found, per_item=()), "top1", 0.1), "no interval"
 
 
-def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_one():
+def test_secondary_metric_interval_needs_its_evidence():
     both = {"top1": [1.0, 0.0] * 15, "top5": [1.0] * 29 + [0.0]}
     metrics = {name: float(np.mean(values)) for name, values in both.items()}
     full = Accuracy(metrics=metrics, per_item=tuple(both["top1"]), evidence=encode_evidence("mean", both))
@@ -215,30 +215,30 @@ def test_every_metric_of_a_mean_has_its_interval_and_per_item_is_of_the_primary_
     assert metric_estimate(full, "map") is None
 
 
-def test_few_images_are_said():
+def test_few_images_give_a_caveat():
     estimate = metric_estimate(hits(np.array([1.0, 0.0] * 9)), "top1")
     assert estimate.caveat == "only 18 images: the interval is too wide to say much; score more of them"
 
 
-def test_images_that_are_not_the_same_are_no_pairs():
+def test_paired_interval_needs_equal_image_counts():
     with pytest.raises(ValueError, match="a paired interval needs the same images, but there are 30 and 31"):
         drop_estimate(hits(np.ones(30)), hits(np.ones(31)), "top1")
 
 
 @pytest.mark.parametrize("evidence", ["damaged", "Wc$|", encode_evidence("mean", {"top1": [1]})[:-4]])
-def test_damaged_evidence_is_said(evidence):
+def test_damaged_evidence_is_refused(evidence):
     with pytest.raises(ValueError, match="the evidence of a score is damaged"):
         metric_estimate(Accuracy(metrics={"top1": 1.0}, evidence=evidence), "top1")
 
 
-def test_evidence_is_bounded(monkeypatch):
+def test_oversized_evidence_is_refused(monkeypatch):
     evidence = encode_evidence("mean", {"top1": [0] * 100_000})
     monkeypatch.setattr(intervals, "MAX_RESAMPLING_BYTES", 1000)
     with pytest.raises(ValueError, match="damaged"):
         metric_estimate(Accuracy(metrics={"top1": 1.0}, evidence=evidence), "top1")
 
 
-def test_a_figure_is_what_its_own_record_of_images_says():
+def test_consistency_check_finds_a_forged_metric():
     found = detector(5)
     for metric in MAP_METRICS:
         assert check_consistency(found, metric) == ""
@@ -251,7 +251,7 @@ def test_a_figure_is_what_its_own_record_of_images_says():
     assert check_consistency(hits(np.array([1.0, 0.0])), "top1") == ""
 
 
-def test_single_images_may_be_of_the_metric_that_an_evaluator_is_made_of():
+def test_consistency_check_accepts_per_item_of_the_primary():
     kept = {"sqnr_db": [10.0, 20.0], "cosine": [0.9, 0.7]}
     metrics = {name: float(np.mean(values)) for name, values in kept.items()}
     found = Accuracy(metrics=metrics, per_item=(10.0, 20.0), evidence=encode_evidence("mean", kept))
@@ -270,7 +270,7 @@ def test_single_images_may_be_of_the_metric_that_an_evaluator_is_made_of():
         {"images": 2},
     ],
 )
-def test_evidence_that_does_not_hold_together_is_said(facts):
+def test_inconsistent_evidence_is_refused(facts):
     forged = Accuracy(metrics={"map": 0.5}, evidence=encode_evidence("map", facts))
     with pytest.raises(ValueError, match="the evidence of a score is damaged"):
         check_consistency(forged, "map")

@@ -55,7 +55,7 @@ def logits(feeds: Any) -> dict[str, np.ndarray]:
     return {"logits": np.eye(5, dtype=np.float32)[answer(feeds)].transpose(2, 0, 1)[None]}
 
 
-def test_by_hand_without_the_pixels_of_no_class(folder):
+def test_miou_of_known_masks_ignores_void_pixels(folder):
     # Class 0: 56 rightly, 24 wrongly. Classes 1 and 2: 16 of 28 each. Classes 3 and 4 have no label.
     expected = np.mean([56 / 80, 16 / 28, 16 / 28])
     accuracy = miou(folder).score(logits)
@@ -74,14 +74,14 @@ def test_a_map_of_classes_is_as_good_as_logits(folder, form):
     assert miou(folder).score(lambda feeds: {"classes": form(answer(feeds))}).metrics == expected
 
 
-def test_an_output_of_half_the_size_is_brought_to_the_image(folder):
+def test_half_size_output_is_resized_to_the_image(folder):
     whole = miou(folder).score(logits).metrics
     half = miou(folder).score(lambda feeds: {"logits": logits(feeds)["logits"][:, :, ::2, ::2]}).metrics
     assert half == whole
 
 
 @pytest.mark.parametrize("use", ["yolox", "ultralytics", "rtdetr"])
-def test_the_letterbox_is_taken_off_again(tmp_path, use):
+def test_letterbox_is_removed_from_outputs(tmp_path, use):
     for name in ("images", "masks"):
         (tmp_path / name).mkdir()
     mask = np.zeros((20, 40), np.uint8)
@@ -125,7 +125,7 @@ def panoptic(folder):
     return folder
 
 
-def test_panoptic_masks_by_the_names_of_the_classes(panoptic):
+def test_panoptic_masks_are_mapped_by_class_names(panoptic):
     data = {**DATA, "labels": "panoptic.json"}
     classes = ["background", "cat", "dog"]
     # What is nothing, and grass, is background: the last row of 8 pixels, found as 0, is right.
@@ -161,7 +161,7 @@ def test_malformed_panoptic_labels_are_explained(panoptic, change, message):
         miou(panoptic, {**DATA, "labels": "panoptic.json", "classes": ["background", "cat", "dog"]})
 
 
-def test_masks_that_cannot_be_used_are_explained(folder):
+def test_unusable_masks_are_refused(folder):
     path = folder / "masks" / "1.png"
     for image, message in (
         (Image.new("L", (8, 4)), r"1\.png: is 4x8, but its image is 8x8"),

@@ -117,7 +117,7 @@ def test_bias_correction_gains_and_changes_no_pair(step, dialect, tmp_path):
     assert all("bias" in name or len(found.model.constants[name].dims) == 1 for name in changed)
 
 
-def test_sequential_shifts_leave_no_mean_error_at_the_end(tmp_path):
+def test_sequential_bias_correction_removes_the_mean_error(tmp_path):
     placed = _placed(_conv_net(tmp_path), tmp_path)
     model, biases = with_own_biases(placed.model, quantized_layers(placed))
     assert set(biases) == {"conv0", "conv1", "conv2"}
@@ -137,13 +137,13 @@ def test_sequential_shifts_leave_no_mean_error_at_the_end(tmp_path):
         assert np.abs(left[name]).max() < 0.05 * np.abs(first[name]).max()
 
 
-def test_smoothing_gains_behind_a_norm_with_a_loud_channel(tmp_path):
+def test_smoothing_gains_behind_a_norm_with_an_outlier_channel(tmp_path):
     found, gains = _recover(_placed(_norm_net(tmp_path), tmp_path), ["smoothing", "equalization"], tmp_path)
     assert gains == [("smoothing", True), ("equalization", False)]
     assert found.reference is found.model
 
 
-def test_equalization_evens_out_weights_of_one_scale(tmp_path):
+def test_equalization_balances_per_tensor_weights(tmp_path):
     placed = _placed(_conv_net(tmp_path), tmp_path)
     found = create_steps(["equalization"])["equalization"].apply(placed, BATCHES, tmp_path)
     model = found.model
@@ -175,7 +175,7 @@ def test_a_step_that_does_not_gain_is_undone(tmp_path):
     assert "undone" in str(gains[0])
 
 
-def test_steps_never_see_what_decides_about_them():
+def test_steps_do_not_see_held_out_samples():
     seen, held = split_held_out(BATCHES)
     assert len(held) == 2
     assert not {id(batch) for batch in seen} & {id(batch) for batch in held}
@@ -183,7 +183,7 @@ def test_steps_never_see_what_decides_about_them():
         split_held_out(BATCHES[:3])
 
 
-def test_a_bias_that_cannot_be_changed_has_no_place(tmp_path):
+def test_bias_place_is_none_without_changeable_bias(tmp_path):
     net = GraphBuilder("odd", seed=0)
     x = net.input("x", (1, 8))
     y = net.op("MatMul", x, net.const(np.ones((8, 3), np.float32)), name="bare")
@@ -200,7 +200,7 @@ def _sqnr_db(reference: np.ndarray, found: np.ndarray) -> float:
     return float(10 * np.log10(np.square(reference).sum() / np.square(found - reference).sum()))
 
 
-def test_each_activation_takes_the_estimator_that_its_reader_loses_least_by(tmp_path):
+def test_activation_takes_the_estimator_of_least_reader_error(tmp_path):
     net, rng = GraphBuilder("two", seed=0), np.random.default_rng(0)
     weight = net.const(rng.normal(0, 1, (2, 2, 1, 1)).astype(np.float32))
     for name in ("spiky", "even"):
@@ -221,7 +221,7 @@ def test_each_activation_takes_the_estimator_that_its_reader_loses_least_by(tmp_
     assert found.model.proto == placed.model.proto, "a shared weight keeps its values"
 
 
-def test_the_chosen_form_of_a_weight_is_restored_by_any_estimator(tmp_path):
+def test_adjusted_weight_is_restored_by_any_estimator(tmp_path):
     net, rng = GraphBuilder("heavy", seed=0), np.random.default_rng(0)
     x = net.input("x", (1, 4, 8, 8))
     weight = net.const(rng.normal(0, 1, (6, 4, 3, 3)).astype(np.float32))
@@ -303,7 +303,7 @@ def test_recovered_models_pass_the_rules_of_tensorrt(dialect, precisions, tmp_pa
 
 
 @pytest.mark.parametrize(("dialect", "count"), [(TENSORRT, 2), (TENSORRT_RTX, 2), (ONNXRUNTIME, 2), (OPENVINO, 4)])
-def test_scales_by_channel_are_tried_where_the_runtime_takes_them(dialect, count, tmp_path):
+def test_per_channel_scales_are_tried_where_supported(dialect, count, tmp_path):
     net = GraphBuilder("depthwise", seed=0)
     weight = net.const(np.ones((4, 1, 3, 3), np.float32))
     net.output(
@@ -315,7 +315,7 @@ def test_scales_by_channel_are_tried_where_the_runtime_takes_them(dialect, count
     assert found[0] == DEFAULT_CHOICES
 
 
-def test_groups_at_fault_are_found_though_each_hides_the_other(tmp_path):
+def test_sensitive_groups_that_mask_each_other_are_found(tmp_path):
     net, rng = GraphBuilder("hidden", seed=0), np.random.default_rng(0)
     x = net.input("x", (1, 4, 8, 8))
     scale = np.array([0.01, 1, 9, 20], np.float32).reshape(1, 4, 1, 1)  # one scale of INT8 for channels that differ

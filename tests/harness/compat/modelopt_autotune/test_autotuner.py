@@ -76,7 +76,7 @@ def resumed(model, path):
     return autotuner
 
 
-def test_the_first_latency_is_the_baseline_and_the_walk_ends_at_the_best_of_each_pattern(model):
+def test_first_latency_is_the_baseline_and_best_schemes_win(model):
     autotuner = begun(model)
     assert autotuner.baseline_latency_ms == 10.0
     asked = walk(autotuner, fewer_is_slower)
@@ -87,7 +87,7 @@ def test_the_first_latency_is_the_baseline_and_the_walk_ends_at_the_best_of_each
                for each in autotuner.profiled_patterns)  # fmt: skip
 
 
-def test_the_placement_is_given_as_parameters_of_modelopts_quantize(model):
+def test_get_ort_quantization_config_describes_the_placement(model):
     autotuner = begun(model)
     assert autotuner.get_ort_quantization_config()[0] == []
     walk(autotuner, fewer_is_slower)
@@ -117,7 +117,7 @@ def test_a_choice_applies_to_every_region_of_its_pattern(model):
     }  # fmt: skip
 
 
-def test_generate_says_minus_one_where_nothing_new_is_left_and_never_offers_a_known_model(model):
+def test_generate_returns_minus_one_if_nothing_new_is_left(model):
     autotuner = begun(model)
     asked, digests = walk(autotuner, lambda _: 5.0), list(autotuner.session.measured)
     assert len(digests) == 1 + sum(map(len, asked.values())) == len(set(digests))
@@ -127,7 +127,7 @@ def test_generate_says_minus_one_where_nothing_new_is_left_and_never_offers_a_kn
     assert autotuner.generate() == -1
 
 
-def test_a_scheme_that_was_generated_is_offered_until_its_latency_is_submitted(model):
+def test_generate_repeats_a_scheme_until_submit(model):
     autotuner = begun(model)
     autotuner.set_profile_region(autotuner.regions[0])
     index = autotuner.generate()
@@ -144,7 +144,7 @@ def test_a_failed_scheme_is_an_error_and_never_the_best(model):
     assert autotuner.export_onnx(best=True) == autotuner.export_onnx(insert_qdq=False)
 
 
-def test_exports_carry_exactly_the_resolved_points_and_file_and_bytes_agree(model, tmp_path):
+def test_export_onnx_inserts_exactly_the_resolved_points(model, tmp_path):
     autotuner = begun(model)
     autotuner.set_profile_region(autotuner.regions[0])
     while not autotuner.get_resolved_insertion_points(best=False):
@@ -162,7 +162,7 @@ def test_exports_carry_exactly_the_resolved_points_and_file_and_bytes_agree(mode
     assert read_qdq_edges(exported(autotuner, insert_qdq=False)) == {}
 
 
-def test_a_transform_sees_the_model_before_it_is_written(model, tmp_path):
+def test_model_transform_is_applied_on_export(model, tmp_path):
     def marked(proto):
         copy = onnx.ModelProto()
         copy.CopyFrom(proto)
@@ -173,11 +173,11 @@ def test_a_transform_sees_the_model_before_it_is_written(model, tmp_path):
     assert onnx.ModelProto.FromString(content).producer_name == "transformed"
 
 
-def test_a_graph_of_graphsurgeon_is_a_model_too(model):
+def test_autotuner_accepts_graphsurgeon_graphs(model):
     assert len(begun(gs.import_onnx(model)).regions) == len(begun(model).regions)
 
 
-def test_steps_out_of_order_are_told_with_the_step_that_is_missing(model):
+def test_steps_out_of_order_name_the_missing_step(model):
     autotuner = QDQAutotuner(model)
     with pytest.raises(AutotunerNotInitializedError, match=r"QDQAutotuner: call initialize\(\) first"):
         autotuner.submit(1.0)
@@ -206,12 +206,12 @@ def test_steps_out_of_order_are_told_with_the_step_that_is_missing(model):
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(model, settings, says):
+def test_invalid_settings_are_refused(model, settings, says):
     with pytest.raises(AutotunerError, match=says):
         begun(model, **settings)
 
 
-def test_backend_and_precision_decide_about_the_form_of_the_pairs(model):
+def test_backend_and_precision_decide_the_pair_types(model):
     made = {}
     for name, settings in {"fp8": {"default_quant_type": "fp8"}, "uint8": {"backend": "onnxruntime"}}.items():
         autotuner = begun(model, **settings)
@@ -222,7 +222,7 @@ def test_backend_and_precision_decide_about_the_form_of_the_pairs(model):
     assert onnx.TensorProto.UINT8 in zero_points
 
 
-def test_the_default_type_counts_where_none_can_be_inferred(make_small):
+def test_default_dq_dtype_applies_to_uninferable_tensors(make_small):
     builder = make_small()
     proto = builder.build()
     conv = next(node for node in proto.graph.node if node.op_type == "Conv")
@@ -245,7 +245,7 @@ def test_the_default_type_counts_where_none_can_be_inferred(make_small):
     assert min(scales) == pytest.approx(0.1, rel=0.01)
 
 
-def test_what_an_export_already_has_is_imported_and_tried_first(model):
+def test_imported_insertion_points_are_tried_first(model):
     done = begun(model)
     walk(done, fewer_is_slower)
     tensors = get_quantized_tensors(exported(done))
@@ -259,13 +259,13 @@ def test_what_an_export_already_has_is_imported_and_tried_first(model):
     assert autotuner.get_resolved_insertion_points(best=False) == everything
 
 
-def test_names_of_quantized_tensors_as_other_tools_have_them_are_understood(model):
+def test_import_accepts_tensor_names_of_other_tools(model):
     autotuner = begun(model)
     autotuner.import_insertion_points({"x_QuantizeLinear_Output", "nothing_quantized", "stem.weight"})
     assert {p.tensor_name for p in autotuner.get_resolved_insertion_points() if p.input_index == 0} == {"x"}
 
 
-def test_schemes_of_the_cache_come_first_and_are_measured_again(model):
+def test_cached_schemes_are_first_and_measured_again(model):
     done = begun(model)
     walk(done, fewer_is_slower)
     autotuner = begun(model, PatternCache(content=done.pattern_cache.content))
@@ -279,14 +279,14 @@ def test_schemes_of_the_cache_come_first_and_are_measured_again(model):
 
 
 @pytest.mark.parametrize("searcher", ["random", "random_mutation", "evolutionary", "tpe"])
-def test_what_is_slower_than_what_there_was_is_never_kept(model, searcher):
+def test_scheme_slower_than_the_current_one_is_never_kept(model, searcher):
     autotuner = begun(model, searcher=searcher)
     measure(autotuner, autotuner.session.placement_map.whole, 4, 12.0)
     autotuner.set_profile_region(None, commit=True)
     assert autotuner.placement(best=True) == autotuner.session.space.float_placement()
 
 
-def test_a_turn_of_the_whole_model_begins_with_what_its_patterns_came_to(model):
+def test_whole_model_search_starts_from_the_best_of_patterns(model):
     autotuner = begun(model)
     walk(autotuner, fewer_is_slower)
     reached = autotuner.get_resolved_insertion_points()
@@ -294,7 +294,7 @@ def test_a_turn_of_the_whole_model_begins_with_what_its_patterns_came_to(model):
     assert autotuner.get_resolved_insertion_points() == reached
 
 
-def test_patterns_that_are_done_stay_float_where_they_may_not_be_quantized_any_more(model):
+def test_patterns_excluded_later_become_float(model):
     autotuner = begun(model)
     walk(autotuner, fewer_is_slower)
     assert any(autotuner.placement(best=True).choices)
@@ -302,7 +302,7 @@ def test_patterns_that_are_done_stay_float_where_they_may_not_be_quantized_any_m
     assert not any(autotuner.placement(best=True).choices)
 
 
-def test_the_whole_model_can_have_its_turn_at_once(model):
+def test_whole_model_search_without_pattern_search(model):
     autotuner = begun(model, searcher="evolutionary", seed=3)
     measure(autotuner, autotuner.session.placement_map.whole, 15)
     best = autotuner.current_profile_pattern_schemes.best_scheme
@@ -348,7 +348,7 @@ def test_regions_that_overlap_or_leave_the_model_are_refused(model):
         autotuner.submit(1.0)
 
 
-def test_a_state_brings_back_what_is_done_and_an_interrupted_turn_goes_on_with_the_same_proposals(model, tmp_path):
+def test_loaded_state_continues_with_the_same_proposals(model, tmp_path):
     path = tmp_path / "autotuner_state.yaml"
     whole = begun(model)
     expected = walk(whole, fewer_is_slower)
@@ -371,7 +371,7 @@ def test_a_state_brings_back_what_is_done_and_an_interrupted_turn_goes_on_with_t
     assert later.pattern_cache.num_patterns == whole.pattern_cache.num_patterns
 
 
-def test_a_searcher_hears_how_sure_a_latency_is_and_so_it_does_after_an_interruption(model, tmp_path, monkeypatch):
+def test_searcher_receives_stderr_also_after_resume(model, tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(
         RandomMutationSearcher, "tell", lambda self, observation: told.append(observation.outcome.stderr)
@@ -389,7 +389,7 @@ def test_a_searcher_hears_how_sure_a_latency_is_and_so_it_does_after_an_interrup
     assert {0.25, 0.5} <= set(told)
 
 
-def test_a_state_of_something_else_or_nowhere_is_refused(model, make_small, tmp_path):
+def test_state_of_another_model_or_missing_path_is_refused(model, make_small, tmp_path):
     path = tmp_path / "state.yaml"
     begun(model).save_state(str(path))
     other = begun(make_small(3).build())
@@ -429,7 +429,7 @@ def test_a_damaged_state_is_refused(model, tmp_path, change, says):
         autotuner.load_state(str(path))
 
 
-def test_schemes_and_patterns_go_through_plain_values():
+def test_schemes_and_patterns_round_trip_through_dicts():
     scheme = InsertionScheme(node_inputs=[NodeInputInsertionPoint(node_index=2, input_index=0)], latency_ms=3.0)
     unknown = InsertionScheme()
     schemes = PatternSchemes(pattern=RegionPattern("ab" * 32, 4), schemes=[scheme, unknown])
@@ -445,7 +445,7 @@ def test_schemes_and_patterns_go_through_plain_values():
         InsertionScheme.from_dict({"nodes_insertion_points": [{"node": 1}]})
 
 
-def test_a_cache_goes_through_a_file_and_plain_values(model, tmp_path):
+def test_pattern_cache_round_trips_through_file_and_dict(model, tmp_path):
     autotuner = begun(model)
     walk(autotuner, fewer_is_slower, limit=6)
     cache = autotuner.pattern_cache

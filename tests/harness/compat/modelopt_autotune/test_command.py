@@ -41,7 +41,7 @@ def test_defaults_are_those_of_the_guide():
 
 
 @pytest.mark.parametrize("mode", list(MODE_PRESETS))
-def test_a_mode_sets_what_was_not_given(mode):
+def test_mode_presets_fill_missing_options(mode):
     parse = get_parser().parse_args
     assert select_mode_preset(parse(["-m", "m", "--mode", mode])) == MODE_PRESETS[mode]
     given = select_mode_preset(parse(["-m", "m", "--mode", mode, "-s", "50", "--timing_runs", "7"]))
@@ -92,26 +92,26 @@ def test_mistakes_end_with_one_message_and_exit_code_2(folder, tune, arguments, 
         (("--qdq_baseline", "model.onnx"), "model.onnx: holds no Q/DQ pair, so there is no placement to read from it"),
     ],
 )
-def test_files_that_do_not_fit_are_refused_before_anything_is_timed(folder, tune, monkeypatch, arguments, says):
+def test_mismatched_files_are_refused_before_timing(folder, tune, monkeypatch, arguments, says):
     monkeypatch.setattr("harness.compat.modelopt_autotune.__main__.select_float_baseline", pytest.fail)
     np.savez(folder / "odd.npz", x=np.zeros((2, 1, 3, 8, 8), np.float32))
     assert re.search(says, tune(*arguments, code=2))
 
 
 @pytest.mark.parametrize(("output", "theirs"), [("results", "experiment.yaml"), ("results/task", "task.json")])
-def test_the_results_of_an_experiment_are_not_written_into(folder, tune, output, theirs):
+def test_output_dir_with_experiment_results_is_refused(folder, tune, output, theirs):
     (folder / output).mkdir(parents=True)
     (folder / output / theirs).write_text("")
     assert f"--output_dir {output}: contains results of an experiment ({theirs})" in tune(out=output, code=2)
     assert [path.name for path in (folder / output).iterdir()] == [theirs]
 
 
-def test_what_fails_at_once_leaves_no_folder(folder, tune):
+def test_early_failure_leaves_no_output_folder(folder, tune):
     tune("-m", "none.onnx", code=2)
     assert not (folder / "out").exists()
 
 
-def test_a_float_model_that_cannot_be_timed_is_told_with_its_reason(folder, tune, monkeypatch):
+def test_float_model_failure_is_reported_with_its_reason(folder, tune, monkeypatch):
     failed = Failed(stage="build", reason="no kernel for Odd")
     monkeypatch.setattr(Benchmark, "measure", lambda self, *arguments: failed)
     said = tune(code=2)
@@ -127,7 +127,7 @@ def test_a_float_model_that_cannot_be_timed_is_told_with_its_reason(folder, tune
         ("    ask = lambda self, n: 1 / 0\n    tell = print\n", "searcher 'odd:Odd': ZeroDivisionError"),
     ],
 )
-def test_a_searcher_that_does_not_work_is_named(folder, tune, monkeypatch, measured, body, says):
+def test_failing_searcher_is_named(folder, tune, monkeypatch, measured, body, says):
     (folder / "odd.py").write_text(f"class Odd:\n    def __init__(self, space, *, seed): pass\n{body}")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "odd", raising=False)
@@ -145,14 +145,14 @@ def test_a_searcher_that_does_not_work_is_named(folder, tune, monkeypatch, measu
         (("--backend", "tensorrt"), ("pip install 'qdq-bench[tensorrt]' brings cuda-python",)),
     ],
 )
-def test_tensorrt_without_its_software_says_what_is_missing(tune, monkeypatch, arguments, reasons):
+def test_tensorrt_without_libraries_names_the_missing_part(tune, monkeypatch, arguments, reasons):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     said = tune(*arguments, code=2)
     assert any(reason in said for reason in reasons)
 
 
-def test_a_dynamic_input_is_fixed_and_a_state_of_another_shape_is_refused(folder, tune):
+def test_dynamic_input_is_fixed_and_other_shape_state_refused(folder, tune):
     builder = GraphBuilder("dynamic")
     builder.output(builder.conv(builder.input("x", ("N", 3, 16, "width")), 8, 3, name="first"))
     builder.save(folder / "dynamic.onnx")
@@ -164,7 +164,7 @@ def test_a_dynamic_input_is_fixed_and_a_state_of_another_shape_is_refused(folder
     assert "inputs was {'x': [2, 3, 16, 16]} and is {'x': [1, 3, 16, 16]}" in said
 
 
-def test_a_model_with_nothing_to_quantize_ends_as_it_is(folder, tune):
+def test_model_without_insertion_points_is_delivered_unchanged(folder, tune):
     builder = GraphBuilder("plain")
     builder.output(builder.op("Identity", builder.input("x", (1, 4))))
     builder.save(folder / "plain.onnx")
@@ -172,12 +172,12 @@ def test_a_model_with_nothing_to_quantize_ends_as_it_is(folder, tune):
     assert (folder / "out/optimized_final.onnx").read_bytes() == (folder / "out/baseline.onnx").read_bytes()
 
 
-def test_a_cache_that_is_not_there_costs_the_warm_start_alone(tune, caplog):
+def test_missing_pattern_cache_disables_only_the_warm_start(tune, caplog):
     tune("--max_evals", "3", "--pattern_cache", "none.yaml")
     assert "none.yaml: there is no such pattern cache, so the start is cold" in caplog.text
 
 
-def test_a_run_says_what_it_is_made_for_and_how_much_there_is_to_do(tune):
+def test_run_reports_target_regions_and_insertion_points(tune):
     said = [line for line in tune("--max_evals", "3", "-v", lines=True).splitlines() if line.strip()]
     for line in (said[0], said[-1]):
         assert "simulated on simulated" in line
@@ -203,7 +203,7 @@ def test_flags_without_effect_are_named(tune, flags, named):
     assert all(named in line for line in idle)
 
 
-def test_regions_without_a_matching_node_stay_float(folder, tune):
+def test_node_filter_keeps_other_regions_float(folder, tune):
     (folder / "filter.txt").write_text("# the stem alone\n\nstem*\n")
     assert get_node_filter_list("filter.txt") == ["stem*"]
     tune("-s", "4", "--node_filter_list", "filter.txt")
@@ -241,14 +241,14 @@ def test_calibration_data_decide_the_scales(folder, tune, confirmed):
     (("--calibration_samples", "5"), "5 of the 96 samples of feeds.npz, evenly spread"),
     (("--calibration_samples", "300"), "96 samples of feeds.npz, all there are of the 300 asked for"),
 ])  # fmt: skip
-def test_every_calibration_sample_counts(tune, confirmed, flags, said):
+def test_calibration_uses_samples_of_the_whole_file(tune, confirmed, flags, said):
     tune.runtime.generous = True
     sorted_rows("feeds.npz")
     assert f"calibrated on {said}" in tune("--max_evals", "2", "--calibration_data", "feeds.npz", *flags)
     assert largest_scale(confirmed(), "x") == pytest.approx(15 / 127, rel=0.02)
 
 
-def test_calibration_samples_in_python(folder, benchmark_instance, confirmed):
+def test_workflow_calibrates_on_all_samples_by_default(folder, benchmark_instance, confirmed):
     benchmark_instance.generous = True
     sorted_rows("feeds.npz")
     region_pattern_autotuning_workflow("model.onnx", folder / "out", 1, calibration_data="feeds.npz")
@@ -265,7 +265,7 @@ def test_the_workflow_needs_a_benchmark_and_a_model(folder):
     assert benchmark_onnx_model("model.onnx") == float("inf")
 
 
-def test_options_of_tensorrt_reach_a_backend_that_takes_them(monkeypatch):
+def test_tensorrt_options_are_passed_to_supporting_backends(monkeypatch):
     def backend(plugin_libraries=None, timing_cache_file=None, trtexec_args=None):
         raise AssertionError("not made here")
 
@@ -276,7 +276,7 @@ def test_options_of_tensorrt_reach_a_backend_that_takes_them(monkeypatch):
     assert found == ["--device=0", "--staticPlugins=/my libs/a.so"]
 
 
-def test_runs_are_counted_and_cannot_be_none():
+def test_timing_runs_of_zero_are_refused():
     with pytest.raises(AutotunerError, match="timing_runs at least 1, but got 5 and 0"):
         Benchmark(PluginSpec(use="simulated"), timing_runs=0)
     with pytest.raises(UserError, match="use_trtexec and backend 'openvino': choose one"):

@@ -43,7 +43,7 @@ def autotuner(model):
     return made
 
 
-def test_regions_go_to_the_engine_and_back_with_the_same_patterns(autotuner):
+def test_regions_round_trip_with_the_same_patterns(autotuner):
     model = autotuner.graph.model
     root = discover_regions(model)
     again, _ = to_graph(model, [from_graph(child) for child in root.children])
@@ -59,7 +59,7 @@ def test_leaf_regions_come_first_and_hold_every_node_once(autotuner):
     assert len({region.id for region in autotuner.regions}) == len(autotuner.regions)
 
 
-def test_the_search_takes_any_kind_of_graph(model, autotuner):
+def test_region_search_accepts_all_graph_types(model, autotuner):
     sizes = [
         [region.get_size_of_region_and_descendants() for region in CombinedRegionSearch(graph).search_regions()]
         for graph in (model, gs.import_onnx(model), autotuner.graph)
@@ -92,7 +92,7 @@ def test_a_pattern_matches_its_regions_node_by_node(autotuner):
     assert seen
 
 
-def test_patterns_say_what_they_are(autotuner):
+def test_pattern_properties_and_signatures(autotuner):
     region = autotuner.regions[0]
     pattern = RegionPattern.from_region(region, autotuner.graph)
     assert pattern.is_leaf
@@ -107,7 +107,7 @@ def test_patterns_say_what_they_are(autotuner):
         pattern.matches(region)
 
 
-def test_a_linear_operator_takes_data_and_weight_at_one_point(autotuner):
+def test_linear_operator_has_one_point_for_data_and_weight(autotuner):
     graph = autotuner.graph
     region = next(r for r in autotuner.regions if any(graph.nodes[n].op == "Conv" for n in r.nodes))
     order = graph.order(region)
@@ -119,7 +119,7 @@ def test_a_linear_operator_takes_data_and_weight_at_one_point(autotuner):
     assert NodeInputInsertionPoint(place, 0) in NodeInputInsertionPoint.collect_from_region(region, graph)
 
 
-def test_points_go_through_plain_values():
+def test_insertion_points_round_trip_through_dicts():
     for point in (
         NodeInputInsertionPoint(1, 0),
         ChildRegionInputInsertionPoint(2, 1),
@@ -130,7 +130,7 @@ def test_points_go_through_plain_values():
     assert ChildRegionOutputInsertionPoint(0, None, 0).address is None
 
 
-def test_children_have_one_parent_and_never_contain_themselves():
+def test_region_children_have_one_parent_and_no_cycles():
     one, two, three = (Region(number, 0, RegionType.COMPOSITE) for number in range(3))
     one.add_child(two)
     two.add_child(three)
@@ -150,7 +150,7 @@ def test_children_have_one_parent_and_never_contain_themselves():
     assert "nodes=2" in repr(one)
 
 
-def test_inspection_under_the_known_flags(folder, capsys):
+def test_region_inspect_accepts_modelopts_flags(folder, capsys):
     assert inspect(["--model", "model.onnx", "--include-all-regions", "--max-sequence-size", "4"]) == 0
     assert "LEAF" in capsys.readouterr().out
     assert inspect(["--model", "none.onnx"]) == 2
@@ -196,7 +196,7 @@ def test_every_search_of_a_graph_has_each_node_once(surgeon):
     assert "and 1 more" in shown.getvalue()
 
 
-def test_patterns_of_a_graph_are_of_operators_attributes_and_wiring(surgeon):
+def test_graph_patterns_depend_on_operators_and_wiring(surgeon):
     convs = [index for index, node in enumerate(surgeon.nodes) if node.op == "Conv"]
     one, two = leaf(convs[1], convs[1] + 1), leaf(convs[3], convs[3] + 1)
     pattern = RegionPattern.from_region(one, surgeon)
@@ -244,7 +244,7 @@ def test_points_of_a_graph_resolve_to_the_readers_of_a_tensor(surgeon):
         ("BatchNormalization", np.float32, (64,), 1, True), ("Resize", np.float32, (64,), 2, True),
     ],
 )  # fmt: skip
-def test_inputs_that_must_stay_float(op, dtype, shape, slot, skipped):
+def test_skip_invalid_insertion_points_of_operators(op, dtype, shape, slot, skipped):
     inputs = [gs.Variable(f"other{n}", np.float32, (1, 64)) for n in range(3)]
     inputs[slot] = gs.Variable("x", dtype, shape)
     node = gs.Node(op, inputs=inputs, outputs=[gs.Variable("y")])
@@ -254,7 +254,7 @@ def test_inputs_that_must_stay_float(op, dtype, shape, slot, skipped):
     assert has_quantizable_operations(leaf(0), graph) is (op in ("Add", "MatMul", "Resize"))
 
 
-def test_tests_under_modelopts_names_are_run_and_counted(tmp_path, warm_python):
+def test_upstream_tests_run_with_modelopts_names_replaced(tmp_path, warm_python):
     (tmp_path / "test_names.py").write_text(
         "from modelopt.onnx.quantization.autotune import insertion_points\n"
         "from modelopt.onnx.quantization.autotune.common import Region\n"

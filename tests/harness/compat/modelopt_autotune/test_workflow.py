@@ -32,7 +32,7 @@ def digests(runtime):
     return [candidate.digest for candidate in runtime.measured]
 
 
-def test_every_file_has_its_name_and_place(folder, tune, confirmed):
+def test_output_files_and_folders(folder, tune, confirmed):
     tune("-s", "4")
     out = folder / "out"
     assert {path.name for path in out.iterdir()} - {"not_faster.onnx"} == {
@@ -50,7 +50,7 @@ def test_every_file_has_its_name_and_place(folder, tune, confirmed):
     assert read_cache(out / "autotuner_state_pattern_cache.yaml").origins[0].backend == "simulated"
 
 
-def test_an_interrupted_run_goes_on_to_where_it_would_have_come(folder, tune):
+def test_interrupted_run_resumes_to_the_same_result(folder, tune):
     tune("-s", "5", out="whole")
     expected = digests(tune.runtime)
     tune.runtime.measured.clear()
@@ -63,13 +63,13 @@ def test_an_interrupted_run_goes_on_to_where_it_would_have_come(folder, tune):
     assert (folder / "parts/optimized_final.onnx").read_bytes() == (folder / "whole/optimized_final.onnx").read_bytes()
 
 
-def test_an_interruption_before_the_first_measurement_says_so(folder, tune):
+def test_interruption_before_measurements_is_reported(folder, tune):
     tune.runtime.stop_after = 0
     assert "interrupted; nothing was measured yet: run the same command again" in tune(code=130)
     assert not (folder / "out/autotuner_state.yaml").exists()
 
 
-def test_a_finished_run_measures_its_result_alone_when_run_again(folder, tune):
+def test_finished_run_repeats_the_final_measurement_only(folder, tune):
     for count in (None, 1):
         tune.runtime.measured.clear()
         tune("-s", "3", "--state_file", "elsewhere.yaml")
@@ -78,7 +78,7 @@ def test_a_finished_run_measures_its_result_alone_when_run_again(folder, tune):
     assert (folder / "elsewhere_pattern_cache.yaml").exists()
 
 
-def test_the_limit_on_measured_models_and_the_seed_hold(tune, measured):
+def test_max_evals_and_seed_are_respected(tune, measured):
     tune("--max_evals", "9", out="a")
     tune("--max_evals", "9", "--seed", "1", out="b")
     assert len(measured("a")) == 9
@@ -86,12 +86,12 @@ def test_the_limit_on_measured_models_and_the_seed_hold(tune, measured):
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_starts_beyond_the_limit_are_left_out_and_named(tune, measured, limit):
+def test_initial_placements_beyond_max_evals_are_omitted(tune, measured, limit):
     assert "all left out (max_evals)" in tune("--max_evals", limit)
     assert len(measured()) == limit
 
 
-def test_a_larger_limit_goes_on_where_the_smaller_one_cut_the_walk_short(tune, measured, confirmed):
+def test_larger_max_evals_continues_the_shorter_run(tune, measured, confirmed):
     tune.runtime.generous = True
     tune("--max_evals", "25", "-s", "6", out="whole")
     expected = set(digests(tune.runtime))
@@ -107,7 +107,7 @@ def test_a_larger_limit_goes_on_where_the_smaller_one_cut_the_walk_short(tune, m
     assert confirmed("parts").read_bytes() == before, "the same limit again comes to the same"
 
 
-def test_a_filter_given_later_leaves_patterns_float_that_were_done_before(folder, tune):
+def test_node_filter_on_resume_makes_done_patterns_float(folder, tune):
     tune.runtime.generous = True
     tune("-s", "4")
     (folder / "filter.txt").write_text("stem*\n")
@@ -118,14 +118,14 @@ def test_a_filter_given_later_leaves_patterns_float_that_were_done_before(folder
     assert not any(name.startswith("block1") for name in quantized)
 
 
-def test_a_searcher_gets_the_whole_model(folder, tune, measured):
+def test_searcher_option_searches_the_whole_model(folder, tune, measured):
     tune("--searcher", "evolutionary", "--max_evals", "20")
     assert len(measured()) == 20
     assert len({each["signature"] for each in measured().values()} - {""}) == 1
     assert len(read_cache(folder / "out/autotuner_state_pattern_cache.yaml").patterns) > 1
 
 
-def test_a_warm_start_measures_what_the_cache_has_and_says_where_it_comes_from(folder, tune, make_small):
+def test_warm_start_measures_cached_schemes_and_names_origin(folder, tune, make_small):
     runtime = tune.runtime
     tune("-s", "20", out="first")
     best_ms = min(runtime.truth_ms(candidate) for candidate in runtime.measured)
@@ -151,7 +151,7 @@ def test_a_qdq_baseline_is_one_of_the_starts(folder, tune):
     assert any(list(candidate.edges) == edges_in(final) for candidate in tune.runtime.measured[:4])
 
 
-def test_settings_that_changed_are_named_when_a_run_goes_on(folder, tune):
+def test_changed_settings_are_named_on_resume(folder, tune):
     np.savez(folder / "data.npz", x=np.ones((4, 3, 16, 16), np.float32))
     tune.runtime.generous = True
     tune("--max_evals", "4", "--calibration_data", "data.npz", "--searcher", "auto")
@@ -160,7 +160,7 @@ def test_settings_that_changed_are_named_when_a_run_goes_on(folder, tune):
     assert "searcher was auto and is tpe: measurements of the other searcher are kept" in said
 
 
-def test_the_fastest_meet_before_one_is_delivered(folder, tune, confirmed):
+def test_final_selection_compares_the_fastest_models(folder, tune, confirmed):
     """The search likes every pair; fresh builds know better."""
     runtime, log = tune.runtime, folder / "out/logs/final_selection.jsonl"
     runtime.generous = True
@@ -179,7 +179,7 @@ def test_the_fastest_meet_before_one_is_delivered(folder, tune, confirmed):
     assert log.read_bytes() == before, "it is held once"
 
 
-def test_a_selection_that_cannot_be_held_leaves_the_choice_to_the_lowest_reading(tune, confirmed, monkeypatch):
+def test_failed_selection_falls_back_to_the_lowest_latency(tune, confirmed, monkeypatch):
     def refused(*arguments):
         raise UserError("the baseline failed in the confirmation: memory: more than 16 GB")
 
@@ -191,7 +191,7 @@ def test_a_selection_that_cannot_be_held_leaves_the_choice_to_the_lowest_reading
     assert edges_in(confirmed()) == list(fastest.edges)
 
 
-def test_what_is_delivered_is_what_the_autotuner_calls_its_best(folder, benchmark_instance):
+def test_delivered_model_equals_the_autotuners_best(folder, benchmark_instance):
     benchmark_instance.generous = True
     autotuner = region_pattern_autotuning_workflow(str(folder / "model.onnx"), folder / "out", 4)
     assert autotuner.delivered is not None
@@ -210,7 +210,7 @@ def test_what_is_delivered_is_what_the_autotuner_calls_its_best(folder, benchmar
         ("faster", 7, True, "Its accuracy was not measured: qdq run does"),
     ],
 )
-def test_the_end_says_what_to_do_with_it(verdict, pairs, calibrated, says):
+def test_result_message_names_the_next_step(verdict, pairs, calibrated, says):
     one = Interval(value=1.0, low=0.9, high=1.1)
     row = RowSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
     summary = ConfirmationSummary(noise_floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
@@ -223,7 +223,7 @@ def test_the_end_says_what_to_do_with_it(verdict, pairs, calibrated, says):
     assert any(line.startswith(says) for line in said)
 
 
-def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, tune):
+def test_final_log_compares_search_and_confirmed_speedup(folder, tune):
     tune.runtime.generous = True
     tune("--max_evals", "3")
     said = (folder / "out/logs/final.log").read_text()
@@ -231,7 +231,7 @@ def test_a_lucky_reading_is_told_from_what_fresh_builds_say(folder, tune):
 
 
 @pytest.mark.parametrize("faster", [False, True])
-def test_what_proves_faster_is_delivered_and_else_the_float_model(folder, tune, monkeypatch, faster):
+def test_float_model_is_delivered_unless_proven_faster(folder, tune, monkeypatch, faster):
     out = folder / "out"
     out.mkdir()
     (out / "not_faster.onnx").write_text("of an earlier run")
@@ -248,7 +248,7 @@ def test_what_proves_faster_is_delivered_and_else_the_float_model(folder, tune, 
         assert "optimized_final.onnx is that model; the one with Q/DQ pairs is kept as not_faster.onnx" in said
 
 
-def test_an_interruption_of_the_confirmation_delivers_nothing_unproved(folder, tune, monkeypatch):
+def test_interrupted_confirmation_delivers_nothing(folder, tune, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
@@ -258,13 +258,13 @@ def test_an_interruption_of_the_confirmation_delivers_nothing_unproved(folder, t
     assert not (folder / "out/optimized_final.onnx").exists()
 
 
-def test_a_model_that_fails_everywhere_but_as_float_stays_float(folder, tune):
+def test_float_model_is_delivered_if_all_candidates_fail(folder, tune):
     tune.runtime.broken = True
     tune("-s", "3")
     assert (folder / "out/optimized_final.onnx").read_bytes() == (folder / "out/baseline.onnx").read_bytes()
 
 
-def test_the_workflow_takes_either_name_of_the_model_and_a_transform(folder, benchmark_instance, model):
+def test_workflow_accepts_both_model_arguments_and_a_transform(folder, benchmark_instance, model):
     seen = []
 
     def transform(proto):

@@ -11,7 +11,7 @@ from harness.compat.tao_specs.dataset import input_size, write_calibration
 from harness.errors import UserError
 
 
-def test_the_command_of_the_how_to(coco, tmp_path):
+def test_calib_data_command_of_the_docs(coco, tmp_path):
     output = tmp_path / "calib.npy"
     done = CliRunner().invoke(
         app, ["calib-data", str(coco / "train2017"), "-o", str(output), "--preprocess", "ultralytics", "--samples", "3"]
@@ -28,7 +28,7 @@ def test_the_command_of_the_how_to(coco, tmp_path):
         assert np.array_equal(row, open_preprocess("ultralytics").prepare(image, (640, 640)).tensor)
 
 
-def test_the_size_of_the_inputs(detector):
+def test_input_size_from_preprocess_option_or_model(detector):
     assert input_size("nanodet", None, None) == (320, 320)
     assert input_size("array", "96x128", None) == (96, 128)
     assert input_size("array", None, str(detector)) == (128, 128)
@@ -42,7 +42,7 @@ def test_the_size_of_the_inputs(detector):
             input_size(preprocess, size, model)
 
 
-def test_what_cannot_be_written(coco, tmp_path):
+def test_invalid_inputs_and_outputs_are_refused(coco, tmp_path):
     for name in ("empty", "bad"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").touch()

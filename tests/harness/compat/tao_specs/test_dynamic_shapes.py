@@ -90,7 +90,7 @@ def test_ptq_takes_the_shape_of_images(tmp_path, modelopt, dims, array, batch):
     ({"other": (3, 12)}, "'input_ids' is .* no array for it: give --dim seq=128, or --cal.*_shapes input_ids:1x128"),
     ({}, "'input_ids' is .*: give --dim seq=128, or --calibration_shapes input_ids:1x128"),
 ])  # fmt: skip
-def test_arrays_that_do_not_tell_the_sizes(tmp_path, modelopt, arrays, message):
+def test_arrays_without_usable_sizes_are_refused(tmp_path, modelopt, arrays, message):
     asked = ["--onnx_path", str(tokens(tmp_path / "m.onnx"))]
     if arrays:
         zeros: dict[str, Any] = {name: np.zeros(shape, np.int64) for name, shape in arrays.items()}

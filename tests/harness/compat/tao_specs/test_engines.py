@@ -90,7 +90,7 @@ def saved(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
-def test_an_engine_is_written_and_scores_like_its_model(backend, detector, data, tmp_path):
+def test_engine_file_scores_like_its_model(backend, detector, data, tmp_path):
     facts = build_spec(engine(detector, "out/model.blob", "workspace_size: 64") + data, tmp_path, backend)
     assert facts.backend == backend
     assert read_facts(tmp_path / "out/model.blob") == facts
@@ -103,7 +103,7 @@ def test_an_engine_is_written_and_scores_like_its_model(backend, detector, data,
 
 
 @pytest.mark.usefixtures("labelled")
-def test_another_runtimes_engine_is_not_called_as_if_it_were_tensorrts(small, tmp_path, caplog, capsys):
+def test_engine_of_another_runtime_gets_its_own_file_suffix(small, tmp_path, caplog, capsys):
     """Spec files for TensorRT work with the others too, and engines of different runtimes are never confused."""
     (tmp_path / "s.yaml").write_text(engine(small, "out/model.trt"))
     asked = target(LABELLED, trt_engine="out/model.trt")
@@ -125,7 +125,7 @@ def test_another_runtimes_engine_is_not_called_as_if_it_were_tensorrts(small, tm
         evaluate_spec(asked, tmp_path)
 
 
-def test_a_large_drop_names_layers_and_leaving_them_native_helps(detector, quantized, calibration, data, tmp_path):
+def test_large_drop_names_layers_to_leave_native(detector, quantized, calibration, data, tmp_path):
     first = evaluate_spec(target(data, onnx_file=detector), tmp_path, "float")
     second = evaluate_spec(target(data, onnx_file=quantized), tmp_path, "int8")
     _, row = compare_evaluations([first, second])
@@ -140,7 +140,7 @@ def test_a_large_drop_names_layers_and_leaving_them_native_helps(detector, quant
     assert third.accuracy.metrics["map"] > second.accuracy.metrics["map"] + 0.05
 
 
-def test_two_specs_in_one_table(detector, data, tmp_path, capsys):
+def test_evaluate_compares_two_specs_in_one_table(detector, data, tmp_path, capsys):
     files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
     for file in files:
         file.write_text(target(data, onnx_file=detector))
@@ -151,7 +151,7 @@ def test_two_specs_in_one_table(detector, data, tmp_path, capsys):
     assert (first[4], second[4]) == ("baseline", "+0.0000")
 
 
-def test_an_engine_stands_without_its_model(detector, quantized, data, tmp_path, caplog):
+def test_engine_is_evaluated_without_its_model(detector, quantized, data, tmp_path, caplog):
     """The facts of the engine are enough to decode its outputs, but not to rank layers."""
     (tmp_path / "build").mkdir()
     shutil.copy(quantized, tmp_path / "build/int8.onnx")
@@ -186,13 +186,13 @@ def test_evaluations_that_cannot_be_compared():
 
 
 @pytest.mark.usefixtures("labelled")
-def test_top1_of_a_classifier_in_batches(small, tmp_path):
+def test_evaluate_scores_top1_in_batches(small, tmp_path):
     found = evaluate_spec(target(LABELLED, onnx_file=small), tmp_path)
     assert found.metric == "top1"
     assert len(found.accuracy.per_item) == 5
 
 
-def test_labels_of_other_images_and_missing_parts(detector, data, tmp_path):
+def test_mismatched_labels_and_missing_keys_are_refused(detector, data, tmp_path):
     (tmp_path / "empty").mkdir()
     empty = "dataset: {test_data_sources: {image_dir: empty}, preprocess: shapes}\n"
     for dataset, problem in (
@@ -208,7 +208,7 @@ def test_labels_of_other_images_and_missing_parts(detector, data, tmp_path):
             evaluate_spec(target(data, trt_engine=file), tmp_path)
 
 
-def test_classes_in_another_order_are_detected(detector, coco, data, labels, tmp_path):
+def test_permuted_categories_are_refused(detector, coco, data, labels, tmp_path):
     for annotation in labels["annotations"]:
         annotation["category_id"] = {1: 2, 2: 3, 3: 1}[annotation["category_id"]]
     (tmp_path / "labels.json").write_text(json.dumps(labels))
@@ -217,7 +217,7 @@ def test_classes_in_another_order_are_detected(detector, coco, data, labels, tmp
         evaluate_spec(target(text, onnx_file=detector), tmp_path)
 
 
-def test_engines_that_are_damaged_or_of_another_file(detector, data, tmp_path):
+def test_damaged_or_mismatched_engines_are_refused(detector, data, tmp_path):
     build_spec(engine(detector, "model.blob") + data, tmp_path, "openvino")
     blob, facts_file = tmp_path / "model.blob", tmp_path / "model.blob.json"
     facts = facts_file.read_text()
@@ -235,7 +235,7 @@ def test_engines_that_are_damaged_or_of_another_file(detector, data, tmp_path):
         evaluate_spec(asked, tmp_path)
 
 
-def test_backends_without_engine_files(small, tmp_path, monkeypatch):
+def test_backends_without_engine_files_are_refused(small, tmp_path, monkeypatch):
     facts = EngineFacts(backend="fake", params={}, inputs={}, onnx_file="m", precisions=(), describe={})
     monkeypatch.setattr(registry, "create_plugin", lambda *_: object())
     with pytest.raises(UserError, match=r"backend 'fake' cannot write engines .* use openvino, onnxruntime"):
@@ -247,7 +247,7 @@ def test_backends_without_engine_files(small, tmp_path, monkeypatch):
 SIZES = "min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"
 
 
-def test_what_tensorrt_is_told(small, tmp_path, saved):
+def test_tensorrt_build_parameters_of_a_spec(small, tmp_path, saved):
     build_spec(engine(small, "m.trt", f"workspace_size: 1024, {SIZES}", "fp16"), tmp_path, "tensorrt")
     assert saved[0].params == {
         "precision": "f16",
@@ -279,7 +279,7 @@ def test_batch_sizes_count_only_if_the_batch_is_dynamic(shape, options, given, p
     assert "x".join(map(str, facts.inputs["images"][1])) == profile["opt"]
 
 
-def test_without_tensorrt_it_is_said_what_is_missing(small, tmp_path, monkeypatch):
+def test_missing_tensorrt_is_named(small, tmp_path, monkeypatch):
     pytest.importorskip("harness.runtimes.tensorrt.benchmarker")
     monkeypatch.setattr(
         file_check, "compile_file", lambda path, target: Compilation(target=target, version="1", build_s=0)
@@ -294,7 +294,7 @@ def test_without_tensorrt_it_is_said_what_is_missing(small, tmp_path, monkeypatc
     assert f"On a machine with a GPU and TensorRT: qdq gen-trt-engine {tmp_path / 's.yaml'}" in done.output
 
 
-def test_other_runtimes_have_one_batch_size(small, tmp_path, caplog):
+def test_other_runtimes_use_opt_batch_size_only(small, tmp_path, caplog):
     options = "min_batch_size: 1, opt_batch_size: 2, max_batch_size: 8"
     facts = build_spec(engine(small, "m.blob", options, "FP16"), tmp_path, "openvino")
     assert facts.inputs["images"] == ("float", (2, 3, 8, 8))
@@ -314,11 +314,11 @@ def test_other_runtimes_have_one_batch_size(small, tmp_path, caplog):
         ({"masks": (1, 21, 640, 640)}, None),
     ],
 )
-def test_decoders_by_the_shapes_of_outputs(outputs, decoder):
+def test_suggest_decoder_by_output_shapes(outputs, decoder):
     assert suggest_decoder(outputs, (640, 640)) == decoder
 
 
-def test_outputs_without_a_known_decoder(data, tmp_path):
+def test_unknown_outputs_require_a_decoder(data, tmp_path):
     g = GraphBuilder("odd", seed=1)
     g.output(g.conv(g.input("images", (1, 3, 128, 128)), 4, 3), name="y")
     with pytest.raises(UserError, match=r"evaluate.decode: .* decoder .* one of .*yolox"):
@@ -343,7 +343,7 @@ def test_a_yolo_of_80_classes_goes_through_every_workflow(tmp_path, coco, data, 
     assert "decode (now 'ultralytics'" in message
 
 
-def test_arrays_with_labels_are_scored(tmp_path):
+def test_evaluate_scores_labelled_arrays(tmp_path):
     builder = GraphBuilder("net", seed=1)
     product = builder.op("Mul", builder.input("x", ("N", 8)), builder.input("m", ("N", 8)))
     builder.output(builder.gemm(product, 4), ("N", 4), name="logits")

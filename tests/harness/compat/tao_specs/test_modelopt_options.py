@@ -24,14 +24,14 @@ def test_every_argument_has_a_row():
     assert {*modelopt_parameters(), *INT4_ARGUMENTS} == NAMES.keys()
 
 
-@pytest.mark.parametrize("name", named("test_what_other_keys_set"))
-def test_what_other_keys_set(name):
+@pytest.mark.parametrize("name", named("test_arguments_set_by_other_keys_are_refused"))
+def test_arguments_set_by_other_keys_are_refused(name):
     with pytest.raises(UserError, match=f"{name}: set by"):
         check_arguments({name: modelopt_parameters()[name]})
 
 
-@pytest.mark.parametrize("name", named("test_what_is_passed_on"))
-def test_what_is_passed_on(name):
+@pytest.mark.parametrize("name", named("test_passed_arguments_are_accepted"))
+def test_passed_arguments_are_accepted(name):
     default = {**modelopt_parameters(), **dict.fromkeys(INT4_ARGUMENTS, 0.5)}[name]
     check_arguments({name: default})
     options = {option for action in get_parser()._actions for option in action.option_strings}
@@ -41,8 +41,8 @@ def test_what_is_passed_on(name):
             run_ptq([f"--{name}"])
 
 
-@pytest.mark.parametrize("name", named("test_what_is_refused_names_the_way"))
-def test_what_is_refused_names_the_way(name):
+@pytest.mark.parametrize("name", named("test_refused_arguments_name_the_alternative"))
+def test_refused_arguments_name_the_alternative(name):
     way = "qdq autotune" if name.startswith("autotune") else "python -m modelopt"
     with pytest.raises(UserError, match=way):
         check_arguments({name: modelopt_parameters()[name]})
@@ -50,6 +50,6 @@ def test_what_is_refused_names_the_way(name):
         run_ptq([f"--{name}=1"])
 
 
-def test_an_option_that_nobody_has():
+def test_unknown_option_is_refused():
     with pytest.raises(UserError, match="--frobnicate: no option"):
         run_ptq(["--frobnicate"])

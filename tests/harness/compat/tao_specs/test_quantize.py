@@ -58,7 +58,7 @@ def outputs_of(path: Path, feeds: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(names, run_onnxruntime(path, feeds, names, optimize=False), strict=True))
 
 
-def test_one_word_of_the_documents_example_is_changed(small, noise, tmp_path, capsys, monkeypatch):
+def test_example_of_the_spec_document_runs(small, noise, tmp_path, capsys, monkeypatch):
     """Section 9.5 without changes except for paths and backend; paths start from the folder of the spec file."""
     shutil.copy(small, tmp_path / "model.onnx")
     shutil.copy(noise, tmp_path / "calib.npy")
@@ -100,19 +100,19 @@ def test_scales_map_the_largest_weight_to_the_largest_value(dtype, largest, smal
     assert scale == pytest.approx(np.abs(onnx.numpy_helper.to_array(weight)).max(axis=1) / largest)
 
 
-def test_weights_alone_and_skipped_layers(small, data, tmp_path):
+def test_weight_only_quantization_and_skip_names(small, data, tmp_path):
     found = quantize_model(small, tmp_path, layer("*", "weights: {dtype: int8}"), "skip_names: [/head]", data)
     edges = read_qdq_edges(onnx.load(found.path))
     assert {(e.consumer, e.slot) for e in edges} == {("/backbone/conv1/Conv", 1), ("/backbone/conv2/Conv", 1)}
     assert found.layers == {"Conv": {"int8": 2}}
 
 
-def test_native_entries_come_first_to_take_layers_out(small, data, tmp_path):
+def test_first_matching_native_entry_excludes_a_layer(small, data, tmp_path):
     found = quantize_model(small, tmp_path, f"{layer('/backbone/conv1*', NATIVE)}, {layer('*')}", dataset=data)
     assert set(stored(found)) == {"/backbone/conv2/Conv", "/head/fc/Gemm"}
 
 
-def test_the_dialect_is_a_word_of_the_spec(small, data, tmp_path):
+def test_backend_kwargs_dialect_selects_the_dialect(small, data, tmp_path):
     dialect = "backend_kwargs: {dialect: onnxruntime}"
     assert TensorProto.UINT8 in tensor_types(quantize_model(small, tmp_path, layer("*"), dialect, data))
     for layers, extra, problem in (
@@ -125,7 +125,7 @@ def test_the_dialect_is_a_word_of_the_spec(small, data, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["minmax", "max", "entropy"])
-def test_algorithms(method, small, data, tmp_path):
+def test_every_algorithm_is_accepted(method, small, data, tmp_path):
     found = quantize_model(small, tmp_path, layer("*"), f"algorithm: {method}", data)
     assert found.layers["Conv"] == {"int8": 2}
 
@@ -155,7 +155,7 @@ IMAGES = np.ones((3, 3, 8, 8), np.float32)
         {"input": IMAGES, "label": 1}, {"data": IMAGES}, {"x": Tensor(IMAGES)},
     ],
 )  # fmt: skip
-def test_batches_of_a_loader(batch, small, tmp_path):
+def test_valid_batches_of_a_loader(batch, small, tmp_path):
     found = quantize_model(small, tmp_path, layer("Gemm"), loader=[batch, batch])
     assert found.calibrated_on == "a data loader"
     assert found.layers == {"Gemm": {"int8": 1}}
@@ -175,7 +175,7 @@ def test_invalid_batches_of_a_loader(batch, problem, small, tmp_path):
         quantize_model(small, tmp_path, layer("Gemm"), loader=[batch])
 
 
-def test_left_and_right_images():
+def test_stereo_images_feed_inputs_by_name():
     types = {"right_image": ("float", (1, 2)), "left_image": ("float", (1, 2))}
     batch = {"images_left": np.zeros((1, 2)), "images_right": np.ones((1, 2))}
     (feed,) = loader_feeds([batch], types)
@@ -186,7 +186,7 @@ def test_left_and_right_images():
         list(loader_feeds([{**batch, "images_left": np.zeros((2, 2))}], types))
 
 
-def test_calibration_from_an_npz_and_from_a_folder_of_images(small, detector, coco, noise, tmp_path):
+def test_calibration_from_npz_and_image_folder(small, detector, coco, noise, tmp_path):
     np.savez(tmp_path / "calib.npz", images=np.load(noise))
     found = quantize_model(small, tmp_path, layer("Gemm"), dataset=f"calibration_data: {tmp_path}/calib.npz")
     assert found.calibrated_on.startswith("4 samples")
@@ -194,12 +194,12 @@ def test_calibration_from_an_npz_and_from_a_folder_of_images(small, detector, co
     assert quantize_model(detector, tmp_path, layer("Conv"), dataset=images).calibrated_on.startswith("2 of the 8 sam")
 
 
-def test_without_data_random_numbers_are_used_and_said(small, tmp_path, caplog):
+def test_missing_data_uses_random_numbers_with_a_warning(small, tmp_path, caplog):
     assert quantize_model(small, tmp_path, layer("Gemm")).calibrated_on == "random data"
     assert "random numbers are used (dummy data): do not trust any accuracy" in caplog.text
 
 
-def test_the_images_of_the_evaluation_are_taken_and_said(detector, coco, tmp_path, caplog):
+def test_test_data_sources_replace_missing_calibration_data(detector, coco, tmp_path, caplog):
     dataset = f"test_data_sources: {{image_dir: {coco}/val2017}}, preprocess: shapes, samples: 2"
     found = quantize_model(detector, tmp_path, layer("Conv"), dataset=dataset)
     assert found.calibrated_on.startswith("2 of the 24 sam")
@@ -227,7 +227,7 @@ def test_the_effect_of_a_sample_limit_is_reported(small, data, tmp_path, samples
         (layer("Gemm"), "", "its dynamic batch is 1 in the result"),
     ],
 )
-def test_warnings(case, small, data, tmp_path, caplog):
+def test_unmatched_and_ignored_entries_are_warned_about(case, small, data, tmp_path, caplog):
     layers, extra, warning = case
     caplog.set_level(logging.WARNING)
     quantize_model(small, tmp_path, layers, extra, data)
@@ -251,7 +251,7 @@ def test_suggestions_name_modules_before_generated_names(caplog):
         (layer("LSTM"), "nothing is left to quantize"),
     ],
 )
-def test_layers_that_cannot_be(layers, problem, small, data, tmp_path):
+def test_invalid_layers_are_refused(layers, problem, small, data, tmp_path):
     with pytest.raises(UserError, match=problem):
         quantize_model(small, tmp_path, layers, dataset=data)
 
@@ -267,7 +267,7 @@ def test_layers_that_cannot_be(layers, problem, small, data, tmp_path):
         ("none.onnx", b"", "quantize.model_path: .*none.onnx: no such file or folder"),
     ],
 )
-def test_files_that_are_no_float_onnx_model(name, content, problem, tmp_path):
+def test_other_files_than_float_onnx_models_are_refused(name, content, problem, tmp_path):
     if content:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=problem):
@@ -280,7 +280,7 @@ def test_a_quantized_model_is_refused(small, data, tmp_path):
         quantize_model(done.path, tmp_path, layer("Conv"), dataset=data)
 
 
-def test_data_that_do_not_fit(small, detector, tmp_path):
+def test_mismatched_calibration_data_is_refused(small, detector, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "calib.txt").touch()
     np.save(tmp_path / "wrong.npy", np.ones((2, 3, 9, 9), np.float32))
@@ -304,7 +304,7 @@ def test_data_that_do_not_fit(small, detector, tmp_path):
         ("calibration_data: {noise}, shapes: {{image: 1x3x8x8}}", "dataset.shapes.image: .*did you mean 'images'"),
     ],
 )
-def test_an_input_with_more_than_its_batch_dynamic(dataset, problem, tmp_path, noise):
+def test_input_with_several_dynamic_dimensions(dataset, problem, tmp_path, noise):
     g = GraphBuilder("wide", seed=1)
     g.output(g.conv(g.input("images", ("N", 3, "H", "W")), 32, 3), name="y")
     model, dataset = g.save(tmp_path / "wide.onnx"), dataset.format(noise=noise)

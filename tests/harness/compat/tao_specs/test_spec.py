@@ -23,11 +23,11 @@ def refused(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_specs_to_start_from_are_valid_and_read_whole(path):
+def test_template_specs_are_valid(path):
     assert read_spec(path).model_fields_set == yaml.safe_load(path.read_text(encoding="utf-8")).keys()
 
 
-def test_the_example_of_the_document_is_read():
+def test_quantize_example_of_the_document_is_valid():
     text = """
 quantize:
   model_path: "/path/to/model.onnx"
@@ -54,7 +54,7 @@ quantize:
     assert found.skip_names == ("/head/*",)
 
 
-def test_the_engine_and_evaluation_examples_of_the_document_are_read():
+def test_engine_and_evaluate_examples_of_the_document_are_valid():
     text = """
 gen_trt_engine:
   onnx_file: "/path/to/quantized_model.onnx"
@@ -125,7 +125,7 @@ def test_defaults_are_those_of_the_document():
         ("matrix: {a: [1]}", "spec.yaml: matrix: unknown key"),
     ],
 )
-def test_a_mistake_is_named_with_its_place_and_what_is_allowed(text, said):
+def test_invalid_values_are_refused_with_key_and_choices(text, said):
     assert said in refused(text)
 
 
@@ -148,16 +148,16 @@ def test_a_mistake_is_named_with_its_place_and_what_is_allowed(text, said):
         ),
     ],
 )
-def test_a_key_in_another_place_is_told_where_it_belongs(text, said):
+def test_misplaced_key_is_refused_naming_its_section(text, said):
     assert said in refused(text)
 
 
-def test_a_command_names_the_section_that_it_misses():
+def test_missing_section_is_named():
     with pytest.raises(UserError, match=r"s.yaml: there is no section 'evaluate'"):
         require_section(parse_spec(quantize(), "s.yaml").evaluate, "evaluate", "s.yaml")
 
 
-def test_a_file_that_is_not_there_or_too_large(tmp_path):
+def test_missing_and_oversized_files_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"none.yaml: no such file"):
         read_spec(tmp_path / "none.yaml")
     (tmp_path / "model.pt").write_bytes(b"PK\x03\x04\xff")
@@ -171,7 +171,7 @@ def test_a_file_that_is_not_there_or_too_large(tmp_path):
         read_spec(large)
 
 
-def test_specs_survive_yaml(tmp_path):
+def test_specs_round_trip_through_yaml(tmp_path):
     """What is read can be written and read again."""
     found = read_spec(SPECS / "quantize.yaml")
     text = yaml.safe_dump(found.model_dump(mode="json", exclude_none=True))

@@ -83,7 +83,7 @@ def faulty_fold(monkeypatch):
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-def test_rounding_is_no_change(end, half, compared):
+def test_rounding_differences_pass(end, half, compared):
     assert "BatchNormalization" not in ready(network(end, depth=12, half=half))
     assert compared == [EquivalenceVerdict()]
 
@@ -101,7 +101,7 @@ def with_constant_nodes(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("end", ["float", "index", "silent"])
-def test_weights_that_are_nodes_may_be_folded(end, compared):
+def test_weights_from_constant_nodes_are_folded(end, compared):
     assert "BatchNormalization" not in ready(with_constant_nodes(network(end)))
     assert compared == [EquivalenceVerdict()]
 
@@ -119,7 +119,7 @@ def far_from_zero(*, half: bool) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_digits_lost_to_a_large_mean_are_no_change(half, compared):
+def test_cancellation_by_a_large_mean_passes(half, compared):
     assert "BatchNormalization" not in ready(far_from_zero(half=half))
     assert compared == [EquivalenceVerdict()]
 
@@ -127,14 +127,14 @@ def test_digits_lost_to_a_large_mean_are_no_change(half, compared):
 @pytest.mark.usefixtures("faulty_fold")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_change_is_refused_with_the_first_changed_node(end, half):
+def test_changed_results_are_refused_naming_the_first_node(end, half):
     with pytest.raises(UserError, match=r"'norm0' \(BatchNormalization, output 'n0'\).* 3[34]\.\d dB"):
         ready(network(end, half=half))
 
 
 @pytest.mark.usefixtures("faulty_fold")
 @pytest.mark.parametrize("end", ["float", "silent"])
-def test_a_change_of_weights_that_are_nodes_is_refused(end):
+def test_changed_weights_in_constant_nodes_are_refused(end):
     with pytest.raises(UserError, match=r"'norm0'"):
         ready(with_constant_nodes(network(end)))
 
@@ -147,12 +147,12 @@ def test_a_model_with_a_larger_batch_is_compared_sample_by_sample(end, compared)
 
 @pytest.mark.usefixtures("faulty_fold")
 @pytest.mark.parametrize("end", ["float", "index"])
-def test_a_change_in_several_samples_is_found(end):
+def test_change_in_a_larger_batch_is_refused(end):
     with pytest.raises(UserError, match="'norm0'"):
         ready(network(end), shapes={"x": "3x4x8x8"})
 
 
-def test_a_file_is_compared_once_and_an_untouched_one_never(tmp_path, compared):
+def test_files_are_compared_once_and_unchanged_models_never(tmp_path, compared):
     onnx.save(network(), tmp_path / "m.onnx")
     for _ in range(3):
         load(tmp_path / "m.onnx")
@@ -177,7 +177,7 @@ def test_a_refusal_is_cached(tmp_path, compared):
 
 @pytest.mark.parametrize("limit", [1000, 10**9])
 @pytest.mark.parametrize("external", [False, True])
-def test_external_data_and_large_models(limit, external, tmp_path, compared, monkeypatch):
+def test_external_data_and_large_models_are_compared(limit, external, tmp_path, compared, monkeypatch):
     monkeypatch.setattr(files, "MAX_SINGLE_FILE_BYTES", limit)
     onnx.save_model(
         network("index"), tmp_path / "m.onnx", save_as_external_data=external, location="w", size_threshold=0
@@ -219,7 +219,7 @@ def test_comparisons_that_are_not_possible_are_logged(graph, word, caplog):
         "(float[4] x, string[2] s) => (float[4] y, string[2] t) { y = Softmax<axis=0>(x)  t = Identity(s) }",
     ],
 )
-def test_inputs_that_a_model_accepts_are_found(graph, compared):
+def test_random_inputs_respect_operator_constraints(graph, compared):
     ready(parser.parse_model(f'<ir_version: 8, opset_import: ["": 12]> g {graph}'))
     assert compared == [EquivalenceVerdict()]
 
@@ -231,7 +231,7 @@ def test_a_crash_of_onnx_runtime_is_no_refusal(caplog, monkeypatch):
     assert "ONNX Runtime exited" in caplog.text
 
 
-def test_memory_is_limited(caplog, monkeypatch):
+def test_comparison_beyond_memory_limit_is_logged(caplog, monkeypatch):
     def sleep(what: str, *_: object) -> object:
         monkeypatch.setenv("QDQ_MODEL_MEMORY_GB", "0.001")
         try:
@@ -256,11 +256,11 @@ def test_memory_is_limited(caplog, monkeypatch):
         ([1e300, 1.0], [1.001e300, 1.0], (59.9, 60.1)),
     ],
 )
-def test_deviations(before, after, wanted):
+def test_deviation_db_of_nan_inf_and_finite_values(before, after, wanted):
     assert wanted[0] <= deviation_db(np.array(before), np.array(after)) <= wanted[1]
 
 
-def test_other_types_and_shapes_deviate():
+def test_deviation_db_is_infinite_for_other_types_and_shapes():
     x = np.ones((2, 3), np.float32)
     for other in (x.T, x.astype(np.float64), [x], None, x.astype(np.int32)):
         assert deviation_db(x, other) == -np.inf

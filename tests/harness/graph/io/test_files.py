@@ -56,7 +56,7 @@ def test_models_that_are_copied_into_one_folder_keep_their_own_data(tmp_path):
 
 
 @pytest.mark.parametrize("location", [BESIDE, BELOW])
-def test_external_data_come_along_wherever_they_lie(location, tmp_path):
+def test_external_data_is_copied_and_moved_with_the_model(location, tmp_path):
     path = written(tmp_path / "in", 1.0, location)
     (tmp_path / "in" / "bystander.txt").write_text("")
     (tmp_path / "out").mkdir()
@@ -69,7 +69,7 @@ def test_external_data_come_along_wherever_they_lie(location, tmp_path):
     assert added(tmp_path / "there" / "moved.onnx") == 1.0
 
 
-def test_a_copy_has_the_digest_of_its_model_whatever_their_data_are_called(tmp_path):
+def test_digest_ignores_the_name_of_the_data_file(tmp_path):
     path = written(tmp_path / "in", 1.0, BELOW)
     copy = copy_model(path, tmp_path, "copy.onnx")
     again = copy_model(copy, tmp_path, "again.onnx")
@@ -77,7 +77,7 @@ def test_a_copy_has_the_digest_of_its_model_whatever_their_data_are_called(tmp_p
 
 
 @pytest.mark.parametrize("location", [BESIDE, BELOW])
-def test_a_digest_tells_models_apart_that_differ_in_their_data_alone(location, tmp_path):
+def test_digest_covers_external_data(location, tmp_path):
     one, same, other = (written(tmp_path / str(n), number, location) for n, number in enumerate((1.0, 1.0, 2.0)))
     assert one.read_bytes() == other.read_bytes()
     assert digest_file(one) == digest_file(same)
@@ -92,7 +92,7 @@ def test_a_copy_under_the_same_name_is_the_same_file(tmp_path):
     assert digest_file(copy) == digest_file(path)
 
 
-def test_a_model_without_external_data_is_its_file_alone(tmp_path):
+def test_model_without_external_data_has_one_file(tmp_path):
     """Whatever it says: here a location, and the name of the file beside it."""
     builder = GraphBuilder(f"location {BESIDE}")
     builder.output(builder.op("Relu", builder.input("x", (4,))))
@@ -105,7 +105,7 @@ def test_a_model_without_external_data_is_its_file_alone(tmp_path):
     assert names(tmp_path / "out") == ["model.onnx"]
 
 
-def test_data_outside_of_the_folder_are_neither_copied_nor_read(tmp_path):
+def test_external_data_outside_the_folder_is_refused(tmp_path):
     for location in ("../secret.bin", str(tmp_path / "secret.bin")):
         path = written(tmp_path / "in", 1.0, location)
         for work in (digest_file, model_files, lambda given: copy_model(given, tmp_path)):
@@ -114,7 +114,7 @@ def test_data_outside_of_the_folder_are_neither_copied_nor_read(tmp_path):
     assert names(tmp_path) == ["in", "secret.bin"]
 
 
-def test_data_that_are_missing_are_named(tmp_path):
+def test_missing_external_data_is_named(tmp_path):
     path = written(tmp_path / "in", 1.0)
     (tmp_path / "in" / BESIDE).unlink()
     with pytest.raises(UserError, match=r"the external data 'model\.onnx\.data' with the weights .* is missing; put"):

@@ -28,7 +28,7 @@ def test_results_and_exceptions_are_returned():
         call_in_helper_process("m.onnx", parse_shape, "big", "shapes.x")
 
 
-def test_memory_is_limited(monkeypatch):
+def test_call_beyond_the_memory_limit_is_refused(monkeypatch):
     monkeypatch.setenv("QDQ_MODEL_MEMORY_GB", "0.5")
     with pytest.raises(UserError, match=r"^m\.onnx: the check takes more than 0\.5 GB .*QDQ_MODEL_MEMORY_GB sets"):
         call_in_helper_process("m.onnx: the check", fill_memory)
@@ -47,7 +47,7 @@ def warn_and_report(report: Callable[[int], None]) -> str:
     return str(Path.cwd())
 
 
-def test_logs_reports_and_surroundings_are_those_of_the_driver(caplog, tmp_path, monkeypatch):
+def test_helper_shares_logs_reports_and_environment(caplog, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     reports: list[int] = []
@@ -55,7 +55,7 @@ def test_logs_reports_and_surroundings_are_those_of_the_driver(caplog, tmp_path,
     assert (reports, caplog.messages) == ([7], ["about it"])
 
 
-def test_one_other_process_runs_all_calls():
+def test_calls_share_one_helper_process():
     assert len({os.getpid(), *(call_in_helper_process("m.onnx", os.getpid) for _ in range(3))}) == 2
 
 
@@ -74,7 +74,7 @@ def test_a_call_that_does_not_return_is_ended(monkeypatch):
 @pytest.mark.parametrize(
     ("crash", "arguments", "how"), [(os.abort, (), "was ended by SIGABRT"), (os._exit, (3,), "exited with status 3")]
 )
-def test_a_crash_is_one_message_and_the_next_call_starts_another_process(crash, arguments, how):
+def test_crash_gives_one_message_and_a_new_process(crash, arguments, how):
     before = call_in_helper_process("m.onnx", os.getpid)
     with pytest.raises(UserError, match=rf"^m\.onnx: the upgrade {how}; .* damaged"):
         call_in_helper_process("m.onnx: the upgrade", crash, *arguments)  # type: ignore[arg-type, misc]
@@ -88,7 +88,7 @@ def test_a_process_that_ended_between_calls_is_replaced():
     assert call_in_helper_process("m.onnx", abs, -1) == 1
 
 
-def test_a_fork_has_a_process_of_its_own():
+def test_forked_driver_gets_its_own_helper():
     ours = call_in_helper_process("m.onnx", os.getpid)
     child = os.fork()
     if not child:
@@ -110,7 +110,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_it_ends_with_the_driver():
+def test_helper_ends_with_the_driver():
     done = subprocess.run([sys.executable, "-c", DRIVER], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     deadline_s = time.monotonic() + 30
@@ -158,7 +158,7 @@ __import__("os")._exit(0)
 """
 
 
-def test_working_threads_do_not_block_it(tmp_path):
+def test_busy_threads_do_not_block_the_helper(tmp_path):
     """They would block a fork: before one, OpenBLAS waits for its threads to end, which working ones never do."""
     builder = GraphBuilder("net", seed=1)
     builder.output(builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3)))

@@ -124,14 +124,14 @@ def are_isomorphic(first: Model, second: Model) -> bool:
 
 @settings(max_examples=150)
 @given(first=small_specs, second=small_specs)
-def test_equal_signature_means_isomorphic_and_the_reverse(make_model, first, second):
+def test_signatures_are_equal_iff_graphs_are_isomorphic(make_model, first, second):
     one, two = make_model(first), make_model(second)
     assert (signature(one) == signature(two)) == are_isomorphic(one, two)
 
 
 @settings(max_examples=150)
 @given(spec=small_specs, place=st.integers(0, 4), change=nodes(5))
-def test_one_changed_node_changes_the_signature_unless_the_graph_is_the_same(make_model, spec, place, change):
+def test_node_change_alters_signature_unless_isomorphic(make_model, spec, place, change):
     other = list(spec)
     other[place % len(spec)] = change
     one, two = make_model(spec), make_model(other)
@@ -149,9 +149,7 @@ OTHERS = {
 
 @settings(max_examples=150)
 @given(chosen=stacks, change=st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(0, 9)))
-def test_one_edge_or_operator_of_a_network_changes_the_signature_unless_the_graph_is_the_same(
-    make_model, make_stack, motifs, chosen, change
-):
+def test_edge_or_operator_change_alters_signature_of_networks(make_model, make_stack, motifs, chosen, change):
     spec = make_stack([motifs[number % len(motifs)] for number in chosen])
     place, slot, earlier = change
     op, references, is_output = spec[place % len(spec)]
@@ -182,7 +180,7 @@ def test_order_and_names_in_the_file_never_change_a_signature(make_model, spec, 
 
 
 @given(chosen=stacks, seed=st.integers(0, 1000))
-def test_order_and_names_do_not_matter_in_networks_either(make_model, make_stack, motifs, chosen, seed):
+def test_signature_of_networks_ignores_node_order_and_names(make_model, make_stack, motifs, chosen, seed):
     spec = make_stack([motifs[number % len(motifs)] for number in chosen])
     assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
 
@@ -195,13 +193,13 @@ def test_a_changed_operator_always_changes_the_signature(make_model, spec):
 
 
 @given(spec=specs, seed=st.integers(0, 1000))
-def test_the_stored_order_is_the_isomorphism(make_model, spec, seed):
+def test_stored_node_orders_define_an_isomorphism(make_model, spec, seed):
     first, second = make_model(spec), make_model(spec, seed)
     orders = [find_patterns(m, whole(m))[0].order[0] for m in (first, second)]
     assert is_isomorphism(first, second, (orders[0], orders[1]))
 
 
-def test_sinks_that_look_alike_are_told_apart_by_search(make_model):
+def test_signature_separates_weisfeiler_leman_equivalent_graphs(make_model):
     """A ring of six and two rings of three: no refinement of colours tells their Adds apart (Weisfeiler, Leman)."""
 
     def rings(*sizes: int) -> list[tuple[str, list[int], bool]]:
@@ -228,28 +226,28 @@ def conv_model(x: str = "x", **attributes: Any) -> Model:
 
 
 @pytest.mark.parametrize("attributes", [{"channels": 16}, {"pad": 0}, {"dilations": [1, 1]}, {"x": "other"}])
-def test_what_does_not_matter(attributes):
+def test_signature_ignores_channels_padding_and_names(attributes):
     assert signature(conv_model(**attributes)) == signature(conv_model())
 
 
 @pytest.mark.parametrize(
     "attributes", [{"kernel": 1}, {"stride": 2}, {"groups": 2}, {"groups": -1}, {"bias": False}, {"dilations": [2, 2]}]
 )
-def test_what_matters(attributes):
+def test_signature_depends_on_conv_attributes(attributes):
     assert signature(conv_model(**attributes)) != signature(conv_model())
 
 
-def test_how_many_groups_does_not_matter_but_depthwise_does():
+def test_signature_ignores_group_count_except_depthwise():
     assert signature(conv_model(groups=2)) == signature(conv_model(groups=4)) != signature(conv_model(groups=-1))
 
 
-def test_a_constant_operand_is_not_an_activation(make_model):
+def test_signature_separates_constant_and_activation_operands(make_model):
     both = make_model([("Add", [0, 1], True)])
     assert signature(both) != signature(make_model([("Add", [0, 2], True)]))
     assert signature(both) != signature(make_model([("Add", [0, 0], True)]))
 
 
-def test_what_leaves_the_region_matters(make_model):
+def test_signature_depends_on_region_outputs(make_model):
     assert signature(make_model([("Relu", [0], False), ("Relu", [3], True)])) != signature(
         make_model([("Relu", [0], True), ("Relu", [3], True)])
     )
@@ -280,7 +278,7 @@ def branching(text: str = BRANCH, **names: str) -> str:
     return signature(load_proto(onnx.parser.parse_model(text), source="branching", sha256="0"))
 
 
-def test_names_and_order_inside_of_a_subgraph_do_not_matter():
+def test_signature_ignores_names_and_order_in_subgraphs():
     assert branching(p="z9", q="a1", s="later", u="b", v="a") == branching()
     assert branching(BRANCH.replace("{u} = Mul({p}, {q})  {v} = Abs({p})", "{v} = Abs({p})  {u} = Mul({p}, {q})")) == (
         branching()
@@ -296,7 +294,7 @@ def test_names_and_order_inside_of_a_subgraph_do_not_matter():
         ("Add({u}, {v})", "Add({u}, {u})"),  # another edge inside
     ],
 )
-def test_what_a_subgraph_computes_matters(before, after):
+def test_signature_depends_on_subgraph_contents(before, after):
     assert before in BRANCH
     assert branching(BRANCH.replace(before, after)) != branching()
 
@@ -334,6 +332,6 @@ def test_composites_of_other_children_differ():
     assert found[0][0] != found[1][0]
 
 
-def test_a_signature_stays_what_it_was():
+def test_signature_is_stable_across_versions():
     """Pattern caches refer to it; whoever changes it also changes the number in the signed text."""
     assert signature(conv_model()) == "c2dcecfaf921140b2b6536a299a75bcf5e73f0384a66aa5ba6b684ccc3f37832"

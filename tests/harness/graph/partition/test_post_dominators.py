@@ -27,7 +27,7 @@ def post_dominators(successors: list[list[int]], vertex: int) -> list[int]:
 
 
 @given(graphs)
-def test_every_vertex_flows_into_its_immediate_post_dominator(drawn):
+def test_parent_of_a_vertex_is_its_immediate_post_dominator(drawn):
     sink = len(drawn)
     flow = find_branch_structure([sorted(found) for found in drawn])
     whole = [sorted(found) or [sink] for found in drawn] + [[]]
@@ -41,7 +41,7 @@ def test_every_vertex_flows_into_its_immediate_post_dominator(drawn):
 
 
 @given(graphs)
-def test_the_vertex_in_series_feeds_every_branch_and_no_branch_feeds_it(drawn):
+def test_series_vertex_reaches_all_branches_and_none_reach_it(drawn):
     sink = len(drawn)
     flow = find_branch_structure([sorted(found) for found in drawn])
     whole = [sorted(found) or [sink] for found in drawn] + [[]]
@@ -53,7 +53,7 @@ def test_the_vertex_in_series_feeds_every_branch_and_no_branch_feeds_it(drawn):
                 assert before not in reached(whole, last, vertex)
 
 
-def test_a_residual_block_is_a_branch_between_divergence_and_convergence():
+def test_residual_block_is_one_branch():
     flow = find_branch_structure([[1, 3], [2], [3], [4]])  # 0 diverges, 1 and 2 are the branch, 3 converges
     assert flow.chain(flow.series[flow.sink]) == [0, 3]
     assert flow.branches[3] == (2,)

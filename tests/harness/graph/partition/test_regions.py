@@ -78,7 +78,7 @@ def test_any_model_is_covered_by_connected_leaves(make_model, spec, longest, sma
 
 
 @given(spec=specs, seed=st.integers(0, 1000))
-def test_order_and_names_in_the_file_do_not_move_a_cut(make_model, spec, seed):
+def test_regions_ignore_node_order_and_names(make_model, spec, seed):
     found = []
     for model in (make_model(spec), make_model(spec, seed)):
         found.append(sorted(sorted(operators(model, leaf).split()) for leaf in discover_regions(model).iter_leaves()))
@@ -122,7 +122,7 @@ def test_a_large_residual_block_is_a_composite():
     assert_sound(model, root)
 
 
-def test_inception_branches_are_children_and_the_concat_stands_behind_them():
+def test_inception_branches_are_children_before_the_concat():
     g, x = image("inception")
     y = conv_relu(g, x)
     branches = [conv_relu(g, y, kernel=1)]
@@ -139,7 +139,7 @@ def test_inception_branches_are_children_and_the_concat_stands_behind_them():
     ]  # fmt: skip
 
 
-def test_silu_stays_with_its_convolution():
+def test_silu_is_in_the_region_of_its_convolution():
     g, x = image("silu")
     g.output(silu(g, g.conv(silu(g, g.conv(x, 8, 3)), 8, 1)))
     model = loaded(g)
@@ -189,7 +189,7 @@ GELU = "Div Erf Add Mul Mul"
 NORM = "ReduceMean Sub Pow ReduceMean Add Sqrt Div Mul Add"
 
 
-def test_gelu_by_erf_stays_with_the_layer_before_it():
+def test_erf_gelu_is_in_the_region_of_its_layer():
     g = GraphBuilder("gelu")
     x = g.input("x", (1, 4, 8))
     for _ in range(4):
@@ -217,7 +217,7 @@ def test_a_layer_norm_is_never_cut_in_two(decomposed):
     assert " ".join(blocks[0]) == f"{norm} MatMul Add {GELU} MatMul Add Add"
 
 
-def test_attention_without_decomposed_parts():
+def test_attention_with_fused_layer_norm_is_a_composite():
     g = GraphBuilder("attention")
     x = g.input("x", (1, 4, 8))
     for _ in range(3):
@@ -240,7 +240,7 @@ def test_attention_without_decomposed_parts():
     ]  # fmt: skip
 
 
-def test_a_mask_from_a_second_input_leaves_the_layers_alone():
+def test_attention_mask_input_does_not_change_regions():
     def masked(layers: int, with_mask: bool) -> Model:
         g = GraphBuilder("masked")
         x = g.input("x", (1, 4, 8))
@@ -260,7 +260,7 @@ def test_a_mask_from_a_second_input_leaves_the_layers_alone():
     assert leaves(model, root) == ["Mul", *bare]
 
 
-def test_repetitions_in_a_plain_chain_are_a_leaf_each():
+def test_repeated_blocks_in_a_chain_are_separate_leaves():
     g, x = image("chain")
     for _ in range(9):
         x = conv_relu(g, g.op("Relu", g.conv(x, 8, 3, groups=8)), kernel=1)
@@ -269,7 +269,7 @@ def test_repetitions_in_a_plain_chain_are_a_leaf_each():
     assert leaves(model, discover_regions(model)) == ["Conv Relu Conv Relu"] * 9
 
 
-def test_the_sizes_are_limits():
+def test_region_size_limits_hold():
     g, x = image("sizes")
     for _ in range(30):
         x = g.op("Tanh", x)
@@ -337,7 +337,7 @@ def recurrent(sequence: str) -> Model:
 
 
 @pytest.mark.parametrize("longest", [1, 10])
-def test_results_and_inputs_that_are_left_out_are_not_one_tensor(longest):
+def test_omitted_outputs_and_inputs_are_not_connected(longest):
     model, named = recurrent(""), recurrent("sequence")
     root = discover_regions(model, maximum_sequence_region_size=longest)
     assert_sound(model, root)
@@ -357,7 +357,7 @@ def test_results_and_inputs_that_are_left_out_are_not_one_tensor(longest):
         ("yolox_nano", {}),
     ],
 )
-def test_real_models(name, shapes):
+def test_real_models_have_sound_regions(name, shapes):
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
     root = discover_regions(model)
     assert_sound(model, root)

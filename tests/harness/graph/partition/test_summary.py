@@ -28,7 +28,7 @@ def inception() -> tuple[Model, Region]:
     return model, discover_regions(model)
 
 
-def test_figures():
+def test_summary_counts_regions_and_patterns():
     model, root = inception()
     figures = summarize_discovery(model, root, find_patterns(model, root))
     assert (figures.nodes, figures.covered, figures.coverage) == (14, 14, 1.0)
@@ -38,7 +38,7 @@ def test_figures():
     assert figures.histogram == ((1, 2), (4, 3))
 
 
-def test_lines():
+def test_phase_and_summary_lines():
     model, root = inception()
     figures = summarize_discovery(model, root, find_patterns(model, root))
     assert describe_phases(figures) == [
@@ -55,7 +55,7 @@ def test_lines():
     ]
 
 
-def test_tree():
+def test_tree_shows_regions_with_nodes_inputs_and_outputs():
     model, root = inception()
     patterns = find_patterns(model, root)
     lines = [
@@ -80,14 +80,14 @@ def test_tree():
     assert "│    │  ├─ Nodes, a sequence: Conv, Relu, Conv, Relu" in lines
 
 
-def test_regions_without_quantizable_operators_are_left_out_and_counted():
+def test_tree_omits_and_counts_unquantizable_regions():
     model, root = inception()
     lines = describe_tree(root, model, find_patterns(model, root), TreeOptions())
     assert "├─ Region 0 (Level 0, Type: LEAF)" not in lines
     assert lines[-1] == "2 LEAF regions without quantizable operators are left out: --include-all-regions"
 
 
-def test_verbose_names_nodes_tensors_and_how_a_leaf_is_made():
+def test_verbose_tree_names_nodes_tensors_and_leaf_kind():
     g = GraphBuilder("silu")
     x = g.conv(g.input("x", (1, 3, 8, 8)), 4, 3)
     g.output(g.op("Mul", x, g.op("Sigmoid", x)), name="y")
@@ -99,7 +99,7 @@ def test_verbose_names_nodes_tensors_and_how_a_leaf_is_made():
     assert any(line.endswith("- y") for line in lines)
 
 
-def test_json():
+def test_json_holds_summary_histogram_and_regions():
     model, root = inception()
     patterns = find_patterns(model, root)
     found = json.loads(json.dumps(to_json(model, root, patterns)))
@@ -114,7 +114,7 @@ def test_json():
     assert {region["pattern"] for region in by_id.values()} == signatures
 
 
-def test_a_model_without_nodes():
+def test_summary_of_a_model_without_nodes():
     empty = Model(proto=inception()[0].proto, source="empty", sha256="0", nodes=(), types={})
     figures = summarize_discovery(empty, discover_regions(empty), find_patterns(empty, discover_regions(empty)))
     assert figures.coverage == 1.0

@@ -25,7 +25,7 @@ def ops_after(builder: GraphBuilder, tolerance: float = 1e-4) -> list[str]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("groups", [1, 2, -1])
-def test_conv(groups, bias):
+def test_fold_into_conv(groups, bias):
     builder = GraphBuilder("conv", seed=3)
     x = builder.conv(builder.input("x", (2, 4, 6, 6)), 8, 3, groups=groups, bias=bias)
     builder.output(builder.op("Relu", builder.batch_norm(x, epsilon=1e-2)))
@@ -33,7 +33,7 @@ def test_conv(groups, bias):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_conv_transpose(groups):
+def test_fold_into_conv_transpose(groups):
     builder = GraphBuilder("up")
     weight = builder.const(np.random.default_rng(0).normal(size=(4, 6 // groups, 2, 2)).astype(np.float32))
     x = builder.op("ConvTranspose", builder.input("x", (1, 4, 3, 3)), weight, group=groups, strides=[2, 2])
@@ -43,7 +43,7 @@ def test_conv_transpose(groups):
 
 @pytest.mark.parametrize("trans", [0, 1])
 @pytest.mark.parametrize("bias_shape", [None, (), (1,), (5,), (1, 5)])
-def test_gemm(trans, bias_shape):
+def test_fold_into_gemm(trans, bias_shape):
     rng, builder = np.random.default_rng(0), GraphBuilder("gemm")
     inputs = [builder.const(rng.normal(size=(5, 7) if trans else (7, 5)).astype(np.float32))]
     if bias_shape is not None:
@@ -53,7 +53,7 @@ def test_gemm(trans, bias_shape):
     assert ops_after(builder) == ["Gemm"]
 
 
-def test_two_in_a_row():
+def test_two_consecutive_batch_norms_are_folded():
     builder = GraphBuilder("chain")
     x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
     builder.output(builder.batch_norm(builder.batch_norm(x)))
@@ -71,7 +71,7 @@ def test_shared_weights_are_scaled_for_one_reader_only():
     assert ops_after(builder) == ["Conv", "Conv", "Conv"]
 
 
-def test_a_second_reader_or_an_output_prevents_it():
+def test_second_reader_or_output_prevents_folding():
     builder = GraphBuilder("read twice")
     x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
     builder.output(builder.op("Add", builder.batch_norm(x), x))
@@ -83,7 +83,7 @@ def test_a_second_reader_or_an_output_prevents_it():
     assert ops_after(builder) == ["Conv", "BatchNormalization"]
 
 
-def test_a_reader_in_a_subgraph_prevents_it():
+def test_reader_in_a_subgraph_prevents_folding():
     then, other = GraphBuilder("then"), GraphBuilder("else")
     builder = GraphBuilder("captured")
     x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
@@ -95,7 +95,7 @@ def test_a_reader_in_a_subgraph_prevents_it():
     assert "BatchNormalization" in ops_after(builder)
 
 
-def test_other_operators_before_it_prevent_it():
+def test_other_preceding_operators_prevent_folding():
     builder = GraphBuilder("alone")
     builder.output(builder.batch_norm(builder.op("Relu", builder.input("x", (1, 3, 6, 6)))))
     assert ops_after(builder) == ["Relu", "BatchNormalization"]
@@ -115,7 +115,7 @@ def test_half_precision_stays_half_precision():
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_an_overflow_of_half_precision_prevents_it():
+def test_float16_overflow_prevents_folding():
     builder = GraphBuilder("loud")
     x = builder.input("x", (2, 1), "float16")
     weight, scale, zero, variance = (builder.const(np.full(1, v, np.float16)) for v in (3, 4e4, 0, 2))

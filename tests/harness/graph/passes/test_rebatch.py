@@ -48,7 +48,7 @@ def test_a_batch_gives_the_results_of_its_samples():
     check(head().build())
 
 
-def test_other_models_and_shapes_are_unchanged():
+def test_dynamic_models_and_other_shapes_are_unchanged():
     proto = head().build()
     assert with_batch_size(proto, {}, "m.onnx") is proto
     assert with_batch_size(proto, {"x": "1x3x8x8"}, "m.onnx") is proto
@@ -92,7 +92,7 @@ def test_models_that_mix_samples_are_refused(body, why):
         with_batch_size(builder.build(), {"x": "2x4x8x8"}, "m.onnx")
 
 
-def test_all_inputs_have_the_same_number_of_samples():
+def test_different_batch_sizes_of_inputs_are_refused():
     builder = GraphBuilder("two")
     builder.output(builder.op("Add", builder.input("a", (1, 4)), builder.input("b", (1, 4))))
     with pytest.raises(UserError, match=r"one number of samples for all inputs, but got \{'a': 2, 'b': 3\}"):
@@ -102,7 +102,7 @@ def test_all_inputs_have_the_same_number_of_samples():
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ["yolox_nano", "nanodet_m_320"])
-def test_real_detectors(name):
+def test_batch_results_of_real_detectors(name):
     proto: Any = onnx.load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx")
     constants = {tensor.name for tensor in proto.graph.initializer}
     for value in [value for value in proto.graph.input if value.name in constants]:

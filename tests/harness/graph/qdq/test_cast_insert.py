@@ -42,7 +42,7 @@ def answer(path: Path) -> Any:
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("f16", TensorProto.FLOAT16), ("bf16", TensorProto.BFLOAT16)])
-def test_the_same_points_of_the_cast_model(precision, kind, tmp_path):
+def test_placement_maps_to_the_cast_model(precision, kind, tmp_path):
     model = net(tmp_path / "net.onnx")
     space = build_space(model, TENSORRT)
     resolved = space.resolve(space.quantize_all())
@@ -72,7 +72,7 @@ def test_a_node_that_casting_took_away_is_named(tmp_path):
         map_edges_to_cast_model(((Edge("x", "gone", 0), "int8"),), kept)
 
 
-def test_a_cast_is_made_once(tmp_path, monkeypatch):
+def test_cast_model_is_cached(tmp_path, monkeypatch):
     net(tmp_path / "net.onnx")
     first = cast_model(tmp_path / "net.onnx", "f16", tmp_path / "cast")
     assert [path.name for path in first.parent.iterdir()] == [first.name]

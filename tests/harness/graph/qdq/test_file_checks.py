@@ -39,17 +39,17 @@ def test_every_case_has_a_verdict():
     assert len(CASES) >= 400
 
 
-def test_no_model_that_we_call_legal_is_refused(rtx):
+def test_checks_refuse_all_models_that_the_compiler_refuses(rtx):
     assert REFUSED_BY_COMPILER - refused(rtx) == set()
 
 
-def test_hardly_any_model_that_we_refuse_is_taken(rtx):
+def test_checks_are_stricter_on_few_known_models(rtx):
     ours = refused(rtx)
     assert ours - REFUSED_BY_COMPILER == set(STRICTER)
     assert len(STRICTER) <= 0.02 * len(ours)
 
 
-def test_pairs_without_effect_are_those_whose_product_is_in_float(rtx):
+def test_pairs_without_effect_run_in_float_kernels(rtx):
     idle = {name for name, found in rtx.items() if any(each.level == "no effect" for each in found)} - refused(rtx)
     known = {name for name in idle if VERDICTS[name] != "built"}
     assert {VERDICTS[name] for name in known} == {"float"}
@@ -62,7 +62,7 @@ def is_asked(case: Case) -> bool:
     return all(pair.storage and not pair.between for pair in case.pairs)
 
 
-def test_plain_tensorrt_is_refused_at_least_as_much_and_knows_no_effects(rtx):
+def test_tensorrt_checks_are_stricter_and_report_no_effects(rtx):
     plain = judge(TENSORRT)
     assert refused(rtx) < refused(plain)
     assert {each.level for found in plain.values() for each in found} == {"refused"}
@@ -71,7 +71,7 @@ def test_plain_tensorrt_is_refused_at_least_as_much_and_knows_no_effects(rtx):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="needs the extra rtx")
-def test_the_installed_compiler_says_what_is_recorded():
+def test_installed_compiler_agrees_with_recorded_verdicts():
     asked = [CASES[name] for name in sorted(CASES)[::25]]
     assert {case.name: found for case, found in ask_compiler(asked)} == {
         case.name: VERDICTS[case.name] for case in asked

@@ -120,7 +120,7 @@ def test_a_pt2e_graph_of_torch_is_read_back(model):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-def test_the_pt2e_program_of_the_page_is_read_back(tmp_path, monkeypatch):
+def test_import_from_the_pt2e_program_in_the_docs(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.chdir(tmp_path)
@@ -147,7 +147,7 @@ def test_a_tensor_and_operator_match_where_node_names_are_lost(model):
     assert import_placement(proto, model) == dict(asked)
 
 
-def test_nodes_of_one_name_are_read_back_one_by_one():
+def test_nodes_with_equal_names_are_imported_separately():
     """Loading tells them apart by numbers in the order of the file; so does whoever reads the Q/DQ model."""
     g = GraphBuilder("twice", opset=19, seed=5)
     x = g.conv(g.input("x", (1, 4, 8, 8)), 4, 3, name="conv")
@@ -194,7 +194,7 @@ def test_a_model_whose_names_all_changed_is_read_back(name, dialect, model):
         assert import_placement(renamed(inserter.insert(asked)), model) == dict(asked)
 
 
-def test_weights_stored_quantized_and_scales_per_channel_are_read_back(model):
+def test_import_of_quantized_weights_and_per_channel_scales(model):
     """Q folded away by the other tool: an INT8 initializer and a DequantizeLinear alone, one scale a channel."""
     inserter = Inserter(model, OPENVINO, {tensor: (-1.0, 2.0) for tensor in model.types})
     asked = tuple(sorted((Edge(model.nodes[0].inputs[slot], "stem", slot), "int8") for slot in (0, 1)))
@@ -228,12 +228,12 @@ def test_a_model_without_matching_pairs_is_refused(model):
         import_placement(builder.build(), model)
 
 
-def test_what_is_no_onnx_file_is_refused(model, tmp_path):
+def test_missing_file_is_refused(model, tmp_path):
     with pytest.raises(UserError, match="no such file"):
         import_placement(tmp_path / "missing.onnx", model)
 
 
-def test_edges_of_added_operators_are_left_out(model):
+def test_edges_of_added_operators_are_ignored(model):
     proto = Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).insert(((Edge("x", "stem", 0), "int8"),))
     dequantized = next(node.output[0] for node in proto.graph.node if node.op_type == "DequantizeLinear")
     proto.graph.node.append(helper.make_node("Identity", [dequantized], ["spare"], name="extra"))

@@ -105,7 +105,7 @@ def grid_of(proto: onnx.ModelProto, consumer: str, slot: int = 0) -> tuple[float
 @pytest.mark.parametrize("net", ["conv", "attention"])
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_subset_of_edges_is_delivered_and_runs(net, dialect, data):
+def test_any_subset_of_edges_is_inserted_and_runs(net, dialect, data):
     model, ranges = ready(net)
     choice = st.sampled_from(["", *sorted(dialect.precisions)])
     choices = {edge: data.draw(choice) for edge in legal(model, dialect)}
@@ -151,7 +151,7 @@ def test_no_edges_give_the_float_model():
     assert proto.opset_import == model.proto.opset_import
 
 
-def test_selected_consumers_share_a_pair_and_float_consumers_keep_the_float_tensor():
+def test_quantized_consumers_share_a_pair_and_others_stay_float():
     model, ranges = ready("attention")
     asked = tuple(sorted([edge(model, "q"), edge(model, "k")]))
     inserter = Inserter(model, OPENVINO, ranges)
@@ -172,7 +172,7 @@ def test_pairs_count_activations_once_and_quantized_constants_once():
     assert Inserter(conv, ONNXRUNTIME, ranges).count_pairs(with_bias) == 2
 
 
-def test_a_quantized_output_keeps_its_name_and_float_consumers_read_past_it():
+def test_quantized_output_keeps_name_and_float_consumers():
     model, ranges = ready("attention")
     only_output = ((Edge("features", "", 0), "int8"),)
     proto = Inserter(model, OPENVINO, ranges).insert(only_output)
@@ -186,7 +186,7 @@ def test_a_quantized_output_keeps_its_name_and_float_consumers_read_past_it():
     np.testing.assert_allclose(energy, exact_energy, rtol=1e-5)
 
 
-def test_scales_are_symmetric_or_affine_as_the_dialect_says():
+def test_scales_are_symmetric_or_affine_by_dialect():
     model, ranges = ready("conv")
     low, high = ranges["x"]
     top = ranges[edge(model, "pool")[0].tensor][1]
@@ -200,7 +200,7 @@ def test_scales_are_symmetric_or_affine_as_the_dialect_says():
     assert grids(ONNXRUNTIME) == grids(OPENVINO) == [affine, (pytest.approx(top / 255), 0)]
 
 
-def test_openvino_keeps_signed_symmetric_data_away_from_convolutions_alone():
+def test_openvino_matmul_scales_are_symmetric_for_signed_data():
     model, ranges = ready("attention")
     signed = edge(model, "q")
     proto = Inserter(model, OPENVINO, ranges).insert((signed, edge(model, "av")))
@@ -210,7 +210,7 @@ def test_openvino_keeps_signed_symmetric_data_away_from_convolutions_alone():
 
 
 @pytest.mark.parametrize("dialect", [pytest.param(OPENVINO, marks=exact_int8), OPENVINO_7BIT], ids=lambda d: d.name)
-def test_openvino_computes_what_the_model_says_behind_a_concat(dialect, tmp_path):
+def test_openvino_conv_behind_concat_is_exact(dialect, tmp_path):
     g = GraphBuilder("join", opset=19, seed=1)
     x = g.input("x", (1, 16, 12, 12))
     x = g.op("Concat", g.conv(x, 16, 3), g.conv(x, 16, 3), axis=1, name="join")
@@ -233,7 +233,7 @@ def test_operators_that_move_values_keep_the_scale_of_their_input():
     assert grid_of(proto, "pool") == grid_of(proto, "depthwise")
 
 
-def test_inputs_of_a_concat_share_a_scale_only_where_all_are_quantized():
+def test_concat_inputs_share_a_scale_only_if_all_are_quantized():
     model, ranges = ready("conv")
     inserter = Inserter(model, TENSORRT, ranges)
     left, right = edge(model, "concat", 0), edge(model, "concat", 1)
@@ -244,7 +244,7 @@ def test_inputs_of_a_concat_share_a_scale_only_where_all_are_quantized():
     assert grid_of(one, "concat", 1) == (pytest.approx(amax[right[0].tensor] / 127), 0)
 
 
-def test_pools_whose_second_result_is_left_out_have_a_scale_each():
+def test_pools_with_omitted_outputs_have_separate_scales():
     g = GraphBuilder("pools", opset=19)
     small, large = (g.input(name, (1, 4, 8, 8)) for name in ("small", "large"))
     near, far = (g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2]) for x in (small, large))
@@ -261,7 +261,7 @@ def test_pools_whose_second_result_is_left_out_have_a_scale_each():
 
 
 @pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
-def test_a_constant_that_no_scale_holds_leaves_the_scales_around_it_alone(none):
+def test_unquantizable_constant_does_not_change_other_scales(none):
     """A Concat of it stays float; what it has in common with another Concat does not."""
     g = GraphBuilder("masked", opset=19)
     x, y = (g.input(name, (1, 4, 8)) for name in "xy")
@@ -274,7 +274,7 @@ def test_a_constant_that_no_scale_holds_leaves_the_scales_around_it_alone(none):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_biases_are_int32_where_the_dialect_says_so(dialect):
+def test_biases_are_int32_by_dialect(dialect):
     model, ranges = ready("conv")
     asked = tuple(sorted([edge(model, "stem"), edge(model, "stem", 1)]))
     proto = Inserter(model, dialect, ranges).insert(asked)
@@ -289,7 +289,7 @@ def test_biases_are_int32_where_the_dialect_says_so(dialect):
         np.testing.assert_allclose(scale, grid_of(proto, "stem")[0] * values[weight.input[1]], rtol=1e-6)
 
 
-def test_a_bias_behind_a_dead_channel_survives_int32():
+def test_int32_bias_of_a_dead_channel_keeps_its_value():
     g = GraphBuilder("dead", opset=19)
     x = g.input("x", (1, 2, 4, 4))
     weight = np.array([1e-12, 1.0], np.float32).reshape(2, 1, 1, 1) * np.ones((2, 2, 1, 1), np.float32)
@@ -306,7 +306,7 @@ def test_a_bias_behind_a_dead_channel_survives_int32():
 @pytest.mark.parametrize(
     "dialect", [pytest.param(ONNXRUNTIME, marks=exact_int8), ONNXRUNTIME_7BIT], ids=lambda d: d.name
 )
-def test_onnx_runtime_adds_the_whole_bias_to_a_product_that_is_scaled(dialect, alpha):
+def test_onnx_runtime_gemm_with_alpha_adds_the_whole_bias(dialect, alpha):
     """Its QGemm multiplies the sum of product and bias by alpha, where a Gemm multiplies the product alone."""
     g = GraphBuilder("scaled", opset=19)
     weight, bias = np.random.default_rng(0).normal(size=(32, 16)), np.full(16, 8.0)
@@ -354,7 +354,7 @@ def test_onnx_runtime_multiplies_and_adds_on_integers(dialect, tmp_path):
     assert np.abs(as_written - exact).max() < 0.05 * np.abs(exact).max()
 
 
-def test_the_bias_of_a_product_stays_float_where_it_gains_nothing():
+def test_matmul_bias_stays_float_without_integer_kernel():
     def stored(model: Model, *edges: Edge, dialect: Dialect = ONNXRUNTIME) -> list[str]:
         return int32_constants(Inserter(model, dialect, {name: (-4.0, 4.0) for name in model.types}).insert(edges))
 
@@ -393,7 +393,7 @@ def test_candidates_are_small_and_share_their_weights(tmp_path):
         assert np.isfinite(run_openvino(path, inputs(model))[0]).all()
 
 
-def test_integers_that_are_multiplied_keep_no_candidate_from_being_written(tmp_path):
+def test_integer_matmul_does_not_prevent_writing(tmp_path):
     """Coordinates times strides, beside a layer that is quantized."""
     g = GraphBuilder("coordinates", opset=19)
     g.output(g.op("MatMul", g.input("cells", (4, 2), "int64"), g.const(np.array([[16], [1]]))), name="places")
@@ -404,7 +404,7 @@ def test_integers_that_are_multiplied_keep_no_candidate_from_being_written(tmp_p
     assert read_qdq_edges(onnx.load(path)) == dict(asked)
 
 
-def test_the_same_placement_gives_the_same_bytes_whatever_came_before(tmp_path):
+def test_same_placement_gives_identical_bytes(tmp_path):
     model, ranges = ready("conv")
     asked = everything(model, ONNXRUNTIME)
     warm = Inserter(model, ONNXRUNTIME, ranges)
@@ -416,7 +416,7 @@ def test_the_same_placement_gives_the_same_bytes_whatever_came_before(tmp_path):
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 @pytest.mark.parametrize("net", ["conv", "attention"])
-def test_an_inserter_that_has_made_other_placements_makes_what_a_fresh_one_makes(net, dialect):
+def test_reused_inserter_equals_a_fresh_one(net, dialect):
     model, ranges = ready(net)
     warm, rng = Inserter(model, dialect, ranges), np.random.default_rng(0)
     offered = ["", *sorted(dialect.precisions)]
@@ -427,14 +427,14 @@ def test_an_inserter_that_has_made_other_placements_makes_what_a_fresh_one_makes
 
 
 @pytest.mark.parametrize("other", ["int8", "fp8"])
-def test_an_edge_is_asked_for_once(other):
+def test_duplicate_edge_is_refused(other):
     model, ranges = ready("attention")
     for wanted, _ in (edge(model, "q"), edge(model, "q", 1), (Edge("features", "", 0), "int8")):
         with pytest.raises(UserError, match="attention: the placement contains one edge twice"):
             Inserter(model, OPENVINO, ranges).insert(((wanted, "int8"), (wanted, other)))
 
 
-def test_an_exported_model_stands_alone(tmp_path):
+def test_exported_model_is_a_single_file(tmp_path):
     model, ranges = ready("conv")
     asked = everything(model, OPENVINO)
     path = Inserter(model, OPENVINO, ranges).export(asked, tmp_path / "out" / "model.onnx")
@@ -501,7 +501,7 @@ def test_edges_of_another_model_are_refused(bad, message):
         Inserter(model, OPENVINO, ranges).insert(((bad, "int8"),))
 
 
-def test_what_stays_float_is_refused():
+def test_edges_and_precisions_outside_the_dialect_are_refused():
     model, ranges = ready("conv")
     inserter = Inserter(model, OPENVINO, ranges)
     with pytest.raises(UserError, match="input 2 of 'stem' stays float: Conv takes its bias there"):

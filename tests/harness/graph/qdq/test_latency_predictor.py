@@ -29,7 +29,7 @@ def named(row):
     return {name: value for name, value in zip(COLUMNS, row, strict=True) if value}
 
 
-def test_features_are_zero_for_float_and_move_work_between_states(model):
+def test_features_are_relative_to_the_float_placement(model):
     space = build_space(model, ONNXRUNTIME)
     features = PlacementFeatures(model, space).encode([space.float_placement(), space.quantize_all()])
     assert not features[0].any()
@@ -39,7 +39,7 @@ def test_features_are_zero_for_float_and_move_work_between_states(model):
     assert changed["linear/all+result/nodes"] == -changed["linear/none/nodes"]
 
 
-def test_result_of_a_convolution_is_read_behind_its_fused_activation(model):
+def test_conv_result_includes_its_fused_activation(model):
     space = build_space(model, ONNXRUNTIME)
     first = [d.role == "linear" and any(e.tensor == "x" for e in d.edges) for d in space.dimensions]
     changed = named(PlacementFeatures(model, space).encode([Placement(tuple(map(int, first)))])[0])
@@ -48,7 +48,7 @@ def test_result_of_a_convolution_is_read_behind_its_fused_activation(model):
 
 
 @pytest.mark.parametrize(("runtime", "dialect"), [("openvino", OPENVINO), ("onnxruntime", ONNXRUNTIME)])
-def test_proposals_are_different_and_neither_float_nor_everything(model, runtime, dialect):
+def test_proposals_are_distinct_and_exclude_float_and_all(model, runtime, dialect):
     space = build_space(model, dialect)
     facts = {"name": runtime, "device": XEON, "float_precision": "f32"}
     found = [space.digest(each) for each in propose_fast_placements(model, space, facts, 4)]
@@ -59,7 +59,7 @@ def test_proposals_are_different_and_neither_float_nor_everything(model, runtime
         assert found[0] == space.digest(HEURISTIC_RULES["movers"](space, None)), "the optimum of most tables"
 
 
-def test_a_model_that_no_rule_quantizes_has_proposals(tmp_path):
+def test_model_without_rule_placements_has_proposals(tmp_path):
     builder = GraphBuilder("gates", seed=1)
     x, y = (builder.input(name, (1, 4, 8, 8)) for name in "xy")
     builder.output(builder.op("Mul", builder.op("Sigmoid", x), builder.op("Mul", x, y)))
@@ -83,7 +83,7 @@ def test_unknown_runtime_processor_or_precision_has_no_proposals(model, facts, d
     assert propose_fast_placements(model, build_space(model, dialect, precisions=precisions), facts, 4) == []
 
 
-def test_portfolio_complements_what_is_measured_anyway():
+def test_portfolio_complements_already_chosen_placements():
     predicted = np.array([[-1.0, -1.1, 0.0, -0.2], [0.0, -0.1, -1.0, -0.2]])
     assert choose_portfolio(predicted, 2) == [1, 2]
     assert choose_portfolio(predicted, 1, chosen=[1]) == [2]

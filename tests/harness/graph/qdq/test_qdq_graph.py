@@ -44,7 +44,7 @@ def test_chains_of_pairs_and_casts_lead_to_the_first_tensor():
     assert read_qdq_edges(model([*nodes, matmul("e", "w")], WITH_WEIGHT)) == {Edge("x", "mm", 0): "int8"}
 
 
-def test_weights_are_found_stored_quantized_and_as_float_behind_a_pair():
+def test_quantized_and_float_weights_are_read():
     stored = model([dq("w_quantized", "b"), matmul("x", "b")], SCALE | {"w_quantized": np.eye(2, dtype=np.int8)})
     paired = model([q("w", "a"), dq("a", "b"), matmul("x", "b")], WITH_WEIGHT)
     constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(np.eye(2, dtype=np.int8)))
@@ -52,7 +52,7 @@ def test_weights_are_found_stored_quantized_and_as_float_behind_a_pair():
     assert read_qdq_edges(stored) == read_qdq_edges(paired) == read_qdq_edges(node) == {Edge("w", "mm", 1): "int8"}
 
 
-def test_a_missing_zero_point_means_uint8_unless_an_attribute_says_otherwise():
+def test_missing_zero_point_means_8_bits_unless_output_dtype():
     plain = model([q("x", "a", "s"), dq("a", "b", "s"), matmul("b", "w")], WITH_WEIGHT)
     assert read_qdq_edges(plain) == {Edge("x", "mm", 0): "int8"}
     typed = q("x", "a", "s")
@@ -72,14 +72,14 @@ def test_an_output_behind_a_pair_is_an_edge_without_consumer():
     assert read_qdq_edges(proto) == {Edge("y", "", 0): "int8"}
 
 
-def test_nodes_of_one_name_have_their_own_edges():
+def test_nodes_with_equal_names_have_separate_edges():
     first = helper.make_node("MatMul", ["b", "w"], ["h"], name="mm")
     nodes = [q("x", "a"), dq("a", "b"), first, q("h", "c"), dq("c", "d"), matmul("d", "w")]
     proto = model(nodes, WITH_WEIGHT)
     assert read_qdq_edges(proto) == {Edge("x", "mm", 0): "int8", Edge("h", "mm_1", 0): "int8"}
 
 
-def test_diff_names_what_is_missing_and_what_is_extra():
+def test_diff_edges_returns_missing_and_extra_edges():
     proto = model([q("x", "a"), dq("a", "b"), matmul("b", "w")], WITH_WEIGHT)
     got, other = (Edge("x", "mm", 0), "int8"), (Edge("w", "mm", 1), "int8")
     assert diff_edges((got,), proto) == ((), ())
@@ -110,7 +110,7 @@ def test_pairs_are_removed_around_constants_and_omitted_outputs(tmp_path):
     assert [inputs_of(remover, kept, "Reshape", tmp_path) for kept in (set(), {"reshape"})] == [["x"], ["dq"]]
 
 
-def test_nodes_of_one_name_keep_their_own_pairs(tmp_path):
+def test_pair_remover_separates_nodes_with_equal_names(tmp_path):
     relus = [helper.make_node("Relu", [x], [y], name="relu") for x, y in (("first", "h"), ("second", "y"))]
     onnx.save(model([*pair("x", "first"), relus[0], *pair("h", "second"), relus[1]], SCALE), tmp_path / "model.onnx")
     remover = PairRemover(tmp_path / "model.onnx")

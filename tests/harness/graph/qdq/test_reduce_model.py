@@ -53,7 +53,7 @@ def run(path, feeds):
     return dict(zip(names, session.run(names, {n: a for n, a in feeds.items() if n in wanted}), strict=True))
 
 
-def test_a_part_computes_what_the_whole_does(product, feeds, tmp_path):
+def test_submodel_computes_the_values_of_the_model(product, feeds, tmp_path):
     graph, whole = ModelGraph(product), run(product, feeds)
     assert graph.longest_path("y") == ["t", "u", "td", "m", "y"]
     assert graph.sources("m") == ("xd", "td")
@@ -69,12 +69,12 @@ def test_a_part_computes_what_the_whole_does(product, feeds, tmp_path):
     np.testing.assert_array_equal(run(tmp_path / "back.onnx", middle)["y"], whole["y"])
 
 
-def test_outputs_that_depend_on_indices_are_told_from_values(product):
+def test_index_outputs_are_found(product):
     assert find_index_outputs(product) == (frozenset({"as_float"}), ("y",))
 
 
 @pytest.mark.parametrize("what", ["weights", "data"])
-def test_integers_of_7_bits_say_nearly_the_same(product, feeds, tmp_path, what):
+def test_7bit_copy_is_close_to_the_model(product, feeds, tmp_path, what):
     assert write_7bit_copy(product, tmp_path / "narrow.onnx", what)
     whole, found = run(product, feeds)["y"], run(tmp_path / "narrow.onnx", feeds)["y"]
     assert 0 < np.abs(found - whole).max() < 0.03 * np.abs(whole).max()
@@ -83,7 +83,7 @@ def test_integers_of_7_bits_say_nearly_the_same(product, feeds, tmp_path, what):
     assert (np.abs(weights).max() <= 64) == (what == "weights")
 
 
-def test_a_float_model_has_nothing_to_narrow(tmp_path):
+def test_float_model_has_no_7bit_copy(tmp_path):
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", ends[:1], ends[1:])
     onnx.save(helper.make_model(graph), tmp_path / "float.onnx")

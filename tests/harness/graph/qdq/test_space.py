@@ -71,7 +71,7 @@ def meaning(model: Model, size: int = 2) -> list[tuple[object, ...]]:
 
 @settings(max_examples=60)
 @given(spec=st.lists(node, min_size=1, max_size=25), seed=st.integers(0, 1000))
-def test_what_a_name_means_does_not_depend_on_the_file(make_model, spec, seed):
+def test_dimension_names_ignore_node_order_and_names(make_model, spec, seed):
     assert meaning(make_model(spec)) == meaning(make_model(spec, seed))
 
 
@@ -91,13 +91,13 @@ def gates(first: str) -> Model:
     return load_proto(g.build(), source="gates", sha256="0")
 
 
-def test_inputs_of_a_child_are_counted_as_its_pattern_has_them_and_not_as_the_file():
+def test_child_inputs_are_numbered_by_the_pattern():
     models = [gates("Tanh"), gates("Sigmoid")]
     assert [next(n.op for n in m.nodes if n.op in ("Tanh", "Sigmoid")) for m in models] == ["Tanh", "Sigmoid"]
     assert meaning(models[0], size=10) == meaning(models[1], size=10)
 
 
-def test_sharing():
+def test_sharing_by_pattern_or_region():
     model = residuals(3)
     shared, apart = build_space(model, OPENVINO), build_space(model, OPENVINO, sharing="region")
     blocks = [d for d in shared.dimensions if d.role == "linear" and len(d.edges) == 6]
@@ -109,7 +109,7 @@ def test_sharing():
     assert len(apart.groups) == len(list(discover_regions(model).iter_leaves()))
 
 
-def test_names_groups_and_order():
+def test_dimension_names_groups_and_order():
     model = residuals(2)
     space = build_space(model, OPENVINO)
     first = space.dimensions[0]
@@ -134,7 +134,7 @@ def test_the_space_does_not_grow_with_depth():
     assert len(sizes) == 1
 
 
-def test_outputs_reach_every_consumer_and_the_end_of_the_model():
+def test_output_points_reach_all_consumers_and_model_outputs():
     model = residuals(2)
     plain = build_space(model, ONNXRUNTIME, kinds=("node_input",))
     space = build_space(model, ONNXRUNTIME)
@@ -148,12 +148,12 @@ def test_outputs_reach_every_consumer_and_the_end_of_the_model():
             assert {e.slot for e in block.edges if e.consumer == edge.consumer} == {0, 1}
 
 
-def test_ends_of_the_model_stay_float_where_the_dialect_says_so():
+def test_model_outputs_stay_float_by_dialect():
     space = build_space(residuals(2), TENSORRT, kinds=ALL_KINDS)
     assert all(edge.consumer for edge in edges_of(space))
 
 
-def test_an_output_that_a_subgraph_reads_stays_float_at_the_end_of_the_model():
+def test_output_read_by_a_subgraph_stays_float():
     g = GraphBuilder("captured")
     x = g.output(g.gemm(g.input("x", (1, 4)), 4), name="shared")
     branches = []
@@ -168,7 +168,7 @@ def test_an_output_that_a_subgraph_reads_stays_float_at_the_end_of_the_model():
     assert Edge("shared", "", 0) not in edges_of(build_space(model, ONNXRUNTIME))
 
 
-def test_child_inputs_say_something_new():
+def test_child_inputs_join_edges_of_several_tensors():
     model = encoder(2)
     space = build_space(model, OPENVINO, kinds=("node_input", "child_input"))
     children = [d for d in space.dimensions if d.kind == "child_input"]
@@ -194,7 +194,7 @@ def test_a_model_without_points_has_an_empty_space():
     assert len(build_space(model, OPENVINO)) == 0
 
 
-def test_regions_of_ones_own():
+def test_space_with_custom_regions():
     model = residuals(3)
     root = discover_regions(model, maximum_sequence_region_size=1, minimum_topdown_search_size=1)
     space = build_space(model, OPENVINO, root=root)
@@ -202,7 +202,7 @@ def test_regions_of_ones_own():
     assert len(space) < len(build_space(model, OPENVINO))
 
 
-def test_mistakes_are_named():
+def test_invalid_kinds_and_sharing_are_refused():
     model = residuals(1)
     with pytest.raises(ValueError, match="kinds: among node_input, child_input, output, but got edge"):
         build_space(model, OPENVINO, kinds=("edge",))  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def test_mistakes_are_named():
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize(("name", "shapes"), [("yolox_nano", {}), ("squeezenet1.1", {"data": "1x3x224x224"})])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_real_models(name, shapes, dialect):
+def test_real_models_have_points_at_all_linear_operators(name, shapes, dialect):
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
     space = build_space(model, dialect)
     linear = [n.name for n in model.nodes if n.op in dialect.linear_ops]

@@ -62,7 +62,7 @@ def _arrays(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
 
 
-def test_a_depthwise_conv_reads_one_scale_a_channel_and_other_readers_one(model):
+def test_depthwise_conv_reads_per_channel_scales(model):
     proto = _insert(model, OPENVINO, NumericChoices(depthwise="channel"))
     pairs = {node.output[0]: node for node in proto.graph.node if node.op_type == "QuantizeLinear"}
     by_channel = next(node for name, node in pairs.items() if name.startswith("scaled") and "channels" in name)
@@ -75,7 +75,7 @@ def test_a_depthwise_conv_reads_one_scale_a_channel_and_other_readers_one(model)
     assert _error(model, proto) < 0.9 * _error(model, _insert(model, OPENVINO, DEFAULT_CHOICES))
 
 
-def test_an_integer_bias_has_the_scales_of_the_channels(model):
+def test_int32_bias_uses_per_channel_activation_scales(model):
     unfused = replace(ONNXRUNTIME, channel_activations=True)
     proto = _insert(model, unfused, NumericChoices(depthwise="channel"))
     arrays = _arrays(proto)
@@ -93,14 +93,14 @@ def test_weights_by_least_squares_have_smaller_scales_and_errors():
     assert errors[1].sum() < errors[0].sum()
 
 
-def test_the_weight_estimator_reaches_the_file(model):
+def test_weight_estimator_changes_the_model(model):
     coarse = replace(TENSORRT, weight_limit=3)  # so that clipping few values pays
     protos = [_insert(model, coarse, NumericChoices(weights=name), ("linear",)) for name in ("max", "mse")]
     assert len({proto.SerializeToString(deterministic=True) for proto in protos}) == 2
 
 
 @pytest.mark.parametrize(("dialect", "symmetric"), [(OPENVINO, True), (OPENVINO, False), (ONNXRUNTIME, True)])
-def test_zero_points_are_a_choice(model, dialect, symmetric):
+def test_symmetric_choice_decides_zero_points(model, dialect, symmetric):
     proto = _insert(model, dialect, NumericChoices(symmetric=symmetric))
     arrays = _arrays(proto)
     zeros = {
@@ -116,12 +116,12 @@ def test_zero_points_are_a_choice(model, dialect, symmetric):
     ("choices", "word"),
     [(NumericChoices(depthwise="channel"), "depthwise"), (NumericChoices(symmetric=False), "symmetric")],
 )
-def test_tensorrt_is_offered_neither_channels_nor_zero_points(model, choices, word):
+def test_tensorrt_refuses_per_channel_and_affine_choices(model, choices, word):
     with pytest.raises(UserError, match=word):
         Inserter(model, TENSORRT, {}, choices)
 
 
-def test_the_text_names_what_differs_and_channels_of_unknown_range_have_one_scale(model):
+def test_text_lists_choices_that_differ_from_defaults(model):
     assert not DEFAULT_CHOICES.text
     choices = NumericChoices(activations="percentile", weights="mse", depthwise="channel", symmetric=True)
     assert choices.text == "activations percentile 99.99, weights mse, depthwise channel, symmetric"

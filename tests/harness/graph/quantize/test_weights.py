@@ -39,7 +39,7 @@ def dequantized(tensor: QuantizedTensor) -> np.ndarray:
         (node("Gemm"), 0, 2, 1, None),
     ],
 )
-def test_the_axis_is_that_of_the_output_channels(made, slot, rank, transposed, axis):
+def test_weight_axis_is_the_output_channel_axis(made, slot, rank, transposed, axis):
     assert weight_axis(made, slot, rank, transposed) == axis
 
 
@@ -47,7 +47,7 @@ def test_the_axis_is_that_of_the_output_channels(made, slot, rank, transposed, a
     weight=hnp.arrays(np.float32, (3, 4, 2), elements=st.floats(-100, 100, width=32)),
     axis=st.sampled_from([None, 0, 1, 2]),
 )
-def test_int8_is_off_by_half_a_step_at_most(weight, axis):
+def test_int8_error_is_at_most_half_a_step(weight, axis):
     quantized = quantize_weight(weight, axis, "int8")
     assert (quantized.scale > 0).all()
     assert not quantized.zero_point.any()
@@ -74,14 +74,14 @@ def test_the_largest_value_is_mapped_to_the_largest_code():
     assert quantize_weight(weight, 0, "fp8").values.astype(np.float32).tolist() == [[144, -448], [448, 224]]
 
 
-def test_a_channel_of_zeros_takes_a_scale_that_a_bias_can_be_told_in():
+def test_zero_channel_gets_a_usable_scale():
     quantized = quantize_weight(np.array([[0, 0], [1.27, 0]], np.float32), 0, "int8")
     np.testing.assert_allclose(quantized.scale, 0.01, rtol=1e-6)
     assert (quantize_weight(np.zeros((2, 2), np.float32), 0, "int8").scale > 0).all()
     assert (quantize_weight(np.zeros((2, 2), np.float16), None, "fp8").scale > 0).all()
 
 
-def test_a_floor_widens_scales_but_keeps_the_values():
+def test_scale_floor_widens_scales_and_keeps_values():
     weight = np.array([[0.001], [1.0]], np.float32)
     quantized = quantize_weight(weight, 0, "int8", np.array([0.001, 0.0]))
     np.testing.assert_allclose(quantized.scale, [0.001, 1 / 127], rtol=1e-6)

@@ -42,13 +42,13 @@ def test_no_placement_mixes_the_operands_of_a_product():
     assert [rule for each in placements for rule in refused(model, TENSORRT, space, each)] == []
 
 
-def test_spaces_of_one_precision_and_of_other_dialects_have_no_agreements():
+def test_agreements_exist_only_for_mixed_tensorrt_spaces():
     model = attention()
     assert build_space(model, TENSORRT, precisions=["int8"]).agreements == ()
     assert build_space(model, OPENVINO, precisions=["int8", "fp8"]).agreements == ()
 
 
-def test_the_second_operand_gives_way_until_both_agree():
+def test_second_operand_is_changed_until_both_agree():
     own, near, far = Edge("a", "MatMul", 0), Edge("b", "Transpose", 0), Edge("c", "Concat", 0)
     beside, left = Edge("d", "Concat", 1), Edge("q", "Reshape", 0)
     dimensions = tuple(

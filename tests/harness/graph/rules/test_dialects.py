@@ -30,7 +30,7 @@ def test_dialects_are_found_by_name_and_never_change(dialect):
 
 
 @pytest.mark.parametrize("dialect", SEVEN, ids=lambda d: d.name)
-def test_two_products_with_weights_of_seven_bits_fit_into_sixteen(dialect):
+def test_7bit_products_fit_into_int16_sums(dialect):
     assert 2 * 255 * dialect.weight_limit <= 2**15 - 1
     assert dialect.facts["weight_limit"] == 64
     assert "weight_limit" not in OPENVINO.facts, "what is as it always was changes no digest"
@@ -41,7 +41,7 @@ def test_fp8_needs_opset_19():
     assert OPENVINO.opset(["int8", "fp8"]) == 19
 
 
-def test_activations_weights_and_biases_are_what_each_runtime_is_fast_with():
+def test_activation_and_bias_types_of_each_dialect():
     assert [(d.activation, d.symmetric_activation, d.bias) for d in (TENSORRT, OPENVINO, ONNXRUNTIME)] == [
         ("int8", True, "float"),
         ("int8", True, "float"),
@@ -51,7 +51,7 @@ def test_activations_weights_and_biases_are_what_each_runtime_is_fast_with():
     assert not TENSORRT.affine_ops
 
 
-def test_what_only_the_compiler_of_rtx_takes_or_ignores_is_in_its_dialect_alone():
+def test_tensorrt_and_rtx_dialects_differ_only_in_rtx_rules():
     assert TENSORRT_RTX.operands_agree
     assert TENSORRT.operands_agree
     assert TENSORRT_RTX.grouped_fp8

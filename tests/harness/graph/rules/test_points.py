@@ -43,7 +43,7 @@ def found(model: Model, dialect: Dialect, op: str, number: int = 0) -> tuple[Qua
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_convolution_takes_data_and_weight_together_and_never_its_bias(dialect):
+def test_conv_point_has_data_and_weight_without_bias(dialect):
     g, x = start()
     model = finish(g, g.conv(x, 4, 3))
     (point,) = found(model, dialect, "Conv")
@@ -54,7 +54,7 @@ def test_a_convolution_takes_data_and_weight_together_and_never_its_bias(dialect
     assert rule(model, dialect, "Conv", 2) == "bias"
 
 
-def test_a_product_of_activations_takes_both():
+def test_activation_matmul_point_has_both_operands():
     g, x = start((2, 3, 5))
     model = finish(g, g.op("MatMul", x, g.op("Transpose", x, perm=[0, 2, 1])))
     (point,) = found(model, OPENVINO, "MatMul")
@@ -85,7 +85,7 @@ def test_a_convolution_with_a_computed_weight_stays_float():
     assert found(model, OPENVINO, "Conv") == ()
 
 
-def test_integers_booleans_and_scalars_stay_as_they_are():
+def test_integers_booleans_and_scalars_have_no_points():
     g, x = start((4, 4))
     indices = g.op("ReduceSum", g.op("Cast", x, to=7), g.const([1]), keepdims=0)
     picked = g.op("Gather", x, indices)
@@ -100,14 +100,14 @@ def test_integers_booleans_and_scalars_stay_as_they_are():
     assert rule(model, OPENVINO, "Less", 0) == "operator"
 
 
-def test_half_precision_is_floating_point_and_double_is_not():
+def test_float16_has_points_and_double_has_none():
     for dtype, verdict in (("float16", "legal"), ("double", "type")):
         g, x = start((4, 4), dtype)
         assert rule(finish(g, g.op("Relu", x)), OPENVINO, "Relu") == verdict
 
 
 @pytest.mark.parametrize("dialect", [ONNXRUNTIME, ONNXRUNTIME_S8], ids=lambda d: d.name)
-def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect, caplog):
+def test_float16_has_no_points_on_onnx_runtime(dialect, caplog):
     g, x = start((4, 8), "float16")
     weight = g.const(np.ones((8, 4), np.float16))
     model = finish(g, g.op("Gemm", g.op("Relu", x), weight, g.const(np.ones(4, np.float16))))
@@ -125,7 +125,7 @@ def test_onnx_runtime_is_given_no_pairs_in_half_precision(dialect, caplog):
         ("double", OPENVINO, "rule 'operands' keeps them float (A linear operator needs two float32 or float16 inputs"),
     ],
 )
-def test_a_model_without_points_is_told_why_and_what_helps(dtype, dialect, says):
+def test_explain_no_points_names_the_rule_and_remedy(dtype, dialect, says):
     g, x = start((4, 8), dtype)
     model = finish(g, g.op("MatMul", x, g.const(np.ones((8, 4), {"float16": np.float16, "double": np.float64}[dtype]))))
     text = explain_no_points(model, dialect)
@@ -133,7 +133,7 @@ def test_a_model_without_points_is_told_why_and_what_helps(dtype, dialect, says)
     assert f"its tensors are in {dtype}: export the model in float32, or take a backend of another dialect" in text
 
 
-def test_a_model_without_floating_point_is_told_where_each_rule_stands():
+def test_explain_no_points_names_the_command_for_rules():
     g, x = start((4, 4), "int64")
     text = explain_no_points(finish(g, g.op("Neg", x)), OPENVINO)
     assert "rule 'operator' keeps them float (The dialect offers no point at this operator)" in text
@@ -160,7 +160,7 @@ def test_constants_other_than_weights_stay_float():
     assert (point.slot, point.role) == (0, "other")
 
 
-def test_onnx_runtime_takes_constant_operands_with_the_data():
+def test_onnx_runtime_points_include_constant_operands():
     g, x = start((4, 4))
     model = finish(g, g.op("Mul", g.const(np.float32(0.5)), g.op("Add", x, g.const(np.ones((4, 4), np.float32)))))
     (add,), (mul,) = found(model, ONNXRUNTIME, "Add"), found(model, ONNXRUNTIME, "Mul")
@@ -171,7 +171,7 @@ def test_onnx_runtime_takes_constant_operands_with_the_data():
         assert [edge.slot for edge in found(model, dialect, "Add")[0].edges] == [0]
 
 
-def test_onnx_runtime_takes_all_inputs_of_concat_and_where_and_tables_of_embeddings():
+def test_onnx_runtime_points_of_concat_where_and_embeddings():
     g, x = start((4, 4))
     table, ones = g.const(np.ones((9, 4), np.float32)), g.const(np.ones((4, 4), np.float32))
     rows = g.op("Gather", table, g.input("ids", (4,), "int64"))
@@ -185,14 +185,14 @@ def test_onnx_runtime_takes_all_inputs_of_concat_and_where_and_tables_of_embeddi
     assert [edge.slot for edge in found(model, OPENVINO, "Concat")[0].edges] == [1, 2]
 
 
-def test_a_table_of_words_is_no_constant_that_could_be_quantized():
+def test_string_table_has_no_points():
     g, _ = start((4, 4))
     table = g.const(np.array(["cat", "dog"]), "words")
     model = finish(g, g.op("Gather", table, g.input("ids", (3,), "int64")))
     assert {rule(model, dialect, "Gather") for dialect in DIALECTS} == {"constant"}
 
 
-def test_an_einsum_of_two_operands_is_a_product_in_openvino():
+def test_openvino_treats_two_operand_einsum_as_linear():
     g, x = start((2, 4, 8))
     weight = g.const(np.ones((8, 2, 3), np.float32))
     y = g.op("Einsum", x, weight, equation="bti,ihd->bthd")
@@ -205,7 +205,7 @@ def test_an_einsum_of_two_operands_is_a_product_in_openvino():
     assert {rule(model, dialect, "Einsum") for dialect in (TENSORRT, ONNXRUNTIME)} == {"operator"}
 
 
-def test_vectors_stay_float_and_so_do_matrices_times_weights_without_a_bias_in_openvino():
+def test_openvino_vector_and_bias_free_products_stay_float():
     g, x = start((4, 8))
     weight = g.const(np.ones((8, 8), np.float32))
     bias, row = g.const(np.ones(8, np.float32)), g.const(np.ones((1, 8), np.float32))
@@ -219,7 +219,7 @@ def test_vectors_stay_float_and_so_do_matrices_times_weights_without_a_bias_in_o
 
 
 @pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
-def test_an_attention_mask_stays_float(none):
+def test_attention_mask_stays_float_on_onnx_runtime(none):
     g, x = start((4, 4))
     mask = g.const(np.triu(np.full((4, 4), none, np.float32), 1))
     model = finish(g, g.op("Add", x, mask))
@@ -229,7 +229,7 @@ def test_an_attention_mask_stays_float(none):
 
 @pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_a_concat_with_a_constant_that_no_scale_holds_stays_float(dialect, none):
+def test_concat_with_unquantizable_constant_stays_float(dialect, none):
     g, x = start((4, 4))
     model = finish(g, g.op("Concat", x, g.const(np.full((4, 4), none, np.float32)), axis=0))
     assert rule(model, dialect, "Concat") == "finite"
@@ -266,14 +266,14 @@ def test_opaque_nodes_stay_float():
 
 @pytest.mark.parametrize(("dialect", "verdict"), [(TENSORRT, "fusion"), (OPENVINO, "legal"), (ONNXRUNTIME, "legal")])
 @pytest.mark.parametrize("activation", ["Relu", "Sigmoid", "LeakyRelu"])
-def test_nothing_between_convolution_and_activation(activation, dialect, verdict):
+def test_no_point_between_conv_and_activation(activation, dialect, verdict):
     g, x = start()
     model = finish(g, g.op(activation, g.conv(x, 4, 3)))
     absorbed = activation in dialect.absorbed
     assert rule(model, dialect, activation) == ("absorbed" if absorbed else verdict)
 
 
-def test_an_activation_is_absorbed_where_nothing_else_reads_the_tensor_in_front():
+def test_activation_is_absorbed_only_as_the_sole_reader():
     g, x = start()
     y = g.conv(x, 8, 3)
     model = finish(g, g.op("Add", g.op("Relu", y), y))
@@ -283,7 +283,7 @@ def test_an_activation_is_absorbed_where_nothing_else_reads_the_tensor_in_front(
     assert rule(finish(g, g.op("Relu", y), y), ONNXRUNTIME, "Relu") == "legal"  # y leaves the model
 
 
-def test_nothing_inside_convolution_and_silu():
+def test_no_point_inside_conv_and_silu_on_tensorrt():
     g, x = start()
     y = g.conv(x, 8, 3)
     model = finish(g, g.op("Mul", y, g.op("Sigmoid", y)))
@@ -291,13 +291,13 @@ def test_nothing_inside_convolution_and_silu():
     assert [rule(model, OPENVINO, "Mul", slot) for slot in (0, 1)] == ["legal", "legal"]
 
 
-def test_a_gate_on_something_else_is_no_activation_of_the_convolution():
+def test_silu_without_conv_has_points():
     g, x = start()
     model = finish(g, g.op("Mul", x, g.op("Sigmoid", x)))
     assert [rule(model, TENSORRT, "Mul", slot) for slot in (0, 1)] == ["legal", "legal"]
 
 
-def test_only_the_residual_operand_of_an_add():
+def test_only_the_residual_operand_of_an_add_is_a_point():
     g, x = start()
     y = g.op("Relu", x)
     model = finish(g, g.op("Relu", g.op("Add", g.conv(y, 8, 3), y)))
@@ -307,7 +307,7 @@ def test_only_the_residual_operand_of_an_add():
     assert [point.role for point in found(model, TENSORRT, "Add")] == ["add"]
 
 
-def test_of_two_convolutions_one_stays_fusible():
+def test_add_of_two_convs_keeps_one_fusible():
     g, x = start()
     model = finish(g, g.op("Add", g.conv(x, 8, 3), g.conv(x, 8, 1)))
     assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["residual", "legal"]
@@ -320,13 +320,13 @@ def test_a_bias_add_belongs_to_its_convolution():
     assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "residual"]
 
 
-def test_behind_a_matmul_both_operands_of_a_residual_add_are_legal():
+def test_residual_add_after_matmul_has_both_points():
     g, x = start((1, 4, 8))
     model = finish(g, g.op("Add", x, g.linear(x, 8)))
     assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "legal"]
 
 
-def test_a_convolution_that_others_read_too_does_not_fuse_with_the_add():
+def test_conv_with_several_readers_does_not_fuse_with_add():
     g, x = start()
     y = g.conv(x, 8, 3)
     model = finish(g, g.op("Add", y, x), g.op("Tanh", y))
@@ -349,7 +349,7 @@ def test_large_filters_have_no_fp8_on_tensorrt(size, found_rule):
     assert rule(model, TENSORRT, "Conv") == rule(model, OPENVINO, "Conv", precision="fp8") == "legal"
 
 
-def test_what_the_compiler_of_rtx_runs_in_float_has_no_points():
+def test_float_kernels_of_rtx_have_no_points():
     g, x = start()
     pools = [g.op(op, x, kernel_shape=[2, 2]) for op in ("AveragePool", "MaxPool")]
     model = finish(g, *pools)
@@ -359,12 +359,12 @@ def test_what_the_compiler_of_rtx_runs_in_float_has_no_points():
         assert rule(model, TENSORRT, "AveragePool", precision=precision) == "legal"
 
 
-def test_a_precision_that_the_runtime_lacks():
+def test_unsupported_precision_has_its_own_rule():
     g, x = start()
     assert rule(finish(g, g.conv(x, 8, 3)), ONNXRUNTIME, "Conv", precision="fp8") == "precision"
 
 
-def test_a_mean_over_an_image_is_pooling_and_over_features_is_not():
+def test_reduce_mean_over_an_image_has_role_pool():
     for shape, axes, role in (((1, 8, 4, 4), [2, 3], "pool"), ((1, 4, 8), [2], "other")):
         g, x = start(shape)
         assert found(finish(g, g.op("ReduceMean", x, axes=axes)), OPENVINO, "ReduceMean")[0].role == role
@@ -383,14 +383,14 @@ def test_a_mean_over_an_image_is_pooling_and_over_features_is_not():
         ("Sqrt", "other"),
     ],
 )
-def test_roles(op, role):
+def test_roles_of_operators(op, role):
     g, x = start()
     extra = {"MaxPool": {"kernel_shape": [2, 2]}}.get(op, {})
     inputs = [x, g.const([1, -1])] if op == "Reshape" else [x]
     assert found(finish(g, g.op(op, *inputs, **extra)), OPENVINO, op)[0].role == role
 
 
-def test_rules_have_distinct_names_and_a_sentence_and_a_row_in_the_docs():
+def test_rules_have_unique_names_texts_and_docs():
     assert len({r.name for r in PLACEMENT_RULES}) == len(PLACEMENT_RULES)
     assert all(r.text.endswith(".") for r in PLACEMENT_RULES)
     page = (Path(__file__).resolve().parents[4] / "docs/reference/regions.md").read_text(encoding="utf-8")

@@ -45,7 +45,7 @@ class Nvml(SimpleNamespace):
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_clocks_heat_and_what_holds_them_back(old, monkeypatch):
+def test_gpu_monitor_reads_clocks_heat_and_throttling(old, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(reasons=0x1 | 0x4 | 0x40, old=old))
     assert GpuMonitor("GPU-1").take_facts() == {
         "gpu_mhz": 1980.0,
@@ -57,7 +57,7 @@ def test_clocks_heat_and_what_holds_them_back(old, monkeypatch):
     }
 
 
-def test_the_worst_since_it_was_asked_last_is_told(monkeypatch):
+def test_gpu_monitor_reports_the_worst_since_the_last_call(monkeypatch):
     nvml = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     now_s = [0.0]
@@ -85,12 +85,12 @@ def test_the_worst_since_it_was_asked_last_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("module", [None, Nvml()])
-def test_nothing_is_told_without_nvml_or_of_another_gpu(module, monkeypatch):
+def test_gpu_monitor_is_empty_without_nvml_or_for_another_gpu(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", module)
     assert GpuMonitor("GPU-2").take_facts() == {}
 
 
-def test_the_real_module_has_these_names():
+def test_real_pynvml_has_all_used_names():
     pynvml = pytest.importorskip("pynvml")
     names = ("nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperature",
              "nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons", "NVML_CLOCK_SM", "NVML_CLOCK_MEM",

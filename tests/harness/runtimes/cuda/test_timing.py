@@ -33,7 +33,7 @@ def model(api: FakeCuda, kernels: int = 3) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 7])
-def test_readings_hold_the_kernels_and_not_the_hosts_gaps(graph, n):
+def test_readings_exclude_host_gaps(graph, n):
     api = FakeCuda(host_us=8)
     with GpuTimer(CudaRuntime(api), model(api), graph=graph) as timer:
         readings = timer.read(n)
@@ -42,7 +42,7 @@ def test_readings_hold_the_kernels_and_not_the_hosts_gaps(graph, n):
     assert "cudaGraphLaunch" in api.calls if graph else "cudaGraphLaunch" not in api.calls
 
 
-def test_a_single_query_between_events_would_hold_them():
+def test_single_query_between_events_includes_host_gaps():
     api = FakeCuda(host_us=8)
     with GpuTimer(CudaRuntime(api), model(api), graph=False) as timer:
         call, (begin, end) = (
@@ -57,7 +57,7 @@ def test_a_single_query_between_events_would_hold_them():
         assert call("cudaEventElapsedTime", begin, end) > 1.05 * KERNEL_MS
 
 
-def test_a_host_that_is_slower_than_the_device_shows_without_a_graph_and_not_with_one():
+def test_cuda_graph_hides_a_slow_host():
     readings = {}
     for graph in (True, False):
         api = FakeCuda(host_us=10)
@@ -68,7 +68,7 @@ def test_a_host_that_is_slower_than_the_device_shows_without_a_graph_and_not_wit
     assert (readings[True].host_bound, readings[False].host_bound) == (0.0, 1.0)
 
 
-def test_a_cold_cache_is_made_outside_of_the_readings():
+def test_l2_flush_is_outside_the_readings():
     api = FakeCuda()
     with GpuTimer(CudaRuntime(api), model(api), flush_bytes=flush_bytes(2**20, True)) as timer:
         assert timer.read(4).gpu_ms == pytest.approx([KERNEL_MS] * 4)
@@ -86,7 +86,7 @@ def test_nothing_is_left_on_the_device():
     assert (api.memory, api.streams, api.events, api.graphs, api.captured) == ({}, {}, {}, {}, {})
 
 
-def test_what_cannot_be_captured_is_timed_as_it_is_and_says_so(caplog):
+def test_uncapturable_work_is_timed_eagerly_with_a_reason(caplog):
     api = FakeCuda()
     plain = model(api)
 
@@ -117,7 +117,7 @@ def test_a_graph_that_cuda_refuses_leaves_nothing_behind(function):
     assert not api.last
 
 
-def test_an_error_among_the_readings_leaves_nothing_behind():
+def test_error_during_readings_leaves_no_resources():
     api = FakeCuda()
     plain, left = model(api), [4]
 
@@ -137,7 +137,7 @@ def test_an_error_among_the_readings_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("function", ["cudaStreamSynchronize", "cudaFree", "cudaEventDestroy"])
-def test_what_fails_at_the_end_keeps_nothing_else_from_being_released(function):
+def test_failed_release_does_not_prevent_other_releases(function):
     api = FakeCuda()
     with pytest.raises(MeasureFailed, match=function):
         fail_at_the_end(api, function)
@@ -151,7 +151,7 @@ def fail_at_the_end(api: FakeCuda, function: str) -> None:
         api.failing[function] = Status.cudaErrorMemoryAllocation
 
 
-def test_errors_that_were_dealt_with_are_taken_away():
+def test_handled_cuda_errors_are_cleared():
     """Or TensorRT's next launch would find them, and fail."""
     api = FakeCuda(memory_bytes=10)
     with pytest.raises(MeasureFailed, match="out of memory"):
@@ -162,21 +162,21 @@ def test_errors_that_were_dealt_with_are_taken_away():
         assert not api.last
 
 
-def test_errors_have_cudas_own_words_and_release_what_was_made():
+def test_errors_quote_cuda_and_release_resources():
     api = FakeCuda(memory_bytes=10)
     with pytest.raises(MeasureFailed, match=r"cudaMalloc: cudaErrorMemoryAllocation \(out of memory\)"):
         GpuTimer(CudaRuntime(api), model(api), flush_bytes=4096).__enter__()
     assert not api.streams
 
 
-def test_an_error_that_leaves_no_usable_device_ends_the_process():
+def test_sticky_cuda_error_ends_the_process():
     api = FakeCuda()
     api.failing["cudaStreamSynchronize"] = Status.cudaErrorIllegalAddress
     with pytest.raises(SystemExit, match=r"this process cannot use the GPU any more"):
         CudaRuntime(api).call("cudaStreamSynchronize", 0)
 
 
-def test_warm_up_goes_by_time():
+def test_warm_up_runs_for_a_given_time():
     api = FakeCuda()
     with GpuTimer(CudaRuntime(api), model(api)) as timer:
         assert timer.warm_up(2.0) > 1
@@ -190,13 +190,13 @@ def test_warm_up_goes_by_time():
         (FakeCuda(devices=0), r"no NVIDIA GPU is visible; check nvidia-smi and .* CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_no_device_is_one_clear_sentence(api, message, monkeypatch):
+def test_missing_device_is_a_user_error(api, message, monkeypatch):
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: api)
     with pytest.raises(UserError, match=message):
         open_device()
 
 
-def test_the_device_is_described(monkeypatch):
+def test_open_device_describes_the_device(monkeypatch):
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
     _, found = open_device()
     assert (found.name, found.capability, found.driver) == ("Fake GPU", (8, 9), "12.8")
@@ -205,7 +205,7 @@ def test_the_device_is_described(monkeypatch):
         open_device(3)
 
 
-def test_cuda_python_takes_what_it_is_given():
+def test_cuda_python_accepts_the_used_argument_types():
     """Without a driver every call only says so: kinds of arguments and numbers of results are checked all the same."""
     try:
         api = import_runtime()

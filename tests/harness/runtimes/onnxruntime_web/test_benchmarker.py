@@ -43,7 +43,7 @@ def candidate(tmp_path):
     return Candidate(digest="x", edges=(), source=lambda: path)
 
 
-def test_readings_outputs_and_layers_are_those_of_the_child(node, candidate, tmp_path):
+def test_readings_outputs_and_layers_come_from_node(node, candidate, tmp_path):
     made = ONNXRuntimeWebBenchmarker(node=node, profile=True)
     artifact = made.build(candidate, tmp_path)
     feeds = {"x": np.array([[1.5, -2.0]], np.float32)}
@@ -68,7 +68,7 @@ def test_description_names_package_and_engine(node):
     assert facts["options"]["engine"] == "Chromium 156.0"
 
 
-def test_what_is_missing_is_named_with_the_remedy(node, monkeypatch, tmp_path):
+def test_missing_node_or_package_names_the_remedy(node, monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"'onnxruntime_web': Node\.js .*https://nodejs\.org"):
         ONNXRuntimeWebBenchmarker(node=str(tmp_path / "gone")).describe()
     monkeypatch.setenv("FAKE_NODE", "missing")
@@ -78,7 +78,7 @@ def test_what_is_missing_is_named_with_the_remedy(node, monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-def test_no_package_of_the_working_folder_runs(tmp_path, monkeypatch):
+def test_package_in_the_working_folder_is_not_run(tmp_path, monkeypatch):
     package = tmp_path / "node_modules" / "onnxruntime-web"
     package.mkdir(parents=True)
     (package / "index.js").write_text("require('node:fs').writeFileSync('marker', '')")
@@ -99,14 +99,14 @@ def test_no_package_of_the_working_folder_runs(tmp_path, monkeypatch):
         ("dies", MeasureFailed, r"ended with status 7: .*could not allocate"),
     ],
 )
-def test_failures_are_those_of_the_candidate(fault, error, message, node, candidate, monkeypatch):
+def test_node_failures_are_failures_of_the_candidate(fault, error, message, node, candidate, monkeypatch):
     monkeypatch.setenv("FAKE_NODE", fault)
     made = ONNXRuntimeWebBenchmarker(node=node)
     with pytest.raises(error, match=message), made.open(made.build(candidate, Path())):
         pass
 
 
-def test_the_child_ends_with_its_engine(node, candidate, tmp_path):
+def test_node_process_ends_with_its_engine(node, candidate, tmp_path):
     artifact = ONNXRuntimeWebBenchmarker(node=node).build(candidate, tmp_path)
     pid = artifact.engine.pid
     del artifact
@@ -114,7 +114,7 @@ def test_the_child_ends_with_its_engine(node, candidate, tmp_path):
     assert not psutil.pid_exists(pid)
 
 
-def test_a_child_that_hangs_is_ended_with_its_worker(node, candidate, tmp_path, monkeypatch):
+def test_hanging_node_process_is_ended_with_its_worker(node, candidate, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_NODE", "hangs")
     spec = WorkerSpec(
         benchmarkers={"main": PluginSpec(use="onnxruntime_web", params={"node": node})}, workdir=tmp_path / "work"

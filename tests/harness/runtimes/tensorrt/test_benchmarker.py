@@ -91,7 +91,7 @@ def built_with(trt: FakeTensorRT) -> tuple[Any, Any]:
     return next(args for name, args in reversed(trt.calls) if name == "build")  # type: ignore[return-value]
 
 
-def test_builds_times_and_answers_as_the_model_does(trt, tmp_path):
+def test_engine_is_built_timed_and_computes_the_model(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32", workspace_gb=2, optimization_level=4)
     path = small(tmp_path / "m.onnx")
     artifact = made.build(candidate(path), tmp_path)
@@ -117,7 +117,7 @@ def test_builds_times_and_answers_as_the_model_does(trt, tmp_path):
     assert len(artifact.info["plan_sha256"]) == 64
 
 
-def test_tf32_is_a_float_precision_of_its_own(trt, tmp_path):
+def test_tf32_precision_sets_the_tf32_flag(trt, tmp_path):
     TensorRTBenchmarker(precision="tf32").build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     assert "TF32" in built_with(trt)[1]._flags
 
@@ -151,7 +151,7 @@ def test_weak_typing_has_flags_on_10_and_is_refused_on_11(trt, tmp_path):
         made.build(candidate(path), tmp_path)
 
 
-def test_an_engine_for_several_batches_takes_what_its_profile_covers(trt, tmp_path):
+def test_engine_with_profile_accepts_covered_batches(trt, tmp_path):
     path = small(tmp_path / "m.onnx", "batch")
     shapes = {"x": {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}}
     made = TensorRTBenchmarker(precision="f32", profiles=shapes)
@@ -173,7 +173,7 @@ def test_an_engine_for_several_batches_takes_what_its_profile_covers(trt, tmp_pa
         TensorRTBenchmarker(precision="f32", profiles=nobody).build(candidate(path), tmp_path)
 
 
-def test_an_engine_from_a_file_brings_its_own_profile(trt, tmp_path):
+def test_loaded_engine_keeps_its_profile(trt, tmp_path):
     path, file = small(tmp_path / "m.onnx", "batch"), tmp_path / "m.engine"
     shapes = {"x": {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}}
     TensorRTBenchmarker(precision="f32", profiles=shapes).save(candidate(path), file)
@@ -185,7 +185,7 @@ def test_an_engine_from_a_file_brings_its_own_profile(trt, tmp_path):
             probe.infer(feeds(9))
 
 
-def test_a_profile_has_to_cover_the_shape_that_was_calibrated(trt, tmp_path):
+def test_profile_must_cover_the_fixed_shape(trt, tmp_path):
     """A run fixes the shapes of its models: then nothing is tuned for, and a profile that covers them is left aside."""
     path = small(tmp_path / "m.onnx", 4)
     shapes = {"x": {"min": "1x3x8x8", "opt": "2x3x8x8", "max": "8x3x8x8"}}
@@ -206,7 +206,7 @@ def test_inputs_that_hold_shapes_are_refused(trt, tmp_path):
         pass
 
 
-def test_tensors_that_are_not_linear_are_refused(trt, tmp_path):
+def test_nonlinear_tensor_layouts_are_refused(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     trt.formats = {"y": "CHW32"}
@@ -214,21 +214,21 @@ def test_tensors_that_are_not_linear_are_refused(trt, tmp_path):
         made.open(artifact).__enter__()
 
 
-def test_a_gpu_without_memory_for_a_builder_is_a_failed_build(trt, tmp_path):
+def test_builder_creation_failure_is_a_failed_build(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     trt.no_builder = True
     with pytest.raises(BuildFailed, match="TensorRT cannot start on this GPU: CUDA initialization failure"):
         made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
 
 
-def test_a_model_in_memory_is_parsed_too(trt, tmp_path):
+def test_model_bytes_are_built(trt, tmp_path):
     library, cache = open_library(), TimingCache("cold", tmp_path / "none")
     content = small(tmp_path / "m.onnx").read_bytes()
     plan = build_plan(library, content, BuildOptions(precision="f32"), cache, quantized=False)
     assert load_engine(library, plan.content, "memory").num_io_tensors == 2
 
 
-def test_refusals_have_tensorrts_words_and_the_nodes(trt, tmp_path):
+def test_build_failure_quotes_tensorrt_and_the_node(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     path = small(tmp_path / "odd.onnx")
     model = onnx.load(path)
@@ -249,7 +249,7 @@ def test_refusals_have_tensorrts_words_and_the_nodes(trt, tmp_path):
         made.build(candidate(tmp_path / "gone.onnx"), tmp_path)
 
 
-def test_engines_are_kept_and_those_of_another_version_refused(trt, tmp_path):
+def test_saved_engine_of_another_version_is_refused(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     path = tmp_path / "m.engine"
     made.save(candidate(small(tmp_path / "m.onnx")), path)
@@ -298,7 +298,7 @@ def test_timing_caches_by_policy(trt, tmp_path):
         build("shared")
 
 
-def test_builds_at_the_same_time_lose_nothing_of_the_timing_cache(trt, tmp_path):
+def test_concurrent_builds_merge_the_timing_cache(trt, tmp_path):
     file = tmp_path / "cache"
     ours = TimingCache("shared", file)
     library = open_library()
@@ -319,7 +319,7 @@ def test_the_default_cache_belongs_to_one_version_and_gpu(trt, tmp_path):
     assert [path.name for path in kept] == [f"{trt.__version__}-Fake-GPU.timing"]
 
 
-def test_too_little_memory(trt, tmp_path):
+def test_insufficient_gpu_memory_fails_the_measurement(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
     trt.cuda.memory_bytes = 16
@@ -331,7 +331,7 @@ def test_too_little_memory(trt, tmp_path):
         pass
 
 
-def test_wrong_feeds(trt, tmp_path):
+def test_wrong_feeds_fail_the_measurement(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     with made.open(made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)) as probe:
         with pytest.raises(MeasureFailed, match=r"the engine's inputs are x, but got nobody"):
@@ -340,7 +340,7 @@ def test_wrong_feeds(trt, tmp_path):
             probe.infer(feeds(2))
 
 
-def test_layers_come_from_a_detailed_build_and_times_from_runs_of_their_own(trt, tmp_path):
+def test_layers_use_detailed_build_and_separate_timing_runs(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32", profile=True)
     path = small(tmp_path / "m.onnx")
     names = [node.name for node in onnx.load(path).graph.node]
@@ -395,7 +395,7 @@ def test_a_detector_scores_the_same_at_every_batch(batch, trt, tmp_path):
         assert judge.score(probe.infer).metrics["map"] == pytest.approx(SHAPES_MAP, abs=2e-3)
 
 
-def test_description(trt):
+def test_description_lists_version_device_and_precisions(trt):
     facts = TensorRTBenchmarker().describe()
     assert facts["version"] == trt.__version__
     assert facts["device"] == "Fake GPU"
@@ -410,7 +410,7 @@ def test_description(trt):
         TensorRTBenchmarker(precision="bf16").describe()
 
 
-def test_plugins(trt, tmp_path):
+def test_plugin_libraries_are_loaded_once_or_refused(trt, tmp_path):
     with pytest.raises(UserError, match=r"plugins: nowhere\.so: no such file"):
         TensorRTBenchmarker(plugins=["nowhere.so"]).describe()
     library = tmp_path / "mine.so"
@@ -422,7 +422,7 @@ def test_plugins(trt, tmp_path):
         assert TensorRTBenchmarker(plugins=[str(library)]).describe()["options"]["plugins"] == ["mine.so"]
 
 
-def test_options_that_cannot_be_are_refused():
+def test_invalid_options_are_refused():
     for params, message in (
         ({"precision": "int8"}, "precision: 'auto', .*, but got 'int8'"),
         ({"typing": "none"}, "typing: 'strong' or 'weak'"),
@@ -438,7 +438,7 @@ def test_options_that_cannot_be_are_refused():
             registry.create_plugin("benchmarker", "tensorrt", params)
 
 
-def test_without_a_gpu_it_can_be_made_and_says_what_is_missing():
+def test_benchmarker_without_gpu_fails_only_in_describe():
     """So an experiment for a GPU can be checked anywhere."""
     made: Any = registry.create_plugin("benchmarker", "tensorrt", {})
     if why_no_gpu() is None:
@@ -454,7 +454,7 @@ def test_without_a_gpu_it_can_be_made_and_says_what_is_missing():
         (ImportError("libnvinfer.so.10: cannot open shared object file"), "libraries are missing .*LD_LIBRARY_PATH"),
     ],
 )
-def test_a_missing_library_is_one_sentence(error, message, monkeypatch, tmp_path):
+def test_missing_tensorrt_is_a_user_error(error, message, monkeypatch, tmp_path):
     folder = tmp_path / "fake"
     folder.mkdir()
     (folder / "tensorrt.py").write_text(f"raise {type(error).__name__}({str(error)!r})\n")
@@ -496,7 +496,7 @@ inputs: where pairs round, a step up or down goes through all that follows. A wr
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["resnet18", "yolox_nano"])
 @pytest.mark.parametrize("kind", ["f32", "f16", "int8", "fp8"])
-def test_real_engines(name, kind, tmp_path):
+def test_real_engines_build_run_and_evaluate(name, kind, tmp_path):
     """Builds, times, evaluates and inspects; FP8 where the GPU has it."""
     assets = os.environ.get("QDQ_ASSETS", "")
     if name == "yolox_nano" and not assets:

@@ -16,7 +16,7 @@ def read(name: str) -> Experiment:
     return parse_experiment((FOLDER / name).read_text(encoding="utf-8"), name, FOLDER)
 
 
-def test_the_policy_of_the_timing_cache_is_a_factor():
+def test_timing_cache_experiment_covers_all_policies():
     experiment = read("timing_cache_policy.yaml")
     check_experiment(experiment)
     policies = [spec.backend.params["timing_cache"] for spec in plan_tasks(experiment)]
@@ -28,7 +28,7 @@ def test_the_policy_of_the_timing_cache_is_a_factor():
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ["classifiers_trt", "detectors_trt", "transformers_trt"])
-def test_experiments_at_batch_1_8_and_32(name):
+def test_experiments_cover_batch_sizes_1_8_and_32(name):
     experiment = read(f"{name}.yaml")
     check_experiment(experiment)
     assert {use.params["precision"] for use in experiment.backends} == {"f16"}, "FP16 is the denominator"

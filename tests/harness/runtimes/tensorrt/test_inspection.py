@@ -44,7 +44,7 @@ ELEVEN = {
 
 
 @pytest.mark.parametrize("answer", [TEN, ELEVEN])
-def test_both_spellings_give_the_same_table(answer):
+def test_layers_of_both_majors_are_parsed_equally(answer):
     reformat, convolution = read_layers(json.dumps(answer), {CONV: 0.2, REFORMAT: 0.05})
     assert (reformat.kind, reformat.precision, reformat.time_ms) == ("Reformat", "f32", 0.05)
     assert (convolution.kind, convolution.precision, convolution.time_ms) == ("Convolution", "int8", 0.2)
@@ -68,7 +68,7 @@ def test_both_spellings_give_the_same_table(answer):
         ("N/A due to dynamic shapes", ""),
     ],
 )
-def test_words_for_types(text, precision):
+def test_precision_of_layer_type_texts(text, precision):
     answer = {"Layers": [{"Name": "a", "LayerType": "b", "Inputs": [{"Format/Datatype": text}]}]}
     assert read_layers(json.dumps(answer), {})[0].precision == precision
 
@@ -79,6 +79,6 @@ def test_an_engine_built_without_details_gives_names():
 
 
 @pytest.mark.parametrize("text", ["nonsense", "{}", '{"Layers": [1]}', '{"Layers": 3}'])
-def test_other_answers_are_refused(text):
+def test_invalid_inspector_output_is_refused(text):
     with pytest.raises(MeasureFailed, match=r"the engine inspector's answer cannot be read"):
         read_layers(text, {})

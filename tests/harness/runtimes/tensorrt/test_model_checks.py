@@ -56,20 +56,20 @@ def zero_of(kind: int, value: int = 0) -> TensorProto:
         (zero_of(TensorProto.INT8), 0.0, "has a scale that is not positive"),
     ],
 )
-def test_what_is_refused_before_a_build(zero, scale, message, tmp_path):
+def test_unsupported_pairs_are_refused_before_a_build(zero, scale, message, tmp_path):
     path = pair(tmp_path / "m.onnx", zero, scale)
     with pytest.raises(BuildFailed, match=message):
         check_tensorrt_qdq(read_structure(path), path, AMPERE)
 
 
-def test_what_is_taken(tmp_path):
+def test_int8_and_fp8_pairs_are_accepted(tmp_path):
     for kind in (TensorProto.INT8, TensorProto.FLOAT8E4M3FN):
         path = pair(tmp_path / "m.onnx", zero_of(kind))
         check_tensorrt_qdq(read_structure(path), path, HOPPER)
         assert has_qdq(read_structure(path))
 
 
-def test_a_zero_point_that_is_computed_is_left_to_tensorrt(tmp_path):
+def test_computed_zero_point_is_not_checked(tmp_path):
     """Constant -> Cast -> QuantizeLinear is a form that it takes."""
     path = pair(tmp_path / "m.onnx", zero_of(TensorProto.INT8))
     model = onnx.load(path)
@@ -79,7 +79,7 @@ def test_a_zero_point_that_is_computed_is_left_to_tensorrt(tmp_path):
     check_tensorrt_qdq(read_structure(path), path, AMPERE)
 
 
-def test_what_a_file_says_of_its_inputs_and_types(tmp_path):
+def test_input_shapes_and_types_are_read(tmp_path):
     path = pair(tmp_path / "m.onnx", zero_of(TensorProto.FLOAT8E4M3FN))
     model = onnx.load(path)
     model.graph.input.append(helper.make_tensor_value_info("zero", TensorProto.FLOAT8E4M3FN, []))  # as before IR 4
@@ -99,7 +99,7 @@ def test_quantized_biases_are_refused(tmp_path):
         check_tensorrt_qdq(read_structure(path), path, HOPPER)
 
 
-def test_what_our_dialect_writes_is_taken(tmp_path):
+def test_models_of_the_tensorrt_dialect_are_accepted(tmp_path):
     path = quantized(tmp_path)
     check_tensorrt_qdq(read_structure(path), path, AMPERE)
 
@@ -115,7 +115,7 @@ def quantized(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("f16", TensorProto.FLOAT16), ("bf16", TensorProto.BFLOAT16)])
-def test_casting_keeps_inputs_and_outputs_and_makes_scales_of_that_type(precision, kind, tmp_path):
+def test_cast_keeps_inputs_and_outputs_and_converts_scales(precision, kind, tmp_path):
     path = quantized(tmp_path)
     cast = cast_model(path, precision, tmp_path)
     model = onnx.load(cast)
@@ -130,7 +130,7 @@ def test_casting_keeps_inputs_and_outputs_and_makes_scales_of_that_type(precisio
     assert cast_model(path, "f32", tmp_path) == path
 
 
-def test_too_much_weight_is_not_cast(tmp_path, monkeypatch):
+def test_models_beyond_2_gib_are_not_cast(tmp_path, monkeypatch):
     path = quantized(tmp_path)
     monkeypatch.setattr(models, "MAX_PROTOBUF_BYTES", 100)
     with pytest.raises(BuildFailed, match=r"larger than 2 GiB, which protobuf cannot read"):
@@ -164,7 +164,7 @@ def test_fp8_scales_are_amax_over_448():
     assert fp8_error(ordinary, 20_000 / 448) < 0.1
 
 
-def test_profiles_name_what_is_wrong():
+def test_invalid_profiles_are_refused_naming_the_key():
     profile = read_profiles({"x": {"min": "1x3", "opt": [2, 3], "max": "4x3"}})["x"]
     assert (profile.min, profile.opt, profile.max) == ((1, 3), (2, 3), (4, 3))
     assert str(profile) == "1x3 to 4x3"

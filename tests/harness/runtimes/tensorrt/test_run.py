@@ -56,7 +56,7 @@ def rows_of(task: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("major", [10, 11])
-def test_a_whole_experiment(major, tmp_path):
+def test_experiment_runs_to_the_report(major, tmp_path):
     task = run(tmp_path, backend=f"TensorRT{major}", precision="f32", baselines="all, linear")
     facts = json.loads((task / "task.json").read_text())
     assert facts["backend"]["version"].startswith(f"{major}.")
@@ -85,7 +85,7 @@ def parsed(monkeypatch):
 
 
 @pytest.mark.parametrize("major", [10, 11])
-def test_at_fp16_the_delivered_files_are_those_that_tensorrt_read(major, tmp_path, parsed, monkeypatch):
+def test_fp16_delivered_files_equal_the_built_files(major, tmp_path, parsed, monkeypatch):
     casts: list[str] = []
 
     def counting(what: str, work: Any, path: Path, precision: str, **limits: float) -> onnx.ModelProto:
@@ -119,7 +119,7 @@ def test_a_delivered_fp16_file_can_be_verified(tmp_path):
     assert {"file", "edges", "accuracy"} <= {check.what for check in checks}
 
 
-def test_a_missing_driver_is_said_before_anything_takes_long(tmp_path, monkeypatch):
+def test_missing_driver_is_reported_before_the_model_is_opened(tmp_path, monkeypatch):
     def late(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model was opened first")
 

@@ -39,7 +39,7 @@ def model(path: Path, batch: int | str = 1) -> Path:
     return builder.save(path)
 
 
-def test_builds_and_gives_gpu_compute_time_without_warm_up(major, tmp_path):
+def test_readings_are_gpu_compute_times_without_warm_up(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", workspace_gb=1, optimization_level=2)
     artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
     with made.open(artifact) as probe:
@@ -55,7 +55,7 @@ def test_builds_and_gives_gpu_compute_time_without_warm_up(major, tmp_path):
     assert wanted <= {*times} if major == 10 else not wanted & {*times}
 
 
-def test_without_a_cuda_graph(major, tmp_path):
+def test_cuda_graph_can_be_disabled(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", cuda_graph=False, timing_cache="cold")
     with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
         probe.sample(1)
@@ -65,7 +65,7 @@ def test_without_a_cuda_graph(major, tmp_path):
     assert "--useCudaGraph" not in flags
 
 
-def test_old_readings_are_not_given_later(major, tmp_path, monkeypatch):
+def test_stale_readings_are_discarded(major, tmp_path, monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr("harness.runtimes.trtexec.benchmarker.time.monotonic", lambda: now_s[0])
     made = TrtexecBenchmarker(precision="f32")
@@ -77,7 +77,7 @@ def test_old_readings_are_not_given_later(major, tmp_path, monkeypatch):
     assert len(runs(tmp_path)) == 4
 
 
-def test_precision_flags_are_never_passed_to_11(major, tmp_path):
+def test_precision_flags_are_passed_to_10_only(major, tmp_path):
     made = TrtexecBenchmarker(precision="f16", typing="weak")
     if major == 11:
         with pytest.raises(UserError, match=r"typing: weak: trtexec 11.1.0 has no weakly typed networks any more"):
@@ -101,7 +101,7 @@ def test_an_fp16_engine_comes_from_an_fp16_file(major, tmp_path):
 
 
 @pytest.mark.usefixtures("major")
-def test_profiles_and_further_arguments(tmp_path):
+def test_profiles_and_extra_arguments_are_passed(tmp_path):
     shapes = {"x": {"min": "1x2x2", "opt": "2x2x2", "max": "4x2x2"}}
     remote = ["--safe", "--remoteAutoTuningConfig=ssh://user@board"]
     made = TrtexecBenchmarker(precision="f32", profiles=shapes, extra=[*remote, "--maxAuxStreams=0"])
@@ -138,7 +138,7 @@ def test_timing_caches_by_policy(tmp_path):
 
 
 @pytest.mark.usefixtures("major")
-def test_failures_have_trtexecs_words(tmp_path, monkeypatch):
+def test_failures_quote_trtexec(tmp_path, monkeypatch):
     path = model(tmp_path / "m.onnx")
     odd = onnx.load(path)
     odd.graph.node[0].op_type = "Frobnicate"
@@ -158,7 +158,7 @@ def test_failures_have_trtexecs_words(tmp_path, monkeypatch):
         slow.build(candidate(path), tmp_path)
 
 
-def test_layers_and_their_times(major, tmp_path):
+def test_profile_reports_layers_with_times(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", profile=True)
     artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
     (layer,) = made.layers(artifact)
@@ -167,7 +167,7 @@ def test_layers_and_their_times(major, tmp_path):
     assert ("--separateProfileRun" in runs(tmp_path)[-1]) == (major == 10)
 
 
-def test_description(major):
+def test_description_lists_version_device_and_precisions(major):
     facts = TrtexecBenchmarker().describe()
     assert facts["version"] == {10: "10.16.1", 11: "11.1.0"}[major]
     assert facts["options"]["compute_capability"] == "8.9"
@@ -184,7 +184,7 @@ def test_precisions_beyond_the_gpu_are_refused(monkeypatch):
         TrtexecBenchmarker(precision="bf16").describe()
 
 
-def test_no_trtexec_is_one_sentence(monkeypatch):
+def test_missing_trtexec_is_a_user_error(monkeypatch):
     monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"no program trtexec on PATH; it comes with TensorRT's archive.*not with pip"):
@@ -202,7 +202,7 @@ def test_no_trtexec_is_one_sentence(monkeypatch):
         ({"extra": ["--remoteAutoTuningConfig=x"]}, "extra: --remoteAutoTuningConfig also needs --safe"),
     ],
 )
-def test_options_that_cannot_be_are_refused(params, message):
+def test_invalid_options_are_refused(params, message):
     with pytest.raises(UserError, match=message):
         registry.create_plugin("benchmarker", "trtexec", params)
 
@@ -215,11 +215,11 @@ def test_options_that_cannot_be_are_refused(params, message):
         ("&&&& RUNNING TensorRT.trtexec [TensorRT v8601] # trtexec", "8.6.1"),
     ],
 )
-def test_versions_are_read(text, version):
+def test_parse_version_of_known_outputs(text, version):
     assert parse_version(text) == version
 
 
-def test_times_are_those_of_the_gpu_and_not_the_latency(tmp_path):
+def test_read_times_returns_compute_time_not_latency(tmp_path):
     """As samples/common/sampleReporting.cpp writes them; 10 has transfers by default, older ones export the warm-up."""
     file = tmp_path / "times.json"
     file.write_text(
@@ -252,7 +252,7 @@ def test_damaged_times_are_a_failed_measurement(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_real_trtexec(tmp_path):
+def test_real_trtexec_builds_and_runs_a_model(tmp_path):
     made = TrtexecBenchmarker(precision="f32")
     try:
         made.describe()

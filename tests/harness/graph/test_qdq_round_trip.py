@@ -48,18 +48,18 @@ def assert_there_and_back(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_models_of_the_zoo(name, tmp_path):
+def test_zoo_models_round_trip(name, tmp_path):
     assert_there_and_back(load(zoo.write_model(name, tmp_path / f"{name}.onnx"), min_opset=19))
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers_of_the_zoo(name):
+def test_zoo_transformers_round_trip(name):
     assert_there_and_back(loaded(TRANSFORMERS[name](), min_opset=19))
 
 
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize("name", ASSETS)
-def test_real_models(name):
+def test_real_models_round_trip(name):
     path = Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx"
     assert_there_and_back(load(path, source=name, shapes=SHAPES.get(name, {}), min_opset=19))

@@ -62,7 +62,7 @@ def profile(autotuner, schemes):
     autotuner.set_profile_region(None, commit=True)
 
 
-def test_step_by_step_with_state_cache_and_import(tiny):
+def test_manual_steps_with_state_cache_and_import(tiny):
     init_benchmark_instance(use_trtexec=False, **GUIDE)
     model = onnx.load("model.onnx")
     autotuner = QDQAutotuner(model)
@@ -100,7 +100,7 @@ def test_step_by_step_with_state_cache_and_import(tiny):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed")
-def test_names_that_modelopts_own_function_gives_are_understood(tiny, warm_python):
+def test_import_accepts_names_of_modelopts_function(tiny, warm_python):
     code = (
         "import onnx, sys; from modelopt.onnx.quantization.qdq_utils import get_quantized_tensors\n"
         "print(get_quantized_tensors(onnx.load(sys.argv[1])))"
@@ -113,7 +113,7 @@ def test_names_that_modelopts_own_function_gives_are_understood(tiny, warm_pytho
     assert autotuner.placement() == session.space.quantize_all()
 
 
-def test_the_workflow_of_the_quick_start(tiny):
+def test_quick_start_workflow_runs(tiny):
     init_benchmark_instance(use_trtexec=False, **GUIDE)
     autotuner = region_pattern_autotuning_workflow(
         model_path="model.onnx", output_dir=Path("./results"), num_schemes_per_region=3, quant_type="int8"
@@ -129,7 +129,7 @@ def test_the_workflow_of_the_quick_start(tiny):
     assert "latency" in Path("results/logs/baseline.log").read_text()
 
 
-def test_every_setting_of_the_guide_is_one_of_ours():
+def test_config_accepts_all_settings_of_the_guide():
     config = Config(
         default_quant_type="int8", default_dq_dtype="float32", default_q_scale=0.1, default_q_zero_point=0,
         top_percent_to_mutate=0.1, minimum_schemes_to_mutate=10, maximum_mutations=3, maximum_generation_attempts=100,
@@ -139,7 +139,7 @@ def test_every_setting_of_the_guide_is_one_of_ours():
     assert Config(verbose=True) == config, "they are the defaults"
 
 
-def test_a_model_that_cannot_be_built_is_infinite_and_the_log_says_why(tiny, monkeypatch):
+def test_failed_build_has_infinite_latency_and_a_log(tiny, monkeypatch):
     monkeypatch.setattr("harness.timing.workers.sandbox.Sandbox", Sandbox)  # in a worker, as for a user
     init_benchmark_instance(warmup_runs=0, timing_runs=3)
     assert benchmark_onnx_model(b"no model", "logs/odd.log") == float("inf")
@@ -148,7 +148,7 @@ def test_a_model_that_cannot_be_built_is_infinite_and_the_log_says_why(tiny, mon
     assert "95 % interval" in Path("logs/good.log").read_text()
 
 
-def test_the_program_and_commands_of_the_page_run(tiny):
+def test_program_and_commands_of_the_docs_page_run(tiny):
     page = PAGE.read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     exec(compile(program, str(PAGE), "exec"), {})
@@ -163,7 +163,7 @@ def test_the_program_and_commands_of_the_page_run(tiny):
 
 
 @pytest.mark.parametrize("mode", MODE_PRESETS)
-def test_parsed_flags_get_the_counts_of_their_mode(mode):
+def test_apply_mode_presets_sets_the_counts_of_the_mode(mode):
     options = parse_arguments(["-m", "model.onnx", "--mode", mode, "--timing_runs", "7"], "qdq autotune")
     apply_mode_presets(options)
     preset = MODE_PRESETS[mode]

@@ -26,7 +26,7 @@ def half():
 
 
 @pytest.mark.usefixtures("half")
-def test_at_fp16_the_files_written_are_those_that_are_read(tmp_path, monkeypatch):
+def test_fp16_model_is_cast_once_and_written_files_are_built(tmp_path, monkeypatch):
     casts, read = [], {}
     build = benchmarker.build_plan
 

@@ -44,7 +44,7 @@ def done(tmp_path_factory):
     return folder / "out"
 
 
-def test_it_is_said_what_was_fused_and_where_the_time_went(done):
+def test_explanation_names_fused_edges_and_layer_times(done):
     found = read_attribution(next((done / TASK / "explain").glob("*.json")))
     assert found.method == "linear"
     assert found.metric == "sqnr_db"
@@ -59,6 +59,6 @@ def test_it_is_said_what_was_fused_and_where_the_time_went(done):
     assert "## Where the time went, layer by layer" in text
 
 
-def test_the_pictures_are_there_at_once(done):
+def test_explain_draws_figures_immediately(done):
     drawn = {path.name.partition("-")[0] for path in (done / "report").glob(f"*-{TASK}-*.svg")}
     assert {"waterfall", "sensitivity", "price"} <= drawn

@@ -37,7 +37,7 @@ print((named, inspect.getmodule(quantize).__doc__))
 """
 
 
-def test_its_interface_and_defaults_are_those_of_modelopt(warm_python, tmp_path):
+def test_parameters_and_defaults_equal_modelopts(warm_python, tmp_path):
     parameters, description = warm_python.evaluate("modelopt", tmp_path, MODELOPT)
     assert dict(modelopt_arguments.modelopt_parameters()) == parameters, "read without importing it"
     text = " ".join(description.split())
@@ -48,7 +48,7 @@ def test_its_interface_and_defaults_are_those_of_modelopt(warm_python, tmp_path)
     )
 
 
-def test_a_section_in_its_words(small):
+def test_arguments_of_a_quantize_section(small):
     found = arguments(
         small,
         f"{layer('Conv')}, {layer('Gemm')}, {layer('Add', NATIVE)}",
@@ -69,20 +69,20 @@ def test_a_section_in_its_words(small):
     }
 
 
-def test_native_layers_stay_native_whatever_else_is_left_out(small):
+def test_native_layers_add_to_op_types_to_exclude(small):
     extra = "  backend_kwargs: {op_types_to_exclude: [Relu]}\n"
     found = arguments(small, f"{layer('Add', NATIVE)}, {layer('*')}", extra)
     assert found["op_types_to_exclude"] == ["Add", "Relu"]
 
 
 @pytest.mark.parametrize(("algorithm", "method"), [("minmax", "max"), ("max", "max"), ("entropy", "entropy")])
-def test_algorithms(algorithm, method, small):
+def test_algorithm_sets_calibration_method(algorithm, method, small):
     found = arguments(small, layer("*"), f"  algorithm: {algorithm}\n")
     assert found["calibration_method"] == method
     assert "op_types_to_quantize" not in found  # "*": its own defaults
 
 
-def test_names_of_nodes_are_expressions_that_match_them_alone(small):
+def test_node_names_become_exact_expressions(small):
     found = arguments(small, layer("/backbone/conv1/*"))
     assert found["op_types_to_quantize"] == ["Conv"]
     assert found["nodes_to_quantize"] == ["/backbone/conv1/Conv$"]
@@ -96,7 +96,7 @@ def test_names_of_nodes_are_expressions_that_match_them_alone(small):
         ("{module_name: Conv, weights: {dtype: int8}}", "int8", "quantizes weights and activations alike"),
     ],
 )
-def test_what_it_cannot_do_is_said(layers, mode, said, small, caplog):
+def test_unsupported_layer_settings_are_warned_about(layers, mode, said, small, caplog):
     caplog.set_level(logging.WARNING)
     assert arguments(small, layers)["quantize_mode"] == mode
     assert said in caplog.text
@@ -112,7 +112,7 @@ def test_what_it_cannot_do_is_said(layers, mode, said, small, caplog):
         ("{awqlite_alpha_step: x}", "expected the type of 0.0, but got 'x'"),
     ],
 )
-def test_backend_kwargs_are_checked_before_it_starts(extra, said, small):
+def test_invalid_backend_kwargs_are_refused(extra, said, small):
     with pytest.raises(UserError, match=said):
         arguments(small, layer("Conv"), f"  backend_kwargs: {extra}\n")
 
@@ -124,7 +124,7 @@ def test_backend_kwargs_that_name_code_need_trust(extra, small, monkeypatch):
         arguments(small, layer("Conv"), f"  backend_kwargs: {extra}\n")
 
 
-def test_layers_that_match_nothing(small):
+def test_layers_without_matching_nodes_are_refused(small):
     with pytest.raises(UserError, match=r"no entry matches any node of the model"):
         arguments(small, layer("LSTM"))
 
@@ -136,7 +136,7 @@ def test_layers_that_match_nothing(small):
         ("cuda:1", ["two"], ["cuda:1", "cpu"]), ("trt", ["one"], ["trt", "cuda:0", "cpu"]),
     ],
 )  # fmt: skip
-def test_devices(device, gpus, eps, monkeypatch, caplog):
+def test_execution_providers_by_device(device, gpus, eps, monkeypatch, caplog):
     monkeypatch.setattr(modelopt_arguments, "describe_environment", lambda: {"gpus": gpus})
     assert modelopt_arguments.execution_providers(device) == eps
     missing = device != "cpu" and not gpus
@@ -156,7 +156,7 @@ def given(monkeypatch):
     return found
 
 
-def test_the_command_line_of_the_how_to(small, noise, tmp_path, given):
+def test_ptq_command_of_the_docs(small, noise, tmp_path, given):
     (tmp_path / "plugin.so").touch()
     command.run_ptq([
         f"--onnx_path={small}", "--quantize_mode=int8", f"--calibration_data={noise}", "--calibration_method=max",
@@ -184,7 +184,7 @@ def test_the_command_line_of_the_how_to(small, noise, tmp_path, given):
     ]
 
 
-def test_presets(small, noise, tmp_path, given, caplog):
+def test_preset_sets_nodes_and_operators(small, noise, tmp_path, given, caplog):
     base = ["--onnx_path", str(small), "--calibration_data", str(noise), "--output_path", str(tmp_path / "o.onnx")]
     command.run_ptq([*base, "--preset", "rtdetr"])
     assert given[-1]["nodes_to_exclude"][0] == "/head/fc/Gemm$"
@@ -197,13 +197,13 @@ def test_presets(small, noise, tmp_path, given, caplog):
     assert PRESETS["classifier"].skip_names == ("/classifier/*", "/fc")
 
 
-def test_show_defaults():
+def test_show_defaults_lists_operators_and_presets():
     lines = command.run_ptq(["--show-defaults"])
     assert "  activations: Softmax, Sigmoid, Tanh" in lines
     assert any("extreme_int8" in line for line in lines)
 
 
-def test_the_result_lies_beside_the_model_by_default(small, noise, tmp_path, given):
+def test_default_output_is_in_the_models_folder(small, noise, tmp_path, given):
     model = tmp_path / "net.onnx"
     model.write_bytes(small.read_bytes())
     command.run_ptq(["--onnx_path", str(model), "--calibration_data_path", str(noise)])
@@ -228,13 +228,13 @@ def test_the_result_lies_beside_the_model_by_default(small, noise, tmp_path, giv
         (["--calibration_shapes", "1x3x8x8"], "--calibration_shapes 1x3x8x8: NAME:SHAPE, .*x256,input1"),
     ],
 )
-def test_options_that_cannot_be(options, said, small):
+def test_invalid_options_are_refused(options, said, small):
     whole = options if "--onnx_path" in options or not options else ["--onnx_path", str(small), *options]
     with pytest.raises(UserError, match=said):
         command.run_ptq(whole)
 
 
-def test_operators_that_the_model_does_not_have(small, noise, tmp_path, given, caplog):
+def test_operators_absent_from_the_model_are_reported(small, noise, tmp_path, given, caplog):
     base = ["--onnx_path", str(small), "--calibration_data", str(noise), "--output_path", str(tmp_path / "o.onnx")]
     command.run_ptq([*base, "--op_types_to_exclude", "Con"])
     assert "--op_types_to_exclude: the model has no 'Con'; did you mean 'Conv'" in caplog.text
@@ -287,7 +287,7 @@ results_dir: out
     assert "it applies the first, int8, to all" in caplog.text
 
 
-def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path):
+def test_result_without_quantization_is_refused(tmp_path):
     g = GraphBuilder("convolution", opset=19, seed=1)
     g.output(g.conv(g.input("x", (1, 3, 8, 8)), 8, 3), name="y")
     model = g.save(tmp_path / "conv.onnx")
@@ -300,7 +300,7 @@ def test_a_model_in_which_nothing_was_quantized_is_refused(tmp_path):
     assert not (tmp_path / "int4.onnx").exists()
 
 
-def test_int4_of_a_matmul(tmp_path, capsys):
+def test_int4_quantizes_a_matmul(tmp_path, capsys):
     g = GraphBuilder("linear", opset=19, seed=1)
     g.output(g.linear(g.input("x", (1, 8, 256)), 256, bias=False), name="y")
     model = g.save(tmp_path / "linear.onnx")

@@ -43,18 +43,18 @@ OURS = {"words", "said", "load_plugins", "version", "log", "major", "enter", "le
 
 
 @pytest.mark.parametrize("major", [10, 11])
-def test_every_name_of_tensorrt_is_in_both_majors(major):
+def test_used_tensorrt_names_exist_in_both_majors(major):
     names = known(major) | OURS
     wrong = {f"{path.name}: {name}" for path in SOURCES for name in used(path) if name not in names}
     assert not wrong
 
 
-def test_the_scan_sees_what_is_used():
+def test_name_scan_finds_known_uses():
     found = {name for path in SOURCES for name in used(path)}
     assert {"Builder", "OnnxParser", "build_serialized_network", "execute_async_v3", "create_timing_cache"} <= found
 
 
-def test_removed_names_are_asked_for_in_one_place_only():
+def test_removed_names_are_used_in_the_builder_only():
     gone = known(10) - known(11) - {"precision"}
     for path in SOURCES:
         texts = [node.value for node in ast.walk(tree(path)) if is_text(node)]
@@ -69,7 +69,7 @@ def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def test_every_name_of_cuda_is_in_cuda_python():
+def test_used_cuda_names_exist_in_cuda_python():
     found = {name for path in SOURCES for name in re.findall(r"\bcuda[A-Z]\w+", path.read_text(encoding="utf-8"))}
     assert "cudaEventElapsedTime" in found
     assert found <= fake_cuda.NAMES
@@ -81,7 +81,7 @@ def test_every_name_of_cuda_is_in_cuda_python():
     assert [name for name in sorted(found) if not any(hasattr(space, name) for space in spaces)] == []
 
 
-def test_fakes_refuse_what_their_major_lacks():
+def test_fakes_refuse_names_absent_in_their_major():
     for major, name in ((10, "build_route"), (11, "int8_calibrator")):
         config = fake_trt.FakeTensorRT(major, fake_cuda.FakeCuda()).IBuilderConfig()
         with pytest.raises(AttributeError, match=f"TensorRT {major}: IBuilderConfig has no '{name}'"):

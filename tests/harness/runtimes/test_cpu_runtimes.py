@@ -73,7 +73,7 @@ def web_problem() -> str:
     return ""
 
 
-def test_times_and_answers_with_the_models_own_names(benchmarker, tmp_path):
+def test_engine_is_timed_and_keeps_tensor_names(benchmarker, tmp_path):
     artifact = benchmarker.build(candidate(write(tmp_path / "m.onnx", [1, 64])), tmp_path)
     feeds = {"x": np.random.default_rng(1).standard_normal((1, 64)).astype(np.float32), "ids": np.array([3, 4])}
     weights = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
@@ -114,7 +114,7 @@ def test_an_engine_does_not_depend_on_its_files(benchmarker, tmp_path):
         assert np.isfinite(probe.infer(feeds)["y:0"]).all()
 
 
-def test_outputs_are_those_of_the_model_alone(benchmarker, tmp_path):
+def test_merged_outputs_keep_their_names(benchmarker, tmp_path):
     nodes = [
         helper.make_node("Relu", ["x"], ["before"]),
         helper.make_node("Cast", ["before"], ["y"], to=TensorProto.FLOAT),
@@ -128,7 +128,7 @@ def test_outputs_are_those_of_the_model_alone(benchmarker, tmp_path):
         assert set(probe.infer({"x": np.ones((1, 4), np.float32)})) == {"y", "z"}
 
 
-def test_refused_models_give_the_runtimes_own_words(benchmarker, tmp_path):
+def test_build_failure_quotes_the_runtime(benchmarker, tmp_path):
     (tmp_path / "broken.onnx").write_bytes(b"nonsense")
     with pytest.raises(BuildFailed, match=r"broken\.onnx: .*(Unable to read|Protobuf parsing failed|not an ONNX file)"):
         benchmarker.build(candidate(tmp_path / "broken.onnx"), tmp_path)
@@ -148,7 +148,7 @@ def test_dynamic_shapes_are_refused(benchmarker, tmp_path):
         benchmarker.build(candidate(write(tmp_path / "m.onnx", ["batch", 64])), tmp_path)
 
 
-def test_description(benchmarker):
+def test_description_has_all_required_facts(benchmarker):
     facts = benchmarker.describe()
     assert {"name", "version", "device", "options", "float_precision"} <= set(facts)
     assert facts["options"]["threads"] == 1
@@ -167,7 +167,7 @@ def test_description(benchmarker):
         ("openvino", {"thread": 1}, "has no parameter 'thread'; did you mean 'threads'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(name, params, message):
+def test_invalid_options_are_refused(name, params, message):
     with pytest.raises(UserError, match=message):
         registry.create_plugin("benchmarker", name, params)
 
@@ -183,7 +183,7 @@ def has_bf16() -> bool:
     return "bf16" in registry.create_plugin("benchmarker", "openvino", {}).describe()["float_params"]
 
 
-def test_every_float_precision_of_the_cpu_is_offered_and_runs(tmp_path):
+def test_float_precisions_of_the_cpu_run(tmp_path):
     facts = registry.create_plugin("benchmarker", "openvino", {}).describe()
     assert facts["float_open"]
     if not has_bf16():
@@ -199,7 +199,7 @@ def test_every_float_precision_of_the_cpu_is_offered_and_runs(tmp_path):
     assert "bf16" not in plain.build(candidate(tmp_path / "m.onnx"), tmp_path).info["layers"]
 
 
-def test_openvino_reports_to_nobody(tmp_path):
+def test_openvino_sends_no_telemetry(tmp_path):
     code = (
         "import sys; from harness.runtimes.openvino import OpenVINOBenchmarker; OpenVINOBenchmarker(); "
         "print([name for name in sys.modules if name.startswith('openvino_telemetry.')])"
@@ -213,7 +213,7 @@ def test_openvino_reports_to_nobody(tmp_path):
 
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
-def test_a_real_model_gives_the_same_answers_on_both(tmp_path):
+def test_real_model_computes_the_same_on_both_runtimes(tmp_path):
     path = Path(os.environ["QDQ_ASSETS"]) / "models" / "nanodet_m_320.onnx"
     feeds = {"input.1": np.random.default_rng(0).standard_normal((1, 3, 320, 320)).astype(np.float32)}
     answers = []
@@ -238,7 +238,7 @@ def quantized_detector(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
-def test_inferences_at_the_same_time_have_the_results_of_single_ones(name, quantized_detector, tmp_path, monkeypatch):
+def test_concurrent_inferences_equal_single_ones(name, quantized_detector, tmp_path, monkeypatch):
     monkeypatch.setattr(f"harness.runtimes.{name}.count_cores", lambda: 2)
     made = registry.create_plugin("benchmarker", name, {"precision": "f32"} if name == "openvino" else {})
     rng = np.random.default_rng(0)

@@ -52,7 +52,7 @@ def alone(place):
     return place.run("sharded-alone", "{use: local}", SHARDED)
 
 
-def test_model_by_searcher_by_seed_is_spread_over_the_cluster(cluster, place, alone):
+def test_tasks_are_distributed_over_the_cluster(cluster, place, alone):
     ran = place.run("sharded", "{use: ray, workers: 2, tasks: 2, searches: 2, window: 1}", SHARDED)
     assert len(ran.entries()) == 8, "2 models x 2 searchers x 2 seeds"
     assert ran.journals(10) == alone.journals(10)
@@ -62,7 +62,7 @@ def test_model_by_searcher_by_seed_is_spread_over_the_cluster(cluster, place, al
     assert alone.processes() == {os.getpid()}
 
 
-def test_a_node_that_leaves_while_several_tasks_run_costs_nothing(cluster, place, alone):
+def test_node_loss_with_parallel_tasks_keeps_results(cluster, place, alone):
     node = cluster.add_node(num_cpus=1)
     out = place.folder / "sharded-left"
 
@@ -92,7 +92,7 @@ def test_evaluators_run_on_the_workers(cluster, place):
     assert all(int(metrics.get("process", 0)) != os.getpid() for metrics in finalists)
 
 
-def test_results_of_another_machine_go_on_where_the_change_is_accepted(cluster, place, monkeypatch):
+def test_results_of_another_machine_resume_if_accepted(cluster, place, monkeypatch):
     from harness.cluster import ray_pool
 
     executor = "{use: ray, workers: 1, window: 1}"

@@ -29,7 +29,7 @@ def recipe(detector: Path, coco: Path) -> str:
     return subprocess.run([*command, str(RECIPE)], check=True, capture_output=True, text=True).stdout
 
 
-def test_two_paths_are_all_that_is_changed(detector, coco, tmp_path):
+def test_recipe_needs_only_two_paths(detector, coco, tmp_path):
     config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe", tmp_path)
     check_experiment(config)
     assert config.precision == ("int8", "fp8")
@@ -38,7 +38,7 @@ def test_two_paths_are_all_that_is_changed(detector, coco, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_recipe_ends_in_a_table_of_map_and_latency(detector, coco, tmp_path):
+def test_recipe_produces_a_table_of_map_and_latency(detector, coco, tmp_path):
     """Cut to what a test has time for: no PTQ tools, one float precision, one evaluation beyond the seed."""
     config = parse_experiment(recipe(detector, coco).replace("count: 500", "count: 8"), "recipe", tmp_path)
     changes = {

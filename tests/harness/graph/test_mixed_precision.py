@@ -51,7 +51,7 @@ def feeds() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("dialect", [OPENVINO, TENSORRT], ids=lambda d: d.name)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_any_mixture_is_delivered_runs_and_is_close(dialect, data):
+def test_any_mixed_placement_runs_close_to_float(dialect, data):
     space = build_space(block(), dialect, precisions=BOTH, kinds=("node_input", "child_input", "output"))
     placement = Placement(tuple(data.draw(st.integers(0, size - 1)) for size in space.sizes))
     asked = space.resolve(placement)
@@ -62,7 +62,7 @@ def test_any_mixture_is_delivered_runs_and_is_close(dialect, data):
     assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
 
 
-def test_every_point_offers_what_is_legal_for_it():
+def test_points_offer_their_legal_precisions():
     choices = {
         edge.consumer: dimension.choices
         for dimension in build_space(block(), TENSORRT, precisions=BOTH).dimensions
@@ -113,20 +113,20 @@ def mixture(fp8: set[str]) -> Resolved:
 
 
 @pytest.mark.parametrize("fp8", [{"linear"}, {"pool"}], ids=str)
-def test_openvino_runs_mixtures(fp8, tmp_path):
+def test_openvino_runs_mixed_precision(fp8, tmp_path):
     asked = mixture(fp8)
     assert {precision for _, precision in asked} == {"int8", "fp8"}
     (expected,) = run(block().proto, ["logits"])
     assert np.abs(openvino(asked, tmp_path) - expected).max() < 0.2 * np.abs(expected).max()
 
 
-def test_openvino_adds_no_fp8_operands_in_a_model_that_has_int8_too(tmp_path):
+def test_openvino_refuses_fp8_add_in_an_int8_model(tmp_path):
     """A limit of OpenVINO 2026.4; the search records such candidates as failed builds."""
     with pytest.raises(RuntimeError, match="unsupported src_prc: f8e4m3"):
         openvino(mixture({"add"}), tmp_path)
 
 
-def test_candidates_of_both_precisions_share_one_file_for_each(tmp_path):
+def test_candidates_share_weight_files(tmp_path):
     space = build_space(block(), OPENVINO, precisions=BOTH)
     inserter = Inserter(block(), OPENVINO, ranges())
     for seed in range(6):
@@ -139,7 +139,7 @@ def test_the_opset_is_that_of_the_newest_precision():
     assert OPENVINO.opset(BOTH) == TENSORRT.opset(BOTH) == 19 > OPENVINO.opset(["int8"])
 
 
-def test_one_edge_has_one_precision():
+def test_edge_with_two_precisions_is_refused():
     twice = (edge("stem", 0, "fp8"), edge("stem", 0, "int8"))
     with pytest.raises(UserError, match="block: the placement contains one edge twice"):
         Inserter(block(), OPENVINO, ranges()).insert(twice)

@@ -43,7 +43,7 @@ def names_of_other_tools() -> tuple[Model, int]:
 
 
 @pytest.mark.parametrize("make", [two_convolutions, one_table_of_words, names_of_other_tools])
-def test_pairs_of_a_placement_and_of_its_file_are_equal(make, tmp_path):
+def test_count_pairs_of_placement_equals_count_in_file(make, tmp_path):
     model, expected = make()
     space = build_space(model, ONNXRUNTIME)
     asked = space.resolve(space.quantize_all())

@@ -37,7 +37,7 @@ def local(place):
     return place.run("local", "{use: local, workers: 2}")
 
 
-def test_a_cluster_runs_what_one_machine_runs(cluster, place, local):
+def test_cluster_results_equal_local_results(cluster, place, local):
     ran = place.run("ray", "{use: ray, workers: 2}")
     assert ran.journals() == local.journals()
     assert ran.table() == local.table()
@@ -45,14 +45,14 @@ def test_a_cluster_runs_what_one_machine_runs(cluster, place, local):
     assert not [text for text in ran.said if "refused" in text or "lost" in text or "yields" in text]
 
 
-def test_searches_share_the_workers_and_each_asks_as_if_it_were_alone(cluster, place):
+def test_concurrent_searches_equal_separate_searches(cluster, place):
     alone = place.run("alone", "{use: local}")
     ran = place.run("shared", "{use: ray, workers: 2, searches: 2, window: 1}")
     assert ran.journals() == alone.journals()
     assert ran.table() == alone.table()
 
 
-def test_a_node_that_leaves_in_the_middle_costs_nothing(cluster, place, local):
+def test_node_loss_does_not_change_results(cluster, place, local):
     node = cluster.add_node(num_cpus=1)
     out = place.folder / "left"
 
@@ -68,7 +68,7 @@ def test_a_node_that_leaves_in_the_middle_costs_nothing(cluster, place, local):
     assert [text for text in ran.said if "was lost" in text and "2 left" in text]
 
 
-def test_models_travel_once_and_placements_are_written_where_they_are_built(cluster, place, monkeypatch):
+def test_models_are_sent_once_and_candidates_written_on_workers(cluster, place, monkeypatch):
     import ray
 
     sent: list[Any] = []
@@ -94,7 +94,7 @@ def test_models_travel_once_and_placements_are_written_where_they_are_built(clus
     assert len({found.info["bytes"] for found in there.outcomes() if isinstance(found, Measured)}) > 2
 
 
-def test_a_worker_of_another_kind_is_refused_with_the_difference(cluster, place, monkeypatch):
+def test_worker_with_different_environment_is_refused(cluster, place, monkeypatch):
     from harness.cluster import ray_pool as fleet
 
     monkeypatch.setattr(fleet, "RAY_START_LIMIT_S", 15.0)
@@ -115,7 +115,7 @@ def test_a_worker_of_another_kind_is_refused_with_the_difference(cluster, place,
     assert "packages.numpy: '1.0' -> " in said[0]
 
 
-def test_a_cluster_without_such_devices_says_what_it_has(cluster, place, monkeypatch):
+def test_missing_cluster_resources_are_reported(cluster, place, monkeypatch):
     from harness.cluster import ray_pool as fleet
 
     monkeypatch.setattr(fleet, "RAY_START_LIMIT_S", 2.0)
@@ -140,7 +140,7 @@ class Noting(NullProgress):
         self.said.append(text)
 
 
-def test_a_worker_whose_benchmarkers_are_others_is_refused(monkeypatch):
+def test_worker_with_different_benchmarkers_is_refused(monkeypatch):
     pytest.importorskip("ray")
     from harness.cluster.ray_pool import RayPool, RayWorkerHandle
 

@@ -66,7 +66,7 @@ def differences(model: Model, asked: dict[Edge, str], dialect: Any) -> tuple[Cou
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenetv2", *TRANSFORMERS])
-def test_every_edge_of_quantize_static_is_in_the_space_of_onnx_runtime(name, tmp_path_factory):
+def test_onnxruntime_space_contains_quantize_static_edges(name, tmp_path_factory):
     model = zoo(name, tmp_path_factory.getbasetemp())
     # Ranges that need no calibration, and no activation removed: each edge counts here, and no kernel.
     proto = static(model, dict.fromkeys(model.types, (-1.0, 2.0)), QDQKeepRemovableActivations=True)
@@ -188,7 +188,7 @@ BETWEEN: dict[str, Callable[[GraphBuilder, str], str]] = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_what_stands_between_two_convolutions_keeps_neither_float(name, tmp_path):
+def test_convs_around_other_operators_run_in_integers(name, tmp_path):
     g = GraphBuilder("between", opset=19)
     y = BETWEEN[name](g, g.conv(g.input("x", (1, 8, 8, 8)), 8, 1))
     g.output(g.conv(y, 8, 1))
@@ -197,7 +197,7 @@ def test_what_stands_between_two_convolutions_keeps_neither_float(name, tmp_path
     assert {"Conv", "FusedConv"}.isdisjoint(ours)
 
 
-def test_a_clip_that_may_not_be_absorbed_leaves_its_convolution_in_integers(tmp_path):
+def test_conv_before_unabsorbed_clip_runs_in_integers(tmp_path):
     g = GraphBuilder("clip")
     y = g.op("Clip", g.conv(g.input("x", (1, 8, 8, 8)), 8, 1), g.const(np.float32(-1)), g.const(np.float32(1)))
     g.output(g.conv(y, 8, 1))

@@ -67,14 +67,14 @@ def rounded() -> np.ndarray:
 @pytest.mark.parametrize("inner", ["initializer", "constant", "cast", "branch"])
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 @pytest.mark.parametrize("optimization", ["disabled", "all"])
-def test_pairs_in_16_bits_round(kind, inner, optimization, tmp_path, caplog):
+def test_16bit_pairs_round_on_onnx_runtime(kind, inner, optimization, tmp_path, caplog):
     path = tmp_path / "half.onnx"
     onnx.save(model(kind, inner=inner), path)
     assert np.abs(outputs(path, tmp_path, VALUES, optimization) - rounded()).max() < SCALE / 100
     assert "float32" in caplog.text
 
 
-def test_inputs_and_outputs_keep_their_types(tmp_path):
+def test_float32_copy_keeps_input_and_output_types(tmp_path):
     path = tmp_path / "half.onnx"
     onnx.save(model(TensorProto.FLOAT16, borders=True), path)
     found = outputs(path, tmp_path, VALUES.astype(np.float16))
@@ -97,7 +97,7 @@ def test_inputs_and_outputs_keep_their_types(tmp_path):
         "y = SequenceAt(t, n) }",
     ],
 )
-def test_sequences_and_names_like_those_that_are_made(graph, tmp_path):
+def test_float32_copy_handles_sequences_and_name_collisions(graph, tmp_path):
     proto = parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]> g (float16[4096] x) {graph}""")
     scale = helper.make_tensor("s", TensorProto.FLOAT16, [], [SCALE])
     integers = [helper.make_tensor("z", TensorProto.INT8, [], [0]), helper.make_tensor("n", TensorProto.INT64, [], [1])]
@@ -110,13 +110,13 @@ def test_sequences_and_names_like_those_that_are_made(graph, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "stored"), [(TensorProto.FLOAT, TensorProto.INT8), (TensorProto.FLOAT16, TensorProto.FLOAT8E4M3FN)]
 )
-def test_files_that_the_kernel_computes_rightly_stay_as_they_are(kind, stored, tmp_path):
+def test_correctly_computed_files_need_no_float32_copy(kind, stored, tmp_path):
     path = tmp_path / "right.onnx"
     onnx.save(model(kind, stored), path)
     assert write_float32_copy(path, tmp_path) is None
 
 
-def test_saved_engines_round_as_well(tmp_path):
+def test_saved_engines_round(tmp_path):
     path, engine = tmp_path / "half.onnx", tmp_path / "engine.onnx"
     onnx.save(model(TensorProto.FLOAT16), path)
     runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
@@ -125,7 +125,7 @@ def test_saved_engines_round_as_well(tmp_path):
         assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
 
 
-def test_engines_that_were_saved_in_16_bits_round_as_well(tmp_path):
+def test_engines_saved_with_16bit_pairs_round(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     path, engine = tmp_path / "half.onnx", tmp_path / "engine.onnx"
     onnx.save(model(TensorProto.FLOAT16), path)
@@ -137,7 +137,7 @@ def test_engines_that_were_saved_in_16_bits_round_as_well(tmp_path):
         assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
 
 
-def test_sensitivity_ranks_what_the_file_says(tmp_path):
+def test_rank_layers_is_equal_for_16bit_and_float_pairs(tmp_path):
     sqnr_db = []
     for kind in (TensorProto.FLOAT16, TensorProto.FLOAT):
         path = tmp_path / f"{kind}.onnx"

@@ -38,11 +38,11 @@ def inner(behind: str) -> list[str]:
         ("output", ["Conv", "Sigmoid", "Mul", "Transpose"]),
     ],
 )
-def test_what_is_read_by_a_product_or_a_pool_is_not_inside(behind, expected):
+def test_inputs_of_products_and_pools_are_not_inner_tensors(behind, expected):
     assert inner(behind) == expected
 
 
-def test_the_rule_is_of_the_dialect_of_rtx():
+def test_one_kernel_rule_applies_to_rtx_only():
     net = GraphBuilder("net", seed=1)
     net.output(net.op("Tanh", net.op("Softmax", net.input("x", (1, 4, 8)))))
     model = loaded(net)
@@ -50,7 +50,7 @@ def test_the_rule_is_of_the_dialect_of_rtx():
     assert [rule.name if rule else "legal" for rule in rules] == ["one kernel", "legal"]
 
 
-def test_products_of_two_activations_write_quantized_results_themselves():
+def test_results_of_activation_products_are_not_inner_tensors():
     net = GraphBuilder("net", seed=1)
     x = net.input("x", (1, 8, 8))
     scores = net.op("MatMul", x, x)

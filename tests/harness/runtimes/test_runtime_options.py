@@ -32,7 +32,7 @@ def candidate(path: Path) -> Candidate:
     return Candidate(digest="x", edges=(), source=lambda: path)
 
 
-def test_openvino_tells_what_became_of_the_model(path, tmp_path):
+def test_openvino_reports_executed_layers(path, tmp_path):
     made = OpenVINOBenchmarker(precision="f32")
     artifact = made.build(candidate(path), tmp_path)
     layers = made.layers(artifact)
@@ -46,7 +46,7 @@ def test_openvino_tells_what_became_of_the_model(path, tmp_path):
 
 
 @pytest.mark.skipif(count_cores() < 2, reason="each stream needs a thread")
-def test_openvino_keeps_its_streams_busy(path, tmp_path):
+def test_openvino_uses_the_configured_streams(path, tmp_path):
     made = OpenVINOBenchmarker(precision="f32", threads=2, streams=2)
     artifact = made.build(candidate(path), tmp_path)
     assert artifact.engine.get_property("NUM_STREAMS") == 2
@@ -62,7 +62,7 @@ def test_openvino_keeps_its_streams_busy(path, tmp_path):
     assert made.describe()["options"] == {"threads": 2, "precision": "f32", "streams": 2}
 
 
-def test_openvino_counts_time_where_asked_to(path, tmp_path):
+def test_openvino_profile_reports_layer_times(path, tmp_path):
     made = OpenVINOBenchmarker(precision="f32", profile=True)
     artifact = made.build(candidate(path), tmp_path)
     with made.open(artifact) as probe:
@@ -74,7 +74,7 @@ def test_openvino_counts_time_where_asked_to(path, tmp_path):
 
 
 @pytest.mark.skipif(count_cores() < 2, reason="needs two cores")
-def test_threads_of_one_engine_leave_the_cores_to_the_next_once_it_has_run(path, tmp_path):
+def test_onnxruntime_stops_spinning_threads_after_a_run(path, tmp_path):
     """Engines that are timed in turns took each other's cores: threads wait for the next run at full load."""
     for threads, told in ((1, False), (2, True)):
         made = ONNXRuntimeBenchmarker(threads=threads)
@@ -87,7 +87,7 @@ def test_threads_of_one_engine_leave_the_cores_to_the_next_once_it_has_run(path,
                 options.get_session_config_entry("session.force_spinning_stop")
 
 
-def test_activations_are_stored_as_chosen_and_run_as_integers(path, tmp_path):
+def test_activation_option_selects_uint8_or_int8(path, tmp_path):
     answers = {}
     feeds = {"x": np.random.default_rng(0).uniform(-1, 1, (1, 8, 32, 32)).astype(np.float32)}
     for activation, dialect in (("uint8", ONNXRUNTIME), ("int8", ONNXRUNTIME_S8)):
@@ -112,7 +112,7 @@ def test_activations_are_stored_as_chosen_and_run_as_integers(path, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
-def test_weights_have_seven_bits_where_products_saturate_unless_told(backend, monkeypatch):
+def test_reduce_range_defaults_to_7_bits_without_vnni(backend, monkeypatch):
     def made(saturates: bool, **params: Any) -> Any:
         monkeypatch.setattr(f"harness.runtimes.{backend}.machine_lacks_vnni", lambda: saturates)
         return registry.create_plugin("benchmarker", backend, params)
@@ -129,7 +129,7 @@ def test_weights_have_seven_bits_where_products_saturate_unless_told(backend, mo
     assert "dialect" not in made(False).describe(), "as it always was"
 
 
-def test_other_providers_have_weights_of_eight_bits(monkeypatch):
+def test_gpu_providers_use_8bit_weights(monkeypatch):
     import onnxruntime
 
     monkeypatch.setattr("harness.runtimes.onnxruntime._import_onnxruntime", lambda: FakeOrt(onnxruntime))
@@ -155,7 +155,7 @@ def test_other_providers_have_weights_of_eight_bits(monkeypatch):
         ({"precision": "f16"}, "precision: one of auto, f32, but got 'f16'"),
     ],
 )
-def test_choices_that_there_are_not(params, message):
+def test_invalid_option_combinations_are_refused(params, message):
     with pytest.raises(UserError, match=message):
         registry.create_plugin("benchmarker", "onnxruntime", params)
 
@@ -171,7 +171,7 @@ def has_gpu() -> bool:
 @pytest.mark.parametrize(
     ("provider", "name"), [("cuda", "CUDAExecutionProvider"), ("tensorrt", "TensorrtExecutionProvider")]
 )
-def test_a_provider_that_gives_way_to_the_cpu_is_refused(provider, name, capfd):
+def test_provider_that_falls_back_to_the_cpu_is_refused(provider, name, capfd):
     if has_gpu():
         pytest.skip("this machine has a GPU that ONNX Runtime uses")
     capfd.readouterr()
@@ -184,7 +184,7 @@ def test_a_provider_that_gives_way_to_the_cpu_is_refused(provider, name, capfd):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
-def test_a_gpu_times_and_answers_as_the_cpu_does(provider, path, tmp_path):
+def test_gpu_providers_compute_the_results_of_the_cpu(provider, path, tmp_path):
     if not has_gpu():
         pytest.skip("ONNX Runtime finds no NVIDIA GPU with its CUDA libraries here")
     feeds = {"x": np.random.default_rng(0).uniform(-1, 1, (1, 8, 32, 32)).astype(np.float32)}
@@ -226,7 +226,7 @@ class FakeOrt:
         return Session()
 
 
-def test_a_gpu_gets_its_providers_in_order_and_tensorrt_int8_for_qdq_alone(path, tmp_path, monkeypatch):
+def test_gpu_provider_order_and_int8_only_for_qdq_models(path, tmp_path, monkeypatch):
     import onnxruntime
 
     fake = FakeOrt(onnxruntime)

@@ -68,7 +68,7 @@ def run(*more: str) -> None:
     main(["autotune", "-m", "model.onnx", "--backend", "restless:Restless", "--mode", "quick", "-o", "out", *more])
 
 
-def test_on_a_restless_machine_models_are_timed_beside_the_float_model(machine, capsys):
+def test_noisy_machine_interleaves_models_with_the_float_model(machine, capsys):
     run("--max_evals", "6")
     said = capsys.readouterr().err
     kept = read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)
@@ -87,7 +87,7 @@ def test_on_a_restless_machine_models_are_timed_beside_the_float_model(machine, 
     assert f"whose {scale:.3f} ms set the scale" in capsys.readouterr().err, "going on keeps to it"
 
 
-def test_what_is_timed_after_the_workflow_is_timed_alone_again(machine):
+def test_interleaving_ends_with_the_workflow(machine):
     with closing(init_benchmark_instance(backend="restless:Restless")) as benchmark:
         region_pattern_autotuning_workflow("model.onnx", "out", num_schemes_per_region=1)
         assert read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)["interleaved"] is True
@@ -100,7 +100,7 @@ def measured(*samples_ms: float, stable: bool = True) -> Measured:
     return Measured(samples_ms=samples_ms, build_s=0.0, measure_s=0.0, stable=stable)
 
 
-def test_readings_tell_a_restless_machine():
+def test_is_noisy_detects_unstable_readings():
     quiet = [1.0 + 0.001 * (number % 3) for number in range(50)]
     preempted = [0.75 if number % 2 else 4.0 for number in range(50)]
     assert not is_noisy(measured(*quiet))

@@ -29,7 +29,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
-def test_broken_and_dead_activations_are_recorded_and_the_broken_ones_stay_float(tmp_path):
+def test_unusable_and_dead_activations_are_recorded(tmp_path):
     builder = GraphBuilder("odd", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))
     log = builder.op("Log", x, outputs=["log"])[0]  # of 0 is minus infinity
@@ -55,7 +55,7 @@ def test_broken_and_dead_activations_are_recorded_and_the_broken_ones_stay_float
     assert [line for line in said if "'log'" in line] == [f"odd.onnx: {broken}"]
 
 
-def test_a_space_loses_the_edges_of_broken_tensors_alone():
+def test_restrict_space_removes_edges_of_unusable_tensors():
     def dimension(name: str, *tensors: str) -> Dimension:
         edges = tuple(Edge(tensor, f"/{tensor}", 0) for tensor in tensors)
         return Dimension(name=name, group="g", kind="node_input", choices=("float", "int8"), edges=edges)
@@ -66,7 +66,7 @@ def test_a_space_loses_the_edges_of_broken_tensors_alone():
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
-def test_what_is_quantized_together_with_a_broken_tensor_stays_float_too(dialect):
+def test_operands_of_an_unusable_tensor_stay_float(dialect):
     """The weight of a convolution, a constant factor, the other side of a product; but not the rest of a Concat."""
     builder = GraphBuilder("odd", opset=19)
     x = builder.input("x", (1, 4, 8, 8))

@@ -86,7 +86,7 @@ def odd(make: Callable[[GraphBuilder, str], str]) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
 @pytest.mark.parametrize("op", CASES)
-def test_the_rest_is_quantized_and_what_stays_float_is_said(op, dialect, caplog):
+def test_other_operators_are_quantized_with_a_warning(op, dialect, caplog):
     make, message = CASES[op]
     with caplog.at_level(logging.WARNING):
         model = load_proto(odd(make), source="odd.onnx", sha256="0")
@@ -108,7 +108,7 @@ def test_the_rest_is_quantized_and_what_stays_float_is_said(op, dialect, caplog)
 
 
 @pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
-def test_a_result_that_is_left_out_is_not_what_others_leave_out(dialect):
+def test_omitted_outputs_and_inputs_are_not_connected(dialect):
     """An LSTM that is asked for its last state alone, and far behind it a Clip without a lower bound."""
     g = GraphBuilder("left_out")
     weights = [g.const(np.full((1, 64, 16), 0.1, np.float32)) for _ in range(2)]
@@ -128,7 +128,7 @@ def test_a_result_that_is_left_out_is_not_what_others_leave_out(dialect):
 
 
 @pytest.mark.parametrize("op", CASES)
-def test_the_command_that_shows_regions_says_what_stays_float(op, tmp_path, capsys):
+def test_regions_command_names_inputs_that_stay_float(op, tmp_path, capsys):
     make, message = CASES[op]
     onnx.save(odd(make), tmp_path / "odd.onnx")
     assert qdq("regions", str(tmp_path / "odd.onnx"), "--verbose") == 0
@@ -173,7 +173,7 @@ def with_constant_nodes(g: GraphBuilder, x: str) -> str:
         (with_constant_nodes, "", REAL),
     ],
 )
-def test_a_run_says_so_too_and_leaves_those_parts_alone(
+def test_run_warns_and_keeps_unsupported_operators_float(
     make, kept, backend,
     tmp_path, monkeypatch, capsys,
 ):  # fmt: skip
@@ -191,7 +191,7 @@ def test_a_run_says_so_too_and_leaves_those_parts_alone(
     assert all(sum(node.op_type == kept for node in proto.graph.node) == bool(kept) for proto in exported)
 
 
-def test_a_run_of_a_model_that_reads_strings_is_refused(tmp_path, monkeypatch, capsys):
+def test_run_of_a_model_with_string_input_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     g = GraphBuilder("words")
     g.output(g.gemm(g.input("x", (1, 16)), 16), name="y")
@@ -202,7 +202,7 @@ def test_a_run_of_a_model_that_reads_strings_is_refused(tmp_path, monkeypatch, c
     assert "odd.onnx: input 'words' is of type 'string'" in capsys.readouterr().err
 
 
-def test_a_model_of_strings_passes_through():
+def test_string_model_loads_with_an_empty_space():
     g = GraphBuilder("words")
     g.output(g.op("StringNormalizer", g.input("words", (4,), "string"), case_change_action="LOWER"), name="lower")
     model = load_proto(g.build(), source="words", sha256="0")

@@ -71,13 +71,13 @@ def outputs(model: Model, dialect: Dialect, folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("make", "dialect"), CASES, ids=lambda value: getattr(value, "name", None) or value.__name__)
-def test_all_that_is_legal_is_nearly_right(make, dialect, tmp_path):
+def test_fully_quantized_model_is_close_to_float(make, dialect, tmp_path):
     exact, found = outputs(loaded(made(make)), dialect, tmp_path)
     assert found.shape == exact.shape
     assert np.abs(found - exact).max() < 0.1 * np.abs(exact).max()
 
 
-def test_openvino_reads_candidates_of_a_model_with_several_operator_sets_and_no_producer(tmp_path):
+def test_openvino_reads_models_with_several_opsets(tmp_path):
     proto = made(stack)
     proto.ClearField("producer_name")
     proto.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
