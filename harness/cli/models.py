@@ -82,7 +82,7 @@ def explain(
         str | None,
         typer.Option(
             help="Runtime: openvino, onnxruntime, onnxruntime_web, tensorrt, trtexec; or rtx_compile (only compiles) "
-            "[default: with threads and precision that of the measurement of a shipped or exported file, or openvino]."
+            "[default: for a shipped or exported file, the runtime of its measurement with its options; else openvino]."
         ),
     ] = None,
     param: ParamOption = None,

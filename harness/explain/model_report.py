@@ -26,13 +26,13 @@ from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
 from harness.results_dir.deploy_folder import FACTS_FILE
 from harness.results_dir.io import read_json
-from harness.timing.provenance import format_options
+from harness.timing.provenance import count_cores, format_options
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 _NO_DIMS: Mapping[str, int] = MappingProxyType({})
 DEFAULT_TIMING_RUNS = 50
 DEFAULT_BACKEND = "openvino"
-RECORDED_OPTIONS = ("threads", "streams", "precision", "optimization")
+RECORDED_OPTIONS = ("threads", "streams", "precision", "optimization", "optimization_level", "typing", "activation")
 """Options of a record that are used; others may name files, and a shipped folder may come from a stranger."""
 FINDING_TITLES = {
     "float": "Linear operators that are quantized in the file and run in float",
@@ -56,22 +56,53 @@ def choose_backend(file: Path, use: str | None, params: Mapping[str, Any]) -> Pl
     Args:
         file: The model; its runtime is read from `ship.json` in its folder, or from `task.json` of its task.
         use: Name of the backend; None: that of the record, or `DEFAULT_BACKEND` without one.
-        params: Parameters, which replace recorded ones. Options of another backend than the recorded one are not used.
+        params: Parameters, which replace recorded ones. Recorded options are used only for the recorded backend, if
+            it has such a parameter, and threads only as far as this machine has cores.
 
     Raises:
-        UserError: The record is damaged.
+        UserError: The record is damaged, and `use` is None.
     """
-    name, recorded, folder = None, dict[str, Any](), file.absolute().parent
-    for record, key in ((folder / FACTS_FILE, "runtime"), (folder.parent / "task.json", "backend")):
-        if name is None and record.is_file():
-            try:
-                runtime = read_json(record)[key]
-                name, options = str(runtime["name"]), dict(runtime["options"])
-            except (LookupError, TypeError, ValueError) as error:
-                raise UserError(f"{record}: {key}: needs the keys name and options ({error!r})") from error
-            recorded = {option: options[option] for option in RECORDED_OPTIONS if option in options}
+    recorded: Mapping[str, Any] = {}
+    try:
+        recorded = _read_runtime(file)
+    except UserError:
+        if use is None:
+            raise
+    name = recorded.get("name")
+    if name not in {plugin.name for plugin in registry.installed_plugins("benchmarker")}:
+        name = None
     use = use or name or DEFAULT_BACKEND
-    return PluginSpec(use=use, params={**(recorded if use == name else {}), **params})
+    if use != name:
+        return PluginSpec(use=use, params=dict(params))
+    known = registry.plugin_signature("benchmarker", use).parameters
+    options = recorded.get("options", {})
+    own = {option: options[option] for option in RECORDED_OPTIONS if option in options and option in known}
+    for option in ("threads", "streams"):  # in this order: there are at most as many streams as threads
+        most = count_cores() if option == "threads" else {"threads": 1, **own, **params}["threads"]
+        if isinstance(own.get(option), int) and isinstance(most, int):
+            own[option] = min(own[option], most)
+    return PluginSpec(use=use, params={**own, **params})
+
+
+def _read_runtime(file: Path) -> Mapping[str, Any]:
+    """Return the record of the benchmarker that measured a model, or {} if there is none.
+
+    Raises:
+        UserError: A record is damaged.
+    """
+    if not file.is_file():  # zoo:NAME
+        return {}
+    folder = file.absolute().parent
+    record, key = folder / FACTS_FILE, "runtime"
+    if not record.is_file() and folder.name == "models":
+        record, key = folder.parent / "task.json", "backend"
+    if not record.is_file():
+        return {}
+    facts = read_json(record)
+    runtime: Any = facts.get(key) if isinstance(facts, dict) else None
+    if not (isinstance(runtime, dict) and isinstance(runtime.get("options", {}), dict)):
+        raise UserError(f"{record}: {key}: not the record of a backend; choose one by --backend")
+    return dict(runtime)
 
 
 def explain_model(

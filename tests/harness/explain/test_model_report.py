@@ -14,6 +14,7 @@ from harness.api import Layer
 from harness.cli.main import main
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
+from harness.explain import model_report
 from harness.explain.fusion import explain_layers
 from harness.explain.model_report import choose_backend, compare_reports, explain_model, report_lines
 from harness.graph.builder import GraphBuilder
@@ -222,14 +223,26 @@ def test_constant_layers_count_no_inference_time(tmp_path):
 @pytest.mark.parametrize(
     ("record", "file", "key"), [("ship.json", "a.onnx", "runtime"), ("task.json", "models/a.onnx", "backend")]
 )
-def test_delivered_file_is_explained_with_its_measured_options(tmp_path, record, file, key):
+def test_delivered_file_is_explained_with_its_measured_options(tmp_path, monkeypatch, record, file, key):
+    monkeypatch.setattr(model_report, "count_cores", lambda: 2)
     path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
     assert choose_backend(path, None, {"threads": 3}) == PluginSpec(use="openvino", params={"threads": 3})
     runtime = {"name": "onnxruntime", "options": {"threads": 2, "provider": "a library"}}
     write_json(tmp_path / record, {key: runtime})
     assert choose_backend(path, None, {}) == PluginSpec(use="onnxruntime", params={"threads": 2})
     assert choose_backend(path, "onnxruntime", {"threads": 1}).params == {"threads": 1}
     assert choose_backend(path, "openvino", {}).params == {}
+    assert choose_backend(Path("zoo:resnet18"), None, {}) == PluginSpec(use="openvino")
+    write_json(tmp_path / record, {key: {"name": "openvino", "options": {"threads": 64, "streams": 4}}})
+    assert choose_backend(path, None, {}).params == {"threads": 2, "streams": 2}, "of a larger machine"
+    assert choose_backend(path, None, {"threads": 1}).params == {"threads": 1, "streams": 1}
+    write_json(tmp_path / record, {key: {"name": "onnxruntime_web", "options": {"threads": 1}}})
+    assert choose_backend(path, None, {}) == PluginSpec(use="onnxruntime_web"), "it has no such parameter"
+    write_json(tmp_path / record, {key: {"name": "somebody's"}})
+    assert choose_backend(path, None, {}) == PluginSpec(use="openvino"), "no plug-in has this name"
     write_json(tmp_path / record, {key: "onnxruntime"})
+    assert choose_backend(path, "openvino", {}) == PluginSpec(use="openvino")
     with pytest.raises(UserError, match=record):
         choose_backend(path, None, {})
