@@ -298,6 +298,6 @@ class EarlyAnswers:
             baseline=TimedRow(name=FLOAT_ROW, candidate=self._task.candidate(self._task.space.float_placement())),
             rows=(row,),
             schedule=NOISE_FLOOR_SCHEDULE,
-            seconds=math.inf if self._limit is None else self._limit.search_seconds(1),
+            seconds=math.inf if self._limit is None else self._limit.search_seconds(len(self._task.spec.runs)),
         )
         return run_comparison(comparison, self._open_engines, self._observer)

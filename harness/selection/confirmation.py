@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -79,14 +80,16 @@ def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
         schedule=NOISE_FLOOR_SCHEDULE,
         seconds=seconds,
     )
+    started_s = time.monotonic()
     try:
         events = run_comparison(comparison, lambda: open_engines(worker), observer)
     except UserError as error:
         if not rows:
             raise
+        left_s = max(0.0, seconds - (time.monotonic() - started_s))
         # For instance, the memory may not suffice for all rows.
         observer.say(f"{comparison.name}: {error}; the A/A check is repeated without initial placements")
-        return measure_noise_floor(open_engines, worker, model_file, backend, folder, observer, (), seconds)
+        return measure_noise_floor(open_engines, worker, model_file, backend, folder, observer, (), left_s)
     noise_floor = summarize_turns(events, baseline=FLOAT_ROW).noise_floor
     observer.say(
         f"A/A check before the searches: the float model, rebuilt, differs from itself by up to {noise_floor:.1%} (the "

@@ -101,7 +101,7 @@ def _files(facts: Facts) -> Iterator[str]:
     if facts["dynamic_file"]:
         yield f"`{facts['dynamic_file']}`: the same Q/DQ pairs with dynamic axes; {facts['dynamic_remark']}"
     yield "`deploy.py`: loads the file with the measured settings and runs one input; `python deploy.py --help`"
-    yield "`SHA256SUMS`: compare with `sha256sum -c SHA256SUMS`, or `qdq verify` and this folder; it runs the model too"
+    yield "`SHA256SUMS`: digests, for `sha256sum -c SHA256SUMS` or for `qdq verify FOLDER`, which also runs the model"
 
 
 def _interval(values: Sequence[float], digits: int = 3) -> str:

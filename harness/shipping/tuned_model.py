@@ -13,6 +13,7 @@ from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.deploy_folder import SHIP_FOLDER
 from harness.results_dir.fingerprint import facts_digest
+from harness.results_dir.io import explain_write_errors
 from harness.shipping.bundle import Shipment, remove_bundle, shipment_facts, write_bundle
 from harness.shipping.deploy_script import find_target
 from harness.shipping.results_bundle import confirmation_facts
@@ -126,9 +127,10 @@ def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:
     task = answer.task
     calibrated = not task.calibrated_on.startswith(RANDOM_DATA)
     bounded = None if answer.metric is None else f"{answer.metric} within its bound on the data of the search"
-    dynamic = write_dynamic_model(task.model, answer.file, task.spec.backend.use, list(answer.shapes.values()))
+    with explain_write_errors(answer.file):
+        dynamic = write_dynamic_model(task.model, answer.file, task.spec.backend.use, list(answer.shapes.values()))
     if dynamic is not None and dynamic.file is None:
-        observer.say(dynamic.remark)
+        observer.say(dynamic.remark.replace(answer.digest, task.spec.name))
     tuned = TunedModel(
         file=answer.file,
         float_file=task.model_file,

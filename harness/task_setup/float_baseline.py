@@ -2,7 +2,7 @@
 
 A CPU may report BF16 and be faster at FP32. So if the experiment does not set the precision, the float model is timed
 at all of them. The fastest precision is that of the baseline and of the operators that candidates leave in float; each
-other precision gets a row. If the experiment sets the precision, no other one is built or timed.
+other precision gets a row, for comparison. If the experiment sets the precision, that one is the baseline.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def select_float_baseline(
 ) -> Mapping[str, PluginSpec]:
     """Return the backend at its fastest float precision as `MAIN_BENCHMARKER`, and at all others by precision.
 
-    A precision that the experiment sets is the only one. The result and its readings are stored in
-    `float.json`, so that a resumed run has the same baseline.
+    A precision that the experiment sets counts as the fastest. The result and its readings are stored in `float.json`,
+    so that a resumed run has the same baseline.
 
     Args:
         backend: Backend of the experiment.
@@ -142,10 +142,10 @@ def select_float_baseline(
     if facts is None:
         facts = registry.create_plugin("benchmarker", backend.use, backend.params).describe()
     offered = _benchmarkers_by_precision(backend, facts)
-    if not (offered and facts.get("float_open", False)):
+    if not offered:
         return {MAIN_BENCHMARKER: backend}
     fastest = str(facts["float_precision"])
-    if len(offered) > 1:
+    if facts.get("float_open", False) and len(offered) > 1:
         basis = {"model_sha256": digest_file(model_file), "backend": dict(facts)}
         record = read_matching_record(folder / "float.json", basis)
         if record is None:

@@ -113,6 +113,8 @@ def _rank_rows(task: TaskResults, lines: list[dict[str, Any]]) -> list[dict[str,
     If the fastest row ties with the float model, the float model is marked; slower rows are never marked.
     """
     confirmed = [line for line in lines if line["speedup"] is not None] if task.complete else []
+    if not task.facts["backend"].get("float_open", True):  # the experiment sets the precision: others only compare
+        confirmed = [line for line in confirmed if line["method"] != FLOAT_ROW or line["row"] == FLOAT_ROW]
     within = [line for line in confirmed if task.obeys(line["row"]) and line["verdict"] != "slower"]
     top = max((line for line in within if line["verdict"] != "tie"), key=lambda line: line["speedup"], default=None)
     tied = statistical_ties(task, top["row"]) if top is not None else frozenset()

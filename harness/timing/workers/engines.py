@@ -52,7 +52,7 @@ class WorkerSpec:
         concurrent_scoring: Whether evaluators may use all cores, because nothing is timed at the same time.
         kills: Number of consecutive calls during which a worker was killed, by digest of the candidate and method, for
             all workers of this specification.
-        lock_waits: Seconds of each wait for a lock of another process, see `harness.timing.workers.locks.timing_lock`.
+        lock_waits: Seconds of waits for locks of other processes, in steps as `timing_lock` reports them.
     """
 
     benchmarkers: Mapping[str, PluginSpec]

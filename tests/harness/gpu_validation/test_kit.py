@@ -217,7 +217,7 @@ def test_validation_runs_end_to_end_on_simulated_gpu(folder, monkeypatch, capsys
     net = small_model(folder / "net.onnx")
     monkeypatch.setattr(steps, "MODELS", {"net": str(net)})
     monkeypatch.setattr(steps, "EVALUATIONS", 6)
-    backend = "{{use: 'fake_machine:BrainAndFull11', label: tensorrt}}"
+    backend = "{{use: 'fake_machine:BrainAndFull11', label: tensorrt, params: {{precision: f32}}}}"
     short = f"backends: [{backend}]\nconfirmation: {{{{builds: 3, rounds: 2, samples: 3}}}}\n"
     text = steps.EXPERIMENT.replace("backends: [tensorrt]\n", short).replace("[{precisions}]", "[int8]")
     monkeypatch.setattr(steps, "EXPERIMENT", text.replace("samples: 4", "samples: 1"))

@@ -56,12 +56,12 @@ def test_a_clear_difference_needs_one_build(choose, tmp_path, monkeypatch, f32_m
     assert {event["build"] for event in record["events"]} == set(range(builds))
 
 
-def test_configured_float_precision_is_not_measured(choose, tmp_path, monkeypatch):
+def test_configured_float_precision_is_the_baseline_without_measurement(choose, tmp_path, monkeypatch):
     import plug_in_with_two
 
     described = plug_in_with_two.Two.describe
     monkeypatch.setattr(plug_in_with_two.Two, "describe", lambda self: {**described(self), "float_open": False})
-    assert list(choose()) == ["main"]
+    assert list(choose()) == ["main", "bf16"], "for comparison"
     assert not (tmp_path / "task" / "float.json").exists()
 
 
