@@ -31,6 +31,15 @@ def test_a_row_that_may_be_shipped_needs_no_remedy(folder):
     assert remedies(folder) == ""
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_float_at_an_excluded_precision_is_never_the_answer(folder, is_open):
+    backend = read_json(folder / TASK / "task.json")["backend"]
+    edit_json(folder / TASK / "task.json", backend={**backend, "float_open": is_open})
+    write_confirmation(folder / TASK, SLOW_MS | {"float-bf16": 2.0})
+    main = main_frame(load(folder))
+    assert (main[main["best"].eq(True)]["row"].tolist() == ["float-bf16"]) is is_open
+
+
 def test_the_file_to_deploy_is_named_if_it_exists(folder, monkeypatch):
     recorded: dict[Path, str] = {}
     monkeypatch.setattr("harness.report.next_steps.digest_file", lambda path: recorded[path])
