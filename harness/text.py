@@ -6,8 +6,10 @@ HTML pages are escaped by their templates, see `harness.report.page.html_documen
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 MAX_FILE_NAME_CHARS = 100
+MAX_NAMES_SHOWN = 5
 _LATEX_ESCAPES = str.maketrans(
     {
         "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -62,3 +64,9 @@ def safe_file_name(text: str) -> str:
     """Return a file name of letters, digits and `._-` that does not start with a dot."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:MAX_FILE_NAME_CHARS]
     return f"-{name}" if name[:1] in (".", "") else name
+
+
+def format_names(names: Collection[str]) -> str:
+    """Return the first names in quotes, separated by commas, and the number of the others."""
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(map(repr, list(names)[:MAX_NAMES_SHOWN])) + more

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from harness.errors import UserError
 from harness.graph.quantize.numeric_choices import is_channel_name
 from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE, MIN_CONSTANT_SCALE
+from harness.text import format_names
 from search.space import Edge, Space
 
 Ranges = Mapping[str, tuple[float, float]]
@@ -19,7 +20,6 @@ EMPTY_RANGE = (math.inf, -math.inf)
 """Range of a tensor that was not observed."""
 
 _OUTSIDE = ""  # consumer of the outputs of the model, see `Edge`
-_MAX_NAMES_SHOWN = 5
 
 
 class SentinelRange(NamedTuple):
@@ -76,23 +76,18 @@ def range_warnings(ranges: Ranges) -> tuple[str, ...]:
     said = []
     if unseen:
         said.append(
-            f"behind plug-in operators, which calibration cannot run, so they stay float: {_format_names(unseen)}"
+            f"behind plug-in operators, which calibration cannot run, so they stay float: {format_names(unseen)}"
         )
     if broken:
-        said.append(f"NaN, infinite or huge on calibration data, so they stay float: {_format_names(broken)}")
+        said.append(f"NaN, infinite or huge on calibration data, so they stay float: {format_names(broken)}")
     if sentinels:
         said.append(
             "one large value (such as the -10000 of a mask) repeats on calibration data and no scale holds the others "
-            f"next to it, so they stay float: {_format_names(sentinels)}"
+            f"next to it, so they stay float: {format_names(sentinels)}"
         )
     if dead:
-        said.append(f"always 0 on calibration data (dead): {_format_names(dead)}; they stay float")
+        said.append(f"always 0 on calibration data (dead): {format_names(dead)}; they stay float")
     return tuple(said)
-
-
-def _format_names(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
-    return ", ".join(map(repr, names[:_MAX_NAMES_SHOWN])) + more
 
 
 def require_quantizable(space: Space, ranges: Ranges, source: str) -> None:

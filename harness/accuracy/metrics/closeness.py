@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +24,10 @@ from harness.accuracy.metrics.sqnr import (
 from harness.api import Array
 from harness.errors import EvaluationFailed
 from harness.paths import replacing
+from harness.text import MAX_NAMES_SHOWN, format_names
 
 WORST_PREFIX = "worst: "
 """Prefix of the last sentence of a note, which names the output, or part of one, with the smallest SQNR."""
-MAX_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +53,14 @@ class ComparisonLayout:
         elif self.silent:
             said.append(f"fidelity leaves out what is the same all over, on all inputs: {self._skipped_note}")
         if self.untyped:
-            said.append(f"fidelity does not compare outputs of whole numbers and others: {_format_names(self.untyped)}")
+            said.append(f"fidelity does not compare outputs of whole numbers and others: {format_names(self.untyped)}")
         if cut := [_describe_parts(name, parts) for name, parts in self.parts.items() if parts]:
             said.append(f"fidelity scores slices of different scale apart: {'; '.join(cut[:MAX_NAMES_SHOWN])}")
         return ". ".join(said)
 
     @property
     def _skipped_note(self) -> str:
-        return _format_names(self.silent)
+        return format_names(self.silent)
 
     def to_json(self) -> str:
         """Return the layout as text, for `from_json`."""
@@ -196,11 +196,6 @@ def _replace_exact_batches(values: Sequence[float]) -> list[float]:
     """Return the values, those of batches without any error replaced by the best of the others."""
     best = max((value for value in values if value < MAX_SQNR_DB), default=MAX_SQNR_DB)
     return [min(value, best) for value in values]
-
-
-def _format_names(names: Collection[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return f"{', '.join(map(repr, list(names)[:MAX_NAMES_SHOWN]))}{more}"
 
 
 def _describe_parts(name: str, parts: Sequence[OutputPart]) -> str:
