@@ -56,7 +56,8 @@ class WorkerUnusable(SystemExit):
 
 def install_hint(extra: str) -> str:
     """Return the command that installs a group of optional dependencies of the project, for instance "modelopt"."""
-    return f"pip install 'qdq-bench[{extra}]'"
+    where = " in an environment without onnxruntime" if extra == "modelopt" else ""  # it brings onnxruntime-gpu
+    return f"pip install 'qdq-bench[{extra}]'{where}"
 
 
 class _KeyedError(UserError):

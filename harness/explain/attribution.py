@@ -35,6 +35,7 @@ from harness.records import MAIN_BENCHMARKER, Failed
 from harness.report.load.results import TaskResults, load
 from harness.report.load.task_files import AttributionReport, MinimalPlacement, PartEffect
 from harness.report.trace import find_main_row
+from harness.results_dir.artifacts import FLOAT_ROW
 from harness.runtimes.shape_set import ShapeSet
 from harness.statistics import Interval
 from harness.task_setup.accuracy import Scoring, make_scoring
@@ -65,7 +66,8 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
     line = find_main_row(results, where)
     task_results = results.task(str(line["task"]))
     row = task_results.rows.get(str(line["row"]))
-    if row is not None and row.choices and not any(row.choices):
+    is_float = row is not None and row.id == FLOAT_ROW and line["method"] != FLOAT_ROW
+    if is_float or (row is not None and row.choices and not any(row.choices)):
         raise UserError(
             f"{where}: nothing faster was found, so this row is the float model itself, without a placement to explain"
         )

@@ -45,6 +45,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
     evaluations: int | None = None,
     example_inputs: Any = None,
     preprocess: Plugin | None = None,
+    shapes: Mapping[str, str] | None = None,
     out: Path | str | None = None,
     progress: bool = True,
     accept_changes: bool = False,
@@ -71,6 +72,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
             gain is likely.
         example_inputs: Inputs of one call of a PyTorch module.
         preprocess: Preprocessing of images; needed if data are images.
+        shapes: Shapes of inputs with dynamic axes, such as `{"images": "1x3x640x640"}`.
         out: Results folder; default `results/NAME` of the file, `results/autotune` for an object.
         progress: Show the progress on standard error, or in the notebook.
         accept_changes: Archive the results of a run with other settings in this folder, and start over.
@@ -101,6 +103,8 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
         preprocess=preprocess,
         example_inputs=example_inputs,
     )
+    if shapes is not None:
+        described = {**described, "shapes": dict(shapes)}
     if max_drop is not None:
         halves = isinstance(described.get("evaluator", {}).get("params", {}).get("data"), dict)
         keys = {"objective": {**drop_objective(max_drop), "halves": halves}, **keys}

@@ -59,6 +59,13 @@ def net(tmp_path, monkeypatch):
     return onnx.load(save_chain(tmp_path / "net.onnx", (8, 4)))
 
 
+def test_shapes_fix_dynamic_axes(net):
+    net.graph.input[0].type.tensor_type.shape.dim[0].dim_param = ""
+    found = qdq.autotune(net, shapes={"x": "2x3x16x16"}, backend=SIMULATED, evaluations=3, **QUICK)
+    experiment = (found.folder / "experiment.yaml").read_text()
+    assert "2x3x16x16" in experiment
+
+
 def test_autotune_accepts_function_metric_and_searcher_class(net, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     images = rng.standard_normal((24, 3, 16, 16)).astype(np.float32)

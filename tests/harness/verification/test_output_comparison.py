@@ -179,6 +179,13 @@ def test_compare_with_file_verdict_by_distance(file_db, engine_db, precision, ve
     assert compare_with_file(floats, file, engine, own, precision=precision).verdict == verdict
 
 
+@pytest.mark.parametrize(("steps", "verdict"), [(1, "right"), (8, "wrong result")])
+def test_file_that_equals_the_float_model_may_be_one_step_off(steps, verdict):
+    saturated = [{"y": np.array([[0.0, 1.0]])} for _ in range(4)]
+    engine = [{"y": np.array([[0.0, 1.0 - steps / 255]])} for _ in range(4)]
+    assert compare_with_file(saturated, saturated, engine, saturated).verdict == verdict
+
+
 def test_nan_in_engine_is_wrong_and_in_file_not_checked():
     rng = np.random.default_rng(0)
     floats = [{"y": rng.standard_normal((1, 500))}]
