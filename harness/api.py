@@ -34,8 +34,7 @@ class Candidate:
             call it.
         shape: Label of the input shape that the file is built at, if the task has several; "" otherwise. A simulated
             latency depends on it.
-        alone: Whether this file alone is built, also in a task with several shapes, where a candidate otherwise stands
-            for one file per shape.
+        alone: Whether only this file is built in a task with several shapes; otherwise one file per shape is built.
     """
 
     digest: str

@@ -22,7 +22,7 @@ from search.api import Failure, Observation, Score
 from search.space import Dimension, Placement, Resolved, Space
 
 BROKEN_MODEL_DIGEST = "0" * 16
-"""Digest of the candidate that stands for the failure of an external searcher."""
+"""Digest of the candidate that reports the failure of an external searcher."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ExternalSearcherAdapter:
 
     def tell(self, observation: Observation) -> None:
         if not self._waiting or self._external is None:
-            return  # the observation is of the candidate that stands for a failure
+            return  # the observation is of the candidate that reports a failure
         self._waiting = False
         outcome = observation.outcome
         if isinstance(outcome, Score):

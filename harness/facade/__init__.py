@@ -102,9 +102,8 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
         test=test,
         preprocess=preprocess,
         example_inputs=example_inputs,
+        shapes=shapes,
     )
-    if shapes is not None:
-        described = {**described, "shapes": dict(shapes)}
     if max_drop is not None:
         halves = isinstance(described.get("evaluator", {}).get("params", {}).get("data"), dict)
         keys = {"objective": {**drop_objective(max_drop), "halves": halves}, **keys}

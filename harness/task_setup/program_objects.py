@@ -26,6 +26,7 @@ def model_mapping(  # noqa: PLR0913 - one key, one parameter
     test: tuple[Any, Any] | None = None,
     preprocess: Any = None,
     example_inputs: Any = None,
+    shapes: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return a model in the form of an experiment file; for the arguments see `harness.facade.autotune`.
 
@@ -41,6 +42,8 @@ def model_mapping(  # noqa: PLR0913 - one key, one parameter
         described["calibration"] = {"data": data, **({"samples": MAX_COUNT} if data["use"] in ("npz", "npy") else {})}
     if preprocess is not None:
         described["preprocess"] = plugin_mapping(preprocess)
+    if shapes is not None:
+        described["shapes"] = dict(shapes)
     if metric is not None:
         described["evaluator"] = evaluator_mapping(metric, test, folder)
     return described

@@ -1,4 +1,4 @@
-"""A candidate on which a runtime dies fails, one that it computes wrongly is told, and the next one is built."""
+"""A candidate on which a runtime dies fails, one that it computes wrongly is reported, and the next one is built."""
 
 import dataclasses
 from collections.abc import Callable

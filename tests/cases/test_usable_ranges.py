@@ -23,7 +23,7 @@ METHODS = [plugin.name for plugin in installed_plugins("range estimator")]
 
 
 def attention(largest: float = -1e4) -> onnx.ModelProto:
-    """A layer of BERT over embedded tokens, with an additive mask of what is padded."""
+    """A layer of BERT over embedded tokens, with an additive mask of the padding."""
     g = GraphBuilder("attention", seed=3)
     x, mask = g.input("x", (1, TOKENS, WIDTH)), g.input("mask", (1, TOKENS), "int64")
     kept = g.op("Unsqueeze", g.op("Cast", mask, to=1), g.const([1, 2]))

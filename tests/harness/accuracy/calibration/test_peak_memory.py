@@ -29,7 +29,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def peaks_gib(method: str, *counts: int) -> list[float]:
-    """Return the peaks of a process that calibrates all activations of YOLOX-Nano on so many images of 416 x 416."""
+    """Return the peaks of a process that calibrates YOLOX-Nano on each number of images."""
     command = [sys.executable, "-c", PROGRAM, method, *map(str, counts)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [float(peak) for peak in done.stdout.split()]

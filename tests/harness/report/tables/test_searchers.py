@@ -91,13 +91,13 @@ def test_scores_are_relative_to_random_search(study):
     assert "random" not in found.index.get_level_values("searcher")
 
 
-@pytest.mark.parametrize("told", [[], ["searcher"], ["initial:float", "initial:all", "searcher"]])
-def test_searcher_with_other_initial_placements_has_no_score(study, told):
-    """A peer is told nothing, and one that broke when it was made has an empty journal."""
+@pytest.mark.parametrize("origins", [[], ["searcher"], ["initial:float", "initial:all", "searcher"]])
+def test_searcher_with_other_initial_placements_has_no_score(study, origins):
+    """An external searcher gets no placements; the journal of one that failed at construction is empty."""
     before = score_frame(load(study)).set_index(["task", "searcher"])["score"]
     for task in ("net-one-int8", "net-two-int8"):
         with Journal(study / task / "runs" / "peer-0.jsonl", {}) as journal:
-            for number, origin in enumerate(told):
+            for number, origin in enumerate(origins):
                 outcome = measured(6.0 - number)
                 journal.append(Proposal(number=number, choices=(number,), digest=f"peer's {number}", origin=origin))
                 journal.append(TrialResult(number=number, outcome=outcome, elapsed_s=10.0))
