@@ -55,7 +55,7 @@ class WorkerUnusable(SystemExit):
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs a group of optional dependencies of the project, for instance "modelopt"."""
+    """Return the command that installs an extra of the project, such as "modelopt", and the environment it needs."""
     where = " in an environment without onnxruntime" if extra == "modelopt" else ""  # it brings onnxruntime-gpu
     return f"pip install 'qdq-bench[{extra}]'{where}"
 
