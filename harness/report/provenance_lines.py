@@ -18,6 +18,8 @@ from harness.report.load.results import TaskResults
 from harness.report.table_spec import Row, is_missing
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.journal import read_journal
+from harness.results_dir.lines import shown_path
+from harness.selection.confirmation import CONFIRMATION_LOG_NAME
 from harness.statistics import block_ci
 from harness.timing.turn_log import Turn, TurnMatrix
 
@@ -111,7 +113,7 @@ def turn_source(task: TaskResults, row: str, *, paired: bool) -> ValueSource:
             where = f"line {numbers[id(event)]}: build {event.build}"
             lines.append(ProvenanceLine(short=f"{where} failed: {failed.stage}: {failed.reason}"))
     return ValueSource(
-        head=(f"{task.folder / 'confirmation.jsonl'}; samples in ms, one line a turn",),
+        head=(f"{shown_path(task.folder / CONFIRMATION_LOG_NAME)}; samples in ms, one line a turn",),
         readings=lambda: lines,
         result=_summarize_turns(task, row, ratios=paired and row != FLOAT_ROW),
     )
@@ -194,7 +196,9 @@ def trial_sources(task: TaskResults, searcher: str, seed: int) -> Iterator[Value
     """Yield the trials of a search."""
     for search in task.searches:
         if (search.searcher, search.seed) == (searcher, seed):
-            yield ValueSource(head=(f"{search.path}; one line a trial",), readings=partial(_trial_lines, search.path))
+            yield ValueSource(
+                head=(f"{shown_path(search.path)}; one line a trial",), readings=partial(_trial_lines, search.path)
+            )
 
 
 def _trial_lines(path: Path) -> Iterator[ProvenanceLine]:

@@ -16,6 +16,7 @@ from harness.report.report_table import ReportTable, frame_rows
 from harness.report.table_spec import Row, is_missing
 from harness.report.tables.catalog import SPECS, build_tables
 from harness.report.tables.overview import MEAN_LABEL
+from harness.results_dir.lines import shown_path
 from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME
 
 ROW_LABEL_COLUMNS = (
@@ -175,7 +176,7 @@ def _trial_sources(task: TaskResults, searchers: set[str], *, confirmed: bool) -
 
 
 def _selection_source(task: TaskResults, digest: str) -> ValueSource:
-    path, speedup = task.folder / FINAL_SELECTION_LOG_NAME, task.selection_speedups[digest]
+    path, speedup = shown_path(task.folder / FINAL_SELECTION_LOG_NAME), task.selection_speedups[digest]
     return ValueSource(head=(f"{path}: {digest} has a speedup of {speedup:.4f} over float, median over its turns",))
 
 

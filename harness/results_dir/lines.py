@@ -33,6 +33,11 @@ def stored_path(path: Path) -> Path | None:
     return path if path.exists() else compressed if compressed.exists() else None
 
 
+def shown_path(path: Path) -> Path:
+    """Return the path of a file of lines for messages: that of the file that exists, the plain one without a file."""
+    return stored_path(path) or path
+
+
 def open_lines(path: Path) -> IO[bytes]:
     """Open a file of lines for reading and seeking.
 

@@ -246,7 +246,7 @@ REPAIRS: Mapping[str, str] = {
     "*/patterns.yaml": "move it away; qdq run makes it again from the journals",
     "*/task.json": "restore a copy, or repeat the task: qdq run --accept-changes",
     "*/env.json": "restore a copy, or repeat the task: qdq run --accept-changes",
-    "*/rows.json": "move it away; qdq run makes it again from the journals and final_selection.jsonl",
+    "*/rows.json": "move it away; qdq run makes it again from the journals and final_selection.jsonl.gz",
     "*/runs/*": "restore a copy, or move it away; qdq run repeats the search then, with new readings",
     "*": "restore a copy, or move it away; qdq run measures it again",
 }
