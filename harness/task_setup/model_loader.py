@@ -133,15 +133,19 @@ def describe_workload(experiment: Experiment) -> str:
     searches = sum(len(task.runs) for task in tasks)
     evaluations = searches * max(experiment.budget.evaluations)
     low, high = (sum(ends) for ends in zip(*(_task_range_s(task, experiment) for task in tasks), strict=True))
-    more = ", and accuracy is scored besides" if any(model.evaluator for model in experiment.models) else ""
+    budget, scored = experiment.budget, any(model.evaluator for model in experiment.models)
+    more = ", and accuracy is scored besides" if scored and budget.task_minutes is None else ""
     counts = f"{_format_count(len(tasks), 'task')}, {_format_count(searches, 'search', 'searches')}"
-    limit = f" ({experiment.budget.minutes:g} minutes a search at most)" if experiment.budget.minutes else ""
+    limits = [f"{budget.minutes:g} minutes a search at most"] if budget.minutes else []
+    if budget.task_minutes is not None:
+        limits.append(f"limit of a task: {budget.task_minutes:g} minutes, which a step that has begun may exceed")
+    limit = f" ({'; '.join(limits)})" if limits else ""
     counts += f", {_format_count(evaluations, 'evaluation')} at most"
     return f"ok: {counts}; {_format_duration(low, high)}{limit}{more}"
 
 
 def _task_range_s(task: TaskSpec, experiment: Experiment) -> TimeRange:
-    """Return the smallest and the largest typical time of a task, in seconds."""
+    """Return the smallest and the largest typical time of a task, in seconds, at most its limit."""
     name = task.backend.use.rpartition(":")[2]
     if name in _SIMULATED_BACKENDS:
         return _PREPARE_RANGE_S[0], _PREPARE_RANGE_S[1]
@@ -155,7 +159,8 @@ def _task_range_s(task: TaskSpec, experiment: Experiment) -> TimeRange:
     def end_s(end: int) -> float:
         search_s = min(limit_s, max(experiment.budget.evaluations) * (builds[end] + samples[end]))
         again_s = confirmation.builds * rows * (builds[end] + confirmation.rounds * _TURN_RANGE_S[end])
-        return _PREPARE_RANGE_S[end] + len(task.runs) * search_s + again_s
+        whole_s = _PREPARE_RANGE_S[end] + len(task.runs) * search_s + again_s
+        return min(whole_s, 60 * (experiment.budget.task_minutes or float("inf")))
 
     return end_s(0), end_s(1)
 
@@ -171,4 +176,6 @@ def _format_duration(low_s: float, high_s: float) -> str:
     unit_s, unit = (3600.0, "hours") if high_s > 3 * 3600 else (60.0, "minutes")
     low, high = (f"{value:.1f}" if value < 10 and unit == "hours" else f"{value:.0f}" for value in
                  (low_s / unit_s, high_s / unit_s))  # fmt: skip
+    if low == high:
+        return f"roughly {high} {unit}"
     return f"roughly {low} to {high} {unit}" if float(low) else f"up to {high} {unit}"

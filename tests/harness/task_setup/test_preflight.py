@@ -407,6 +407,9 @@ def test_workload_estimate_counts_tasks_searches_and_evaluations():
     assert "(5 minutes a search at most)" in describe_workload(
         parse_experiment(text.replace("40]", "40], minutes: 5"), "e")
     )
+    limited = describe_workload(parse_experiment(text.replace("40]", "40], task_minutes: 3"), "e"))
+    assert "to 6 minutes (" in limited, "two tasks"
+    assert "limit of a task: 3 minutes" in limited
     assert "roughly a minute" in describe_workload(
         parse_experiment("experiment: e\nmodels: [a.onnx]\nbackends: [simulated]", "e")
     )
