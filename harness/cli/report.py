@@ -74,6 +74,7 @@ def show_report(
     task_plots: bool | None = None,
     ship: bool = False,
     original: Path | None = None,
+    base: Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Write the report of a results folder unless it is up to date; print answers, tables and next steps.
@@ -83,6 +84,7 @@ def show_report(
         ship: Whether this is the end of a run: the folder `ship` with the models to deploy is written, a summary
             replaces the tables, and no plots are written, because the page draws them from the data.
         original: Results folder that is compared with this one; None: no comparison is printed.
+        base: Folder from which relative paths of the experiment start; None: the working folder.
         as_json: Whether answers, next steps and the raw values of each table are printed as JSON.
     """
     from harness.report.next_steps import describe_answers, describe_next_steps
@@ -104,8 +106,8 @@ def show_report(
         with TerminalProgress() as terminal:
             for main in mains:
                 ship_results(results, main, terminal)
-    answers = [line for main in mains for line in describe_answers(results, main)]
-    steps = [line for main in mains for line in describe_next_steps(results, main)]
+    answers = [line for main in mains for line in describe_answers(results, main, base)]
+    steps = [line for main in mains for line in describe_next_steps(results, main, base)]
     if as_json:
         values = {table.name: frame_values(table.raw) for table in tables}
         compared = {} if original is None else {"comparison": _comparison_values(*_comparison(original, folder))}

@@ -126,7 +126,11 @@ def run_and_report(
         after = f"after {time.monotonic() - started_s:.0f} s{evaluations}"
         terminal.say(f"{after}: {answer}; the search continues, Ctrl-C keeps this file")
 
-    with report_afterwards(lambda: show_report(folder, ship=True, as_json=as_json)), progress as terminal:
+    def show() -> None:
+        base = None if config.base_dir is None else short_path(config.base_dir)
+        show_report(folder, ship=True, base=base, as_json=as_json)
+
+    with report_afterwards(show), progress as terminal:
         try:
             run_experiment(
                 config,
@@ -199,7 +203,7 @@ def reproduce(
         print_remarks(check_experiment(config))
 
     def show() -> None:
-        show_report(again, ship=True, original=folder, as_json=as_json)
+        show_report(again, ship=True, original=folder, base=base, as_json=as_json)
 
     with replace_change_advice(), report_afterwards(show), TerminalProgress() as terminal:
         run_experiment(config, out=again, observer=terminal)

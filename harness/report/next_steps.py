@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ from typing import Any
 import pandas as pd
 
 from harness.graph.io.digests import digest_file
-from harness.report.load.display_names import METRIC_CAPS, format_drop, metric_name
+from harness.report.frames.main_frame import BUSY_REMARK
+from harness.report.load.display_names import (
+    METRIC_CAPS,
+    UNIT_INTERVAL_METRICS,
+    format_drop,
+    format_score,
+    metric_name,
+)
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.task_files import exported
 from harness.report.report_table import frame_rows
@@ -25,7 +33,6 @@ from harness.timing.provenance import format_options
 
 MAX_SUGGESTED_DROP_SHARE = 0.1  # relative to the float model's metric; a looser bound than this is not suggested
 SHIPPED_PREFIXES = ("ship", "fast")
-SHARE_METRICS = ("map", "top1")  # metrics between 0 and 1, whose changes are shown in points (hundredths)
 
 
 def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
@@ -35,17 +42,20 @@ def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
     return row if row is not None and row["row"] in task.rows else None
 
 
-def describe_answers(results: Results, main: pd.DataFrame) -> Iterator[str]:
+def describe_answers(results: Results, main: pd.DataFrame, base: Path | None = None) -> Iterator[str]:
     """Yield a line for each finished task: the file to take with its speedup and loss, or why to keep the float model.
 
     The file is the one in the folder `ship`, else the exported one. Tasks without exported models, and tasks for which
     `describe_next_steps` has no reason, are left out.
+
+    Args:
+        base: Folder from which relative paths of the experiment start; None: the working folder.
     """
     for task in results.tasks:
         row = best_row(task, main)
         prefix = f"{task.name}: " if len(results.tasks) > 1 else ""
         if row is None:
-            reason = next(iter(_reasons(task, results, main)), None)
+            reason = next(iter(_reasons(task, results, main, base)), None)
             if reason is not None:
                 yield f"{prefix}keep the float model, because {reason}"
             continue
@@ -57,7 +67,9 @@ def describe_answers(results: Results, main: pd.DataFrame) -> Iterator[str]:
             yield f"{task.name}: {path} is damaged, do not ship it: qdq verify {results.folder} says how to repair it"
             continue
         file = shipped if shipped.exists() and digest_file(shipped) == task.rows[row["row"]].sha256 else path
-        yield f"{prefix}take {file}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), file)}"
+        line = f"{prefix}take {file}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), file)}"
+        busy = str(row["decision"]).endswith(BUSY_REMARK)
+        yield f"{line}; to confirm again: {_row_command('verify', results, row, base)}" if busy else line
 
 
 def ship_path(folder: Path, task: str) -> Path:
@@ -66,16 +78,21 @@ def ship_path(folder: Path, task: str) -> Path:
 
 
 def format_answer(task: TaskResults, row: Row) -> str:
-    """Return speedup, loss of accuracy, method and settings of a row as text.
+    """Return speedup, change of accuracy, method and settings of a row as text.
 
     For instance "1.77x [1.70, 1.85], top-1 -0.4 points [-1.0, +0.2] (auto, ship: fastest); on this processor, threads
-    1, precision f32".
+    1, precision f32". A metric whose reference is the float model itself is given as it is: "SQNR 44.2 dB".
     """
     speed = f"{row['speedup']:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
-    drop = "" if is_missing(row["drop"]) or row["metric"] in METRIC_CAPS else f", {_format_change(row)}"
+    change = (
+        format_score(row["score"], row["metric"])
+        if row["metric"] in METRIC_CAPS
+        else (_format_change(row, higher_is_better=task.higher_is_better))
+    )
+    accuracy = "" if is_missing(row["drop"]) else f", {change}"
     options = format_options(row_runtime(task, row).get("options", {}))
     settings = f", {options}" if options else ""
-    return f"{speed}{drop} ({row['method']}, {row['decision']}); on this processor{settings}"
+    return f"{speed}{accuracy} ({row['method']}, {row['decision']}); on this processor{settings}"
 
 
 def row_runtime(task: TaskResults, row: Row) -> dict[str, Any]:
@@ -85,12 +102,25 @@ def row_runtime(task: TaskResults, row: Row) -> dict[str, Any]:
     return {**backend, "options": {**backend.get("options", {}), **floating}}
 
 
-def _format_change(row: Row) -> str:
+def _row_command(name: str, results: Results, row: Row, base: Path | None) -> str:
+    """Return a command on a row, with --base if relative paths of the experiment do not start from the working folder.
+
+    Args:
+        name: "verify" or "explain".
+    """
+    words = ["qdq", name, str(results.folder), f"{row['task']}/{row['method']}"]
+    start = [] if base is None or base.resolve() == Path.cwd() else ["--base", str(base)]
+    return shlex.join([*words, *start])
+
+
+def _format_change(row: Row, *, higher_is_better: bool) -> str:
     """Return the change of a metric, in points if it is a share: "top-1 -0.4 points [-1.0, +0.2]"."""
     name = metric_name(row["metric"])
-    scale, unit, digits = (100, " points", 1) if row["metric"] in SHARE_METRICS else (1, "", 4)
+    scale, unit, digits = (100, " points", 1) if row["metric"] in UNIT_INTERVAL_METRICS else (1, "", 4)
+    scale = -scale if higher_is_better else scale
     # Adding 0 after rounding turns -0.0 into 0.0.
-    value, low, high = (round(-scale * _or_nan(row[key]), digits) + 0.0 for key in ("drop", "drop_high", "drop_low"))
+    value, *limits_found = (round(scale * _or_nan(row[key]), digits) + 0.0 for key in ("drop", "drop_high", "drop_low"))
+    low, high = sorted(limits_found)
     limits = "" if math.isnan(low) or math.isnan(high) else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
     return f"{name} {value:+.{digits}f}{unit}{limits}"
 
@@ -111,18 +141,21 @@ def dynamic_axes_facts(task: TaskResults, row: str) -> dict[str, Any]:
     return found
 
 
-def describe_next_steps(results: Results, main: pd.DataFrame) -> Iterator[str]:
+def describe_next_steps(results: Results, main: pd.DataFrame, base: Path | None = None) -> Iterator[str]:
     """Yield for each finished task without a row that may be shipped the reason, and remedies as a list.
 
     Tasks whose float model has a negligible score, or whose rows all failed, are left out: their tables show the
     cause.
+
+    Args:
+        base: See `describe_answers`.
     """
     for task in results.tasks:
-        for reason, steps in _reasons(task, results, main).items():
+        for reason, steps in _reasons(task, results, main, base).items():
             yield _format_paragraph(task, reason, steps)
 
 
-def _reasons(task: TaskResults, results: Results, main: pd.DataFrame) -> dict[str, Sequence[str]]:
+def _reasons(task: TaskResults, results: Results, main: pd.DataFrame, base: Path | None) -> dict[str, Sequence[str]]:
     """Return the reason why no row of a finished task may be shipped, with remedies; empty without a reason."""
     planned = {spec.name for spec in results.stored.tasks}
     rows = [row for row in frame_rows(main) if row["task"] == task.name and row["method"] != FLOAT_ROW]
@@ -136,12 +169,12 @@ def _reasons(task: TaskResults, results: Results, main: pd.DataFrame) -> dict[st
         return {reason: list(_wrong_result_steps(task))}
     ties = [row for row in slow if row["verdict"] == "tie" and row["speedup"] > 1 and task.obeys(row["row"])]
     if beyond and ties:
-        steps = [*_latency_steps(task, slow, results), *_search_steps(task), *_accuracy_steps(task, beyond)]
+        steps = [*_latency_steps(task, slow, results, base), *_search_steps(task), *_accuracy_steps(task, beyond)]
         return {_tie_reason(task, _fastest_row(ties)): steps}
     if beyond:
         return {_accuracy_reason(task, beyond): [*_search_steps(task), *_accuracy_steps(task, beyond)]}
     if slow:
-        steps = [*_latency_steps(task, slow, results), *_search_steps(task)]
+        steps = [*_latency_steps(task, slow, results, base), *_search_steps(task)]
         within = " within the bound" if _infeasible_losses(task) else ""
         return {f"none of its rows{within} is faster than the float model": steps}
     return {}
@@ -212,22 +245,23 @@ def _accuracy_steps(task: TaskResults, rows: Sequence[Row]) -> Iterator[str]:
         yield f"a looser bound, in a new results folder: at {bound:g} {gain}"
 
 
-def _latency_steps(task: TaskResults, rows: Sequence[Row], results: Results) -> Iterator[str]:
+def _latency_steps(task: TaskResults, rows: Sequence[Row], results: Results, base: Path | None) -> Iterator[str]:
     if without_vnni(task):
         yield "a processor with VNNI or AMX: this one has neither, and INT8 gains little on it"
     if ties := [row for row in rows if row["verdict"] == "tie" and row["speedup"] > 1 and not row["beyond"]]:
         fastest = _fastest_row(ties)
         shown = f"{fastest['speedup']:.2f} [{fastest['speedup_low']:.2f}, {fastest['speedup_high']:.2f}]"
         more = f"more confirmation.builds than {task.builds}"
-        yield f"a quieter machine, or {more}: {fastest['method']} is a tie at {shown}"
+        again = _row_command("verify", results, fastest, base)
+        yield f"a quieter machine, or {more}: {fastest['method']} is a tie at {shown}; to measure it again: {again}"
     if losses := _infeasible_losses(task):
         yield _calibration_hint(task)
         count = f"{len(losses)} evaluation{'s' if len(losses) > 1 else ''}"
         yield f"a looser bound than {task.allowed:g}: {count} faster than float lost {min(losses):.4g} or more"
     placed = [row for row in rows if row["row"] in task.rows and task.rows[row["row"]].choices is not None]
     if placed:
-        method = _fastest_row(placed)["method"]
-        yield f"qdq explain {results.folder} {task.name}/{method}: cost and gain of its Q/DQ pairs on this runtime"
+        command = _row_command("explain", results, _fastest_row(placed), base)
+        yield f"{command}: cost and gain of its Q/DQ pairs on this runtime"
 
 
 def _calibration_hint(task: TaskResults) -> str:

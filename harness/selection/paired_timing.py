@@ -129,7 +129,7 @@ def _open_log(path: Path | None, header: str) -> Iterator[Callable[[TurnEvent], 
 def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer) -> None:
     """Report a comparison in which other processes disturbed more turns than `disturbance_note` allows."""
     if note := disturbance_note(TurnMatrix(events).disturbed_share):
-        observer.say(f"{name}: {note}: close other work and repeat")
+        observer.say(f"{name}: {note}: close other work")
 
 
 def read_comparison(path: Path) -> tuple[TurnEvent, ...]:

@@ -12,14 +12,16 @@ from harness.config.experiment import Experiment
 from harness.config.objective import Objective, absolute_bound
 from harness.errors import UserError
 from harness.records import Failed
-from harness.report.load.display_names import METRIC_CAPS, METRIC_FORMATS, format_drop, metric_name
+from harness.report.load.display_names import (
+    METRIC_CAPS,
+    METRIC_FORMATS,
+    UNIT_INTERVAL_METRICS,
+    format_drop,
+    metric_name,
+)
 from harness.report.load.results import TaskResults
 from harness.search_loop.objective import Goal
 from harness.statistics import Interval
-
-UNIT_INTERVAL_METRICS = frozenset({"agreement", "map", "miou", "top1", "top5"})
-"""Metrics whose largest value is 1, so that 0.01 is one percentage point."""
-
 
 IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
 """Metrics that count images: each image is right or wrong, so one of n images changes the metric by 1/n."""

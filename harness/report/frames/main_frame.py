@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REASON_CHARS = 60
 MISSING_VERDICT = "missing"
+BUSY_REMARK = "the machine was busy: confirm again"  # end of a decision on figures from a disturbed confirmation
 #: Prefixes of decisions on rows that break the bound on accuracy, have no score, or compute a wrong result.
 UNUSABLE_DECISIONS = (
     "not shipped: accuracy",
@@ -168,7 +169,7 @@ def _decide(task: TaskResults, line: Mapping[str, Any]) -> str:
         return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"
     shipped = _shipping_label(task, line)
     noisy = disturbance_note(task.disturbed) or task.summaries[line["row"]].fully_disturbed
-    return f"{shipped}; the machine was busy: confirm again" if noisy else shipped
+    return f"{shipped}; {BUSY_REMARK}" if noisy else shipped
 
 
 def _shipping_label(task: TaskResults, line: Mapping[str, Any]) -> str:

@@ -15,6 +15,8 @@ METRIC_FORMATS = {"map": ("mAP", 4, ""), "top1": ("top-1", 4, ""), "sqnr_db": ("
 #: Value of the float model by metrics whose reference it is itself (`harness.accuracy.metrics.fidelity`); these metrics
 #: have no drop.
 METRIC_CAPS = {"sqnr_db": 120.0}
+#: Metrics between 0 and 1, so that 0.01 is a point.
+UNIT_INTERVAL_METRICS = frozenset({"agreement", "map", "miou", "top1", "top5"})
 #: Verdicts of faster rows that are not recommended: too large a drop, or outputs that could not be scored.
 BEYOND_BOUND_VERDICT, UNSCORED_VERDICT = "faster, beyond the bound", "faster, not scored"
 

@@ -66,8 +66,7 @@ def test_disturbed_turns_of_noise_floor_are_reported(model, monkeypatch):
 
     monkeypatch.setattr(InProcess, "sample", disturbed)
     assert noise_floor(model)[1][1:] == [
-        "A/A check: 100% of the turns were disturbed, which distorts speedups, usually upwards: "
-        "close other work and repeat"
+        "A/A check: 100% of the turns were disturbed, which distorts speedups, usually upwards: close other work"
     ]
 
 

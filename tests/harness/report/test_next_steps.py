@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from small import qdq
-from small_results import TASK, edit_json, write_confirmation
+from small_results import LATENCY_MS, TASK, edit_json, write_confirmation
 
 from harness.records import Failed
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
-from harness.report.next_steps import describe_answers, describe_next_steps
+from harness.report.next_steps import describe_answers, describe_next_steps, format_answer
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.termination import write_termination
 from harness.search_loop.objective import Goal
@@ -70,6 +70,36 @@ def test_the_file_to_deploy_is_named_if_it_exists(folder, monkeypatch):
     recorded[shipped] = row.sha256
     (line,) = describe_answers(results, main)
     assert line.startswith(f"take {shipped}: "), "the folder to deploy"
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "lower", "expected"),
+    [
+        ("sqnr_db", {"score": 44.24, "drop": 75.76}, False, ", SQNR 44.2 dB ("),
+        ("agreement", {"score": 0.99, "drop": 0.01}, False, ", agreement -1.0 points ("),
+        ("perplexity", {"score": 5.5, "drop": 0.5}, True, ", perplexity +0.5000 ("),
+        ("top1", {"score": None, "drop": None}, False, "4.00] (m, "),
+    ],
+)
+def test_the_answer_states_the_accuracy(folder, metric, values, lower, expected):
+    edit_json(folder / TASK / "task.json", metric=metric, higher_is_better=not lower)
+    row = {"speedup": 4.0, "speedup_low": 4.0, "speedup_high": 4.0, "method": "m", "decision": "ship", **values}
+    limits = {"metric": metric, "drop_low": None, "drop_high": None, "precision": "int8+f32"}
+    assert expected in format_answer(load(folder).tasks[0], row | limits)
+
+
+def test_the_answer_of_a_busy_machine_has_the_command_that_confirms_it(folder, monkeypatch):
+    write_confirmation(folder / TASK, LATENCY_MS, disturbed="waited for a core 50% of the time")
+    results = load(folder)
+    rows = {f"{row.id}.onnx": row.sha256 for row in results.tasks[0].rows.values()}
+    monkeypatch.setattr("harness.report.next_steps.digest_file", lambda path: rows[path.name])
+    for name in rows:
+        (folder / TASK / "models" / name).parent.mkdir(exist_ok=True)
+        (folder / TASK / "models" / name).touch()
+    (here,) = describe_answers(results, main_frame(results), Path.cwd())
+    (there,) = describe_answers(results, main_frame(results), folder.parent)
+    assert here.endswith(f": qdq verify {folder} {TASK}/random")
+    assert there.endswith(f": qdq verify {folder} {TASK}/random --base {folder.parent}")
 
 
 def test_faster_rows_beyond_the_bound_have_remedies(folder):
