@@ -37,7 +37,7 @@ from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
 from harness.search_loop.objective import Goal
-from harness.shipping import bundle
+from harness.shipping import bundle, deploy_runtime
 from harness.shipping.bundle import Shipment, run_script, write_bundle
 from harness.shipping.deploy_script import deploy_script, find_target
 from harness.shipping.results_bundle import ship_results
@@ -50,6 +50,21 @@ FACTS: dict[str, Any] = {
     "float_p99_ms": 2.2, "builds": 3, "noise_floor": 0.01, **NOT_SCORED, "python": "3", "packages": {"numpy": "2"},
     "calibration": {"data": "8 samples", "method": "minmax", "ranges": "0"}, "dynamic_remark": "", "experiment": {},
 }  # fmt: skip
+
+TENSORRT = {
+    "name": "tensorrt", "version": "11.0", "float_precision": "f32",
+    "options": {"typing": "strong", "workspace_bytes": 2**20, "optimization_level": 3},
+}  # fmt: skip
+
+
+def fake_tensorrt(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
+    """Replace TensorRT and cuda-python by simulations."""
+    cuda = FakeCuda()
+    bindings = ModuleType("cuda.bindings")
+    bindings.runtime = cuda  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorRT(major, cuda))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
 
 
 def save_quantized(path: Path, *, name: str = "x") -> tuple[Path, Path]:
@@ -129,6 +144,89 @@ def test_the_script_runs_the_model_that_was_timed(tmp_path, runtime, monkeypatch
     subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
 
 
+@pytest.fixture(params=["openvino", "throughput", "onnxruntime", "tensorrt"])
+def program(request, tmp_path, monkeypatch):
+    """Return a function that runs the functions of a deploy script, which it has as text, with command-line arguments.
+
+    The model has a dynamic batch, which was timed at 1 and 2.
+    """
+    runtime = request.param
+    facts = TENSORRT if runtime == "tensorrt" else describe(runtime)
+    if runtime == "tensorrt":
+        fake_tensorrt(monkeypatch, 11)
+    _, quantized = save_quantized(tmp_path)
+    target = find_target(facts)
+    assert target is not None
+    script = tmp_path / "deploy.py"
+    shapes = {f"batch={size}": {"x": (size, 3, 8, 8)} for size in (1, 2)}
+    script.write_text(deploy_script(quantized, facts, target, shapes))
+    written = runpy.run_path(str(script))
+    for name in ("MODEL", "PACKAGE", "OPTIONS", "INPUTS", "OUTPUTS", "SHAPES"):
+        monkeypatch.setattr(deploy_runtime, name, written[name])
+    monkeypatch.setattr(deploy_runtime, "__file__", str(script))
+    save_dynamic(quantized)
+
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["deploy.py", "--repeat", "2", *arguments])
+        deploy_runtime.main(lambda model, *shape: target.load(model, written["OPTIONS"], *shape))
+
+    return run
+
+
+def save_dynamic(model: Path) -> None:
+    """Write a copy of a model with a dynamic batch next to it, as `qdq run` does."""
+    proto = onnx.load(model)
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    del proto.graph.value_info[:]
+    onnx.save(proto, model.with_suffix(".dynamic.onnx"))
+
+
+def test_the_script_reports_what_it_ran(program, tmp_path, capsys):
+    feed = np.random.default_rng(5).random((3, 8, 8), np.float32)
+    np.save(tmp_path / "x.npy", feed)
+    given = ("--input", f"x={tmp_path / 'x.npy'}", "--output", str(tmp_path / "y.npz"))
+    program("--json", *given)
+    facts = json.loads(capsys.readouterr().out)
+    assert list(facts["outputs"].values()) == [[1, 4, 1, 1]]
+    assert len(facts["samples_ms"]) == 2
+    (wanted,) = run_onnxruntime(tmp_path / "all.onnx", {"x": feed[None]})
+    (found,) = np.load(tmp_path / "y.npz").values()
+    np.testing.assert_allclose(found, wanted, atol=0.05)
+    program(*given)
+    assert "median of 2 runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", ["openvino", "onnxruntime"], indirect=True)
+def test_the_script_runs_the_dynamic_file_at_a_timed_shape(program, tmp_path, capsys):
+    program("--at", "batch=2", "--output", str(tmp_path / "y.npz"))
+    (found,) = np.load(tmp_path / "y.npz").values()
+    assert found.shape[0] == 2
+
+
+@pytest.mark.parametrize("program", ["onnxruntime"], indirect=True)
+@pytest.mark.parametrize(
+    ("given", "fact"),
+    [
+        (("--input", "y=x.npy"), "the inputs are x"),
+        (("--input", "x=gone.npy"), "gone.npy"),
+        (("--input", "x=text.npy"), "text.npy"),
+        (("--input", "x=small.npy"), "shape (2, 2), but the model takes (1, 3, 8, 8); --model all.dynamic.onnx"),
+        (("--at", "batch=2", "--input", "x=small.npy"), "the model takes (2, 3, 8, 8)\n"),
+        (("--at", "batch=3"), "batch=3"),
+        (("--model", "gone.onnx"), "gone.onnx"),
+    ],
+)
+def test_the_script_names_an_argument_that_it_cannot_use(program, tmp_path, monkeypatch, capsys, given, fact):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.npy").write_text("1 2 3")
+    np.save("small.npy", np.zeros((2, 2), np.float32))
+    with pytest.raises(SystemExit) as refused:
+        program(*given)
+    assert refused.value.code == 2
+    assert fact in capsys.readouterr().err
+
+
 def seal(folder: Path) -> None:
     """Write the manifest of a folder as a stranger can."""
     files = sorted(path for path in folder.iterdir() if path.name != "SHA256SUMS")
@@ -184,18 +282,11 @@ def test_invalid_script_output_is_a_user_error(tmp_path, text, expected):
 
 @pytest.mark.parametrize("major", [10, 11])
 def test_the_script_for_tensorrt_uses_names_that_tensorrt_has(tmp_path, monkeypatch, capsys, major):
-    cuda = FakeCuda()
-    bindings = ModuleType("cuda.bindings")
-    bindings.runtime = cuda  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorRT(major, cuda))  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    fake_tensorrt(monkeypatch, major)
     _, quantized = save_quantized(tmp_path)
-    options = {"typing": "strong", "workspace_bytes": 2**20, "optimization_level": 3}
-    facts = {"name": "tensorrt", "version": f"{major}.0", "options": options, "float_precision": "f32"}
-    target = find_target(facts)
+    target = find_target(TENSORRT)
     assert target is not None
-    (tmp_path / "deploy.py").write_text(deploy_script(quantized, facts, target))
+    (tmp_path / "deploy.py").write_text(deploy_script(quantized, TENSORRT, target))
     output = tmp_path / "y.npz"
     monkeypatch.setattr(sys, "argv", ["deploy.py", "--json", "--repeat", "2", "--output", str(output)])
     runpy.run_path(str(tmp_path / "deploy.py"), run_name="__main__")
