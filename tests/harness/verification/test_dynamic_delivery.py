@@ -1,6 +1,8 @@
 """Models that were searched at fixed sizes, delivered with their dynamic axes."""
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -15,15 +17,18 @@ from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import finite_ranges
 from harness.cli.main import main
 from harness.config.sections import Sampling
+from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.dynamic_axes import transfer_file
 from harness.graph.load import load, save_to_folder
+from harness.graph.model import TensorType
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.random_inputs import random_feeds
-from harness.verification.dynamic_check import other_shapes
+from harness.verification import dynamic_check
+from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, other_shapes
 from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model
 from search.space import Placement
 
@@ -164,6 +169,51 @@ def test_tested_sizes_agree_with_symbols_and_expressions():
     for made in other_shapes(axes, {"x": (1, 8), "past": (3, 1, 4), "mask": (1, 12)}):
         (batch, time), (three, same, past), mask = made["x"], made["past"], made["mask"]
         assert (three, same, mask) == (3, batch, (batch, past + time))
+
+
+AXES = {"x": ("batch", "time")}
+SEARCHED, LARGE = (1, 8), (2, 16)
+ONES = (np.ones(4, np.float32), np.arange(4))
+FAILS, NOT_FINITE = None, (np.array([1, 1, 1, np.nan], np.float32), np.arange(4))
+FAR, COUNTS, SHORT = (9 * ONES[0], ONES[1]), (ONES[0], ONES[1] + 1), (ONES[0][:3], ONES[1])
+
+
+@pytest.mark.parametrize(
+    ("runtime", "file", "outputs", "at", "said"),
+    [
+        ("", "", ONES, "", "checked at batch 2, time 16 and batch 3, time 7; onnxruntime: on random inputs"),
+        ("onnxruntime", "floating", "no kernel", "", "not checked: ONNX Runtime does not run the float model ("),
+        ("onnxruntime", "floating", FAILS, "search", "not checked: ONNX Runtime does not run the float model at"),
+        ("onnxruntime", "floating", FAILS, "others", "not checked at other sizes: the float model runs at none"),
+        ("openvino", "fixed", FAILS, "search", "not checked in openvino (it does not run the fixed file)"),
+        ("openvino", "fixed", "no plug-in", "", "not checked in openvino (no plug-in)"),
+        ("openvino", "dynamic", "no kernel", "", "not for openvino: the file with dynamic axes fails: no kernel"),
+        ("openvino", "dynamic", FAR, "others", "not for openvino: at other sizes its outputs differ from the float"),
+        ("openvino", "dynamic", SHORT, "others", "checked at batch 2, time 16"),  # the number of boxes may differ
+        ("onnxruntime", "dynamic", FAILS, "others", "!fails at {'x': (2, 16)}, where the float model runs"),
+        *(
+            ("onnxruntime", "dynamic", outputs, "search", "!differ from the fixed file's by")
+            for outputs in (FAR, COUNTS, SHORT, NOT_FINITE)
+        ),
+    ],
+)
+def test_dynamic_files_are_checked_at_each_size_in_each_runtime(monkeypatch, runtime, file, outputs, at, said):
+    files = DynamicCheckFiles(**{name: Path(name) for name in ("floating", "fixed", "dynamic")})
+
+    def run(what, work, run_runtime, path, dtypes, cases, count):  # noqa: PLR0913
+        found = []
+        for _, shapes in cases[:count]:
+            is_changed = at in ("", "search" if shapes["x"] == SEARCHED else "others")
+            changed = is_changed and (run_runtime, path.name) == (runtime, file)
+            if changed and isinstance(outputs, str):
+                raise UserError(outputs)
+            found.append(outputs if changed else ONES)
+        return found
+
+    monkeypatch.setattr(dynamic_check, "call_in_helper_process", run)
+    target = DynamicCheckTarget(axes=AXES, types={"x": TensorType("float", SEARCHED)}, files=files)
+    with pytest.raises(UserError, match=re.escape(said[1:])) if said[0] == "!" else nullcontext():
+        assert said in dynamic_check.check_dynamic_model(target, "onnxruntime")
 
 
 def test_autotune_and_run_write_the_dynamic_file(tmp_path, monkeypatch):
