@@ -110,12 +110,23 @@ def test_labels_that_count_from_1_are_refused(folder):
         (two("words.csv", "inputs.npz"), "line 3: numbers are needed, but got 'cat'"),
         (two("x", "inputs.npz"), "one class a sample"),
         (two("halves.csv", "inputs.npz"), "whole numbers from 0"),
+        (two("labels.json", "inputs.npz"), "a .npy, .npz, .csv or .txt file"),
+        (two("binary.csv", "inputs.npz"), "binary.csv: cannot be read as labels"),
+        (two("two.npz", "inputs.npz"), "holds x, mask, y; labels are a file with one array"),
+        (two("ragged.txt", "inputs.npz"), "rows of one length are needed, but they have [1, 2] numbers"),
+        (two("empty.csv", "inputs.npz"), "but they have no numbers"),
+        (two(path="damaged.npz"), "damaged.npz"),
     ],
 )
 def test_mismatched_labels_are_refused(data, words, folder):
     (folder / "short.csv").write_text("1\n2\n")
     (folder / "words.csv").write_text("class\n1\ncat\n")
     (folder / "halves.csv").write_text("0.5\n" * ROWS)
+    (folder / "ragged.txt").write_text("1\n\n1 2\n")
+    (folder / "labels.json").touch()
+    (folder / "empty.csv").touch()
+    (folder / "damaged.npz").write_text("no archive")
+    (folder / "binary.csv").write_bytes(b"\xff")
     np.savez(folder / "inputs.npz", x=np.zeros((ROWS, CLASSES), np.float32), mask=np.zeros((ROWS, CLASSES), bool))
     inputs = {"mask": TWO["mask"]} if words == "one class a sample" else None
     with pytest.raises(UserError, match=re.escape(words)):

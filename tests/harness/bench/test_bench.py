@@ -69,6 +69,19 @@ def test_a_table_of_the_archive_is_a_task(tasks, tmp_path, monkeypatch):
         load("three")
 
 
+def test_commands_list_tasks_and_submissions(tmp_path, capsys):
+    assert qdq("bench", "tasks", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["task"] for row in rows] == ["one", "two", "three", "solved"]
+    command = ("bench", "run", "random", "--out", str(tmp_path / "mine"))
+    assert qdq(*command, "--label", "mine") == 0
+    assert "mine\t2\t4\t8" in capsys.readouterr().out
+    assert qdq(*command, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["searchers"].keys() == {"mine", "random"}
+    assert qdq(*command, "local", "--label", "both") == 2
+    assert "--label are of one searcher, but got 2" in capsys.readouterr().err
+
+
 def test_submission_is_reproducible_and_extensible(tmp_path):
     folder = submit(tmp_path / "mine", "random")
     before = PathCache(folder).paths_by_seed(read_submission(folder).searchers["random"].key("random", "two"))
@@ -190,7 +203,7 @@ def test_check_detects_a_changed_searcher(tmp_path, monkeypatch, capsys):
     assert [each["same"] for each in json.loads(capsys.readouterr().out)] == [False]
 
 
-def test_the_leaderboard_compares_searchers_over_blocks(tmp_path, monkeypatch):
+def test_the_leaderboard_compares_searchers_over_blocks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("harness.studies.simulated_selection.RANDOM_SEARCHES", 50)
     monkeypatch.setattr("harness.bench.leaderboard.PLANNED", ("random", "local"))
     monkeypatch.setattr("harness.bench.leaderboard.PLANNED_BUDGET", 8)
@@ -212,6 +225,10 @@ def test_the_leaderboard_compares_searchers_over_blocks(tmp_path, monkeypatch):
     assert "| auto" in (tmp_path / "page.md").read_text()
     assert "data:image/png" in (tmp_path / "page.html").read_text()
     assert (tmp_path / "page.png").stat().st_size > 10_000
+    capsys.readouterr()
+    assert qdq("bench", "leaderboard", str(one), str(two), "--out", str(tmp_path / "page.md"), "--json") == 0
+    table = next(iter(json.loads(capsys.readouterr().out).values()))
+    assert [head["text"] for head in table["heads"]] == list(searchers.cells.columns)
 
 
 def test_exports_have_every_placement_and_every_table(tmp_path):

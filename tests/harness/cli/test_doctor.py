@@ -1,6 +1,7 @@
 """`qdq doctor` reports what works, what is missing and what is broken."""
 
 import pytest
+from small import qdq
 
 from harness import registry
 from harness.cli import doctor
@@ -72,3 +73,16 @@ def test_broken_plug_ins_are_listed_and_the_others_work(rows, monkeypatch):
     assert found["benchmarker broken"][0] == found["searcher broken"][0] == "not usable"
     assert "cannot be loaded: ModuleNotFoundError" in found["searcher broken"][1]
     assert found["benchmarker simulated"][0] == "ok"
+
+
+def test_tools_lists_environments_and_refuses_other_actions(capsys, monkeypatch):
+    installed = []
+    monkeypatch.setattr("harness.accuracy.tools.catalog.install_environment", lambda *given: installed.append(given))
+    assert qdq("tools") == 0
+    before = capsys.readouterr().out
+    assert "quark" in before
+    assert qdq("tools", "install", "quark", "--index-url", "https://example.org") == 0
+    assert installed == [("quark", "https://example.org")]
+    assert capsys.readouterr().out == before
+    assert qdq("tools", "remove") == 2
+    assert "install or list, but got 'remove'" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from harness.results_dir.io import read_json, write_json
 from harness.results_dir.termination import write_termination
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN
+from harness.verification.output_comparison import CHECK_FILE_NAME, OutputCheck, encode_check
 
 STRICT = asdict(Goal(metric="top1", reference=0.8, max_drop=0.005))
 SLOW_MS = {TWIN: 8.0, "float": 8.0, "float-bf16": 10.0, "all": 9.0, "aa": 12.0, "bb": 12.0}
@@ -162,6 +163,37 @@ def test_rows_that_are_not_faster_have_other_remedies(folder):
     ruled_out = "- a looser bound than 0.005: 2 evaluations faster than float lost "
     assert ruled_out in remedies(folder), "one in each of two searches"
     assert "none of its rows within the bound is faster" in remedies(folder)
+
+
+def test_a_tie_within_the_bound_is_named_beside_faster_rows_beyond_it(folder):
+    write_confirmation(folder / TASK, {**LATENCY_MS, "aa": 7.999, "bb": 12.0}, paces=(1.0, 1.1, 0.9))
+    said = remedies(folder)
+    assert "the fastest row within the bound, random, is a tie with the float model at 1.00x" in said
+    assert f"- qdq explain {folder} {TASK}/random" in said
+
+
+@pytest.mark.parametrize(
+    ("verdict", "remedy"),
+    [
+        ("wrong result", "- another version of the runtime"),
+        ("saturates", "- weights of 7 bits (reduce_range: true), or a processor with VNNI"),
+    ],
+)
+def test_wrong_results_of_the_runtime_are_the_reason(folder, verdict, remedy):
+    rows = load(folder).tasks[0].rows
+    check = encode_check(OutputCheck(verdict=verdict, runtime="openvino", model="models/fault.onnx", reason="differs"))
+    write_json(folder / TASK / CHECK_FILE_NAME, {"checks": {rows[name].key: check for name in ("all", "aa", "bb")}})
+    said = remedies(folder)
+    assert "the results of openvino contradict the files of all (all), random (bb), random (aa)" in said
+    assert f"- a bug report on the runtime: {folder / TASK / 'models/fault.onnx'} reproduces it" in said
+    assert remedy in said
+
+
+def test_baselines_beyond_the_bound_ask_for_a_search(folder):
+    edit_json(folder / TASK / "task.json", goal=STRICT)
+    for path in (folder / TASK / "runs").iterdir():
+        path.unlink()
+    assert "- a search, which recovers accuracy too: searchers: [auto]" in remedies(folder)
 
 
 def test_an_unfinished_task_has_no_remedies(folder):

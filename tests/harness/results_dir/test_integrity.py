@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import shutil
 import sys
@@ -75,6 +76,8 @@ def test_an_undamaged_folder_is_complete(done, capsys):
     assert found.complete
     assert qdq("verify", str(done)) == 0
     assert "none damaged; complete" in capsys.readouterr().out
+    assert qdq("verify", str(done), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
 
 
 def test_flipped_byte_is_reported_or_changes_no_figure(copy):
@@ -104,11 +107,16 @@ def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy):
         path.write_bytes(whole)
 
 
-def test_missing_file_is_reported(copy):
+def test_missing_file_is_reported(copy, capsys):
     path = copy / TASK / "noise_floor.json"
     path.unlink()
     assert str(path) in shown(copy)
     assert [text.split("; ")[0] for text in check_results(copy).problems] == [f"{path}: missing"]
+    assert qdq("verify", str(copy)) == 1
+    assert f"{path}: missing" in capsys.readouterr().out
+    assert qdq("verify", str(copy), "--json") == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.startswith(f"{path}: missing")
 
 
 def test_a_damaged_model_is_not_recommended(copy):

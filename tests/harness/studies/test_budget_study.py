@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
@@ -363,6 +364,8 @@ def test_study_runs_from_yaml_file(tables, tmp_path, capsys):
     kept = walks(out)
     assert [sum(name == each for _, name, _ in kept) for each in ("random", "tour")] == [2 * 4, 2 * 2]
     assert {len(walk) for walk in kept.values()} == {12}
+    main(["study", str(path), "--out", str(out), "--workers", "1", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["budget"]) == len(budget)
 
 
 def test_tables_accept_absolute_path(tables, tmp_path):
