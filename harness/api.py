@@ -97,7 +97,10 @@ class InfersConcurrently(Protocol):
     def concurrency(self) -> int: ...
 
     def concurrently(self, count: int) -> AbstractContextManager[Infer]:
-        """Return an `infer` for `count` threads; its outputs are those of `Probe.infer` bit for bit."""
+        """Return a context with an `infer` that `count` threads may call at the same time.
+
+        Its outputs equal those of `Probe.infer` bit for bit.
+        """
         ...
 
 

@@ -173,7 +173,7 @@ def space_digest(space: Space) -> str:
 
 
 def write_table(path: Path, metadata: TableMetadata, rows: Mapping[str, TableEntry]) -> None:
-    """Write a table atomically; `rows` are keyed by digest."""
+    """Write a table atomically; the keys of `rows` are the digests of the placements in the whole space."""
     body = pa.Table.from_pylist([_encode_entry(digest, row) for digest, row in rows.items()], schema=TABLE_SCHEMA)
     text = metadata.model_dump_json().encode()
     body = body.replace_schema_metadata({METADATA_KEY: text, DIGEST_KEY: hashlib.sha256(text).hexdigest()})

@@ -98,7 +98,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def cache_dir() -> Path:
-    """Return the folder for files that can be regenerated (calibration ranges, drawn images)."""
+    """Return the folder for files that can be regenerated (calibration ranges, drawn images); it is created."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(root) if root else Path.home() / ".cache") / "qdq-bench"
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def keeps_host() -> bool:
 
 
 def describe_process(with_host: bool) -> str:
-    """Return the process id, with `with_host` user and host name, and the time, as text for a lock file."""
+    """Return text for a lock file: "PID, since TIME", or "PID of USER on HOST, since TIME" if `with_host`."""
     owner = ""
     if with_host:
         with suppress(KeyError, OSError):  # users of containers may have no name

@@ -47,6 +47,8 @@ def format_incumbent(
 ) -> str:
     """Describe the latency of a search's incumbent and its speedup over the float model in one phrase.
 
+    For instance "best 1.500 ms, 2.00x over float's 3.000 ms".
+
     Args:
         best_ms: Latency of the incumbent.
         float_ms: Latency of the float model, measured in the same way.

@@ -59,6 +59,9 @@ def median_ci(samples: Floats, confidence: float = 0.95) -> Interval:
     based on interpolated order statistics", Statistics & Probability Letters 4, 1986, eq. 2.1), which keeps the
     coverage near nominal for small n. With too few samples for the level (5 or fewer for 95 %) the interval is their
     whole range.
+
+    Raises:
+        ValueError: There are no samples.
     """
     ordered = np.array(samples, dtype=float)
     ordered.sort()
@@ -136,7 +139,10 @@ def block_ci(builds: Sequence[Floats], confidence: float = 0.95) -> Interval:
 
     Args:
         builds: Readings of each build, one per round. With a single build, its rounds are the units, and the interval
-            does not include the variance between builds.
+            does not include the variance between builds. The limits of a single reading are 0 and infinity.
+
+    Raises:
+        ValueError: There are no readings, or one is not positive.
     """
     from scipy.special import stdtrit  # takes 0.3 s, and workers never need it
 
@@ -152,7 +158,11 @@ def block_ci(builds: Sequence[Floats], confidence: float = 0.95) -> Interval:
 
 
 def paired_ratio_ci(baseline: Sequence[Floats], candidate: Sequence[Floats], confidence: float = 0.95) -> Interval:
-    """Return the speedup baseline / candidate from one latency per round of the same builds; see `block_ci`."""
+    """Return the speedup baseline / candidate from one latency per round of the same builds; see `block_ci`.
+
+    Raises:
+        ValueError: The sides have different rounds, or `block_ci` raises it.
+    """
     pairs = [(np.asarray(b, dtype=float), np.asarray(c, dtype=float)) for b, c in zip(baseline, candidate, strict=True)]
     if any(len(b) != len(c) for b, c in pairs):
         raise ValueError("paired readings need the same rounds on both sides")
@@ -163,7 +173,7 @@ def noise_floor_from_ratios(aa_ratios: Floats, quantile: float = 0.95) -> float:
     """Return the noise floor as a share: a quantile of the gains (or losses) of a rebuilt baseline over itself.
 
     Args:
-        aa_ratios: Ratio of the latencies of the two baselines, one per build.
+        aa_ratios: Ratio of the latencies of the two baselines, one per build; without any, the floor is 0.
         quantile: Share of the builds with at most this gain.
     """
     ratios = np.asarray(aa_ratios, dtype=float)

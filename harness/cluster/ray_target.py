@@ -157,7 +157,14 @@ class RemoteEngines(Engines):
         return self._facts[benchmarker]
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
-        """Build an engine: a placement is written by the worker, any other model is sent as files."""
+        """Build an engine; the worker writes the file of a placement, any other model is sent as files.
+
+        Args:
+            benchmarker: Name of the benchmarker in the worker's specification.
+
+        Returns:
+            The engine, or the failure of its build.
+        """
         request = BuildRequest(digest=candidate.digest, edges=candidate.edges)
         if not self._needs_files or (candidate.edges and self._writer is not None):
             return self._remote("build", request, benchmarker)  # type: ignore[no-any-return]
@@ -186,7 +193,16 @@ class RemoteEngines(Engines):
 
 
 def prepare_evaluators(engines: Engines, spec: WorkerSpec, baseline: Candidate) -> None:
-    """Prepare evaluators with the float model on the machine where they run; their files are not transferred."""
+    """Call `prepare` of each evaluator with an engine of the float model, on the worker that will score.
+
+    The files that it writes are not transferred between machines.
+
+    Args:
+        baseline: The float model.
+
+    Raises:
+        UserError: The float model cannot be built or scored.
+    """
     built = engines.build(baseline)
     failed = built if isinstance(built, Failed) else None
     if isinstance(built, BuiltEngine):

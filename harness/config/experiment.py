@@ -67,7 +67,7 @@ QuantizedPrecision = Annotated[
 
 
 class Experiment(ConfigSection):
-    """Experiment file; docs/reference/experiment.md shows every key."""
+    """Content of an experiment file; docs/reference/experiment.md describes every key."""
 
     experiment: str
     description: str = ""
@@ -148,7 +148,15 @@ def load_experiment(path: Path, base_dir: Path | None = None) -> Experiment:
 
 
 def parse_experiment(text: str, source: str, base_dir: Path | None = None) -> Experiment:
-    """Check an experiment given as YAML text; `source` is its name in messages."""
+    """Read and check an experiment given as YAML text.
+
+    Args:
+        source: Name of the text in messages.
+        base_dir: Folder that relative paths start from; None: the working folder.
+
+    Raises:
+        UserError: The message has `source`, key, value and the allowed values.
+    """
     try:
         return Experiment.model_validate(read_experiment_yaml(text, source), context={"base_dir": base_dir})
     except ValidationError as error:

@@ -57,7 +57,7 @@ _PARAM_CHECKS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 
 
 def as_list(value: Any) -> Any:
-    """Return the value of `initial` with "none" (cold start) as an empty list."""
+    """Return an empty list for the value "none" of `initial` (cold start), and any other value as it is."""
     return [] if value == "none" else value
 
 

@@ -72,7 +72,10 @@ def require_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class PluginSpec(ConfigSection):
-    """Plug-in with its parameters; a bare string means no parameters."""
+    """Plug-in (the name of an entry point, or `package.module:Class`) with the arguments of its constructor.
+
+    A bare string means no arguments. `label` is its name in tables if several entries use one plug-in.
+    """
 
     use: str
     params: dict[str, Any] = {}
@@ -175,8 +178,8 @@ class ShapeSetSpec(ConfigSection):
     """Shapes that one placement is timed at.
 
     Attributes:
-        objective: "weighted": mean latency of a request, by the weights. "worst": latency relative to the float model's
-            at the shape where that is largest.
+        objective: "weighted": weighted mean latency of a request. "worst": latency relative to the float model's at the
+            shape where that is largest.
     """
 
     objective: Literal["weighted", "worst"] = "weighted"
@@ -195,6 +198,10 @@ class ModelSpec(_InputSizes):
     """Model with its data; a bare string means random data and latency only.
 
     Attributes:
+        use: ONNX file, `zoo:NAME` or `assets:PATH`.
+        label: Name in tables and folders; None: the name of the file or of the zoo's model.
+        preprocess: Preprocessing of images; needed if the calibration data are images.
+        evaluator: Evaluator of the accuracy; None: only latency is measured.
         shapes: Static shape of dynamic inputs, by input name.
         dims: Size of dynamic dimensions, by symbol.
         shape_set: Shapes that placements are timed at; None: the one of `shapes` and `dims`.

@@ -33,7 +33,14 @@ CORE_SCHEMA = (
 
 
 def read_text_file(path: Path, kind: str) -> str:
-    """Return the text of a file of at most `MAX_FILE_BYTES`; errors name its kind, such as "an experiment file"."""
+    """Return the text of a file.
+
+    Args:
+        kind: Description of the file for messages, such as "an experiment file".
+
+    Raises:
+        UserError: The file is missing, no text, an ONNX model, or larger than `MAX_FILE_BYTES`.
+    """
     check_path(path)
     try:
         if path.suffix == ".onnx" and path.is_file():

@@ -38,6 +38,9 @@ class ModelOptAutotune:
         qdq_baseline: Q/DQ model that the search starts from ("modelopt_ptq", or a file), ModelOpt's flag of this name;
             None: the cold start.
         limit_s: Time limit in seconds from one model to the next.
+
+    Raises:
+        ValueError: A number is too small, or ModelOpt is not installed.
     """
 
     def __init__(

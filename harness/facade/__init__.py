@@ -179,7 +179,10 @@ def insert(
 
 
 def load_result(folder: Path | str) -> RunResult:
-    """Return the result in the folder of a run, finished or not, of `autotune` or of `qdq run`."""
+    """Return the result in the folder of a run, finished or not, of `autotune` or of `qdq run`.
+
+    The folder is read when a figure is first used, which raises `UserError` if it has no results.
+    """
     return RunResult(Path(folder))
 
 
@@ -282,13 +285,13 @@ class RunResult:
 
     @property
     def ship(self) -> Path | None:
-        """Return the folder to deploy, or None if there is none."""
+        """Return the folder to deploy, the first by name if there are several, or None if there is none."""
         from harness.results_dir.deploy_folder import SHIP_FOLDER
 
         return next(iter(sorted((self.folder / SHIP_FOLDER).glob("*"))), None)
 
     def table(self) -> pd.DataFrame:
-        """Return the methods with their confirmed figures, unrounded, one row each."""
+        """Return a row for each method with its confirmed figures, unrounded, as in the file `main.csv` of a report."""
         return self._main
 
     def plot(self, over: Literal["evaluations", "minutes"] = "evaluations") -> Figure:

@@ -126,6 +126,7 @@ class ClassLoss:
 
     Attributes:
         label: Index of the class.
+        samples: Number of its images; for detection, of its boxes.
         reference: Metric of the float model.
         quantized: Metric of the quantized model.
     """
@@ -137,7 +138,7 @@ class ClassLoss:
 
 
 def worst_class(reference: Accuracy, quantized: Accuracy, metric: str) -> ClassLoss | None:
-    """Return the class with the largest loss among those with at least `MIN_CLASS_SAMPLES` samples.
+    """Return the class with the largest loss (maybe a gain) among those with at least `MIN_CLASS_SAMPLES` samples.
 
     Args:
         metric: `top1`, `top5`, `map` or `miou`; others have no figures by class.

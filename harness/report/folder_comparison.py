@@ -61,7 +61,7 @@ COMPARISON = TableSpec(
 
 
 def comparison_table(first: Results, second: Results) -> ReportTable:
-    """Return the table of matched rows, with warnings about noise."""
+    """Return the table of `compare_frame`, with warnings about noise; raise its `UserError`."""
     return COMPARISON.build(compare_frame(first, second), warnings=_noise_warnings(first, second))
 
 

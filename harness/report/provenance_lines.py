@@ -62,10 +62,10 @@ class ValueSource:
         yield from filter(None, [self.result])
 
     def brief(self, last: int) -> Iterator[str]:
-        """Yield the head, the last readings in a line each, and the computation of the figure.
+        """Yield the lines of `head`, the last readings in a line each, and the computation of the figure.
 
         Args:
-            last: Number of readings; one more line states how many precede them.
+            last: Number of readings; if others precede them, one more line states how many.
         """
         yield from self.head
         shown = deque(enumerate(self.readings()), maxlen=last)
@@ -193,7 +193,7 @@ def _item_lines(items: tuple[float, ...]) -> Iterator[ProvenanceLine]:
 
 
 def trial_sources(task: TaskResults, searcher: str, seed: int) -> Iterator[ValueSource]:
-    """Yield the trials of a search."""
+    """Yield the trials of a search; nothing if the task has no such search."""
     for search in task.searches:
         if (search.searcher, search.seed) == (searcher, seed):
             yield ValueSource(

@@ -85,7 +85,7 @@ class ReportTable:
         return f"All rows: {', '.join(parts)}" if parts else ""
 
     def mark(self, row: int, column: str) -> str:
-        """Return "best", "tied" or ""."""
+        """Return the mark of a cell, "best" (bold), "tied" (underlined) or ""; rows count from 0."""
         if (row, column) in self.bold:
             return "best"
         return "tied" if (row, column) in self.underlined else ""

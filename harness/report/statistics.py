@@ -47,7 +47,7 @@ class FriedmanRanks:
 
     @property
     def untested_reason(self) -> str:
-        """Reason why there is no test, or ""."""
+        """Return why there is no test, or "" if there is one."""
         if self.critical_difference is not None:
             return ""
         if self.blocks < MIN_BLOCKS:

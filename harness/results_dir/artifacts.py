@@ -26,7 +26,7 @@ RECOVERED_PREFIX = "recovered-"
 
 
 def recovered_row(sha256: str) -> str:
-    """Return the row of a recovered model, whose placement has a row of its own."""
+    """Return the row id of a recovered model from the digest of its file; the placement itself has another row."""
     return f"{RECOVERED_PREFIX}{sha256[:12]}"
 
 
@@ -81,6 +81,7 @@ class Choice:
         budget: Budget in evaluations at which the choice was made; None for the others.
         row: `ExportedModel.id`; "" without a result.
         rank: Rank among the choices of the search, from 0.
+        minutes: Wall-clock of the search, or of the PTQ tool; None if unknown.
         search_ms: Latency by the search's own samples; None for a model of another tool (see
             `harness.pipeline.final_selection`).
         loss: Loss of the metric in the search, if the search minimised it.
@@ -124,7 +125,7 @@ def best_choice(choices: Iterable[Choice]) -> Choice | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistSet:
-    """Exported models of a task as candidates."""
+    """Exported models of a task, in the task's folder, as candidates."""
 
     folder: Path
     space: Space

@@ -41,7 +41,7 @@ def json_equal(one: Any, other: Any) -> bool:
 
 
 def facts_digest(facts: Any) -> str:
-    """Return a digest of JSON values and sets, the same in every process."""
+    """Return a digest (16 hexadecimal digits) of JSON values and sets, the same in every process."""
 
     def plain(value: Any) -> Any:
         return sorted(value) if isinstance(value, Set) else repr(value)

@@ -115,7 +115,7 @@ def write_json(path: Path, body: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically; after a crash or an error it has the old or the new content."""
+    """Replace a file atomically; after a crash or an error (`UserError`) it has the old or the new content."""
     temporary = path.with_suffix(".tmp")
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def append_line(file: FileIO, text: str, path: Path, *, sync: bool = True) -> No
 
 
 def truncate_partial_line(path: Path) -> None:
-    """Remove the partial last line that a crash left behind."""
+    """Remove the text after the last newline, which a crash left behind, if there is any."""
     with path.open("rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:

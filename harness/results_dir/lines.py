@@ -25,7 +25,7 @@ MAX_UNPACKED_BYTES = 4 * 2**30  # 20 times the journal of 100,000 evaluations; a
 
 
 def stored_path(path: Path) -> Path | None:
-    """Return the plain or the compressed file, or None if there is neither.
+    """Return the plain file `path`, or the compressed one (`path` with .gz), or None if there is neither.
 
     If a crash left both, the plain one is returned, as it has at least the lines of the other.
     """
@@ -89,7 +89,11 @@ def whole_lines(file: IO[bytes], shown: object) -> Iterator[bytes]:
 
 
 def has_lines(path: Path) -> bool:
-    """Return whether a file exists with at least one whole line."""
+    """Return whether a file exists with at least one whole line.
+
+    Raises:
+        UserError: The compressed file is damaged.
+    """
     stored = stored_path(path)
     if stored is None:
         return False

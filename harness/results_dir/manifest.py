@@ -80,6 +80,7 @@ def complete_task(folder: Path, config: str, complete: bool) -> None:
     autotuner needs minutes to generate its models again.
 
     Args:
+        config: Digest of the inputs of the task.
         complete: Whether no work remains.
     """
     for path in (*folder.glob("*.jsonl"), *folder.glob("runs/*.jsonl")):
@@ -90,7 +91,7 @@ def complete_task(folder: Path, config: str, complete: bool) -> None:
 
 
 def is_complete(folder: Path, config: str) -> bool:
-    """Return whether a task is complete for this configuration, and has every file.
+    """Return whether a task is complete for these inputs (`config` of `complete_task`), and has every file.
 
     Raises:
         UserError: A file is missing or differs from the manifest.

@@ -48,7 +48,7 @@ def clear_task_error(folder: Path) -> None:
 
 
 def read_task_error(folder: Path) -> str:
-    """Return why the last run of a task stopped, or ""."""
+    """Return why the last run of the task in a folder stopped early, or "" if it did not."""
     return _read_text(folder / TASK_ERROR_FILE)
 
 
@@ -74,7 +74,7 @@ def clear_termination(journal: Path) -> None:
 
 
 def read_termination(journal: Path) -> Termination | None:
-    """Return how a search ended before its budget was spent, or None."""
+    """Return how a search ended before its budget was spent, or None if it did not."""
     for suffix in (FAILED_SUFFIX, TERMINATED_SUFFIX):
         path = journal.with_suffix(suffix)
         reason, _, traceback = _read_text(path).partition("\n")

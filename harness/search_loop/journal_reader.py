@@ -69,7 +69,10 @@ def _to_evaluation(entry: JournalEntry, outcome: Measured, goal: Goal, spent: in
 
 
 def evaluations_until_result(entries: Iterable[JournalEntry], digests: Collection[str]) -> dict[str, int]:
-    """Return the number of evaluations spent up to the first result of each placement, by digest; a failure counts."""
+    """Return the number of evaluations spent up to the first result of each placement, by digest.
+
+    A failure is a result; placements without a result are left out.
+    """
     found: dict[str, int] = {}
     for spent, entry, _ in iter_counted(entries):
         if entry.proposal.digest in digests:
@@ -123,10 +126,12 @@ def state_at_budgets(
     count: int = 1,
     excluded: Collection[str] = (),
 ) -> dict[int, BudgetState]:
-    """Return the state of a search at each of several budgets.
+    """Return the state of a search at each of several budgets, by budget.
 
     Args:
-        budgets: Numbers of evaluations.
+        entries: Entries of its journal, in order.
+        goal: Objective and bounds by which placements are ranked.
+        budgets: Numbers of evaluations; at those that the search has not reached, its last state is returned.
         count: Maximum number of best placements.
         excluded: Digests of placements that do not count as best.
     """

@@ -128,6 +128,8 @@ def run_search(
 ) -> SearchLoopResult:
     """Run or resume a search until its budget is spent, or its searcher raises or has nothing more to propose.
 
+    `watch` is called after each outcome, also after those that the journal had.
+
     Raises:
         ReplayMismatch: The searcher does not make the proposals of the journal again.
         UserError: The journal cannot be written, all first evaluations failed (the message has the first reason), or

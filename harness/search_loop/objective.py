@@ -111,7 +111,7 @@ def score_values(latency: Interval, metrics: Mapping[str, float], goal: Goal) ->
 
 
 def is_feasible(score: Score) -> bool:
-    """Return whether a score is within all bounds, and its accuracy was measured if the goal depends on it."""
+    """Return whether a score violates no bound; False if the goal needs an accuracy that was not measured."""
     return score.violation == 0.0 and not score.assumed
 
 

@@ -50,6 +50,7 @@ class SearchLog:
     Attributes:
         elapsed_s: Wall-clock seconds at the end of each evaluation; the time of a retry is added to the last one.
         failures: Number of failed evaluations by stage.
+        initial: Number of evaluations of the initial design.
         incumbents: Evaluations that became the incumbent, which is the best one within the bounds.
         scored: Evaluations with a measured metric, in order.
         float_ms: Latency of the float model in the search's own samples; None if the search did not measure it.
@@ -89,8 +90,11 @@ def read_searches(
     """Return the searches with a journal in the folder `runs`, in the order of `searchers`, others last.
 
     Returns:
-        The searches, and by digest the latency of each of their incumbents and scored placements: the median over all
-        searches that measured it.
+        The searches, and by digest the latency in ms of each of their incumbents and scored placements: the median over
+        all searches that measured it.
+
+    Raises:
+        UserError: A journal is damaged or has another schema.
     """
     order = {name: place for place, name in enumerate(searchers)}
     paths = sorted({path.with_name(path.name.removesuffix(COMPRESSED_SUFFIX)) for path in runs.glob("*.jsonl*")})

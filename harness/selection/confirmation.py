@@ -145,6 +145,9 @@ def baseline_latency(folder: Path) -> float:
     """Return the latency in ms of the baseline before the searches of a task.
 
     Candidates that are timed in turns with the baseline are scaled to it.
+
+    Raises:
+        UserError: The noise floor was not measured, or its file is damaged.
     """
     return summarize_turns(_noise_floor_events(folder), baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
 

@@ -148,9 +148,9 @@ def read_comparison(path: Path) -> tuple[TurnEvent, ...]:
 
 
 def turn_speedups(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[int, int], float]]:
-    """Return the speedup over the baseline in each turn, by row and then by build and round.
+    """Return the speedup over the baseline in each turn that both have, by row and then by (build, round).
 
-    Rows that failed in any build are left out.
+    The baseline, its twin and rows that failed in any build are left out; empty if the baseline has no turn.
     """
     turns = readings.turns
     found = {

@@ -68,7 +68,8 @@ class Scoring:
     def goal(self, store: AccuracyStore, model_file: Path, folder: Path) -> Goal:
         """Return the goal of the searches; score the float model, the reference of losses, if it has no score.
 
-        The observer of the store gets a warning if the score of the float model is close to 0.
+        The goal is latency alone if there is no evaluator, or the objective does not use accuracy. The observer of the
+        store gets a warning if the score of the float model is close to 0.
 
         Args:
             store: Store of the task's scores.
@@ -125,6 +126,8 @@ class Scoring:
 
         Args:
             goal: Objective and bound of the searches.
+            store: Store of the task's scores.
+            model_file: File of the float model.
         """
         proxy = PROXY_EVALUATOR if PROXY_EVALUATOR in self.evaluators else None
         reference = store.known_float_score(model_file, FIRST_STAGE_EVALUATOR)
@@ -142,7 +145,8 @@ class Scoring:
 def rejected_loss(goal: Goal, reference: Accuracy, found: Accuracy) -> float | None:
     """Return the loss of a candidate on the first images if it violates the bound with high confidence, else None.
 
-    This is a sequential test by a paired bootstrap: a rejected candidate is not scored on the other images.
+    This is a sequential test by a paired bootstrap: a rejected candidate is not scored on the other images. None also
+    without a bound, or if the records allow no interval.
 
     Args:
         goal: Objective with the bound.
@@ -160,9 +164,10 @@ def rejected_loss(goal: Goal, reference: Accuracy, found: Accuracy) -> float | N
 
 
 def mixable_record(goal: Goal, reference: Accuracy, found: Accuracy) -> str:
-    """Return the record of single images of a candidate that keeps the bound outside of some fold, or "".
+    """Return `found.mixable` if the candidate keeps the bound on the images outside of at least one fold, else "".
 
-    `harness.selection.cross_fitting.cross_fitted_drop` may select such a candidate. The float model needs no record.
+    `harness.selection.cross_fitting.cross_fitted_drop` may select such a candidate. A record equal to that of the float
+    model is not stored again ("").
     """
     if found.mixable in ("", reference.mixable):
         return ""
@@ -234,7 +239,14 @@ def _evaluator_data_digest(use: PluginSpec) -> str:
 
 
 def make_proxy_evaluator(samples: int, spec: ModelSpec, model: Model, work: Path) -> PluginSpec:
-    """Return the fidelity evaluator on `samples` samples of the calibration data, whose values no table shows."""
+    """Return the evaluator that screens candidates by SQNR; tables do not show its values.
+
+    Args:
+        samples: Number of samples of the calibration data, or of random samples if the model has no such data.
+        spec: Entry of the model in the experiment.
+        model: The float model.
+        work: Scratch folder; the float model's outputs are stored in its folder `proxy`.
+    """
     data = spec.calibration.data
     params = {"samples": samples, "sqnr_only": True, **({} if data is None else {"data": data})}
     proxied = spec.model_copy(update={"evaluator": PluginSpec(use="fidelity", params=params)})

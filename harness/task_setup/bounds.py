@@ -32,6 +32,7 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
 
     Args:
         metric: Metric of the model's evaluator; None without an evaluator.
+        model: Name of the model in the message.
 
     Raises:
         UserError: The bound allows the loss of the whole range of a metric with a largest value, or of one in dB.
@@ -60,6 +61,7 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
 
     Args:
         metric: Metric of the model's evaluator.
+        images: Number of scored images; 0 if it is unknown.
     """
     bound = objective.max_drop
     most = 0.0 if bound is None else absolute_bound(bound, 1.0)
@@ -72,7 +74,7 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
 
 
 def bound_lines(experiment: Experiment) -> Iterator[str]:
-    """Yield a line for each accuracy bound, with the models that share it."""
+    """Yield a line for each accuracy bound, with the models that share it; none for models without an evaluator."""
     found: dict[str, list[str]] = {}
     for model in experiment.models:
         if model.evaluator is not None:
@@ -86,7 +88,7 @@ def bound_lines(experiment: Experiment) -> Iterator[str]:
 def bound_status(
     bound: float | str, reference: Accuracy | Failed, found: Accuracy | Failed, results: TaskResults
 ) -> tuple[bool, str]:
-    """Return whether a model keeps a bound on the loss of accuracy, and a text with the figures.
+    """Return whether a model keeps a bound on the loss of accuracy, and a text with the figures or the missing score.
 
     Args:
         bound: Bound in the form of `objective.max_drop`.

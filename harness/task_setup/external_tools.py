@@ -63,7 +63,8 @@ class QuantizationRequest:
     Attributes:
         source: Name of the model in messages.
         data: Calibration batches, which are read only if no cached model exists.
-        data_key: Text for the key of the cache, which depends on the model, the data and the preprocessing.
+        data_key: Text that differs if the model, the data or the preprocessing differ; part of the key of the cache.
+        options: Keyword arguments of the tool besides `metric`.
         metric: Evaluator and bound of the search, for tools that keep a bound; None without a bound.
     """
 
@@ -78,7 +79,8 @@ class QuantizationRequest:
 def run_external_tool(name: str, request: QuantizationRequest, observer: Observer) -> ExternalModel:
     """Quantize with another tool, or return its cached result for the same model, data and options.
 
-    A tool without the calibration method of the experiment uses its nearest method.
+    A tool without the calibration method of the experiment uses its nearest method. If the tool cannot run or fails,
+    the observer receives the reason, and the result has it instead of a path.
 
     Args:
         name: Name of the tool in `harness.accuracy.tools.catalog`.
@@ -139,17 +141,20 @@ def tool_remarks(experiment: Experiment) -> Iterator[str]:
 def fully_quantized_symmetric(
     model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]], work: Path, space: Space
 ) -> ExternalModel:
-    """Quantize every point in symmetric INT8, as the simplest tools do.
+    """Write the model with every point quantized in symmetric INT8, as the simplest tools do, and return it.
 
-    The features of a dialect for accuracy or speed (UINT8 data, zero points) are not used. A model that keeps its
-    accuracy in this form needs no search under a bound on accuracy.
+    The features of a dialect for accuracy or speed (UINT8 data, zero points) are not used. If the model keeps its
+    accuracy even so, a bound on accuracy excludes no placement.
 
     Args:
         model: The float model.
         dialect: Dialect of the runtime.
-        ranges: Range of each activation.
-        work: Folder of the new file.
-        space: Space of the model.
+        ranges: Smallest and largest value of each activation of `space` by tensor name.
+        work: Existing folder for the new file, `extreme.onnx`.
+        space: Space of the model without points that lack a range.
+
+    Raises:
+        UserError: The disk is full.
     """
     plain = replace(
         dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()

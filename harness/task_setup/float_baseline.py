@@ -125,8 +125,8 @@ def select_float_baseline(
 ) -> Mapping[str, PluginSpec]:
     """Return the backend at its fastest float precision as `MAIN_BENCHMARKER`, and at all others by precision.
 
-    A precision that the experiment sets counts as the fastest. The result and its readings are stored in `float.json`,
-    so that a resumed run has the same baseline.
+    A precision that the experiment sets counts as the fastest. A backend that lists no float precisions is the only
+    entry. Measured results and their readings are stored in `float.json`, so that a resumed run has the same baseline.
 
     Args:
         backend: Backend of the experiment.

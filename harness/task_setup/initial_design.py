@@ -102,7 +102,7 @@ def is_exported(path: Path) -> bool:
 
 
 def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str, tuple[float, float]]:
-    """Return the ranges of the Q/DQ files that `initial` names with `ranges: true`, by tensor of the model.
+    """Return the ranges (lowest, highest) of the Q/DQ files that `initial` names with `ranges: true`, by tensor.
 
     Raises:
         UserError: A file does not exist or cannot be read.
@@ -150,7 +150,7 @@ class InitialDesign:
         """Return the placements by name for each entry; a failed tool or a cache without common patterns gives none.
 
         Raises:
-            UserError: A pattern cache cannot be read.
+            UserError: A file cannot be read, or its placement does not exist in the space.
         """
         return {start.name: dict(self._placements_of(start)) for start in starts}
 
@@ -275,14 +275,16 @@ MAX_PRIOR_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScreenedUnit:
-    """Dimensions that reduce the latency when only they are quantized, by a file of `qdq sensitivity`."""
+    """Names of dimensions that reduce the latency if only they are quantized, to `precision`, by `qdq sensitivity`."""
 
     dimensions: tuple[str, ...]
     precision: str
 
 
 def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
-    """Return the units of a file of `qdq sensitivity` that reduced the latency, those with the largest gain first.
+    """Return the groups of dimensions in a file of `qdq sensitivity` that reduced the latency, in the file's order.
+
+    The file has the most beneficial group first. The result is empty if no group reduced the latency.
 
     Raises:
         UserError: The file is damaged, or of another kind.
@@ -309,7 +311,8 @@ def nested_prior_placements(units: Sequence[ScreenedUnit], space: Space, count: 
     """Return at most `count` different placements that quantize increasing shares of the units, best units first.
 
     Args:
-        units: Units in the order in which they are quantized; those that the space lacks are skipped.
+        units: Units in the order in which they are quantized; those that the space lacks are skipped. Without others
+            the result is empty.
         space: Space of the task.
         count: Number of shares; 4 means a quarter, half, three quarters and all of the units.
     """

@@ -77,6 +77,7 @@ class WarmStartModel:
     Attributes:
         digest: Name of the row: the name of the initial placement, because the model has other pairs than a placement.
         placement_digest: Digest of the placement that was read from the model.
+        pairs: Number of Q/DQ pairs of the model.
     """
 
     digest: str
@@ -86,7 +87,11 @@ class WarmStartModel:
 
 
 def warm_start_models(task: Task, method: SearcherSpec) -> tuple[WarmStartModel, ...]:
-    """Return the models whose precisions the device does not emulate; none for an external searcher."""
+    """Return the models in a search's initial design whose precisions are not emulated; none for an external searcher.
+
+    Args:
+        method: Searcher of the search.
+    """
     if is_external_searcher(method):
         return ()
     precisions = set(task.spec.precisions) - task.accuracy_only

@@ -92,7 +92,7 @@ class ModelPlacer:
     def recalibration(
         self, choices: NumericChoices, batches: Sequence[Mapping[str, Array]]
     ) -> Callable[[Model], Ranges]:
-        """Return a function that calibrates a changed float model with the same choices.
+        """Return a function that calibrates a changed float model on `batches` with the estimators of `choices`.
 
         Ranges are stored by the digest of the model, because a step may change it in the same way for each placement.
         """
@@ -140,7 +140,7 @@ class RecoveryAttempt:
 
     @property
     def label(self) -> str:
-        """Return a description of the choices, steps and float nodes that the file adds to the placement."""
+        """Return the choices, steps and float nodes that the file adds to the placement; "as given" without any."""
         kept = [gain.step for gain in self.gains if gain.kept]
         left = sum(len(group.nodes) for group in self.left_float)
         float_nodes = f"{left} nodes float" if left else ""

@@ -70,9 +70,13 @@ class Task:
     """Inputs that all searches of one task share.
 
     Attributes:
+        spec: Model, backend and precision as the experiment names them.
         model: The prepared float model, whose insertion points form the space.
         float_file: File of `model`, which is calibrated and which other tools quantize.
         model_file: File of the baseline: `float_file`, or its cast copy, see `with_benchmarkers`.
+        space: All points that have a range; searches use `searched_space`.
+        dialect: Dialect of the runtime.
+        inserter: Writer of files with a placement's Q/DQ pairs.
         initial_design: Placements that every search evaluates first.
         ranges: Smallest and largest value of each activation, from the calibration.
         choices: Choices of range estimators and scales.
@@ -86,7 +90,7 @@ class Task:
         benchmarkers: Backend at each float precision, with that of the baseline as `MAIN_BENCHMARKER`; empty before
             `with_benchmarkers`.
         cast: Model of `model_file` if it differs from `model`, or None.
-        facts: Result of the benchmarker's `describe`.
+        facts: Versions, device and options of the backend: the result of the benchmarker's `describe`.
         feeds: Calibration batches.
     """
 
@@ -113,7 +117,7 @@ class Task:
     choices: NumericChoices = DEFAULT_CHOICES
 
     def with_benchmarkers(self, benchmarkers: Mapping[str, PluginSpec]) -> Task:
-        """Return the task with the backend at its float precisions.
+        """Return the task with the backend at its float precisions, the result of `select_float_baseline`.
 
         If the backend reads files of another type than float32 (see `harness.api.SupportsCast`), the float model is
         cast once and Q/DQ pairs are inserted into the cast model, so that the searched, delivered and measured file is
@@ -132,12 +136,16 @@ class Task:
         return replace(task, model_file=file, cast=cast, inserter=inserter)
 
     def runtime_input_file(self, path: Path, benchmarker: str = MAIN_BENCHMARKER) -> Path:
-        """Return the file that a benchmarker builds for a model file, for instance a cast copy."""
+        """Return the file that a benchmarker (a key of `benchmarkers`) builds for a model: a cast copy, or `path`."""
         use = self.benchmarkers.get(benchmarker)
         return path if use is None else runtime_input_file(use, path, self.work / CAST_FOLDER_NAME)
 
     def edges_in_file(self, resolved: Resolved) -> Resolved:
-        """Return quantized edges with the node names of the task's files."""
+        """Return quantized edges of `space` as edges of `model_file`; they differ only if that is a cast copy.
+
+        Raises:
+            UserError: The cast copy lacks a node.
+        """
         return resolved if self.cast is None else map_edges_to_cast_model(resolved, self.cast)
 
     @property
@@ -275,6 +283,7 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
         spec: Model, backend and precision of the task.
         model_file: File of the model; its folder is the scratch folder of the task.
         space: Space of the model; the space of the task lacks points without a usable range.
+        feeds: Calibration samples.
         observer: Receiver of progress and remarks on the data.
         uncalibrated_abs_max: Limit of every range if plug-in operators prevent a calibration on random data.
         known_ranges: Ranges from files, which replace those of the calibration.

@@ -46,7 +46,7 @@ def _confirmed_float_ms(task: TaskResults) -> float | None:
 
 
 def curve_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
-    """Return the speedup of the incumbent over the float model after each evaluation of every search.
+    """Return the speedup of the incumbent over the float model after each evaluation of every search (`CURVE_COLUMNS`).
 
     The search's own readings define the incumbent, and `TaskResults.latencies_ms` its latency. One placement thus has
     the same speedup in all searches, and a curve falls where a reading that is low by chance replaced a better
@@ -157,7 +157,7 @@ def close_intervals(main: pd.DataFrame) -> pd.DataFrame:
 
 
 def candidate_frame(task: TaskResults) -> pd.DataFrame:
-    """Return latency and score of the scored candidates by the searches' own samples, without overlapping points."""
+    """Return `latency_ms` and `score` of scored candidates by the searches' own samples, without overlapping points."""
     pairs = [(trial.latency_ms, trial.value) for search in task.searches for trial in search.scored]
     points = pd.DataFrame(pairs, columns=["latency_ms", "score"], dtype=float)
     ranges = (points.max() - points.min()).replace(0.0, 1.0)
@@ -166,5 +166,5 @@ def candidate_frame(task: TaskResults) -> pd.DataFrame:
 
 
 def candidate_label(task: TaskResults) -> str:
-    """Return the legend entry of the candidates, which names their data if it differs from that of the rows."""
+    """Return the legend entry of the candidates; it names their data if the rows are scored on other data."""
     return "scored in the searches" + (", on their half of the data" if task.facts.get("halves") else "")

@@ -89,7 +89,7 @@ def rows_by_task(frame: pd.DataFrame) -> dict[str, list[dict[Any, Any]]]:
 
 
 def with_backend_column(main: pd.DataFrame) -> pd.DataFrame:
-    """Return the frame with the backend in `device` if there are several backends."""
+    """Return the frame, with "BACKEND on DEVICE" in the column `device` if there are several backends."""
     several = len(main) > 0 and main["backend"].nunique() > 1
     return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
 

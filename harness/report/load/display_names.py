@@ -27,7 +27,7 @@ def truncate(text: str, width: int) -> str:
 
 
 def metric_name(metric: str | None) -> str:
-    """Return the usual name of a metric."""
+    """Return the usual name of a metric; "accuracy" without one."""
     return "accuracy" if metric is None else METRIC_FORMATS.get(metric, (metric,))[0]
 
 
@@ -38,7 +38,7 @@ def score_column_title(metrics: Iterable[str | None]) -> str:
 
 
 def verdict_label(line: Mapping[Any, Any]) -> str:
-    """Return the verdict of a row of the main frame, with the objection of its accuracy if it has one."""
+    """Return the verdict of a row of the main frame; for a faster row beyond the bound or without a score also that."""
     if line["verdict"] == "faster" and not _is_nan(line["metric"]) and _is_nan(line["score"]):
         return UNSCORED_VERDICT
     return BEYOND_BOUND_VERDICT if line["verdict"] == "faster" and line["beyond"] else str(line["verdict"])

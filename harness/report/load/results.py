@@ -50,6 +50,8 @@ class TaskResults:
         facts: Content of `task.json`.
         environment: Machine on which the task started; empty if it was not recorded.
         rows: Exported models by id.
+        picks: Row that each baseline and each search chose, a search at each budget and of each rank.
+        searches: Summary of the journal of each search.
         latencies_ms: Latency of each incumbent and scored placement by digest: the median over the searches that
             measured it, so that it is the same in each of them.
         selection_speedups: Speedup over the float model in the final selection, by digest; empty without one.
@@ -137,7 +139,7 @@ class TaskResults:
 
     @property
     def note(self) -> str:
-        """Note of the backend on its figures, or ""."""
+        """Restriction on the use of the latencies that the backend states (`Benchmarker.describe`), or ""."""
         return str(self.facts["backend"].get("note", ""))
 
     @property
@@ -147,12 +149,15 @@ class TaskResults:
 
     @property
     def blind(self) -> bool:
-        """Return whether the float model itself scores next to nothing, which makes drops meaningless."""
+        """Return whether the float model scores below `NEGLIGIBLE_SCORE` (0.01), so that drops mean nothing.
+
+        False without a score, and for a metric of which less is better.
+        """
         float_score = self.score(FLOAT_ROW)
         return self.higher_is_better and float_score is not None and 0 <= float_score < NEGLIGIBLE_SCORE
 
     def score(self, row: str) -> float | None:
-        """Return the metric of a row, or None."""
+        """Return the metric of a row; None if it has no score."""
         value = self.scores.get(row, {}).get("metrics", {}).get(self.metric)
         return None if value is None else float(value)
 
@@ -168,7 +173,10 @@ class TaskResults:
         return row in self.checks and self.checks[row].is_wrong
 
     def obeys(self, row: str) -> bool:
-        """Return whether a row may be shipped: right result, no failed score, and within the bound if there is one."""
+        """Return whether a row may be shipped: right result, no failed score, and within the bound if there is one.
+
+        False for every row if the task is `blind`.
+        """
         if self.blind or "failed" in self.scores.get(row, {}) or self.wrong(row):
             return False
         goal, drop = self.goal, self.drop(row)
@@ -180,6 +188,7 @@ class Results:
     """Results folder of an experiment.
 
     Attributes:
+        stored: Experiment of the folder.
         tasks: Tasks that have results, in the order of the experiment.
         waiting: Names of the other tasks.
         starting: Names in `waiting` of tasks that have started: they are running or were stopped.
@@ -195,7 +204,7 @@ class Results:
 
     @property
     def pooled(self) -> tuple[TaskResults, ...]:
-        """Tasks that enter means: those whose backend has no note on its figures, or all if each has one."""
+        """Tasks whose results enter the means: those without a `note`, or all if each has one."""
         return tuple(task for task in self.tasks if not task.note) or self.tasks
 
     @property

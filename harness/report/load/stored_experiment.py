@@ -281,7 +281,11 @@ def _read_schema(path: Path) -> Any:
 
 
 def read_environment(path: Path) -> Mapping[str, Any]:
-    """Return the stored environment; empty without the file."""
+    """Return the stored versions and facts of the machine (`env.json`); empty if there is no file.
+
+    Raises:
+        UserError: The file is damaged.
+    """
     environment = read_json(path) if path.exists() else {}
     read_or_explain(path, lambda: validate_record(Environment, environment))
     return environment

@@ -194,7 +194,10 @@ def exported(task: TaskResults, row: ExportedModel) -> Path:
 
 
 def read_graph(task: TaskResults) -> dict[str, Any] | None:
-    """Return the stored graph of a task, with the marks of rows whose file is unchanged; None if there is none."""
+    """Return the stored graph of a task, with the marks of rows whose file is unchanged.
+
+    None if there is no graph, or it has another schema or is damaged; a damaged one is logged.
+    """
     path = task.folder / GRAPH_FILE
     try:
         if not path.exists() or path.stat().st_size > MAX_GRAPH_BYTES:
@@ -212,7 +215,7 @@ def read_graph(task: TaskResults) -> dict[str, Any] | None:
 
 
 def write_graph(task: TaskResults, graph: Mapping[str, Any]) -> None:
-    """Write `graph.json` unless it is up to date."""
+    """Write the result of `load_task_graph` to `graph.json` unless the file is up to date."""
     rows = {row: task.rows[row].sha256 for row in graph["marks"] if row in task.rows}
     body = {"schema": GRAPH_SCHEMA, "rows": rows, **graph}
     path = task.folder / GRAPH_FILE

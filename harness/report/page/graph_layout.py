@@ -56,7 +56,7 @@ class _Box:
 def build_scene(
     model: Model, root: Region, patterns: Sequence[Pattern], dimensions: Iterable[Dimension]
 ) -> dict[str, Any]:
-    """Return the layout of a model's graph as JSON data with integer coordinates.
+    """Return the layout of a model's graph as JSON data with integer coordinates in pixels.
 
     Args:
         dimensions: Insertion points, which the page lists for the pattern of a clicked region.

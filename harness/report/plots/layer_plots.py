@@ -122,7 +122,7 @@ def draw_waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
 
     Args:
         parts: See `waterfall_frame`.
-        path: Output path without suffix.
+        path: Output path without suffix; .png, .svg and .pdf are written.
     """
     before, after = float(parts["before_ms"].sum()), float(parts["after_ms"].sum())
     with figure_file(path, height=1.6 + 0.3 * (len(parts) + 2)) as axes:
@@ -155,7 +155,7 @@ def draw_sensitivity(effects: Sequence[PartEffect], noise_floor: float, title: s
     Args:
         effects: Effects from top to bottom; those without a ratio are left out.
         noise_floor: Relative noise floor.
-        path: Output path without suffix.
+        path: Output path without suffix; .png, .svg and .pdf are written.
     """
     measured = [(effect, effect.ratio) for effect in effects if effect.ratio is not None]
     with figure_file(path, height=1.5 + 0.3 * len(measured)) as axes:
@@ -181,7 +181,8 @@ def draw_gain_and_drop(report: AttributionReport, metric: str, title: str, path:
 
     Args:
         report: Attribution with a latency and patterns with a drop.
-        path: Output path without suffix.
+        metric: Name of the metric at the y axis.
+        path: Output path without suffix; .png, .svg and .pdf are written.
     """
     dots = list(_effects_with_drop(report))
     clear = [effect for effect, _, drop in dots if _exceeds_noise(effect, drop, report.noise_floor)]

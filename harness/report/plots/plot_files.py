@@ -42,6 +42,7 @@ class PlotFile:
 
     Attributes:
         task: Name of its task; "" for the whole experiment.
+        path: The SVG; files of the other formats are next to it.
         on_page: Whether the page shows the SVG; it draws the other plots itself.
     """
 
@@ -74,6 +75,7 @@ class PlotCache:
     """Plots of the tasks of a report by the digest of their inputs; its entries are part of the report's manifest.
 
     Args:
+        out: Folder of the report, from whose manifest the entries are read.
         inputs: Digest of the inputs by task; plots of other tasks are drawn each time and not recorded.
     """
 
@@ -224,7 +226,14 @@ def _draw_confirmed(task: TaskResults, main: pd.DataFrame, out: Path) -> Iterato
 
 
 def draw_attribution(task: str, report: AttributionReport, out: Path) -> Iterator[PlotFile]:
-    """Draw the attribution of a row as far as it was measured, and yield the plots."""
+    """Draw latency by layer, effect of each pattern, and gain against drop of a row, and yield the written plots.
+
+    A plot whose figures were not measured is left out.
+
+    Args:
+        task: Name of the task, for titles and file names.
+        out: Folder of the files.
+    """
     name, title = f"{task}-{safe_file_name(report.row)}", f"{task}: {report.method}"
     parts = layer_plots.waterfall_frame(report.before, report.after)
     if len(parts):

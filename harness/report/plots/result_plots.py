@@ -49,10 +49,10 @@ class NotebookFigure(Figure):
 
 @contextmanager
 def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
-    """Yield the axes of a figure, which is written as PNG, SVG and PDF afterwards if there is a path.
+    """Yield the axes of a figure, which is written as PNG, SVG and PDF afterwards if there is a path (without suffix).
 
-    Files have no date and no random identifiers, so the same results give the same bytes. The PDF has TrueType fonts,
-    which publishers ask for.
+    The height is in inches. Files have no date and no random identifiers, so the same results give the same bytes. The
+    PDF has TrueType fonts, which publishers ask for.
     """
     settings: Any = {
         "text.usetex": False,
@@ -196,7 +196,7 @@ def draw_budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
 
     Args:
         budgets: Columns searcher, budget, speedup, low, high of `budget_frame`, for one task.
-        path: Output path without suffix.
+        path: Output path without suffix; .png, .svg and .pdf are written.
     """
     searchers, sizes = list(dict.fromkeys(budgets["searcher"])), sorted(set(budgets["budget"]))
     width = 0.8 / len(sizes)
@@ -235,7 +235,7 @@ def draw_latencies(
         samples: Samples of each row by label (columns build, latency_ms), the baseline first.
         table_ms: Latency of each row in the tables, by label.
         noise_floor: Relative noise floor, drawn around the baseline's latency; None: not drawn.
-        path: Output path without suffix.
+        path: Output path without suffix; .png, .svg and .pdf are written.
     """
     with figure_file(path, height=1.5 + 0.36 * len(samples)) as axes:
         baseline_ms = table_ms[next(iter(samples))]
@@ -272,7 +272,7 @@ def draw_pareto(
         points: Columns label, latency_ms, latency_low_ms, latency_high_ms, score of confirmed rows.
         tried: Columns latency_ms, score of the candidates, by the searches' own samples.
         words: Texts "title", "metric" (y axis) and "tried" (legend entry of the candidates).
-        path: Output path without suffix.
+        path: Output path without suffix; .png, .svg and .pdf are written.
         higher: A higher score is better.
     """
     with figure_file(path, height=4.6) as axes:

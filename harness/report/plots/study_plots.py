@@ -23,7 +23,7 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
 
     Args:
         overview: Rows of one device of `harness.report.tables.overview.overview_frame`.
-        path: Output path without suffix.
+        path: Output path without suffix; .png, .svg and .pdf are written.
     """
     overview = overview.assign(task=overview["task"].fillna(""))  # rows of means have no task
     columns = list(dict.fromkeys(overview["column"]))
@@ -69,10 +69,10 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
 def draw_critical_difference(ranks: FriedmanRanks, title: str, path: Path) -> None:
     """Draw mean ranks on a line, with bars that join searchers that Nemenyi's test does not distinguish.
 
-    The form of the plot is that of Demšar 2006, figure 1.
+    The form of the plot is that of Demšar 2006, figure 1. Without a test it has the ranks alone.
 
     Args:
-        path: Output path without suffix.
+        path: Output path without suffix; .png, .svg and .pdf are written.
     """
     names, count = list(ranks.mean), len(ranks.mean)
     rows = (count + 1) // 2
@@ -97,10 +97,11 @@ def draw_critical_difference(ranks: FriedmanRanks, title: str, path: Path) -> No
 
 
 def draw_regret(regret: Mapping[str, Floats], title: str, path: Path) -> None:
-    """Draw the regret of searchers in % after each evaluation, both axes logarithmic.
+    """Draw the regret of searchers after each evaluation, both axes logarithmic.
 
     Args:
-        path: Output path without suffix.
+        regret: Regret in % after each evaluation, by searcher.
+        path: Output path without suffix; .png, .svg and .pdf are written.
     """
     with figure_file(path) as axes:
         for index, (searcher, values) in enumerate(regret.items()):
@@ -136,7 +137,7 @@ def draw_transfer_map(transfer: pd.DataFrame, title: str, path: Path) -> None:
 
     Args:
         transfer: Rows of one model or backend of `harness.report.tables.transfer.transfer_frame`.
-        path: Output path without suffix.
+        path: Output path without suffix; .png, .svg and .pdf are written.
     """
     names = list(dict.fromkeys([*transfer["source"], *transfer["target"]]))
     shares = np.full((len(names), len(names)), np.nan)

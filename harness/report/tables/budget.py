@@ -77,8 +77,9 @@ TARGETS = TableSpec(
 def budget_frame(results: Results) -> pd.DataFrame:
     """Return the confirmed speedup of the choices by searcher and budget; see `interval_over_seeds`.
 
-    `best`: the highest median of a task at a budget, if its limits exclude 1; `tied`: rows whose interval overlaps that
-    of the best. Rows with limits below 1 are slower than the float model and never marked.
+    Columns task, model, searcher, budget, speedup, low, high, seeds (their number), best and tied. `best`: the highest
+    median of a task at a budget, if its limits exclude 1; `tied`: rows whose interval overlaps that of the best. Rows
+    with limits below 1 are slower than the float model and never marked.
     """
     lines = []
     for task in results.tasks:
@@ -106,7 +107,7 @@ def target_frame(results: Results) -> pd.DataFrame:
     in milliseconds. The gain of a placement comes from its confirmed speedup, since the best of many readings is low by
     chance; else from its speedup in the final selection; else from `TaskResults.latencies_ms`. Figures are medians over
     seeds with their range, where seeds that never reach the share count as infinite; `reached` of `seeds` reach it.
-    Tasks whose interval of the best gain includes the noise floor have no row.
+    Tasks whose interval of the best gain includes the noise floor have no row; a frame without rows has no columns.
     """
     lines = []
     for task in results.tasks:

@@ -92,7 +92,7 @@ def cost_frame(results: Results) -> pd.DataFrame:
     `search_s` is the part of `harness_s` that the searcher took in `ask` and `tell`; NaN in runs of earlier versions.
     `build_s` is NaN if builds are replayed. `saved` is an estimate of the readings that racing saved. Numbers of
     candidates: `rebuilt`: built again; `disturbed`: first readings discarded; `unstable`: second readings disturbed
-    too, or no end of the warm-up.
+    too, or latency not steady at the end of the warm-up.
     """
     searches = [(task, search) for task in results.tasks for search in task.searches if search.elapsed_s]
     return pd.DataFrame([_cost_row(task, search) for task, search in searches])

@@ -87,7 +87,7 @@ def partial_note(results: Results) -> str:
 
 
 def group_names(pairs: Iterable[tuple[T, str]]) -> dict[T, str]:
-    """Return the names of each value, joined by commas."""
+    """Return by value the names of its (value, name) pairs, joined by commas, in their order and with repetitions."""
     groups: dict[T, list[str]] = {}
     for value, name in pairs:
         groups.setdefault(value, []).append(name)
@@ -95,7 +95,7 @@ def group_names(pairs: Iterable[tuple[T, str]]) -> dict[T, str]:
 
 
 def backend_notes(tasks: Iterable[TaskResults]) -> tuple[str, ...]:
-    """Return the notes of backends on their figures."""
+    """Return "BACKEND: NOTE." for each different `TaskResults.note`, a restriction on the use of its latencies."""
     notes = {task.note: str(task.facts["backend"].get("name")) for task in tasks if task.note}
     return tuple(f"{name}: {note}." for note, name in notes.items())
 

@@ -165,7 +165,7 @@ def _speedups_by_searcher(results: Results) -> dict[str, dict[str, Sequence[floa
 
 
 def rank_searchers(results: Results) -> FriedmanRanks | None:
-    """Return mean ranks of the searchers over the tasks that have all of them; None below two of either."""
+    """Return mean ranks of the searchers over the tasks that have all of them; None below two searchers or tasks."""
     speedups = _speedups_by_searcher(results)
     medians = {name: {b: median_ci(v).value for b, v in blocks.items()} for name, blocks in speedups.items()}
     table = pd.DataFrame(medians).dropna()
