@@ -292,5 +292,6 @@ class TaskPipeline:
         confirm_rows(plan, self.site.open, setup.worker, timed, session.backend, self.observer, self.retry_failed)
         setup.clock.write("dynamic axes")
         shape_inputs = () if setup.shapes is None else [shape.inputs for shape in setup.shapes.shapes]
-        write_dynamic_rows(setup.task.model, table, self.spec.backend.use, self.observer, shape_inputs)
+        task, use = setup.task, self.spec.backend.use
+        write_dynamic_rows(task.model, table, use, self.observer, shape_inputs, task.feeds)
         setup.clock.write("")

@@ -128,7 +128,8 @@ def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:
     calibrated = not task.calibrated_on.startswith(RANDOM_DATA)
     bounded = None if answer.metric is None else f"{answer.metric} within its bound on the data of the search"
     with explain_write_errors(answer.file):
-        dynamic = write_dynamic_model(task.model, answer.file, task.spec.backend.use, list(answer.shapes.values()))
+        shapes = list(answer.shapes.values())
+        dynamic = write_dynamic_model(task.model, answer.file, task.spec.backend.use, shapes, task.feeds)
     if dynamic is not None and dynamic.file is None:
         observer.say(dynamic.remark.replace(answer.digest, task.spec.name))
     tuned = TunedModel(

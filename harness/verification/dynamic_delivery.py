@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.accuracy.calibration.calibration_batches import data_batches
 from harness.errors import UserError
 from harness.graph.dynamic_axes import write_dynamic
 from harness.graph.io.digests import IR_SUFFIX
@@ -15,7 +16,14 @@ from harness.graph.model import Model
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json, write_json
-from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, Shapes, check_dynamic_model
+from harness.verification.dynamic_check import (
+    CHECK_INPUT_COUNT,
+    DynamicCheckFiles,
+    DynamicCheckTarget,
+    Feeds,
+    Shapes,
+    check_dynamic_model,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +57,9 @@ def format_fixed_shapes(model: Model) -> str:
     return ", ".join(f"{name} {'x'.join(map(str, model.types[name].shape))}" for name in model.inputs)
 
 
-def write_dynamic_model(model: Model, file: Path, backend: str, shapes: Sequence[Shapes] = ()) -> DynamicModel | None:
+def write_dynamic_model(
+    model: Model, file: Path, backend: str, shapes: Sequence[Shapes] = (), data: Iterable[Feeds] = ()
+) -> DynamicModel | None:
     """Write a quantized model with the dynamic axes of its original to the same folder.
 
     Args:
@@ -57,6 +67,7 @@ def write_dynamic_model(model: Model, file: Path, backend: str, shapes: Sequence
         file: The model with Q/DQ pairs that was made from it.
         backend: Runtime of the search; the file is not written if its outputs differ there.
         shapes: Input shapes to check at; other shapes are tried if there are fewer than two.
+        data: Calibration batches, of which the first are the inputs of the check; random inputs are drawn without any.
 
     Returns:
         Path and remark of the file; None if the original has no dynamic axes.
@@ -70,7 +81,8 @@ def write_dynamic_model(model: Model, file: Path, backend: str, shapes: Sequence
             floating, axes = write_dynamic(model, file, tried)
             types = {name: model.types[name] for name in model.inputs}
             files = DynamicCheckFiles(floating=floating, fixed=file, dynamic=tried)
-            subject = DynamicCheckTarget(axes=axes, types=types, files=files, requested=tuple(shapes))
+            samples = data_batches(data, CHECK_INPUT_COUNT)
+            subject = DynamicCheckTarget(axes=axes, types=types, files=files, requested=tuple(shapes), samples=samples)
             remark = check_dynamic_model(subject, backend)
         except (UserError, OSError, ValueError) as error:
             return DynamicModel(file=None, remark=f"{target.name} is not written: {error}")
@@ -81,7 +93,12 @@ def write_dynamic_model(model: Model, file: Path, backend: str, shapes: Sequence
 
 
 def write_dynamic_rows(
-    model: Model, table: FinalistSet, backend: str, observer: Observer, shapes: Sequence[Shapes] = ()
+    model: Model,
+    table: FinalistSet,
+    backend: str,
+    observer: Observer,
+    shapes: Sequence[Shapes] = (),
+    data: Iterable[Feeds] = (),
 ) -> None:
     """Write each quantized row of a task also with the dynamic axes of the original model, and record the results.
 
@@ -89,12 +106,13 @@ def write_dynamic_rows(
         model: The float model at fixed sizes; nothing is written if its original has static inputs.
         backend: Runtime of the search.
         observer: Receives the number of written files, and why a row was not written.
-        shapes: See `write_dynamic_model`.
+        shapes: See `write_dynamic_model`; so is `data`.
     """
     if model.origin is None:
         return
     records = {} if not (path := table.folder / DYNAMIC_AXES_FILE).exists() else read_json(path)
     rows = [row for row in table.rows if row.pairs and not row.file.endswith(IR_SUFFIX)]
+    samples = data_batches(data, CHECK_INPUT_COUNT)
     with observer.work("dynamic axes", len(rows)) as step:
         for row in rows:
             file = table.folder / "models" / row.file
@@ -102,7 +120,7 @@ def write_dynamic_rows(
             lost = bool(record.get("file")) and not (file.parent / record["file"]).exists()
             if lost or record.get("sha256") != row.sha256:
                 with explain_write_errors(file):
-                    result = write_dynamic_model(model, file, backend, shapes)
+                    result = write_dynamic_model(model, file, backend, shapes, samples)
                 records[row.id] = {
                     "sha256": row.sha256,
                     "file": result and result.file and result.file.name,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from harness.accuracy.calibration.ptq import PtqOptions
 from harness.accuracy.calibration.ranges import CalibrationKey
@@ -18,6 +19,11 @@ from harness.graph.rules.dialects import Dialect
 from harness.random_inputs import InputTypes
 
 ALL_SAMPLES = MAX_COUNT  # number of samples without a limit
+
+
+def data_batches(batches: Iterable[Mapping[str, Array]], count: int) -> tuple[Mapping[str, Array], ...]:
+    """Return the first calibration batches, or none if they are random."""
+    return () if getattr(batches, "is_random", False) else tuple(islice(batches, count))
 
 
 class CalibrationBatches:

@@ -256,7 +256,8 @@ class Delivery:
 
     def _write_dynamic(self, file: Path) -> DynamicModel | None:
         """Write the result with the dynamic axes of the original model, if that has some."""
-        return write_dynamic_model(self._session.task.model, file, self._context.benchmark.backend.use)
+        task, use = self._session.task, self._context.benchmark.backend.use
+        return write_dynamic_model(task.model, file, use, data=task.feeds)
 
     def _dynamic_line(self, file: Path, dynamic: DynamicModel) -> str:
         return f"{file.name} takes {format_fixed_shapes(self._session.task.model)} alone; {dynamic.remark}"

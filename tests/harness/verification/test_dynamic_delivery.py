@@ -28,7 +28,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.random_inputs import random_feeds
 from harness.verification import dynamic_check
-from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, other_shapes
+from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, other_shapes, resize_array
 from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model
 from search.space import Placement
 
@@ -89,8 +89,13 @@ def positions(g: GraphBuilder) -> None:
     g.output(g.op("MatMul", x, cut, name="product"), ("batch", "time", "time"), name="y")
 
 
-def quantized(build: Callable[[GraphBuilder], None], folder: Path, dialect: str, **dims: int) -> DynamicModel | None:
-    """Quantize all insertion points of a model at fixed sizes, and deliver it with dynamic axes."""
+def quantized(
+    build: Callable[[GraphBuilder], None], folder: Path, dialect: str, *, offset: float | None = None, **dims: int
+) -> DynamicModel | None:
+    """Quantize all insertion points of a model at fixed sizes, and deliver it with dynamic axes.
+
+    offset: Mean of the data for calibration and check; None: standard normal values, and none for the check.
+    """
     builder = GraphBuilder("net", seed=0)
     build(builder)
     model, rules = load(builder.save(folder / "net.onnx"), dims=dims), load_dialect(dialect)
@@ -98,9 +103,10 @@ def quantized(build: Callable[[GraphBuilder], None], folder: Path, dialect: str,
     resolved = space.resolve(Placement(tuple(len(d.choices) - 1 for d in space.dimensions)))
     types = {name: (model.types[name].dtype, model.types[name].shape) for name in model.inputs}
     tensors = {edge.tensor for edge, _ in resolved if edge.tensor not in model.constants}
-    ranges = finite_ranges(calibrate(save_to_folder(model, folder / "float"), tensors, random_feeds(types, 8)))
+    data = [{name: array + (offset or 0) for name, array in feeds.items()} for feeds in random_feeds(types, 8)]
+    ranges = finite_ranges(calibrate(save_to_folder(model, folder / "float"), tensors, data))
     Inserter(model, rules, ranges).export(resolved, folder / "q.onnx")
-    return write_dynamic_model(model, folder / "q.onnx", dialect)
+    return write_dynamic_model(model, folder / "q.onnx", dialect, data=() if offset is None else data)
 
 
 @pytest.mark.parametrize("dialect", ["openvino", "onnxruntime"])
@@ -126,6 +132,21 @@ def test_dynamic_file_keeps_edges_scales_names_and_outputs(build, dims, dialect,
     feeds = {"x": np.ones(shape, np.float32)}
     feeds |= {value.name: np.zeros((1, 5, 8), np.float32) for value in session.get_inputs()[1:]}
     assert session.run(["y"], feeds)[0].size > 0
+
+
+def test_check_uses_data_where_there_are_some(tmp_path):
+    """The ranges are of data near 9, which random inputs near 0 hardly use."""
+    made = quantized(convolutions, tmp_path, "onnxruntime", offset=9.0, width=20)
+    assert made.file is not None, made.remark
+    assert "on calibration data" in made.remark
+    differences = re.findall(r"difference to the float model (\S+), (\S+) \((\S+) at", made.remark)
+    assert [max(map(float, each)) < 0.05 for each in differences] == [True, True]
+
+
+def test_data_are_resized_by_their_nearest_values():
+    array = np.array([[1, 2, 3, 4]])
+    assert resize_array(array, (2, 2)).tolist() == [[1, 3], [1, 3]]
+    assert resize_array(array, (1, 6)).tolist() == [[1, 1, 2, 3, 3, 4]]
 
 
 def test_edge_constant_only_at_fixed_shapes_is_named(tmp_path):
@@ -181,7 +202,7 @@ FAR, COUNTS, SHORT = (9 * ONES[0], ONES[1]), (ONES[0], ONES[1] + 1), (ONES[0][:3
 @pytest.mark.parametrize(
     ("runtime", "file", "outputs", "at", "said"),
     [
-        ("", "", ONES, "", "checked at batch 2, time 16 and batch 3, time 7; onnxruntime: on random inputs"),
+        ("", "", ONES, "", "checked at batch 2, time 16 and batch 3, time 7 on random inputs ("),
         ("onnxruntime", "floating", "no kernel", "", "not checked: ONNX Runtime does not run the float model ("),
         ("onnxruntime", "floating", FAILS, "search", "not checked: ONNX Runtime does not run the float model at"),
         ("onnxruntime", "floating", FAILS, "others", "not checked at other sizes: the float model runs at none"),
@@ -200,7 +221,7 @@ FAR, COUNTS, SHORT = (9 * ONES[0], ONES[1]), (ONES[0], ONES[1] + 1), (ONES[0][:3
 def test_dynamic_files_are_checked_at_each_size_in_each_runtime(monkeypatch, runtime, file, outputs, at, said):
     files = DynamicCheckFiles(**{name: Path(name) for name in ("floating", "fixed", "dynamic")})
 
-    def run(what, work, run_runtime, path, dtypes, cases, count):  # noqa: PLR0913
+    def run(what, work, run_runtime, path, subject, cases, count):  # noqa: PLR0913
         found = []
         for _, shapes in cases[:count]:
             is_changed = at in ("", "search" if shapes["x"] == SEARCHED else "others")
