@@ -80,7 +80,7 @@ def run_external_tool(name: str, request: QuantizationRequest, observer: Observe
     """Quantize with another tool, or return its cached result for the same model, data and options.
 
     A tool without the calibration method of the experiment uses its nearest method. If the tool cannot run or fails,
-    the observer receives the reason, and the result has it instead of a path.
+    the observer receives the reason, which is also `reason` of the result.
 
     Args:
         name: Name of the tool in `harness.accuracy.tools.catalog`.
