@@ -37,7 +37,7 @@ class GraphBuilderBase:
         self._taken: set[str] = set()
 
     def input(self, name: str, shape: Shape, dtype: str = "float") -> str:
-        """Add a model input.
+        """Add a model input, and return its name.
 
         Args:
             shape: Static sizes; a string or None makes a dimension dynamic.
@@ -50,7 +50,11 @@ class GraphBuilderBase:
         return name
 
     def const(self, array: npt.ArrayLike, name: str | None = None) -> str:
-        """Add an initializer; plain Python floats become float32, integers int64."""
+        """Add an initializer, and return its name; plain Python floats become float32, integers int64.
+
+        Args:
+            name: Name, which is made unique by a number; "const" by default.
+        """
         values = np.asarray(array)
         if values.dtype == np.float64 and not isinstance(array, np.ndarray | np.generic):
             values = values.astype(np.float32)
@@ -78,7 +82,7 @@ class GraphBuilderBase:
         domain: str = "",
         **attrs: Any,
     ) -> str | tuple[str, ...]:
-        """Add a node, and return its output, or a tuple of outputs if `outputs` is given.
+        """Add a node, and return the tensor name of its output, or a tuple of names if `outputs` is given.
 
         Args:
             *inputs: Tensor names; "" omits an optional input.
@@ -86,6 +90,9 @@ class GraphBuilderBase:
             name: Name of the node, which is made unique; by default derived from the operator.
             domain: Operator domain; domains other than the default one are imported at version 1.
             **attrs: Attributes; an `onnx.GraphProto` (see `graph`) becomes a subgraph.
+
+        Raises:
+            ValueError: The inputs do not fit the operator.
         """
         label = self._unique(name or op_type)
         if outputs is None:
@@ -113,13 +120,13 @@ class GraphBuilderBase:
         return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in known.tensor_type.shape.dim)
 
     def graph(self) -> onnx.GraphProto:
-        """Return the graph without a check, for the body of an If, Loop or Scan, which may use outside names."""
+        """Return the unchecked graph, for the body of an If, Loop or Scan; it may read tensors of the outer graph."""
         return helper.make_graph(
             self._nodes, self.name, self._inputs, self._outputs, initializer=list(self._constants.values())
         )
 
     def build(self) -> onnx.ModelProto:
-        """Return the model, checked, with inferred shapes.
+        """Return the model with inferred shapes after a check by `onnx.checker`.
 
         Raises:
             onnx.checker.ValidationError: The model is not valid ONNX.
@@ -137,7 +144,7 @@ class GraphBuilderBase:
         return model
 
     def save(self, path: Path) -> Path:
-        """Build the model and write it to a file."""
+        """Build the model, write it to a file, whose folder is created, and return the path; see `build` for errors."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.build().SerializeToString(deterministic=True))
         return path
@@ -154,10 +161,12 @@ class GraphBuilderBase:
 
 
 class GraphBuilder(GraphBuilderBase):
-    """Builder with random weights; the same seed and calls give the same bytes.
+    """Builder with random weights; the same seed and calls give the same bytes. Methods return names of output tensors.
 
     Args:
         opset: Version of the default operator set.
+        name: Name of the graph.
+        seed: Seed of the random weights.
     """
 
     def __init__(self, name: str, *, seed: int = 0, opset: int = 17) -> None:
@@ -177,7 +186,15 @@ class GraphBuilder(GraphBuilderBase):
         name: str | None = None,
         **attrs: Any,
     ) -> str:
-        """Add a 2-D convolution of NCHW `x`; `groups=-1` means depthwise, `pad=None` keeps the size at stride 1."""
+        """Add a 2-D convolution of NCHW `x`, and return the name of its output.
+
+        Args:
+            x: Tensor name.
+            channels: Number of output channels.
+            kernel: Height and width, or one size for both.
+            pad: Padding of height and width on each side; None keeps the size at stride 1 and an odd kernel.
+            groups: Number of groups; -1: one for each channel (depthwise).
+        """
         kh, kw = kernel if isinstance(kernel, tuple) else (kernel, kernel)
         ph, pw = (kh // 2, kw // 2) if pad is None else pad if isinstance(pad, tuple) else (pad, pad)
         inputs = self.shape(x)[1]
@@ -207,7 +224,10 @@ class GraphBuilder(GraphBuilderBase):
         return self.op("Add", out, self._bias(features, label)) if bias else out
 
     def batch_norm(self, x: str, *, epsilon: float = 1e-5, gain: float = 1.0, name: str | None = None) -> str:
-        """Add a BatchNormalization with random statistics near the identity, and scales around `gain`."""
+        """Add a BatchNormalization, and return the name of its output.
+
+        Means and biases are random near 0, variances from 0.5 to 1.5, and scales from 0.5 to 1.5 times `gain`.
+        """
         channels, label = self.shape(x)[1], name or "BatchNormalization"
         drawn = {
             "scale": gain * self._rng.uniform(0.5, 1.5, channels),
@@ -226,11 +246,14 @@ class GraphBuilder(GraphBuilderBase):
         return self.op("LayerNormalization", x, scale, bias, name=label, axis=-1, epsilon=epsilon)
 
     def output(self, tensor: str, shape: Shape | None = None, *, name: str | None = None) -> str:
-        """Make a tensor an output of the model, under another name if one is given.
+        """Make a tensor an output of the model, under another name if one is given, and return the name.
 
         Args:
             shape: Shape of a tensor whose shape cannot be inferred; the element type is then float.
             name: Name of the output; the tensor's own by default.
+
+        Raises:
+            ValueError: The new name is taken, or the tensor is not the output of a node.
         """
         if name is not None and name != tensor:
             tensor = self._rename(tensor, name)

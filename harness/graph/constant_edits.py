@@ -18,13 +18,17 @@ _OWN_BIAS_SUFFIX = "#bias"
 
 
 def is_private(model: Model, constant: str) -> bool:
-    """Return whether only one input of one node reads a constant."""
+    """Return whether a tensor is a constant that only one input of one node reads, and no output of the model."""
     readers = model.consumers.get(constant, ())
     return constant in model.constants and len(readers) == 1 and constant not in {*model.outputs, *model.captured}
 
 
 def replace_constants(model: Model, arrays: Mapping[str, Array]) -> Model:
-    """Return a copy of a model with other values of some constants, converted to their types; shapes must be equal."""
+    """Return a copy of a model with new values of some constants, converted to their element types.
+
+    Args:
+        arrays: New values by constant, with the constant's shape, which is not checked; other names are ignored.
+    """
     proto = copy_message(model.proto)
     for tensor in proto.graph.initializer:
         if tensor.name in arrays:
@@ -34,7 +38,7 @@ def replace_constants(model: Model, arrays: Mapping[str, Array]) -> Model:
 
 
 def with_own_biases(model: Model, nodes: Iterable[Node]) -> tuple[Model, dict[str, str]]:
-    """Return a copy of a model in which no other node reads the biases of `nodes`, and the bias constants by node.
+    """Return a copy of a model in which no other node reads the biases of `nodes`, and the bias of each by node name.
 
     A missing bias is added as zeros, a shared one is copied; nodes that cannot have a bias are left out.
     """

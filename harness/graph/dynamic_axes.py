@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransferError(UserError):
-    """A difference has no counterpart in the model with dynamic axes."""
+    """Failure to transfer a change: its node, edge or constant does not exist in the model with dynamic axes."""
 
 
 def read_original(model: Model) -> onnx.ModelProto | None:
@@ -62,10 +62,12 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
         target: File to write.
 
     Returns:
-        The file of the original float model, and the declared dimensions of its inputs by name.
+        The file of the original float model (`float.onnx` in the folder of `target` if it was given in memory), and the
+        declared dimensions of its inputs by name.
 
     Raises:
-        UserError: The original lacks a tensor for a Q/DQ pair, or the result has other inputs or outputs than it.
+        UserError: The inputs of `model` are static, the original lacks a tensor for a Q/DQ pair, or the result has
+            other inputs or outputs than the original.
     """
     given, twin = read_original(model), load_dynamic(model)
     if given is None or twin is None or model.origin is None:
@@ -85,12 +87,22 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
 
 
 def transfer_file(fixed: onnx.ModelProto, file: Path, other: onnx.ModelProto, target: Path) -> Path:
-    """Write a quantized model with the shapes of another form of its float model; see `transfer_changes`."""
+    """Write a quantized model with the shapes of another form of its float model, and return `target`.
+
+    Args:
+        fixed: Float model with the shapes of `file`.
+        file: Quantized model.
+        other: Float model with the other shapes.
+        target: File to write.
+
+    Raises:
+        TransferError: See `transfer_changes`.
+    """
     return write_model(transfer_changes(fixed, onnx.load(file), other), target)
 
 
 def transfer_changes(fixed: onnx.ModelProto, quantized: onnx.ModelProto, dynamic: onnx.ModelProto) -> onnx.ModelProto:
-    """Apply the differences between a fixed float model and its quantized form to the model with dynamic axes.
+    """Return the model with dynamic axes after the changes between a fixed float model and its quantized form.
 
     Args:
         fixed: The float model with fixed inputs.

@@ -14,12 +14,15 @@ from onnx import TensorProto, helper
 def write_forest(forest: Any, dimensions: int, interval: float, props: Mapping[str, str], path: Path) -> None:
     """Write a forest that predicts log latencies as an ONNX file, with operators of `ai.onnx.ml` 3.
 
+    The file has the input `choices` (integers, [placements, dimensions]) and the outputs `latency_ms`, `low_ms` and
+    `high_ms`, each of shape [placements, 1].
+
     Args:
         forest: Fitted forest of scikit-learn; its features are the choices and the number of those that are not 0.
         dimensions: Number of choices of a placement.
-        interval: Factor between the predicted latency and the ends of its interval.
-        props: Metadata of the file.
-        path: File to write.
+        interval: Factor of at least 1 between the predicted latency and either end of its interval.
+        props: Metadata of the file, by key.
+        path: File to write; an existing file is replaced.
     """
     nodes, targets = _tree_attributes(forest)
     factor = helper.make_tensor("interval", TensorProto.FLOAT, [1], [interval])

@@ -33,7 +33,7 @@ class NodeSignature:
 
     Attributes:
         name: Name of the node; "" without one.
-        precisions: Precisions of the quantized inputs; empty if all are float.
+        precisions: Precisions of the quantized inputs, for instance "int8"; empty if all are float.
     """
 
     name: str
@@ -46,10 +46,11 @@ class ModelSignature:
     """Inputs, outputs and nodes of an ONNX file.
 
     Attributes:
-        inputs: Element type (ONNX name in lower case) and shape of each input that is a tensor.
-        outputs: Shape of each output.
+        inputs: Element type (ONNX name in lower case) and shape of each input that is a tensor, by name. A dynamic
+            dimension is None; the shape is () if the rank is unknown.
+        outputs: Shape of each output by name, in the same form.
         nodes: Nodes of the main graph in order, without Q/DQ pairs.
-        axes: Declared dimensions of each input, with symbols; None for an unknown rank.
+        axes: The same inputs with the declared dimensions: a size, a symbol, or None; None for an unknown rank.
     """
 
     inputs: Mapping[str, tuple[str, Dims]]
@@ -59,7 +60,7 @@ class ModelSignature:
 
     @property
     def operators(self) -> frozenset[str]:
-        """Operators of the main graph."""
+        """Types of the operators of the main graph, without Q/DQ pairs."""
         return frozenset(node.op for node in self.nodes)
 
     @property
@@ -118,6 +119,7 @@ def load_proto(
         shapes: Static shape of dynamic inputs, by input name.
         dims: Size of dynamic dimensions, by symbol.
         min_opset: Opset that an older model is upgraded to.
+        source: Name of the model in messages and tables.
     """
     check_functions(proto, source)
     origin = DynamicOriginal(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
@@ -126,14 +128,23 @@ def load_proto(
 
 
 def save_to_folder(model: Model, folder: Path) -> Path:
-    """Write the model to `model.onnx` in a folder, which is created if necessary; see `write`."""
+    """Write the model to `model.onnx` in a folder, which is created if necessary; return the path."""
     return write_model(model.proto, folder / "model.onnx")
 
 
 def prepare_model(
     proto: onnx.ModelProto, file: Path | onnx.ModelProto, source: str, sha256: str, sizes: InputSizes, min_opset: int
 ) -> Model:
-    """Prepare a model; report any exception that a damaged file causes as a `UserError`."""
+    """Prepare a model for placement; report any exception that a damaged file causes as a `UserError`.
+
+    Args:
+        proto: Model with all weights; it may be changed.
+        file: The same model as a file or unchanged in memory, for the comparison of results.
+        source: Name of the model in messages and tables.
+        sha256: Digest of the original file.
+        sizes: Sizes of dynamic inputs.
+        min_opset: Opset to which an older model is upgraded.
+    """
     with refuse_damage(source):
         given = [sorted(each.items()) for each in (sizes.shapes, sizes.dims, sizes.samples)]
         key = f"{sha256} {given} {min_opset}"
@@ -177,7 +188,11 @@ def _restore_declared_type(kind: onnx.TypeProto, declared: onnx.TypeProto, *, wh
 
 
 def read_signature(path: Path, source: str | None = None) -> ModelSignature:
-    """Read the inputs, outputs and nodes of a file, which messages call `source`, or by its path."""
+    """Read the inputs, outputs and nodes of a file; `source` is its name in messages, by default the path.
+
+    Raises:
+        UserError: See `read_model`.
+    """
     proto, _ = read_model(path, source or str(path))
     with refuse_damage(source or path):
         return _describe_signature(proto)
@@ -203,7 +218,9 @@ def _describe_signature(proto: onnx.ModelProto) -> ModelSignature:
 
 
 def write_without_output_transpose(source: Path, path: Path) -> Path:
-    """Write a model without the Transpose that computes its only output; its input becomes the output "output0".
+    """Write a model without the Transpose before its only output; the input of the Transpose becomes output "output0".
+
+    Returns the path of the written file.
 
     Raises:
         ValueError: The output is not computed by a Transpose.

@@ -27,7 +27,7 @@ _GRAPH_TYPES = frozenset({onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS}
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Element type by its ONNX name in lower case ("float", "int64", "bool") and static shape."""
+    """Element type by its ONNX name in lower case ("float", "int64", "bool"), and static shape; () for a scalar."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,13 +39,16 @@ class Node:
 
     Attributes:
         index: Position in topological order.
-        name: Unique in the model, never empty.
+        name: Name, unique in the model and never empty.
         inputs: Tensor names; "" for an omitted optional input.
-        attributes: Plain Python values; graph-valued attributes are absent.
+        attributes: Plain Python values or NumPy arrays by attribute; graph-valued attributes are absent.
         opaque: Whether the node has a subgraph or is no operator of ONNX; such nodes stay float.
         captures: Tensors that the node's subgraphs read from outside, not among `inputs`, in an order independent of
             names.
         body: Digest of the subgraphs; "" without subgraphs.
+        op: Type of the operator, for instance "Conv".
+        domain: Domain of the operator; "" for the default one.
+        outputs: Tensor names; "" for an omitted optional output.
     """
 
     index: int
@@ -66,7 +69,7 @@ class DynamicOriginal:
 
     Attributes:
         model: File of the original, or the original itself if it has no file.
-        min_opset: Version of the operator set that an older original was upgraded to.
+        min_opset: Version of the default operator set to which an older original is upgraded.
     """
 
     model: Path | onnx.ModelProto = field(hash=False)
@@ -81,9 +84,9 @@ class Model:
         proto: Cleaned model: unique node names, topological order, constants as initializers, BatchNormalization
             folded, static shapes inferred.
         source: Name of the model in messages and tables.
-        sha256: Digest of the original file, external data included.
+        sha256: SHA-256 of the original file in hexadecimal, external data included.
         nodes: Nodes in topological order; `nodes[i].index == i`.
-        types: Type of every tensor of the main graph whose type shape inference finds.
+        types: Type by name of every tensor of the main graph, as far as shape inference finds it.
         origin: Original of a model with dynamic inputs, see `harness.graph.dynamic_axes`; None for static inputs.
     """
 
@@ -116,12 +119,12 @@ class Model:
 
     @cached_property
     def producer(self) -> Mapping[str, int]:
-        """Index of the node that makes a tensor; absent for inputs and constants."""
+        """Index of the node that computes each tensor, by name; without inputs and constants."""
         return {out: node.index for node in self.nodes for out in node.outputs if out}
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
-        """Readers of a tensor as (node index, input slot) pairs in graph order; absent without readers."""
+        """Readers of each tensor by name, as (node index, input slot) pairs in graph order; absent without readers."""
         found: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for node in self.nodes:
             for slot, name in enumerate(node.inputs):
@@ -130,7 +133,7 @@ class Model:
         return {name: tuple(pairs) for name, pairs in found.items()}
 
     def is_activation(self, tensor: str) -> bool:
-        """Return whether a tensor is neither constant nor omitted ("")."""
+        """Return whether a name is that of a tensor other than a constant; False for "" (an omitted input)."""
         return bool(tensor) and tensor not in self.constants
 
     def producer_node(self, tensor: str) -> Node | None:
@@ -139,13 +142,13 @@ class Model:
         return None if index is None else self.nodes[index]
 
     def constant_array(self, tensor: str) -> npt.NDArray[Any] | None:
-        """Return the value of a constant; None for any other tensor."""
+        """Return the values of a constant as a NumPy array; None for any other tensor."""
         constant = self.constants.get(tensor)
         return None if constant is None else numpy_helper.to_array(constant)
 
     @cached_property
     def captured(self) -> frozenset[str]:
-        """Tensors that a subgraph reads; `consumers` does not list such readers."""
+        """Names of the tensors that a subgraph reads from outside; `consumers` does not list such readers."""
         return frozenset(name for node in self.nodes for name in node.captures)
 
     @cached_property
@@ -153,7 +156,7 @@ class Model:
         return {}
 
     def cached_analysis(self, find: Callable[[Model], _Fact]) -> _Fact:
-        """Return the result of `find` for this model, which is called only once."""
+        """Return `find(self)`; the result is cached by the function `find`, which is called once for this model."""
         if find not in self._analyses:
             self._analyses[find] = find(self)
         known: _Fact = self._analyses[find]
@@ -161,7 +164,7 @@ class Model:
 
 
 def read_nodes(proto: onnx.ModelProto) -> tuple[Node, ...]:
-    """Return the nodes of the main graph of a cleaned model."""
+    """Return the nodes of the main graph of a cleaned model, in the order of the graph."""
     opsets = opset_versions(proto)
     return tuple(_read_node(index, node, opsets) for index, node in enumerate(proto.graph.node))
 

@@ -25,7 +25,7 @@ class MeasurementOrigin:
     """Backend, precision and device on which a scheme was measured.
 
     Attributes:
-        precision: Precision of the points: "int8" or "fp8".
+        precision: Quantized precision of the points, for instance "int8".
         device: Device in the benchmarker's description; "" if unknown.
     """
 
@@ -35,13 +35,19 @@ class MeasurementOrigin:
 
     @classmethod
     def of_backend(cls, facts: Mapping[str, Any], precision: str) -> MeasurementOrigin:
-        """Return the origin of measurements with a benchmarker, given by its description."""
+        """Return the origin of measurements; `facts` is a benchmarker's description, with `name`, perhaps `device`."""
         return cls(backend=facts["name"], precision=precision, device=str(facts.get("device", "")))
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CachedPoint:
-    """Quantized insertion point of a pattern; `place` is the number of a node or child region, and of its input."""
+    """Quantized insertion point of a pattern.
+
+    Attributes:
+        kind: "node_input", "child_input" or "output".
+        place: Number of the node or child region in the pattern's canonical order, and number of its input or output.
+        precision: Quantized precision, for instance "int8".
+    """
 
     kind: PointKind
     place: tuple[int, int]
@@ -75,7 +81,12 @@ class CachedScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPattern:
-    """Schemes of one pattern, best first; `size` is the number of its nodes."""
+    """Schemes of one pattern, best first.
+
+    Attributes:
+        signature: SHA-256 of the pattern in hexadecimal, see `harness.graph.partition.patterns.Pattern`.
+        size: Number of its nodes.
+    """
 
     signature: str
     size: int
@@ -121,7 +132,10 @@ def count_differing_points(first: CachedScheme, second: CachedScheme) -> int:
 
 
 def merge_caches(cache: PatternCache, *others: PatternCache) -> PatternCache:
-    """Return a cache with the best schemes of all caches, within the limits of the first; merging is idempotent."""
+    """Return a cache with the best schemes of all caches, within the limits of the first; merging is idempotent.
+
+    Schemes that differ in fewer than `minimum_distance` points from a better one of the same origin are left out.
+    """
     found: dict[str, list[CachedScheme]] = {}
     sizes: dict[str, int] = {}
     for each in (cache, *others):
@@ -155,9 +169,9 @@ def build_cache(
     Args:
         observations: Observations of placements of `space` whose objective is a latency; they are iterated once.
         space: Space of the search.
-        sizes: Number of nodes of each pattern of the model by its whole signature.
-        baseline_ms: Latency of the float model in the same search; None: the lowest one among the observations. Without
-            any, the cache is empty.
+        sizes: Number of nodes of each pattern of the model, by all 64 digits of its signature.
+        baseline_ms: Latency in ms of the float model in the same search; None: its lowest latency among the
+            observations; if it was not observed, the cache is empty.
         origin: Backend, precision and device of the search.
     """
     patterns = _dimensions_by_signature(space, sizes)
@@ -188,7 +202,7 @@ def propose_placements(
         limit: Largest number of placements.
 
     Returns:
-        Different placements except the float model; none if the models share no pattern.
+        At most `limit` different placements, without the float model; empty if no pattern of the space is in the cache.
     """
     schemes = {group: _schemes_for_group(cache, group, origin) for group in space.groups}
     found: dict[str, Placement] = {}
@@ -203,7 +217,11 @@ def propose_placements(
 
 
 def describe_foreign_schemes(cache: PatternCache, origin: MeasurementOrigin) -> tuple[str, ...]:
-    """Return warnings about schemes that were measured with another backend, precision or device than `origin`."""
+    """Return warnings about schemes that were measured with another backend, precision or device; empty without any.
+
+    Args:
+        origin: Origin of the search that uses the cache; an unknown device on either side is no difference.
+    """
     said = []
     for other in cache.origins:
         pairs = (("backend", other.backend, origin.backend), ("precision", other.precision, origin.precision))

@@ -32,7 +32,7 @@ _MAX_NESTING_DEPTH = 16
 
 
 def read_cache(path: Path) -> PatternCache:
-    """Read a cache file.
+    """Read a cache file; schemes beyond its limits are left out.
 
     Raises:
         UserError: The file cannot be read, is too large, or is not a pattern cache of qdq-bench.
@@ -50,7 +50,7 @@ def read_cache(path: Path) -> PatternCache:
 
 
 def write_cache(cache: PatternCache, path: Path) -> None:
-    """Write a cache file atomically.
+    """Write a cache file atomically; an existing file is replaced.
 
     Raises:
         OSError: The file cannot be written; an old one is kept.
@@ -89,7 +89,7 @@ def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
-    """Write a YAML file atomically, with lists of plain values on one line each.
+    """Write a YAML file atomically, with lists of plain values on one line each; folders are created.
 
     Raises:
         OSError: The file cannot be written; an old one is kept.

@@ -26,7 +26,9 @@ from harness.graph.protos import (
 def find_plugin_nodes(
     proto: onnx.ModelProto, known: Collection[tuple[str, str]] = frozenset()
 ) -> dict[int, onnx.NodeProto]:
-    """Return the nodes of the main graph that are plug-ins, or have one in a subgraph, by index.
+    """Return the nodes of the main graph that are plug-in operators, or have one in a subgraph, by index.
+
+    A plug-in operator is one that ONNX does not define at the imported version.
 
     Args:
         known: Domain and name of operators that are no plug-ins although ONNX does not define them.
@@ -52,7 +54,8 @@ def truncate_before_plugins(
         known: Domain and name of operators that are no plug-ins although ONNX does not define them.
 
     Returns:
-        The tensors of interest that were removed, and the operators of the plug-ins.
+        The tensors of interest that were removed, and the names of the plug-in operators, joined by commas; an empty
+        set and "" without plug-ins, when the file is not changed.
     """
     proto = onnx.load(file, load_external_data=False)
     graph, plugins = proto.graph, find_plugin_nodes(proto, known)
@@ -87,11 +90,11 @@ class PluginSubgraph:
 
     @property
     def operators(self) -> str:
-        """Names of the plug-in operators, for messages."""
+        """Names of the plug-in operators, joined by commas."""
         return _operator_names(find_plugin_nodes(self.proto, self.known))
 
     def restore_into(self, file: Path) -> None:
-        """Add the removed nodes to a changed version of the file, upgraded to its operator set.
+        """Add the removed nodes to a changed version of the file, in place; they are upgraded to its operator set.
 
         Raises:
             UserError: The nodes cannot be upgraded to that operator set.
@@ -108,7 +111,7 @@ def extract_plugin_subgraph(file: Path, known: Collection[tuple[str, str]], sour
     """Remove plug-ins and the nodes that depend on them from a model file; return them, or None without plug-ins.
 
     Args:
-        file: Model whose nodes are in topological order.
+        file: Model whose nodes are in topological order; it is not changed if it has no plug-ins.
         known: Domain and name of operators that are no plug-ins although ONNX does not define them.
         source: Name of the model in messages.
 
@@ -127,7 +130,11 @@ def extract_plugin_subgraph(file: Path, known: Collection[tuple[str, str]], sour
 
 
 def remove_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto], source: str) -> onnx.ModelProto:
-    """Return a copy of a model without some nodes, whose inputs become outputs, and whose outputs become inputs.
+    """Return a copy of a model without some nodes; tensors between them and other nodes become inputs and outputs.
+
+    Args:
+        plugins: Nodes to remove, by index.
+        source: Name of the model in messages.
 
     Raises:
         BuildFailed: Type or shape of such a tensor is unknown.
@@ -160,12 +167,12 @@ def remove_plugins(proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto]
 def restore_plugins(
     cut: onnx.ModelProto, proto: onnx.ModelProto, plugins: Mapping[int, onnx.NodeProto]
 ) -> onnx.ModelProto:
-    """Return a model with its plug-ins again, whose inputs and outputs have the types of the original.
+    """Return a copy of `cut` with the removed nodes; its inputs and outputs have the types of the original.
 
     Args:
         cut: Result of `remove_plugins`, after its operators were cast to other types.
         proto: Original model.
-        plugins: Plug-ins by index.
+        plugins: Removed nodes by index.
     """
     whole = copy_message(cut)
     graph = whole.graph

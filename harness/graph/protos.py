@@ -16,7 +16,7 @@ _DTYPE_BY_CONSTANT_ATTRIBUTE = {"float": np.float32, "int": np.int64, "string": 
 
 
 def iter_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graph-valued attributes of a node."""
+    """Yield the graphs in the attributes of a node, without graphs inside these."""
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
             yield attribute.g
@@ -33,14 +33,14 @@ def iter_graphs(graph: AnyBody) -> Iterator[AnyBody | onnx.GraphProto]:
 
 
 def iter_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes of all graphs and functions of a model."""
+    """Yield the nodes of all graphs, subgraphs and functions of a model."""
     for body in (proto.graph, *proto.functions):
         for part in iter_graphs(body):
             yield from part.node
 
 
 def find_captures(node: onnx.NodeProto) -> frozenset[str]:
-    """Return the outside tensors that the subgraphs of a node read."""
+    """Return the names of the outside tensors that the subgraphs of a node read, at any depth."""
     found: set[str] = set()
     for graph in iter_subgraphs(node):
         used, defined = {value.name for value in graph.output}, {value.name for value in graph.input}
@@ -55,7 +55,7 @@ def find_captures(node: onnx.NodeProto) -> frozenset[str]:
 
 
 def tensors_read(node: onnx.NodeProto) -> list[str]:
-    """Return the inputs of a node without omitted ones, followed by the captures of its subgraphs."""
+    """Return the names of a node's inputs without omitted ones, then those that its subgraphs read from outside."""
     return [*filter(None, node.input), *sorted(find_captures(node))]
 
 
@@ -66,7 +66,7 @@ def input_values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
 
 
 def constants_by_name(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Return initializers and values of Constant nodes by tensor name."""
+    """Return initializers and values of Constant nodes by tensor name, without sparse ones."""
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute:
@@ -95,7 +95,7 @@ def attribute_value(node: onnx.NodeProto, name: str, default: Any = None) -> Any
 
 
 def opset_versions(proto: onnx.ModelProto) -> dict[str, int]:
-    """Return the imported version of each domain."""
+    """Return the imported version of each domain; the default domain is "" or "ai.onnx", as in the file."""
     return {opset.domain: opset.version for opset in proto.opset_import}
 
 
@@ -105,7 +105,11 @@ def is_standard_op(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
 
 
 def dtype_name(element: int) -> str:
-    """Return an element type by its ONNX name in lower case: "float", "int64"."""
+    """Return the ONNX name of an element type (`onnx.TensorProto.DataType`) in lower case: "float", "int64".
+
+    Raises:
+        ValueError: There is no such type.
+    """
     return str(onnx.TensorProto.DataType.Name(element)).lower()
 
 
@@ -117,7 +121,7 @@ def copy_message(message: AnyMessage) -> AnyMessage:
 
 
 def replace_field(field: Any, values: Iterable[Any]) -> None:
-    """Replace the contents of a repeated field of protobuf; `values` may be taken from the field itself."""
+    """Replace the contents of a repeated protobuf field, in place; `values` may be taken from the field itself."""
     kept = list(values)
     del field[:]
     field.extend(kept)

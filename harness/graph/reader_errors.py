@@ -26,7 +26,7 @@ class InputForm:
     """Form of one quantized input in one file.
 
     Attributes:
-        arrays: Scale and zero point of an activation, or the restored values of a weight.
+        arrays: Scale and zero point of an activation, or the dequantized values of a weight alone.
         nodes: QuantizeLinear and DequantizeLinear of an activation; empty for a weight.
     """
 
@@ -34,12 +34,12 @@ class InputForm:
     nodes: tuple[onnx.NodeProto, ...] = ()
 
     def is_equal(self, other: InputForm) -> bool:
-        """Return whether both forms give the same dequantized values."""
+        """Return whether scales and zero points, or the dequantized values of weights, are equal in both forms."""
         return all(map(np.array_equal, self.arrays, other.arrays))
 
 
 def read_input_form(graph: QDQGraph, edge: Edge) -> InputForm:
-    """Return the form of a quantized input in a Q/DQ model."""
+    """Return the form of a quantized input in a Q/DQ model; `edge` must be one of `graph.edges`."""
     quantize, dequantize = graph.edge_pair(edge)
     scale, zero = (numpy_helper.to_array(graph.constants[name]) for name in dequantize.input[1:3])
     if quantize is not None:
@@ -54,7 +54,7 @@ class ReaderErrors:
     """Float model with copies of nodes that read quantized inputs, and the squared errors of these copies as outputs.
 
     Attributes:
-        proto: Model with the added nodes and outputs.
+        proto: Copy of the model with the added nodes; its outputs are sums of squares.
     """
 
     def __init__(self, model: Model) -> None:
@@ -65,7 +65,12 @@ class ReaderErrors:
         self._outputs: dict[Edge, tuple[str, dict[str, str]]] = {}
 
     def add_readers(self, edge: Edge, forms: Mapping[str, InputForm]) -> None:
-        """Add a copy of the node at an edge for each different form of its input; `forms` are by name of the file."""
+        """Add a copy of the node at an edge for each different form of its input, and outputs for the squared errors.
+
+        Args:
+            edge: Edge of the float model, or an output of the model.
+            forms: Forms of the input by name of a file; equal ones share a copy.
+        """
         reader = self._readers.get(edge.consumer)
         result = edge.tensor if reader is None else reader.output[0]
         found: dict[str, str] = {}
@@ -84,7 +89,11 @@ class ReaderErrors:
         self._outputs[edge] = (self._add_energy(result, self._model.types[result].dtype), found)
 
     def relative_errors(self, sums: Mapping[str, float]) -> dict[Edge, dict[str, float]]:
-        """Return the squared error of each form at each edge relative to the float result, from sums of the outputs."""
+        """Return the squared error of each form relative to the squared float result, by edge and name of the form.
+
+        Args:
+            sums: Sum of each output of `proto` over the batches, by name.
+        """
         return {
             edge: {name: sums[output] / max(sums[energy], _TINY) for name, output in found.items()}
             for edge, (energy, found) in self._outputs.items()

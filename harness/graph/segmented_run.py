@@ -23,7 +23,7 @@ Feeds = Mapping[str, Array]
 def open_reference_session(model: str | bytes) -> Any:
     """Return a session of ONNX Runtime without graph optimizations on one thread.
 
-    Its results depend neither on fusions nor on the number of cores.
+    Its results depend neither on fusions nor on the number of cores. It runs on the CPU.
 
     Args:
         model: File of the model, or the model in bytes.
@@ -49,12 +49,15 @@ def _run_all(proto: onnx.ModelProto | Path, batches: Sequence[Feeds]) -> Iterato
 
 
 def iter_outputs(path: Path, batches: Sequence[Feeds]) -> list[dict[str, Array]]:
-    """Return the outputs of a model file for each batch; call it in the helper process."""
+    """Return the outputs of a model file by name, for each batch of inputs; call it in the helper process."""
     return [dict(outputs) for outputs in _run_all(path, batches)]
 
 
 def sum_outputs(path: Path, batches: Sequence[Feeds]) -> dict[str, float]:
-    """Return the sum of each scalar output over the batches; call it in the helper process."""
+    """Return the sum of each output over the batches, by name; call it in the helper process.
+
+    The model must have only scalar outputs.
+    """
     found: dict[str, float] = defaultdict(float)
     for outputs in _run_all(path, batches):
         for name, value in outputs.items():
@@ -63,7 +66,13 @@ def sum_outputs(path: Path, batches: Sequence[Feeds]) -> dict[str, float]:
 
 
 def channel_maxima(path: Path, tensors: Sequence[str], batches: Sequence[Feeds]) -> dict[str, Array]:
-    """Return the largest magnitude in each slice of the last axis of tensors; call it in the helper process."""
+    """Return the largest magnitude by channel over all batches, by tensor; call it in the helper process.
+
+    Args:
+        path: File of the model.
+        tensors: Names of the tensors, with channels along the last axis.
+        batches: Inputs by name.
+    """
     proto = onnx.load(path)
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)
     found: dict[str, Array] = {}
@@ -78,7 +87,7 @@ class SegmentedRun:
     """Execution of a model file in steps, in the order of its nodes.
 
     Attributes:
-        values: Values of each batch by tensor, for the tensors that later nodes read.
+        values: For each tensor that later nodes read: its value for each batch.
     """
 
     def __init__(self, path: Path, batches: Sequence[Feeds]) -> None:
@@ -96,11 +105,11 @@ class SegmentedRun:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the nodes in order."""
+        """Unique names of the nodes in order, see `unique_node_names`."""
         return tuple(self._outputs)
 
     def run_to(self, node: str) -> str:
-        """Run all nodes up to and including `node`, and return the name of its first output."""
+        """Run all nodes up to and including `node`; return the name of its first output, which is then in `values`."""
         target: str = self._outputs[node]
         self._run(self._producer[target] + 1, target)
         return target
@@ -157,7 +166,7 @@ class SegmentedRun:
 def layer_sqnr_db(
     float_path: Path, quantized_path: Path, layers: Sequence[str], batches: Sequence[Feeds]
 ) -> dict[str, float]:
-    """Return the SQNR of the results of layers in dB, mean over the batches; call it in the helper process.
+    """Return the SQNR in dB of each layer's result, mean over the batches, by node; call it in the helper process.
 
     Args:
         float_path: Float model.
@@ -178,7 +187,7 @@ def layer_sqnr_db(
 def measure_layer_shifts(
     float_path: Path, quantized_path: Path, layers: Mapping[str, int], batches: Sequence[Feeds], sequential: bool
 ) -> dict[str, Array]:
-    """Return the mean error of the quantized layers' results by channel; call it in the helper process.
+    """Return the mean error (quantized minus float) by channel of each layer's result; call it in the helper process.
 
     Args:
         float_path: Float model.

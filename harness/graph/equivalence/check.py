@@ -40,7 +40,7 @@ class ModelInterface:
     """Inputs and outputs of a model, which preparation must keep.
 
     Attributes:
-        inputs: Name and type, in order; None for sequences and optionals.
+        inputs: Name and type, in order; None for a dynamic shape, a sequence or an optional.
         outputs: Names, in order.
     """
 
@@ -49,12 +49,18 @@ class ModelInterface:
 
     @classmethod
     def from_graph(cls, graph: onnx.GraphProto) -> ModelInterface:
-        """Return the interface of a graph with static inputs."""
+        """Return the inputs and outputs of a graph."""
         types = static_types(graph)
         return cls(tuple((v.name, types.get(v.name)) for v in graph.input), tuple(v.name for v in graph.output))
 
     def check_unchanged(self, graph: onnx.GraphProto, before: Mapping[str, TensorType], source: str) -> None:
-        """Raise `UserError` if a name, type or shape changed; `before` has known types of outputs."""
+        """Raise `UserError` if names, or types of inputs, of `graph` differ from this interface.
+
+        Args:
+            graph: Graph of the prepared model.
+            before: Types of outputs before the preparation, as far as known; these are compared too.
+            source: Name of the model in messages.
+        """
         found, types = ModelInterface.from_graph(graph), static_types(graph)
         inputs = dict(found.inputs)
         pairs = [*((name, kind, inputs.get(name)) for name, kind in self.inputs)]
@@ -72,10 +78,10 @@ class OriginalModel:
 
     Attributes:
         source: The file, or the model in memory.
-        key: Identifies the file and the arguments of the preparation; "" for a model in memory.
-        nodes: Nodes of the main graph, without names and documentation.
+        key: Text that identifies the file and the arguments of the preparation; "" for a model in memory.
+        nodes: Serialized nodes of the main graph, without names and documentation.
         constants: Initializers and Constant nodes by name.
-        samples: Declared first size of each input.
+        samples: Declared size of the first dimension of each input; 0 for a dynamic one. Scalar inputs are absent.
         opsets: Version of the operator set by domain.
     """
 
@@ -88,7 +94,7 @@ class OriginalModel:
 
     @classmethod
     def of(cls, proto: onnx.ModelProto, source: Path | onnx.ModelProto, key: str = "") -> OriginalModel:
-        """Return the description of a model that was read from `source`; `proto` may be changed afterwards."""
+        """Return the description of a model from `source`, with the key `key`; `proto` may be changed afterwards."""
         shapes = {value.name: value.type.tensor_type.shape.dim for value in proto.graph.input}
         return cls(
             source=source,
@@ -104,7 +110,7 @@ def check_equivalent(original: OriginalModel, model: Model) -> bool:
     """Raise `UserError` if a prepared model and its original compute different results; cache the verdict.
 
     Returns:
-        False if they could not be compared, which is logged.
+        False if they could not be compared, which is logged; else True.
     """
     if _is_untouched(original, model.proto):
         return True

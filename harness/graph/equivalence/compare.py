@@ -46,8 +46,8 @@ class EquivalenceVerdict:
     """Result of a comparison.
 
     Attributes:
-        change: Difference and its size; "" if preparation changed nothing.
-        unchecked: Why the comparison is not complete; "" if it is.
+        change: Description of a difference; "" if none was found.
+        unchecked: Reason why the comparison is not complete; "" if it is.
     """
 
     change: str = ""
@@ -55,7 +55,7 @@ class EquivalenceVerdict:
 
 
 def compare_runs(task: ComparisonTask) -> EquivalenceVerdict:
-    """Run both versions on random inputs and compare their outputs, and their nodes if necessary."""
+    """Run both versions on random inputs; return the verdict on their outputs and, if necessary, on single nodes."""
     try:
         original = ModelVersion(task.original, task)
         runs = accepted_runs(original, task)
@@ -146,7 +146,7 @@ def _describe_deviation(found_db: float, limit_db: float) -> str:
 
 
 def threshold_db(proto: onnx.ModelProto) -> float:
-    """Return the smallest ratio in dB of a valid preparation, which depends on the coarsest float type of the model."""
+    """Return the smallest valid signal-to-noise ratio in dB: 80, but 40 with FP16 and 25 with BF16 tensors."""
     types = {value.type.tensor_type.elem_type for value in (*proto.graph.input, *proto.graph.output)}
     types.update(tensor.data_type for graph in iter_graphs(proto.graph) for tensor in graph.initializer)
     for attribute in (attribute for node in iter_nodes(proto) for attribute in node.attribute):
@@ -179,9 +179,9 @@ def normalization_db(before: npt.NDArray[Any], after: npt.NDArray[Any], limit_db
 
 
 def deviation_db(before: Any, after: Any) -> float:
-    """Return the signal-to-noise ratio of two results in dB: inf if equal, -inf if they cannot be compared.
+    """Return the signal-to-noise ratio of two results in dB: inf if equal, -inf if their types or shapes differ.
 
-    NaN, infinities and integers must be equal, element by element.
+    NaN, infinities and integers must be equal, element by element, else it is -inf; of a list it is the lowest ratio.
     """
     if isinstance(before, np.ndarray) and isinstance(after, np.ndarray):
         if before.dtype != after.dtype or before.shape != after.shape:

@@ -38,7 +38,7 @@ class ComparisonTask:
     """Two versions of a model and the inputs to compare them on.
 
     Attributes:
-        original: File or serialized model from the user.
+        original: File or serialized original model.
         prepared: File or serialized prepared model.
         inputs: Element type and shape of each input of the prepared model.
         widened: Inputs with one sample in the original and `samples` in the prepared model.
@@ -56,7 +56,11 @@ class ComparisonTask:
 
 
 class RunFailed(Exception):
-    """Failure to run a version of a model, with the error of ONNX Runtime."""
+    """Failure to run a version of a model, with the error of ONNX Runtime.
+
+    Attributes:
+        not_implemented: Whether ONNX Runtime lacks an operator or type of the model.
+    """
 
     def __init__(self, error: Exception | str) -> None:
         text = " ".join(str(error).split())
@@ -95,7 +99,7 @@ class ModelVersion:
             replace_field(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
 
     def open_session(self) -> Any:
-        """Return a session without graph optimizations."""
+        """Return a session of ONNX Runtime on the CPU without graph optimizations."""
         try:
             import onnxruntime
         except ImportError as error:
@@ -115,7 +119,7 @@ class ModelVersion:
             raise RunFailed(error) from error
 
     def run(self, session: Any, feeds: Feeds, names: Sequence[str] | None = None) -> Values:
-        """Run one inference, and return outputs by name, by default all whose types NumPy has."""
+        """Run one inference, and return outputs by name (by default all), without those of types that NumPy lacks."""
         kinds = {value.name: value.type for value in session.get_outputs()}
         names = [n for n in names or kinds if kinds[n] in _NUMPY_READABLE_TYPES or not kinds[n].startswith("tensor(")]
         try:
@@ -140,7 +144,10 @@ class ModelVersion:
         return {name: _join_samples([run[name] for run in runs]) for name in runs[0]}
 
     def compute_tensors(self, names: Sequence[str], feeds: Feeds) -> Values:
-        """Return the values of any tensors of the main graph, which become the outputs of `proto`."""
+        """Run the model with some tensors of the main graph as its outputs, and return their values by name.
+
+        The outputs of `proto` are replaced. `RunFailed` is raised for a name that the graph lacks.
+        """
         return self.run_samples(self._open_session_with_outputs(names), feeds)
 
     def _open_session_with_outputs(self, outputs: Sequence[str]) -> Any:
@@ -209,7 +216,7 @@ def accepted_runs(original: ModelVersion, task: ComparisonTask) -> list[tuple[Va
 
 
 def is_informative(value: Any) -> bool:
-    """Return whether equal results of this kind show that all nodes before them compute equal results."""
+    """Return whether a result is a float array with different finite values, so that its equality is conclusive."""
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
         return False
     finite = value[np.isfinite(value)]

@@ -11,7 +11,7 @@ _READ_CHUNK_BYTES = 1 << 24
 
 
 def digest_file(model_path: Path) -> str:
-    """Return the SHA-256 of a model file and its external data, independent of the names of the data files.
+    """Return the SHA-256 (hexadecimal) of a model file and its external data, independent of the data files' names.
 
     Raises:
         OSError: A file cannot be read.
@@ -31,10 +31,10 @@ def digest_file(model_path: Path) -> str:
 
 
 def may_have_external_data(content: bytes, model_path: Path) -> bool:
-    """Return whether a model file may refer to external data; every reference contains the word "location"."""
+    """Return whether a model file may refer to external data: it has the word "location", and is no OpenVINO IR."""
     return model_path.suffix != IR_SUFFIX and b"location" in content
 
 
 def ir_weights(model_path: Path) -> list[Path]:
-    """Return the file of the weights of an OpenVINO IR, which has the model's name; none for an ONNX file."""
+    """Return the `.bin` file with the weights of an OpenVINO IR as a list; empty for an ONNX file."""
     return [model_path.with_suffix(".bin")] if model_path.suffix == IR_SUFFIX else []

@@ -19,12 +19,18 @@ MAX_SINGLE_FILE_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 G
 
 
 def is_large(proto: onnx.ModelProto) -> bool:
-    """Return whether a model is too large for one file."""
+    """Return whether a model has more than 1.9 GB of weights, and so is too large for one file."""
     return bool(sum(tensor.ByteSize() for tensor in proto.graph.initializer) > MAX_SINGLE_FILE_BYTES)
 
 
 def write_model(proto: onnx.ModelProto, path: Path) -> Path:
-    """Write a model to one file or, above 1.9 GB, to the file and `<name>.data`; equal models give equal bytes."""
+    """Write a model to one file or, above 1.9 GB, to the file and `<name>.data`; equal models give equal bytes.
+
+    Folders are created, and existing files are replaced.
+
+    Returns:
+        The path of the file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_large(proto):
         path.write_bytes(proto.SerializeToString(deterministic=True))
@@ -36,7 +42,7 @@ def write_model(proto: onnx.ModelProto, path: Path) -> Path:
 
 
 def to_proto(model: object) -> onnx.ModelProto:
-    """Return a model of ONNX or of onnx-graphsurgeon as one of ONNX; raise `TypeError` if it is neither."""
+    """Return an ONNX or onnx-graphsurgeon model as an ONNX model; raise `TypeError` for other objects."""
     if isinstance(model, onnx.ModelProto):
         return model
     graphsurgeon = sys.modules.get("onnx_graphsurgeon")  # imported if the model is a graph of it
@@ -55,7 +61,11 @@ def serialize_model(proto: onnx.ModelProto) -> bytes:
 
 
 def digest_model(proto: onnx.ModelProto) -> str:
-    """Return the SHA-256 of a model."""
+    """Return the SHA-256 of a serialized model in hexadecimal, without its external data.
+
+    Raises:
+        UserError: The model has more than 2 GB.
+    """
     return hashlib.sha256(serialize_model(proto)).hexdigest()
 
 
@@ -65,7 +75,8 @@ def copy_model(model_path: Path, folder: Path, name: str = "model.onnx") -> Path
     A model without external data is copied byte for byte. No links are made, because ONNX refuses linked external data.
 
     Returns:
-        Path of the copy; its external data are `<name>.data`, `<name>.data1` and so on.
+        Path of the copy; its external data are `<name>.data`, `<name>.data1` and so on. Files of these names are
+        replaced.
     """
     target = folder / name
     content, destinations = _renamed_after(target, model_path)
@@ -76,7 +87,10 @@ def copy_model(model_path: Path, folder: Path, name: str = "model.onnx") -> Path
 
 
 def move_model(model_path: Path, target: Path) -> None:
-    """Move a model with its external data, which get the names of `copy_model`; the model file is moved last."""
+    """Move a model with its external data, which get the names of `copy_model`; the model file is moved last.
+
+    Existing files are replaced, and the folder of `target` is created.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     content, destinations = _renamed_after(target, model_path)
     if destinations:
@@ -88,7 +102,7 @@ def move_model(model_path: Path, target: Path) -> None:
 
 
 def model_files(model_path: Path) -> list[Path]:
-    """Return a model's file, followed by the files of its external data."""
+    """Return a model's file, followed by the files of its external data or of an OpenVINO IR's weights."""
     return [
         model_path,
         *ir_weights(model_path),

@@ -68,7 +68,7 @@ def call_in_helper_process(what: str, work: Callable[[*Ts], T], *args: *Ts, fact
         what: Subject of the error message: the file and the step.
         work: Module-level function, whose arguments, result and exceptions can be pickled.
         args: Arguments of the function.
-        factor: Factor of the time limit, for steps that may take longer.
+        factor: Factor by which the time limit is multiplied, for steps that may take longer.
 
     Raises:
         HelperCallFailed: The process crashed, exceeded the time limit, or used too much memory.
@@ -79,7 +79,19 @@ def call_in_helper_process(what: str, work: Callable[[*Ts], T], *args: *Ts, fact
 
 
 def call_with_reports(what: str, work: Callable[..., T], *args: Any, factor: float, on_report: Report) -> T:
-    """Call a function as `call_in_helper_process` does, with a last argument whose calls go to `on_report`."""
+    """Return `work(*args, report)`, computed in the helper process; each call of `report` there calls `on_report` here.
+
+    Args:
+        what: Subject of the error message: the file and the step.
+        work: Module-level function, whose arguments, result and exceptions can be pickled.
+        args: Arguments of the function, without `report`.
+        factor: Factor by which the time limit is multiplied.
+        on_report: Function that is called with the arguments of each report.
+
+    Raises:
+        HelperCallFailed: See `call_in_helper_process`.
+        UserError: See `call_in_helper_process`.
+    """
     result: T = _process_helper(os.getpid()).call(what, (work, args), factor, on_report)
     return result
 
@@ -89,9 +101,9 @@ class StepLimits:
     """Limits of a step on a model, with messages about them.
 
     Attributes:
-        seconds: Time limit, with the factor.
+        seconds: Time limit in seconds, with the factor.
         memory_gb: Memory limit in units of 10^9 bytes.
-        factor: Factor of the time limit, for steps that may take longer.
+        factor: Factor by which the time limit is multiplied, for steps that may take longer.
     """
 
     seconds: float
@@ -129,7 +141,7 @@ def _read_limit(variable: str, default: float) -> float:
 
 
 def serve(fd: int) -> None:
-    """Run the helper process: execute calls until the driver closes the connection."""
+    """Run the helper process: execute calls until the driver closes the connection with the file descriptor `fd`."""
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection: Connection[Any, Any] = Connection(fd)

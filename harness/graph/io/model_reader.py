@@ -57,7 +57,10 @@ def refuse_damage(source: object) -> Iterator[None]:
 
 
 def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
-    """Return the model in a file with all its weights, and the SHA-256 of the file and its external data.
+    """Return the model in a file with all its weights, and the SHA-256 (hexadecimal) of the file and its external data.
+
+    Args:
+        source: Name of the model in messages.
 
     Raises:
         UserError: The file is missing, truncated or not ONNX; functions cannot be inlined; weights do not have the
@@ -95,7 +98,8 @@ def check_functions(proto: onnx.ModelProto, source: str) -> None:
     """Check that functions can be inlined, because native code (onnx 1.21) inlines them without a limit.
 
     Raises:
-        UserError: A function calls itself, or inlining would give more than `MAX_INLINED_NODES` nodes.
+        UserError: A function calls itself, or inlining would give more than `MAX_INLINED_NODES` nodes; the message
+            starts with `source`.
     """
     bodies: dict[tuple[str, str, str], list[onnx.NodeProto]] = {}
     for function in proto.functions:
@@ -137,7 +141,11 @@ def _inlined_cost(nodes: Iterable[onnx.NodeProto]) -> int:
 
 
 def load_external_data(proto: onnx.ModelProto, folder: Path, source: str) -> list[tuple[onnx.TensorProto, Path]]:
-    """Return the tensors of a model whose values are in other files, each with that file.
+    """Return the tensors of a model with values in other files, each with that file; values are not read.
+
+    Args:
+        folder: Folder of the model.
+        source: Name of the model in messages.
 
     Raises:
         UserError: A file is missing or outside of the model's folder, or the data are larger than the memory.
@@ -273,7 +281,7 @@ def distinct_files(external: ExternalTensors) -> list[Path]:
 
 
 def read_external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, ExternalTensors]:
-    """Return a model without its external data, and its external tensors; an empty model if it cannot be parsed.
+    """Return a serialized model without its external data, and its external tensors; no tensors if it cannot be parsed.
 
     Raises:
         UserError: The external data are damaged.
@@ -288,7 +296,10 @@ def read_external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelP
 
 
 def number_external_data(content: bytes, model_path: Path) -> tuple[bytes, list[Path]]:
-    """Return a model's bytes with its external data named 0, 1 and so on, and their files; unchanged without any."""
+    """Return a model's bytes with its external data named "0", "1" and so on, and the data files in this order.
+
+    A model without external data is returned unchanged, with an empty list. No file is renamed.
+    """
     proto, external = read_external_tensors(content, model_path)
     files = distinct_files(external)
     rename_external_files(external, {file: str(number) for number, file in enumerate(files)})
@@ -296,7 +307,11 @@ def number_external_data(content: bytes, model_path: Path) -> tuple[bytes, list[
 
 
 def rename_external_files(external: ExternalTensors, names: Mapping[Path, str]) -> bool:
-    """Change the names of external data in their model; return whether any name changed."""
+    """Change the names of external data in their tensors, in place; return whether any name changed.
+
+    Args:
+        names: New name of each data file, which itself is not renamed.
+    """
     entries = [(entry, names[file]) for tensor, file in external for entry in tensor.external_data]
     changed = [(entry, name) for entry, name in entries if entry.key == "location" and entry.value != name]
     for entry, name in changed:

@@ -67,7 +67,7 @@ class CanonicalForm:
         order: Node indices in canonical order.
         code: For each node in order: label, number of reads, a pair per read, bit mask of outputs, child. The pair is
             (position of the producer, its output) or (-1 - number of the outside tensor, 0).
-        children: Children in the order in which their nodes first appear.
+        children: Numbers of the child regions in the order in which their nodes first appear.
     """
 
     order: tuple[int, ...]
@@ -92,7 +92,7 @@ def canonical_form(wiring: NodeLabels, subject: RegionGraph) -> CanonicalForm:
 
 
 def describe_code(wiring: NodeLabels, code: Sequence[int]) -> str:
-    """Return a code as text with labels instead of their numbers, so that it is comparable between models."""
+    """Return a code as text, a line for each node, with labels instead of numbers, so that models can be compared."""
     lines, place = [], 0
     while place < len(code):
         end = place + 4 + 2 * code[place + 1]
@@ -166,7 +166,14 @@ class _Numbering:
 
 
 class CanonicalSearch:
-    """Search for the order of sinks with the smallest code among the orders that the colours allow."""
+    """Search for the order of sinks that gives the smallest code.
+
+    Args:
+        walk: Numbering without any sink.
+        sinks: Nodes whose results no other node of the region reads.
+        colours: Colour of each node; sinks are ordered by colour first.
+        size: Number of nodes of the region; the effort grows with it.
+    """
 
     def __init__(self, walk: _Numbering, sinks: Sequence[int], colours: Mapping[int, int], size: int) -> None:
         self._walk = walk

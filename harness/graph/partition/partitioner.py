@@ -26,7 +26,7 @@ _MAX_REGION_DEPTH = 32  # deeper regions become part of their parent, so that tr
 
 
 class VertexKind(Enum):
-    """Kind of a vertex: VIRTUAL is no node, LINEAR starts a group of a run, ELEMENTWISE may end a group."""
+    """Kind of a vertex: VIRTUAL is no node; LINEAR starts a group of a sequence, ELEMENTWISE may end one."""
 
     VIRTUAL = 0
     LINEAR = 1
@@ -36,7 +36,12 @@ class VertexKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RegionDraft:
-    """Draft of a region: number of the parent's draft (-1: none), and the vertices of a leaf (None: composite)."""
+    """Draft of a region.
+
+    Attributes:
+        parent: Position of the parent's draft in the list of drafts; -1: none.
+        vertices: Vertices of a leaf; None for a composite.
+    """
 
     parent: int
     vertices: tuple[int, ...] | None = None
@@ -54,14 +59,14 @@ class _ChainItem:
 def partition_graph(
     flow: BranchStructure, kinds: Sequence[VertexKind], labels: Sequence[Hashable], longest: int, smallest: int
 ) -> list[RegionDraft]:
-    """Cut a graph into leaves and composites; a parent comes before its children.
+    """Return the leaves and composites of a graph; a parent comes before its children.
 
     Args:
         flow: Chains and branches of the graph.
         kinds: Kind of each vertex except the sink.
         labels: Label of each vertex; repetitions have equal labels.
         longest: Largest number of vertices in a leaf that is a sequence.
-        smallest: Smallest number of vertices in a convergence that is split.
+        smallest: Smallest number of vertices in a convergence of branches that is split into a composite.
     """
     return _Partitioner(flow, kinds, labels, longest, smallest).partition()
 

@@ -29,11 +29,11 @@ _IGNORED_ATTRIBUTES = frozenset({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Class of isomorphic regions of one model.
+    """Structure that isomorphic regions of one model have in common.
 
     Attributes:
         signature: SHA-256 of the canonical code in hexadecimal, equal in all models and processes.
-        operators: Operator of each node in canonical order.
+        operators: Operator type of each node in canonical order.
         regions: Regions in graph order.
         order: Node indices of each region in canonical order; nodes at equal positions correspond.
         children: Child regions of each region in canonical order.

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchStructure:
-    """Chains and branches of a graph, whose vertices are numbered in topological order with the sink last.
+    """Chains and branches of a graph with vertices numbered in topological order; the sink has the last number.
 
     Attributes:
-        series: Vertex before each vertex in its chain; -1 at the start of a chain.
-        branches: Last vertices of the chains that converge on each vertex, in topological order.
+        series: For each vertex: the vertex before it in its chain, or -1 at the start of a chain.
+        branches: For each vertex: last vertices of the chains that converge on it, in topological order.
     """
 
     series: tuple[int, ...]
@@ -42,7 +42,7 @@ class BranchStructure:
         return found[::-1]
 
     def branch_vertices(self, vertex: int) -> Iterator[int]:
-        """Yield all vertices of all branches that converge on a vertex, without the vertex itself."""
+        """Yield all vertices of the branches that converge on a vertex, in any order, without the vertex itself."""
         todo = list(self.branches[vertex])
         while todo:
             last = todo.pop()

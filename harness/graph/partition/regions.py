@@ -59,7 +59,7 @@ class Region:
             todo.extend(reversed(region.children))
 
     def iter_leaves(self) -> Iterator[Region]:
-        """Return the LEAF regions at or below this one."""
+        """Iterate over the LEAF regions at or below this one, in pre-order."""
         return (region for region in self.walk() if region.type is RegionType.LEAF)
 
     def node_indices(self) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def discover_regions(
 
 
 def find_readers(model: Model) -> dict[str, list[int]]:
-    """Return the indices of the nodes that read each tensor, also in a subgraph, in order and without duplicates."""
+    """Return, by tensor, the indices of the nodes that read it, also in a subgraph, in order without duplicates."""
     found: dict[str, list[int]] = defaultdict(list)
     for node in model.nodes:
         for name in {*node.inputs, *node.captures} - {""}:
@@ -192,7 +192,7 @@ def _repetition_label(node: Node) -> str:
 
 
 class RegionTreeBuilder:
-    """Builder of the tree from drafts, which removes composites with one child, orders, numbers and adds boundaries."""
+    """Builder of the tree of regions from drafts; a composite with one child is replaced by the child."""
 
     def __init__(self, model: Model, readers: Mapping[str, list[int]], drafts: Sequence[RegionDraft]) -> None:
         self._model = model

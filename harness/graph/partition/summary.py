@@ -42,6 +42,8 @@ class DiscoverySummary:
         patterns: Number of patterns of LEAF and COMPOSITE regions.
         leaf_patterns: Number of patterns of LEAF regions.
         histogram: Pairs (number of nodes, number of LEAF regions with it) in ascending order.
+        leaves: Number of LEAF regions.
+        composites: Number of COMPOSITE regions.
     """
 
     nodes: int
@@ -56,7 +58,7 @@ class DiscoverySummary:
 
     @property
     def coverage(self) -> float:
-        """Share of the nodes that are in some LEAF; 1 for a model without nodes."""
+        """Share (0 to 1) of the nodes that are in some LEAF; 1 for a model without nodes."""
         return self.covered / self.nodes if self.nodes else 1.0
 
 
@@ -79,7 +81,7 @@ def summarize_discovery(model: Model, root: Region, patterns: Sequence[Pattern])
 
 
 def describe_phases(figures: DiscoverySummary) -> list[str]:
-    """Describe the results of the two phases of a discovery, as lines."""
+    """Describe the two phases of a region discovery as two lines: regions found, and regions refined."""
     f = figures
     return [
         f"Phase 1 complete: {f.top} regions, {_coverage_line(f)}",
@@ -158,7 +160,7 @@ def _leaf_shape(region: Region, model: Model) -> str:
 
 
 def to_json(model: Model, root: Region, patterns: Sequence[Pattern]) -> dict[str, Any]:
-    """Return the summary, the regions in pre-order with the id of their parent, and the patterns as JSON values."""
+    """Return the summary, the regions in pre-order with the id of their parent, and the patterns, as a JSON object."""
     signature = {region.id: pattern.signature for pattern in patterns for region in pattern.regions}
     parent = {child.id: region.id for region in root.walk() for child in region.children}
     figures = summarize_discovery(model, root, patterns)

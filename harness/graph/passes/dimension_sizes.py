@@ -37,10 +37,10 @@ class InputSizes:
 
     Attributes:
         shapes: Static shape by input name, as "1x3x224x224" or as numbers.
-        dims: Size by symbol.
+        dims: Size by symbol, for instance {"time": 128}.
         samples: Shape of one sample of the calibration data by input name ("" for the only input), for symbols whose
             size is not given otherwise.
-        keep_dynamic: Whether inputs stay dynamic, for the delivered model.
+        keep_dynamic: Whether inputs stay dynamic, so that no size is needed.
     """
 
     shapes: Shapes = field(default_factory=dict)
@@ -83,7 +83,7 @@ class ResolvedShapes:
 
 
 def parse_shape(given: str | tuple[int, ...], where: str) -> tuple[int, ...]:
-    """Return a shape from "1x3x224x224" or from numbers."""
+    """Return a shape from "1x3x224x224" or numbers; raise `UserError`, with `where` in front, for any other value."""
     parts = given.strip().lower().split("x") if isinstance(given, str) else [str(size) for size in given]
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"{where}: a shape looks like 1x3x224x224, but got {given!r}")
@@ -103,7 +103,7 @@ def _declared_axis(dim: onnx.TensorShapeProto.Dimension) -> Axis:
 
 
 def set_shape(value: onnx.ValueInfoProto, shape: tuple[int, ...]) -> None:
-    """Make an input static, in place."""
+    """Make an input static with `shape`, in place; raise `ValueError` if the numbers of dimensions differ."""
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
         tensor.shape.CopyFrom(onnx.TensorShapeProto(dim=[onnx.TensorShapeProto.Dimension() for _ in shape]))
@@ -112,7 +112,7 @@ def set_shape(value: onnx.ValueInfoProto, shape: tuple[int, ...]) -> None:
 
 
 def is_batch(axis: Axis, position: int) -> bool:
-    """Return whether a dynamic dimension is the batch, by its name and position."""
+    """Return whether a declared dimension is a dynamic batch: by its symbol and position, or the first without one."""
     if axis is None:
         return position == 0
     is_leading = position == 0 and LEADING_BATCH_SYMBOL.fullmatch(str(axis))
@@ -120,7 +120,7 @@ def is_batch(axis: Axis, position: int) -> bool:
 
 
 def format_axes(axes: Axes | None) -> str:
-    """Return a declared shape as text: "Nx3x?x?"."""
+    """Return a declared shape as text: "Nx3x?x?", or "of unknown rank" for None."""
     return "of unknown rank" if axes is None else "x".join("?" if axis is None else str(axis) for axis in axes)
 
 
@@ -132,7 +132,7 @@ def format_shape(shape: tuple[int, ...]) -> str:
 def resolve_shapes(
     inputs: Mapping[str, Axes | None], sizes: InputSizes, source: str, *, batch: int = 1
 ) -> ResolvedShapes:
-    """Determine a static shape for each input from its declared dimensions, the given sizes and the default batch.
+    """Determine a static shape for each input from its declared dimensions, the given sizes and the default `batch`.
 
     Raises:
         UserError: A given size does not fit the model or contradicts another one; the message starts with `source`.
@@ -320,7 +320,7 @@ def expression_symbols(text: str) -> tuple[str, ...]:
 
 
 def evaluate_expression(text: str, values: Mapping[str, int]) -> int | None:
-    """Return the value of an expression that `expression_symbols` accepts, or None if it is not positive."""
+    """Return the value of an expression that `expression_symbols` accepts, or None if it is not positive or x // 0."""
     try:
         size = _evaluate_tree(ast.parse(text, mode="eval").body, values)
     except ZeroDivisionError:

@@ -36,7 +36,7 @@ MASK_PREFIX = "qdq.unknown."
 
 
 def externalize_weights(graph: onnx.GraphProto) -> Weights:
-    """Move the large initializers of the main graph out of it, in place, and make them its inputs."""
+    """Turn the initializers of the main graph above 4096 bytes into its inputs, in place, and return them by name."""
     weights = {tensor.name: tensor for tensor in graph.initializer if tensor.ByteSize() > MAX_SHOWN_BYTES}
     if weights:
         replace_field(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in weights])
@@ -45,7 +45,7 @@ def externalize_weights(graph: onnx.GraphProto) -> Weights:
 
 
 def restore_weights(graph: onnx.GraphProto, weights: Weights) -> None:
-    """Undo `externalize_weights` for the weights that are still used, in place."""
+    """Undo `externalize_weights`, in place, for the weights that nodes or outputs still use; others are removed."""
     used = {name for node in graph.node for name in tensors_read(node)}
     used.update(value.name for value in graph.output)
     replace_field(graph.input, [value for value in graph.input if value.name not in weights])
@@ -117,7 +117,7 @@ def lower_constants(graph: onnx.GraphProto) -> None:
 
 
 def densify_sparse_initializers(graph: onnx.GraphProto) -> None:
-    """Turn sparse initializers of the main graph into dense ones, in place: most tools cannot read sparse ones."""
+    """Turn sparse initializers of the main graph into dense ones, in place; those above 256 MiB stay sparse."""
     kept = []
     for sparse in graph.sparse_initializer:
         values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)

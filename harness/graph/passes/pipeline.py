@@ -80,7 +80,7 @@ class Pass:
 
 
 def run_passes(draft: ModelDraft, passes: Iterable[Pass]) -> None:
-    """Apply passes in order."""
+    """Apply passes to a draft in order, in place; raise `UserError` if a condition of a pass is violated."""
     for each in passes:
         each.requires(draft)
         each.call(draft)
@@ -88,7 +88,7 @@ def run_passes(draft: ModelDraft, passes: Iterable[Pass]) -> None:
 
 
 def prepare_passes(min_opset: int) -> tuple[Pass, ...]:
-    """Return the passes that prepare a model with fixed inputs.
+    """Return the passes that prepare a model for placement, in order; they do not change shapes of inputs.
 
     Args:
         min_opset: Older models are upgraded to this version of the default operator set.

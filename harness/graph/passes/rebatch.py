@@ -33,10 +33,11 @@ SHAPE_OPS = frozenset({"Shape", "Size"})  # their results do not depend on value
 
 
 def with_batch_size(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx.ModelProto:
-    """Return a model with the batch size of `shapes` if it is fixed to one sample, or else the model itself.
+    """Return a copy of a model with the batch size of `shapes` if it is fixed to one sample, or else the model itself.
 
     Raises:
-        UserError: The model cannot be changed; the message names the operator that prevents it.
+        UserError: The shapes have several batch sizes, or the model cannot be changed; then the message names the
+            operator that prevents it.
     """
     batch_sizes = _requested_batch_sizes(proto.graph, shapes, source)
     if not batch_sizes:

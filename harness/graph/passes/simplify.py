@@ -51,7 +51,7 @@ class _ConstantTooLarge(Exception):
 
 
 def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
-    """Sort nodes topologically, fold constants and remove unused nodes and weights, in place.
+    """Sort nodes topologically, compute constants, and remove unused nodes and initializers, in place.
 
     Nodes with subgraphs and unknown operators are not folded, and tensors that their subgraphs read count as inputs.
     Attributes, types and weights are not changed. Node names must be unique.
@@ -106,7 +106,7 @@ def _sorted_names(graph: onnx.GraphProto, source: str) -> dict[str | None, int]:
 
 
 def fold_shape_ops(graph: onnx.GraphProto) -> bool:
-    """Replace Shape and Size of tensors with a static shape by initializers, in place; return whether any exists."""
+    """Replace Shape and Size of tensors with a static shape by initializers, in place; return whether any was."""
     names = {node.name for node in graph.node if node.op_type in ("Shape", "Size") and not node.domain}
     types, outputs = static_types(graph) if names else {}, {value.name for value in graph.output}
     rest = []

@@ -65,10 +65,13 @@ def fix_inputs(proto: onnx.ModelProto, sizes: InputSizes, source: str) -> None:
 
 
 def copy_with_static_inputs(path: Path, sizes: InputSizes, target: Path) -> Path:
-    """Write a copy with static inputs and no other change; Q/DQ models keep their pairs.
+    """Write a copy of a model file with static inputs and no other change; Q/DQ models keep their pairs.
 
     Returns:
         Path of the copy; `path` if its inputs are static and no size is given, or if it is no ONNX model.
+
+    Raises:
+        UserError: The file cannot be read, a dimension stays dynamic, or a given size does not fit.
     """
     if not (sizes.shapes or sizes.dims):
         try:
@@ -94,6 +97,9 @@ def infer_types(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
 
     Declared types of tensors that unknown operators compute are kept; all others are inferred. If an operator
     contradicts its inputs, this is logged, and tensors that depend on it stay untyped.
+
+    Raises:
+        UserError: An operator has inputs of wrong element types.
     """
     made_by_unknown = {
         name for node in proto.graph.node if not onnx.defs.has(node.op_type, node.domain) for name in node.output
@@ -139,7 +145,7 @@ def _infer_shapes(proto: onnx.ModelProto, source: str) -> tuple[onnx.ModelProto,
 
 
 def static_types(graph: onnx.GraphProto) -> dict[str, TensorType]:
-    """Return the type of every tensor of the graph with a known element type and a static shape."""
+    """Return the type by name of every tensor of the graph that has a known element type and a static shape."""
     types = {}
     for value in (*graph.value_info, *graph.output, *graph.input):
         if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type and not _is_dynamic(value):
@@ -191,13 +197,13 @@ def _describe_missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, si
 
 
 def format_size_options(dims: Mapping[str, int], shapes: Mapping[str, str]) -> str:
-    """Return sizes as options of the command line."""
+    """Return sizes by symbol, and shapes by input, as command-line options: "--dim time=128 --shape x:1x3x8x8"."""
     flags = [f"--dim {_shell_quote(f'{name}={size}')}" for name, size in dims.items()]
     return " ".join([*flags, *(f"--shape {_shell_quote(f'{name}:{shape}')}" for name, shape in shapes.items())])
 
 
 def parse_named_shapes(option: str, texts: Iterable[str], example: str = "images:1x3x224x224") -> dict[str, str]:
-    """Return shapes as text by input name from the values of an option, each NAME:SHAPE.
+    """Return shapes as text by input name from the values of an option, each NAME:SHAPE; shapes are not checked.
 
     Raises:
         UserError: A text does not have this form.
@@ -212,7 +218,7 @@ def parse_named_shapes(option: str, texts: Iterable[str], example: str = "images
 
 
 def parse_dims(texts: Iterable[str]) -> dict[str, int]:
-    """Return sizes by symbol from options of the command line, each SYMBOL=SIZE."""
+    """Return sizes by symbol from SYMBOL=SIZE texts; raise `UserError` for another form or two sizes of one symbol."""
     dims: dict[str, int] = {}
     for text in texts:
         name, _, size = text.rpartition("=")
@@ -230,6 +236,7 @@ def find_example_sizes(
 
     Args:
         inputs: Declared dimensions by input name; None if the rank is unknown.
+        resolved: Known and missing sizes.
     """
     examples = list(_iter_example_sizes(proto.graph, inputs, resolved))
     for dims, shapes in examples:

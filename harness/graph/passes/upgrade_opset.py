@@ -24,10 +24,12 @@ _TRAINING_MODE_OPSET = 14  # from this opset on, it is recognised by an attribut
 
 
 def upgrade_opset(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> onnx.ModelProto:
-    """Return a model with inferred types and unique node names in a newer opset; `proto` is changed.
+    """Return a model upgraded from opset `version` to `wanted` of the default domain; `proto` is changed.
+
+    The model must have inferred types and unique node names.
 
     Raises:
-        UserError: The model has no equivalent in the newer opset.
+        UserError: The model has no equivalent in the newer opset; the message starts with `source`.
     """
     metadata, declared = list(proto.metadata_props), list(proto.graph.value_info)
     try:

@@ -20,7 +20,11 @@ Ranges = Mapping[str, tuple[float, float]]
 
 
 def map_edges_to_cast_model(resolved: Resolved, cast: Model) -> Resolved:
-    """Return the edges at the same inputs of the same nodes in a cast model.
+    """Return quantized edges with the tensor names of a cast model: its nodes of the same names read other tensors.
+
+    Args:
+        resolved: Quantized edges of the float model, each with its precision.
+        cast: Copy of the float model in which operators were cast to FP16.
 
     Raises:
         UserError: The cast model lacks a node.
@@ -48,14 +52,16 @@ def require_all_nodes(edges: Iterable[Edge], cast: Model) -> None:
 
 
 class CastInserter(Inserter):
-    """Inserter of placements of a float model into its cast version.
+    """Writer of placements of a float model with the operators of its cast (FP16) version.
 
     Args:
         cast: Cast model.
         dialect: Dialect of the runtime.
         ranges: Range of each activation by its tensor in the float model; it is limited to 65504 for FP16 tensors.
-        model: Float model, whose nodes and inputs map ranges to tensors of the cast model; None: names of tensors do.
-        choices: Contents of the pairs. A depthwise Conv gets one scale if its data has another name in the cast model.
+        model: Float model; ranges are assigned to tensors of the cast model by node and input or output. None: by the
+            names of tensors.
+        choices: Estimators and scales of the pairs. A depthwise Conv gets one scale if its data has another name in the
+            cast model.
     """
 
     def __init__(

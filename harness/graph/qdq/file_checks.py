@@ -37,9 +37,9 @@ class QDQProblem:
 
     Attributes:
         node: Name of the node.
-        operator: Type of the node.
+        operator: Operator type of the node.
         rule: Name of the rule.
-        text: Reason without its subject, the node.
+        text: Reason as a predicate of the node, for instance "has a scale that is not positive".
         level: "refused"; "warning" (other values are computed); "no effect" (the node runs in float, so that its pairs
             only take time).
     """
@@ -62,11 +62,11 @@ def find_refused_qdq(graph: QDQGraph, capability: tuple[int, int], dialect: Dial
 def find_qdq_problems(
     graph: QDQGraph, capability: tuple[int, int], dialect: Dialect = TENSORRT
 ) -> Iterator[QDQProblem]:
-    """Yield the problems of a file in the order of its nodes.
+    """Yield the problems of a file in the order of its nodes, at most one for each node.
 
     Args:
         graph: Graph of the file; external data are read only if a rule needs values.
-        capability: Compute capability of the GPU.
+        capability: Compute capability of the GPU as (major, minor).
         dialect: One of `CHECKED_DIALECTS`.
     """
     for node in graph.proto.graph.node:

@@ -77,7 +77,7 @@ def _import_placement(source: Path | onnx.ModelProto, model: Model, name: str) -
 
 
 def compare_import(source: Path, model: Model, placed: Resolved) -> tuple[Resolved, Resolved]:
-    """Return the quantized edges that only a Q/DQ model has, and those that only a placement has, both sorted.
+    """Return the quantized edges, with precision, of a Q/DQ model alone and of a placement alone, both sorted.
 
     An edge without a counterpart in `model` has the names of the file.
 
@@ -134,7 +134,10 @@ def _is_qoperator(op: str) -> bool:
 
 
 def map_to_float_tensors(names: set[str], model: Model) -> set[str]:
-    """Return the tensors of a float model for names of a Q/DQ model, which may have the suffix of a tool."""
+    """Return the float model's tensors for names of a Q/DQ model, with or without a tool's suffix.
+
+    Names without a counterpart are left out.
+    """
     known = model.constants.keys() | model.producer.keys() | set(model.inputs)
     found: set[str] = set()
     for name in names:

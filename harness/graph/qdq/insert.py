@@ -41,7 +41,12 @@ def _join(parts: Iterable[Iterable[Any]]) -> Iterable[Any]:
 
 
 class InsertionPlan:
-    """Variants of the nodes of a model, and of the pairs after each node; the last are after the model's inputs."""
+    """Plan of a placement's file.
+
+    Args:
+        nodes: Encoded variant of each node of the model.
+        behind: Pairs after each node; the last are those after the model's inputs.
+    """
 
     def __init__(self, nodes: list[NodeVariant], behind: list[PairVariant]) -> None:
         self.nodes = nodes
@@ -50,7 +55,7 @@ class InsertionPlan:
 
     @property
     def count_pairs(self) -> int:
-        """Number of pairs, see `Inserter.count_pairs`."""
+        """Number of Q/DQ pairs, counted as `Inserter.count_pairs` does."""
         constants = {constant for form in self.nodes for constant in form.quantized}
         return sum(form.pairs for form in self.behind) + len(constants)
 
@@ -61,7 +66,7 @@ class Inserter:
     Args:
         model: Float model.
         dialect: Dialect of the runtime.
-        ranges: Smallest and largest value of each activation that may be quantized.
+        ranges: Smallest and largest value of each activation that may be quantized, by tensor name.
         choices: Estimators and scales of the pairs.
 
     Raises:
@@ -99,7 +104,7 @@ class Inserter:
         self._header = protobuf_wire.encode_graph_header(model.proto.graph)
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
-        """Return the model with the Q/DQ pairs of quantized edges, without external data.
+        """Return a copy of the model with the Q/DQ pairs of quantized edges, and with all weights inside.
 
         Raises:
             UserError: An edge does not exist in the model or cannot be quantized, or a range is missing.
@@ -118,7 +123,7 @@ class Inserter:
         return proto
 
     def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path:
-        """Write a candidate's file, with weights in data files that all candidates in the folder share.
+        """Write a candidate's file and return its path; candidates in a folder share data files with large weights.
 
         Args:
             resolved: Quantized edges.
@@ -138,7 +143,7 @@ class Inserter:
         return path
 
     def export(self, resolved: Resolved, path: Path) -> Path:
-        """Write the model of `insert` to one file; above 1.9 GB, to the file and `<name>.data`."""
+        """Write the model of `insert` to one file, or above 1.9 GB to the file and `<name>.data`; return `path`."""
         return write_model(self.insert(resolved), path)
 
     def count_pairs(self, resolved: Resolved) -> int:

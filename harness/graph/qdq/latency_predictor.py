@@ -94,7 +94,7 @@ class PlacementFeatures:
         self._float = self._sums([space.float_placement()])
 
     def encode(self, placements: Sequence[Placement]) -> Floats:
-        """Return the features minus those of the float model, with shape [placements, COLUMNS]."""
+        """Return the features of placements minus those of the float model, shape (placements, len(COLUMNS))."""
         return (self._sums(placements) - self._float) / self._scale
 
     def _sums(self, placements: Sequence[Placement]) -> Floats:
@@ -196,7 +196,7 @@ def _convolution_kind(model: Model, node: Node) -> str:
 
 
 def runtime_key(facts: Mapping[str, Any]) -> str:
-    """Return the key of the coefficients for the facts of a benchmarker: runtime, float precision, instructions."""
+    """Return the key of the coefficients for a benchmarker's facts: "NAME/FLOAT_PRECISION/INSTRUCTIONS"."""
     device = str(facts.get("device", ""))
     instructions = "vnni" if "VNNI" in device or "AMX" in device else "avx2" if "AVX" in device else "unknown"
     return f"{facts['name']}/{facts.get('float_precision', 'f32')}/{instructions}"
@@ -215,7 +215,12 @@ def _coefficients() -> Mapping[str, Floats]:
 
 
 def predict_log_ratios(features: Floats, coefficients: Floats) -> Floats:
-    """Return predicted log latencies relative to the float model, with shape [fits, placements]."""
+    """Return the predicted log(latency / float latency), shape (fits, placements).
+
+    Args:
+        features: Result of `PlacementFeatures.encode`.
+        coefficients: Shape (fits, len(COLUMNS)).
+    """
     return coefficients @ features.T
 
 

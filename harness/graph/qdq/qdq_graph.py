@@ -50,12 +50,12 @@ def read_qdq_graph(path: Path) -> QDQGraph:
 
 
 def read_qdq_edges(proto: onnx.ModelProto) -> dict[Edge, str]:
-    """Return the quantized edges of the main graph with their precision; see `QDQGraph.edges`."""
+    """Return the quantized edges of the main graph with their precision, for instance "int8"; see `QDQGraph.edges`."""
     return QDQGraph(proto).edges
 
 
 def diff_edges(expected: Resolved, source: Path | onnx.ModelProto) -> tuple[Resolved, Resolved]:
-    """Return the expected edges that a model lacks, and its unexpected edges; both sorted."""
+    """Return the expected edges that a model or file lacks, and its edges that are not expected; both sorted."""
     edges = read_qdq_graph(source).edges if isinstance(source, Path) else read_qdq_edges(source)
     wanted, found = set(expected), set(edges.items())
     return tuple(sorted(wanted - found)), tuple(sorted(found - wanted))
@@ -75,19 +75,19 @@ def count_pairs(path: Path) -> int:
 
 
 def read_precisions(path: Path) -> frozenset[str]:
-    """Return the precisions of the quantized edges of a model file; empty for a float model."""
+    """Return the precisions of a model file's quantized edges; none for a float model, "int8" for an OpenVINO IR."""
     if path.suffix == IR_SUFFIX:
         return frozenset({"int8"})
     return frozenset(read_qdq_graph(path).edges.values())
 
 
 def node_name(node: onnx.NodeProto) -> str:
-    """Return the name of a node, or its first output if it has none."""
+    """Return the name of a node, or its first output if it has none; "" if it has neither."""
     return node.name or next(filter(None, node.output), "")
 
 
 def unique_node_names(graph: onnx.GraphProto) -> list[str]:
-    """Return unique names of the nodes, as in edges: duplicates get a number, as in `harness.graph.load.load`."""
+    """Return a unique name for each node in order: duplicates get a number, as in `harness.graph.load.load`."""
     taken = {node.name for node in graph.node}
     found: dict[str, None] = {}
     for node in graph.node:
@@ -104,12 +104,12 @@ class QDQGraph:
 
     Args:
         proto: Model, whose external data need not be loaded.
-        folder: Folder of the external data.
+        folder: Folder of the external data; None: the working folder.
 
     Attributes:
-        labels: Name of each node in edges, see `unique_node_names`.
-        producer: Node that computes each tensor.
-        readers: Nodes that read each tensor, in order.
+        labels: Unique name of each node, in the order of the graph, by which edges refer to it (`unique_node_names`).
+        producer: Node that computes each tensor, by tensor name.
+        readers: Nodes that read each tensor, in order, by tensor name.
         constants: Initializers and values of Constant nodes by name.
         outputs: Names of the outputs.
     """
@@ -143,7 +143,7 @@ class QDQGraph:
 
     @property
     def has_quantized_biases(self) -> bool:
-        """Return whether a constant is stored as INT32, as biases are, and dequantized."""
+        """Return whether any constant is stored as INT32, as biases are, and dequantized."""
         sources = (node.input[0] for node in self.proto.graph.node if node.op_type == DEQUANTIZE)
         stored = (self.constants[name] for name in sources if name in self.constants)
         return any(tensor.data_type == TensorProto.INT32 for tensor in stored)
@@ -203,7 +203,11 @@ class QDQGraph:
         return (quantize if quantize is not None and quantize.op_type == QUANTIZE else None), dequantize
 
     def edge_range(self, edge: Edge) -> tuple[float, float] | None:
-        """Return the smallest and the largest value that a pair represents, or None without a constant scalar scale."""
+        """Return the smallest and the largest real value that an edge's pair represents.
+
+        None for constants that are stored quantized, for a scale that is no constant scalar, and for other types than
+        INT8, UINT8 and FP8.
+        """
         quantize, _ = self.edge_pair(edge)
         if quantize is None:
             return None
@@ -241,19 +245,19 @@ class QDQGraph:
 
     @cached_property
     def operators(self) -> Mapping[str, str]:
-        """Operator of each node by name."""
+        """Operator type of each node by name."""
         return {node_name(node): node.op_type for node in self.proto.graph.node}
 
     @cached_property
     def linear(self) -> Mapping[str, tuple[str | None, str | None]]:
-        """Precisions of data and weight of each linear operator by name; None for a float input."""
+        """Precisions of data and weight of each linear operator (`LINEAR_OPS`) by node name; None for a float input."""
         precisions = {(edge.consumer, edge.slot): precision for edge, precision in self.edges.items()}
         names = map(node_name, self._nodes_of(LINEAR_OPS))
         return {name: (precisions.get((name, 0)), precisions.get((name, 1))) for name in names}
 
     @cached_property
     def linear_readers(self) -> Mapping[str, tuple[str, ...]]:
-        """Operators that read the output of each linear operator, QuantizeLinear included."""
+        """Types of the operators that read each linear operator's output, by its node name; QuantizeLinear included."""
         linear = self._nodes_of(LINEAR_OPS)
         return {node_name(node): tuple(n.op_type for n in self.readers.get(node.output[0], ())) for node in linear}
 
@@ -270,13 +274,13 @@ class QDQGraph:
 
     @cached_property
     def unfusable_reasons(self) -> Mapping[str, str]:
-        """Reason why no runtime can fuse a Q or DQ node, by its name."""
+        """Reason, without subject, why no runtime can fuse a Q or DQ node, by its name; other nodes are absent."""
         pairs = self._nodes_of(QDQ_OPS)
         return {node_name(node): text for node in pairs if (text := self._unfusable_reason(node))}
 
     @cached_property
     def folded_into(self) -> Mapping[str, tuple[str, ...]]:
-        """Linear operators by the name of a node that runtimes may fold into them, or of a tensor computed there."""
+        """Names of linear operators by the name of a node that runtimes may fold into them, and by outputs of both."""
         found: dict[str, tuple[str, ...]] = {}
         for node in self._nodes_of(LINEAR_OPS):
             names = [node.output[0]]

@@ -30,7 +30,7 @@ NARROWED_SUFFIX = "_narrowed"
 
 
 class ModelGraph(QDQGraph):
-    """Graph of a model file with its external data, whose parts can be written."""
+    """Graph of a model file with its external data; parts of it can be written as models."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(onnx.load(path))
@@ -38,11 +38,11 @@ class ModelGraph(QDQGraph):
         self.inputs = tuple(value.name for value in input_values(self.proto.graph))
 
     def float_operators(self) -> list[str]:
-        """Return the type of each operator in order, without Q/DQ pairs."""
+        """Return the operator types of the nodes in order, without Q/DQ pairs."""
         return [node.op_type for node in self.proto.graph.node if node.op_type not in QDQ_OPS]
 
     def operator(self, tensor: str) -> str:
-        """Return type and name of the operator that computes a tensor, before any Q/DQ pairs."""
+        """Return type and name of the operator that computes a tensor before any Q/DQ pairs, as text: "Conv 'stem'"."""
         node = self.producer.get(self.before_pairs(tensor)) or self.producer[tensor]
         return f"{node.op_type} {node_name(node)!r}"
 
@@ -57,7 +57,7 @@ class ModelGraph(QDQGraph):
         return depth
 
     def sources(self, tensor: str) -> tuple[str, ...]:
-        """Return the inputs of the node of a tensor that depend on model inputs; skip results of QuantizeLinear."""
+        """Return the inputs of a tensor's node that depend on model inputs, skipping results of QuantizeLinear."""
         found: dict[str, None] = {}
         node = self.producer.get(tensor)
         for name in () if node is None else tensors_read(node):
@@ -67,14 +67,14 @@ class ModelGraph(QDQGraph):
         return tuple(found)
 
     def longest_path(self, tensor: str) -> list[str]:
-        """Return the tensors on the longest path from an input of the model to a tensor, which is the last."""
+        """Return, in order, the tensors on the longest path from a model input to a tensor, both included."""
         path = [tensor]
         while before := self.sources(path[-1]):
             path.append(max(before, key=lambda name: self._depth[name]))
         return path[::-1]
 
     def boundary_tensors(self, tensor: str, operators: int) -> tuple[str, ...]:
-        """Return the inputs of the last `operators` operators before a tensor, not counting Q/DQ pairs."""
+        """Return the tensors from which the last `operators` operators, without Q/DQ pairs, compute a tensor."""
         inside: set[int] = set()
         front, left = {tensor}, operators
         while left > 0:
@@ -150,7 +150,7 @@ class ModelGraph(QDQGraph):
 
 
 def find_index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the outputs that depend on operators such as TopK (`DISCONTINUOUS_OPS`), and the inputs of these."""
+    """Return the outputs that depend on discontinuous operators (TopK, ...), and these operators' computed inputs."""
     graph = onnx.load(path, load_external_data=False).graph
     made = {name for node in graph.node for name in node.output}
     jumping: set[str] = set()
@@ -165,7 +165,7 @@ def find_index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 def write_7bit_copy(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
-    """Write a copy of a Q/DQ model whose 8-bit weights or data have 7 bits; return whether it has any.
+    """Write a copy of a Q/DQ model with 7 bits for 8-bit weights or data; return False, without a file, if it has none.
 
     The copy is less precise than the model, so its results must be compared with a reference execution of the copy.
     """
@@ -218,7 +218,7 @@ def _array_info(name: str, array: Array) -> Any:
 
 
 class PairRemover:
-    """Writer of copies of a Q/DQ model with the pairs of some nodes; constants that are stored quantized stay so.
+    """Writer of copies of a Q/DQ model with the pairs of some nodes alone; constants that are stored quantized stay so.
 
     Args:
         path: File of the model.
@@ -241,11 +241,11 @@ class PairRemover:
 
     @property
     def quantized_nodes(self) -> tuple[str, ...]:
-        """Names of the nodes that read pairs, as in edges, in the order of the graph."""
+        """Names of the nodes that read pairs, as in edges (`unique_node_names`), in the order of the graph."""
         return tuple(self._sources)
 
     def write(self, kept_nodes: frozenset[str], path: Path) -> Path:
-        """Write the model with the pairs at the inputs of `kept_nodes`; other nodes read the float tensors."""
+        """Write the model with the pairs at the inputs of `kept_nodes` alone (others read float), and return `path`."""
         proto = copy_message(self._graph.proto)
         for node, label in zip(proto.graph.node, self._graph.labels, strict=True):
             for slot, source in self._sources.get(label, {}).items() if label not in kept_nodes else ():
@@ -254,7 +254,7 @@ class PairRemover:
 
 
 def write_with_edges(shipped: Path, edges: Sequence[Edge], path: Path) -> bool:
-    """Write a Q/DQ model with further quantized edges; a tensor without a pair gets a copy of another tensor's.
+    """Write a Q/DQ model with further quantized edges; a tensor without a pair gets one with another tensor's scale.
 
     Args:
         shipped: File of the model.

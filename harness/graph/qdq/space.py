@@ -64,7 +64,7 @@ def build_space(
     Args:
         model: Float model.
         dialect: Dialect of the runtime.
-        precisions: Precisions besides float, of which a point has those that are legal for it.
+        precisions: Quantized precisions; a point has those of them that the dialect allows there.
         sharing: "pattern": regions of one pattern share a scheme; "region": each region has a scheme.
         root: Tree of regions; None: that of `harness.graph.partition.regions.discover_regions`.
         kinds: Kinds of points; None: node inputs, and outputs if the dialect quantizes them.

@@ -30,10 +30,13 @@ TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision"})
 
 
 def write_float32_copy(path: Path, folder: Path) -> Path | None:
-    """Write a float32 copy of a model to a folder; return None if it has no integer pairs in 16-bit floats.
+    """Write a float32 copy of a model with QuantizeLinear nodes that take 16-bit floats to integers; return its path.
+
+    The file is `<stem>.float32.onnx` in `folder`. The result is None, without a file, for other models and unreadable
+    files.
 
     Raises:
-        UserError: The file cannot be read.
+        UserError: The model's external data are missing or damaged.
     """
     try:
         if b"QuantizeLinear" not in path.read_bytes():

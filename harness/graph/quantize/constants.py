@@ -50,7 +50,11 @@ class QuantizedConstant:
 
 
 class ConstantQuantizer:
-    """Quantizer of the constants of a model; names of results do not depend on earlier requests."""
+    """Quantizer of the constants of a model; names of results do not depend on earlier requests.
+
+    Args:
+        weight_estimator: Estimator of the magnitude that each channel's scale represents.
+    """
 
     def __init__(self, model: Model, dialect: Dialect, weight_estimator: WeightEstimator = max_magnitude) -> None:
         self._model = model
@@ -63,7 +67,10 @@ class ConstantQuantizer:
         self._complete: set[str] = set()
 
     def quantize_weight_input(self, node: Node, slot: int, precision: str) -> QuantizedConstant:
-        """Quantize the weight at an input of a linear operator: symmetric, one scale per output channel."""
+        """Quantize the weight at input `slot` of a linear operator symmetrically, with one scale per output channel.
+
+        A weight without output channels (see `weight_axis`) gets one scale.
+        """
         tensor = self._model.constants[node.inputs[slot]]
         axis = self._channel_axis(node, slot)
         name = f"{tensor.name}{NAME_PREFIX}{precision}.axis{axis}"
@@ -72,7 +79,7 @@ class ConstantQuantizer:
         return self._made[name]
 
     def quantize_operand(self, tensor: str, precision: str, scale: Array, zero_point: Array) -> QuantizedConstant:
-        """Quantize a constant operand of an activation in the same way as activations."""
+        """Quantize a constant operand that is taken together with an activation, with a scalar scale and zero point."""
         name = f"{tensor}{NAME_PREFIX}{precision}.{float(scale):.9g}.{float(zero_point):g}"
         if name not in self._made:
             self._store_quantized(name, quantize_affine(self._constant_array(tensor), scale, zero_point))
@@ -89,7 +96,8 @@ class ConstantQuantizer:
         `quantize_static` does the same). A bias with another shape than [channels] is left out.
 
         Returns:
-            The weight by the key 1 and the bias by 2; the bias of a MatMul is in the Add after it (see `bias_place`).
+            The weight by the key 1, and the bias, if there is one, by 2; the bias of a MatMul is in the Add after it
+            (see `bias_place`).
         """
         weight = self.quantize_weight_input(node, 1, "int8")
         bias_name = self._bias_name(node)
@@ -127,7 +135,8 @@ class ConstantQuantizer:
         """Write the data files that the float model and some constants refer to, unless they exist.
 
         Returns:
-            Tensors of each constant as encoded fields of a graph: inline, or references into a data file.
+            For each constant in order: its tensors as encoded fields of a graph, inline or as references into a data
+                file.
         """
         for each in stored:
             if each not in self._encoded:

@@ -31,7 +31,7 @@ _RequestTarget = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class NodeRequests:
-    """Placement as request bits (see `VariantTable`) by the index of the node; `GRAPH_INPUT_INDEX` is the last.
+    """Requests of a placement by node index, as bits of `VariantTable`; `GRAPH_INPUT_INDEX` is the last index.
 
     Attributes:
         consumer_masks: Bits of the inputs of each node.
@@ -73,7 +73,7 @@ class EdgeRequests:
         """Return the request bits of a placement by node.
 
         Raises:
-            UserError: An edge does not exist in the model, cannot be quantized, or is a duplicate.
+            UserError: An edge does not exist in the model, cannot be quantized at its precision, or is a duplicate.
         """
         known, read, made = self._known, [0] * len(self._readers), [0] * len(self._makers)
         for edge, precision in resolved:
@@ -174,7 +174,13 @@ class _TensorCluster:
 
 
 class SharedScaleFinder:
-    """Finder of the shared scales of a placement; for the arguments `readers` and `makers` see `EdgeRequests`."""
+    """Finder of the scales that several tensors of a placement share.
+
+    Args:
+        links: Operators whose inputs and outputs may share a scale.
+        readers: See `EdgeRequests`.
+        makers: See `EdgeRequests`.
+    """
 
     def __init__(
         self,
@@ -198,7 +204,7 @@ class SharedScaleFinder:
         self._clusters = list(clusters.values())
 
     def mark_shared_scales(self, asked: NodeRequests) -> None:
-        """Set the bits of quantized inputs and outputs whose scale depends on other tensors, in place."""
+        """Set the bits of quantized inputs and outputs with a scale that depends on other tensors, in place."""
         masks = asked.consumer_masks
         for cluster in self._clusters:
             state = tuple(map(and_, map(masks.__getitem__, cluster.indexes), cluster.masks))

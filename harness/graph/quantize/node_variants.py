@@ -42,7 +42,11 @@ class RequestBit(NamedTuple):
 
 
 class VariantTable(dict[int, Form]):
-    """Variants of one node by the bits of its requests; `make` creates a variant at the first use of its key."""
+    """Mapping from a node's request bits to its variant: the node with Q/DQ pairs at the requested inputs or outputs.
+
+    Args:
+        make: Function that creates the variant for a set of requests; it is called at the first use of a key.
+    """
 
     __slots__ = ("_bits", "_make")
 
@@ -52,7 +56,7 @@ class VariantTable(dict[int, Form]):
         self._bits: dict[RequestBit, int] = {}
 
     def bit(self, mark: RequestBit) -> int:
-        """Return the bit of a request, the same at each call."""
+        """Return the integer with one bit set for a request, the same at each call; keys are sums of such bits."""
         return self._bits.setdefault(mark, 1 << len(self._bits))
 
     def __missing__(self, key: int) -> Form:
@@ -86,7 +90,7 @@ class PairVariant:
 
     Attributes:
         nodes: Nodes of the pairs as encoded fields of the graph.
-        grid: Scales and zero points as encoded fields of the graph.
+        grid: Scales and zero points, each as an encoded field of the graph.
         pairs: Number of pairs.
     """
 
@@ -96,7 +100,7 @@ class PairVariant:
 
 
 class VariantEncoder:
-    """Encoder of the variants of a model's nodes in a dialect."""
+    """Encoder of the nodes of a model, in a dialect's form, with float or quantized inputs as placements request."""
 
     def __init__(self, model: Model, dialect: Dialect, scales: ActivationScales, constants: ConstantQuantizer) -> None:
         self._model = model
@@ -106,7 +110,7 @@ class VariantEncoder:
         self._pieces = [protobuf_wire.NodePieces(proto) for proto in model.proto.graph.node]
 
     def encode_node(self, index: int, marks: frozenset[RequestBit]) -> NodeVariant:
-        """Encode a node for a set of requests.
+        """Encode the node with an index so that it reads the pairs and constants that its requests need.
 
         Raises:
             UserError: Two precisions are requested at one input, or the range of a tensor is unknown or not finite.
@@ -154,7 +158,7 @@ class VariantEncoder:
         return PairVariant(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
 
     def precisions_by_place(self, marks: Iterable[RequestBit], kind: str) -> dict[int | str, str]:
-        """Return the precision of each request of one kind by its place.
+        """Return the precision of each request of one kind by its place; see `RequestBit` for kinds and places.
 
         Raises:
             UserError: Two requests have the same place.

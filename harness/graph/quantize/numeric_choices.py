@@ -69,7 +69,7 @@ DEFAULT_CHOICES = NumericChoices()
 
 
 def channel_name(tensor: str, channel: int) -> str:
-    """Return the key of one channel of a tensor in a mapping of ranges; no tensor of a model has such a name."""
+    """Return the key of one channel (numbered from 0) of a tensor in a mapping of ranges; no tensor has such a name."""
     return f"{tensor}{NAME_PREFIX}channel{channel}"
 
 
@@ -79,7 +79,7 @@ def is_channel_name(name: str) -> bool:
 
 
 def is_depthwise(model: Model, node: Node) -> bool:
-    """Return whether a node is a Conv with one group for each channel of its data."""
+    """Return whether a node is a Conv with constant weights and one group for each channel of its data."""
     if node.op != "Conv" or node.opaque or node.inputs[1] not in model.constants:
         return False
     weight = model.constants[node.inputs[1]]
@@ -87,6 +87,6 @@ def is_depthwise(model: Model, node: Node) -> bool:
 
 
 def depthwise_inputs(model: Model) -> Mapping[str, int]:
-    """Return the activations that depthwise convolutions read, with their numbers of channels (axis 1)."""
+    """Return the number of channels (axis 1) of each activation that a depthwise convolution reads, by tensor."""
     nodes = (node for node in model.nodes if is_depthwise(model, node))
     return {node.inputs[0]: node.attributes["group"] for node in nodes if model.is_activation(node.inputs[0])}

@@ -29,7 +29,7 @@ _ALIGNMENT_BYTES = 64  # bytes; a cache line, so that runtimes can use mapped we
 
 
 def encode_record(number: int, payload: bytes) -> bytes:
-    """Encode a length-delimited field with a number below 16."""
+    """Encode a length-delimited protobuf field with a field number below 16."""
     return _encode_field_header(number, len(payload)) + payload
 
 
@@ -58,7 +58,7 @@ class NodePieces:
         self._parts.append(rest.SerializeToString(deterministic=True))
 
     def rename_tensors(self, inputs: Mapping[int, str], outputs: Mapping[int, str]) -> bytes:
-        """Return the node as an encoded field of its graph, with new names of some inputs and outputs by number."""
+        """Return the node as an encoded field of its graph, with new names of some inputs and outputs by position."""
         parts = self._parts.copy()
         for slot, name in inputs.items():
             parts[slot] = _encode_text(_INPUT, name)
@@ -68,7 +68,15 @@ class NodePieces:
 
 
 def encode_node(op: str, inputs: Iterable[str], output: str, *, attributes: bytes = b"", name: str = "") -> bytes:
-    """Encode a node of the default domain with one output, by default named after it, as a record of its graph."""
+    """Encode a node of the default domain with one output as a field of its graph.
+
+    Args:
+        op: Type of the operator.
+        inputs: Names of the input tensors.
+        output: Name of the output tensor.
+        attributes: Encoded attributes, see `encode_axis`.
+        name: Name of the node; "": that of the output.
+    """
     names = b"".join(_encode_text(_INPUT, name) for name in inputs)
     return encode_record(
         _NODE,
@@ -119,7 +127,7 @@ def _iter_fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]
 
 
 def encode_model(model_frame: tuple[bytes, bytes], pieces: Iterable[bytes]) -> bytes:
-    """Join a whole model from its frame and the pieces of its graph.
+    """Return the bytes of a whole model, from `split_model_frame` and the encoded fields of its graph.
 
     Fields are in the order of their numbers, because OpenVINO does not recognise an ONNX file with a repeated field,
     such as the operator sets, among the first ones (onnx_model_validator.cpp).
@@ -162,7 +170,7 @@ class DataFile:
         return found
 
     def write(self, folder: Path) -> None:
-        """Write the file if it does not exist; several processes may do this at the same time."""
+        """Write the file to a folder if it does not exist there; several processes may do this at the same time."""
         path = folder / self.name
         if path.exists():
             return

@@ -56,7 +56,7 @@ class ScaleLinks:
     """Operators of a model whose inputs and outputs may share a scale in some placement.
 
     Attributes:
-        source: Input of each operator that moves or repeats values, by its outputs.
+        source: Input tensor of each operator that only moves or repeats values, by its output tensors.
         joins: These operators and every Concat, in topological order.
         fixed: Indices of joins without an insertion point, which runtimes remove, so that every placement shares the
             scale.
@@ -83,11 +83,11 @@ class ScaleLinks:
                     self.source[name] = node.inputs[0]
 
     def group_name(self, tensor: str) -> str:
-        """Return a name that is equal for all tensors that may share a scale with a tensor."""
+        """Return the representative of the tensors that may share a scale with a tensor; without others, the tensor."""
         return find_root(self._parents, tensor)
 
     def iter_value_chain(self, tensor: str) -> Iterator[str]:
-        """Yield a tensor and the tensors before it whose values it has, back to the first one."""
+        """Yield a tensor and then, backwards, the tensors before it from which its values were only moved."""
         while True:
             yield tensor
             if tensor not in self.source:
@@ -96,7 +96,11 @@ class ScaleLinks:
 
 
 def find_root(links: dict[str, str], name: str) -> str:
-    """Return the representative of a name in a forest of links (Tarjan 1975, union-find with path halving)."""
+    """Return the representative of a name in a forest of links (Tarjan 1975, union-find with path halving).
+
+    Args:
+        links: Parent of each name; paths are shortened in place, and a new name is added with itself as parent.
+    """
     links.setdefault(name, name)
     while links[name] != name:
         links[name] = links[links[name]]
@@ -120,7 +124,12 @@ class EncodedPair:
 
 
 class ActivationScales:
-    """Scales and zero points of activations, from `ranges`, which has the smallest and largest value of each."""
+    """Scales and zero points of activations.
+
+    Args:
+        ranges: Smallest and largest value of each activation by name; for channels by `channel_name`.
+        choices: Choices for scales by channel.
+    """
 
     def __init__(
         self,
@@ -167,12 +176,12 @@ class ActivationScales:
         return known
 
     def has_channel_scales(self, node: Node, slot: int, precision: str) -> bool:
-        """Return whether an input of a node has one scale for each channel; its pair is used by no other input."""
+        """Return whether an input of a node has one scale for each channel; other inputs then do not use its pair."""
         known = slot == 0 and precision == "int8" and is_depthwise(self._model, node)
         return known and node.inputs[0] in self._depthwise and channel_name(node.inputs[0], 0) in self._ranges
 
     def channel_scales(self, tensor: str) -> tuple[Array, Array]:
-        """Return INT8 scales and zero points of the channels of a tensor; see `scale_and_zero_point`."""
+        """Return INT8 scales and zero points of a tensor, of shape (channels,); see `scale_and_zero_point`."""
         ranges = [self._ranges.get(channel_name(tensor, i), (0.0, 0.0)) for i in range(self._depthwise[tensor])]
         pairs = [(min(0.0, low), max(0.0, high)) for low, high in ranges]
         # One storage type for all channels: the dialect's choice for the whole tensor.
@@ -214,7 +223,7 @@ class ActivationScales:
     def encode_pair(
         self, tensor: str, precision: str, tie: SharedScale | None = None, *, final: str | None = None
     ) -> EncodedPair:
-        """Return the Q/DQ pair on an activation; see `scale_and_zero_point`.
+        """Return the Q/DQ pair on an activation; see `scale_and_zero_point`, also for errors.
 
         Args:
             final: Precision of a quantized output of the model, whose pair at this precision gets the tensor's name;

@@ -15,7 +15,7 @@ _SHRINK_FACTORS = np.linspace(0.5, 1.0, 51)[::-1]
 
 
 class WeightEstimator(Protocol):
-    """Estimator of the magnitude that the largest stored value of each channel represents."""
+    """Estimator of the magnitude that the largest stored value (127 for INT8) represents, by channel."""
 
     def __call__(self, rows: Rows, quantize: Callable[[Rows], Rows]) -> Rows:
         """Return a magnitude of at least 0 for each channel.
@@ -28,12 +28,12 @@ class WeightEstimator(Protocol):
 
 
 def max_magnitude(rows: Rows, quantize: Callable[[Rows], Rows]) -> Rows:
-    """Return the largest magnitude of each channel, so that no value is clipped."""
+    """Return the largest magnitude of each channel, so that no value is clipped; 0 for an empty channel."""
     return np.asarray(np.abs(rows).max(axis=1, initial=0), np.float32)
 
 
 def least_squares(rows: Rows, quantize: Callable[[Rows], Rows]) -> Rows:
-    """Return the magnitude with the smallest squared error among 51 values from half to all of the largest one.
+    """Return for each channel the magnitude with the smallest squared error, of 51 from half to all of the largest one.
 
     The grid search of Nagel et al. 2021, "A white paper on neural network quantization", arXiv:2106.08295, section
     3.1 (equation 19), with the largest magnitude where several errors are equal.
@@ -48,7 +48,7 @@ def least_squares(rows: Rows, quantize: Callable[[Rows], Rows]) -> Rows:
 
 
 def load_weight_estimator(name: str) -> WeightEstimator:
-    """Return the estimator with a name; raise `UserError` if it is unknown."""
+    """Return the estimator with a name in `qdq.weight_estimators`; raise `UserError` if it is unknown."""
     estimator: WeightEstimator = registry.load_plugin("weight estimator", name)
     return estimator
 

@@ -54,8 +54,8 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
     """Return the axis of the output channels of a linear operator's weight, or None for one scale for the tensor.
 
     Args:
-        node: Conv [K, C, ...], ConvTranspose [C, K, ...], Gemm [K, N] or transB [N, K], MatMul [K, N]; a stack of
-            matrices has one scale, because runtimes differ in its channels.
+        node: Node with a weight of shape [K, C, ...] (Conv), [C, K, ...] (ConvTranspose), [K, N] or with transB [N, K]
+            (Gemm), or [K, N] (MatMul); a stack of matrices has one scale, because runtimes differ in its channels.
         slot: Number of the input with the weight; a left operand of Gemm or MatMul has no output channels.
         rank: Number of axes of the weight.
         transposed: Axis for ConvTranspose (see `Dialect.transposed_axis`), or None. It is not used with groups, because
@@ -73,7 +73,7 @@ def weight_axis(node: Node, slot: int, rank: int, transposed: int | None = 1) ->
 
 
 def bias_place(model: Model, node: Node) -> tuple[Node, int] | None:
-    """Return the node and the number of the input for the bias of a linear operator, or None if it cannot have one.
+    """Return the node and the number of the input for a linear operator's constant bias, or None if it can have none.
 
     The bias of a MatMul is the constant vector of the Add that is the only reader of its result.
     """
@@ -137,7 +137,10 @@ def quantize_weight(
 
 
 def quantize_affine(values: Array, scale: Array, zero_point: Array) -> QuantizedTensor:
-    """Quantize a constant like an activation: one scale and one zero point (ONNX QuantizeLinear, "y = x / s + z")."""
+    """Quantize a constant like an activation with one scale and zero point (ONNX QuantizeLinear, "y = x / s + z").
+
+    Stored values have the type of `zero_point`; values outside its range are clipped.
+    """
     scaled = values.astype(np.float32) / scale.astype(np.float32)
     for kind, most in FP8_MAX_BY_FORMAT.items():
         if zero_point.dtype == STORAGE_DTYPES[kind]:
@@ -148,5 +151,5 @@ def quantize_affine(values: Array, scale: Array, zero_point: Array) -> Quantized
 
 
 def smallest_scale(dtype: npt.DTypeLike) -> float:
-    """Return the scale for a tensor of zeros: positive for TensorRT; the product of two is a normal float."""
+    """Return the smallest scale for a float type, also for zeros: 1e-10, or its smallest positive number if larger."""
     return max(1e-10, float(ml_dtypes.finfo(dtype).smallest_subnormal))  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ SCALING_OPS = frozenset({"Div", "Mul"})
 
 
 def find_agreements(model: Model, dialect: Dialect) -> tuple[Agreement, ...]:
-    """Return the products whose operands must have one precision, with the edges that decide it."""
+    """Return the products whose operands must have one precision, each with the edges that decide the precisions."""
     products = (node for node in model.nodes if node.op in dialect.linear_ops - CONVOLUTION_OPS and not node.opaque)
     paths = ([tuple(_iter_path(model, node, slot)) for slot in (0, 1)] for node in products)
     return tuple(Agreement(first, second) for first, second in paths if len(first) > 1 or len(second) > 1)
@@ -43,7 +43,7 @@ def _iter_path(model: Model, node: Node, slot: int) -> Iterator[Edge]:
 
 
 def passed_slot(model: Model, node: Node) -> int | None:
-    """Return the number of the input whose DequantizeLinear the compiler moves after a node, or None."""
+    """Return the number of the input from which the compiler moves a DequantizeLinear behind a node, or None."""
     if node.opaque:
         return None
     if node.op in PASSING_OPS:

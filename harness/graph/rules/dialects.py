@@ -102,8 +102,8 @@ class Dialect:
     def facts(self) -> dict[str, Any]:
         """Return the fields for the fingerprint of a run.
 
-        Fields that were added later are left out if they have their default, and so are fields that only affect the
-        space or limit numeric choices.
+        Left out are `weight_limit` at its default, and fields that only decide which placements and numeric choices
+        exist.
         """
         fields = asdict(self)
         for name in _SPACE_FIELDS:
@@ -219,7 +219,7 @@ BUILTIN_DIALECTS = {
 
 
 def load_dialect(use: str) -> Dialect:
-    """Return the dialect with a name, or of a `package.module:Attribute`.
+    """Return the dialect with a name in `qdq.dialects`, or the one at a `package.module:Attribute`.
 
     Raises:
         UserError: The name is unknown, or the attribute is no `Dialect`.

@@ -24,7 +24,7 @@ from harness.graph.rules.operator_sets import (
 
 
 def follows_convolution(model: Model, dialect: Dialect, node: Node, tensor: str) -> bool:
-    """Return whether an input is between Conv, BatchNormalization and activation, which includes x * sigmoid(x)."""
+    """Return whether a node's input is between Conv, BatchNormalization and activation, also in x * sigmoid(x)."""
     source = model.producer_node(tensor)
     if source is None:
         return False
@@ -86,7 +86,7 @@ _MOVING_OPS = MOVEMENT_OPS | {"Concat", "Dropout", "Identity"}
 
 
 def find_inner_tensors(model: Model) -> frozenset[str]:
-    """Return the tensors that are computed and read inside one generated kernel."""
+    """Return the names of tensors that are computed and read inside one kernel that TensorRT-RTX generates."""
     sources = _find_sources(model)
     return frozenset(
         tensor

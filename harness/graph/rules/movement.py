@@ -26,7 +26,7 @@ _REDUCTION_OPS = frozenset(
 
 
 def is_value_preserving(node: Node, dialect: Dialect) -> bool:
-    """Return whether the outputs of an operator have only values of its first input.
+    """Return whether an operator only moves or selects values of its first input.
 
     Interpolated values count too if the runtime has integer kernels for the operator.
     """
@@ -37,7 +37,7 @@ def is_value_preserving(node: Node, dialect: Dialect) -> bool:
 
 
 def find_repeated_input(model: Model, node: Node) -> int | None:
-    """Return the number of the input that is equal to the first output of a node, or None if there is none.
+    """Return the number of the input that equals a node's first output for any data, or None if there is none.
 
     Runtimes remove such nodes (Identity, Dropout, a Cast to the same type or to a wider one and back, Mul by 1), so
     nodes after one are treated as if they were after the node before it.

@@ -57,7 +57,11 @@ class QuantizationPoint:
 def find_points(
     model: Model, dialect: Dialect, precisions: Sequence[str] = ("int8",)
 ) -> tuple[tuple[QuantizationPoint, ...], ...]:
-    """Return the points of each node of the model, in slot order."""
+    """Return the insertion points of each node of the model, in the order of the node's inputs; () without any.
+
+    Args:
+        precisions: Precisions of interest; each point allows at least one of them.
+    """
     operators, rules = dialect.operators, {p: applicable_rules(dialect, p) for p in precisions}
     return tuple(
         tuple(_node_points(model, dialect, node, rules)) if node.op in operators and not node.opaque else ()
@@ -81,7 +85,7 @@ def float_inputs_with_rule(
 
 
 def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -> str:
-    """Return an error message for a model without insertion points, with the rule for most inputs and a remedy.
+    """Return an error message for a model without insertion points: the rule that applies to most inputs, and a remedy.
 
     If inputs have a float type that another export of the model would avoid, the message is about these.
     """
@@ -100,7 +104,7 @@ def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -
 
 
 def input_role(model: Model, dialect: Dialect, node: Node) -> str:
-    """Return the role of a node for the tensors that it reads.
+    """Return the role of a node for the tensors that it reads, see `search.space.Dimension`.
 
     An Add of two activations, as in a residual connection, is "add"; an Add of a constant is "other", like all
     operators without a role. A mean over images is "pool", one over features is part of a normalization.
@@ -127,7 +131,7 @@ def weighted_ops_without_points(model: Model, dialect: Dialect) -> tuple[str, ..
 
 
 def count_macs(model: Model, dialect: Dialect, node: Node) -> int:
-    """Count the multiply-accumulates of a linear operator; 0 for others and if a shape is unknown."""
+    """Return the number of multiply-accumulates of a linear operator; 0 for others and if a shape is unknown."""
     if node.op not in dialect.linear_ops or node.opaque:
         return 0
     shapes = [model.types[name].shape for name in (*node.inputs[:2], node.outputs[0]) if name in model.types]

@@ -61,13 +61,13 @@ _SIGN_PRESERVING_OPS = (_VALUE_PRESERVING_OPS | POOLING_OPS | _REDUCTION_OPS) - 
 
 
 def find_unquantizable_constants(model: Model) -> frozenset[str]:
-    """Return the floating-point constants with NaN, infinite or huge values, for which no scale is valid."""
+    """Return the names of floating-point constants with NaN, infinite or huge (above 1e30) values."""
     magnitudes = model.cached_analysis(_largest_magnitudes)
     return frozenset(name for name, largest in magnitudes.items() if not largest <= MAX_CONSTANT_MAGNITUDE)
 
 
 def find_sentinel_constants(model: Model) -> frozenset[str]:
-    """Return the floating-point constants, except weights, whose scale would round all values but a sentinel to 0."""
+    """Return the names of constants, except weights, whose scale would round nearly all values but a sentinel to 0."""
     read = {name for node in model.nodes if node.op not in LINEAR_OPS for name in node.inputs}
     magnitudes = model.cached_analysis(_largest_magnitudes)
     names = (name for name in read if MIN_SENTINEL_MAGNITUDE <= magnitudes.get(name, 0) <= MAX_CONSTANT_MAGNITUDE)

@@ -110,7 +110,7 @@ _INTEGER_PRESERVING_OPS = MOVEMENT_OPS | {"LeakyRelu", "MaxPool", "PRelu", "Relu
 
 
 def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
-    """Return the nodes with each fault, and the nodes before them that pass stored integers to them."""
+    """Return, by name of the fault, the indices of nodes with it and of nodes that pass stored integers to them."""
     nodes: dict[str, set[int]] = {name: set() for name in RUNTIME_FAULTS}
     tensors: dict[str, set[str]] = {name: set() for name in RUNTIME_FAULTS}
     for node in reversed(model.nodes):

@@ -33,7 +33,7 @@ _MIN_LONE_SENTINEL_MAGNITUDE = (
 
 @dataclass(slots=True)
 class MagnitudeHistogram:
-    """Histogram of the magnitudes of a tensor over several batches, with bins of at most 0.8 per cent.
+    """Histogram of a tensor's magnitudes over several batches; the width of a bin is at most 0.8 % of its values.
 
     Attributes:
         bins: Numbers of the bins that are not empty, in ascending order; bin 0 has the zeros.
@@ -56,12 +56,15 @@ class MagnitudeHistogram:
 
     @property
     def has_few_magnitudes(self) -> bool:
-        """Return whether the values have few different magnitudes, as in a mask."""
+        """Return whether the values fill at most 4 bins, as in a mask."""
         return len(self.bins) <= _MAX_CLUSTER_COUNT
 
     @property
     def has_sentinel(self) -> bool:
-        """Return whether the tensor has a sentinel, also if all other values are zeros, as in an additive mask."""
+        """Return whether the tensor has a sentinel, also if all other values are zeros, as in an additive mask.
+
+        A sentinel is a value, such as -1e4 in a mask, far above all others in magnitude, that means "none".
+        """
         alone = (
             self.has_few_magnitudes
             and self.bins.size
@@ -93,7 +96,7 @@ class MagnitudeHistogram:
 
 
 def holds_sentinel(values: Array, *, alone: bool = True) -> bool:
-    """Return whether a constant with finite values has a sentinel.
+    """Return whether a constant with finite values has a sentinel, see `MagnitudeHistogram`; False if it is empty.
 
     Args:
         alone: Whether a sentinel counts if all other values are zeros.
