@@ -168,7 +168,7 @@ class _RowExplainer:
             minimal=minimal,
             before=before,
             after=after,
-            fates=tuple(iter_edge_fusions(resolved, self.task.cast or self.task.model, after)),
+            edges=tuple(iter_edge_fusions(resolved, self.task.cast or self.task.model, after)),
             latency_ms=bench.whole_ms,
             metric=self.scoring.metric,
             drop=drop,

@@ -86,12 +86,12 @@ class CompiledReport:
         if made.refusal is not None:
             return [f"{head}: {made.refusal}", SCOPE_NOTE]
         counts = ", ".join(f"{count} {kind}" for kind, count in self.kernel_counts().most_common())
-        asked = sum("float" not in layer.asked for layer in self.layers if layer.operator in LINEAR_OPS)
+        quantized = sum("float" not in layer.requested for layer in self.layers if layer.operator in LINEAR_OPS)
         low = sum(map(is_low_precision, self.precision.values()))
         effective = len(self.edges) - len(self.idle_edges)
         return [
             f"{head}: built in {made.build_s:.1f} s; nothing was timed. {len(made.kernels)} kernels: {counts}",
-            f"Linear operators: {len(self.precision)}; quantized in the file {asked}, in the kernels {low}",
+            f"Linear operators: {len(self.precision)}; quantized in the file {quantized}, in the kernels {low}",
             f"Quantized edges: {len(self.edges)}; {effective} take effect"
             + (f" ({effective / len(self.edges):.1%})" if self.edges else ""),
             *(f"Warning of the compiler: {text}" for text in made.warnings),
@@ -120,7 +120,7 @@ class CompiledReport:
 
     def tables(self) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
         """Return the tables of the report: title, header, rows."""
-        layer_rows = [(e.name, e.operator, "/".join(e.asked), e.compiled or "-", e.kind) for e in self.layers]
+        layer_rows = [(e.name, e.operator, "/".join(e.requested), e.compiled or "-", e.kind) for e in self.layers]
         idle = [
             (e.tensor, f"{e.consumer or 'output'} {e.slot}", e.precision, EFFECT_TEXTS[e.effect])
             for e in self.idle_edges
@@ -130,13 +130,13 @@ class CompiledReport:
             for kernel in self.added_kernels
         ]
         return [
-            (LAYERS_TITLE, ("layer", "operator", "asked", "compiled", "kernel"), layer_rows),
+            (LAYERS_TITLE, ("layer", "operator", "in the file", "compiled", "kernel"), layer_rows),
             (
                 "Silent fallbacks to float: the pairs cost time and gain nothing",
-                ("layer", "operator", "asked", "compiled", "kernel"),
-                [(e.name, e.operator, "/".join(e.asked), e.compiled, e.kind) for e in self.fallbacks],
+                ("layer", "operator", "in the file", "compiled", "kernel"),
+                [(e.name, e.operator, "/".join(e.requested), e.compiled, e.kind) for e in self.fallbacks],
             ),
-            ("Pairs without effect", ("tensor", "consumer, input", "asked", "reason"), idle),
+            ("Pairs without effect", ("tensor", "consumer, input", "in the file", "reason"), idle),
             ("Kernels that only change layout or type", ("kernel", "from", "to"), added),
         ]
 
@@ -186,13 +186,13 @@ class CompiledLayer:
     """An operator of the file that is linear or reads quantized tensors.
 
     Attributes:
-        asked: Precisions of its inputs in the file (data and weight of a linear operator); "float" without a pair.
+        requested: Precisions of its inputs in the file (data and weight of a linear operator); "float" without a pair.
         compiled: Precision of its kernel; "" if no kernel names the operator.
     """
 
     name: str
     operator: str
-    asked: tuple[str, ...]
+    requested: tuple[str, ...]
     compiled: str
     kernel: str
     kind: str
@@ -200,7 +200,7 @@ class CompiledLayer:
     @property
     def is_fallback(self) -> bool:
         """Return whether data and weight are quantized in the file, and the kernel computes in float."""
-        linear = self.operator in LINEAR_OPS and "float" not in self.asked
+        linear = self.operator in LINEAR_OPS and "float" not in self.requested
         return linear and bool(self.compiled) and not is_low_precision(self.compiled)
 
 
@@ -224,10 +224,10 @@ class KernelReader:
 
     def layers(self) -> Iterator[CompiledLayer]:
         """Yield the layers that are linear or read quantized tensors, in the order of the file."""
-        asked = {(edge.consumer, edge.slot): edge for edge in self.edges}
+        by_input = {(edge.consumer, edge.slot): edge for edge in self.edges}
         for label, node in self._nodes.items():
             linear = node.op_type in LINEAR_OPS
-            found = [asked.get((label, slot)) for slot in range(2 if linear else len(node.input))]
+            found = [by_input.get((label, slot)) for slot in range(2 if linear else len(node.input))]
             if node.op_type not in QDQ_OPS and (linear or any(found)):
                 kernel = next(iter(self._main_kernels(node)), None)
                 taken = next((edge.precision for edge in found if edge is not None and edge.effect == "taken"), "")
@@ -236,7 +236,7 @@ class KernelReader:
                 yield CompiledLayer(
                     name=label,
                     operator=node.op_type,
-                    asked=tuple("float" if edge is None else edge.precision for edge in found),
+                    requested=tuple("float" if edge is None else edge.precision for edge in found),
                     compiled=(taken or _float_type(kernel)) if kernel is not None else "",
                     kernel="" if kernel is None else kernel.name,
                     kind="" if kernel is None else kernel.kind,

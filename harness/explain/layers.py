@@ -169,7 +169,7 @@ def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer])
             consumer=edge.consumer,
             slot=edge.slot,
             precision=precision,
-            fate=_fusion_state(layer),
+            fusion=_fusion_state(layer),
             layer="" if layer is None else f"{layer.kind} ({layer.precision})",
         )
 
@@ -177,4 +177,4 @@ def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer])
 def _fusion_state(layer: Layer | None) -> str:
     if layer is None or not layer.precision:
         return "unknown"
-    return "fused" if is_low_precision(layer.precision) else "alone"
+    return "fused" if is_low_precision(layer.precision) else "not fused"

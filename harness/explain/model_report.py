@@ -35,8 +35,8 @@ DEFAULT_BACKEND = "openvino"
 RECORDED_OPTIONS = ("threads", "streams", "precision", "optimization", "optimization_level", "typing", "activation")
 """Options of a record that are used; others may name files, and a shipped folder may come from a stranger."""
 FINDING_TITLES = {
-    "float": "Linear operators that are quantized in the file and run in float",
-    "pair": "Q or DQ nodes that run as separate layers",
+    "float operator": "Linear operators that are quantized in the file and run in float",
+    "unfused node": "Q or DQ nodes that run as separate layers",
     "reformat": "Layers that only change layout or type",
 }
 
@@ -200,10 +200,11 @@ def report_lines(found: FusionReport, top: int) -> Iterator[str]:
     counts = Counter(found.precision.values())
     text = ", ".join(f"{count} {kind or 'of unnamed precision'}" for kind, count in counts.most_common())
     yield f"{found.runtime}: {len(found.layers)} layers, {found.whole_ms:.3f} ms an inference while profiled"
-    yield f"Linear operators: {len(found.precision)}; quantized in the file {found.asked}, in the engine {found.low}"
+    quantized = f"quantized in the file {found.quantized_in_file}, in the engine {found.low}"
+    yield f"Linear operators: {len(found.precision)}; {quantized}"
     yield f"  they run in: {text}"
-    for what, title in FINDING_TITLES.items():
-        entries = [finding for finding in found.findings if finding.what == what]
+    for kind, title in FINDING_TITLES.items():
+        entries = [finding for finding in found.findings if finding.kind == kind]
         total = sum(finding.time_ms or 0.0 for finding in entries)
         yield f"{title}: {len(entries)}" + (f", {total:.3f} ms together" if entries else "")
         for finding in entries[:top]:
@@ -225,8 +226,8 @@ def change_lines(
     yield f"Difference: {before.low} -> {after.low} linear operators quantized, " + (
         f"{len(before.layers)} -> {len(after.layers)} layers, {before.whole_ms:.3f} -> {after.whole_ms:.3f} ms"
     )
-    for what, title in FINDING_TITLES.items():
-        counts = [sum(finding.what == what for finding in found.findings) for found in (before, after)]
+    for kind, title in FINDING_TITLES.items():
+        counts = [sum(finding.kind == kind for finding in found.findings) for found in (before, after)]
         yield f"  {title}: {counts[0]} -> {counts[1]}"
     for change in changes[:top]:
         yield f"  {change.name}: {change.before or 'absent'} -> {change.after or 'absent'}"

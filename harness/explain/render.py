@@ -74,7 +74,7 @@ def attribution_lines(found: AttributionReport) -> Iterator[str]:
     yield from _minimal_lines(found)
     yield ""
     yield "## What was fused"
-    yield from _fusion_lines(found.fates)
+    yield from _fusion_lines(found.edges)
     if len(parts := waterfall_frame(found.before, found.after)):
         yield ""
         yield "## Where the time went, layer by layer"
@@ -142,20 +142,20 @@ def _minimal_lines(found: AttributionReport) -> Iterator[str]:
     yield from (f"- {name}" for name in minimal.points)
 
 
-def _fusion_lines(fates: Sequence[EdgeFusion]) -> Iterator[str]:
-    counts = Counter(fate.fate for fate in fates)
+def _fusion_lines(edges: Sequence[EdgeFusion]) -> Iterator[str]:
+    counts = Counter(edge.fusion for edge in edges)
     if set(counts) <= {"unknown"}:
         yield "The runtime does not report fusion."
         return
     yield (
-        f"Of {len(fates)} quantized edges {counts['fused']} were fused into their consumers, {counts['alone']} stayed "
-        f"alone (the consumer computes in float), {counts['unknown']} are unknown."
+        f"Of {len(edges)} quantized edges {counts['fused']} were fused into their consumers, {counts['not fused']} "
+        f"were not (the consumer computes in float), {counts['unknown']} are unknown."
     )
-    alone = [fate for fate in fates if fate.fate == "alone"]
-    for fate in alone[:MAX_PRINTED_ROWS]:
-        yield escape_markdown(f"- alone: {fate.tensor} at input {fate.slot} of {fate.consumer}: {fate.layer}")
-    if len(alone) > MAX_PRINTED_ROWS:
-        yield f"... and {len(alone) - MAX_PRINTED_ROWS} more in the file."
+    unfused = [edge for edge in edges if edge.fusion == "not fused"]
+    for edge in unfused[:MAX_PRINTED_ROWS]:
+        yield escape_markdown(f"- not fused: {edge.tensor} at input {edge.slot} of {edge.consumer}: {edge.layer}")
+    if len(unfused) > MAX_PRINTED_ROWS:
+        yield f"... and {len(unfused) - MAX_PRINTED_ROWS} more in the file."
 
 
 def _layer_lines(parts: pd.DataFrame) -> Iterable[str]:

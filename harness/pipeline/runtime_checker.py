@@ -232,7 +232,10 @@ class RuntimeChecker:
     def _locate_fault(self, found: OutputCheck, path: Path, digest: str, benchmarker: str) -> OutputCheck:
         """Return the check with the operator that differs; without one, a suspect model counts as right."""
         if found.is_wrong and sum(bool(each.model) for each in self._record.values()) >= MAX_REPORTS:
-            return replace(found, reason=f"its operator was not located: see the first {MAX_REPORTS} wrong results")
+            return replace(
+                found,
+                reason=f"its operator is not searched for: only those of the first {MAX_REPORTS} wrong results are",
+            )
         suspect = SuspectModel(
             path=self._truncated_model(path),
             feeds=self._feeds,
@@ -245,7 +248,7 @@ class RuntimeChecker:
         )
         fault = as_outcome("reduce", lambda: find_fault(suspect))
         if isinstance(fault, Failed):
-            return replace(found, reason=f"no operator was found: {fault.reason}")
+            return replace(found, reason=f"the search for its operator failed: {fault.reason}")
         if fault is None:
             return replace(found, reason="no single operator reproduces it") if found.is_wrong else found
         file = self._plan.folder / REPORT_FOLDER_NAME / f"{digest}.onnx"

@@ -127,7 +127,7 @@ def _format_change(row: Row, *, higher_is_better: bool) -> str:
 
 def _dynamic_axes_note(task: TaskResults, row: str, file: Path) -> str:
     """Return the result of the check of dynamic axes, with the model named as the file next to `file`."""
-    note = str(dynamic_axes_facts(task, row).get("said") or "")
+    note = str(dynamic_axes_facts(task, row).get("remark") or "")
     written, _, _ = note.partition(": ")
     summary = written if " keeps " in written else note
     named = summary.replace(row + DYNAMIC_MODEL_SUFFIX, file.stem + DYNAMIC_MODEL_SUFFIX)

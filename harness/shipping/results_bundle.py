@@ -90,7 +90,7 @@ def _row_facts(task: TaskResults, row: Row, results: Results) -> dict[str, Any]:
             "ranges": facts.get("ranges"),
         },
         model={"source": facts["source"], "sha256": facts["model_sha256"]},
-        dynamic_remark=str(dynamic_axes_facts(task, row["row"]).get("said", "")),
+        dynamic_remark=str(dynamic_axes_facts(task, row["row"]).get("remark", "")),
         experiment=experiment_excerpt(results.stored, task.name),
     )
 

@@ -124,7 +124,7 @@ def write_dynamic_rows(
                 records[row.id] = {
                     "sha256": row.sha256,
                     "file": result and result.file and result.file.name,
-                    "said": result and result.remark,
+                    "remark": result and result.remark,
                 }
             step.advance()
     write_json(path, records)
@@ -134,4 +134,4 @@ def write_dynamic_rows(
     )
     for row in rows:
         if records[row.id]["file"] is None and row.choices is not None:
-            observer.say(str(records[row.id]["said"]))
+            observer.say(str(records[row.id]["remark"]))

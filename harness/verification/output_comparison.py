@@ -100,7 +100,7 @@ class OutputCheck:
             return f"{self.label}: {self.reason}"
         if self.verdict == "right" and self.part and self.file_db is not None:
             return (
-                f"right: where they agree least (output {self.output!r}, {self.part}), the runtime is "
+                f"right: at the values with the lowest SQNR (output {self.output!r}, {self.part}), the runtime is "
                 f"{self.engine_db:.1f} dB from the file, and the file {self.file_db:.1f} dB from the float model"
             ) + (f"; {self.reason}" if self.reason else "")
         against = "" if self.file_db is None else f", the file is {self.file_db:.1f} dB from the float model"

@@ -25,7 +25,7 @@ from harness.results_dir.manifest import record_files
 from harness.statistics import Interval
 
 GRAPH_FILE = "graph.json"
-ATTRIBUTION_SCHEMA = 1
+ATTRIBUTION_SCHEMA = 2
 GRAPH_SCHEMA = 1  # increase it when the layout or the marks change; otherwise reports keep the graphs they stored
 MAX_ATTRIBUTION_BYTES, MAX_GRAPH_BYTES = 20_000_000, 50_000_000
 logger = logging.getLogger(__name__)
@@ -86,15 +86,15 @@ class EdgeFusion:
     """Use of one quantized edge in the engine.
 
     Attributes:
-        fate: "fused" (the consumer computes on quantized data), "alone" (the pair is an operation of its own and the
-            consumer computes in float), or "unknown".
+        fusion: "fused" (the consumer computes on quantized data), "not fused" (the pair is an operation of its own and
+            the consumer computes in float), or "unknown".
     """
 
     tensor: str
     consumer: str
     slot: int
     precision: str
-    fate: str
+    fusion: str
     layer: str = ""
 
 
@@ -110,7 +110,7 @@ class AttributionReport:
         minimal: Smallest placement with the same gain; None if the row is no faster than float.
         before: Layers of the float engine with their times; empty if the runtime does not report them.
         after: Layers of the row's engine.
-        fates: Fate of each quantized edge.
+        edges: Fusion of each quantized edge.
         latency_ms: Latency of the row in this measurement; None in older files.
         metric: Metric of the drops; None if nothing was scored.
         drop: Loss of accuracy of the row against the float model, as in `PartEffect`.
@@ -127,7 +127,7 @@ class AttributionReport:
     minimal: MinimalPlacement | None
     before: tuple[Layer, ...] = ()
     after: tuple[Layer, ...] = ()
-    fates: tuple[EdgeFusion, ...] = ()
+    edges: tuple[EdgeFusion, ...] = ()
     latency_ms: float | None = None
     metric: str | None = None
     drop: Interval | None = None

@@ -190,7 +190,7 @@ def test_damaged_explanation_file_is_refused(done, tmp_path):
     with pytest.raises(UserError, match=r"x\.json: damaged .*explain the row again"):
         read_attribution(path)
     write_json(path, {"schema": 9})
-    with pytest.raises(UserError, match="not of schema 1"):
+    with pytest.raises(UserError, match="not of schema 2"):
         read_attribution(path)
 
 
@@ -216,10 +216,10 @@ def test_changed_model_is_refused(done):
 
 def test_tensor_names_are_escaped(found):
     evil = EdgeFusion(
-        tensor="<b>|\x1b[31mred", consumer="`x`", slot=0, precision="int8", fate="alone", layer="*Eltwise*"
+        tensor="<b>|\x1b[31mred", consumer="`x`", slot=0, precision="int8", fusion="not fused", layer="*Eltwise*"
     )
-    text = "\n".join(attribution_lines(replace(found, fates=(evil,))))
-    assert r"- alone: \<b>\|\\x1b[31mred at input 0 of \`x\`: \*Eltwise\*" in text
+    text = "\n".join(attribution_lines(replace(found, edges=(evil,))))
+    assert r"- not fused: \<b>\|\\x1b[31mred at input 0 of \`x\`: \*Eltwise\*" in text
 
 
 def test_row_without_gain_has_no_minimal_placement(found):
@@ -240,8 +240,8 @@ def test_edges_are_fused_where_their_consumer_computes_on_integers():
         Layer(name="b", kind="Eltwise", precision="f32", origin=(names[1],)),
     )
     edges = tuple((Edge("t", name, 0), "int8") for name in (*names[:2], ""))
-    assert [fate.fate for fate in iter_edge_fusions(edges, model, layers)] == ["fused", "alone", "unknown"]
-    assert [fate.fate for fate in iter_edge_fusions(edges, model, ())] == ["unknown"] * 3
+    assert [edge.fusion for edge in iter_edge_fusions(edges, model, layers)] == ["fused", "not fused", "unknown"]
+    assert [edge.fusion for edge in iter_edge_fusions(edges, model, ())] == ["unknown"] * 3
 
 
 def test_without_removes_only_the_given_dimensions():

@@ -46,7 +46,7 @@ def test_matmul_is_quantized_if_both_operands_are(tmp_path):
     quantize, tail = kernel("kgen", "f32", PAIRS, "int8"), kernel("kgen", "f32", ("Relu_0", "QuantizeLinear_2"))
     full = explained(MATMUL, tmp_path, quantize, kernel("gemm", "int8 int8 f32", ("MatMul_0",)), tail)
     assert full.precision == {"MatMul_0": "int8"}
-    assert [layer.asked for layer in full.layers if layer.name == "MatMul_0"] == [("int8", "int8")]
+    assert [layer.requested for layer in full.layers if layer.name == "MatMul_0"] == [("int8", "int8")]
     assert effects(full)[:2] == [("MatMul_0", 0, "taken"), ("MatMul_0", 1, "taken")]
     assert full.fallbacks == ()
     half = explained(MATMUL, tmp_path, quantize, kernel("runtime_fusion", "int8 f32", ("MatMul_0",)), tail)
@@ -92,7 +92,7 @@ def test_the_command_shows_text_json_and_a_page(form, tmp_path, monkeypatch, cap
     shown = capsys.readouterr().out
     if form == "json":
         data = json.loads(shown)
-        assert data["layers"][0]["asked"] == ["int8", "int8"]
+        assert data["layers"][0]["requested"] == ["int8", "int8"]
         assert {edge["effect"] for edge in data["edges"]} == {"float", "unknown"}
         assert "unverified" in data["note"]
     else:

@@ -53,9 +53,9 @@ def test_quantized_operators_are_counted_and_compared(backend, tmp_path):
     use = PluginSpec(use=backend, params=dict(BACKENDS[backend]))
     plain = explain_model(str(net(tmp_path / "net.onnx")), use, runs=3)
     full = explain_model(str(quantized(tmp_path, backend)), use, runs=3)
-    assert (plain.asked, plain.low) == (0, 0)
-    assert (full.asked, full.low) == (3, 3)
-    assert not [finding for finding in plain.findings if finding.what in ("float", "pair")]
+    assert (plain.quantized_in_file, plain.low) == (0, 0)
+    assert (full.quantized_in_file, full.low) == (3, 3)
+    assert not [finding for finding in plain.findings if finding.kind in ("float operator", "unfused node")]
     assert {change.name for change in compare_reports(plain, full)} == set(full.precision)
     assert compare_reports(full, full) == ()
     assert sum(layer.time_ms or 0 for layer in full.layers) > 0
@@ -111,11 +111,11 @@ def test_ambiguous_layer_before_an_add_is_not_attributed(tmp_path):
 
 def test_onnxruntime_findings_name_an_unquantized_output(tmp_path):
     found = explain_model(str(quantized(tmp_path, "onnxruntime", ["linear"])), PluginSpec(use="onnxruntime"), runs=3)
-    reasons = [finding.reason for finding in found.findings if finding.what == "float"]
+    reasons = [finding.reason for finding in found.findings if finding.kind == "float operator"]
     assert found.low < 3
     assert any("its output is not quantized (read by Add)" in reason for reason in reasons)
-    pairs = [finding.reason for finding in found.findings if finding.what == "pair"]
-    assert any("behind it runs in float" in reason for reason in pairs)
+    pairs = [finding.reason for finding in found.findings if finding.kind == "unfused node"]
+    assert any(reason.startswith("its consumer ") and reason.endswith(" runs in float") for reason in pairs)
 
 
 def test_different_scales_of_a_pair_are_the_reason(tmp_path):
@@ -146,7 +146,7 @@ def test_incomplete_pairs_and_unmatched_patterns_are_findings(tmp_path):
     asked = read_qdq_graph(path)
     found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
     assert {finding.reason for finding in found.findings} == {
-        "this place in the graph does not match the runtime's pattern, though 1 other Conv do"
+        "its neighbors match no fusion pattern of the runtime; those of 1 other Conv do"
     }
     model = onnx.load(path)
     conv = next(node for node in model.graph.node if node.name == names[1])

@@ -51,8 +51,8 @@ def test_explanation_names_fused_edges_and_layer_times(done):
     assert sum(layer.time_ms or 0.0 for layer in found.before) > 0
     assert any(layer.precision in ("u8", "i8") for layer in found.after)
     assert not any(layer.precision in ("u8", "i8") for layer in found.before)
-    fates = {fate.fate for fate in found.fates}
-    assert "fused" in fates
+    fusions = {edge.fusion for edge in found.edges}
+    assert "fused" in fusions
     text = next((done / TASK / "explain").glob("*.md")).read_text()
     assert re.search(r"Of \d+ quantized edges \d+ were fused into their consumers", text)
     assert "SQNR lost" not in text, "the float model has no SQNR of its own but a cap"

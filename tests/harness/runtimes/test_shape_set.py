@@ -135,7 +135,7 @@ def test_tables_and_facts_name_the_shapes(done):
 
 
 def test_the_file_with_dynamic_axes_is_checked_at_the_shapes(done):
-    remarks = [each["said"] for each in read_json(done / TASK / "dynamic.json").values() if isinstance(each, dict)]
+    remarks = [each["remark"] for each in read_json(done / TASK / "dynamic.json").values() if isinstance(each, dict)]
     assert remarks
     assert all("checked at batch 4, time 6" in remark for remark in remarks)
 
