@@ -72,7 +72,7 @@ def apply_mode_presets(options: argparse.Namespace) -> None:
 
 
 def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
-    """Run a command line.
+    """Run a command line of ModelOpt's procedure and write its files; `prog` names the program in messages.
 
     Raises:
         UserError: An argument cannot be used.

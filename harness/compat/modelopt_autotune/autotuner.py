@@ -253,8 +253,10 @@ class QDQAutotunerBase:
         """Return the best placement as parameters of ModelOpt's `quantize`.
 
         Returns:
-            `nodes_to_quantize`, with the producers of quantized tensors; `op_types_to_quantize`; `no_quantize_inputs`,
-            producer, reader and name of tensors that stay float there; `op_types_needing_output_quant`.
+            Four lists. `nodes_to_quantize`: names of the nodes with a quantized input, and of the producers of these
+            inputs. `op_types_to_quantize`: all operators whose inputs may be quantized. `no_quantize_inputs`:
+            (producer, reader, tensor name) for each input of these nodes that stays float.
+            `op_types_needing_output_quant`: operators whose output an activation function reads quantized.
         """
         return ort_quantization_config(self._model.nodes, self.get_resolved_insertion_points(best=True))
 

@@ -123,7 +123,7 @@ class Benchmark:
     __call__ = run
 
     def measure(self, candidate: Candidate, log_file: str | Path | None = None) -> Outcome:
-        """Build and time a candidate, and write the outcome to the log."""
+        """Build and time a candidate, and write the outcome to `log_file` if it is given."""
         if self._reference_ms is None:
             engines: Engines = _CountedWarmup(self._engines, self.warmup_runs)
             sampling = _fixed_sampling(self.timing_runs)

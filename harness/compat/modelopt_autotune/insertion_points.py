@@ -45,7 +45,10 @@ MIN_ELEMENTS = 8  # ModelOpt's limit: smaller tensors gain nothing
 
 @runtime_checkable
 class PointResolver(Protocol):
-    """Graph that resolves points by its own rules; implemented by `engine.placement_map.RegionIndex`."""
+    """Graph with its own rules for points, such as `engine.placement_map.RegionIndex`.
+
+    `addresses` returns those of the legal points of a region, `resolve` the node inputs that points quantize in it.
+    """
 
     def addresses(self, region: Region) -> list[Address]: ...
     def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]: ...
@@ -211,7 +214,11 @@ def get_tensor_consumer_node_indices(graph: Any) -> dict[str, list[int]]:
 
 
 def has_quantizable_operations(region: Region, graph: Any) -> bool:
-    """Return whether a region has an operator that gains from Q/DQ; True for all regions but LEAF ones."""
+    """Return whether a region has an operator that gains from Q/DQ; always True for COMPOSITE and ROOT regions.
+
+    Args:
+        graph: Graph whose nodes the region has by index.
+    """
     return region.type is not RegionType.LEAF or any(graph.nodes[n].op in QUANTIZABLE_OPS for n in region.get_nodes())
 
 

@@ -136,6 +136,7 @@ class RegionPattern:
     Attributes:
         signature: Signature of `harness.graph.partition.patterns.Pattern`, the same in every model; of a region of an
             `onnx_graphsurgeon.Graph`, the operators with their attributes and sources as text.
+        size: Number of nodes of a region.
     """
 
     def __init__(self, signature: str, size: int, *, composite: bool = False) -> None:

@@ -47,7 +47,7 @@ class RegionSearchBase:
         self.root = root
 
     def compute_region_boundaries(self, region: Region, include_constant: bool = False) -> None:
-        """Set the inputs and outputs of a region.
+        """Set `inputs` and `outputs` of a region to the names of the tensors at its boundary.
 
         Args:
             include_constant: Count constants as inputs.
@@ -107,7 +107,7 @@ class RegionPartitioner(RegionSearchBase):
     """Search for the LEAF regions of a graph."""
 
     def partition_graph(self) -> list[Region]:
-        """Return the LEAF regions; each node is in one of them."""
+        """Return the LEAF regions; each node is in exactly one of them."""
         leaves = [region for top in self._discover() for region in top.walk() if region.type is RegionType.LEAF]
         for leaf in leaves:
             leaf.parent, leaf.level = None, 0
@@ -120,7 +120,7 @@ class TopDownRegionBuilder(RegionSearchBase):
     Args:
         next_region_id: Identifier of the first region that is found.
         maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: Number of nodes from which a convergence is split.
+        minimum_topdown_search_size: Number of nodes from which branches and the node that joins them are split.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class CombinedRegionSearch(RegionSearchBase):
 
     Args:
         maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: Number of nodes from which a convergence is split.
+        minimum_topdown_search_size: Number of nodes from which branches and the node that joins them are split.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Config:
         default_quant_type: "int8" or "fp8".
         default_dq_dtype: Type of tensors whose type cannot be inferred: "float16", "float32" or "bfloat16".
         maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
-        minimum_topdown_search_size: Number of nodes from which a convergence is split.
+        minimum_topdown_search_size: Number of nodes from which branches and the node that joins them are split.
         top_percent_to_mutate: Share of the measured schemes, best first, that parents are drawn from.
         minimum_schemes_to_mutate: Minimum number of schemes that parents are drawn from.
         maximum_mutations: Maximum number of points of each kind that a mutation adds, and removes.
@@ -185,7 +185,7 @@ def get_parser(prog: str = "python -m harness.compat.modelopt_autotune") -> argp
 
 
 def add_sizes(group: Any) -> None:
-    """Add the flags that fix dynamic inputs."""
+    """Add the flags `--shape` and `--dim`, which fix dynamic inputs, to a parser or a group of arguments."""
     group.add_argument(
         "--shape", action="append", metavar="NAME:1x3x224x224", help="static shape of a dynamic input; repeat per input"
     )

@@ -155,7 +155,10 @@ def _create_autotuner(model: Any, job: AutotuneJob) -> QDQAutotuner:
 
 
 class AutotuneRun:
-    """Search of a job, as the searcher of the search loop.
+    """Searcher of the search loop that searches the placements of one job, region by region or as a whole.
+
+    Args:
+        context: Autotuner, benchmark and files of the job.
 
     Attributes:
         remarks: Lines about schemes of the pattern cache that were measured on another runtime or device.
@@ -195,7 +198,7 @@ class AutotuneRun:
                 raise AssertionError("a proposal beyond the limit")
 
     def ask(self, n: int) -> Sequence[Placement]:
-        """Return the next placement to measure."""
+        """Return a list of the next placement to measure, empty after the last."""
         placement = next(self._proposals, None)
         return [] if placement is None else [placement]
 

@@ -197,7 +197,7 @@ def _run_in_onnxruntime(path: Path, inputs: list[Mapping[str, Array]]) -> list[M
 
 
 def suggest_skip_names(ranked: Sequence[LayerSensitivity]) -> list[str]:
-    """Return `skip_names` as lines of a spec file."""
+    """Return `skip_names` with the worst layers as lines of a spec file; one sentence if no activation is quantized."""
     if not ranked:
         return ["no activation of this model is quantized: the drop comes from its weights alone"]
     lines = ["skip_names:  # the worst layers first, by outputs with and without the Q/DQ pairs of the layer"]

@@ -197,6 +197,7 @@ def peek_sample_shapes(loader: Iterable[Any], names: Sequence[str]) -> tuple[Sam
 def loader_feeds(loader: Iterable[Any], inputs: InputTypes) -> Iterator[dict[str, Array]]:
     """Yield the batches of a data loader as feeds of a model, split to the model's batch size.
 
+    A rest that is smaller than the model's batch is filled up with copies of its last sample.
     A batch is an array or a tensor, a tuple or list whose first element is one, or a mapping with the model's input
     names, with `images_left` and `images_right` for two inputs, or with one of the keys input, data, x, images.
 

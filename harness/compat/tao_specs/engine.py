@@ -169,7 +169,10 @@ def _log_precisions(declared: ModelSignature, section: EngineSection, backend: P
 
 
 def engine_path(requested: Path, backend: str) -> Path:
-    """Return the path of an engine: the requested one, with TensorRT's suffix replaced by the name of another backend.
+    """Return the path of an engine: `requested`, or for another backend than TensorRT with that backend as suffix.
+
+    Only the suffixes .trt, .engine and .plan are replaced; a path with another suffix or without one is returned as it
+    is.
 
     Raises:
         UserError: The backend is TensorRT, and the path has none of its suffixes.
@@ -225,7 +228,7 @@ def _save(facts: EngineFacts, model: Path, path: Path) -> dict[str, Any]:
 
 
 def read_facts(path: Path) -> EngineFacts | None:
-    """Read the facts of an engine; return None if they have no file.
+    """Return the facts in the file `NAME.json` next to the engine at `path`, or None if there is no such file.
 
     Raises:
         UserError: The file is damaged, or belongs to another engine.

@@ -83,6 +83,7 @@ class EvaluationResult:
 
     Attributes:
         name: Stem of the spec file.
+        what: Name of the engine or model in the spec.
         model: ONNX file; None if it is unknown or missing.
         evaluate_s: Wall-clock time of the evaluation.
         note: Remark on the arithmetic, or "".
@@ -241,7 +242,10 @@ def _evaluator_use(
 
 
 def suggest_layout(inputs: InputTypes, outputs: Mapping[str, Dims]) -> str | None:
-    """Return decoder and preprocessing of a detector by the shapes of its image input and its outputs, or None."""
+    """Return the name that decoder and preprocessing of a detector share, by the shapes of its image input and outputs.
+
+    None if the shapes fit no decoder or several.
+    """
     name = image_input(inputs)
     return suggest_decoder(outputs, image_size(name, inputs[name][1]))
 

@@ -221,7 +221,13 @@ class TensorRTOptions(_SpecModel):
 
 
 class EngineSection(_SpecModel):
-    """Section `gen_trt_engine`."""
+    """Section `gen_trt_engine`.
+
+    Attributes:
+        onnx_file: Model to build.
+        trt_engine: File of the engine, see `harness.compat.tao_specs.engine.engine_path`.
+        tensorrt: Options, of which other backends than TensorRT use `opt_batch_size` alone.
+    """
 
     onnx_file: str
     trt_engine: str
@@ -253,7 +259,7 @@ class EvaluateSection(_SpecModel):
 
 
 class Spec(_SpecModel):
-    """Spec file; each command needs its own section and ignores the others."""
+    """Spec file; each command needs its own section and ignores the others. `results_dir` is relative to the file."""
 
     quantize: QuantizeSection | None = None
     gen_trt_engine: EngineSection | None = None
@@ -272,7 +278,7 @@ def read_spec(path: Path) -> Spec:
 
 
 def parse_spec(text: str, source: str) -> Spec:
-    """Parse and check a spec in YAML; error messages name `source`."""
+    """Parse and check a spec in YAML; raise a `UserError` that names `source` for an invalid one."""
     try:
         return Spec.model_validate(read_yaml_mapping(text, source, "a spec file"))
     except ValidationError as error:

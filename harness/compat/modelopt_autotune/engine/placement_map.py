@@ -66,7 +66,7 @@ class PlacementMap:
         return RegionPattern(pattern.signature, len(pattern.operators), composite=composite)
 
     def dimensions(self, signature: str) -> Mapping[Address, int]:
-        """Return the dimension of each point of a pattern."""
+        """Return the index of the dimension of each point of a pattern; empty if the space lacks the pattern."""
         return self._dimensions.get(signature, {})
 
     @cached_property
@@ -157,6 +157,9 @@ class RegionIndex:
         dialect: Its rules decide which points are legal.
         precision: Quantized precision of the points.
         default_dtype: Type of the inputs of linear operators whose type cannot be inferred.
+
+    Raises:
+        AutotunerError: The dialect does not have the precision.
     """
 
     def __init__(

@@ -94,11 +94,14 @@ class AutotuneSession:
         self.allowed = tuple(sorted(searched))
 
     def pattern_search(self, region: Region, around: Placement) -> PatternSearch:
-        """Return a search of a region's pattern with all other patterns as in a placement."""
+        """Return a search of a region's pattern with all other patterns as in `around`."""
         return PatternSearch(self.placement_map, region, self.allowed, around, self._config)
 
     def with_schemes(self, profiled: Iterable[PatternSchemes]) -> Placement:
-        """Return the base with the best scheme of each profiled pattern, float where quantization is not allowed."""
+        """Return `base` with the best scheme of each pattern in `profiled`; points outside of `allowed` stay float.
+
+        A pattern without a measured scheme stays as in `base`.
+        """
         placement = self.base
         for schemes in profiled:
             if schemes.best_scheme is not None:
