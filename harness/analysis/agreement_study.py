@@ -39,6 +39,8 @@ def agreement_report(
 
     Args:
         study: Model, backend and evaluator.
+        placements: Number of random placements.
+        samples: Maximum number of scored samples.
         folder: Folder of `agreement.json` and scratch files.
 
     Raises:

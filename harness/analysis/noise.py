@@ -86,6 +86,7 @@ class NoiseComponent:
     Attributes:
         sd: Standard deviation of log latency from this source alone, that is relative to the latency, with its 95 %
             interval; 0 if the estimate of the variance is negative, that is too small to be detected.
+        share: Share of the sum of all variances.
     """
 
     name: str
@@ -176,10 +177,10 @@ def _measure_process(
 
 
 def estimate_components(latency_ms: Floats) -> NoiseComponents:
-    """Estimate the components of variance of a balanced nested design, with 95 % intervals.
+    """Estimate the components of variance of log latency in a balanced nested design, with 95 % intervals.
 
-    With p processes, b builds and r readings the expected mean squares are s2_e, s2_e + r s2_B and s2_e + r s2_B + b r
-    s2_P.
+    With p processes (variance s2_P), b builds (s2_B) and r readings (s2_e) the expected mean squares are s2_e, s2_e + r
+    s2_B and s2_e + r s2_B + b r s2_P. A negative estimate counts as 0; `NoiseComponent` has square roots.
 
     Args:
         latency_ms: Positive latencies as [process, build, reading], each axis of size 2 or more.

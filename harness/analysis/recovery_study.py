@@ -55,6 +55,7 @@ class RecoveryRequest:
     Attributes:
         placement: A key of `PLACEMENT_NAMES`, a PTQ tool that is run, or a Q/DQ file that was made from the model.
         float_nodes: Wildcards of nodes that stay float.
+        methods: Range estimators of activations; empty, also for `weights` and `depthwise`: that of the study.
         steps: Names of recovery steps, in order.
         subsets: Number of parts of the calibration samples; the study's own choices are also calibrated on each part.
         auto: Whether only two files are scored: the study's own choices, and those that gain on calibration samples.

@@ -47,7 +47,7 @@ LABELLED_UNITS = 5  # number of units whose names are written next to their dots
 
 @contextmanager
 def figure_file(path: Path, columns: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield axes in a row, and write them to a PNG on exit; text is not parsed as formulas."""
+    """Yield axes in a row with relative widths `columns`, and write them to the PNG `path` on exit."""
     with mpl.rc_context({"text.usetex": False, "text.parse_math": False, "font.size": 9}):
         figure = Figure(figsize=(3.2 * sum(columns) if len(columns) > 1 else 6.4, 4.0), layout="constrained")
         yield tuple(figure.subplots(1, len(columns), squeeze=False, width_ratios=columns)[0])

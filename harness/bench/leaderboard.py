@@ -71,10 +71,11 @@ Results = tuple[dict[str, SearcherRecord], dict[str, TaskSearches]]
 
 
 def read_results(folders: Sequence[Path], tier: TierName) -> Results:
-    """Return the records of all searchers of some submissions, and their searches by task.
+    """Return the records of all searchers of the submissions in `folders`, and their searches by task.
 
     Raises:
-        UserError: A submission is damaged, lacks a task or evaluations of the tier, or two have a searcher of one name.
+        UserError: A submission is damaged or lacks a task or evaluations of the tier, or two submissions have a
+            searcher of the same name.
     """
     catalogue = read_catalogue()
     budget, tasks = max(catalogue.tiers[tier].budgets), catalogue.tasks_of_tier(tier)

@@ -31,7 +31,7 @@ scores and limits, and [CONTRIBUTING](../CONTRIBUTING.md#submit-to-the-leaderboa
 
 
 def write_page(board: Leaderboard, out: Path, tier: TierName, *, html: bool) -> None:
-    """Write the page and its plot `NAME.png`; with `html` also `NAME.html`, which needs no other file."""
+    """Write the Markdown page `out` and its plot `NAME.png`; with `html` also the self-contained `NAME.html`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     plot = out.with_suffix(".png")
     draw_leaderboard(board, plot)
@@ -59,7 +59,7 @@ def _render_html(board: Leaderboard, plot: Path) -> str:
 
 
 def draw_leaderboard(board: Leaderboard, path: Path) -> None:
-    """Draw regret and reached targets over evaluations, and the mean ranks with the critical difference."""
+    """Write a PNG with regret and reached targets over evaluations, and the mean ranks with the critical difference."""
     names = list(board.regret)
     first = dict.fromkeys([*(name for name in ALWAYS_SHOWN if name in names), *names])
     shown = [name for name in names if name in list(first)[:SHOWN_CURVES]]

@@ -152,10 +152,11 @@ def _agreement(floats: Outputs, outputs: Outputs) -> dict[str, float]:
 
 
 def open_scorer(experiment: Experiment, metadata: TableMetadata, work: Path) -> PlacementScorer:
-    """Load and calibrate the model of a table in its dialect, and run the float model.
+    """Load and calibrate the model of a table in its dialect, run the float model, and return a scorer of placements.
 
     Raises:
-        UserError: The experiment has no such model, or another version of it; the float model cannot be scored.
+        UserError: The experiment has no such model, or its file differs from that of the table; the float model cannot
+            be scored.
     """
     specs = {task.model.name: task for task in plan_tasks(experiment)}
     if metadata.model not in specs:

@@ -96,7 +96,7 @@ class SearcherRecord(ConfigSection):
 
 
 class Submission(ConfigSection):
-    """Searchers of a submission by name."""
+    """Content of `submission.json`: the searchers that a folder enters in the leaderboard of QDQ-Bench, by name."""
 
     searchers: dict[SearcherName, SearcherRecord]
 

@@ -155,7 +155,12 @@ def describe_block(metadata: TableMetadata) -> str:
 
 
 def describe_task(name: str) -> dict[str, str]:
-    """Return the facts of a task from its table and the catalogue, as text by name."""
+    """Return the facts of a task from its table and the catalogue, as text by name.
+
+    Raises:
+        KeyError: There is no such task.
+        UserError: Its table cannot be read.
+    """
     settings, metadata = read_catalogue().tasks[name], read_table_metadata(table_path(name))
     backend = metadata.backend
     return {

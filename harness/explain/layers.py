@@ -52,6 +52,7 @@ def classify_layer(layer: Layer, pairs: Collection[str], nodes: Collection[str])
 
     Args:
         pairs: Names of the model's Q/DQ nodes.
+        nodes: Names of its other nodes.
     """
     if QDQ_PATTERN.search(layer.kind) or (layer.origin and all(name in pairs for name in layer.origin)):
         return "qdq"
@@ -155,9 +156,12 @@ def _time_layers(backend: PluginSpec, path: Path, workdir: Path, runs: int) -> t
 
 
 def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[EdgeFusion]:
-    """Yield the fusion state of each quantized edge, from the precision of its consumer's layer.
+    """Yield the fusion state of each quantized edge, from the precision of the layer that its consumer became.
+
+    The state is "unknown" if no layer names the consumer, or the layer has no precision, and for outputs of the model.
 
     Args:
+        model: Model that the edges are of.
         layers: Layers of the quantized engine; those without an origin are ignored.
     """
     owner = {name: layer for layer in layers for name in layer.origin}

@@ -35,13 +35,15 @@ _Line = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchCurves:
-    """Searches of one searcher on one table; arrays have the shape (seeds, evaluations).
+    """Searches of one searcher on one table; float arrays have the shape (seeds, evaluations).
+
+    After the end of a search its last value is repeated.
 
     Attributes:
         latency_ms: Recorded latency of the final choice, see `harness.studies.simulated_selection`.
         found_ms: Recorded latency of the fastest evaluated placement, chosen or not.
         elapsed_s: Recorded wall-clock of all builds and measurements so far.
-        evaluations: Number of evaluations of each search until it had nothing more to propose, by seed.
+        evaluations: Number of evaluations of each search until it had nothing more to propose, of shape (seeds,).
     """
 
     latency_ms: Floats

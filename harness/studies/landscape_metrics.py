@@ -196,7 +196,12 @@ def sensitivity(space: Space, anchors: Sequence[Placement], latency_ms: Mapping[
 
 
 def most_influential(space: Space, changes: Floats, dimensions: int) -> tuple[int, ...]:
-    """Return the dimensions that change latency most, in graph order, with at most 2 ** dimensions placements."""
+    """Return the indices of the dimensions that change latency most, ascending.
+
+    Args:
+        changes: Change of each dimension, see `sensitivity`.
+        dimensions: The result has at most 2 ** dimensions placements.
+    """
     chosen: list[int] = []
     for index in np.argsort(-changes, kind="stable").tolist():
         if math.prod(space.sizes[i] for i in (*chosen, index)) <= 2**dimensions:

@@ -63,7 +63,7 @@ class PathCache:
         self._paths = self._read_paths()
 
     def paths_by_seed(self, key: SearchKey) -> Mapping[int, SearchPath]:
-        """Return the cached searches by seed."""
+        """Return the cached searches of a key by seed; empty without any."""
         return self._paths.get(key, {})
 
     def outdated_keys(self, keys: Collection[SearchKey]) -> list[SearchKey]:
@@ -111,7 +111,14 @@ class PathCache:
 
 
 def write_part(path: Path, key: SearchKey, paths: Mapping[int, SearchPath]) -> None:
-    """Write some searches of one searcher on one table, by seed."""
+    """Write searches of one searcher on one table, by seed, as a part of a cache; an existing file is replaced.
+
+    Args:
+        path: Result of `PathCache.new_part_file`.
+
+    Raises:
+        UserError: One file cannot take that many searches.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_atomically(path, {key: paths})
 

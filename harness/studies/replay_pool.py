@@ -94,7 +94,11 @@ def replay_batches(batches: Sequence[ReplayBatch], workers: int, observer: Obser
 def search_curves(
     cache: PathCache, key: SearchKey, landscape: Landscape, searcher: ReplayedSearcher, study: BudgetStudy
 ) -> SearchCurves:
-    """Return the curves of the cached searches of all seeds."""
+    """Return the curves of the cached searches of all seeds.
+
+    Raises:
+        KeyError: A search is not cached; see `missing_batches`.
+    """
     cached = _cached_paths(cache, key, landscape, study)
     paths = read_paths(
         landscape, {seed: cached[seed] for seed in range(searcher.seeds or study.seeds)}, study.max_evaluations

@@ -39,14 +39,14 @@ class ReplayedSearcher(PluginSpec):
 
 
 class BudgetStudy(BaseModel):
-    """Settings of a budget ablation.
+    """Settings of a comparison of searchers at several budgets, on recorded tables.
 
     Attributes:
         study: Name of the study.
         tables: Files of `qdq record`, relative to the study's file; `*` matches existing files.
         searchers: Searchers to replay; empty: all installed ones but `EXCLUDED_SEARCHERS`.
-        seeds: Searches of each searcher on each table, with seeds from 0.
-        budgets: Evaluations at which searches are compared; they run to the largest.
+        seeds: Number of searches of each searcher on each table, with seeds 0, 1, ...
+        budgets: Evaluations at which searches are compared; searches run to the largest.
         initial: Initial placements of every search (float, all, linear), which count as evaluations; "none" is the
             cold start.
     """
