@@ -34,6 +34,9 @@ class CalibrationBatches:
         model: The model.
         types: Element type and shape of each input of the model.
         spread: Whether samples are taken evenly from a file of arrays, which `description` then names.
+
+    Raises:
+        UserError: The data or the preprocessing is invalid, or does not fit the inputs.
     """
 
     def __init__(self, spec: ModelSpec, model: Model, types: InputTypes, *, spread: bool = False) -> None:

@@ -47,7 +47,7 @@ _MAX_L2_ROUNDS = 8
 
 
 class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
-    """Runs the float model with the chosen tensors as additional outputs, on one thread and without optimisations.
+    """Runner of the float model with chosen tensors as additional outputs, on one thread, without optimizations.
 
     Args:
         model_path: ONNX file; ONNX Runtime temporarily writes a file "-inferred" next to it.
@@ -67,7 +67,7 @@ class ActivationObserver(HistogramCalibrater):  # type: ignore[misc]
         self.create_inference_session()
 
     def select_tensors_to_calibrate(self, model: Any) -> tuple[set[str], Mapping[str, Any]]:
-        """Return the chosen tensors, and the types of all; ONNX Runtime's method selects tensors by operator type.
+        """Return the chosen tensors, and the types of all tensors by name; ONNX Runtime's method selects by operator.
 
         Raises:
             UserError: A chosen tensor is not among the float activations of the model.
@@ -131,7 +131,7 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
                     self._broken[name] = join_ranges(self._broken.get(name, found), found)
 
     def merge_histogram(self, old: Any, values: Array, low: Any, high: Any, threshold: Any) -> Any:
-        """Merge as ONNX Runtime does, after widening the old bins if it would add too many new ones."""
+        """Return the histogram with new values, as ONNX Runtime does, but widen its bins if it would add too many."""
         counts, edges, old_low, old_high, old_threshold = old
         if old_threshold > 0 and len(counts) * threshold > _MAX_BIN_GROWTH * self.num_bins * old_threshold:
             centres = (edges[:-1] + edges[1:]) / 2
@@ -156,7 +156,7 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
 
 
 class PercentileCalibrator(HistogramCalibrator):
-    """Take the quantiles (100 - p) / 2 and 100 - (100 - p) / 2, clipped to the values seen."""
+    """Estimator that takes the quantiles (100 - p) / 2 and 100 - (100 - p) / 2 in per cent, within the values seen."""
 
     method_name = "percentile"
 
@@ -166,7 +166,7 @@ class PercentileCalibrator(HistogramCalibrator):
 
 
 class EntropyCalibrator(HistogramCalibrator):
-    """Take the symmetric threshold with the least Kullback-Leibler divergence of the quantized histogram, clipped.
+    """Estimator of the symmetric threshold with the least Kullback-Leibler divergence of the quantized histogram.
 
     S. Migacz, "8-bit Inference with TensorRT", GTC 2017, s7310.
     """
@@ -183,7 +183,7 @@ class EntropyCalibrator(HistogramCalibrator):
 
 
 class MSECalibrator(HistogramCalibrator):
-    """Take the symmetric threshold with the least mean squared error of 8-bit integers, clipped to the values seen."""
+    """Estimator of the symmetric threshold with the least mean squared error of 8 bits, within the values seen."""
 
     method_name = "mse"
 
@@ -195,7 +195,7 @@ class MSECalibrator(HistogramCalibrator):
 
 
 class L2Calibrator(HistogramCalibrator):
-    """Take the range with the least squared error of 8-bit integers, with independent ends.
+    """Estimator of the range, with independent ends, with the least squared error of 8-bit integers.
 
     The criterion is that of PyTorch's `HistogramObserver` (after Caffe2's norm_minimization.cc), which moves the ends
     by quantiles. Here each end in turn is set to the best edge of a bin until both stay the same.

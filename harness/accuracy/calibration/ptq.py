@@ -57,7 +57,8 @@ class MetricRequest:
 
     Attributes:
         evaluator: Evaluator of the metric.
-        max_drop: Largest loss, as in `harness.config.objective.Objective`.
+        max_drop: Largest loss: in the metric's unit, or as text in per cent of the float model's metric, for instance
+            "1 %".
     """
 
     evaluator: PluginSpec
@@ -65,7 +66,7 @@ class MetricRequest:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the bound as a number, and whether it is relative to the metric of the float model."""
+        """Return `max_drop` as a number, and `relative_drop`, whether it is a share of the float model's metric."""
         relative = isinstance(self.max_drop, str)
         bound = float(self.max_drop.strip(" %")) / 100 if isinstance(self.max_drop, str) else self.max_drop
         return {"max_drop": bound, "relative_drop": relative}
@@ -131,6 +132,9 @@ def modelopt(
         batches: Calibration data, input arrays by name; iterated over once.
         arguments: Arguments of `modelopt.onnx.quantization.quantize` except model, output and data, as in JSON.
 
+    Returns:
+        `output_path`.
+
     Raises:
         BuildFailed: ModelOpt failed; the message is that of ModelOpt on one line.
     """
@@ -139,7 +143,7 @@ def modelopt(
 
 
 def ptq_fingerprint(options: PtqOptions, tool: str = "") -> str:
-    """Return a fingerprint of the options, the dialect's fields and the program that calls the tool.
+    """Return the SHA-256 of the options, the dialect's fields and the program that calls the tool ("": ModelOpt's).
 
     Raises:
         UserError: The dialect is unknown.

@@ -20,17 +20,22 @@ RangeBounds = tuple[float, float]
 
 
 class RangeEstimator(Protocol):
-    """Estimates ranges from the activations of successive batches without keeping these; must be picklable.
+    """Estimator of ranges from the activations of successive batches, which it does not keep; it must be picklable.
 
     If the constructor has a parameter `percentile`, it receives the percentile of the calibration.
     """
 
     def collect(self, arrays: Mapping[str, Sequence[Array]]) -> None:
-        """Add the activations of a batch by tensor name; channels of a tensor have separate names."""
+        """Add the activations of a batch.
+
+        Args:
+            arrays: Arrays of each tensor by name, usually one; a channel of a tensor is an entry of its own, named by
+                `harness.graph.quantize.numeric_choices.channel_name`.
+        """
         ...
 
     def ranges(self) -> Mapping[str, RangeBounds]:
-        """Return the range of each tensor seen so far; a bound is not finite if a value was NaN or infinite."""
+        """Return (lowest, highest) of each tensor seen so far; a bound is not finite if a value was NaN or infinite."""
         ...
 
 
@@ -50,7 +55,7 @@ def create_estimator(name: str, percentile: float) -> RangeEstimator:
 
 
 class MinMaxCalibrator:
-    """Take the smallest and the largest value of each tensor."""
+    """Estimator that takes the smallest and the largest value of each tensor."""
 
     def __init__(self) -> None:
         self._ranges: dict[str, RangeBounds] = {}
@@ -64,7 +69,7 @@ class MinMaxCalibrator:
 
 
 class AbsMaxCalibrator(MinMaxCalibrator):
-    """Take the largest magnitude for both sides, as TensorRT and ModelOpt do ("max").
+    """Estimator that takes the largest magnitude for both sides, as TensorRT and ModelOpt do ("max").
 
     If all values have one sign, the range is from 0 to the largest magnitude on that side.
     """
@@ -74,7 +79,7 @@ class AbsMaxCalibrator(MinMaxCalibrator):
 
 
 class MeanMinMaxCalibrator:
-    """Take the mean over batches of the smallest value, and that of the largest value.
+    """Estimator that takes the mean over batches of the smallest value, and that of the largest value.
 
     This is NNCF's default for activations ("mean_min_max"), without its asymmetric rounding.
     """
@@ -96,7 +101,7 @@ def _bounds_of_arrays(arrays: Mapping[str, Sequence[Array]]) -> Iterable[tuple[s
 
 
 def min_and_max(values: Array) -> RangeBounds:
-    """Return the smallest and the largest value; float16 values beyond 6e4 become infinite."""
+    """Return the smallest and the largest value; float16 values beyond 6e4 in magnitude count as infinite."""
     low, high = float(np.min(values)), float(np.max(values))
     if values.dtype != np.float16:
         return low, high
@@ -114,7 +119,7 @@ def _symmetric_range(low: float, high: float) -> RangeBounds:
 
 
 class SentinelObserver(MinMaxCalibrator):
-    """Passes activations to several estimators, and detects sentinels and tensors with few different values.
+    """Estimator that passes activations to others, and detects sentinels and tensors with few different values.
 
     Tensors with few different values, such as masks of 0 and 1, keep their full range with every method.
 
@@ -149,7 +154,10 @@ class SentinelObserver(MinMaxCalibrator):
                     self._spreads[name].add(values)
 
     def ranges_by_estimator(self) -> dict[str, dict[str, RangeBounds]]:
-        """Return the range of each tensor and channel by each estimator."""
+        """Return the range of each tensor and channel, by name of the estimator and then of the tensor.
+
+        The range of a tensor with a sentinel is a `SentinelRange`.
+        """
         return {name: self._correct_ranges(dict(each.ranges())) for name, each in self._estimators.items()}
 
     def _correct_ranges(self, found: dict[str, RangeBounds]) -> dict[str, RangeBounds]:

@@ -72,7 +72,7 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
     progress: Callable[[int], None] | None = None,
     source: str = "",
 ) -> Ranges:
-    """Run the float model on calibration data and return the ranges by one method.
+    """Run the float model on calibration data and return the range of each tensor by one method.
 
     Args:
         model_path: As in `calibrate_by_methods`, like the arguments that are not listed here.
@@ -203,7 +203,7 @@ def _close_observer(model_path: Path) -> dict[str, dict[str, tuple[float, float]
 
 
 def explain_unrunnable(model_path: Path) -> str:
-    """Return why ONNX Runtime, which runs the calibration, refuses to load a model; "" if it loads."""
+    """Return the reason why ONNX Runtime, which runs the calibration, refuses to load a model; "" if it loads."""
     what = f"{model_path.name}: ONNX Runtime's check"
     return call_in_helper_process(what, _explain_unrunnable, model_path, factor=RUNTIME_FACTOR)
 

@@ -23,14 +23,14 @@ _OUTSIDE = ""  # consumer of the outputs of the model, see `Edge`
 
 
 class SentinelRange(NamedTuple):
-    """Range of a tensor with a sentinel (`harness.graph.rules.sentinels`); infinite on the side of the sentinel."""
+    """Range of a tensor with a sentinel, such as -1e4 in a mask; infinite on the side of the sentinel."""
 
     low: float
     high: float
 
 
 def finite_ranges(ranges: Ranges) -> Ranges:
-    """Return the ranges from which a scale can be made; `range_warnings` explains the others."""
+    """Return the ranges from which a scale can be made, without infinite, huge and zero ones; see `range_warnings`."""
     return {
         name: pair
         for name, pair in ranges.items()
@@ -39,7 +39,7 @@ def finite_ranges(ranges: Ranges) -> Ranges:
 
 
 def is_finite(pair: tuple[float, float]) -> bool:
-    """Return whether the bounds of a range are finite, and not huge."""
+    """Return whether the bounds of a range are finite and at most 1e30 in magnitude."""
     return all(abs(bound) <= MAX_CONSTANT_MAGNITUDE for bound in pair)
 
 
@@ -91,10 +91,10 @@ def range_warnings(ranges: Ranges) -> tuple[str, ...]:
 
 
 def require_quantizable(space: Space, ranges: Ranges, source: str) -> None:
-    """Refuse a space in which calibration has left nothing to quantize.
+    """Raise an error for a space in which calibration has left nothing to quantize.
 
     Raises:
-        UserError: No dimension is left.
+        UserError: No dimension is left; the message starts with `source` and gives the reasons.
     """
     if not len(space):
         raise UserError(

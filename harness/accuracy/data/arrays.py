@@ -59,7 +59,7 @@ class ArrayDataset:
 
 
 def array_names(path: Path) -> frozenset[str]:
-    """Return the names of the arrays of a `.npz` file; empty if it cannot be read."""
+    """Return the names of the arrays of a `.npz` file; empty if there is no such file or it cannot be read."""
     try:
         if not path.is_file():
             return frozenset()
@@ -70,7 +70,7 @@ def array_names(path: Path) -> frozenset[str]:
 
 
 def read_sample_shapes(spec: Mapping[str, Any], base: Path | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of one sample of each array that a data mapping names; empty if the file cannot be read."""
+    """Return the shape of one sample of each array of a data mapping's file, by name; empty if it cannot be read."""
     try:
         path = resolve_path(read_text_key(spec, "path"), base)
         if path.suffix == ".npy":
@@ -89,7 +89,7 @@ def read_sample_shapes(spec: Mapping[str, Any], base: Path | None = None) -> dic
 
 
 def is_array_data(data: object) -> bool:
-    """Return whether a data mapping describes arrays, not images."""
+    """Return whether a data mapping describes arrays (`use` is npz or npy), not images."""
     return isinstance(data, Mapping) and data.get("use") in ("npz", "npy")
 
 
@@ -154,7 +154,7 @@ def read_rows(path: Path) -> Array:
     spaces (`.txt`); a first line without numbers is a heading.
 
     Raises:
-        UserError: The file is of another kind or malformed; the message has the line.
+        UserError: The file is of another kind or malformed; for a text file the message names the line.
     """
     if path.suffix not in (".npy", ".npz", ".csv", ".txt"):
         raise UserError(f"{path}: labels of arrays are a .npy, .npz, .csv or .txt file, one row for each sample")
@@ -197,7 +197,7 @@ def read_arrays(path: Path, choose: RowSelector) -> ArrayDataset:
 
     Args:
         path: Path of the file.
-        choose: Function that selects the samples.
+        choose: Function that selects the samples, given their number.
 
     Returns:
         The arrays, and a fingerprint of the whole file.

@@ -79,7 +79,10 @@ def image_input(inputs: InputTypes) -> str:
 
 
 def make_batch(tensors: Sequence[FloatArray], batch: int) -> FloatArray:
-    """Return a batch of `batch` tensors; the last one is repeated if there are fewer. A batch of one is not copied."""
+    """Return tensors as one array with `batch` rows; if there are fewer, the last tensor is repeated.
+
+    A batch of one is not copied.
+    """
     if batch == 1:
         return np.ascontiguousarray(tensors[0])[None]
     return np.stack([*tensors, *[tensors[-1]] * (batch - len(tensors))])
@@ -142,7 +145,7 @@ def make_batches(
 
 
 def make_array_batches(data: ArrayDataset, inputs: InputTypes, total: int) -> InputBatches:
-    """Return batches of the first `total` samples of arrays, as `make_batches` does."""
+    """Return batches of the first `total` samples of arrays; see `make_batches`, also for errors."""
     if UNNAMED_ARRAY in data.arrays:
         if len(inputs) > 1:
             raise UserError(

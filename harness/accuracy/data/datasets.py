@@ -66,7 +66,7 @@ class ImageDataset:
         mask: Function that returns the class of each pixel of the image with an index, `VOID_CLASS` for pixels of no
             class; raises UserError if the mask cannot be read or its size differs from that of the image. None: no
             labels of this kind.
-        fingerprint: Digest of the specification, the names and contents of the images, and the labels.
+        fingerprint: SHA-256 of the specification, the names and contents of the images, and the labels.
         available: Number of images before a limit was applied; None: unknown.
     """
 
@@ -89,7 +89,7 @@ class ImageDataset:
 def open_data(
     spec: Mapping[str, Any], base: Path | None = None, limit: int | None = None, *, spread: bool = False
 ) -> ImageDataset | ArrayDataset:
-    """Open the data that a mapping of an experiment describes (see the module's docstring).
+    """Open the images or arrays that a mapping of an experiment describes (see the module's docstring).
 
     Args:
         spec: The mapping.
@@ -124,7 +124,7 @@ def open_data(
 
 
 def spread_indices(total: int, count: int) -> Sequence[int]:
-    """Return `count` ascending indices below `total`, evenly spread from the first to the last."""
+    """Return at most `count` ascending indices below `total`, evenly spread from the first to the last."""
     if count >= total:
         return range(total)
     return [int(index) for index in np.linspace(0, total - 1, count).round()]
@@ -256,7 +256,7 @@ def _class_names(spec: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class DatasetCache:
-    """Cache that opens each data set once for all models that use it."""
+    """Cache of data sets by specification, so that each is opened once for all models that use it."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[Mapping[str, Any], ImageDataset | ArrayDataset]] = []

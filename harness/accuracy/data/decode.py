@@ -43,7 +43,7 @@ class Detections:
 
 
 class DetectionDecoder(Protocol):
-    """Decoder; the experiment sets any further parameters."""
+    """Function from a detector's outputs to boxes; an experiment sets its further parameters."""
 
     def __call__(self, outputs: Mapping[str, Array], prepared: Prepared, size: Size) -> Detections:
         """Return the boxes of one image; `size` is height and width of the model's input."""
@@ -188,7 +188,7 @@ def _overlapping_same_class(
 
 
 def select_boxes(boxes: Floats, scores: Floats, score: float, nms: float, top: int = MAX_DETECTIONS) -> Detections:
-    """Return the boxes with a sufficient score after suppression; each class of a cell is a separate candidate.
+    """Return the boxes with a sufficient score after non-maximum suppression; each class of a cell is a candidate.
 
     Args:
         boxes: Corners, shape (cells, 4), in pixels of the image.

@@ -15,7 +15,7 @@ STRIDES = (8, 16, 32)
 
 
 def suggest_decoder(outputs: Mapping[str, Sequence[int | None]], size: tuple[int, int]) -> str | None:
-    """Return the name of the decoder (and of its preprocessing), or None if the shapes fit none or several.
+    """Return the name of the decoder and of its preprocessing, or None if the shapes fit none or several.
 
     Args:
         outputs: Shape of each output, with the batch axis first.

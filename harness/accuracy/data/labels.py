@@ -62,14 +62,14 @@ def read_labels(path: Path) -> LabelFile:
 
 
 def select_coco_images(coco: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """Return the chosen images with their annotations and all categories."""
+    """Return a copy of COCO labels with the images of the given positions, their annotations and all categories."""
     images = [coco["images"][i] for i in chosen]
     kept = {image["id"] for image in images}
     return {**coco, "images": images, "annotations": [a for a in coco["annotations"] if a["image_id"] in kept]}
 
 
 def order_coco_categories(coco: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Renumber the categories by their position in `classes`, so that ascending ids are the model's classes.
+    """Return a copy of COCO labels with category ids by position in `classes`, so that they are in the model's order.
 
     Raises:
         UserError: A category that has boxes is not among the classes.

@@ -40,7 +40,7 @@ class IndexMasks:
         return (self.folder / PurePath(self.names[i])).with_suffix(".png")
 
     def read(self, i: int, size: Size) -> Mask:
-        """Return the class of each pixel of image i.
+        """Return the class of each pixel of image i (`VOID_CLASS`: none); `size` is its height and width.
 
         Raises:
             UserError: The file cannot be read, has another size than the image, or is coloured.
@@ -78,7 +78,7 @@ class PanopticMasks:
         return self.folder / str(self.annotations[i]["file_name"])
 
     def read(self, i: int, size: Size) -> Mask:
-        """Return the class of each pixel of image i.
+        """Return the class of each pixel of image i (`VOID_CLASS`: none); `size` is its height and width.
 
         Raises:
             UserError: The file cannot be read, has another size than the image, or is not coloured.
@@ -120,7 +120,8 @@ def open_picture(path: Path, what: str) -> Iterator[Image.Image]:
     """Open a picture of one of `PICTURE_FORMATS`; the file's content decides, not its name.
 
     Raises:
-        UserError: The picture cannot be read or is too large; also for errors of decoding within the context.
+        UserError: The picture cannot be read or has more than 50 million pixels; also for errors within the context.
+            The message calls it `what`.
     """
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as image:

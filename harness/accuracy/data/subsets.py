@@ -22,7 +22,8 @@ def select_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Seq
     """Return the indices of the samples that the keys `start`, `count`, `half` and `every` select, ascending.
 
     Args:
-        spec: A data mapping.
+        spec: A data mapping; `half` is "search" or "report" (see `half_of`), and `every` n takes each n-th of what is
+            left.
         names: Names of all samples.
         what: Name of the data for messages.
 
@@ -65,7 +66,7 @@ def read_int_key(spec: Mapping[str, Any], key: str, least: int) -> int:
 
 
 def read_text_key(spec: Mapping[str, Any], key: str) -> str:
-    """Return a required text key of a data mapping."""
+    """Return a required text key of a data mapping; raise `UserError` if it is missing, "" or no text."""
     value = spec.get(key)
     if not isinstance(value, str) or not value:
         raise UserError(f"data.{key}: this key is required, but got {value!r}")

@@ -29,11 +29,12 @@ class FloatAgreement:
 
     Two boxes match if they have the same class and an IoU of at least 0.5. The share of an image is twice the number of
     matches over the number of boxes of both models. The harness calls `prepare` once with the float model's engine.
-    `per_item` has one share per sample.
+    `per_item` has one share (0 to 1) per sample, 1 for an image without boxes in both models, and the metric is their
+    mean.
 
     Args:
         data: Images or arrays (`harness.accuracy.data.datasets`); labels are not used.
-        reference: Set by the harness: file of the float model's answers.
+        reference: Set by the harness: file with the classes or boxes of the float model.
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
         preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
         decode: Decoder of a detector, by name or `{use: NAME, params: {...}}`; None: a classifier.
@@ -76,7 +77,11 @@ class FloatAgreement:
         return self.samples.inferences
 
     def prepare(self, infer: Infer) -> None:
-        """Write the classes or boxes of the float model to the reference file."""
+        """Write the classes or boxes of the float model to the reference file.
+
+        Raises:
+            EvaluationFailed: Outputs are not finite or are no row of classes, or the decoder refuses their shapes.
+        """
         answers = list(self._answers(infer))
         arrays = {name: np.concatenate([getattr(a, name) for a in answers]) for name in Detections.__slots__}
         arrays |= {"counts": np.array([len(a.classes) for a in answers])}

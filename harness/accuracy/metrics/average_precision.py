@@ -42,7 +42,7 @@ Values = npt.NDArray[np.float64]
 
 
 def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]:
-    """Return the facts about each image from which mAP can be recomputed.
+    """Return the facts about each image from which `resampled_map` recomputes mAP; JSON can represent them.
 
     Args:
         matches: Matches of each category.
@@ -56,7 +56,7 @@ def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]
 
 
 def mixable_map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]:
-    """Return the facts for `mix_map_facts`; arguments as in `map_facts`."""
+    """Return the facts for `mix_map_facts`, for boxes of all areas; see `map_facts` for the arguments."""
     found = []
     for head, detections in _iter_categories(matches, 0):
         scores = detections[-1]
@@ -66,9 +66,10 @@ def mixable_map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[s
 
 
 def mix_map_facts(records: Sequence[Mapping[str, Any]], sources: Counts) -> dict[str, Any]:
-    """Return the facts about images whose detections come from different engines, for boxes of all areas.
+    """Return the facts about images with detections from different engines, for boxes of all areas.
 
-    They equal those of `map_facts` for these detections, with scores rounded to float32.
+    They equal those of `map_facts` for these detections, but scores are rounded to float32, and metrics by size are
+    absent.
 
     Args:
         records: Result of `mixable_map_facts` for each engine on the same images.
@@ -124,7 +125,7 @@ def _from_lists(facts: Mapping[str, Any]) -> Counts:
 
 
 def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Values:
-    """Return a metric in each draw (mean average precision over categories), NaN if a draw has no box.
+    """Return a metric in each draw, shape (draws,): mean average precision over categories, NaN if a draw has no box.
 
     Args:
         facts: Result of `map_facts` or `mix_map_facts`.

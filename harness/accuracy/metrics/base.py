@@ -111,7 +111,7 @@ class PreparedImages:
 
     @property
     def inferences(self) -> int:
-        """Return the number of inferences that `run` performs."""
+        """Return the number of inferences that `run` performs, one for each batch."""
         return -(-len(self.data) // self._shape[0])
 
     def run(self, infer: Infer) -> Iterator[tuple[Prepared, Mapping[str, Array]]]:
@@ -119,6 +119,7 @@ class PreparedImages:
 
         Raises:
             EvaluationFailed: An output has NaN or infinite values.
+            UserError: An image cannot be read, or the preprocessing gives another shape or type than the input's.
         """
         batch, waiting = self._shape[0], deque[list[Prepared]]()
 
@@ -157,7 +158,7 @@ class PreparedArrays:
     Args:
         data: A mapping for `harness.accuracy.data.arrays.open_arrays`.
         inputs: Element type and shape of each input of the model.
-        base: Folder that relative paths start from.
+        base: Folder that relative paths start from; None: the working folder.
 
     Raises:
         UserError: The data are invalid or do not fit the inputs.
@@ -174,7 +175,7 @@ class PreparedArrays:
         return len(self._batches)
 
     def run(self, infer: Infer) -> Iterator[tuple[None, Mapping[str, Array]]]:
-        """Run the engine on every sample; yield the outputs of each sample, batch axis included.
+        """Run the engine on every sample; yield None with the outputs of each sample, batch axis included.
 
         Raises:
             EvaluationFailed: An output has NaN or infinite values.
@@ -215,7 +216,7 @@ def open_samples(
 
 
 def image_input_params(data: object, inputs: InputTypes) -> dict[str, Any]:
-    """Return `input_name` and `input_shape` for an evaluator that takes them; empty values if the data are arrays.
+    """Return `input_name` and `input_shape` for an evaluator that takes them; "" and () if the data are arrays.
 
     Raises:
         UserError: Images do not fit the inputs of the model.
@@ -227,7 +228,7 @@ def image_input_params(data: object, inputs: InputTypes) -> dict[str, Any]:
 
 
 class LabelledImages:
-    """Base class of evaluators on labelled images, whose metric is better if higher.
+    """Base class of evaluators on labelled images with a metric of which higher values are better.
 
     Args:
         data: A mapping for `harness.accuracy.data.datasets.open_images`.
@@ -264,7 +265,7 @@ class LabelledImages:
 
 
 def select_output(outputs: Mapping[str, Array], name: str | None, where: str) -> Array:
-    """Return the output that holds the logits; arguments and errors as in `select_output_name`."""
+    """Return the output that holds the logits; see `select_output_name` for arguments and errors."""
     return outputs[select_output_name(outputs, name, where)]
 
 
@@ -288,7 +289,7 @@ def select_output_name(outputs: Collection[str], name: str | None, where: str) -
 
 
 def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: bool, params: Mapping[str, Any]) -> str:
-    """Return a warning if the float model itself scores almost 0 or gives one class for all samples; else "".
+    """Return a warning if the float model itself scores below 0.01 or gives one class for all samples; else "".
 
     Args:
         accuracy: Score of the float model.

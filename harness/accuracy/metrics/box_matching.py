@@ -35,10 +35,11 @@ class CategoryMatches:
     Attributes:
         category: Index of the category in ascending order of ids.
         truth_image: Index of the image of each labelled box; images are in ascending order of ids.
-        truth_counts: Whether each box counts, shape (areas, boxes).
+        truth_counts: Whether each box is evaluated in each range of `AREA_RANGES`, shape (areas, boxes).
         image: Index of the image of each detection.
         scores: Score of each detection.
-        matched: Whether each detection matches a box, shape (areas, thresholds, detections).
+        matched: Whether each detection matches a box in each range of areas at each IoU threshold, shape (areas,
+            thresholds, detections).
         ignored: Whether each detection is neither a hit nor a miss, of the same shape.
     """
 

@@ -24,7 +24,7 @@ MIN_ANSWERS = 10
 
 
 class Top1:
-    """Share of samples whose class is the highest output (top1) or among the five highest (top5).
+    """Share (0 to 1) of samples with their class as the highest output (top1) or among the five highest (top5).
 
     Args:
         data: Images, or arrays, with class labels (`harness.accuracy.data.datasets`).
@@ -93,7 +93,7 @@ class Top1:
         )
 
     def score(self, infer: Infer) -> Accuracy:
-        """Return top1 and top5; `per_item` has 1 for each hit, else 0. Of equal outputs the lower class ranks first.
+        """Return top1 and top5; `per_item` is 1 for a hit by `metric`, else 0. Of equal outputs the lower class leads.
 
         Raises:
             EvaluationFailed: Outputs are not finite or are no row of logits.
@@ -178,6 +178,6 @@ def _sample_classes(labels: Array | None, metric: str, arrays: bool) -> list[int
 
 
 class Top5(Top1):
-    """Variant of `Top1` whose metric is the share among the five highest outputs."""
+    """Variant of `Top1` with the metric top5, the share of samples with their class among the five highest outputs."""
 
     metric = "top5"

@@ -46,7 +46,7 @@ class ComparisonLayout:
 
     @property
     def note(self) -> str:
-        """Return a note on outputs that are compared in parts or skipped; usually ""."""
+        """Return a note on outputs that are compared in parts or skipped; "" if there are none."""
         said = []
         if self.silent and self.parts.keys() <= set(self.silent):
             said.append(f"fidelity is undefined: every output is constant on all inputs ({self._skipped_note})")
@@ -92,7 +92,7 @@ class Closeness:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the mean of each figure."""
+        """Return the mean over batches of each figure, by name."""
         return {name: float(np.mean(values)) for name, values in self.figures.items()}
 
 
@@ -106,10 +106,10 @@ class _BatchFigures:
 
 
 def plan_comparison(samples: Sequence[Mapping[str, Array]]) -> ComparisonLayout:
-    """Return how the outputs of a model are compared.
+    """Return the rules for comparing the outputs of a model; if all its outputs are constant, these are compared.
 
     Args:
-        samples: The float model's outputs for each batch.
+        samples: The float model's outputs by name, for each batch.
     """
     left_out = constant_outputs(samples)
     floats = tuple(_float_outputs(samples[0])) if samples else ()
@@ -125,7 +125,7 @@ def compare_outputs(
     *,
     sqnr_only: bool = False,
 ) -> Closeness:
-    """Return how close outputs are, by the worst output, or part of one, for each figure.
+    """Return figures of the closeness of outputs, each for the output, or part of one, where it is worst.
 
     - sqnr_db: 10 log10 of signal power over error power, within +-MAX_SQNR_DB. A batch without any error gets the best
       value of the other batches, because MAX_SQNR_DB would dominate the mean.
@@ -162,7 +162,7 @@ def compare_outputs(
 
 
 def constant_outputs(samples: Iterable[Mapping[str, Array]]) -> tuple[str, ...]:
-    """Return the outputs of floating type that are constant over all samples and positions.
+    """Return the names of the floating-point outputs that are constant over all samples and positions.
 
     Their values span at most `ROUNDING_RESOLUTION` of the largest magnitude, or of 1 if that is larger. Differences
     between engines at that scale are round-off and say nothing about quantization: relative to a signal of 1e-9, an
@@ -227,12 +227,12 @@ FINGERPRINT = "fingerprint"
 
 
 def write_reference(path: Path, arrays: Mapping[str, Array], fingerprint: str) -> None:
-    """Write a reference file atomically.
+    """Write a reference file: answers of the float model, in NumPy's `.npz` format, atomically.
 
     Args:
-        path: Path of the file.
-        arrays: Arrays by name.
-        fingerprint: Fingerprint of the evaluator, which `open_reference` compares.
+        path: Path of the file; an existing one is replaced, and the folder is created.
+        arrays: Outputs of the float model, or what an evaluator derives from them, by name.
+        fingerprint: Fingerprint of the evaluator; `open_reference` refuses a file with another one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, part.open("wb") as file:

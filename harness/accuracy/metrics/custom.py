@@ -97,7 +97,7 @@ class Loss(Metric):
 
 
 def source_digest(function: Any) -> str:
-    """Return a digest of a function's source file, in a notebook of the function's source, or "" if there is none."""
+    """Return the SHA-256 of a function's source file, in a notebook of the function's source; "" without source."""
     try:
         file = Path(inspect.getfile(function))
         source = file.read_bytes() if file.exists() else inspect.getsource(function).encode()

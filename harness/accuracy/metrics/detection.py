@@ -27,7 +27,7 @@ MAX_CLASS_AP50_SHARE = 0.1
 
 
 class CocoMAP(LabelledImages):
-    """mAP over IoU 0.50 to 0.95 on images with boxes; also at 0.50 and 0.75, and for small, medium and large boxes.
+    """mAP (0 to 1) over IoU 0.50 to 0.95 on images with boxes; also at 0.50 and 0.75, and by size of the boxes.
 
     The metric is that of pycocotools (Lin et al. 2014, arXiv:1405.0312). Class k of the model is the k-th name of
     `data.classes`, or without them the k-th of the labels' category ids in ascending order.
@@ -100,10 +100,11 @@ class CocoMAP(LabelledImages):
             )
 
     def score(self, infer: Infer) -> Accuracy:
-        """Return the metrics of `MAP_METRICS`, without those of a size class that has no boxes.
+        """Return the metrics of `MAP_METRICS` by name, without those of a size (small, medium, large) that no box has.
 
         Raises:
             EvaluationFailed: Outputs are not finite, or the decoder refuses their shapes.
+            UserError: A class of the model is beyond the categories of the labels.
         """
         matches = match_boxes(self._labels, self._detect(infer))
         mixed = len(self) <= MAX_MIXABLE_IMAGES
@@ -143,11 +144,11 @@ class CocoMAP(LabelledImages):
 
 
 def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict[str, float]:
-    """Return COCO's metrics of detections on the images of `labels`, in their order.
+    """Return COCO's metrics (0 to 1) of detections by name, without those of a size class that has no boxes.
 
     Args:
         labels: `pycocotools.coco.COCO.dataset`; not changed.
-        found: Detections of each image.
+        found: Detections of each image, in the order of the labels.
 
     Raises:
         UserError: A class index is beyond the categories of the labels.

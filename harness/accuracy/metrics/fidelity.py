@@ -98,7 +98,7 @@ class Fidelity:
         return len(self)
 
     def feeds(self) -> Iterator[dict[str, Array]]:
-        """Yield the inputs, the same at each call."""
+        """Yield the inputs of each batch by name, the same at each call."""
         if not self._kept:
             made = random_feeds(self._inputs, self._samples) if self._batches is None else iter(self._batches)
             if len(self) * sum(map(_input_bytes, self._inputs.values())) > MAX_KEPT_BYTES:

@@ -51,7 +51,7 @@ class Estimate:
     """Value of a metric with its 95 % interval over images.
 
     Attributes:
-        interval: Value and limits in the metric's unit.
+        interval: Value and limits in the metric's unit; infinite limits if no draw has a value.
         images: Number of images, or of batches for a metric over batches.
     """
 
@@ -60,19 +60,19 @@ class Estimate:
 
     @property
     def caveat(self) -> str:
-        """Return a caveat about the interval; usually ""."""
+        """Return a caveat about an interval over less than 20 images; else ""."""
         return few_images_note(self.images)
 
 
 def few_images_note(images: int) -> str:
-    """Return a caveat about an accuracy on a small number of images; usually ""."""
+    """Return a caveat about an accuracy on less than 20 images; else ""."""
     return (
         f"only {images} images: the interval is too wide to say much; score more of them" if images < MIN_IMAGES else ""
     )
 
 
 def encode_evidence(kind: str, facts: Mapping[str, Any]) -> str:
-    """Return the evidence of an `Accuracy`: facts about each image as text.
+    """Return the evidence of an `Accuracy`: facts about each image as compressed text, see `decode_evidence`.
 
     Args:
         kind: "mean": one list of values for each metric, and `classes`, the class of each image, if there are classes.
@@ -96,7 +96,7 @@ def decode_accuracy(score: Mapping[str, Any]) -> Accuracy:
 
 
 def metric_estimate(accuracy: Accuracy, metric: str, *, primary: str | None = None) -> Estimate | None:
-    """Return a metric with its confidence interval, or None if the record does not allow one.
+    """Return a metric with its confidence interval, or None if the record lacks the metric or allows no interval.
 
     Args:
         accuracy: Record of an engine.
@@ -123,10 +123,11 @@ def drop_estimate(
         primary: The evaluator's `metric`, to which `per_item` belongs; None: `metric` itself.
 
     Returns:
-        The loss, or None if one of the records does not allow an interval.
+        The loss, or None if one of the records lacks the metric or what an interval needs (`evidence`, or `per_item` of
+        the evaluator's own metric).
 
     Raises:
-        ValueError: The records have different numbers of images, or the evidence is damaged.
+        ValueError: The records have different numbers of images, or their `evidence` is damaged.
     """
     first, second = (_metric_draws(accuracy, metric, primary) for accuracy in (reference, found))
     if first is None or second is None:
@@ -141,9 +142,10 @@ def drop_estimate(
 def probability_within(
     reference: Accuracy, found: Accuracy, metric: str, bound: float, *, higher_is_better: bool = True
 ) -> float | None:
-    """Return the probability that the loss of a metric is at most a bound, by the draws of `drop_estimate`.
+    """Return the probability (0 to 1) that the loss of a metric is at most a bound, by the draws of `drop_estimate`.
 
-    It agrees with the interval: at its upper limit the probability is 97.5 %. None if there is no interval.
+    It agrees with the interval: at its upper limit the probability is 97.5 %. None without an interval, or if the
+    records have different numbers of images.
     """
     first, second = (_metric_draws(accuracy, metric, None) for accuracy in (reference, found))
     if first is None or second is None or first[1] != second[1]:
@@ -161,7 +163,7 @@ def probability_within(
 def surely_within(
     reference: Accuracy, found: Accuracy, metric: str, bound: float, *, higher_is_better: bool = True
 ) -> bool:
-    """Return whether the loss of a metric keeps a bound with a probability of at least `SURELY_WITHIN`.
+    """Return whether the loss of a metric is at most `bound` with a probability of at least 95 %; False if unknown.
 
     If both engines give the same answers, all draws are equal and the interval has no width. Therefore the standard
     error of a mean over images is taken as at least that of three changed answers: if no change is observed, the true
@@ -190,7 +192,7 @@ def _normal_score(draws: Values, value: float) -> float:
 
 
 def check_consistency(accuracy: Accuracy, metric: str) -> str:
-    """Return a message if the value of a metric contradicts the evidence in its record; "" if not.
+    """Return a message if the value of a metric contradicts `evidence` or `per_item` of its record; "" if not.
 
     Args:
         accuracy: Record of an engine.
@@ -269,7 +271,7 @@ def _cached_metric_draws(evidence: str, metric: str) -> Draws | None:
 
 
 def recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Draws | None:
-    """Return a metric recomputed for each draw of images, or None if the evidence does not contain it.
+    """Return a metric for each draw of images and the number of images, or None if it is not in the evidence.
 
     Args:
         evidence: `Accuracy.evidence`.
@@ -284,7 +286,7 @@ def recompute_metric(evidence: str, metric: str, drawing: WeightsFactory) -> Dra
 
 
 def resample_metric(facts: Mapping[str, Any], metric: str, drawing: WeightsFactory) -> Draws | None:
-    """Return a metric like `recompute_metric`, from the facts of `decode_evidence`."""
+    """Return the result of `recompute_metric` from facts that `decode_evidence` returned; same errors."""
     kind = facts.get("kind")
     try:
         if kind == "map" and metric in MAP_METRICS:
@@ -308,14 +310,18 @@ def _weighted_means(values: Sequence[float], drawing: WeightsFactory) -> Draws:
 
 
 def decode_mixable(mixable: str, metric: str) -> dict[str, Any]:
-    """Return the facts of `Accuracy.mixable`; empty if they do not determine the metric (mAP of a size class)."""
+    """Return the facts of `Accuracy.mixable`; empty if it is "" or has no facts for the metric (mAP by size of boxes).
+
+    Raises:
+        ValueError: The text is damaged.
+    """
     facts = decode_evidence(mixable)
     area, _ = MAP_METRICS.get(metric, (0, ()))
     return {} if facts.get("kind") == "map" and area else facts
 
 
 def decode_evidence(evidence: str) -> dict[str, Any]:
-    """Return the facts and the kind given to `encode_evidence`; empty if the evidence is empty.
+    """Return the facts given to `encode_evidence`, and the kind by the key "kind"; {} for "".
 
     Raises:
         ValueError: The evidence is damaged.

@@ -19,7 +19,7 @@ from harness.errors import EvaluationFailed, UserError
 
 
 class MeanIoU(LabelledImages):
-    """Mean over classes of the intersection over union of their pixels, over all images at their original size.
+    """Mean over classes of their pixels' intersection over union (0 to 1), over all images at their original size.
 
     Everingham et al. 2015, "The PASCAL Visual Object Classes challenge: a retrospective", section 2.3. The class of a
     pixel is that of the nearest pixel of the output. Classes that occur in no mask are left out of the mean.
@@ -58,8 +58,8 @@ class MeanIoU(LabelledImages):
 
         Raises:
             EvaluationFailed: Outputs are not finite or are no map of classes.
-            UserError: A mask cannot be read, has another size than its image, or a class that the model lacks; or the
-                preprocessing cuts off a part of an image.
+            UserError: No pixel of the masks has a class; a mask cannot be read, has another size than its image, or a
+                class that the model lacks; or the preprocessing cuts off a part of an image.
         """
         areas = []
         for i, (item, outputs) in enumerate(self.images.run(infer)):

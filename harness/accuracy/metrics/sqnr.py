@@ -63,7 +63,7 @@ class OutputPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstPart:
-    """Worst SQNR of an output, and the slices that it belongs to (None: the whole output)."""
+    """Worst SQNR in dB of an output, and the slices that it belongs to (None: the whole output)."""
 
     sqnr_db: float
     part: OutputPart | None = None
@@ -73,7 +73,7 @@ class WorstPart:
 
 
 def output_sqnr(reference: Array, output: Array, parts: Sequence[OutputPart] | None = None) -> WorstPart:
-    """Return the SQNR of an output against its reference, of the worst part if its slices differ in scale.
+    """Return the SQNR in dB of an output against its reference, of the worst part if its slices differ in scale.
 
     Args:
         reference: Output of the float model, of any floating type; the first axis counts samples.
@@ -86,7 +86,7 @@ def output_sqnr(reference: Array, output: Array, parts: Sequence[OutputPart] | N
 
 
 def part_sqnr(reference: Array, output: Array, part: OutputPart | None = None) -> float:
-    """Return the SQNR in dB of a part, or of the whole output, within +-`MAX_SQNR_DB`.
+    """Return the SQNR in dB of a part, or of the whole output, within +-120; 120 without any error.
 
     Samples of a batch that differ in scale are scored separately like other slices, and the worst of them counts. If a
     part is almost 0 in this batch, the error is compared with its mean power over all batches.

@@ -30,7 +30,7 @@ class FastBiasCorrection:
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
         """Correct the biases of the quantized layers, adding biases where there are none.
 
-        Arguments and result are those of `RecoveryStep.apply`.
+        See `RecoveryStep.apply` for arguments. The result is None if no layer can have a bias.
         """
         layers = quantized_layers(placed)
         model, biases = with_own_biases(placed.model, layers)

@@ -34,7 +34,7 @@ _AS_GIVEN = ""
 
 
 class EstimatorSelection:
-    """Choice among the installed estimators and the present ranges and weights, for every quantized input.
+    """Choice of the estimator, or of the present range or weights, with the smallest error for every quantized input.
 
     Tensors that share a scale share the estimator. Scales by channel are not changed, because each channel has its own.
     The chosen quantized weights replace the float weights; quantizing them again gives the same values.

@@ -45,7 +45,7 @@ def rank_groups(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) 
 
     Args:
         placed: The placement with its scales and weights.
-        held: Held-out samples; the first `MAX_SAMPLES` are used.
+        held: Held-out samples by input name; the first two are used.
         observer: Receiver of the progress.
 
     Raises:
@@ -68,7 +68,7 @@ def rank_groups(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) 
 
 
 def iter_float_sets(groups: Sequence[FloatGroup]) -> Iterator[tuple[FloatGroup, ...]]:
-    """Yield increasing sets of groups to leave float, each without and with the groups at the outputs, but never all.
+    """Yield larger and larger sets of groups to leave float, without and with those at the outputs, but never all.
 
     Errors of the groups at the outputs are not attenuated, and a metric may lose more by them than the SQNR shows: the
     boxes and scores of a detector share a scale there.
@@ -118,7 +118,11 @@ def _last_nodes(placed: PlacedModel) -> set[str]:
 
 
 def leave_float(placed: PlacedModel, names: Collection[str]) -> PlacedModel:
-    """Return the placement without the pairs of some nodes, with the constants of the float model for these nodes."""
+    """Return the placement without the pairs of some nodes, which get the constants of `reference` again.
+
+    Args:
+        names: Names of the nodes; "" for the outputs of the model.
+    """
     model, reference = placed.model, placed.reference
     arrays: dict[str, Array] = {}
     for node in model.nodes:

@@ -42,7 +42,7 @@ class PlacedModel:
         model: Float model whose constants are quantized.
         reference: Float model whose outputs the quantized model should have; corrections change only `model`.
         dialect: Dialect of the Q/DQ pairs.
-        ranges: Ranges of the activations of `reference`.
+        ranges: Lowest and highest value of each activation of `reference`.
         resolved: Quantized edges with their precisions.
         choices: Numeric choices for scales and weights.
     """
@@ -103,16 +103,16 @@ class StepGain:
 
 
 def create_steps(names: Sequence[str]) -> dict[str, RecoveryStep]:
-    """Return recovery steps by name.
+    """Return new recovery steps by name, in the given order.
 
     Raises:
-        UserError: A name is unknown.
+        UserError: A name is not in `qdq.recovery_steps`.
     """
     return {name: registry.create_plugin("recovery step", name, {}) for name in names}
 
 
 def quantized_layers(placed: PlacedModel) -> list[Node]:
-    """Return the linear operators that can have a bias and whose data and constant weight are quantized."""
+    """Return, in graph order, the linear operators with quantized data and constant weight that can have a bias."""
     nodes = {node.name: node for node in placed.model.nodes}
     slots: dict[str, set[int]] = {}
     for edge, _ in placed.resolved:
@@ -125,10 +125,10 @@ def quantized_layers(placed: PlacedModel) -> list[Node]:
 
 
 def split_held_out(batches: Sequence[Feeds]) -> tuple[list[Feeds], list[Feeds]]:
-    """Return the samples that steps use, and the held-out samples.
+    """Return the samples that steps use, and the held-out samples (every fourth).
 
     Raises:
-        UserError: There are too few samples.
+        UserError: There are less than four samples.
     """
     held = list(batches[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE])
     if not held:
@@ -191,7 +191,7 @@ def measure_sqnr_db(
 
     Args:
         models: Placed models, one in memory at a time.
-        held: Held-out samples.
+        held: Held-out samples, by input name.
         progress: Function that receives the number of each model before it is run.
 
     Raises:

@@ -150,7 +150,7 @@ def _round_layers(
 
 
 def round_compensated(weight: Array, stored: Array, scale: Array, moments: Array) -> Array:
-    """Return weights that are multiples of the scales and give a small error of the results.
+    """Return weights that are multiples of the scales and give a small error of the results, in the shape of `weight`.
 
     With moments D = R R^T and R upper triangular, the squared error of a row w is |(w - w') R|^2, where column j
     depends on the weights up to j only. So each weight is rounded in turn to the value that compensates the errors of

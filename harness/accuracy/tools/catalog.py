@@ -26,20 +26,22 @@ _COMPLETE_MARK = "complete.json"
 
 
 def environment_python(name: str) -> Path | None:
-    """Return the interpreter of an installed environment, or None."""
+    """Return the path of an installed environment's interpreter, or None if it is not installed."""
     folder = _environment_folder(name)
     return folder / "bin" / "python" if (folder / _COMPLETE_MARK).exists() else None
 
 
 def install_environment(name: str, index_url: str | None = None) -> Path:
-    """Create an environment, install its pinned packages with pip, and return its interpreter.
+    """Create a tool's environment with its pinned packages, and return the path of its interpreter.
+
+    A complete environment is used as it is; one whose installation was interrupted is made again.
 
     Args:
         name: Name of the environment.
         index_url: Additional package index, such as that of PyTorch's builds without CUDA.
 
     Raises:
-        UserError: There is no such environment, or pip fails.
+        UserError: There is no tool with such an environment, the folder is not writable, or pip fails.
     """
     if name not in REQUIREMENTS:
         raise UserError(f"no tool is called {name!r}; {suggest_names(name, REQUIREMENTS)}")
@@ -140,7 +142,7 @@ def unavailable_reason(name: str, precision: str) -> str:
 
 
 def tool_python(tool: PtqTool) -> Path | None:
-    """Return the interpreter that runs a tool, or None if its environment is not installed."""
+    """Return the path of the interpreter that runs a tool, or None if its environment is not installed."""
     return environment_python(tool.environment) if tool.environment else Path(sys.executable)
 
 

@@ -30,18 +30,18 @@ class UnsupportedOption(ValueError):
 
 
 def iter_batches(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the calibration batches, one at a time: input arrays by name."""
+    """Yield the calibration batches of a request, one at a time: input arrays by name."""
     with np.load(request["data"], allow_pickle=False) as arrays:
         for index in range(request["count"]):
             yield {name: arrays[f"{index}_{slot}"] for slot, name in enumerate(request["names"])}
 
 
 def serve_request(tools: Mapping[str, Callable[[dict[str, Any]], None]], request_path: str) -> None:
-    """Run the tool that a request names; the message of an exception is written to the request's file `reason`.
+    """Run the tool that a request names; write its seconds to the file `seconds`, or an error to `reason`.
 
     Args:
         tools: Functions by the names of the tools.
-        request_path: Path of the request file.
+        request_path: Path of the request file, in JSON, which names these files.
     """
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
 
