@@ -53,6 +53,7 @@ class Archive:
         self._pending: dict[str, Placement] = {}
         self._positions: dict[str, int] = {}  # digest: number of placements that were scored earlier
         self._ranked: list[ArchiveEntry] = []
+        self._unranked: list[ArchiveEntry] = []  # not yet in `_ranked`; many searchers never read it
         self._incumbents: tuple[int, float, list[ArchiveEntry]] | None = None  # of the last k and significance
         self._leaders: tuple[int, list[list[Any]]] | None = (
             None  # of the last k of `nsga_order`, see `_leading_entries`
@@ -118,9 +119,10 @@ class Archive:
         if self._leaders is not None:
             self._insert_leader(*self._leaders, entry)
         if known:
-            del self._ranked[bisect_left(self._ranked, self._rank(known), key=self._rank)]
+            ranked = self.ranked
+            del ranked[bisect_left(ranked, self._rank(known), key=self._rank)]
             self._incumbents = None
-        insort(self._ranked, entry, key=self._rank)
+        self._unranked.append(entry)
         if self._incumbents is not None:
             _insert_incumbent(self._incumbents[2], entry, *self._incumbents[:2])
 
@@ -147,16 +149,19 @@ class Archive:
         return self._pending
 
     @property
-    def ranked(self) -> Sequence[ArchiveEntry]:
+    def ranked(self) -> list[ArchiveEntry]:
         """Return all scored placements, best first by `Score.rank`; ties keep the order of their first scores.
 
-        The sequence is the archive's own: the next `tell` changes it.
+        The list is the archive's own: do not change it; a later `tell` may.
         """
+        for entry in self._unranked:
+            insort(self._ranked, entry, key=self._rank)
+        self._unranked.clear()
         return self._ranked
 
     def best(self, k: int) -> tuple[ArchiveEntry, ...]:
         """Return the k best scored placements, or as many as there are."""
-        return tuple(self._ranked[:k])
+        return tuple(self.ranked[:k])
 
     @property
     def is_multi_objective(self) -> bool:
@@ -226,11 +231,14 @@ class Archive:
             k: Largest number of placements.
             significance: Number of combined standard errors that count as noise.
         """
-        if self._incumbents is None or self._incumbents[:2] != (k, significance):
-            self._incumbents = (k, significance, [])  # `tell` updates it from then on
+        kept = self._incumbents
+        if kept is None or kept[1] != significance or kept[0] < k:
+            # The first k do not depend on the rest, so a growing k starts over only when it has doubled.
+            size = max(k, 2 * kept[0]) if kept is not None and kept[1] == significance else k
+            self._incumbents = kept = (size, significance, [])  # `tell` updates it from then on
             for entry in self:
-                _insert_incumbent(self._incumbents[2], entry, k, significance)
-        return tuple(self._incumbents[2])
+                _insert_incumbent(kept[2], entry, size, significance)
+        return tuple(kept[2][:k])
 
 
 def _insert_incumbent(standing: list[ArchiveEntry], entry: ArchiveEntry, k: int, significance: float) -> None:

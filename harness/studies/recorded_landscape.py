@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,7 +76,7 @@ class Landscape:
 
     def index(self, placement: Placement) -> int:
         """Return the index of a placement of the subspace in the arrays."""
-        return sum(choice * stride for choice, stride in zip(placement.choices, self.strides, strict=True))
+        return sum(map(operator.mul, placement.choices, self.strides))
 
     def observe(self, index: int, rng: np.random.Generator) -> Score | Failure:
         """Return the score of one measurement; see `readings_ms`."""
@@ -96,8 +97,9 @@ class Landscape:
         """
         samples = self._samples[index]
         size = size or len(samples)
-        drawn = np.sort((rng.random((count, size)) * len(samples)).astype(int), axis=1)
-        middle: Floats = samples[drawn[:, [(size - 1) // 2, size // 2]]].mean(axis=1)
+        drawn = (rng.random((count, size)) * len(samples)).astype(int)
+        drawn.sort(axis=1)
+        middle: Floats = (samples[drawn[:, (size - 1) // 2]] + samples[drawn[:, size // 2]]) / 2
         return middle
 
     @cached_property

@@ -50,8 +50,9 @@ class RandomSearcher(ArchiveSearcher):
             while (placement := first_unseen(self._draw, self._space, self._archive, MAX_ATTEMPTS)) is not None:
                 yield placement
             return
-        for number in self._rng.permutation(total):
-            placement = Placement(tuple(int(choice) for choice in np.unravel_index(number, sizes)))
+        every = np.indices(sizes).reshape(len(sizes), total).T
+        for choices in every[self._rng.permutation(total)].tolist():
+            placement = Placement(tuple(choices))
             if self._space.digest(placement) not in self._archive:
                 yield placement
 

@@ -100,6 +100,7 @@ def test_incremental_incumbents_equal_final_incumbents(seed):
         observation = objective.observe(space.random(rng))
         stepwise.tell(observation)
         at_end.tell(observation)
-        stepwise.incumbents(5)
+        stepwise.incumbents(int(rng.integers(1, 9)))
     assert stepwise.incumbents(5) == at_end.incumbents(5)
+    assert stepwise.incumbents(20) == at_end.incumbents(20)
     assert list(stepwise.ranked) == sorted(stepwise, key=lambda entry: entry.score.rank)
