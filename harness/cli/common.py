@@ -67,7 +67,13 @@ def count_option(help_text: str, *, least: int = 1, most: int = MAX_COUNT) -> An
 
 @contextmanager
 def replace_change_advice(option: str = "--out") -> Iterator[None]:
-    """Replace --accept-changes in the advice of errors by the option of the results folder, for other commands."""
+    """Replace --accept-changes in the advice of a `UserError` by the option of the results folder.
+
+    For commands other than `qdq run`, which lack --accept-changes.
+
+    Args:
+        option: Name of the option of the results folder.
+    """
     from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE
 
     try:
@@ -80,7 +86,7 @@ def replace_change_advice(option: str = "--out") -> Iterator[None]:
 
 @contextmanager
 def explain_relative_paths(folder: Path) -> Iterator[None]:
-    """Add to errors about a missing relative path the folder from which relative paths start."""
+    """Add to a `UserError` about a missing relative path that relative paths start from `folder`."""
     try:
         yield
     except UserError as error:
@@ -111,7 +117,10 @@ def study_of(
 ) -> StudyTask:
     """Return the study of a model or of an experiment file, from the options of a command.
 
+    The folder of an experiment file is added to `sys.path`, see `add_to_sys_path`.
+
     Args:
+        model: ONNX file, `zoo:NAME` or `assets:PATH`, or an experiment file (.yaml).
         backend: Option `--backend`.
         param: Options `--param`.
         shape: Options `--shape`.
@@ -131,6 +140,9 @@ def study_of(
 
 def backend_spec(backend: str, param: Sequence[str] | None) -> PluginSpec:
     """Return the backend with its parameters.
+
+    Args:
+        param: Texts NAME=VALUE; values are parsed as YAML.
 
     Raises:
         UserError: A parameter is not NAME=VALUE.

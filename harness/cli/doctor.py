@@ -103,7 +103,10 @@ def tools(
 
 
 def examine_machine() -> list[Row]:
-    """Return rows (name, state, detail) about runtimes, plug-ins, data and the machine."""
+    """Return rows (name, state, detail) about runtimes, plug-ins, data and the machine.
+
+    States are words such as "ok" and "missing"; the detail of a missing thing is its remedy.
+    """
     return [*_packages(), *_duplicate_packages(), *_benchmarkers(), *_broken_plugins(), *_tools(), *_machine()]
 
 

@@ -282,7 +282,11 @@ class _StderrHandler(logging.Handler):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; an error that the user can correct ends with one message and exit code 2."""
+    """Run the command; an error that the user can correct ends with one message and exit code 2.
+
+    Args:
+        arguments: Arguments of `qdq`; None: those of the process.
+    """
     # With the default threshold, garbage collection takes an eighth of the time of the start of a run.
     gc.set_threshold(50_000, 20, 20)
     try:

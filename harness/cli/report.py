@@ -57,7 +57,11 @@ def _import_pandas_alone() -> None:
 
 @contextmanager
 def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
-    """Call `show` after the body, also if searchers failed, and then raise their error."""
+    """Call `show` after the body.
+
+    If the body raises `SearcherFailures`, `show` is called too, and the error is raised again afterwards. After any
+    other error it is not called.
+    """
     from harness.results_dir.termination import SearcherFailures
 
     try:
@@ -83,7 +87,7 @@ def show_report(
         task_plots: Whether the plots of each task are written; None: only for few tasks.
         ship: Whether this is the end of a run: the folder `ship` with the models to deploy is written, a summary
             replaces the tables, and no plots are written, because the page draws them from the data.
-        original: Results folder that is compared with this one; None: no comparison is printed.
+        original: Results folder to compare with this one; None: no comparison is printed.
         base: Folder from which relative paths of the experiment start; None: the working folder.
         as_json: Whether answers, next steps and the raw values of each table are printed as JSON.
     """

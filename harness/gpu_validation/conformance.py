@@ -35,7 +35,11 @@ INPUT_TYPES = {"x": ("float", (1, 3, 32, 32))}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Result of one check."""
+    """Result of one check.
+
+    Attributes:
+        detail: Figures or the reason, as a line.
+    """
 
     name: str
     passed: bool
@@ -63,10 +67,11 @@ def check_benchmarker(use: str, work: Path | None = None, params: Mapping[str, A
 
 
 class BenchmarkerContract:
-    """Checks of one benchmarker; each returns whether it passed, with the detail.
+    """Checks of one benchmarker; each returns whether it passed, with the detail, and may raise any error instead.
 
     Args:
         use: Name of the benchmarker.
+        work: Scratch folder for models and engines, which must exist.
         params: Parameters of the benchmarker.
     """
 
@@ -183,17 +188,17 @@ def _as_float(array: Array) -> Array:
 
 
 def work_folder() -> Path:
-    """Return the scratch folder of this step, which is not sent."""
+    """Return the scratch folder of this step, `work` in the working directory, created if missing; it is not sent."""
     folder = Path("work").resolve()
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def equal_ranges(space: Space) -> dict[str, tuple[float, float]]:
-    """Return one range for every tensor."""
+    """Return the range -4 to 4 for every tensor of a space, by name."""
     return {edge.tensor: (-4.0, 4.0) for dimension in space.dimensions for edge in dimension.edges}
 
 
 def file_candidate(path: Path) -> Candidate:
-    """Return a candidate that is a file."""
+    """Return a candidate whose model is a file; its digest is zeros, so it identifies no model."""
     return Candidate(digest="0" * 16, edges=(), source=lambda: path)

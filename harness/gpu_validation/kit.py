@@ -52,7 +52,8 @@ class StepRecord:
     """Outcome of a step.
 
     Attributes:
-        reason: Last line that its program printed, or the missing requirement.
+        status: "skipped": a requirement is missing on this machine.
+        reason: Last line that its program printed, or the missing requirement; "" if it passed.
         wall_s: Wall-clock of its last run in seconds, without earlier interrupted runs.
         packages: Versions of the installed packages.
     """
@@ -65,7 +66,10 @@ class StepRecord:
 
 
 def check_steps(out: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield name, state and detail of each step: its record, or whether this machine has what it needs."""
+    """Yield name, state and detail of each step without running any.
+
+    The state is "passed" or "failed" by an earlier record in `out`, else "ready" or "missing" (a requirement).
+    """
     for step in list_steps():
         record = _read_record(out, step)
         if record is not None and record.status != "skipped":
@@ -82,6 +86,9 @@ def run_validation(out: Path, say: Callable[[str], None], *, retry_failed: bool 
         out: Folder of the validation; created where missing.
         say: Receives progress, a line each.
         retry_failed: Run failed steps once more.
+
+    Returns:
+        The records of all steps, in their order; a failed step raises no error.
 
     Raises:
         UserError: The folder was begun on another GPU, is in use, or cannot be written.

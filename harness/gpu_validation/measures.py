@@ -48,7 +48,7 @@ MAX_DIFFERENCE, MAX_DIFFERENCE_MS = 0.02, 0.002
 
 
 def check_timer() -> Iterator[Check]:
-    """Yield whether the timer reads the same with and without a CUDA graph, and its A/A floor, on memsets."""
+    """Yield whether the timer reads the same with and without a CUDA graph, and on repetition (A/A), for memsets."""
     cuda, device = open_device()
     for size in TIMER_BYTES:
         pointer = cuda.call("cudaMalloc", min(size, device.memory_bytes // 4))
@@ -203,7 +203,11 @@ MEASURES: Mapping[str, Callable[..., Iterator[Check]]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run one measure in the working directory; return the exit status."""
+    """Run one measure in the working directory; return the exit status, 1 if a check failed.
+
+    Args:
+        arguments: Key of `MEASURES`, and the arguments of its function.
+    """
     checks = []
     try:
         for check in MEASURES[arguments[0]](*arguments[1:]):

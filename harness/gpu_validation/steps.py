@@ -45,7 +45,7 @@ class Step:
         needs: Keys of `REQUIREMENTS`; without one of them the step is skipped.
         program: Arguments of Python; the working directory is the folder of the step.
         experiment: Returns the text of `experiment.yaml` in that folder; None: the program reads none.
-        results: Results folder of the experiment, relative to that folder.
+        results: Results folder of the experiment, relative to that folder; "" without one.
     """
 
     name: str

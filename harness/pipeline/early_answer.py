@@ -48,11 +48,11 @@ class EarlyAnswer:
 
     Attributes:
         file: ONNX file of the placement, in the scratch folder of the task.
-        runtime: Description of the benchmarker.
+        runtime: Description of the benchmarker, with `name`, `version` and `options`.
         method: Name of the searcher.
         digest: Digest of the placement.
         pairs: Number of Q/DQ pairs.
-        summary: Confirmation with the rows `digest` and "float".
+        summary: Confirmation; its rows are named by `digest` and "float".
         events: Turns of the confirmation.
         evaluations: Number of evaluations before the answer.
         metric: Name of the metric whose bound the placement satisfies on the data of the search, or None.
@@ -112,9 +112,9 @@ def time_initial_rows(
     Early answers need latency as objective, candidates that can be timed, and one trial at a time.
 
     Args:
-        measure: Function that measures the noise floor in turns with rows, see
+        measure: Function that measures the noise floor in turns with rows, and returns it with the turns, see
             `harness.selection.confirmation.measure_noise_floor`.
-        answers: Whether early answers are wanted.
+        answers: Whether early answers are wanted; without them no placement is timed.
     """
     executor = experiment.executor
     serial = (executor.tasks, executor.searches, executor.workers) == (1, 1, 1)
@@ -205,10 +205,10 @@ class EarlyAnswers:
         return "" if self._best is None else f"confirmed {self._best.speedup:.2f}x"
 
     def required_evaluations(self, design: Sequence[Candidate]) -> int:
-        """Return the number of initial candidates up to the one that was answered before the search.
+        """Return the number of initial candidates up to the early answer made before the search; 0 without one.
 
         They are evaluated even if the time is up, because only evaluated placements can be finalists. In a run that
-        continues, each timed placement may have been answered.
+        continues, each timed placement counts, as it may have been that answer. With a bound there is none.
         """
         answered = set(self._initial) if not self._initial_events else {self._best.digest} if self._best else set()
         if self._metric is not None:
@@ -217,7 +217,10 @@ class EarlyAnswers:
         return max((place for place, digest in enumerate(digests, start=1) if digest in answered), default=0)
 
     def answer_initial(self) -> None:
-        """Deliver the fastest initial placement before the search, unless a bound needs its accuracy first."""
+        """Deliver the fastest initial placement that is confirmed, before the search.
+
+        Nothing is delivered if a bound needs its accuracy first, or if the noise floor is that of an earlier run.
+        """
         if self._metric is not None or not self._initial_events:
             return
         rows = summarize_turns(self._initial_events, baseline=FLOAT_ROW).rows

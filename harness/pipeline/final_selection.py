@@ -347,9 +347,9 @@ def rank_finalists(
     because a placement can be explained.
 
     Args:
-        close: Rows that the race did not eliminate.
-        speedups: Speedups in the race, by row.
-        losses: Estimated losses by row; empty without a bound. Surviving rows without one come after those with one.
+        close: Digests of the incumbents that the race did not eliminate.
+        speedups: Speedups over the float model in the race, by digest; failed incumbents have none.
+        losses: Estimated losses by digest; empty without a bound. Survivors without one come after those with one.
     """
     known_losses = losses or {}
     has_evaluation = any(isinstance(leader, Evaluation) and leader.digest in close for leader in leaders)

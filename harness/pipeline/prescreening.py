@@ -85,7 +85,7 @@ def _refer_to(candidate: str, timed: Measured) -> Measured:
 
 
 def kernels_digest(kernels: Iterable[Kernel]) -> str:
-    """Return a digest of the properties that determine latency: kind, implementation, types and shapes, in order."""
+    """Return a digest (16 hexadecimal digits) of kind, implementation, types and shapes of the kernels, in order."""
     return facts_digest(
         [
             [

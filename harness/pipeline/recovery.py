@@ -145,8 +145,8 @@ def recover_placements(running: TaskRun, store: AccuracyStore) -> Recovery:
 def placements_to_recover(running: TaskRun, trials: Iterable[Evaluation]) -> list[Evaluation]:
     """Return the placements of a search that may win after recovery.
 
-    These are the fastest ones within the bound. Of those that miss the bound and are faster than the incumbent by more
-    than the noise floor, they are the fastest and the one with the smallest loss.
+    First come the fastest and the one with the smallest loss of those that miss the bound and are faster than the best
+    within it by more than the noise floor, then the `MAX_WITHIN` fastest quantized ones within the bound.
     """
     ordered = sorted(trials, key=lambda trial: trial.latency_ms)
     within = list({trial.digest: trial for trial in ordered if is_feasible(trial.score)}.values())

@@ -61,9 +61,10 @@ class CheckPlan:
 
     Attributes:
         float_file: File of the float model in FP32.
-        floats: File of the float model for each benchmarker of the engines.
-        feeds: Calibration samples; the first few are used.
-        folder: Folder of the record and of small models.
+        floats: File of the float model by name of each benchmarker of the engines.
+        feeds: Calibration samples; the first `CHECK_SAMPLE_COUNT` are used.
+        folder: Folder of the record `runtime_check.json` and of small models.
+        work: Scratch folder, created at the first use.
         limits: Limits of the process that runs ONNX Runtime.
         saturates: Whether the processor adds products of 8-bit integers in 16 bits.
     """
@@ -78,7 +79,7 @@ class CheckPlan:
 
 
 def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
-    """Return the check plan of a task; for the arguments see `CheckPlan`."""
+    """Return the check plan of a task, with `check` in the task's scratch folder; see `CheckPlan` for the arguments."""
     return CheckPlan(
         float_file=task.float_file,
         floats={name: task.runtime_input_file(task.float_file, name) for name in task.benchmarkers},
@@ -91,7 +92,10 @@ def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -
 
 
 class RuntimeChecker:
-    """Checker of the models of one task; a context manager, because it opens a worker process for ONNX Runtime."""
+    """Checker of the models of one task; a context manager, because it opens a worker process for ONNX Runtime.
+
+    Earlier checks are read from the record of the plan's folder, unless model, runtime or samples have changed.
+    """
 
     def __init__(self, plan: CheckPlan, engines: Engines, observer: Observer) -> None:
         self._plan = plan
@@ -114,7 +118,7 @@ class RuntimeChecker:
         self._stack.close()
 
     def recorded_check(self, candidate: Candidate) -> OutputCheck | None:
-        """Return the earlier check of a model, or None if it was not checked."""
+        """Return the earlier check of a model in the main runtime, or None if it was not checked."""
         return self._record.get(f"{candidate.digest} {MAIN_BENCHMARKER}")
 
     def check(
@@ -122,8 +126,11 @@ class RuntimeChecker:
     ) -> OutputCheck:
         """Compare the outputs of a model in the runtime with those of its file, or return the recorded check.
 
+        A new check is written to the record. A model that fails to build or run gets the verdict "not checked".
+
         Args:
             benchmarker: Name of the runtime among those of the engines.
+            name: Name of the model in messages; "": its digest.
             again: Whether a model that could not be checked is tried once more.
 
         Raises:

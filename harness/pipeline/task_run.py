@@ -47,6 +47,9 @@ class TaskRun:
     """State of a task while its searches run.
 
     Attributes:
+        scoring: Evaluators of the task.
+        judge: Test of candidates by accuracy, with the goal of the searches.
+        noise_floor: Relative noise floor of latency.
         checker: Comparison of engines with their files; None if the benchmarker runs no model.
         answers: Source of early answers; None: incumbents are confirmed only at the end.
         shapes: Shapes at which placements are timed; None: the shape of the search.
@@ -226,7 +229,7 @@ class TaskRun:
         return self.folder / "runs" / f"{run.name}.jsonl"
 
     def termination(self, run: SearchSpec) -> Termination | None:
-        """Return the reason why a search ended before its budget was spent, or None."""
+        """Return the reason why a search ended before its budget was spent, or None if it did not end early."""
         return read_termination(self._journal(run))
 
     def is_unbegun(self, run: SearchSpec) -> bool:
@@ -241,7 +244,7 @@ class TaskRun:
 
     @property
     def experiment_digest(self) -> str:
-        """Return the digest of the experiment's settings."""
+        """Return the digest (16 hexadecimal digits) of the experiment's settings that affect results."""
         unused: dict[str, Any] = {"description": True, "executor": True}
         if self.experiment.prescreening is None:  # keys that were added later count only where they are used
             unused["prescreening"] = True
@@ -252,13 +255,13 @@ class TaskRun:
         return facts_digest(self.experiment.model_dump(mode="json", exclude=unused))
 
     def task_digest(self) -> str:
-        """Return a digest of the experiment's settings and of the task's inputs, including models of other tools."""
+        """Return a digest, as `experiment_digest`, also of the task's inputs, including models of other tools."""
         brought = {name: digest_file(f.path) for name, f in self.task.external_models.items() if f.path is not None}
         models = [brought] if brought else []
         return facts_digest([self.experiment_digest, *models, *map(self._search_fingerprint, self.task.spec.runs)])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the values that must not change for a run to resume."""
+        """Return the values, as JSON values by name, that must not change for a run to resume."""
         dialect = self.task.dialect
         return {
             "model_sha256": self.task.model.sha256,

@@ -70,6 +70,7 @@ class TimeLeft:
         replayed: Number of evaluations of an interrupted run, which take no time.
         later_s: Expected seconds after the searches, see `seconds_after_searches`.
         limit: Time limit of the task; None: no limit.
+        since_s: Reading of the monotonic clock when the search began.
     """
 
     evaluations: int

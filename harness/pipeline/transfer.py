@@ -37,7 +37,7 @@ TransferredPlacement = Placement | str
 
 
 def write_pattern_cache(task: Task, goal: Goal, folder: Path) -> None:
-    """Write the best schemes of a task's searches as a pattern cache, unless no search measured the float model.
+    """Write the best schemes of a task's searches to its `patterns.yaml`, unless no search measured the float model.
 
     Args:
         folder: Folder of the task's results, with the journals.
@@ -56,6 +56,8 @@ def transferred_placements(
     kinds: Sequence[str], task: Task, tasks: Sequence[TaskSpec], out: Path
 ) -> Mapping[str, TransferredPlacement]:
     """Return the placements that other tasks found, or the reason why one cannot be used, by the name of their row.
+
+    A row is named "from_BACKEND" or "from_MODEL". Tasks of another precision are left out.
 
     Args:
         kinds: "backends": the same model on other backends; "models": other models on the same backend.

@@ -80,7 +80,7 @@ def verify(
         max_drop: Bound on the loss of accuracy that replaces `objective.max_drop` of the experiment.
 
     Returns:
-        One result for each check.
+        One result for each check; only that of "file" if the file is not the recorded one.
 
     Raises:
         UserError: The file or its results do not exist, the task can no longer be set up, or `max_drop` is given for a
@@ -120,7 +120,11 @@ def verify(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedRow:
-    """Row of a results folder with its file, which several rows may share."""
+    """Row of a results folder with its file, which several rows may share.
+
+    Attributes:
+        row: Row id.
+    """
 
     task: str
     row: str
@@ -131,7 +135,7 @@ def find_exported_row(folder: Path, where: str | None) -> ExportedRow:
     """Return the exported model of a row.
 
     Args:
-        where: Name of the row, see `harness.report.trace.find_main_row`.
+        where: Name of the row, see `harness.report.trace.find_main_row`; None raises the error with the list.
 
     Raises:
         UserError: No row is named, or the row or its model does not exist; the message lists those that exist.

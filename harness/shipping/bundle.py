@@ -42,7 +42,8 @@ class Shipment:
         name: MODEL-RUNTIME-PRECISION, the name of the folder and of the ONNX file.
         model: File that was timed and scored.
         dynamic_model: File with the same placement and the dynamic axes of the original model, or None.
-        float_model: File of the baseline, whose load time and memory are measured for comparison.
+        float_model: File of the baseline; its load time and memory are measured for comparison.
+        target: Runtime that `deploy.py` uses.
         facts: Content of `ship.json`, see `shipment_facts`.
     """
 
@@ -73,6 +74,7 @@ def shipment_facts(  # noqa: PLR0913 - one fact, one parameter
     Args:
         answer: Line with file, speedup, loss of accuracy and settings.
         method: Name of the searcher or rule that chose the placement.
+        decision: Verdict of the confirmation, such as "faster" or "tie".
         timing: Speedup and latencies in ms; see `harness.shipping.results_bundle.confirmation_facts`.
         runtime: Description of the benchmarker.
         environment: See `harness.timing.provenance.describe_environment`.
@@ -103,7 +105,8 @@ def shipment_facts(  # noqa: PLR0913 - one fact, one parameter
 def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
     """Write the folder of a model below `folder` unless it exists unchanged, and return its path.
 
-    Load time and peak memory are measured in a process that runs `deploy.py`.
+    An earlier bundle there is replaced. Load time and peak memory are measured in a process that runs `deploy.py`; if
+    it fails, the reason is stored instead.
 
     Raises:
         UserError: A file cannot be written, or the folder has files that do not belong to a bundle.
@@ -174,10 +177,11 @@ def run_bundle(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Generate and run the script of a bundle in this environment, and return the JSON values that it prints.
 
     Args:
+        folder: Folder of the bundle, with the model.
         facts: Content of `ship.json`, see `read_bundle`.
 
     Raises:
-        UserError: The script fails.
+        UserError: The script cannot be generated, or fails, see `run_script`.
     """
     with generated_script(folder, facts) as script:
         return run_script(sys.executable, script, "--model", str(folder / facts["file"]))
@@ -185,6 +189,12 @@ def run_bundle(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
     """Run a generated `deploy.py` with `--json` in a Python environment, and return the values that it prints.
+
+    Among them are `load_ms`, `latency_ms` (median), `peak_memory_mb` and `version` of the runtime.
+
+    Args:
+        python: Python program.
+        arguments: Further options of the script.
 
     Raises:
         UserError: The script cannot be started, fails or exceeds a limit; the message has its last line.

@@ -50,8 +50,10 @@ class InsertedModel:
     """Model with the pairs of a placement.
 
     Attributes:
+        path: The written ONNX file.
         pairs: Number of Q/DQ pairs.
         edges: Number of quantized inputs.
+        dialect: Name of the dialect of the pairs.
         calibrated_on: Source of the ranges, as text.
         missing: Quantized inputs of another tool's file that the placement lacks; see
             `harness.graph.qdq.import_placement.compare_import`.
@@ -74,7 +76,7 @@ def calibration_config(
 
     Args:
         data: `.npy` or `.npz` file, or a folder of images; None: random data.
-        preprocess: Preprocessing of images.
+        preprocess: Name of the preprocessing of images, which is required for them.
         samples: Maximum number of samples; None leaves out the key.
         method: Range estimator; None leaves out the key.
         base_dir: Folder from which relative paths of the experiment start.
@@ -174,7 +176,8 @@ def insert_placement(
     Args:
         model: ONNX file, `zoo:NAME` or `assets:PATH`.
         placement: Name of a rule, a folder to deploy, or a Q/DQ file made from a model of this structure.
-        backend: Benchmarker whose dialect the pairs have; its device may be absent.
+        out: ONNX file to write; its folder is created, and an existing file is replaced.
+        backend: Benchmarker that determines the dialect of the pairs; its device may be absent.
         described: `precision`; `ranges`, whether those of a Q/DQ file are used; and keys of the model in an experiment.
 
     Raises:

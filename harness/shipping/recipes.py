@@ -27,7 +27,7 @@ class PlacementSummary:
     """Placement in the terms of tools that quantize whole nodes.
 
     Attributes:
-        op_types: Operator types with at least one quantized node.
+        op_types: Operator types with at least one quantized node, such as "Conv".
         excluded: Nodes of these types that are not quantized.
         unquantized: All nodes that are not quantized.
         inexpressible: Inputs that the placement leaves in float and a tool may quantize: other inputs of a quantized
@@ -36,7 +36,8 @@ class PlacementSummary:
         unsigned: Tensors whose pairs are UINT8 with zero point 0, because calibration found no negative values.
         channel_activations: Whether an activation has one scale for each channel.
         biases: Whether biases are quantized, which costs time in runtimes that add them in float.
-        ranks: Number of dimensions of each input.
+        precision: Precision of all pairs, such as "int8".
+        ranks: Number of dimensions of each model input, by name.
     """
 
     op_types: tuple[str, ...]
@@ -193,15 +194,20 @@ SCRIPT_IMPORTS = frozenset({"modelopt", "nncf", "numpy", "olive", "onnx", "onnxr
 
 
 def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) -> PlacementSummary:
-    """Write the recipe of a folder to deploy for another tool, and return the exported placement.
+    """Write the placement of a folder to deploy as a script or configuration file for another tool.
 
     Args:
         folder: Folder to deploy.
-        facts: Content of its `ship.json`, see `harness.shipping.bundle.read_bundle`.
+        facts: Content of its `ship.json`, see `harness.results_dir.deploy_folder.read_bundle`.
         tool: Name in `RECIPES`.
+        out: File to write: a Python script, or JSON for Olive and YAML for TAO. An existing file is replaced.
+
+    Returns:
+        The exported placement.
 
     Raises:
-        UserError: The tool is unknown, or the placement has no recipe; see `summarize_placement`.
+        UserError: The tool is unknown or has no form for the placement, see `summarize_placement`; or a script would
+            hide a package that it imports, because it has the same name.
     """
     if tool not in RECIPES:
         raise UserError(f"--for {tool}: no recipe for it; {suggest_names(tool, RECIPES)}")

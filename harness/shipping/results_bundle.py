@@ -102,9 +102,14 @@ def confirmation_facts(
     base: str,
     inputs: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
 ) -> dict[str, Any]:
-    """Return the latencies in ms and the speedup of a row and of the float model in a confirmation.
+    """Return the latencies in ms and the speedup of a row and of the float model in a confirmation, as JSON values.
+
+    Speedups and latencies are lists of value, lower and upper 95 % limit; `p99_ms` is a 99th percentile.
 
     Args:
+        found: Summary of the confirmation, which must contain both rows.
+        events: Turns of the confirmation.
+        row: Name of the row.
         base: Name of the float model's row.
         inputs: Shape of each input by the label of the timed shape, for a task with several shapes.
     """

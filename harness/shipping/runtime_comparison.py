@@ -44,7 +44,7 @@ class RuntimeComparison:
     Attributes:
         speedup: Latency in the first environment over that in the second.
         noise_floor: Relative gain of the first environment over its own repetition.
-        verdict: "faster", "tie" or "slower" for the second environment.
+        verdict: "faster", "tie" or "slower": the second environment relative to the first.
         latencies_ms: Median latency in each environment.
         sqnr_db: SQNR between the outputs, in dB, of the output that agrees least.
         versions: Version of the runtime in each environment; None if the runtime does not report it.
@@ -147,6 +147,8 @@ def run_in_turns(
 ) -> dict[str, list[dict[str, Any]]]:
     """Call functions in turns, in alternating order, and return the results of each by name.
 
+    Each call holds the timing lock, so other measurements on these cores wait.
+
     Args:
         runs: Functions by name; each starts a fresh process.
         builds: Number of calls of each function.
@@ -163,7 +165,15 @@ def run_in_turns(
 
 
 def run_script_in(python: str, script: Path, facts: Mapping[str, Any], *arguments: str) -> dict[str, Any]:
-    """Run the script of a folder to deploy in an environment; the error about a missing module has the remedy."""
+    """Run the script of a folder to deploy in an environment, and return the values that it prints, see `run_script`.
+
+    Args:
+        python: Python program of the environment.
+        facts: Content of `ship.json` of the folder.
+
+    Raises:
+        UserError: The script fails; if a module is missing, the message has the command that installs it.
+    """
     try:
         return run_script(python, script, *arguments)
     except UserError as error:
@@ -231,6 +241,7 @@ def measure_edge_costs(
     Edges that the runtime cannot run quantized, such as computed indices, are left out.
 
     Args:
+        folder: Folder to deploy.
         facts: Content of its `ship.json`, see `harness.results_dir.deploy_folder.read_bundle`.
         edges: Inputs to quantize, see `harness.shipping.recipes.PlacementSummary.inexpressible`.
         builds: Number of fresh processes of each model.

@@ -30,6 +30,7 @@ class TunedModel:
     """Confirmed model of the autotuner or of an early answer.
 
     Attributes:
+        file: Path of the confirmed ONNX file.
         float_file: Path of the float model at the same static shapes.
         pairs: Number of Q/DQ pairs of the confirmed model; 0: it is the float model.
         accuracy: Text about the accuracy of the model.
@@ -37,6 +38,7 @@ class TunedModel:
         dynamic: File with the dynamic axes of the original model, or None without such axes.
         name: Name of the folder; "": MODEL-RUNTIME-PRECISION.
         method: Name of the searcher or rule that chose the placement.
+        row: Name of the model in the confirmation.
         baseline: Name of the float model in the confirmation.
         shapes: Shape of each input by the label of the timed shape, if several were timed.
     """
@@ -69,10 +71,12 @@ def ship_tuned_model(
 ) -> str:
     """Write the folder `ship/NAME` of a model, and return the answer as one line.
 
-    A folder of an earlier run is removed if the float model is to be kept.
+    A folder of an earlier run is removed if the float model is to be kept. For a runtime without a script no folder is
+    written, and the answer names the file itself.
 
     Args:
         runtime: Description of the benchmarker.
+        confirmed: Summary of the confirmation, and its turns.
         out: Folder that contains `ship`.
 
     Raises:
@@ -119,7 +123,7 @@ def ship_tuned_model(
 
 
 def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:
-    """Write the folder to deploy of an early answer, and return the answer as one line.
+    """Write the folder to deploy of an early answer to `ship` in `out`, and return the answer as one line.
 
     Raises:
         UserError: A file cannot be written.

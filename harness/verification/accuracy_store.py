@@ -52,11 +52,14 @@ class AccuracyStore:
         self._shown: set[str] = set()
 
     def known_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | None:
-        """Return the stored accuracy of the float model, or None; the evaluator is not prepared for other models."""
+        """Return the stored accuracy of the float model, or None, without preparing the evaluator for other models."""
         return self._stored_score(_score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator))
 
     def float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
-        """Return the accuracy of the float model, the reference of drops, and prepare the evaluator with its engine."""
+        """Return the accuracy of the float model, stored or new, or the failure to score it.
+
+        The first call with an evaluator also prepares it with the engine of the float model, for later scores.
+        """
         candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
         is_prepared = evaluator in self._shown
         with self.observer.work("score the float model", 1) as step:
@@ -81,21 +84,21 @@ class AccuracyStore:
         return score
 
     def has_unscored_rows(self, table: FinalistSet) -> bool:
-        """Return whether a row has no score yet."""
+        """Return whether a row has no score yet; a failed one counts as none."""
         return any(self._stored_score(_score_key(row.sha256, row.benchmarker)) is None for row in table.rows)
 
     def score_row(self, candidate: Candidate, row: ExportedModel) -> Accuracy | Failed:
-        """Return the accuracy of a row; `candidate` is its model."""
+        """Return the stored or new accuracy of a row, or the failure to score it; `candidate` is its model."""
         return self._score(candidate, _score_key(row.sha256, row.benchmarker), row=row)
 
     def score_file(self, path: Path, name: str, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
-        """Return the accuracy of a Q/DQ model file; `name` is shown in the progress bar."""
+        """Return the accuracy of a Q/DQ model file, as `score_row`; `name` is shown in the progress bar."""
         sha256 = digest_file(path)
         candidate = Candidate(digest=sha256[:16], edges=(), source=lambda: path)
         return self._score(candidate, _score_key(sha256, MAIN_BENCHMARKER, evaluator), evaluator, name=name)
 
     def score_rows(self, table: FinalistSet) -> None:
-        """Score the rows that have no score yet."""
+        """Score the rows that have no score yet; failures are stored with their reason."""
         with self.observer.work("score finalists", len(table.rows)) as step:
             for row in table.rows:
                 score = self.score_row(table.candidate(row), row)
@@ -152,7 +155,16 @@ _SCORES = TypeAdapter(dict[str, _StoredScore])
 
 
 def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Mapping[str, Any]]:
-    """Return the stored scores by row id: those by `benchmarker`, by default the benchmarker of each row."""
+    """Return the stored scores by row id, as in `accuracy.json`; rows without one are left out.
+
+    A score has `metrics`, or `failed` and `reason`.
+
+    Args:
+        benchmarker: Name of the benchmarker that computed the scores; by default that of each row.
+
+    Raises:
+        UserError: The file is damaged.
+    """
     scores = _read_stored_scores(folder)
     rows, _ = read_finalists(folder)
     by_row = {row.id: scores.get(_score_key(row.sha256, benchmarker or row.benchmarker)) for row in rows}

@@ -58,7 +58,7 @@ class DynamicCheckTarget:
     """Model files to compare, with their inputs.
 
     Attributes:
-        axes: Declared dimensions by input.
+        axes: Declared dimensions by input, sizes or symbols; None if an input declares none.
         types: Element type and shape of each input in the search.
         requested: Shapes to check at before any others.
         samples: Inputs at the sizes of the search, which are resized to others; random inputs are drawn without any.
@@ -98,7 +98,8 @@ def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
         backend: Runtime of the search. It and ONNX Runtime must agree; a failure of another runtime is only reported.
 
     Returns:
-        Text with the sizes that were checked, and the differences.
+        Text with the sizes that were checked, and the differences; it begins with "not checked" if ONNX Runtime does
+        not run the float model.
 
     Raises:
         UserError: The outputs differ, or the file fails at a size at which the float model runs.
@@ -228,7 +229,8 @@ def other_shapes(axes: Mapping[str, Axes | None], searched: Shapes) -> Iterator[
     """Yield shapes of the inputs with other sizes of the dynamic axes, in the order of `RESIZE_PLANS`.
 
     Args:
-        axes: Declared dimensions by input.
+        axes: Declared dimensions by input; all dimensions of an input without an entry are dynamic.
+        searched: Shapes of the search by input, which are not yielded.
     """
     declared_axes = {name: axes.get(name) or (None,) * len(shape) for name, shape in searched.items()}
     tried = [dict(searched)]

@@ -45,7 +45,7 @@ def dynamic_model_path(file: Path) -> Path:
 
 
 def remove_dynamic_model(file: Path) -> Path:
-    """Remove the dynamic form of a model file, and return its path."""
+    """Remove the dynamic form of a model file, if there is one, and return the path of that form."""
     target = dynamic_model_path(file)
     for stale in (target, target.with_name(f"{target.name}.data")):
         stale.unlink(missing_ok=True)
@@ -100,13 +100,16 @@ def write_dynamic_rows(
     shapes: Sequence[Shapes] = (),
     data: Iterable[Feeds] = (),
 ) -> None:
-    """Write each quantized row of a task also with the dynamic axes of the original model, and record the results.
+    """Write each quantized row of a task also with the dynamic axes of the original model.
+
+    The results are recorded in `dynamic.json`; rows with an unchanged record are not written again.
 
     Args:
         model: The float model at fixed sizes; nothing is written if its original has static inputs.
         backend: Runtime of the search.
         observer: Receives the number of written files, and why a row was not written.
-        shapes: See `write_dynamic_model`; so is `data`.
+        shapes: Input shapes to check at, as in `write_dynamic_model`.
+        data: Calibration batches, as in `write_dynamic_model`.
     """
     if model.origin is None:
         return

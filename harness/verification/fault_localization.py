@@ -74,6 +74,8 @@ class SuspectModel:
         reference: Function that runs a file in ONNX Runtime without graph optimizations.
         engine: Function that runs a file in the runtime.
         work: Scratch folder.
+        started_s: Reading of the monotonic clock when the search began.
+        checks_by_tensor: Comparisons made so far; None: the model cannot be cut and compared there.
     """
 
     path: Path
@@ -228,6 +230,8 @@ def _first_differing_on_path(suspect: SuspectModel, differing: str, below_db: fl
 
 def write_report(fault: WrongOperator, path: Path, facts: Mapping[str, Any]) -> None:
     """Write the small model, its inputs and outputs (`.npz`), and a description with a script (`.txt`).
+
+    Existing files are replaced. The keys of the arrays are "input:NAME", "expected:NAME" and "found:NAME".
 
     Args:
         path: Path of the model; the other files have the same stem.

@@ -53,7 +53,9 @@ class OutputCheck:
     """Result of a check of one model in one runtime.
 
     Attributes:
-        output: Output that is furthest below its limit; "" if nothing was compared.
+        verdict: "saturates": wrong only because the processor adds products of 8-bit integers in 16 bits.
+        runtime: Name and version of the runtime; "" if unknown.
+        output: Output that is furthest below its limit, or closest to it; "" if nothing was compared.
         part: Compared slices of the output, see `harness.accuracy.metrics.sqnr`; "" for the whole output.
         engine_db: SQNR of the engine against the file.
         file_db: SQNR of the file against the float model; None for the float model itself.
@@ -127,16 +129,16 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
     most_db: float = MAX_REQUIRED_SQNR_DB,
     whole: bool = False,
 ) -> OutputCheck:
-    """Return the check of the engine of a quantized model, for its worst output.
+    """Return the check of the engine of a quantized model, for its worst output; "not checked" if none is comparable.
 
     Args:
         floats: Outputs of the float model in ONNX Runtime.
         file: Outputs of the model's file in ONNX Runtime.
         engine: Outputs of the engine.
         engine_float: Outputs of the float model in the runtime; None if it does not run there.
-        precision: Float precision of the runtime.
+        precision: Float precision of the runtime, such as "f32"; see `min_sqnr_db`.
         skipped: Names of outputs that are not compared.
-        most_db: Highest SQNR that is required.
+        most_db: Highest SQNR that is required, in dB.
         whole: Compare whole outputs, even if their slices differ in scale.
     """
     least = min_sqnr_db(precision)
@@ -164,7 +166,7 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
 
 
 def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Collection[str] = ()) -> OutputCheck:
-    """Return the check of the engine of the float model; see `compare_with_file`."""
+    """Return the check of the float model's engine against ONNX Runtime; see `compare_with_file` for the arguments."""
     least = min_sqnr_db(precision)
     checks = []
     for name, masks in _finite_masks(floats, skipped, floats).items():
@@ -177,7 +179,12 @@ def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Col
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Setup of the comparison of files on one benchmarker; see `compare_with_file`."""
+    """Setup of the comparison of files on one benchmarker; see `compare_with_file`.
+
+    Attributes:
+        reference: Function that runs a file in ONNX Runtime.
+        engine: Function that runs a file on the benchmarker.
+    """
 
     floats: Outputs
     engine_float: Outputs | None
@@ -276,7 +283,15 @@ def _sample_sqnr_db(reference: Array | None, output: Array | None, part: OutputP
 
 
 def read_checks(folder: Path, rows: Mapping[str, ExportedModel]) -> dict[str, OutputCheck]:
-    """Return the stored checks of a task by row id, without rows that were not checked."""
+    """Return the stored checks of a task by row id, without rows that have none; empty without a record.
+
+    Args:
+        folder: Folder of the task.
+        rows: Rows by id.
+
+    Raises:
+        UserError: The record cannot be read.
+    """
     path = folder / CHECK_FILE_NAME
     checks: dict[str, Any] = read_json(path)["checks"] if path.exists() else {}
     return {name: OutputCheck(**checks[row.key]) for name, row in rows.items() if row.key in checks}
