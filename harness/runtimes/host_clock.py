@@ -34,7 +34,7 @@ def to_float32(array: Array) -> Array:
 
 
 def require_static_shapes(file: str, shapes: Mapping[str, Sequence[object]]) -> None:
-    """Raise `BuildFailed` if an input has a dynamic shape, so a size that is no integer."""
+    """Raise `BuildFailed`, whose message names `file`, if a size in the shape of an input is no integer."""
     for name, shape in shapes.items():
         if not all(isinstance(size, int) for size in shape):
             sizes = ", ".join("?" if size is None else str(size) for size in shape)
@@ -43,7 +43,7 @@ def require_static_shapes(file: str, shapes: Mapping[str, Sequence[object]]) -> 
 
 @contextmanager
 def translate_errors(failure: type[CandidateError], what: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Raise `failure` with the text "WHAT: MESSAGE" for exceptions of a runtime in the body."""
+    """Raise `failure` with the text "WHAT: MESSAGE" if the body raises one of `errors`, a runtime's exceptions."""
     try:
         yield
     except errors as error:
@@ -61,10 +61,10 @@ _GENERATED_NAME_SUFFIX = re.compile(r"(_token_\d+|/duplicated(_token_\d+)?)$")
 
 
 def read_profile(trace: str) -> tuple[Layer, ...]:
-    """Return the nodes of ONNX Runtime's optimized graph from its profile, in the order of their first run.
+    """Return the nodes of ONNX Runtime's optimized graph, with mean times in ms, in the order of their first run.
 
-    A node's precision is the type of its first input. ONNX Runtime names new nodes like the nodes that they replace,
-    with a suffix, which is removed in `origin`.
+    `trace` is the JSON text of its profile. A node's precision is the type of its first input. ONNX Runtime names new
+    nodes like the nodes that they replace, with a suffix, which is removed in `origin`.
 
     Raises:
         MeasureFailed: The trace cannot be read, or has no node.
@@ -92,7 +92,7 @@ def read_profile(trace: str) -> tuple[Layer, ...]:
 
 
 def parse_dtype(value: Any) -> np.dtype[Any]:
-    """Return the NumPy type of an input or output of a session, whose type is a text such as "tensor(float)".
+    """Return the NumPy type of an input or output of a session, from its type as text: "tensor(float)" is float32.
 
     Raises:
         MeasureFailed: NumPy has no such type.

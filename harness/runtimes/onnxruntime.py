@@ -60,13 +60,13 @@ FATAL, WARNING = 4, 2
 
 
 class ONNXRuntimeBenchmarker:
-    """Time models in ONNX Runtime, on the CPU, on CUDA or by its TensorRT provider.
+    """Benchmarker of ONNX Runtime, on the CPU, on CUDA or with its TensorRT provider.
 
     Args:
         threads: Threads within an operator on the CPU, at most the cores that this process may use.
         optimization: Level of graph optimization; below "extended" no Q/DQ pair becomes an integer kernel, so that
             UINT8 activations have the dialect `onnxruntime_unfused`.
-        provider: Execution provider. CUDA runs operators that TensorRT does not support, and the CPU all others.
+        provider: Execution provider. Operators that it does not support run on CUDA (for "tensorrt") or on the CPU.
         activation: Type of quantized activations: "uint8" (U8S8, dialect `onnxruntime`) or "int8" (S8S8, dialect
             `onnxruntime_s8`); weights are INT8 in both. TensorRT accepts only INT8, in its own dialect.
         precision: Precision of float operations; "f16" only with TensorRT, where "auto" selects the faster one.
@@ -179,7 +179,7 @@ class ONNXRuntimeBenchmarker:
             yield _ONNXRuntimeProbe(artifact.engine, self._ort, self._errors, "cuda")
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """Return the layers of a sampled engine with mean times, and end its profiling.
+        """Return the layers of an engine with mean times of its inferences so far, and end its profiling.
 
         Raises:
             MeasureFailed: The engine was built without `profile`, or not sampled.

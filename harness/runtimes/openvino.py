@@ -34,7 +34,7 @@ FEED_ERRORS = (RuntimeError, TypeError, ValueError, KeyError)
 
 
 def engine_properties(threads: int, precision: str, streams: int = 1) -> dict[str, Any]:
-    """Return the properties with which a model is compiled for timing.
+    """Return OpenVINO's properties, by name, with which a model is compiled for timing.
 
     Args:
         threads: Number of inference threads of all streams together.
@@ -51,7 +51,7 @@ def engine_properties(threads: int, precision: str, streams: int = 1) -> dict[st
 
 
 class OpenVINOBenchmarker:
-    """Time models in OpenVINO on the CPU: one stream and synchronous inference, or the throughput of several streams.
+    """Benchmarker of OpenVINO on the CPU: latency with one stream, or throughput of several streams.
 
     Args:
         threads: Number of inference threads of all streams together, at most the cores that this process may use.

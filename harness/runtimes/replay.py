@@ -20,10 +20,10 @@ ERROR_BY_STAGE: Mapping[str, type[CandidateError]] = {"measure": MeasureFailed, 
 
 
 class ReplayBenchmarker:
-    """Draw the samples of a placement from those that were measured for it.
+    """Benchmarker that draws a placement's samples from recorded ones, instead of timing an engine.
 
     Args:
-        table: File that `qdq record` wrote.
+        table: Replay table, a file that `qdq record` wrote.
         noise_seed: Seed of the draws; None: other draws in each run, as on a real machine.
         base: Folder that a relative path starts from, which the harness sets; None: the working folder.
 
@@ -46,7 +46,7 @@ class ReplayBenchmarker:
         """Return the recorded engine.
 
         Raises:
-            BuildFailed: The table does not have the placement, or a failure of its build.
+            BuildFailed: The table does not have the placement, or has a failure of its build.
             MeasureFailed, EvaluationFailed: The table has a failure of its timing or evaluation.
         """
         facts, row = self._table.metadata, self._table.rows.get(candidate.digest)

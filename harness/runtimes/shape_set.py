@@ -53,7 +53,8 @@ class ShapeSet:
     """Shapes with an objective; a call with a benchmarker returns one that times engines at all shapes.
 
     Attributes:
-        objective: "weighted" or "worst", see the module.
+        objective: "weighted": mean latency by the shares. "worst": latency at the shape with the largest ratio to the
+            float model's, scaled to the mean of the float latencies.
         float_file: File of the float model at the shape of the search, into which Q/DQ pairs are inserted.
     """
 
@@ -66,7 +67,7 @@ class ShapeSet:
 
     @property
     def text(self) -> str:
-        """Description of the objective and the shapes, for tables."""
+        """Description of the objective and the shapes: "weighted mean over batch=1 (0.7); batch=8 (0.3)"."""
         if self.objective == "worst":
             return f"worst ratio to float over {'; '.join(shape.label for shape in self.shapes)}"
         return f"weighted mean over {'; '.join(f'{shape.label} ({shape.share:.4g})' for shape in self.shapes)}"

@@ -30,7 +30,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedBenchmarker:
-    """Compute latencies by a formula with seeded noise, for tests and studies; no model file is read.
+    """Benchmarker that computes latencies by a formula with seeded noise, for tests and studies; reads no model file.
 
     Args:
         seed: Seed of the effects of edges and pairs.
@@ -79,7 +79,7 @@ class SimulatedBenchmarker:
         object.__setattr__(self, "_machine", _MachineNoise(self))
 
     def truth_ms(self, edges: Resolved, shape: str = "") -> float:
-        """Return the latency of a placement in ms without noise; the effects differ between shapes."""
+        """Return the latency in ms of a placement without noise; effects differ between shapes ("": the only one)."""
         keys = np.array([self._hash(f"{shape}{edge}{precision}") for edge, precision in edges], dtype=np.uint64)
         wanted = _hash_to_unit_interval(keys) < self.wanted_share
         alone = np.where(wanted, -1.0, 1.0) * _hash_to_unit_interval(keys, salt=1)

@@ -54,7 +54,7 @@ class _RTXHandle:
 
 
 class TensorRTRTXBenchmarker:
-    """Time models in TensorRT for RTX, by its execution provider of ONNX Runtime.
+    """Benchmarker of TensorRT for RTX, by its execution provider (plug-in) for ONNX Runtime.
 
     Args:
         device: Number of the GPU.

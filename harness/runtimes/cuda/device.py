@@ -28,6 +28,7 @@ class Device:
         uuid: Identifier in the form of nvidia-smi, "GPU-...".
         capability: Compute capability, for instance (8, 9).
         driver: Newest version of CUDA that the driver supports, for instance "12.8".
+        l2_bytes: Size of the L2 cache; 0 if the device does not report it.
     """
 
     index: int
@@ -87,7 +88,7 @@ def import_runtime() -> Any:
 
 
 def open_device(index: int = 0) -> tuple[CudaRuntime, Device]:
-    """Open a GPU for use.
+    """Open the GPU with a number in CUDA, and return the runtime's API on it and its properties.
 
     Raises:
         UserError: There is no driver, the driver is too old, or there is no such device.
@@ -172,7 +173,7 @@ MIN_SAMPLE_INTERVAL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuConditions:
-    """Conditions of a GPU; None if it does not report a value.
+    """Conditions of a GPU (clocks in MHz, temperature in °C, power in W); None if it does not report a value.
 
     Attributes:
         mhz: Clock of the multiprocessors.
@@ -196,7 +197,7 @@ class GpuConditions:
         )
 
     def facts(self) -> dict[str, float]:
-        """Return the values to record with the readings; each throttle reason is 1 under its name."""
+        """Return the known values by name for the record; each throttle reason is 1 as `gpu_held_back_REASON`."""
         found = {
             "gpu_mhz": self.mhz,
             "gpu_memory_mhz": self.memory_mhz,
@@ -232,14 +233,14 @@ class GpuMonitor:
         self._nvml = pynvml
 
     def sample(self) -> None:
-        """Read the current conditions, for instance between readings; `take_facts` returns the worst ones."""
+        """Read the current conditions between readings, at most every 20 ms; `take_facts` returns the worst ones."""
         if self._nvml is None or time.monotonic() - self._looked_s < MIN_SAMPLE_INTERVAL_S:
             return
         self._seen = self._seen.merge_worst(self._read())
         self._looked_s = time.monotonic()
 
     def take_facts(self) -> dict[str, float]:
-        """Return the worst conditions since the last call, the current ones included; see `GpuConditions.facts`."""
+        """Return the worst conditions since the last call, as `GpuConditions.facts`; {} without NVML."""
         self._looked_s = -math.inf
         self.sample()
         seen, self._seen = self._seen, GpuConditions()

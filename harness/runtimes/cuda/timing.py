@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuTimings:
-    """Times of consecutive queries in milliseconds.
+    """Times of consecutive queries (inferences) in milliseconds.
 
     Attributes:
         gpu_ms: Time of each query on the device, by events.
@@ -46,15 +46,16 @@ class GpuTimings:
 
     @property
     def host_bound(self) -> float:
-        """Return the share of the queries during which the device may have waited for the host."""
+        """Return the share (0 to 1) of the queries during which the device may have waited for the host."""
         return sum(self.device_waited) / len(self.device_waited)
 
 
 class GpuTimer:
-    """Timer of a function that queues one query on a stream; a context manager, which releases its CUDA resources.
+    """Timer of a function that queues one query (inference) on a stream; a context manager.
 
     Args:
-        enqueue: Function that is timed; addresses and shapes must not change while the timer is open.
+        enqueue: Function that is timed, given the handle of a stream; addresses and shapes must not change while the
+            timer is open.
         graph: Whether the query is captured as a CUDA graph, which is then timed; if that fails, the function is timed
             and `why_eager` has the reason.
         flush_bytes: Number of bytes that are overwritten before each query, outside of its events, so that the L2 cache
@@ -228,7 +229,7 @@ class GpuTimer:
 
 
 def flush_bytes(l2_bytes: int, cold_l2: bool) -> int:
-    """Return the amount of memory to overwrite before each query.
+    """Return the number of bytes to overwrite before each query: twice the L2 cache, or 0 for a warm cache.
 
     Raises:
         MeasureFailed: `cold_l2` is set, and the device does not report the size of its L2 cache.

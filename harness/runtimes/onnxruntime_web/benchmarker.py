@@ -28,7 +28,7 @@ _ERRORS = (RuntimeError, OSError)
 
 
 class ONNXRuntimeWebBenchmarker:
-    """Time models in the WebAssembly build of npm's onnxruntime-web, with SIMD and one thread.
+    """Benchmarker of the WebAssembly build of npm's onnxruntime-web, with SIMD and one thread.
 
     Args:
         module_dir: Folder in which `npm install onnxruntime-web` was run; None: the one that the environment variable
@@ -36,7 +36,7 @@ class ONNXRuntimeWebBenchmarker:
         node: Path of Node.js, or its name on PATH.
         chromium: Path of a browser that runs the model, or its name on PATH; None: Node.js runs it.
         profile: Record the time of every node, for `layers`. This takes time, so do not compare such engines.
-        base: Folder that a relative `module_dir` starts from.
+        base: Folder that a relative `module_dir` starts from; None: the working folder.
     """
 
     capabilities = Capabilities(dialect="onnxruntime_web")
@@ -80,7 +80,7 @@ class ONNXRuntimeWebBenchmarker:
         yield _WebProbe(artifact.engine)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """Return the layers of a sampled engine with mean times, and end its profiling.
+        """Return the layers of an engine with mean times of its inferences so far, and end its profiling.
 
         Raises:
             MeasureFailed: The engine was built without `profile`, or not sampled.

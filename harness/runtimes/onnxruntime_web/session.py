@@ -16,7 +16,7 @@ import numpy as np
 
 
 class WebSession:
-    """Run onnxruntime-web in a child process, by requests to its program.
+    """Session of onnxruntime-web in a child process, which executes requests.
 
     Args:
         program: Text of `child.mjs`.
@@ -29,12 +29,13 @@ class WebSession:
     Attributes:
         facts: `version` of the package, and `engine`, the program that runs it.
         inputs: Type and shape of the inputs of the loaded model by name.
-        latency_ms: Time of the last inference by the clock of the child process.
+        latency_ms: Time in ms of the last inference by a call of this object, by the clock of the child process.
         pid: Id of the process that runs the session; 0 for a browser, whose id is unknown.
 
     Raises:
         OSError: Node.js cannot be started.
-        RuntimeError: Node.js does not find the package or the browser.
+        RuntimeError: Node.js does not find the package or the browser; also in methods, if the program reports an error
+            or has ended.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class WebSession:
         return reply
 
     def load(self, model: bytes, options: Mapping[str, Any]) -> None:
-        """Create the session from an ONNX file's content."""
+        """Create the session from an ONNX file's content and onnxruntime-web's session options, and set `inputs`."""
         found = self.request("load", model=base64.b64encode(model).decode(), options=dict(options))
         self.inputs = {value["name"]: (value["type"], value["shape"]) for value in found["inputs"]}
 
     def warm_up(self, feeds: Mapping[str, Any]) -> None:
-        """Set the inputs of `sample`, and run them until V8 has compiled the kernels and the latency is steady."""
+        """Set the inputs of `sample`, and run them until the latency no longer falls by 5 %, but at most 60 times."""
         self.request("bind", inputs=self.pack(feeds))
         last_ms, fastest_ms, blocks = float("inf"), min(self.sample(3)), 1
         while fastest_ms < 0.95 * last_ms and blocks < 20:
@@ -109,7 +110,7 @@ class WebSession:
 
     @staticmethod
     def pack(feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arrays as JSON values for a request."""
+        """Return arrays by name as JSON values for a request: type, shape and base64 of the bytes."""
         return {
             name: {"type": array.dtype.name, "dims": array.shape, "data": base64.b64encode(array.tobytes()).decode()}
             for name, array in feeds.items()

@@ -64,7 +64,7 @@ class Compilation:
     """Verdict of the compiler on one model.
 
     Attributes:
-        target: Key of `TARGETS`.
+        target: Key of `TARGETS`, for instance "sm89".
         build_s: Time of the build on this machine, in seconds; no measure of latency.
         kernels: Kernels in order of execution; empty if the model was refused.
         refusal: Reason of the refusal; None if the model was built.
@@ -80,7 +80,7 @@ class Compilation:
 
 
 def import_compiler() -> Any:
-    """Return the module of the library.
+    """Return the module `tensorrt_rtx`, which has the compiler.
 
     Raises:
         UserError: It is not installed, or does not load; the message has one line with the remedy.
@@ -103,11 +103,11 @@ def require_target(target: str) -> None:
 
 
 def compile_file(path: Path, target: str) -> Compilation:
-    """Compile a model file, and return the verdict; a refusal has the node and the broken rule if they are known.
+    """Compile a model file, and return the verdict; a refusal names the node and the broken rule if they are known.
 
     Args:
         path: File of the model.
-        target: Key of `TARGETS`.
+        target: Key of `TARGETS`, for instance "sm89".
 
     Raises:
         UserError: The library is missing, or the target is unknown.
@@ -238,7 +238,7 @@ class Kernel:
 
 
 def read_kernels(message: str) -> tuple[Kernel, ...]:
-    """Return the kernels that a log message lists.
+    """Return the kernels that a log message lists, without synchronizations of streams.
 
     Args:
         message: Message that starts with `LIST_HEAD`.

@@ -18,10 +18,13 @@ from harness.runtimes.rtx_compile.compiler import (
 
 
 class RTXCompiler:
-    """Compile models for a GPU that need not be present, without timing.
+    """Benchmarker that only compiles models, for a GPU that need not be present, without timing.
 
     Args:
         target: Compute capability of the GPU: sm75, sm80, sm86, sm89, sm120 or sm121.
+
+    Raises:
+        UserError: The target is unknown.
     """
 
     capabilities = Capabilities(dialect="tensorrt_rtx", compile_only=True)
@@ -31,11 +34,7 @@ class RTXCompiler:
         self.target = target
 
     def compile(self, path: Path) -> Compilation:
-        """Return the verdict on a model file.
-
-        Raises:
-            UserError: The compiler is not installed.
-        """
+        """Return the verdict on a model file; see `compile_file`, also for errors."""
         return compile_file(path, self.target)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:

@@ -36,17 +36,18 @@ class _TensorRTHandle:
 
 
 class TensorRTBenchmarker:
-    """Build TensorRT engines by its Python interface and time them on an NVIDIA GPU.
+    """Benchmarker that builds engines by TensorRT's Python interface and times them on an NVIDIA GPU.
 
     Args:
         precision: Precision of float operations. "f32": IEEE FP32; "tf32": FP32 with TF32 multiplications, TensorRT's
             default; "f16" and "bf16": the ONNX file is cast first (strong typing), or TensorRT may use them (weak
             typing). "auto": the harness times the precisions of the GPU and uses the fastest one.
-        typing: "strong", or "weak" for TensorRT 10.
+        typing: "strong": operators run in the types of the file; "weak", for TensorRT 10 only: lower precisions are
+            allowed.
         profiles: Shapes of dynamic inputs, `{NAME: {min: 1x3x224x224, opt: ..., max: ...}}`; timed at `opt`.
         workspace_gb: Scratch memory that kernels may use, in units of 10^9 bytes; None: all memory of the GPU.
         optimization_level: Effort of the builder, 0 to 5; None: TensorRT's default.
-        timing_cache: "cold", "shared" or "frozen", see `harness.runtimes.tensorrt.library`.
+        timing_cache: "cold": not used; "shared": read and extended; "frozen": only read, and it must exist.
         timing_cache_file: File of the timing cache; None: one for each TensorRT and kind of GPU in the cache folder.
         cuda_graph: Whether the engine is timed as a CUDA graph, without the host's work between kernels.
         cold_l2: Whether the L2 cache is overwritten before each inference; never compare with warm readings.
@@ -159,6 +160,9 @@ class TensorRTBenchmarker:
         """Return the layers of the engine in order, with times from runs under a profiler.
 
         Without `profile` a layer has only name and time, and not its type, precision, kernel and origin.
+
+        Raises:
+            MeasureFailed: The engine does not run, or cannot be inspected.
         """
         return profile_layers(self._load_engine(artifact), PROFILED_RUNS)
 

@@ -18,7 +18,7 @@ TIMING_RUNS_PER_TACTIC = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SerializedEngine:
-    """Serialized engine with facts for the record."""
+    """Serialized engine (`content`), with size, digest and options of its build (`info`) as JSON values."""
 
     content: bytes
     info: Mapping[str, Any]
@@ -72,7 +72,7 @@ def build_plan(
 
 
 def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
-    """Deserialize an engine.
+    """Return TensorRT's engine object for a serialized engine; `source` is its name in messages.
 
     Raises:
         BuildFailed: The content is no engine, one of another TensorRT or GPU, or needs too much memory.

@@ -50,7 +50,7 @@ class TensorRTLibrary:
         return _version_numbers(self.version)[0]
 
     def drain_messages(self) -> str:
-        """Return and clear the warnings and errors since the last call, on one line."""
+        """Return the last five different warnings and errors on one line, and clear all; if none, say so."""
         lines = list(dict.fromkeys(self.messages))
         self.messages.clear()
         return " ".join(lines[-5:]) or "TensorRT gave no reason"
@@ -146,14 +146,14 @@ MAX_CACHE_BYTES = 2**30
 
 
 def timing_cache_path(folder: Path, version: str, device: Device) -> Path:
-    """Return the path of the timing cache for this TensorRT and this kind of GPU."""
+    """Return the path below `folder` of the timing cache for this TensorRT and this kind of GPU."""
     gpu = re.sub(r"[^A-Za-z0-9]+", "-", device.name).strip("-")
     return folder / "tensorrt" / f"{version}-{gpu}.timing"
 
 
 @dataclass(frozen=True, slots=True)
 class TimingCache:
-    """Timing cache with its policy ("cold", "shared" or "frozen").
+    """Timing cache with its policy. "cold": not used; "shared": read and extended; "frozen": only read.
 
     Attributes:
         path: File of the cache; not read if the policy is cold.
@@ -163,11 +163,12 @@ class TimingCache:
     path: Path
 
     def enter(self, library: TensorRTLibrary, config: Any) -> None:
-        """Load the timing cache into the configuration of a build.
+        """Load the timing cache, an empty one if it is cold or missing, into the configuration of a build.
 
         Raises:
             UserError: The file cannot be read, is too large, damaged, or of another TensorRT or GPU; or the policy is
                 frozen and it is missing.
+            BuildFailed: TensorRT makes no empty cache.
         """
         content = b"" if self.policy == "cold" else self._read()
         library.messages.clear()

@@ -61,12 +61,12 @@ def has_qdq(proto: onnx.ModelProto) -> bool:
 
 
 def has_fp8(proto: onnx.ModelProto) -> bool:
-    """Return whether any constant, zero points included, is FP8."""
+    """Return whether any constant of the main graph, zero points included, is FP8."""
     return any(tensor.data_type in FP8_TYPES for tensor in constants_by_name(proto.graph).values())
 
 
 def read_input_shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each input, -1 if a size is dynamic; initializers listed as inputs are excluded."""
+    """Return the shape of each input by name, -1 for a dynamic size; initializers listed as inputs are excluded."""
     constants = {tensor.name for tensor in proto.graph.initializer}
     return {
         value.name: tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in value.type.tensor_type.shape.dim)
@@ -76,7 +76,7 @@ def read_input_shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 
 
 def read_io_dtypes(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], dict[str, np.dtype[Any]]]:
-    """Return NumPy's element type of each input, and of each output."""
+    """Return NumPy's element type of each input by name, and of each output by name."""
 
     def types(values: Any) -> dict[str, np.dtype[Any]]:
         kinds = {value.name: value.type.tensor_type.elem_type for value in values}
@@ -87,10 +87,10 @@ def read_io_dtypes(proto: onnx.ModelProto) -> tuple[dict[str, np.dtype[Any]], di
 
 
 def dominant_float_type(proto: onnx.ModelProto) -> str:
-    """Return the type of most floating-point constants: "f32", "f16" or "bf16"; "f32" if there are none.
+    """Return the float type of most elements of the constants: "f32", "f16" or "bf16"; "f32" if nothing tells.
 
-    Not all have one type, because operators without FP16 stay FP32 in a cast model. A file that this project cast has
-    its type in the metadata.
+    Types may differ, because operators without FP16 stay FP32 in a cast model. The type in the metadata of a file that
+    this project cast takes precedence; without float constants, the types of inner tensors count.
     """
     said = next((entry.value for entry in proto.metadata_props if entry.key == CAST_METADATA_KEY), None)
     if said in LOW_PRECISION:

@@ -66,7 +66,7 @@ class BuildOptions:
         workspace_bytes: Scratch memory in bytes that kernels may use; None: all memory of the device.
         optimization_level: Effort of the builder, 0 to 5; None: TensorRT's default (3).
         profiles: Shapes of the dynamic inputs by name.
-        timing_cache: "cold", "shared" or "frozen", see `harness.runtimes.tensorrt.library`.
+        timing_cache: "cold", "shared" or "frozen", see `TimingCache`.
         detailed: Whether layers are recorded for inspection; not for engines that are timed.
     """
 
@@ -137,7 +137,7 @@ class BuildOptions:
         }
 
     def describe_float_precision(self, device: Device) -> dict[str, Any]:
-        """Return the keys on float precision of `harness.api.Benchmarker.describe`."""
+        """Return `float_precision`, `float_open` and `float_params`, see `harness.api.Benchmarker`."""
         offered = [name for name, least in MIN_CAPABILITY_BY_PRECISION.items() if device.capability >= least]
         return {
             "float_precision": self.precision,
@@ -204,7 +204,7 @@ class ShapeProfile:
     max: Shape
 
     def covers(self, shape: Shape) -> bool:
-        """Return whether a shape is within the profile."""
+        """Return whether a shape has the rank of the profile and each size is within it."""
         return len(shape) == len(self.opt) and all(
             low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
         )

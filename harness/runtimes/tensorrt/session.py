@@ -113,7 +113,7 @@ class ExecutionSession:
             self._call("cudaStreamSynchronize", self.stream)
 
     def load_inputs(self, feeds: Mapping[str, Array]) -> None:
-        """Set shapes and values of all inputs, and allocate all outputs.
+        """Set shapes and values of all inputs by name, and allocate all outputs.
 
         Raises:
             MeasureFailed: An input is missing, unknown or has a shape that the engine does not accept, or there is not
@@ -149,7 +149,7 @@ class ExecutionSession:
         self.load_inputs(make_fixed_inputs(types))
 
     def enqueue(self, stream: int) -> None:
-        """Queue one inference.
+        """Queue one inference on the stream with a handle, without waiting for it.
 
         Raises:
             MeasureFailed: TensorRT refuses.
@@ -167,7 +167,7 @@ class ExecutionSession:
         self._call("cudaStreamSynchronize", self.stream)
 
     def copy_outputs(self) -> dict[str, Array]:
-        """Return the values of all outputs."""
+        """Return the values of all outputs of the last inference by name."""
         kind = self._loaded.cuda.api.cudaMemcpyKind.cudaMemcpyDeviceToHost
         found = {}
         for port in self._ports:
@@ -277,7 +277,11 @@ class EngineProbe:
         return facts
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return the outputs by name, floating-point ones as float32; accepts any shape that the profile covers."""
+        """Return the outputs by name, floating-point ones as float32; inputs may have any shape within their profile.
+
+        Raises:
+            MeasureFailed: Inputs do not fit the engine, or it does not run.
+        """
         if self._scored is None:
             self._scored = self._open.enter_context(ExecutionSession(self._loaded))
         self._scored.load_inputs(feeds)

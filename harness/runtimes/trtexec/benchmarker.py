@@ -76,11 +76,12 @@ class TrtexecBenchmarker:
     Args:
         path: Path of the program; None: trtexec on PATH.
         precision: Precision of float operations; see benchmarker `tensorrt`.
-        typing: "strong", or "weak" for TensorRT 10.
+        typing: "strong": operators run in the types of the file; "weak", for TensorRT 10 only: lower precisions are
+            allowed.
         profiles: Shapes of dynamic inputs; see benchmarker `tensorrt`.
         workspace_gb: Scratch memory that kernels may use, in units of 10^9 bytes; None: all memory of the GPU.
         optimization_level: Effort of the builder, 0 to 5; None: trtexec's default.
-        timing_cache: "cold", "shared" or "frozen".
+        timing_cache: "cold", "shared" or "frozen"; see benchmarker `tensorrt`.
         timing_cache_file: File of the timing cache; None: one for each trtexec and kind of GPU in the cache folder.
         cuda_graph: Whether the engine is timed as a CUDA graph.
         warm_up_ms: Milliseconds of warm-up of each run of trtexec.
@@ -174,7 +175,11 @@ class TrtexecBenchmarker:
         yield _TrtexecProbe(self, artifact.engine)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
-        """Return the layers of the engine with their times from a run under trtexec's profiler."""
+        """Return the layers of the engine with their times from a run under trtexec's profiler.
+
+        Raises:
+            MeasureFailed: trtexec fails, or its files cannot be read.
+        """
         folder = artifact.engine.plan.parent
         info, times = folder / "layers.json", folder / "profile.json"
         files = [f"--exportLayerInfo={info}", f"--exportProfile={times}"]
@@ -212,7 +217,7 @@ class TrtexecBenchmarker:
         return self._trtexec_handle.device.uuid
 
     def trtexec(self, engine: _TrtexecEngine, arguments: Sequence[str]) -> str:
-        """Run an engine and return the output of trtexec.
+        """Run an engine with further arguments of trtexec, and return what trtexec prints.
 
         Raises:
             MeasureFailed: trtexec fails or takes too long.

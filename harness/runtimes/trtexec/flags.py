@@ -55,7 +55,7 @@ def parse_version(text: str) -> str:
 
 
 def check_extra_flags(extra: Sequence[str], major: int) -> None:
-    """Raise an error for extra arguments of trtexec that would invalidate the run.
+    """Check the extra arguments of trtexec; `major` is its major version, or 0 if it is unknown.
 
     Raises:
         ValueError: The benchmarker sets an argument itself, this version does not know it, or it needs --safe.
@@ -77,7 +77,7 @@ def check_extra_flags(extra: Sequence[str], major: int) -> None:
 
 
 def merge_flags(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:
-    """Return the arguments of a command and the extra ones without duplicates, which trtexec refuses.
+    """Return the arguments of a command and the extra ones, each once, because trtexec refuses duplicates.
 
     Raises:
         UserError: An extra argument has another value than the benchmarker sets.
@@ -127,7 +127,10 @@ def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *,
 
 
 def run_flags(engine: Path, profiles: Mapping[str, ShapeProfile], major: int, *, graph: bool) -> list[str]:
-    """Return the arguments that run an engine without data transfers, with spin wait and optionally a CUDA graph."""
+    """Return the arguments that time an engine with spin wait, without data transfers, and as a CUDA graph if `graph`.
+
+    Dynamic inputs get the shape `opt` of their profile; `major` is the major version of trtexec.
+    """
     flags = [f"--loadEngine={engine}"]
     if major < STRONG_TYPING_ONLY_MAJOR:
         flags += ["--noDataTransfers", "--useSpinWait", *(["--useCudaGraph"] if graph else [])]
@@ -159,7 +162,7 @@ def read_times(path: Path, warm_up_ms: float) -> list[float]:
 
 
 def read_profile(path: Path) -> dict[str, float]:
-    """Return the mean time of each layer by name, from the file of --exportProfile.
+    """Return the mean time in ms of each layer by name, from the file of --exportProfile.
 
     Raises:
         MeasureFailed: The file is missing or damaged.
@@ -173,7 +176,7 @@ def read_profile(path: Path) -> dict[str, float]:
 
 
 def read_outputs(path: Path) -> dict[str, tuple[tuple[int, ...], list[float]]]:
-    """Return shape and values of each output, from the file of --exportOutput.
+    """Return shape and values, flattened, of each output by name, from the file of --exportOutput.
 
     Raises:
         MeasureFailed: The file is missing or damaged.
@@ -230,7 +233,7 @@ def find_trtexec(path: str | None) -> tuple[str, str]:
 
 
 def run_trtexec(command: Sequence[str], timeout_s: float, failure: type[CandidateError]) -> str:
-    """Run trtexec and return its output.
+    """Run trtexec, and return what it prints on stdout and stderr.
 
     Raises:
         CandidateError: trtexec fails or takes longer than `timeout_s`; the class of the exception is `failure`.
@@ -256,7 +259,7 @@ def run_trtexec(command: Sequence[str], timeout_s: float, failure: type[Candidat
 
 
 def error_lines(output: str) -> str:
-    """Return the lines of trtexec's output that report errors, or else its last lines."""
+    """Return the last lines of trtexec's output that report errors, or else its last lines, joined by spaces."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "[E]" in line or "Unknown option" in line]
     return " ".join((errors or lines)[-MAX_LOG_LINES:]) or "it printed nothing"
