@@ -41,7 +41,7 @@ EngineFactory = Callable[[], AbstractContextManager[Engines]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRow:
-    """Row of a comparison: a model, and the name of the benchmarker that builds it."""
+    """Row of a comparison: a model, and the name in `WorkerSpec.benchmarkers` of the benchmarker that builds it."""
 
     name: str
     candidate: Candidate
@@ -54,7 +54,7 @@ class RowSummary:
 
     Attributes:
         latency_ms: Median latency in ms.
-        speedup: Latency of the baseline over that of the row, paired by turns.
+        speedup: Latency of the baseline over that of the row, paired by turns; above 1: the row is faster.
         verdict: "faster", "tie" or "slower"; "wrong result in RUNTIME" or "saturates" for an engine that computes
             something else than its file specifies, see `harness.verification.output_comparison`.
         builds: Number of builds of the row, with failures.
@@ -126,6 +126,7 @@ def confirm(  # noqa: PLR0913 - what, where and how
 
     Raises:
         UserError: The baseline failed, so there is nothing to compare with.
+        ValueError: Two rows have the same name.
     """
     names = [baseline.name, TWIN, *(row.name for row in rows)]
     if len(set(names)) != len(names):
@@ -176,7 +177,12 @@ class BuildTurns:
         self._alive: dict[str, TimedRow] = {}
 
     def run(self, members: Sequence[TimedRow], open_engines: EngineFactory) -> Iterator[TurnEvent]:
-        """Yield the events of this group; a worker that dies is replaced."""
+        """Yield the events of this group of rows; a worker that dies is replaced by a fresh one.
+
+        Raises:
+            UserError: The baseline failed.
+            WorkerKilled: Other processes killed more than three workers.
+        """
         self._alive = {row.name: row for row in (*self._bases, *members)}
         complete, kills = False, 0
         while not complete:
@@ -273,7 +279,12 @@ def _merge_repetition(turns: Iterable[Turn], first: Iterable[Turn]) -> list[Turn
 
 
 def summarize_turns(events: Iterable[TurnEvent], baseline: str, noise_floor: float = 0.0) -> ConfirmationSummary:
-    """Return latency, speedup and verdict of each row; the larger of `noise_floor` and that of the events is used."""
+    """Return latency, speedup and verdict of each row.
+
+    Args:
+        baseline: Name of the baseline's row.
+        noise_floor: Smallest noise floor, as a share; that of the events is used if it is larger.
+    """
     matrix = TurnMatrix(events)
     noise_floor = max(noise_floor, estimate_noise_floor(matrix, baseline))
     rows = {}
@@ -299,7 +310,7 @@ def summarize_turns(events: Iterable[TurnEvent], baseline: str, noise_floor: flo
 
 
 def summarize_parts(events: Iterable[TurnEvent], baseline: str) -> dict[str, ConfirmationSummary]:
-    """Return a summary for each part of the latencies by name (see `harness.api.ReportsParts`), from its medians."""
+    """Return a summary for each part of the latencies by name (`harness.api.ReportsParts`); empty without parts."""
     turns = list(events)
     parts = dict.fromkeys(part for event in turns if isinstance(event, Turn) for part in event.parts_ms)
     return {
@@ -311,7 +322,7 @@ def summarize_parts(events: Iterable[TurnEvent], baseline: str) -> dict[str, Con
 
 
 def estimate_noise_floor(matrix: TurnMatrix, baseline: str) -> float:
-    """Return the noise floor: the gain of the baseline over its twin, see `harness.statistics`."""
+    """Return the noise floor as a share: the gain of the baseline over its twin, see `harness.statistics`."""
     bases, twins = matrix.paired_samples(TWIN, baseline)
     ratios = [float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)]
     return noise_floor_from_ratios(ratios)

@@ -58,7 +58,7 @@ class MachineSnapshot:
 
 
 class MachineMonitor:
-    """Reader of machine snapshots. The constructor finds the files of the kernel, which takes longer than a reading."""
+    """Reader of machine snapshots. It finds the kernel's files below `root` once, which takes longer than reading."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in _allowed_cores()}

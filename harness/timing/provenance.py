@@ -39,7 +39,11 @@ _CPU_FOLDER = "/sys/devices/system/cpu"
 
 
 def describe_environment(commit: str | None = None) -> dict[str, Any]:
-    """Return facts about this machine and this installation as JSON values; `commit` defaults to `git_commit()`."""
+    """Return facts about this machine and this installation as JSON values; those that cannot be read are absent.
+
+    Args:
+        commit: Commit of this code; None: `git_commit()`.
+    """
     probes: Mapping[str, Callable[[], Any]] = {
         "python": platform.python_version,
         "system": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -55,7 +59,7 @@ def describe_environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def comparability_key(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of an environment that must be equal for figures to be compared."""
+    """Return the facts of `describe_environment` that must be equal for latencies to be compared."""
     return {
         "python": facts.get("python"),
         "packages": facts.get("packages"),
@@ -88,7 +92,7 @@ def machine_lacks_vnni() -> bool:
 
 
 def git_commit() -> str | None:
-    """Return the commit of this code; None if it was installed from a wheel or git cannot tell.
+    """Return the commit of this code, with "+changes" if files differ; None for a wheel or if git cannot tell.
 
     A virtual environment may be inside another repository, so git must know this very file.
     """
@@ -115,7 +119,7 @@ def count_cores() -> int:
 
 
 def validate_threads(threads: object) -> int:
-    """Return a number of threads; raise `ValueError` above the number of cores, which would also time the scheduler."""
+    """Return a number of threads; raise `ValueError` if it is no integer from 1 to the number of usable cores."""
     if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= count_cores():
         raise ValueError(f"threads: 1 to {count_cores()} (the cores that this process may use), but got {threads!r}")
     return threads
@@ -148,7 +152,7 @@ def format_options(options: Mapping[str, Any]) -> str:
 
 
 def format_scenario(options: Mapping[str, Any]) -> str:
-    """Return the kind of a reading as text, such as "latency on 1 thread, weighted mean over batch=1 (0.7); ...".
+    """Return the scenario as text, such as "latency on 1 thread, weighted mean over batch=1 (0.7); ...".
 
     Args:
         options: Options of an engine, see `harness.api.Benchmarker.describe`.

@@ -24,7 +24,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def build_variance_slack(rounds: int, noise_floor: float = 0.0) -> float:
-    """Return the difference of mean log latencies that builds of equal models may have.
+    """Return the difference of mean natural log latencies that builds of equal models may have.
 
     Args:
         rounds: Number of rounds, each with fresh builds.
@@ -41,8 +41,8 @@ def surviving(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> BoolArra
     candidates cancel.
 
     Args:
-        log_ms: Logarithms of latencies with shape [..., candidate, turn]; NaN for turns that a candidate did not have.
-            A candidate without a finite turn is eliminated.
+        log_ms: Natural logarithms of latencies with shape [..., candidate, turn]; NaN for turns that a candidate did
+            not have. A candidate without a finite turn is eliminated.
         best: Smallest number of candidates that survive.
         slack: Difference of log latencies that is ignored, see `build_variance_slack`.
 
@@ -68,7 +68,7 @@ def surviving(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> BoolArra
 
 
 def race_winner(log_ms: FloatArray) -> npt.NDArray[np.intp]:
-    """Return the winner of a complete race.
+    """Return the winner of a race over all its rounds.
 
     Args:
         log_ms: Logarithms of the latencies in all rounds, with shape [..., candidate, turn]; infinite for candidates

@@ -38,7 +38,7 @@ class ReferenceEngine:
     """Engine that candidates are timed against.
 
     Attributes:
-        probe: Open engine, warmed up.
+        probe: Open and warmed-up engine of the float model.
         level_ms: Latency of the reference in ms to which readings are scaled, the same for a whole search.
     """
 

@@ -29,7 +29,7 @@ MAX_INFERENCE_MS = 3.6e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Raw readings of one engine.
+    """Readings of one engine; latencies are in ms.
 
     Attributes:
         latency_ms: Latencies in order of measurement, with outliers and without warm-up.
@@ -62,7 +62,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRun:
-    """Readings of one attempt; fields as in `Samples`.
+    """Readings of one attempt; see `Samples` for the other fields.
 
     Attributes:
         drift: Change of the engine's latency during the attempt, or "".
@@ -112,7 +112,13 @@ def sample_with_retry(
     machine: MachineMonitor | None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
-    """Warm an engine up, make an attempt to time it, and repeat the attempt once if it was disturbed or drifted."""
+    """Warm an engine up, make an attempt to time it, and repeat it once if it was disturbed or drifted.
+
+    Args:
+        attempt: Function that takes the readings of one attempt.
+        machine: Monitor for disturbances; None: only drift counts.
+        clock: Clock in seconds, for `Samples.measure_s`.
+    """
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
     run, discarded = _run_monitored(attempt, probe, machine), None
@@ -146,7 +152,11 @@ def _run_monitored(attempt: Callable[[], SampleRun], probe: Probe, machine: Mach
 
 
 def make_fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:
-    """Return random inputs for timing by name, the same for every candidate of a model."""
+    """Return random inputs for timing by name, equal for every candidate of a model, by element type and shape.
+
+    Raises:
+        MeasureFailed: No random values can be made for a type.
+    """
     try:
         return next(random_feeds({name: (dtype.name, shape) for name, (dtype, shape) in types.items()}, 1, seed))
     except UserError as error:
@@ -154,7 +164,11 @@ def make_fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 def warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
-    """Run an engine without counting; return the number of inferences, and whether the engine became steady."""
+    """Run inferences that are not recorded for `warmup_ms`, and further until their median no longer falls by 2 %.
+
+    Returns:
+        Number of inferences, and False if the latency still fell after five times `warmup_ms`, else True.
+    """
     readings: list[float] = []
     while sampling.warmup_ms:
         spent_ms, count = sum(readings), len(readings)
@@ -186,7 +200,7 @@ def _sample_until_target(probe: Probe, sampling: Sampling, rival: Interval | Non
 
 
 def is_clearly_slower(median: Interval, rival: Interval | None) -> bool:
-    """Return whether the interval of an engine's latency is above that of the incumbent, by more than a tolerance."""
+    """Return whether an engine's interval is above the incumbent's by more than 2 %; False without an incumbent."""
     return rival is not None and median.low > rival.high * (1 + STEADY_TOLERANCE)
 
 
@@ -222,7 +236,7 @@ def _describe_drift(readings: list[float]) -> str:
 
 
 def check_clock_jumps(readings: list[float]) -> None:
-    """Raise `MeasureFailed` for a reading that only a jump of the clock can explain."""
+    """Raise `MeasureFailed` if a reading is so far from the median that the clock must have jumped."""
     median = statistics.median(readings)
     low, high = min(readings), max(readings)
     slow = high > max(CLOCK_JUMP_FACTOR * median, MIN_CLOCK_JUMP_MS)
@@ -232,7 +246,7 @@ def check_clock_jumps(readings: list[float]) -> None:
 
 
 def read_checked(probe: Probe, count: int) -> list[float]:
-    """Return `count` readings in ms; raise `MeasureFailed` if one is impossible, or their number is wrong."""
+    """Return `count` readings in ms; raise `MeasureFailed` for another number, or values not in 0 ms to 1 hour."""
     readings = [float(value) for value in probe.sample(count)]
     if len(readings) != count:
         raise MeasureFailed(f"the benchmarker gave {len(readings)} readings where {count} were requested")

@@ -23,7 +23,7 @@ class Turn:
     """Timed turn of a row.
 
     Attributes:
-        group: Number of the worker within the build; rows are compared with the baseline of their own worker.
+        group: Number of the group of rows within the build; rows are compared with the baseline of their own group.
         worker: Number of the worker within its build and group; the turns of a worker that died or was interrupted do
             not count if there is a later one.
         row: Name of the row, or `TWIN`.
@@ -31,6 +31,8 @@ class Turn:
         discarded_ms: Latencies of earlier attempts that were disturbed and repeated.
         disturbed: Disturbance of `samples_ms`, or "".
         parts_ms: Median in ms of each part by name, see `harness.api.ReportsParts`.
+        build: Number of the build, from 0.
+        round: Number of the round within the build, from 0.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -48,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFailure:
-    """Failure of a row, whose turns in this build do not count."""
+    """Failure of a row, whose turns in this build and group do not count."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -67,9 +69,10 @@ class TurnMatrix:
     """Events of a comparison by row, then by build and group, without turns that do not count.
 
     Attributes:
-        turns: Median latency in ms of each turn.
-        disturbed: Description of the disturbance of each disturbed turn.
+        turns: Median latency in ms of each turn, by round.
+        disturbed: Description of the disturbance of each disturbed turn, by round.
         workers: Number of the last worker of each build and group.
+        failed: Failure of each row that failed in a build and group.
     """
 
     def __init__(self, events: Iterable[TurnEvent]) -> None:
@@ -103,7 +106,7 @@ class TurnMatrix:
 
     @property
     def disturbed_share(self) -> float:
-        """Return the share of the turns that were disturbed; 0 without turns."""
+        """Return the share (0 to 1) of the turns that were disturbed; 0 without turns."""
         turns, disturbed = (
             sum(len(turns) for workers in table.values() for turns in workers.values())
             for table in (self.turns, self.disturbed)
@@ -118,7 +121,10 @@ class TurnMatrix:
         )
 
     def paired_samples(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the latencies of the base and of the row in their common rounds, one list per build of both."""
+        """Return the median latencies in ms of base and row in their common rounds, a list for each build and group.
+
+        Builds without a common round are left out.
+        """
         base_ms, row_ms = [], []
         for key, turns in self.turns[row].items():
             other = self.turns.get(base, {}).get(key, {})
@@ -140,7 +146,7 @@ def encode_turn_event(event: TurnEvent) -> str:
 
 
 def decode_turn_event(text: str | bytes) -> TurnEvent:
-    """Return the event of one line of JSON; raise `ValueError` for any other text."""
+    """Return the event that `encode_turn_event` wrote; raise `ValueError` for any other text."""
     body: dict[str, Any] = parse_json(text)
     kind = body.pop("kind", None) if isinstance(body, dict) else None
     if kind == "turn":
@@ -151,7 +157,7 @@ def decode_turn_event(text: str | bytes) -> TurnEvent:
 
 
 def disturbance_note(share: float) -> str:
-    """Return a warning for a share of disturbed turns above `NOTED_DISTURBED_SHARE`, or "".
+    """Return a warning for a share (0 to 1) of disturbed turns above 10 %, or "".
 
     Changes of speed that all engines share cancel in their ratios. Other processes take whole time slices, which
     interrupt the slower of two engines more often.

@@ -47,7 +47,7 @@ class WorkerSpec:
         benchmarkers: Benchmarkers by name, with `MAIN_BENCHMARKER`; others may be the same runtime at other precisions.
         workdir: Folder for scratch files and the worker's log.
         evaluators: Evaluators by name, constructed at the first use.
-        reference: File of the float model, in turns with which candidates may be timed.
+        reference: File of the float model, if candidates may be timed in turns with it; None: without a reference.
         adapt: Function that replaces each benchmarker, for instance by one for several shapes; it can be pickled.
         concurrent_scoring: Whether evaluators may use all cores, because nothing is timed at the same time.
         kills: Number of consecutive calls during which a worker was killed, by digest of the candidate and method, for
@@ -86,11 +86,11 @@ class Engines(ABC):
         return frozenset()
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
-        """Write the candidate's file and build its engine."""
+        """Write the candidate's file and build its engine with the benchmarker of a name."""
         return self._call("build", candidate, benchmarker)  # type: ignore[no-any-return]
 
     def examine(self, candidate: Candidate, look: Callable[[Path], T]) -> T:
-        """Write the candidate's file and return the result of `look` on it, under the timing policy of a build."""
+        """Return the result of `look` on the candidate's written file, under the timing policy of a build."""
         return look(candidate.source())
 
     def sample(
@@ -108,13 +108,13 @@ class Engines(ABC):
     def evaluate(
         self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
     ) -> Accuracy | Failed:
-        """Score an engine; `watch` receives progress if the evaluator has `inferences` and runs on this machine."""
+        """Score an engine by the evaluator of a name; `watch` receives progress if the evaluator has `inferences`."""
         return self._call("evaluate", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
 
     def prepare(
         self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
     ) -> Failed | None:
-        """Call `prepare` of an evaluator, if it exists, with the engine of the float model."""
+        """Call `prepare` of an evaluator, if it exists, with the engine of the float model; None, or the failure."""
         return self._call("prepare", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
 
     def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
@@ -151,7 +151,7 @@ class SerialTiming(TimingPolicy):
 
 
 class ExclusiveTiming(TimingPolicy):
-    """Policy that allows several builds or a single timing; a timing that waits precedes new builds."""
+    """Policy that allows several builds or a single timing at a time; a waiting timing precedes new builds."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -35,11 +35,11 @@ class ExecutionTarget(ABC):
 
     @abstractmethod
     def environment(self, commit: str | None) -> dict[str, Any]:
-        """Return the environment of a machine with the devices, see `harness.timing.provenance`."""
+        """Return the environment of a machine with the devices, see `provenance.describe_environment`."""
 
     @abstractmethod
     def describe(self, backend: PluginSpec, workdir: Path) -> Mapping[str, Any]:
-        """Return the facts that a benchmarker gives about itself on a machine with the devices."""
+        """Return the facts of a benchmarker (`Benchmarker.describe`) on a machine with the devices."""
 
     @abstractmethod
     def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:

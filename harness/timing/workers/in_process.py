@@ -69,14 +69,14 @@ class Scorer:
         self._evaluators: dict[str, Evaluator] = {}
 
     def evaluator(self, name: str) -> Evaluator:
-        """Return an evaluator by name."""
+        """Return the evaluator with a name; raise `KeyError` for an unknown one."""
         if name not in self._evaluators:
             plugin = self._plugins[name]
             self._evaluators[name] = registry.create_plugin("evaluator", plugin.use, plugin.params)
         return self._evaluators[name]
 
     def prepare(self, infer: Infer, name: str, on_progress: ScoringCallback | None) -> None:
-        """Run the `prepare` of an evaluator that has one."""
+        """Run the `prepare` of an evaluator that has one; `infer` is that of the float model's engine."""
         evaluator = self.evaluator(name)
         if isinstance(evaluator, NeedsPreparation):
             evaluator.prepare(with_progress(infer, evaluator, on_progress))
@@ -89,6 +89,9 @@ class Scorer:
 
 class InProcess(Engines):
     """Engines that are built, timed and scored in this process.
+
+    Args:
+        first_handle: Handle of the first engine.
 
     Raises:
         UserError: A benchmarker cannot be constructed, or the scratch folder cannot be written.
@@ -142,7 +145,7 @@ class InProcess(Engines):
         return frozenset(each.gpu() for each in self._plain.values() if isinstance(each, UsesGpu))
 
     def open(self, handle: int, level_ms: float | None = None) -> Failed | None:
-        """Open an engine for timing, and the reference engine too if `level_ms` is given."""
+        """Open an engine for timing, and the reference engine too if `level_ms` is given; None, or the failure."""
         return self._call("open", handle, level_ms)  # type: ignore[no-any-return]
 
     def _build(self, candidate: Candidate, benchmarker: str) -> BuiltEngine:
@@ -291,5 +294,5 @@ def _to_json_values(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_lines(text: str) -> str:
-    """Return the last `MAX_LOG_LINES` lines of a log."""
+    """Return the last 40 lines of a log."""
     return "\n".join(text.strip().splitlines()[-MAX_LOG_LINES:])

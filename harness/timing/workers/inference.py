@@ -73,6 +73,7 @@ def open_infer(probe: Probe, evaluator: Evaluator, build_s: float) -> Iterator[I
 
     Args:
         build_s: Seconds of the engine's build; the preparation of concurrent inferences may take as long.
+        evaluator: Evaluator that will call it; its `inferences` tells how much time can be saved.
     """
     count = getattr(evaluator, "inferences", None)
     if isinstance(probe, InfersConcurrently) and isinstance(count, int):
@@ -159,7 +160,7 @@ def _is_frozen(array: Array) -> bool:
 
 
 def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallback | None) -> Infer:
-    """Wrap `infer` to report scoring progress if a callback is given and the evaluator has `inferences`."""
+    """Return `infer` with reports of progress, or `infer` itself without a callback or `evaluator.inferences`."""
     total = getattr(evaluator, "inferences", None)
     if on_progress is None or not isinstance(total, int):
         return infer

@@ -40,7 +40,7 @@ def timing_lock(folder: Path | None = None, waits: list[float] | None = None) ->
 
 
 def is_timing(folder: Path | None = None) -> bool:
-    """Return whether this process or another one holds the lock for timing."""
+    """Return whether any process, also this one, holds `timing_lock` for the same cores and GPUs."""
     path = (folder or Path(tempfile.gettempdir())) / f"qdq-{_timing_lock_name()}"
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -57,9 +57,12 @@ def is_timing(folder: Path | None = None) -> bool:
 
 @contextmanager
 def device_lock(gpus: Iterable[str], folder: Path | None = None, waits: list[float] | None = None) -> Iterator[None]:
-    """Hold GPUs, given by UUID, for timing and for work that disturbs timing or is disturbed by it, such as builds.
+    """Hold the locks of GPUs, given by UUID, for timing, and for work such as builds that would disturb it.
 
     NVIDIA, "TensorRT Developer Guide": the builder times kernels, so other work on the GPU perturbs its choice.
+
+    Raises:
+        UserError: See `timing_lock`.
     """
     with ExitStack() as stack:
         for gpu in sorted(gpus):  # in one order, so that two processes with the same GPUs never wait for each other

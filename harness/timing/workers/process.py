@@ -33,7 +33,7 @@ _BOOT_CODE = (
 
 
 class WorkerProcess:
-    """Worker process as the driver sees it.
+    """Worker process, for the driver that starts it and exchanges messages with it.
 
     Args:
         output: File for the standard output and error of the worker and its runtimes.
@@ -67,7 +67,7 @@ class WorkerProcess:
             self._connection.send(message)
 
     def receive(self, limit_s: float, memory_gb: float) -> Any:
-        """Return the next message.
+        """Return the next message; 1 GB is 10^9 bytes.
 
         The limit is on the memory in use by the worker and its children, read while they work. The kernel's own limit
         (RLIMIT_AS) counts address space, of which CUDA and memory maps reserve far more than they use.
@@ -92,13 +92,13 @@ class WorkerProcess:
 
     @property
     def was_killed(self) -> bool:
-        """Return whether a signal of another process ended the worker; wait for a process that is about to end."""
+        """Return whether SIGHUP, SIGINT, SIGKILL or SIGTERM ended the worker; wait up to 5 s for its end."""
         with suppress(subprocess.TimeoutExpired):
             return -self._process.wait(timeout=EXIT_LIMIT_S) in _KILLING_SIGNALS
         return False
 
     def describe_exit(self) -> str:
-        """Return how a worker that closed its connection ended, as the predicate of a sentence."""
+        """Return how a worker that closed its connection ended, as a predicate: "exited with status 1"."""
         try:
             status = self._process.wait(timeout=EXIT_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -139,7 +139,7 @@ def wait_for_output(process: subprocess.Popen[str], limit_s: float, memory_gb: f
 
 
 def used_memory_gb(pid: int) -> float:
-    """Return the memory in use by a process and its descendants; 1 GB is 10^9 bytes."""
+    """Return the memory in use by a process and its descendants in GB (10^9 bytes); 0 for an ended process."""
     used = 0
     for each in process_tree(pid):
         with suppress(psutil.Error):

@@ -44,6 +44,9 @@ _logger = logging.getLogger(__name__)
 def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Engines]:
     """Return engines in a worker, or in this process if the main benchmarker is `in_process`.
 
+    Args:
+        limits: Limits of each call: seconds and memory; no effect in this process.
+
     Raises:
         UserError: A benchmarker cannot be constructed.
     """
@@ -317,7 +320,7 @@ class Sandbox(Engines):
 
 
 def serve(fd: int) -> None:
-    """Run a worker: construct the plug-ins, then answer calls until the driver closes the connection."""
+    """Run a worker: construct the plug-ins, then answer calls until the driver closes the connection `fd`."""
     die_with_parent()
     connection: Connection[Any, Any] = Connection(fd)
     spec, first_handle = connection.recv()

@@ -38,14 +38,14 @@ class WorkerLost(UserError):
 
 
 class WorkerKilled(WorkerLost):
-    """Kill of a worker process by another process, for instance by the kernel without memory; the call may succeed."""
+    """Kill of a worker process by another process, for instance for lack of memory; a repeated call may succeed."""
 
 
 class Executor(Protocol):
     """Executor of the trials of one search; every submitted trial is collected exactly once."""
 
     def submit(self, number: int, candidate: Candidate, incumbent: Interval | None) -> None:
-        """Queue a trial; `incumbent` is the latency of the search's incumbent at this moment, in ms."""
+        """Queue trial `number`; `incumbent` is the latency in ms of the search's present incumbent, or None."""
         ...
 
     def collect(self) -> tuple[int, Outcome]:
@@ -238,7 +238,7 @@ class SearchQueue:
 
 
 def run_concurrently(works: Sequence[Callable[[], None]], threads: int) -> None:
-    """Run all functions in a number of threads; if one raises, start no further one and raise its error.
+    """Run all functions in `threads` threads; if one raises, start no further one and raise its error.
 
     It does not wait for functions that run at that time; the caller has to close the resources that they use.
     """
