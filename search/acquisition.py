@@ -56,7 +56,7 @@ class AcquisitionScores:
     """Predictions of the models for a list of candidates.
 
     Attributes:
-        keys: Identity of the resolved edges of each candidate.
+        keys: Identity of the resolved edges of each candidate, see `FeatureRows.keys`.
         acquisition: Expected improvement, or expected growth of the hypervolume, times the probabilities that the
             candidate builds and that it satisfies the constraint.
         objective: Expected logarithm of the objective, or the objective itself if one was not positive.
@@ -69,7 +69,7 @@ class AcquisitionScores:
     violation: Vector
 
     def best_new_index(self, known: Set[bytes]) -> int | None:
-        """Return the index of the best candidate whose resolved edges are not in `known`, or None if all are."""
+        """Return the index of the best candidate with a key that is not in `known`, or None if all are known."""
         return next((index for index in self.ranking if self.keys[index] not in known), None)
 
     @property
@@ -107,9 +107,10 @@ class SurrogateModel:
         self._seen_count = 0  # number of placements of the archive that are in `known`
 
     def fit(self, archive: Archive) -> None:
-        """Fit all models to an archive with at least one score; pending placements count as evaluated.
+        """Fit all models to an archive with at least one score; pending placements have the predicted objective.
 
-        Above `MAX_TRAINING_ROWS` scores, the models see a subset (`_select_entries`), and of the failures the latest.
+        Above 300 scores, the models are fitted to the best, an even sample and the latest of them; of the failures, the
+        latest 100 count.
         """
         self.known.update(self._features([*islice(archive.seen.values(), self._seen_count, None)]).keys())
         self._seen_count = len(archive.seen)

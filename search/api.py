@@ -49,8 +49,9 @@ class Score:
         objective: Value to minimize; a latency in milliseconds unless the experiment sets another objective.
         stderr: Standard error of the objective, in its unit; 0 if unknown.
         violation: Amount by which a constraint is broken, in the constraint's unit; 0 if it holds.
-        assumed: The constraint was not checked, because the placement is no faster than the incumbent and cannot win.
-            `violation` is 0 then, and the score ranks after all scores that are known to satisfy the constraint.
+        assumed: Whether the constraint was not checked, because the placement is no faster than the incumbent and
+            cannot win. `violation` is 0 then, and the score ranks after all scores that are known to satisfy the
+            constraint.
         metrics: Further values by name (accuracy, fidelity), for searchers that use them.
         objectives: All values that a search for a Pareto front minimizes, `objective` first; same length and order in
             every score of a run. Empty: only `objective` counts.
@@ -76,7 +77,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A placement that could not be built or measured.
+    """Failure to build or measure a placement.
 
     Attributes:
         stage: Step that failed, for instance "build".
@@ -101,7 +102,7 @@ class Searcher(Protocol):
     """Search algorithm: proposes placements and learns from their outcomes, with the guarantees of this module."""
 
     def ask(self, n: int) -> Sequence[Placement]:
-        """Return up to n placements to evaluate next; empty if the searcher has nothing left."""
+        """Return up to n placements to evaluate next; empty if there is none, or none until an outcome arrives."""
         ...
 
     def tell(self, observation: Observation) -> None:
@@ -120,7 +121,7 @@ class SearcherFactory(Protocol):
 
 
 def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Refuse a searcher's parameter below `low` or above `high`.
+    """Raise an error for a searcher's parameter below `low` or above `high`, or for NaN.
 
     Raises:
         ValueError: "NAME is LOW to HIGH, but got VALUE".

@@ -221,7 +221,7 @@ class Archive:
         return self.nsga_order(k) if self.is_multi_objective else self.best(k)
 
     def incumbents(self, k: int, significance: float = 1.0) -> tuple[ArchiveEntry, ...]:
-        """Return up to k scored placements, best first, where differences within the noise are ties.
+        """Return up to k scored placements, best first; differences within the noise are ties.
 
         In the order of their first scores, each placement is inserted before the first one that it beats by more than
         the noise (`improves`), else appended. So a score that is low by chance does not displace an earlier, equal

@@ -28,7 +28,7 @@ MEAN_WEIGHTS = (-5.713, -0.205, -0.547, 0.834)
 
 
 def features(evaluations: int, since_gain: int, left: int) -> tuple[float, float, float, float]:
-    """Return the features of a forecast: 1 and the logarithms of the three counts."""
+    """Return the features of a forecast: 1, log(evaluations), and log(1 + count) of the other two counts."""
     return 1.0, math.log(evaluations), math.log1p(since_gain), math.log1p(min(left, HORIZON))
 
 
@@ -40,7 +40,7 @@ class GainForecast:
 
     Attributes:
         evaluations: Number of evaluations so far.
-        evaluations_since_gain: Number of evaluations since the last gain of more than `WORTHWHILE_GAIN`.
+        evaluations_since_gain: Number of evaluations since the last gain of more than 0.5 %.
     """
 
     def __init__(self, budget: int) -> None:
@@ -63,11 +63,11 @@ class GainForecast:
 
     @property
     def expected_gain(self) -> float | None:
-        """Return the expected further gain relative to the latency; None while there are too few evaluations."""
+        """Return the expected further gain as a share of the latency; None before 8 evaluations or without a score."""
         return None if not self._is_ready else math.exp(self._dot(MEAN_WEIGHTS))
 
     def is_spent(self, probability: float) -> bool:
-        """Return whether with this probability no further gain of more than `WORTHWHILE_GAIN` is expected."""
+        """Return whether no further gain above 0.5 % is expected with a probability (0 to 1); False if too early."""
         if not self._is_ready:
             return False
         chance = 1 / (1 + math.exp(-self._dot(CHANCE_WEIGHTS)))

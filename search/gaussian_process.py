@@ -53,7 +53,7 @@ class Regressor(Protocol):
         ...
 
     def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
-        """Return the expected value and the standard deviation of each row."""
+        """Return the expected value and the standard deviation of each row, both of shape (n,); call `fit` first."""
         ...
 
 
@@ -85,8 +85,8 @@ class _Posterior:
 class GaussianProcess:
     """Gaussian process on features of placements.
 
-    Values are standardised, and the kernel is scaled to explain their variance. The nugget is chosen by marginal
-    likelihood.
+    Values are standardised, and the kernel is scaled to explain their variance. The nugget, the variance that no
+    feature explains, is chosen by marginal likelihood.
 
     Args:
         kernel_weights: Relative prior variances of the kernel's parts.

@@ -51,7 +51,7 @@ INTEGER_RUNTIME_RULES = ("movers_io", "linear_io", "gates_io")
 
 
 def expert_placements(space: Space) -> Iterator[Placement]:
-    """Return the placements that are fastest on most models of a kind of runtime, the least obvious first.
+    """Return the three or four placements that are fastest on most models of a kind of runtime, least obvious first.
 
     ONNX Runtime runs most operators in INT8 only if the result is quantized too, for all of its readers ("Quantize ONNX
     models", QDQ format). Its dialect has points at outputs, those of other runtimes have none. The rules therefore

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def assign(placement: Placement, indices: Iterable[int], choice: int, space: Space) -> Placement:
-    """Return the placement with one choice at all `indices`, or a dimension's last choice if it has fewer."""
+    """Return a copy of a placement with one choice at all `indices`, or a dimension's last choice if it has fewer."""
     choices = list(placement.choices)
     for index in indices:
         choices[index] = choice if choice < 2 else min(choice, space.sizes[index] - 1)  # at least two choices exist
@@ -38,12 +38,15 @@ def random_with_density(space: Space, rng: np.random.Generator, density: float) 
 
 
 def flip(placement: Placement, space: Space, rng: np.random.Generator, count: int = 1) -> Placement:
-    """Give `count` dimensions, drawn uniformly, another choice each, drawn uniformly."""
+    """Return a copy in which `count` dimensions, or all of fewer, drawn uniformly, have another choice each."""
     return _change_choices(placement, space, rng, rng.permutation(len(space))[:count])
 
 
 def mutate_rate(placement: Placement, space: Space, rng: np.random.Generator, rate: float) -> Placement:
-    """Give each dimension another choice with probability `rate`; at least one dimension changes."""
+    """Return a copy in which each dimension has another choice with probability `rate`, and at least one has.
+
+    A placement without dimensions is returned unchanged.
+    """
     hit = np.flatnonzero(rng.random(len(space)) < rate)
     if not len(space):
         return placement
@@ -57,7 +60,7 @@ def mutate_per_kind(
     maximum: int = 3,
     within: Collection[int] | None = None,
 ) -> Placement:
-    """Add, remove, or both, one to `maximum` Q/DQ points of each kind of insertion point.
+    """Return a copy in which one to `maximum` points of each kind were quantized, made float, or both.
 
     The mutation of ModelOpt's autotune (user guide "Autotune (ONNX)", 0.47): for each of node inputs, child region
     inputs and outputs, one of the three modes is drawn with equal probability; "both" adds first. An added point takes
@@ -124,7 +127,7 @@ def first_unseen(
 def random_neighbour(
     placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], attempts: int = 200
 ) -> Placement | None:
-    """Return an unseen placement a few flips away, or None if no attempt finds one.
+    """Return a placement a few flips away with a digest not in `seen`, or None if no attempt finds one.
 
     The number of flips is 1 with probability 1/2, 2 with probability 1/4, and so on.
     """
@@ -134,7 +137,7 @@ def random_neighbour(
 def random_kick(
     placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], count: int
 ) -> Placement | None:
-    """Return an unseen placement `count` flips away, or a few flips more if that one was seen, or None."""
+    """Return an unseen placement `count` flips away, a few more if that one is in `seen`, or None if none is found."""
     found = flip(placement, space, rng, count)
     return random_neighbour(found, space, rng, seen) if space.digest(found) in seen else found
 
@@ -157,7 +160,10 @@ def _change_choices(
 
 
 def next_inputs(space: Space) -> Mapping[int, int]:
-    """Map each node input to the next one of another node in graph order, which usually reads that node's result."""
+    """Map the index of each node input to that of the first input of the next node in graph order.
+
+    The next node usually reads the result of the first. Inputs of the last node are absent.
+    """
     inputs = [index for index, dimension in enumerate(space.dimensions) if dimension.kind == "node_input"]
     consumers = {index: {edge.consumer for edge in space.dimensions[index].edges} - {""} for index in inputs}
     found: dict[int, int] = {}
@@ -171,7 +177,10 @@ def next_inputs(space: Space) -> Mapping[int, int]:
 
 
 def result_readers(space: Space) -> Mapping[int, tuple[int, ...]]:
-    """Map each node input to the points that read its node's result: the next input and all on the same tensors."""
+    """Map the index of each node input to the points that read its node's result, as far as graph order tells.
+
+    These are the next input (`next_inputs`) and all points on the same tensors.
+    """
     sharing: dict[str, set[int]] = defaultdict(set)
     for index, dimension in enumerate(space.dimensions):
         for edge in dimension.edges:
@@ -183,7 +192,7 @@ def result_readers(space: Space) -> Mapping[int, tuple[int, ...]]:
 
 
 def singletons(space: Space) -> tuple[tuple[int, ...], ...]:
-    """Return each dimension as a set of its own; larger shares of the model's cost come first."""
+    """Return each dimension's index as a set of its own; larger shares of the model's cost come first."""
     return _sort_new_sets(([index] for index in range(len(space))), set(), space)
 
 

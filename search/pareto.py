@@ -19,7 +19,7 @@ Values = npt.NDArray[np.float64]
 
 
 def front_numbers(values: Values, noise: Values | None = None, stop_after: int | None = None) -> npt.NDArray[np.int64]:
-    """Return the front number of each point: 0 if no other dominates it, 1 if only points of front 0 do, and so on.
+    """Return each point's front number, shape (points,): 0 if no other dominates it, 1 if only front 0 does, and so on.
 
     One point dominates another if no coordinate is larger and at least one is smaller (Deb et al. 2002, "A fast and
     elitist multiobjective genetic algorithm: NSGA-II", section III A); the first coordinate counts as smaller only if
@@ -125,7 +125,7 @@ def dominates(one: Sequence[float], other: Sequence[float], noise: float = 0.0) 
 
 
 def crowding_distance(values: Values) -> Values:
-    """Return the crowding distance of each point on its front; infinite for the smallest and largest coordinates.
+    """Return the crowding distance of each point, shape (points,); infinite at the smallest and largest coordinates.
 
     It is the sum, over the coordinates, of the distance between the neighbours on both sides as a share of the range
     (Deb et al. 2002, section III B).
@@ -159,7 +159,7 @@ def nsga_ranking(values: Values, noise: Values | None = None, stop_after: int | 
 
 
 def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
-    """Return the exact volume between points and a reference point that they dominate; meant for small fronts.
+    """Return the exact volume that points dominate up to a reference point; smaller coordinates are better.
 
     Computed by slices along the last coordinate (Zitzler 1999, dissertation, section 3.1). Points that are not below
     the reference in every coordinate add nothing.

@@ -26,7 +26,9 @@ MAX_ADJACENT_PAIRS = 600
 
 @dataclass(frozen=True, slots=True)
 class FeatureRows:
-    """n placements as rows of features; each block's prior variances sum to about one.
+    """Features of n placements, a row each. An atom is a set of edges that the same dimensions cover.
+
+    The prior variances of each block sum to about one.
 
     Attributes:
         states: State of each atom, shape (n, atoms): 0 is float, k the k-th precision of the space.
@@ -60,7 +62,7 @@ class FeatureRows:
         return len(self.states)
 
     def keys(self) -> list[bytes]:
-        """Return the identity of each row: equal exactly if the resolved edges are equal."""
+        """Return the identity of each row: equal if and only if the resolved edges are equal."""
         return [row.tobytes() for row in self.states]
 
 
@@ -84,7 +86,7 @@ class _EdgeIndicators:
 
 
 class FeatureExtractor:
-    """Computes the features of placements of one space; stateless after its construction.
+    """Function from placements of one space to their features, without state.
 
     Atoms are adjacent if a difference in precision needs a conversion: two inputs of one node, two readers of one
     tensor, and two points that follow each other in graph order.

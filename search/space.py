@@ -54,7 +54,7 @@ class Dimension:
 
     Attributes:
         name: Unique and stable, for instance "a1b2c3/node_input/4.0".
-        group: Pattern of the point; crossover and per-pattern search use it.
+        group: Name of the point's pattern, or of one region of it; crossover and per-pattern search use it.
         kind: Kind of insertion point.
         choices: Allowed precisions, first "float", then for instance "int8", "fp8".
         edges: All edges that the dimension covers, in every region that has the pattern.
@@ -195,12 +195,12 @@ class Space:
         return Space(dimensions, self.agreements, self.has_output_points)
 
     def subspace(self, indices: Iterable[int]) -> Space:
-        """Return the space of some dimensions; without agreements, because they may refer to other edges."""
+        """Return the space of the dimensions with some indices; without agreements, which may refer to other edges."""
         chosen = tuple(self.dimensions[index] for index in indices)
         return Space(chosen, whole_has_output_points=self.has_output_points)
 
     def digest(self, placement: Placement) -> str:
-        """Return the identity of the model that a placement produces: equal exactly if the resolved edges are equal."""
+        """Return the identity of a placement's model (`edges_digest`): equal if and only if the resolved edges are."""
         known = self._digests.get(placement)
         if known is None:
             known = self._digests[placement] = edges_digest(self.resolve(placement))
@@ -211,16 +211,16 @@ class Space:
         return Placement((0,) * len(self))
 
     def quantize_all(self, precision: str | None = None) -> Placement:
-        """Quantize every point that has `precision` among its choices; None: every point, to its first precision."""
+        """Return the placement with `precision` at all points that offer it; None: with each point's first one."""
         return self._quantize_where(lambda _: True, precision)
 
     def quantize_roles(self, roles: Iterable[str], precision: str | None = None) -> Placement:
-        """Quantize the points with one of these roles, as `quantize_all` does; all others stay float."""
+        """Return the placement that quantizes the points with one of these roles, as `quantize_all` does, alone."""
         wanted = frozenset(roles)
         return self._quantize_where(lambda dimension: dimension.role in wanted, precision)
 
     def quantize_dimensions(self, indices: Iterable[int], precision: str | None = None) -> Placement:
-        """Quantize the points with these indices into `dimensions`, as `quantize_all` does; all others stay float."""
+        """Return the placement that quantizes the points with some indices, as `quantize_all` does, alone."""
         wanted, choices = frozenset(indices), self.quantize_all(precision).choices
         return Placement(tuple(choice if index in wanted else 0 for index, choice in enumerate(choices)))
 
@@ -243,7 +243,7 @@ class Space:
         return Placement(tuple(choices))
 
     def random(self, rng: np.random.Generator) -> Placement:
-        """Return a placement drawn uniformly."""
+        """Return a placement drawn uniformly, each dimension on its own."""
         return Placement(tuple(int(rng.integers(size)) for size in self.sizes))
 
     def _quantize_where(self, wanted: Callable[[Dimension], bool], precision: str | None) -> Placement:

@@ -44,7 +44,7 @@ def load_searcher(use: str) -> SearcherFactory:
 
 
 def known_outcome(archive: Archive, placement: Placement, digest: str) -> Observation | None:
-    """Return the outcome that an archive has of a placement, or None."""
+    """Return the observation that an archive has of a placement; None if it is unknown or still pending."""
     entry, failed = archive.get(digest), archive.failures.get(digest)
     if entry is not None:
         return Observation(placement=placement, digest=digest, outcome=entry.score)
@@ -74,7 +74,7 @@ class SubspaceSearcher:
         return [self._extend(proposal.choices) for proposal in self._searcher.ask(n)]
 
     def tell(self, observation: Observation) -> None:
-        """Report an outcome to the inner searcher, unless the placement differs from the base outside the subspace."""
+        """Tell the inner searcher an outcome, unless the placement differs from the base outside the subspace."""
         inside = self._restrict(observation.placement)
         if self._extend(inside) == observation.placement:
             part = Placement(inside)
@@ -83,7 +83,7 @@ class SubspaceSearcher:
             )
 
     def embed(self, placement: Placement) -> Placement:
-        """Return the base with the dimensions of the subspace as in another placement."""
+        """Return the base placement with the dimensions of the subspace as in another placement."""
         return self._extend(self._restrict(placement))
 
     def _restrict(self, placement: Placement) -> tuple[int, ...]:

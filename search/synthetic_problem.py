@@ -59,7 +59,7 @@ def common_initial_placements(space: Space) -> tuple[Placement, ...]:
 
 
 class SyntheticObjective:
-    """Latency with a known optimum: effects of points and of neighbouring pairs, in log latency.
+    """Synthetic latency with a known optimum, from effects of points and of successive pairs on its logarithm.
 
     The latency depends on the resolved edges only, as a real one does. Quantizing a linear point saves time in
     proportion to its cost, and every point has a small random effect in addition. Two successive dimensions have a
@@ -82,7 +82,7 @@ class SyntheticObjective:
         self._pairs = coupling * rng.normal(-0.005, 0.03, size=max(len(space) - 1, 0))
 
     def latency_ms(self, placement: Placement) -> float:
-        """Return the noise-free latency."""
+        """Return the latency of a placement in ms without noise."""
         edges = dict(self._space.resolve(placement))
         shares = np.zeros_like(self._points)
         for index, dimension in enumerate(self._space.dimensions):

@@ -64,7 +64,7 @@ class SearcherContract:
         return space, objective, searcher
 
     def transcript(self) -> list[list[int]]:
-        """Return the choices proposed in a fixed run with batches, failures, repeats and initial placements."""
+        """Return the proposed choices in a fixed run with batches, failures, repeats and initial placements."""
         space = synthetic_space(12, groups=3, precisions=("int8", "fp8"), seed=3)
         objective = SyntheticObjective(space, seed=3)
         searcher = self.make(space, 7)

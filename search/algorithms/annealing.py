@@ -14,7 +14,7 @@ MAX_ATTEMPTS = 50
 
 
 class AnnealingSearcher(ArchiveSearcher):
-    """Simulated annealing: accept faster placements, and slower ones with a probability that decreases over time.
+    """Simulated annealing, which accepts faster placements, and slower ones with a decreasing probability.
 
     The temperature is the relative increase of latency that is accepted with probability 1/e. It decreases
     geometrically over a cycle of evaluations; the next cycle starts at the highest temperature from the incumbent. The

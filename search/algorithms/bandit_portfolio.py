@@ -21,7 +21,7 @@ DEFAULT_MEMBERS = ("surrogate", "local", "evolutionary")
 
 
 class PortfolioSearcher(ArchiveSearcher):
-    """Run several searchers and give most evaluations to those that improved the incumbent recently.
+    """Searcher that gives most evaluations to those of several searchers that improved the incumbent recently.
 
     A member's credit is the share of its recent turns that improved the incumbent, later turns weighted more, plus a
     bonus for members with few turns. Ties go to the member listed first. A member that proposes a known placement

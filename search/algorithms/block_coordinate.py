@@ -19,7 +19,7 @@ MAX_ATTEMPTS = 50
 
 
 class PerPatternSearcher(ArchiveSearcher):
-    """Block coordinate descent: search one pattern at a time while the others keep the incumbent's schemes.
+    """Block coordinate descent, which searches one pattern at a time; the others keep the incumbent's schemes.
 
     For each pattern, the schemes that the best other placements have for it are tried first, then the proposals of the
     inner searcher. After the last pattern a new round begins, so that earlier patterns are revised. A round without a

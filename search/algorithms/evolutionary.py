@@ -26,7 +26,7 @@ FREE_REPEATS = 2000
 
 
 class EvolutionarySearcher(ArchiveSearcher):
-    """Steady-state (mu + lambda) evolution strategy with a mutation rate per placement.
+    """Searcher by a steady-state (mu + lambda) evolution strategy with a mutation rate per placement.
 
     The parents are the `population` best placements so far, initial ones included, so no good placement is lost and
     asking does not wait for the end of a generation. Each placement carries its own mutation rate, which a child

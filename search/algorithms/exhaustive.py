@@ -12,7 +12,7 @@ __all__ = ["ExhaustiveSearcher"]
 
 
 class ExhaustiveSearcher(ArchiveSearcher):
-    """Try all placements in the order of their number of quantized points; for small spaces and complete tables.
+    """Searcher that proposes all placements by ascending number of quantized points; for small spaces.
 
     Among equal numbers, points with more multiply-accumulates come first. Known placements are left out. A space of n
     points with two choices has 2**n placements.

@@ -22,7 +22,7 @@ Change = tuple[tuple[int, ...], int]
 
 
 class SensitivityGreedySearcher(ArchiveSearcher):
-    """Measure single changes of the incumbent, then combine them, the largest gain first.
+    """Searcher that measures single changes of the incumbent, then combines them, the largest gain first.
 
     A round has three stages that test changes of one base: blocks across patterns, blocks within patterns, and single
     points, those with a larger share of the model's multiply-accumulates first. After each stage its changes are

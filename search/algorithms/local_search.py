@@ -13,7 +13,7 @@ Move = tuple[tuple[int, ...], int]
 
 
 class LocalSearcher(ArchiveSearcher):
-    """Local search: accept the first change that gains more than the noise, and restart if none does.
+    """Local search that accepts the first change that gains more than the noise, and restarts if none does.
 
     The base is the best placement so far. Its neighbours are proposed one after the other, blocks first (a role, a
     pattern, a role within a pattern), then single points, both in the order of their share of the model's cost. A

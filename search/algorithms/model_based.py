@@ -28,7 +28,7 @@ MAX_CUMULATIVE_MOVES = 12
 
 
 class AutoSearcher(ArchiveSearcher):
-    """Start from expert rules, then search with a surrogate model of latency; the default searcher.
+    """Searcher that starts from expert rules and continues with a surrogate model of latency; the default.
 
     The search begins with the expert rules that are new (`search.heuristics`). Every later proposal is the candidate
     with the largest expected improvement (`search.acquisition`), from two rounds of candidates:

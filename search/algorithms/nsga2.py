@@ -14,7 +14,7 @@ MAX_ATTEMPTS = 100
 
 
 class NSGA2Searcher(ArchiveSearcher):
-    """NSGA-II in its steady-state form: non-dominated sorting and crowding over latency and accuracy.
+    """Searcher by NSGA-II in its steady-state form: non-dominated sorting and crowding over latency and accuracy.
 
     In the steady-state form (Durillo et al. 2009, "On the effect of the steady-state selection scheme in
     multi-objective genetic algorithms") the parents of each child are the best of all scored placements, so asking does

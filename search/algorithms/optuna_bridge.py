@@ -167,7 +167,7 @@ class _OptunaStudySearcher(ArchiveSearcher):
 
 
 class TPESearcher(_OptunaStudySearcher):
-    """Optuna's TPE sampler over categorical parameters.
+    """Searcher by Optuna's TPE sampler over categorical parameters.
 
     Failures rank after every trial with a value, so that TPE avoids them. Pending proposals count as bad ones (constant
     liar), so that those of a batch differ. TPE uses only the order of the objectives, so a logarithm has no effect.
@@ -208,7 +208,7 @@ class TPESearcher(_OptunaStudySearcher):
 
 
 class OptunaSearcher(_OptunaStudySearcher):
-    """Search with any sampler of `optuna.samplers` by its class name.
+    """Searcher by any sampler of `optuna.samplers`, given by its class name.
 
     Choices are integers, so that samplers for numeric parameters work as well. GPSampler takes about a second per
     proposal for a space of a hundred points. Genetic samplers such as NSGAIISampler use only their own proposals as

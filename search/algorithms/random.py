@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 1000  # draws for an unseen placement
 
 
 class RandomSearcher(ArchiveSearcher):
-    """Draw placements at random, never the same model twice.
+    """Searcher that draws placements at random, never the same model twice.
 
     Spaces of up to 4096 placements are shuffled once and enumerated; then `ask` returns nothing. Larger spaces are
     sampled; there `ask` returns fewer placements if 1000 draws in a row were known.

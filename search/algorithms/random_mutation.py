@@ -19,7 +19,7 @@ Scope = Literal["joint", "per_pattern"]
 
 
 class RandomMutationSearcher(ArchiveSearcher):
-    """Mutate one of the best placements, as ModelOpt does: add and remove one to three points of each kind.
+    """Searcher that mutates one of the best placements, as ModelOpt does: add and remove 1 to 3 points of each kind.
 
     Scope "joint" mutates the whole model. Scope "per_pattern" is ModelOpt's procedure: one pattern after the other in
     graph order, those of COMPOSITE regions last. Each pattern has `schemes_per_pattern` turns on top of the committed

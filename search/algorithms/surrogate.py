@@ -24,7 +24,7 @@ CANDIDATE_SHARES = (0.6, 0.2, 0.1)
 
 
 class SurrogateSearcher(ArchiveSearcher):
-    """Bayesian optimization with a Gaussian process over placements (`search.acquisition`, `search.gaussian_process`).
+    """Searcher by Bayesian optimization with a Gaussian process over placements (`search.acquisition`).
 
     The model of log latency adds up effects of points, of roles, of patterns, of shares of the multiply-accumulates,
     and of pairs of adjacent points with different precisions. Candidates are made from the best few placements by moves
@@ -120,7 +120,7 @@ class ExtraTrees:
         return self.predict(rows)[0]
 
     def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
-        """Return the mean and the standard deviation of the trees' predictions for each row."""
+        """Return the mean and the standard deviation of the trees' predictions for each row, both of shape (n,)."""
         columns = _feature_matrix(rows)
         votes = np.array([tree.tree_.predict(columns)[:, 0] for tree in self._trees])
         return votes.mean(axis=0), votes.std(axis=0) + 1e-3
