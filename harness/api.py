@@ -266,7 +266,7 @@ class ExternalSearcher(Protocol):
     """
 
     def ask(self) -> Path | None:
-        """Return the file of the next model to time, or None."""
+        """Return the file of the next model to time, or None after the last."""
         ...
 
     def tell(self, latency_ms: float | None) -> None:

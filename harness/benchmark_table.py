@@ -163,12 +163,12 @@ class BenchmarkTable:
         return TableSubspace(space, varied, Placement(self.metadata.base))
 
     def row(self, placement: Placement) -> TableEntry:
-        """Return the entry of a placement of the subspace."""
+        """Return the entry of a placement of the subspace; raise KeyError if the table lacks it."""
         return self.rows[self.subspace.full_space.digest(self.subspace.to_full_space(placement))]
 
 
 def space_digest(space: Space) -> str:
-    """Return a digest of the dimensions of a space."""
+    """Return a digest (16 hexadecimal digits) of the dimensions of a space."""
     return hashlib.sha256(repr(space.dimensions).encode()).hexdigest()[:16]
 
 

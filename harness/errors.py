@@ -116,7 +116,7 @@ def prefix_file(name: object) -> Iterator[None]:
 
 
 def describe_type(value: object) -> str:
-    """Return the end of a "but ..." message for a value of the wrong type."""
+    """Return the type of a wrong value for the end of a message: "got str", or "it is empty" for None."""
     return "it is empty" if value is None else f"got {type(value).__name__}"
 
 

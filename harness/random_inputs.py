@@ -40,7 +40,7 @@ def random_feed(types: InputTypes, index: int, seed: int = 0) -> dict[str, npt.N
 
 
 def feeds_digest(feeds: Iterable[Mapping[str, npt.NDArray[Any]]]) -> str:
-    """Return a digest of names, types, shapes and values of inputs."""
+    """Return the SHA-256 (hexadecimal digits) of names, types, shapes and values of inputs."""
     digest = hashlib.sha256()
     for sample in feeds:
         for name, array in sorted(sample.items()):

@@ -48,7 +48,7 @@ class Interval:
 
     @property
     def relative_width(self) -> float:
-        """Return the width as a share of the value."""
+        """Return the width as a share of the absolute value; infinite if the value is 0."""
         return (self.high - self.low) / abs(self.value) if self.value else float("inf")
 
 
@@ -109,7 +109,7 @@ def stderr_from_interval(median: Interval) -> float:
 
 
 def stderr_of_median(samples: Floats) -> float:
-    """Return the standard error of the median of samples; see `stderr_from_interval`."""
+    """Return the standard error of the median of samples, in their unit; see `stderr_from_interval`."""
     return stderr_from_interval(median_ci(samples))
 
 

@@ -61,7 +61,7 @@ def escape_csv(value: object) -> object:
 
 
 def safe_file_name(text: str) -> str:
-    """Return a file name of letters, digits and `._-` that does not start with a dot."""
+    """Return a text as a file name of letters, digits and `._-` ("-" for others) that does not start with a dot."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:MAX_FILE_NAME_CHARS]
     return f"-{name}" if name[:1] in (".", "") else name
 

@@ -79,7 +79,7 @@ class UnitSensitivity:
 
     @property
     def rank(self) -> float:
-        """Return the gain in microseconds over the relative noise power (losses: times this power); highest is best."""
+        """Return the gain in microseconds divided by the relative noise power, a loss times it; highest is best."""
         if isinstance(self.alone, Failed) or self.alone.gain_us is None:
             return float("-inf")
         gain_us = self.alone.gain_us.value
@@ -174,7 +174,7 @@ class SensitivityTimer:
     _bases: dict[str, int | Failed] = field(default_factory=dict)
 
     def measure_unit(self, unit: QuantizationUnit) -> UnitSensitivity:
-        """Return the effects of a unit, quantized alone and left out."""
+        """Return the effects of a unit, quantized alone and left out, or their failures."""
         space = self.task.space
         nothing, everything = space.float_placement(), space.quantize_all(unit.precision)
         return UnitSensitivity(

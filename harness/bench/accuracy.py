@@ -73,7 +73,7 @@ class PlacementAccuracy:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the value of that metric; None after a failure."""
+        """Return the value of `metric`; None after a failure."""
         return self.metrics.get(self.metric)
 
     @property

@@ -41,7 +41,7 @@ DESCRIPTION = (
 
 
 def write_t4(out: Path) -> list[Path]:
-    """Write the results and the metadata of every table for Kernel Tuner, and return the files."""
+    """Write the results and the metadata of every table for Kernel Tuner to the folder `out`; return the files."""
     scores = read_accuracy(data_folder() / ACCURACY_FILE)
     return [
         path

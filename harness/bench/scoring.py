@@ -99,7 +99,15 @@ def missing_placements(table: BenchmarkTable, scores: Mapping[ScoreKey, Placemen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementScorer:
-    """Scorer of the placements of one model; `facts` is their accuracy without digest, metrics and failure."""
+    """Scorer of the placements of one model.
+
+    Attributes:
+        runtime: Benchmarker that runs their files.
+        evaluator: Source of the metric on labels; None: outputs are only compared with the float model's.
+        floats: Outputs of the float model, sample by sample.
+        layout: Compared outputs.
+        facts: Accuracy of a placement before digest, metrics and failure are set.
+    """
 
     task: Task
     runtime: Any
@@ -109,7 +117,7 @@ class PlacementScorer:
     facts: PlacementAccuracy
 
     def score(self, placement: Placement) -> PlacementAccuracy:
-        """Return the accuracy of the file of a placement."""
+        """Return the accuracy of the file of a placement, or why it has none (`failure`)."""
         row = replace(self.facts, digest=self.task.space.digest(placement))
         try:
             outputs, metrics = _run_samples(self.task, self.runtime, placement, self.evaluator)

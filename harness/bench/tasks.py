@@ -85,7 +85,7 @@ class TaskCatalogue(ConfigSection):
         }
 
     def study(self, name: str, tier: TierName, searchers: Sequence[ReplayedSearcher], seeds: int) -> BudgetStudy:
-        """Return the study of searchers on one task."""
+        """Return the study `name` of searchers on the task of that name, at the budgets of a tier."""
         return BudgetStudy(
             study=name,
             tables=(str(table_path(name)),),
@@ -252,14 +252,14 @@ class BenchTask:
         return float(self.landscape.latency_ms[self.landscape.optimum])
 
     def latency_curve_ms(self) -> Floats:
-        """Return the recorded latency of the choice after each evaluation, for scoring; see `SearchPaths`."""
+        """Return the recorded latency in ms of the final choice after each evaluation; see `SearchPaths.latency_ms`."""
         walk = np.array(self.history, dtype=np.int32)
         found: Floats = read_paths(self.landscape, {self.seed: walk}, len(walk)).latency_ms(self.landscape)[0]
         return found
 
 
 def load(name: str, *, seed: int = 0) -> BenchTask:
-    """Return a task by its name, with the seed of its noise; its readings have the accuracy of the placement.
+    """Return a task by its name; `seed` determines its noise, and its readings include the placement's accuracy.
 
     Raises:
         UserError: There is no such task, or its table cannot be read.

@@ -99,7 +99,7 @@ class RayPool:
             return self._known or self._workers[0].environment
 
     def pick(self, load: int) -> RayWorkerHandle:
-        """Return the worker with the lowest load, and add to its load."""
+        """Add `load` to the worker with the lowest load, and return it; raise `UserError` if none starts in time."""
         with self._lock:
             self._require_worker()
             worker = min(self._workers, key=lambda worker: worker.load)
@@ -176,7 +176,7 @@ class RayPool:
                 deadline_s += more_s
 
     def release(self, worker: RayWorkerHandle, load: int) -> None:
-        """Subtract a trial from the load of a worker."""
+        """Subtract `load` from the load of a worker."""
         with self._lock:
             worker.load -= load
 

@@ -57,7 +57,7 @@ class LRUByteCache(Generic[T]):
         return self._entries[key][0]
 
     def put(self, key: str, value: T, size_bytes: int) -> None:
-        """Store a new value."""
+        """Store a new value, and evict others until the sizes fit the capacity."""
         self._entries[key] = (value, size_bytes)
         while len(self._entries) > 1 and sum(size for _, size in self._entries.values()) > self._capacity_bytes:
             _, (evicted, _) = self._entries.popitem(last=False)

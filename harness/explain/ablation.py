@@ -65,7 +65,7 @@ class AblationTimer:
         return max(MIN_CLAIMED_GAIN, noise_floor_from_ratios(self.aa))
 
     def time(self, placements: Mapping[str, Placement], title: str) -> dict[str, AblationTiming]:
-        """Return the timing of each placement; those that build the same graph are timed once."""
+        """Return the timing of each placement by name, or why it failed; those of the same graph are timed once."""
         whole_digest = self.space.digest(self.whole)
         digests = {name: self.space.digest(placement) for name, placement in placements.items()}
         tested = {digests[name]: placement for name, placement in placements.items() if digests[name] != whole_digest}

@@ -205,7 +205,7 @@ class CompiledLayer:
 
 
 class KernelReader:
-    """Reader of the layers and edges of a file from its kernels."""
+    """Reader of the layers and edges of a Q/DQ file, `graph`, from the kernels that the compiler made of it."""
 
     def __init__(self, graph: QDQGraph, kernels: Sequence[Kernel]) -> None:
         self._graph, self._kernels = graph, kernels

@@ -203,7 +203,7 @@ class TunedFile:
     drop: float | None
 
     def save(self, path: Path | str) -> Path:
-        """Copy the model with its external data to a file, and return its path."""
+        """Copy the model with its external data to `path`, whose folder is created, and return the path."""
         from harness.graph.io.files import copy_model
 
         target = Path(path)

@@ -50,7 +50,7 @@ class Goal:
         return self.reference - value if self.higher_is_better else value - self.reference
 
     def loss_excess(self, loss: float) -> float:
-        """Return the amount by which a loss exceeds the bound; 0 within the bound, up to round-off."""
+        """Return the amount by which a loss exceeds the bound; 0 without one or within it, up to round-off."""
         over = 0.0 if self.metric is None or self.max_drop is None else loss - self.max_drop
         return over if over > LOSS_ROUND_OFF else 0.0
 
@@ -60,7 +60,7 @@ class Goal:
         return 0.0 if self.metric is None or value is None else self.loss_excess(self.loss(value))
 
     def latency_excess_ms(self, latency_ms: float) -> float:
-        """Return the milliseconds by which a latency exceeds the bound; 0 within the bound."""
+        """Return the milliseconds by which a latency exceeds the bound; 0 within the bound or without one."""
         return 0.0 if self.max_latency_ms is None else max(0.0, latency_ms - self.max_latency_ms)
 
 
@@ -176,7 +176,7 @@ class AccuracyGate:
     mixable: Callable[[Accuracy], str] | None = None
 
     def latency_to_beat(self, incumbent: Interval | None) -> Interval | None:
-        """Return the latency of the incumbent if a candidate must be faster to win, or None for other objectives."""
+        """Return `incumbent` if the objective is latency, so that a candidate must be faster to win; otherwise None."""
         return incumbent if self.goal.minimize == "latency" else None
 
     def is_feasible(self, metrics: Mapping[str, float]) -> bool:

@@ -71,7 +71,7 @@ class Landscape:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Return for each dimension the difference of indices between successive choices."""
+        """Return by how much `index` grows with the next choice of each dimension; 1 for the last dimension."""
         return tuple(math.prod(self.sizes[place + 1 :]) for place in range(len(self.sizes)))
 
     def index(self, placement: Placement) -> int:

@@ -121,7 +121,7 @@ def _values_at(figures: Floats, evaluations: npt.NDArray[np.intp]) -> Floats:
 
 
 def recorded_duration_s(outcome: Outcome) -> float:
-    """Return the recorded time of build, measurement and scoring of a placement, or of its failure."""
+    """Return the recorded seconds of build, measurement and scoring of a placement, or until its failure."""
     if isinstance(outcome, Failed):
         return outcome.wall_s
     return outcome.build_s + outcome.measure_s + outcome.evaluate_s

@@ -208,7 +208,7 @@ def _evaluate(  # noqa: PLR0913 - what, where and how
 
 @contextmanager
 def scoring_progress(observer: Observer, title: str) -> Iterator[ScoringCallback]:
-    """Yield a progress callback for one scoring; its first call opens a progress bar."""
+    """Yield a callback with the numbers of done and all parts of one scoring; its first call opens a progress bar."""
     with ExitStack() as stack:
         bar: ProgressTask | None = None
         reported = 0

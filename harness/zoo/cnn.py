@@ -15,17 +15,17 @@ BRANCH_GAIN = 0.4
 
 
 def resnet18() -> GraphBuilder:
-    """Build ResNet-18: basic blocks, arXiv:1512.03385, table 1."""
+    """Build ResNet-18 (arXiv:1512.03385, table 1): `images` 1x3x224x224 in, `logits` 1x1000 out."""
     return _resnet("resnet18", (2, 2, 2, 2), bottleneck=False)
 
 
 def resnet50() -> GraphBuilder:
-    """Build ResNet-50: bottleneck blocks with the stride in the 3x3 convolution, arXiv:1512.03385, table 1."""
+    """Build ResNet-50 (see `resnet18`): bottleneck blocks with the stride in the 3x3 convolution."""
     return _resnet("resnet50", (3, 4, 6, 3), bottleneck=True)
 
 
 def mobilenetv2() -> GraphBuilder:
-    """Build MobileNetV2 at width 1.0: inverted residuals with linear bottlenecks, arXiv:1801.04381, table 2."""
+    """Build MobileNetV2 at width 1.0 (arXiv:1801.04381, table 2), with input and output as in `resnet18`."""
     g = GraphBuilder("mobilenetv2", seed=3)
     x = _relu6(g, g.conv(g.input("images", IMAGE_SHAPE), 32, 3, stride=2))
     stages = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))

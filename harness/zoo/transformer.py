@@ -123,7 +123,7 @@ def encoder48() -> GraphBuilder:
 
 
 def vit_tiny(layers: int = 12) -> GraphBuilder:
-    """Build ViT-Tiny (Touvron et al. 2020, arXiv:2012.12877, table 1): 12 layers, 192 wide, 3 heads, patches of 16."""
+    """Build ViT-Tiny (arXiv:2012.12877, table 1, with 12 layers): `images` 1x3x224x224 in, `logits` 1x1000 out."""
     g, width, tokens = GraphBuilder("vit_tiny", seed=12), 192, 14 * 14 + 1
     patches = g.conv(g.input("images", (1, 3, 224, 224)), width, 16, stride=16, pad=0)
     patches = g.op("Transpose", g.op("Reshape", patches, g.const([1, width, tokens - 1])), perm=[0, 2, 1])

@@ -80,7 +80,7 @@ def interval_over_seeds(figures: Sequence[Interval]) -> Interval:
 
 
 def ratio_over_seeds(ratios: Sequence[Interval]) -> Interval:
-    """Return `interval_over_seeds` of ratios; its limits are NaN if those of a seed are (a single turn)."""
+    """Return `interval_over_seeds` of ratios; its limits are 0 and infinity if a seed has no finite ones (one turn)."""
     middle = interval_over_seeds(ratios)
     bounded = all(math.isfinite(ratio.high) for ratio in ratios)
     return middle if bounded else replace(middle, low=0.0, high=math.inf)

@@ -38,7 +38,7 @@ def score_column_title(metrics: Iterable[str | None]) -> str:
 
 
 def verdict_label(line: Mapping[Any, Any]) -> str:
-    """Return the verdict of a row of the main frame; for a faster row beyond the bound or without a score also that."""
+    """Return the verdict of a row of the main frame: "tie", "faster, beyond the bound", "faster, not scored" etc."""
     if line["verdict"] == "faster" and not _is_nan(line["metric"]) and _is_nan(line["score"]):
         return UNSCORED_VERDICT
     return BEYOND_BOUND_VERDICT if line["verdict"] == "faster" and line["beyond"] else str(line["verdict"])
