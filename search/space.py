@@ -215,12 +215,12 @@ class Space:
         return self._quantize_where(lambda _: True, precision)
 
     def quantize_roles(self, roles: Iterable[str], precision: str | None = None) -> Placement:
-        """Return the placement that quantizes the points with one of these roles, as `quantize_all` does, alone."""
+        """Return the placement with only the points of these roles quantized, in the way of `quantize_all`."""
         wanted = frozenset(roles)
         return self._quantize_where(lambda dimension: dimension.role in wanted, precision)
 
     def quantize_dimensions(self, indices: Iterable[int], precision: str | None = None) -> Placement:
-        """Return the placement that quantizes the points with some indices, as `quantize_all` does, alone."""
+        """Return the placement with only the points of these indices quantized, in the way of `quantize_all`."""
         wanted, choices = frozenset(indices), self.quantize_all(precision).choices
         return Placement(tuple(choice if index in wanted else 0 for index, choice in enumerate(choices)))
 

@@ -70,7 +70,7 @@ class SubspaceSearcher:
         self._searcher = make(self._inside)
 
     def ask(self, n: int) -> list[Placement]:
-        """Return the proposals of the inner searcher as placements of the whole space."""
+        """Return up to n proposals of the inner searcher as placements of the whole space."""
         return [self._extend(proposal.choices) for proposal in self._searcher.ask(n)]
 
     def tell(self, observation: Observation) -> None:

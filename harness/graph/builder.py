@@ -24,7 +24,7 @@ Shape = Sequence[int | str | None]
 
 
 class GraphBuilderBase:
-    """Nodes, constants and types of one graph."""
+    """Builder of one ONNX graph; `opset` is the version of the default operator set."""
 
     def __init__(self, name: str, opset: int) -> None:
         self.name = name
@@ -50,11 +50,7 @@ class GraphBuilderBase:
         return name
 
     def const(self, array: npt.ArrayLike, name: str | None = None) -> str:
-        """Add an initializer, and return its name; plain Python floats become float32, integers int64.
-
-        Args:
-            name: Name, which is made unique by a number; "const" by default.
-        """
+        """Add an initializer and return its unique name; plain Python floats become float32, integers int64."""
         values = np.asarray(array)
         if values.dtype == np.float64 and not isinstance(array, np.ndarray | np.generic):
             values = values.astype(np.float32)
@@ -164,9 +160,9 @@ class GraphBuilder(GraphBuilderBase):
     """Builder with random weights; the same seed and calls give the same bytes. Methods return names of output tensors.
 
     Args:
-        opset: Version of the default operator set.
         name: Name of the graph.
         seed: Seed of the random weights.
+        opset: Version of the default operator set.
     """
 
     def __init__(self, name: str, *, seed: int = 0, opset: int = 17) -> None:
@@ -189,9 +185,7 @@ class GraphBuilder(GraphBuilderBase):
         """Add a 2-D convolution of NCHW `x`, and return the name of its output.
 
         Args:
-            x: Tensor name.
             channels: Number of output channels.
-            kernel: Height and width, or one size for both.
             pad: Padding of height and width on each side; None keeps the size at stride 1 and an odd kernel.
             groups: Number of groups; -1: one for each channel (depthwise).
         """

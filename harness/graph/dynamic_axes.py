@@ -89,14 +89,7 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
 def transfer_file(fixed: onnx.ModelProto, file: Path, other: onnx.ModelProto, target: Path) -> Path:
     """Write a quantized model with the shapes of another form of its float model, and return `target`.
 
-    Args:
-        fixed: Float model with the shapes of `file`.
-        file: Quantized model.
-        other: Float model with the other shapes.
-        target: File to write.
-
-    Raises:
-        TransferError: See `transfer_changes`.
+    The model is `transfer_changes(fixed, content of file, other)`; see there for arguments and errors.
     """
     return write_model(transfer_changes(fixed, onnx.load(file), other), target)
 

@@ -139,11 +139,8 @@ def prepare_model(
 
     Args:
         proto: Model with all weights; it may be changed.
-        file: The same model as a file or unchanged in memory, for the comparison of results.
-        source: Name of the model in messages and tables.
-        sha256: Digest of the original file.
-        sizes: Sizes of dynamic inputs.
-        min_opset: Opset to which an older model is upgraded.
+        file: The same model as a file, or unchanged in memory, for a comparison of results.
+        source: See `load_proto`, like the other arguments.
     """
     with refuse_damage(source):
         given = [sorted(each.items()) for each in (sizes.shapes, sizes.dims, sizes.samples)]

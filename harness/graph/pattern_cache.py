@@ -46,7 +46,6 @@ class CachedPoint:
     Attributes:
         kind: "node_input", "child_input" or "output".
         place: Number of the node or child region in the pattern's canonical order, and number of its input or output.
-        precision: Quantized precision, for instance "int8".
     """
 
     kind: PointKind

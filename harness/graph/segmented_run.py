@@ -69,9 +69,7 @@ def channel_maxima(path: Path, tensors: Sequence[str], batches: Sequence[Feeds])
     """Return the largest magnitude by channel over all batches, by tensor; call it in the helper process.
 
     Args:
-        path: File of the model.
         tensors: Names of the tensors, with channels along the last axis.
-        batches: Inputs by name.
     """
     proto = onnx.load(path)
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)

@@ -36,7 +36,7 @@ class SimulatedBenchmarker:
         seed: Seed of the effects of edges and pairs.
         base_ms: Latency in ms without any Q/DQ pair.
         effect: Typical share of the latency by which one edge or pair changes it; 0: none has an effect.
-        wanted_share: Share of the edges that are wanted, so that make the model faster.
+        wanted_share: Share of the edges that are wanted: a pair there makes the model faster.
         max_speedup: Limit of the speedup of any placement; its inverse is the limit of the slowdown.
         noise: Standard deviation of the logarithm of a reading around the latency of its build.
         build_noise: Standard deviation of the logarithm of a build's latency around that of its process.

@@ -282,7 +282,6 @@ def summarize_turns(events: Iterable[TurnEvent], baseline: str, noise_floor: flo
     """Return latency, speedup and verdict of each row.
 
     Args:
-        baseline: Name of the baseline's row.
         noise_floor: Smallest noise floor, as a share; that of the events is used if it is larger.
     """
     matrix = TurnMatrix(events)

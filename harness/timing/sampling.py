@@ -117,7 +117,6 @@ def sample_with_retry(
     Args:
         attempt: Function that takes the readings of one attempt.
         machine: Monitor for disturbances; None: only drift counts.
-        clock: Clock in seconds, for `Samples.measure_s`.
     """
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)

@@ -87,7 +87,7 @@ class CalibrationBatches:
         )
 
     def ptq_options(self, dialect: Dialect, precision: str) -> PtqOptions:
-        """Return the options for PTQ tools."""
+        """Return the options for PTQ tools, see `harness.accuracy.calibration.ptq.quantize`."""
         return {
             "dialect_name": dialect.name,
             "method": self.settings.method,

@@ -148,7 +148,7 @@ def _label_path(name: str, base: Path | None, data: ArrayDataset) -> Path:
 
 
 def read_rows(path: Path) -> Array:
-    """Return the labels of arrays, one row per sample, from a `.npy`, `.npz`, `.csv` or `.txt` file.
+    """Return the labels of samples, one row for each, from a `.npy`, `.npz`, `.csv` or `.txt` file.
 
     An `.npz` file must have one array. A text file has one number per line, or several separated by commas (`.csv`) or
     spaces (`.txt`); a first line without numbers is a heading.

@@ -92,7 +92,7 @@ def open_data(
     """Open the images or arrays that a mapping of an experiment describes (see the module's docstring).
 
     Args:
-        spec: The mapping.
+        spec: The mapping; its key `use` is "images", "shapes", "npz" or "npy".
         base: Folder that relative paths start from.
         limit: Maximum number of samples; the others are not read.
         spread: Whether a limit selects samples evenly, because data are often sorted by class, or the first ones.

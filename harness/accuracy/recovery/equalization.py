@@ -46,7 +46,8 @@ class _ScaledPair:
 class CrossLayerEqualization:
     """Scaling of the channels between two convolutions, through ReLU, for equal weight ranges on both sides.
 
-    s_i = sqrt(r1_i r2_i) / r2_i (equation 11), with the largest range of all convolutions that read the channel.
+    s_i = sqrt(r1_i r2_i) / r2_i (Nagel et al. 2019, arXiv:1906.04721, equation 11), with the largest range of all
+    convolutions that read the channel.
     """
 
     keeps_function = True

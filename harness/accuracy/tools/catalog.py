@@ -147,7 +147,7 @@ def tool_python(tool: PtqTool) -> Path | None:
 
 
 def method_substitute(name: str, method: str) -> str:
-    """Return the method that a tool uses instead of one that it lacks, or "" if it supports the method."""
+    """Return a remark on the method that a tool uses instead of one that it lacks; "" if it supports the method."""
     instead = TOOLS[name].nearest_method(method)
     if instead in (method, "none"):  # "none": the tool uses no calibration data
         return ""

@@ -26,10 +26,7 @@ def is_large(proto: onnx.ModelProto) -> bool:
 def write_model(proto: onnx.ModelProto, path: Path) -> Path:
     """Write a model to one file or, above 1.9 GB, to the file and `<name>.data`; equal models give equal bytes.
 
-    Folders are created, and existing files are replaced.
-
-    Returns:
-        The path of the file.
+    Folders are created, existing files are replaced, and `path` is returned.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_large(proto):

@@ -169,7 +169,6 @@ class CanonicalSearch:
     """Search for the order of sinks that gives the smallest code.
 
     Args:
-        walk: Numbering without any sink.
         sinks: Nodes whose results no other node of the region reads.
         colours: Colour of each node; sinks are ordered by colour first.
         size: Number of nodes of the region; the effort grows with it.

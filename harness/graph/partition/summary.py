@@ -63,7 +63,7 @@ class DiscoverySummary:
 
 
 def summarize_discovery(model: Model, root: Region, patterns: Sequence[Pattern]) -> DiscoverySummary:
-    """Count the regions below a root, the nodes in them, the sizes of LEAF regions, and the patterns."""
+    """Return the counts of regions below a root, of nodes in them, of LEAF regions by size, and of patterns."""
     types = Counter(region.type for region in root.walk())
     sizes = Counter(len(leaf.nodes) for leaf in root.iter_leaves())
     kinds = Counter(pattern.type for pattern in patterns)

@@ -103,7 +103,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def lower_constants(graph: onnx.GraphProto) -> None:
-    """Turn Constant nodes of the main graph into initializers, in place."""
+    """Turn Constant nodes of the main graph, except sparse ones, into initializers, in place."""
     rest = []
     for node in graph.node:
         value = constant_value(node) if node.op_type == "Constant" and not node.domain else None

@@ -40,7 +40,7 @@ _EXTERNAL_TOOL_SUFFIXES = ("_quantized", "_QuantizeLinear_Input")  # of ONNX Run
 
 
 def read_qdq_graph(path: Path) -> QDQGraph:
-    """Read the structure of a model file; raise `UserError` if it is no ONNX file."""
+    """Read the structure of a model file; raise `UserError` if it cannot be read or is no ONNX file."""
     try:
         proto = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
@@ -164,7 +164,7 @@ class QDQGraph:
         return frozenset(name for name, zero in zeros.items() if zero is not None and not zero.any())
 
     def producer_through(self, tensor: str, transparent: frozenset[str]) -> Any:
-        """Return the node that computes a tensor, skipping nodes of transparent operators, or None for an input."""
+        """Return the node that computes a tensor, skipping transparent operators; None for an input or constant."""
         node = self.producer.get(tensor)
         while node is not None and node.op_type in transparent:
             node = self.producer.get(node.input[0])

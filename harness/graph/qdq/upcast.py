@@ -52,7 +52,7 @@ def write_float32_copy(path: Path, folder: Path) -> Path | None:
 
 
 def upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy with float32 instead of 16-bit floats, and Casts that keep the types of inputs and outputs."""
+    """Return a copy of a model with float32 for 16-bit floats, and Casts that keep types of inputs and outputs."""
     copy = copy_message(proto)
     before, after = _cast_borders(copy.graph)
     for graph in iter_graphs(copy.graph):

@@ -174,13 +174,7 @@ class _TensorCluster:
 
 
 class SharedScaleFinder:
-    """Finder of the scales that several tensors of a placement share.
-
-    Args:
-        links: Operators whose inputs and outputs may share a scale.
-        readers: See `EdgeRequests`.
-        makers: See `EdgeRequests`.
-    """
+    """Finder of the scales that tensors of a placement share; see `EdgeRequests` for `readers` and `makers`."""
 
     def __init__(
         self,

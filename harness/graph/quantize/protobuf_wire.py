@@ -71,9 +71,6 @@ def encode_node(op: str, inputs: Iterable[str], output: str, *, attributes: byte
     """Encode a node of the default domain with one output as a field of its graph.
 
     Args:
-        op: Type of the operator.
-        inputs: Names of the input tensors.
-        output: Name of the output tensor.
         attributes: Encoded attributes, see `encode_axis`.
         name: Name of the node; "": that of the output.
     """

@@ -85,7 +85,7 @@ def jointly_quantized_inputs(model: Model, dialect: Dialect, node: Node, slot: i
 
 
 def find_joint_inputs(model: Model, node: Node, *, with_constants: bool) -> JointInputs:
-    """Return the inputs of a node that are quantized together, optionally with constants; cached."""
+    """Return the inputs of a node that are quantized together, with constants if `with_constants`; cached."""
     known = model.cached_analysis(_make_joint_inputs_cache)
     key = (node.index, with_constants)
     if key not in known:
@@ -106,6 +106,6 @@ def _make_joint_inputs_cache(_: Model) -> dict[tuple[int, bool], JointInputs]:
 
 
 def is_float(model: Model, tensor: str) -> bool:
-    """Return whether a tensor has a type that may be quantized."""
+    """Return whether a tensor is of type float32 or float16; False if its type is unknown."""
     known = model.types.get(tensor)
     return known is not None and known.dtype in QUANTIZABLE_FLOAT_TYPES

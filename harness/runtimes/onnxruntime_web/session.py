@@ -121,7 +121,7 @@ class WebSession:
             self.close()
 
     def close(self) -> None:
-        """End the child process; kill it if it does not end in time."""
+        """End the child process; kill it if it does not end within 5 seconds."""
         for stream in (self._process.stdin, self._process.stdout):
             try:
                 if stream is not None:

@@ -78,11 +78,11 @@ class Engines(ABC):
 
     @abstractmethod
     def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
-        """Return the facts that a benchmarker gives about itself."""
+        """Return the facts of the benchmarker with a name, see `harness.api.Benchmarker.describe`."""
 
     @property
     def gpus(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs that the engines run on, see `harness.api.UsesGpu`."""
+        """Return the UUIDs of the GPUs that the engines run on, see `harness.api.UsesGpu`; empty on a CPU."""
         return frozenset()
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
@@ -96,7 +96,7 @@ class Engines(ABC):
     def sample(
         self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
     ) -> Samples | Failed:
-        """Time an engine.
+        """Time the engine with a handle, and return its readings.
 
         Args:
             rival: Latency to beat in ms; sampling stops as soon as the engine is clearly slower.

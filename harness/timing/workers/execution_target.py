@@ -59,7 +59,7 @@ class ExecutionTarget(ABC):
 
 
 class LocalTarget(ExecutionTarget):
-    """This machine, with worker processes that time one after the other."""
+    """This machine, with `executor.workers` processes that time one after the other, each call within `limits`."""
 
     def __init__(self, executor: ExecutorSpec, limits: Limits) -> None:
         self._executor = executor

@@ -62,7 +62,7 @@ class _OpenEngine:
 
 
 class Scorer:
-    """Evaluators by name, constructed on first use."""
+    """Evaluators by name, each of which is constructed on first use."""
 
     def __init__(self, plugins: Mapping[str, PluginSpec]) -> None:
         self._plugins = plugins
