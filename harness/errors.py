@@ -7,11 +7,18 @@ records it as a `records.Failed`, and the search continues.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from harness.text import printable_lines
 
+P = ParamSpec("P")
+T = TypeVar("T")
 #: Largest accepted number of samples, evaluations or the like. Larger ones are typing errors that cost hours or memory.
 MAX_COUNT = 10_000_000
 
@@ -113,6 +120,41 @@ def prefix_file(name: object) -> Iterator[None]:
         raise UserError(
             "\n".join(line if line.startswith(str(name)) else f"{name}: {line}" for line in lines)
         ) from error
+
+
+def without_inner_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that raises each `UserError` without its chain of inner errors and their tracebacks.
+
+    The cause is kept if it comes from code of the user (`_cause_with_news`).
+    """
+
+    @wraps(function)
+    def wrapped(*args: P.args, **keywords: P.kwargs) -> T:
+        try:
+            return function(*args, **keywords)
+        except UserError as error:
+            raise UserError(str(error)) from _cause_with_news(error)
+
+    return wrapped
+
+
+def _cause_with_news(error: UserError) -> BaseException | None:
+    """Return the first cause that adds to the message of an error, or None.
+
+    A cause adds nothing if it is a `UserError` or its text is part of the message, unless it comes from code of the
+    user, whose traceback is needed.
+    """
+    cause = error.__cause__
+    while isinstance(cause, UserError) or (cause is not None and str(cause) in str(error) and not _is_foreign(cause)):
+        cause = cause.__cause__
+    return cause
+
+
+def _is_foreign(error: BaseException) -> bool:
+    """Return whether the traceback of an error has a line outside this project, Python and installed packages."""
+    packages = Path(__file__).parents[1]
+    own = (sys.prefix, sys.base_prefix, str(packages / "harness"), str(packages / "search"), "<frozen")
+    return any(not frame.filename.startswith(own) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def describe_type(value: object) -> str:

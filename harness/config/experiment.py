@@ -160,7 +160,7 @@ def parse_experiment(text: str, source: str, base_dir: Path | None = None) -> Ex
     try:
         return Experiment.model_validate(read_experiment_yaml(text, source), context={"base_dir": base_dir})
     except ValidationError as error:
-        raise to_user_error(Experiment, source, error, extra_keys=["matrix"]) from error
+        raise to_user_error(Experiment, source, error, extra_keys=["matrix"]) from None
 
 
 def to_yaml(experiment: Experiment) -> str:

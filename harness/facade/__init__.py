@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.errors import UserError
+from harness.errors import UserError, without_inner_errors
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +31,7 @@ Samples = Any
 """An array, a mapping of input names to arrays, an iterable of either, a file, or a data mapping of an experiment."""
 
 
+@without_inner_errors
 def autotune(  # noqa: PLR0913 - one setting, one parameter
     model: Any,
     *,
@@ -137,6 +138,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
     return load_result(folder)
 
 
+@without_inner_errors
 def insert(
     model: Any,
     out: Path | str,
@@ -202,6 +204,7 @@ class TunedFile:
     speedup: tuple[float, float, float]
     drop: float | None
 
+    @without_inner_errors
     def save(self, path: Path | str) -> Path:
         """Copy the model with its external data to `path`, whose folder is created, and return the path."""
         from harness.graph.io.files import copy_model
@@ -240,11 +243,13 @@ class RunResult:
         return main_frame(self._results)
 
     @property
+    @without_inner_errors
     def complete(self) -> bool:
         """Return whether nothing of the run is missing."""
         return self._results.complete
 
     @cached_property
+    @without_inner_errors
     def answers(self) -> list[str]:
         """Return one line per task: the file to deploy with speedup and loss, or why to keep the float model."""
         from harness.report.next_steps import describe_answers
@@ -252,6 +257,7 @@ class RunResult:
         return list(describe_answers(self._results, self._main))
 
     @property
+    @without_inner_errors
     def best(self) -> TunedFile:
         """Return the fastest file that may be shipped; the float model if no file is faster within the bound.
 
@@ -290,10 +296,12 @@ class RunResult:
 
         return next(iter(sorted((self.folder / SHIP_FOLDER).glob("*"))), None)
 
+    @without_inner_errors
     def table(self) -> pd.DataFrame:
         """Return a row for each method with its confirmed figures, unrounded, as in the file `main.csv` of a report."""
         return self._main
 
+    @without_inner_errors
     def plot(self, over: Literal["evaluations", "minutes"] = "evaluations") -> Figure:
         """Return a figure with the speedup of each search's incumbent, and the confirmed speedup at each budget.
 

@@ -46,7 +46,7 @@ def read_cache(path: Path) -> PatternCache:
     try:
         return _CacheRecord.model_validate(body).to_cache()
     except ValidationError as error:
-        raise to_user_error(_CacheRecord, f"{path}: not a pattern cache of qdq-bench", error) from error
+        raise to_user_error(_CacheRecord, f"{path}: not a pattern cache of qdq-bench", error) from None
 
 
 def write_cache(cache: PatternCache, path: Path) -> None:

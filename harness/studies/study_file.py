@@ -90,7 +90,7 @@ def load_study(path: Path) -> BudgetStudy:
     try:
         study = BudgetStudy.model_validate(document)
     except ValidationError as error:
-        raise to_user_error(BudgetStudy, str(path), error) from error
+        raise to_user_error(BudgetStudy, str(path), error) from None
     return study.model_copy(update={"tables": tuple(_resolve_table_files(path, study.tables))})
 
 

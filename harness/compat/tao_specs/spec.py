@@ -282,7 +282,7 @@ def parse_spec(text: str, source: str) -> Spec:
     try:
         return Spec.model_validate(read_yaml_mapping(text, source, "a spec file"))
     except ValidationError as error:
-        raise to_user_error(Spec, source, error) from error
+        raise to_user_error(Spec, source, error) from None
 
 
 def require_section(section: T | None, name: str, source: str) -> T:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from matplotlib.figure import Figure
 from small import save_chain
 
 import harness.facade as qdq
-from harness.errors import EvaluationFailed
+from harness.errors import EvaluationFailed, UserError
 from harness.pipeline import task_pipeline
 from harness.registry import create_plugin
 from harness.runtimes.simulated import SimulatedBenchmarker
@@ -38,6 +39,33 @@ def test_exception_of_a_user_metric_names_the_function():
     (use,) = evaluator_mapping(last_box, None, Path()).values()
     with pytest.raises(EvaluationFailed, match=r"last_box: IndexError"):
         create_plugin("evaluator", use, {}).score(None)
+
+
+def test_mistakes_of_the_caller_are_one_error_of_the_public_class(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: qdq.autotune("missing.onnx", progress=False),
+        lambda: qdq.autotune("zoo:resnet18", unknown=1, progress=False),
+        lambda: qdq.autotune(3, progress=False),
+        lambda: qdq.load_result("missing").answers,
+    ):
+        with pytest.raises(qdq.UserError) as caught:
+            call()
+        assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+        assert type(caught.value) is qdq.UserError, "no private class"
+
+
+def test_traceback_of_the_code_of_the_caller_is_kept(tmp_path, monkeypatch):
+    class Broken(Redraw):
+        def __init__(self, space: Any, *, seed: int) -> None:
+            raise ValueError(seed)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "Broken", Broken, raising=False)
+    Broken.__qualname__ = "Broken"
+    with pytest.raises(qdq.UserError) as caught:
+        qdq.autotune("zoo:resnet18", searcher=Broken, progress=False)
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 class Redraw:
@@ -136,7 +164,7 @@ def test_run_function_and_evaluator_need_no_test_data(tmp_path):
     assert evaluator_mapping(lambda run: 1.0, None, tmp_path)["use"].endswith(":<lambda>")
     assert evaluator_mapping(Halved(), None, tmp_path)["use"].endswith(":Halved")
     assert evaluator_mapping("fidelity", None, tmp_path) == {"use": "fidelity"}
-    with pytest.raises(qdq.UserError, match="metric"):
+    with pytest.raises(UserError, match="metric"):
         evaluator_mapping(3, None, tmp_path)
 
 
@@ -160,7 +188,7 @@ def test_data_mappings_and_file_paths_are_kept(tmp_path):
     images = {"use": "images", "images": "train"}
     assert data_mapping(images, tmp_path / "data") == images
     assert data_mapping("calib.npz", tmp_path / "data") == {"use": "npz", "path": "calib.npz"}
-    with pytest.raises(qdq.UserError, match="no samples"):
+    with pytest.raises(UserError, match="no samples"):
         data_mapping([], tmp_path / "data")
 
 
@@ -168,7 +196,7 @@ def test_models_in_memory_are_saved_as_files(net, tmp_path):
     for model in (net, net.SerializeToString()):
         assert onnx.load(save_program_model(model, tmp_path / "inputs")) == net
     assert save_program_model("zoo:resnet18", tmp_path) == "zoo:resnet18"
-    with pytest.raises(qdq.UserError, match="ModelProto"):
+    with pytest.raises(UserError, match="ModelProto"):
         save_program_model(3, tmp_path)
 
 
@@ -187,7 +215,7 @@ def test_a_pytorch_module_is_exported(tmp_path):
     assert path.name == "Sequential.onnx"
     assert module.training
     assert "Dropout" not in {node.op_type for node in onnx.load(path).graph.node}
-    with pytest.raises(qdq.UserError, match="example_inputs"):
+    with pytest.raises(UserError, match="example_inputs"):
         save_program_model(module, tmp_path)
 
 
