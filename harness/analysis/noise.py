@@ -84,8 +84,8 @@ class NoiseComponent:
     """Source of noise.
 
     Attributes:
-        sd: Standard deviation of log latency from this source alone, that is relative to the latency, with its 95 %
-            interval; 0 if the estimate of the variance is negative, that is too small to be detected.
+        sd: Standard deviation of log latency from this source alone, so as a share of the latency, with its 95 %
+            interval; 0 if the source is too small to be detected (the estimate of its variance is negative).
         share: Share of the sum of all variances.
     """
 

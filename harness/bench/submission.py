@@ -52,8 +52,8 @@ class TaskRecord(ConfigSection):
 
     Attributes:
         table: SHA-256 of the table.
-        asked: See `SearchKey`.
-        made_of: See `SearchKey`.
+        asked: Digest of searcher, parameters and initial placements, see `SearchKey`.
+        made_of: Digest of table, code and libraries, see `SearchKey`.
         seeds: Number of searches, with seeds from 0.
         searcher_s: Processor time of one search, without builds and measurements, which a replay does not make.
     """

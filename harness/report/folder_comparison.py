@@ -66,7 +66,7 @@ def comparison_table(first: Results, second: Results) -> ReportTable:
 
 
 def compare_frame(first: Results, second: Results) -> pd.DataFrame:
-    """Return the rows of both folders, matched by task and method: latencies, ratio, verdicts, speedups, scores.
+    """Return the rows of both folders, matched by task and method, with the ratio of latencies, first over second.
 
     Raises:
         UserError: The folders have no task in common.

@@ -130,7 +130,7 @@ def _rank_sum_of_squares(*ranks: Floats, axis: int) -> Floats:
 
 
 def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the probability that a value of the first sample is larger than one of the second; ties count half.
+    """Return the probability (0 to 1) that a value of the first sample exceeds one of the second; ties count half.
 
     Vargha and Delaney, "A critique and improvement of the CL common language effect size statistics", Journal of
     Educational and Behavioral Statistics 25, 2000: 0.5 is no effect, 1 always better.

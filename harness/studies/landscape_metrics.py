@@ -200,7 +200,7 @@ def most_influential(space: Space, changes: Floats, dimensions: int) -> tuple[in
 
     Args:
         changes: Change of each dimension, see `sensitivity`.
-        dimensions: The result has at most 2 ** dimensions placements.
+        dimensions: Number N; the dimensions of the result have at most 2 ** N placements.
     """
     chosen: list[int] = []
     for index in np.argsort(-changes, kind="stable").tolist():

@@ -39,7 +39,7 @@ UNPROVED = "unproved.onnx"  # the result until it is confirmed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneJob:
-    """Job of the workflow; see `harness.compat.modelopt_autotune.workflows`.
+    """Job of the workflow; attributes without a line are as the arguments of `region_pattern_autotuning_workflow`.
 
     Attributes:
         whole: Search the whole model at once, instead of region by region.

@@ -133,11 +133,11 @@ def _speedup_by_build(turns: Mapping[str, Turns], row: str) -> dict[int, float]:
 
 
 def variance_frame(results: Results) -> pd.DataFrame:
-    """Return relative standard deviations of single inferences, turns and fresh builds, a row per task.
+    """Return relative standard deviations of `inference`, `turn` and fresh `build`, a row per task.
 
-    Each is the median over the rows of the task. Analysis of variance on logarithms, samples nested in turns in builds,
-    by the method of moments: the variance of the means of a level minus that of the level below (Kalibera and Jones,
-    "Rigorous benchmarking in reasonable time", ISMM 2013, section 6). A negative estimate counts as 0.
+    Each is the median over the task's rows (`rows`: their number). Analysis of variance on logarithms, samples nested
+    in turns in builds, by the method of moments: the variance of the means of a level minus that of the level below
+    (Kalibera and Jones, "Rigorous benchmarking in reasonable time", ISMM 2013, section 6). Negative ones count as 0.
     """
     lines = []
     for task in results.tasks:

@@ -69,8 +69,8 @@ def precision_frame(main: pd.DataFrame) -> pd.DataFrame:
 def finalist_frame(results: Results) -> pd.DataFrame:
     """Return a row for each placement that a search sent to the confirmation, of every seed and rank.
 
-    The second best of a search is called "METHOD #2". The main table has no such rows: selecting among them by
-    confirmed figures would select and report by the same samples.
+    It has the columns of `main_frame` without marks and decision. The second best of a search is called "METHOD #2".
+    The main table lacks such rows: a selection among them by confirmed figures would bias the reported ones.
     """
     lines = []
     for task in results.tasks:

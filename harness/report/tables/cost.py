@@ -87,12 +87,12 @@ def cost_table(results: Results) -> ReportTable:
 
 
 def cost_frame(results: Results) -> pd.DataFrame:
-    """Return a row per search with seconds spent on build and release, sampling, evaluation, failures and harness.
+    """Return a row per search with seconds of its parts, numbers of readings, and numbers of candidates.
 
-    `search_s` is the part of `harness_s` that the searcher took in `ask` and `tell`; NaN in runs of earlier versions.
-    `build_s` is NaN if builds are replayed. `saved` is an estimate of the readings that racing saved. Numbers of
-    candidates: `rebuilt`: built again; `disturbed`: first readings discarded; `unstable`: second readings disturbed
-    too, or latency not steady at the end of the warm-up.
+    `total_s` has the parts `build_s` (with release; NaN if builds are replayed), `sampling_s`, `evaluation_s`,
+    `failures_s` and `harness_s`, of which the searcher took `search_s` (NaN in runs of earlier versions). `saved` is an
+    estimate of the readings that racing saved. `rebuilt` candidates were built again; of `disturbed` ones the first
+    readings were discarded; of `unstable` ones the second were disturbed too, or the latency was never steady.
     """
     searches = [(task, search) for task in results.tasks for search in task.searches if search.elapsed_s]
     return pd.DataFrame([_cost_row(task, search) for task, search in searches])

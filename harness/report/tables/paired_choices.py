@@ -139,7 +139,7 @@ def _join_ratios(part: pd.DataFrame) -> str:
 
 
 def fixed_frame(results: Results) -> pd.DataFrame:
-    """Return the confirmed ratio of the choices over the best fixed row of the task, by searcher and budget.
+    """Return the confirmed speedup (`ratio`) of the choices over the best fixed row, by task, searcher and budget.
 
     Fixed rows are the experiment's baselines; rows transferred from other tasks came from a search. The best is the
     fastest confirmed one that obeys the bound on accuracy; if none does, `row` is "" and there is no ratio. `same` of
