@@ -54,7 +54,7 @@ def engine(feeds: Any) -> dict[str, np.ndarray]:
     return {"logits": np.where(feeds["mask"], feeds["x"], -9)}
 
 
-def two(labels: str = "y", path: str = "two.npz", **cut: Any) -> dict[str, Any]:
+def two(labels: str | None = "y", path: str = "two.npz", **cut: Any) -> dict[str, Any]:
     return {"use": path[-3:], "path": path, "labels": labels, **cut}
 
 
@@ -185,6 +185,15 @@ def test_failing_user_metric_is_named(name, words, folder, functions):
     evaluator = made(METRIC, two(), folder, function=f"{functions}:{name}")
     with pytest.raises(EvaluationFailed, match=f"{functions}:{name}.*{words}"):
         evaluator.score(engine)
+
+
+@pytest.mark.parametrize(
+    ("function", "data", "words"),
+    [("hits", two(), "a name of the form module:function, but got 'hits'"), ("", two(None), "labels are needed")],
+)
+def test_metrics_without_function_or_labels_are_refused(function, data, words, folder, functions):
+    with pytest.raises(UserError, match=words):
+        made(METRIC, {**data, "path": "inputs.npz"}, folder, function=function or f"{functions}:hits")
 
 
 def test_custom_metric_examples_of_the_docs_run(folder, monkeypatch):

@@ -116,6 +116,12 @@ def model(text: str) -> tuple[str, str]:
             "no decoder is called 'shape'; did you mean 'shapes'",
         ),
         (("baselines:", "objective: {max_drop: 0.1}\nbaselines:"), "model 'net' has no evaluator whose metric"),
+        (("budget:", "executor: {tasks: 2}\nbudget:"), "tasks: only for the executor 'ray', but use is 'local'"),
+        (
+            ("budget:", "executor: {use: ray, timing: concurrent}\nbudget:"),
+            "timing: only for the executor 'local'",
+        ),
+        (("evaluations: [4]", "evaluations: [2]"), "budget.evaluations: at least 3, because the 2 placements"),
     ],
 )
 def test_check_reports_errors_before_run(folder, capsys, change, expected):
@@ -128,6 +134,45 @@ def test_check_reports_errors_before_run(folder, capsys, change, expected):
         assert expected in error
         assert "Traceback" not in error
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("run e.yaml --compile", "--compile: only with --check"),
+        ("import gone.onnx net.onnx -o x.onnx", "gone.onnx: no such file"),
+        ("import folder net.onnx -o x.onnx", "folder: no such file"),
+        ("apply ship gone.onnx --out out", "gone.onnx: no such file"),
+        ("insert net.onnx -o x.onnx --calibration folder", "images need --preprocess"),
+        ("insert net.onnx -o x.onnx --placement .", ".: a results folder without a folder to deploy"),
+        ("explain net.onnx --backend onnxruntime --html x.html", "--html is for backend rtx_compile"),
+        ("check net.onnx --dialect onnxruntime", "--dialect onnxruntime: no rules about files"),
+        ("report net.onnx", "net.onnx: a file, not the results folder"),
+        ("report folder", "folder: contains output of ModelOpt's procedure"),
+        ("trace net.onnx x:speedup", "net.onnx: a file, not the results folder"),
+        ("recover net.onnx --backend onnxruntime", "recovery needs an evaluator"),
+        ("agreement net.onnx --backend onnxruntime", "the study needs an evaluator whose data have labels"),
+        ("noise net.onnx --backend simulated --placement lineer", "unknown placement 'lineer'; did you mean 'linear'"),
+        ("regions assets:net.onnx", "assets:net.onnx: set the environment variable QDQ_ASSETS"),
+        ("regions ~nobody_here/net.onnx", "~nobody_here/net.onnx: Could not determine home directory"),
+    ],
+)
+def test_arguments_that_a_command_cannot_use_are_named(folder, capsys, monkeypatch, command, expected):
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("QDQ_ASSETS", raising=False)
+    (folder / "experiment.yaml").touch()
+    (folder / "folder").mkdir()
+    (folder / "folder" / "autotuner_state.yaml").touch()
+    assert qdq(*command.split()) == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
+    assert not (folder / "x.onnx").exists()
+
+
+def test_assets_are_in_their_folder(folder, capsys, monkeypatch):
+    monkeypatch.setenv("QDQ_ASSETS", str(folder / "assets"))
+    (folder / "assets").mkdir()
+    assert qdq("regions", "assets:../net.onnx") == 2
+    assert "assets:../net.onnx: leads outside of the folder that QDQ_ASSETS names" in capsys.readouterr().err
 
 
 def test_a_searcher_in_the_experiments_folder_runs_from_any_directory(folder, tmp_path_factory, monkeypatch, capsys):

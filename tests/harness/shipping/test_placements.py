@@ -159,6 +159,18 @@ def widen_weight(proto: onnx.ModelProto) -> None:
             attribute.ints[:] = [1, 1, 1, 1]
 
 
+def add_output(proto: onnx.ModelProto) -> None:
+    proto.graph.output.append(onnx.helper.make_tensor_value_info(proto.graph.node[0].output[0], 1, None))
+
+
+def shrink_input(proto: onnx.ModelProto) -> None:
+    proto.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 12
+
+
+def drop_bias(proto: onnx.ModelProto) -> None:
+    next(node for node in proto.graph.node if node.op_type == "Conv").input.pop()
+
+
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
@@ -167,6 +179,9 @@ def widen_weight(proto: onnx.ModelProto) -> None:
         (change_wiring, "counterpart"),
         (remove_last, "nothing"),
         (widen_weight, "new."),
+        (add_output, "1 inputs and 2 outputs, but 1 and 1 there"),
+        (shrink_input, "input 'x' has shape 1x3x12x16, but 1x3x16x16 there"),
+        (drop_bias, "has 2 inputs and 1 outputs"),
     ],
 )
 def test_different_structure_is_refused_naming_the_difference(tmp_path, change, fact):

@@ -11,7 +11,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, read_signature
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
-from harness.graph.pattern_cache import MeasurementOrigin, build_cache
+from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, build_cache
 from harness.graph.pattern_cache_io import write_cache
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
@@ -19,9 +19,10 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, TENSORRT
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
+from harness.records import SCHEMA_VERSION
 from harness.report.load.results import load as load_results
 from harness.report.tables.main import main_note
-from harness.results_dir.io import read_json
+from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import read_journal
 from harness.task_setup.external_tools import ExternalModel
 from harness.task_setup.initial_design import InitialDesign, fix_imported_inputs, tensorrt_guide_placement
@@ -187,6 +188,24 @@ def test_pattern_cache_of_earlier_run_starts_search_without_remark(folder):
     assert [entry.proposal.origin for entry in entries[:2]] == ["initial:float", "initial:pattern_cache"]
     assert any(entries[1].proposal.choices)
     assert read_json(task / "task.json")["cache_remarks"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pattern_cache", "the pattern cache contains none of its patterns"),
+        ("sensitivity", "no unit with a gain exists in this model"),
+    ],
+)
+def test_files_without_a_placement_for_the_model_are_named(folder, model, space, name, said):
+    listening = Listening()
+    write_cache(PatternCache(), folder / "pattern_cache.file")
+    write_json(folder / "sensitivity.file", {"kind": name, "schema": SCHEMA_VERSION, "units": []})
+    initial = f"[float, trt_guide, {{use: {name}, params: {{path: {name}.file}}}}]"
+    found = seeding(folder, model, space, initial, observer=listening)
+    assert found[name] == {}
+    assert roles(space, found["trt_guide"]["trt_guide"]) == {"linear", "add", "pool"}
+    assert said in listening.said[0]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from harness.compat.tao_specs.engine import EngineFacts, read_facts
 from harness.compat.tao_specs.evaluate import EvaluationResult
 from harness.compat.tao_specs.spec import parse_spec
 from harness.config.sections import PluginSpec
-from harness.errors import UserError
+from harness.errors import BuildFailed, UserError
 from harness.explain import file_check
 from harness.graph.builder import GraphBuilder
 from harness.progress import NullProgress
@@ -233,6 +233,9 @@ def test_damaged_or_mismatched_engines_are_refused(detector, data, tmp_path):
     facts_file.unlink()
     with pytest.raises(UserError, match=r"there is no model.blob.json.*TensorRT is assumed"):
         evaluate_spec(asked, tmp_path)
+    shapes = data.replace("dataset:\n", "dataset:\n  shapes: {images: 1x3x128x128}\n")
+    with pytest.raises(UserError, match=r"evaluate\.decode: .* decoder of this model; one of"):
+        evaluate_spec(target(shapes, trt_engine="model.blob"), tmp_path)
 
 
 def test_backends_without_engine_files_are_refused(small, tmp_path, monkeypatch):
@@ -244,10 +247,19 @@ def test_backends_without_engine_files_are_refused(small, tmp_path, monkeypatch)
         engines.load_engine(small, PluginSpec(use="fake"))
 
 
+def test_a_model_that_the_runtime_refuses_gives_no_engine(small, tmp_path, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise BuildFailed("no kernel")
+
+    monkeypatch.setattr(engines, "call_in_helper_process", refuse)
+    with pytest.raises(UserError, match=f"{small.name}: no engine: no kernel"):
+        build_spec(engine(small, "m.blob"), tmp_path, "openvino")
+
+
 SIZES = "min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8"
 
 
-def test_tensorrt_build_parameters_of_a_spec(small, tmp_path, saved):
+def test_tensorrt_build_parameters_of_a_spec(small, tmp_path, saved, caplog):
     build_spec(engine(small, "m.trt", f"workspace_size: 1024, {SIZES}", "fp16"), tmp_path, "tensorrt")
     assert saved[0].params == {
         "precision": "f16",
@@ -257,6 +269,10 @@ def test_tensorrt_build_parameters_of_a_spec(small, tmp_path, saved):
     registry.check_params("benchmarker", "tensorrt", saved[0].params)
     assert saved[0].inputs == {"images": ("float", (4, 3, 8, 8))}
     assert saved[0].precisions == ()
+    builder = GraphBuilder("fixed", seed=1)
+    builder.output(builder.conv(builder.input("images", (1, 3, 8, 8)), 4, 3), name="y")
+    build_spec(engine(builder.save(tmp_path / "fixed.onnx"), "m.trt", SIZES), tmp_path, "tensorrt")
+    assert "max_batch_size: ignored, because the batch of the model is fixed" in caplog.text
     with pytest.raises(UserError, match=r"trt_engine: a name that ends in .trt, .engine, .plan, but got m.onnx"):
         build_spec(engine(small, "m.onnx"), tmp_path, "tensorrt")
 

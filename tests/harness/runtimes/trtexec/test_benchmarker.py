@@ -14,7 +14,7 @@ from harness.api import Candidate
 from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.runtimes.trtexec.benchmarker import TrtexecBenchmarker
-from harness.runtimes.trtexec.flags import parse_version, read_times
+from harness.runtimes.trtexec.flags import parse_version, read_outputs, read_profile, read_times
 
 
 @pytest.fixture(params=[10, 11])
@@ -158,6 +158,31 @@ def test_failures_quote_trtexec(tmp_path, monkeypatch):
         slow.build(candidate(path), tmp_path)
 
 
+FEED = {"x": np.ones((1, 2, 2), np.float32)}
+
+
+@pytest.mark.usefixtures("major")
+def test_files_that_trtexec_did_not_write_fail_the_candidate(tmp_path):
+    made, path, program = TrtexecBenchmarker(precision="f32"), model(tmp_path / "m.onnx"), tmp_path / "bin" / "trtexec"
+    artifact = made.build(candidate(path), tmp_path)
+    program.write_text("#!/bin/sh\necho nothing\n")
+    with pytest.raises(BuildFailed, match="trtexec wrote no engine: nothing"):
+        made.build(candidate(path), tmp_path / "bin")
+    with pytest.raises(MeasureFailed, match="trtexec's profile cannot be read"):
+        made.layers(artifact)
+    with made.open(artifact) as probe, pytest.raises(MeasureFailed, match="trtexec's outputs cannot be read"):
+        probe.infer(FEED)
+    other = json.dumps([{"name": "z", "dimensions": "1", "values": [1]}])
+    program.write_text(f"#!/bin/sh\necho '{other}' > {tmp_path / 'outputs.json'}\n")
+    with made.open(artifact) as probe, pytest.raises(MeasureFailed, match="trtexec wrote no output 'y', but z"):
+        probe.infer(FEED)
+    program.write_text("no program")
+    with pytest.raises(BuildFailed, match="trtexec cannot be started"):
+        made.build(candidate(path), tmp_path)
+    with pytest.raises(UserError, match="trtexec cannot be started"):
+        TrtexecBenchmarker(precision="f32").describe()
+
+
 def test_profile_reports_layers_with_times(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", profile=True)
     artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
@@ -237,8 +262,12 @@ def test_read_times_returns_compute_time_not_latency(tmp_path):
     assert len(read_times(file, 0)) == 2
 
 
-def test_damaged_times_are_a_failed_measurement(tmp_path):
+def test_damaged_files_are_a_failed_measurement(tmp_path):
     file = tmp_path / "times.json"
+    file.write_text("[{}, 3]")
+    for read, what in ((read_profile, "profile"), (read_outputs, "outputs")):
+        with pytest.raises(MeasureFailed, match=f"trtexec's {what} cannot be read"):
+            read(file)
     for content, message in (
         ("nonsense", "times cannot be read"),
         ("[{}]", "times cannot be read: KeyError"),
