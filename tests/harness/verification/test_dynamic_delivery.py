@@ -19,7 +19,7 @@ from harness.cli.main import main
 from harness.config.sections import Sampling
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.dynamic_axes import transfer_file
+from harness.graph.dynamic_axes import TransferError, transfer_changes, transfer_file
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import TensorType
 from harness.graph.qdq.insert import Inserter
@@ -179,6 +179,57 @@ def test_pair_named_like_the_replaced_constant(tmp_path):
     feeds = {"x": np.ones((1, 3, 8, 16), np.float32)}
     (found,), (floating,) = run_onnxruntime(moved, feeds), run_onnxruntime(path, feeds)
     np.testing.assert_allclose(found, floating, atol=0.006)
+
+
+def small_graph(nodes: str, **constants: object) -> onnx.ModelProto:
+    """Return a model of nodes that are written as NAME:OPERATOR INPUT,...:OUTPUT."""
+    made = []
+    for text in nodes.split():
+        name, op, inputs, output = text.split(":")
+        axis = {"axis": int(op[-1])} if op[-1].isdigit() else {}
+        made.append(onnx.helper.make_node(op.rstrip("0123456789"), inputs.split(","), [output], name=name, **axis))
+    values = [onnx.helper.make_tensor_value_info(name, 1, ["n"]) for name in ("x", "y")]
+    stored = [numpy_helper.from_array(np.array(value, np.float32), name) for name, value in constants.items()]
+    return onnx.helper.make_model(onnx.helper.make_graph(made, "net", values[:1], values[1:], stored))
+
+
+FIXED = "add:Add:x,c:t soft:Softmax1:t:y"
+PLACED = "dq:DequantizeLinear:q,s,z:d add:Add:x,d:t soft:Softmax1:t:y"
+STORED = {"q": 1, "s": 1, "z": 0}
+
+
+@pytest.mark.parametrize(
+    ("placed", "dynamic", "said"),
+    [
+        ((PLACED, STORED), ("add:Add:x,c:t soft:Softmax1:t:y", {"c": [2]}), "the constant has other values"),
+        ((PLACED, STORED), ("add:Add:x,e:t soft:Softmax1:t:y", {"e": [1]}), "with dynamic axes it reads 'e'"),
+        ((PLACED, STORED), ("add:Mul:x,c:t soft:Softmax1:t:y", {"c": [1]}), "is Add at fixed shapes and Mul at others"),
+        ((PLACED, STORED), ("soft:Softmax1:x:y", {}), "edge 'c' -> input 1 of 'add': the node exists only at fixed"),
+        (
+            (PLACED, STORED),
+            ("add:Add:x,c:t soft:Softmax1:t:y", {}),
+            "edge 'c' -> input 1 of 'add': the tensor is a con",
+        ),
+        (
+            (PLACED, STORED | {"s": [1, 2]}),
+            ("cut:Relu:x:c add:Add:x,c:t soft:Softmax1:t:y", {}),
+            "a constant only at fixed shapes, with a scale for each channel",
+        ),
+        ((PLACED, {"s": 1, "z": 0}), (FIXED, {"c": [1]}), "edge 'q' -> input 0 of DequantizeLinear: the tensor is not"),
+        (("add:Add:x,c:y", {"c": [1]}), (FIXED, {"c": [1]}), "node 'soft' is not in the quantized model"),
+        (
+            ("add:Add:x,c:t soft:Softmax2:t:y", {"c": [1]}),
+            ("add:Add:x,c:t soft:Softmax0:t:y", {"c": [1]}),
+            "node 'soft' has other attributes at fixed shapes",
+        ),
+    ],
+)
+def test_differences_without_a_counterpart_are_named(placed, dynamic, said):
+    fixed, quantized, other = (
+        small_graph(nodes, **constants) for nodes, constants in ((FIXED, {"c": [1]}), placed, dynamic)
+    )
+    with pytest.raises(TransferError, match=re.escape(said)):
+        transfer_changes(fixed, quantized, other)
 
 
 def test_static_model_has_no_dynamic_file(tmp_path):

@@ -340,6 +340,34 @@ def test_wrong_feeds_fail_the_measurement(trt, tmp_path):
             probe.infer(feeds(2))
 
 
+@pytest.mark.parametrize(
+    ("method", "answer", "message"),
+    [
+        ("set_input_shape", False, "input 'x': 1x3x8x8 is refused"),
+        ("set_tensor_address", False, "its memory is refused"),
+        ("get_tensor_shape", (1, -1), "its size depends on the data, so it cannot be bound beforehand"),
+        ("execute_async_v3", False, "TensorRT cannot run the engine"),
+    ],
+)
+def test_refusals_of_the_execution_context_fail_the_measurement(trt, tmp_path, monkeypatch, method, answer, message):
+    made = TensorRTBenchmarker(precision="f32")
+    artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    monkeypatch.setattr(trt.IExecutionContext, method, lambda *_: answer)
+    with pytest.raises(MeasureFailed, match=message), made.open(artifact) as probe:
+        probe.infer(feeds())
+
+
+def test_a_timing_cache_in_a_file_instead_of_a_folder_is_refused(trt, tmp_path):
+    cache, library = TimingCache("shared", tmp_path / "file" / "cache"), open_library()
+    config = trt.Builder(library.log).create_builder_config()
+    cache.enter(library, config)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/cache: cannot be written"):
+        cache.leave(config)
+    with pytest.raises(UserError, match=r"file/cache: cannot be read \(Not a directory"):
+        cache.enter(library, config)
+
+
 def test_layers_use_detailed_build_and_separate_timing_runs(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32", profile=True)
     path = small(tmp_path / "m.onnx")
@@ -467,6 +495,9 @@ def test_an_old_tensorrt_is_refused():
     fake = FakeTensorRT(10, FakeCuda())
     fake.__version__ = "10.8.0"
     with pytest.raises(UserError, match=r"TensorRT 10\.8\.0 is too old: 10\.9 or later"):
+        open_library(lambda: fake)
+    fake.__version__ = "unknown"
+    with pytest.raises(UserError, match="TensorRT names its version 'unknown'"):
         open_library(lambda: fake)
 
 
