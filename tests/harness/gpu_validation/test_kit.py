@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from harness.cli.main import main
-from harness.errors import UserError
+from harness.errors import BuildFailed, UserError
 from harness.gpu_validation import kit, measures, steps
 from harness.gpu_validation.conformance import check_benchmarker, file_candidate
 from harness.gpu_validation.kit import check_steps, run_validation
 from harness.gpu_validation.measures import check_prescreening, check_timer, compare_with_trtexec
 from harness.gpu_validation.steps import Step, list_steps
 from harness.graph.builder import GraphBuilder
+from harness.graph.io.helper_process import HelperCallFailed
 from harness.results_dir.io import read_json
 from harness.results_dir.manifest import find_changed_files
 
@@ -208,6 +209,39 @@ def test_verdicts_are_compared_and_kept(monkeypatch):
         assert "TensorRT-RTX parser, TensorRT" in found["MatMul int8-zero=3 int8"].detail
         assert "MatMul int8 int8" not in found
     assert small.saved == 2
+
+
+@pytest.mark.parametrize(
+    ("failure", "verdict", "message"),
+    [
+        (BuildFailed("net: cannot parse the model"), "parser", "cannot parse the model"),
+        (BuildFailed("net: builds no engine"), "builder", "builds no engine"),
+        (HelperCallFailed("net", "was ended by SIGSEGV", crashed=True), "crash", "was ended by SIGSEGV"),
+        (KeyError("name"), "error", "KeyError"),
+    ],
+)
+def test_a_failed_build_is_a_verdict_on_one_model(monkeypatch, failure, verdict, message):
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setitem(sys.modules, "compiler_cases", OneCase({"MatMul int8 int8": "int8"}))  # type: ignore[arg-type]
+    monkeypatch.setattr(measures, "call_in_helper_process", fail)
+    *_, found, whole = measures.compare_verdicts()
+    assert found.name == "MatMul int8 int8"
+    assert f"TensorRT {verdict}" in found.detail
+    assert message in found.detail
+    assert whole.passed is (verdict != "error")
+
+
+def test_a_measure_that_cannot_start_is_a_failed_check(folder, monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> None:
+        raise UserError("no GPU")
+
+    monkeypatch.setitem(sys.modules, "compiler_cases", OneCase({"MatMul int8 int8": "int8"}))  # type: ignore[arg-type]
+    monkeypatch.setattr(measures, "call_in_helper_process", fail)
+    assert measures.main(["verdicts"]) == 1
+    assert "1 of 1 checks failed (measure)" in capsys.readouterr().out
+    assert read_json(folder / "checks.json")["checks"][0]["detail"] == "no GPU"
 
 
 @pytest.mark.slow

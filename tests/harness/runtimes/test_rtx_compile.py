@@ -10,6 +10,8 @@ from compiler_cases import FP8, INT8, Case, Pair, save
 
 from harness.cli.main import main
 from harness.errors import BuildFailed, UserError
+from harness.gpu_validation.conformance import file_candidate
+from harness.graph.io.helper_process import HelperCallFailed
 from harness.runtimes.rtx_compile import compiler
 from harness.runtimes.rtx_compile.compiler import read_kernels
 from harness.runtimes.rtx_compile.plugin import RTXCompiler
@@ -102,6 +104,10 @@ def test_compiled_model_has_kernels_and_warnings(install, tmp_path):
     assert (found.target, found.version, found.refusal) == ("sm89", "1.7.9", None)
     assert found.warnings == ("UINT8 is read as INT8",)
     assert len(found.kernels) == 2
+    artifact = RTXCompiler().build(file_candidate(tmp_path / "m.onnx"), tmp_path)
+    assert artifact.engine.kernels == found.kernels
+    with pytest.raises(UserError, match="only compiles models"):
+        RTXCompiler().open(artifact)
 
 
 def test_a_refusal_names_stage_node_message_and_rule(install, tmp_path):
@@ -113,6 +119,18 @@ def test_a_refusal_names_stage_node_message_and_rule(install, tmp_path):
     install(Library(refused_by="builder"))  # which names no node
     refusal = RTXCompiler().compile(shifted).refusal
     assert (refusal.stage, refusal.node, refusal.message) == ("builder", "QuantizeLinear_0", "Myelin: CHECK failed")
+    with pytest.raises(BuildFailed, match="Myelin: CHECK failed"):
+        RTXCompiler().build(file_candidate(shifted), tmp_path)
+
+
+def test_a_crash_of_the_compiler_is_a_refusal(install, tmp_path, monkeypatch):
+    def crash(*_: object, **__: object) -> None:
+        raise HelperCallFailed("m.onnx", "was ended by SIGSEGV", crashed=True)
+
+    install(Library())
+    monkeypatch.setattr(compiler, "call_in_helper_process", crash)
+    refusal = RTXCompiler().compile(save(LEGAL, tmp_path / "m.onnx")).refusal
+    assert (refusal.stage, refusal.message, refusal.crashed) == ("builder", "was ended by SIGSEGV", True)
 
 
 def test_missing_library_names_the_remedy(install, monkeypatch):

@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from harness.compat.modelopt_autotune import MODE_PRESETS, get_node_filter_list
+from harness.compat.modelopt_autotune import __main__ as command
 from harness.compat.modelopt_autotune.benchmark import (
     Benchmark,
     backend_spec,
@@ -75,6 +76,10 @@ def test_mode_presets_fill_missing_options(mode):
         (("--state_file", "odd.txt"), "odd.txt: a mapping of keys, but got str"),
         (("--calibration_data", "images"), "an .npz file with an array for each input"),
         (("-o", "odd.txt"), "--output_dir odd.txt: is a file, not a folder"),
+        (("-o", "odd.txt/out"), "--output_dir odd.txt/out: cannot be created: Not a directory"),
+        (("--at", "x=1x3x8x8", "--wait", "0"), "ModelOpt's procedure times one shape"),
+        (("--json",), "ModelOpt's procedure prints no table"),
+        (("--start", "model.onnx"), "--start, --baseline: not in ModelOpt's procedure"),
         (("--shape", "1x3x16x16"), "--shape 1x3x16x16: NAME:SHAPE"),
         (("--shape", "y:1x3x16x16"), "shapes.y: the model has no such input; known: x"),
     ],
@@ -83,6 +88,19 @@ def test_mistakes_end_with_one_message_and_exit_code_2(folder, tune, arguments, 
     (folder / "odd.txt").write_text("nothing*")
     (folder / "empty.txt").write_text("# nothing\n")
     assert says in tune(*arguments, code=2)
+
+
+@pytest.mark.parametrize(("stop", "status"), [(None, 0), (UserError("no kernel"), 2), (KeyboardInterrupt(), 130)])
+def test_exit_status_of_the_module(monkeypatch, capsys, stop, status):
+    def run(given, prog, observer):
+        assert given == ["-m", "model.onnx"]
+        if stop is not None:
+            raise stop
+
+    monkeypatch.setattr(command, "autotune", run)
+    monkeypatch.setattr(sys, "argv", ["autotune", "-m", "model.onnx"])
+    assert command.main() == status
+    assert ("autotune: no kernel" in capsys.readouterr().err) is (status == 2)
 
 
 @pytest.mark.parametrize(

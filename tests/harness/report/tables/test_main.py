@@ -512,7 +512,12 @@ def test_the_note_lists_recovered_placements_with_their_steps(folder):
     }
     placements = {
         "first": {**facts, "loss": 0.004, "within": True},
-        "second": {**facts, "loss": 0.1, "within": False},
+        "second": {
+            **facts,
+            "loss": 0.1,
+            "within": False,
+            "left_float": [{"node": "Conv_1", "gain_db": 2.5}, {"nodes": ["Conv_2", ""], "alone_db": 3.3}],
+        },
         "third": {"label": "nothing to try", "within": False},
         "fourth": {"label": "not tried: surely within the bound as given", "within": False, "surely_within": True},
     }
@@ -524,5 +529,6 @@ def test_the_note_lists_recovered_placements_with_their_steps(folder):
     assert "0.2000 before, 0.0040 after" in note
     assert "second with" in note
     assert "still misses the bound" in note
+    assert "Conv_1 left float +2.5 dB; Conv_2 and 1 after it left float, 3.3 dB if quantized" in note
     assert "third" not in note
     assert "fourth: not tried: surely within the bound as given" in note
