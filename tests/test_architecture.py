@@ -107,7 +107,7 @@ NATIVE_MODULES = {
     "graph.builder", "graph.equivalence.versions", "graph.passes.normalize", "graph.passes.pipeline",
     "graph.passes.simplify", "graph.passes.static_shapes", "graph.segmented_run",
     "runtimes.onnxruntime", "runtimes.openvino", "runtimes.tensorrt.model_checks", "runtimes.tensorrt_rtx",
-    "shipping.deploy_runtime", "verification.dynamic_check",
+    "shipping.deploy_runtime", "verification.dynamic_check", "verification.size_check",
 }  # fmt: skip
 """Modules whose native code is run in the helper process, a worker or a tool's process, or on models made by code."""
 

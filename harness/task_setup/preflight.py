@@ -47,6 +47,7 @@ from harness.task_setup.float_baseline import cast_problems
 from harness.task_setup.initial_design import check_files
 from harness.task_setup.methods import is_external_searcher
 from harness.task_setup.model_loader import evaluator_spec, input_types, open_model
+from harness.verification.size_check import check_input_sizes
 from search.api import CONTRACT
 from search.synthetic_problem import synthetic_space
 
@@ -117,8 +118,10 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
         with errors.collect(), prefix_key(f"models.{i}", f"model {model.name!r}"):
             loaded = open_model(model, Path())
             require_float_model(loaded)
-            found = [*_cast_remarks(experiment, loaded, precisions), *_ort_remarks(loaded)]
-            remarks += [f"model {model.name!r}: {remark}" for remark in found]
+            keys = [key for key in ("shapes", "dims") if getattr(model, key)] or ["calibration.data"]
+            unrunnable = check_input_sizes(loaded, keys) or _ort_remark(loaded)
+            found = [*_cast_remarks(experiment, loaded, precisions), unrunnable]
+            remarks += [f"model {model.name!r}: {remark}" for remark in filter(None, found)]
     errors.raise_all()
     return tuple(remarks)
 
@@ -141,11 +144,11 @@ def _cast_remarks(experiment: Experiment, model: Model, precisions: Sequence[str
             yield f"no {precision} where the precision is open: {message}"
 
 
-def _ort_remarks(model: Model) -> Iterator[str]:
+def _ort_remark(model: Model) -> str:
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
-        if reason := explain_unrunnable(save_to_folder(model, Path(scratch))):
-            tools = ", ".join(PTQ_FUNCTIONS)
-            yield f"ONNX Runtime cannot run it as it is: calibration and {tools} leave parts float, or fail: {reason}"
+        reason, tools = explain_unrunnable(save_to_folder(model, Path(scratch))), ", ".join(PTQ_FUNCTIONS)
+    wrong = f"ONNX Runtime cannot run it as it is: calibration and {tools} leave parts float, or fail: {reason}"
+    return wrong if reason else ""
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:

@@ -14,12 +14,12 @@ from harness.api import Array
 from harness.errors import UserError
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import TensorType
-from harness.graph.passes.dimension_sizes import Axes, evaluate_expression, expression_symbols, is_batch
+from harness.graph.passes.dimension_sizes import Axes
 from harness.graph.segmented_run import open_reference_session
 from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
 from harness.runtimes.host_clock import one_line_error
+from harness.verification.input_shapes import Shapes, iter_sizes, other_shapes, resize_array
 
-Shapes = Mapping[str, tuple[int, ...]]
 Outputs = tuple[Array, ...]
 Feeds = Mapping[str, Array]
 Case = tuple[int, Shapes]
@@ -37,11 +37,6 @@ INPUT_NOTES = {
     False: "on random inputs (relative difference: root mean square of the difference over that of the output; on "
     "random inputs it is no measure of accuracy, and shows only whether the sizes agree)",
 }
-# Sizes to try: number of samples to add to the batch; factor and offset of other dimensions.
-RESIZE_PLANS = (
-    (1, 2.0, 0), (2, 1.0, -1), (1, 0.5, 0), (2, 1.0, 32), (1, 1.0, 0), (2, 1.0, 0), (0, 2.0, 0), (0, 1.0, -1),
-    (0, 0.5, 0), (0, 1.0, 32), (0, 1.0, 1), (3, 1.5, 0), (0, 1.5, 0),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,22 +130,11 @@ def _describe_shapes(subject: DynamicCheckTarget, shapes: Sequence[Shapes]) -> s
     if not shapes:
         return "not checked at other sizes: the float model runs at none that was tried"
     few = "" if len(shapes) >= OTHER_SHAPE_COUNT else "; the float model runs at no second size that was tried"
-    searched, *others = (dict(_iter_sizes(subject.axes, shape)) for shape in (subject.searched_shapes, *shapes))
+    searched, *others = (dict(iter_sizes(subject.axes, shape)) for shape in (subject.searched_shapes, *shapes))
     still = [name for name, size in searched.items() if all(other[name] == size for other in others)]
     sizes = " and ".join(", ".join(f"{name} {size}" for name, size in other.items()) for other in others)
     fixed = f"; the float model runs at no other size of {', '.join(still)} that was tried" if still else ""
     return f"checked at {sizes} {INPUT_NOTES[bool(subject.samples)]}{few}{fixed}"
-
-
-def _iter_sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Yield the size of each symbol, and the shape of each input that has a dynamic dimension without a symbol."""
-    for name, shape in shapes.items():
-        declared = axes[name]
-        if declared is None or None in declared:
-            yield name, "x".join(map(str, shape))
-        for axis, size in zip(declared or (), shape, strict=declared is not None):
-            if isinstance(axis, str):
-                yield axis, str(size)
 
 
 def _compare_files(runtime: str, subject: DynamicCheckTarget, float_runs: Sequence[tuple[Case, Outputs]]) -> str:
@@ -225,51 +209,6 @@ def _largest_difference(outputs: Outputs, reference: Outputs, *, every: bool = F
     return worst
 
 
-def other_shapes(axes: Mapping[str, Axes | None], searched: Shapes) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield shapes of the inputs with other sizes of the dynamic axes, in the order of `RESIZE_PLANS`.
-
-    Args:
-        axes: Declared dimensions by input; all dimensions of an input without an entry are dynamic.
-        searched: Shapes of the search by input, which are not yielded.
-    """
-    declared_axes = {name: axes.get(name) or (None,) * len(shape) for name, shape in searched.items()}
-    tried = [dict(searched)]
-    for plan in RESIZE_PLANS:
-        sizes = _resize(declared_axes, searched, plan)
-        shapes = {
-            name: tuple(sizes[_size_key(name, place, axis)] for place, axis in enumerate(declared))
-            for name, declared in declared_axes.items()
-        }
-        if shapes not in tried and all(min(shape, default=1) > 0 for shape in shapes.values()):
-            tried.append(shapes)
-            yield shapes
-
-
-_SizeKey = int | str | tuple[str, int]
-
-
-def _size_key(name: str, place: int, axis: int | str | None) -> _SizeKey:
-    """Return the key of a dimension's size: its symbol or fixed size, else its input and position."""
-    return (name, place) if axis is None else axis
-
-
-def _resize(declared_axes: Mapping[str, Axes], searched: Shapes, plan: tuple[int, float, int]) -> dict[_SizeKey, int]:
-    """Return the size by key of each dimension: that of the search if it is fixed, else one changed by a plan."""
-    samples, factor, offset = plan
-    places = [(name, place, axis) for name, declared in declared_axes.items() for place, axis in enumerate(declared)]
-    batches = {_size_key(*each) for each in places if is_batch(each[2], each[1])}
-    sizes: dict[_SizeKey, int] = {}
-    for name, place, axis in places:
-        size, key = searched[name][place], _size_key(name, place, axis)
-        changed = size + samples if key in batches else math.ceil(size * factor) + offset
-        sizes[key] = size if isinstance(axis, int) else changed
-    for symbol in [key for key in sizes if isinstance(key, str) and not key.isidentifier()]:
-        names = expression_symbols(symbol)
-        if names and sizes.keys() >= set(names):
-            sizes[symbol] = evaluate_expression(symbol, {name: sizes[name] for name in names}) or 0
-    return sizes
-
-
 def _run_in_process(
     runtime: str, path: Path, subject: DynamicCheckTarget, cases: Sequence[Case], wanted: int
 ) -> list[Outputs | None]:
@@ -309,14 +248,6 @@ def _make_feeds(subject: DynamicCheckTarget, case: Case) -> Feeds:
         return feeds
     sample = subject.samples[(number - 1) % len(subject.samples)]
     return {name: resize_array(array, shapes[name]) for name, array in sample.items()}
-
-
-def resize_array(array: Array, shape: Sequence[int]) -> Array:
-    """Return an array of another shape, of the nearest values (nearest-neighbor interpolation along each axis)."""
-    for axis, (old, new) in enumerate(zip(array.shape, shape, strict=True)):
-        if old != new:
-            array = np.take(array, np.arange(new) * old // new, axis)
-    return array
 
 
 def _open_onnxruntime(path: Path) -> Callable[[Feeds], Outputs]:

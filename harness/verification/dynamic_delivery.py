@@ -21,9 +21,9 @@ from harness.verification.dynamic_check import (
     DynamicCheckFiles,
     DynamicCheckTarget,
     Feeds,
-    Shapes,
     check_dynamic_model,
 )
+from harness.verification.input_shapes import Shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,9 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.random_inputs import random_feeds
 from harness.verification import dynamic_check
-from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, other_shapes, resize_array
+from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget
 from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model
+from harness.verification.input_shapes import other_shapes, resize_array
 from search.space import Placement
 
 DIM, HEADS = 16, 2
