@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from small import qdq, save_chain
 
-from harness.analysis.sensitivity import UnitEffect, UnitSensitivity, quantization_units
+from harness.analysis.sensitivity import (
+    SensitivityAnalysis,
+    SensitivityTimer,
+    UnitEffect,
+    UnitSensitivity,
+    quantization_units,
+    write_sensitivities,
+)
 from harness.errors import UserError
-from harness.records import SCHEMA_VERSION
+from harness.records import SCHEMA_VERSION, Failed
 from harness.results_dir.io import add_checksum, read_json
 from harness.statistics import Interval
 from harness.task_setup.initial_design import ScreenedUnit, nested_prior_placements, read_prior
-from search.space import Dimension, Edge, Space
+from harness.timing.workers.engines import BuiltEngine
+from search.space import Dimension, Edge, Placement, Space
 
 PLUGINS = """
 from talking import Bench
@@ -153,3 +165,47 @@ def test_nested_placements_take_best_first_and_skip_unknown_units():
 def test_missing_sensitivity_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="not a file of 'qdq sensitivity'"):
         read_prior(tmp_path / "nothing.json")
+
+
+class FailingEngines:
+    """Engines that fail a step of every quantized placement."""
+
+    def __init__(self, step: str, stage: str) -> None:
+        self.step, self.failed = step, Failed(stage=stage, reason="no kernel")
+        self.builds: list[Placement] = []
+
+    def _answer(self, step: str, handle: int, answer: Any) -> Any:
+        return self.failed if step == self.step and any(self.builds[handle].choices) else answer
+
+    def build(self, placement: Placement) -> Any:
+        self.builds.append(placement)
+        return self._answer("build", -1, BuiltEngine(handle=len(self.builds) - 1, build_s=0.0, info={}))
+
+    def sample(self, handle: int, policy: object) -> Any:
+        return self._answer("sample", handle, SimpleNamespace(latency_ms=(1.0, 2.0)))
+
+    def evaluate(self, handle: int, evaluator: str) -> Any:
+        return self._answer("evaluate", handle, SimpleNamespace(metrics={"sqnr_db": 30.0}))
+
+    def release(self, handle: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("step", ["build", "sample", "evaluate"])
+@pytest.mark.parametrize(("stage", "float_builds"), [("build", 1), ("crash", 2)])
+def test_units_that_fail_are_recorded_and_ranked_last(tmp_path, step, stage, float_builds):
+    engines = FailingEngines(step, stage)
+    task = SimpleNamespace(space=space(), candidate=lambda placement: placement, accuracy_only=())
+    timer = SensitivityTimer(engines=engines, task=task)  # type: ignore[arg-type]
+    measured = [unit for unit in quantization_units(space(), "point") if unit.precision == "int8"][:2]
+    units = tuple(map(timer.measure_unit, measured))
+    assert [(unit.rank, unit.relative_noise_power) for unit in units] == [(-math.inf, math.inf)] * 2
+    opened = sum(not any(placement.choices) for placement in engines.builds)
+    assert opened == (0 if step == "build" else float_builds), "a worker that died has no base any more"
+    found = SensitivityAnalysis(
+        name="net", space=space(), units=units, full_db={}, calibrated_on="random data", backend={}
+    )
+    write_sensitivities(found, tmp_path / "sensitivity.json")
+    (first, *_) = read_json(tmp_path / "sensitivity.json")["units"]
+    assert first["alone"] == first["left_out"] == {"failed": stage, "reason": "no kernel"}
+    assert read_prior(tmp_path / "sensitivity.json") == ()
