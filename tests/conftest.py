@@ -11,6 +11,7 @@ import pytest
 import typer.main
 from hypothesis import HealthCheck, settings
 
+from harness.graph.io.helper_process import _process_helper
 from harness.registry import without_module
 
 with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes seconds
@@ -43,6 +44,16 @@ def temporary_folder(tmp_path_factory):
     """Give each process of the suite a timing lock of its own, which lies in the folder for temporary files."""
     os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # its sockets lie there: at most 107 bytes a path
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def helper_end():
+    """Let the helper process end by itself, because coverage writes no data of a process that is killed."""
+    yield
+    worker = _process_helper(os.getpid())._worker
+    if worker is not None:
+        worker._connection.close()
+        worker.describe_exit()  # waits
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
