@@ -156,7 +156,9 @@ def test_missing_plugin_is_named(monkeypatch):
 
 def test_real_onnxruntime_accepts_vendor_ids():
     for function in (onnxruntime.OrtValue.ortvalue_from_numpy, onnxruntime.OrtValue.ortvalue_from_shape_and_type):
-        assert list(inspect.signature(function).parameters)[-3:] == ["device_type", "device_id", "vendor_id"]
+        parameters = list(inspect.signature(function).parameters)
+        start = parameters.index("device_type")
+        assert parameters[start : start + 3] == ["device_type", "device_id", "vendor_id"]
     for name in ("bind_ortvalue_input", "bind_ortvalue_output", "clear_binding_inputs", "clear_binding_outputs"):
         assert hasattr(onnxruntime.IOBinding, name)
 
