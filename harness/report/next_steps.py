@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from harness.graph.io.digests import digest_file
-from harness.report.frames.main_frame import BUSY_REMARK
+from harness.report.frames.main_frame import RowStatus
 from harness.report.load.display_names import (
     METRIC_CAPS,
     UNIT_INTERVAL_METRICS,
@@ -32,13 +32,12 @@ from harness.statistics import Interval
 from harness.timing.provenance import format_options
 
 MAX_SUGGESTED_DROP_SHARE = 0.1  # relative to the float model's metric; a looser bound than this is not suggested
-SHIPPED_PREFIXES = ("ship", "fast")
 
 
 def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
     """Return the fastest row of a finished task that may be shipped, or None."""
     best_rows = frame_rows(main[main["best"].eq(True) & main["task"].eq(task.name)])
-    row = next((row for row in best_rows if str(row["decision"]).startswith(SHIPPED_PREFIXES)), None)
+    row = next((row for row in best_rows if row["status"] == RowStatus.SHIPPED), None)
     return row if row is not None and row["row"] in task.rows else None
 
 
@@ -68,8 +67,7 @@ def describe_answers(results: Results, main: pd.DataFrame, base: Path | None = N
             continue
         file = shipped if shipped.exists() and digest_file(shipped) == task.rows[row["row"]].sha256 else path
         line = f"{prefix}take {file}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), file)}"
-        busy = str(row["decision"]).endswith(BUSY_REMARK)
-        yield f"{line}; to confirm again: {_row_command('verify', results, row, base)}" if busy else line
+        yield f"{line}; to confirm again: {_row_command('verify', results, row, base)}" if row["busy"] else line
 
 
 def ship_path(folder: Path, task: str) -> Path:
@@ -159,7 +157,7 @@ def _reasons(task: TaskResults, results: Results, main: pd.DataFrame, base: Path
     """Return the reason why no row of a finished task may be shipped, with remedies; empty without a reason."""
     planned = {spec.name for spec in results.stored.tasks}
     rows = [row for row in frame_rows(main) if row["task"] == task.name and row["method"] != FLOAT_ROW]
-    shipped = any(str(row["decision"]).startswith(SHIPPED_PREFIXES) for row in rows)
+    shipped = any(row["status"] == RowStatus.SHIPPED for row in rows)
     if shipped or task.name not in planned or not task.complete or task.blind:
         return {}
     beyond = [row for row in rows if row["verdict"] == "faster" and row["beyond"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -26,20 +27,28 @@ logger = logging.getLogger(__name__)
 
 MAX_REASON_CHARS = 60
 MISSING_VERDICT = "missing"
-BUSY_REMARK = "the machine was busy: confirm again"  # end of a decision on figures from a disturbed confirmation
-#: Prefixes of decisions on rows that break the bound on accuracy, have no score, or compute a wrong result.
-UNUSABLE_DECISIONS = (
-    "not shipped: accuracy",
-    "not shipped: not scored",
-    "not shipped: wrong result",
-    "not shipped: saturates",
-)
 MAIN_COLUMNS = (
     "task", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
     "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
     "pairs", "builds_ok", "builds", "minutes", "verdict", "beyond", "reason", "decision", "seed", "budget",
-    "search_ms", "shrinkage", "final_selection", "scored", "agreement", "row", "sha256", "best", "tied",
+    "search_ms", "shrinkage", "final_selection", "scored", "agreement", "row", "sha256", "best", "tied", "status",
+    "busy",
 )  # fmt: skip
+
+
+class RowStatus(StrEnum):
+    """Status of a row of the main table, which its decision states in words."""
+
+    SHIPPED = "shipped"  # faster than the float model and, with a bound on accuracy, within it
+    NOT_FASTER = "not faster"  # the float model itself, a tie or slower
+    INACCURATE = "inaccurate"  # beyond the bound on accuracy
+    NOT_SCORED = "not scored"
+    WRONG = "wrong"  # the runtime's result contradicts the file, or saturates
+    NO_FIGURE = "no figure"  # missing, failed or not confirmed, or the float model scores nothing
+
+
+#: Status of rows that break the bound on accuracy, have no score, or compute a wrong result.
+UNUSABLE = (RowStatus.INACCURATE, RowStatus.NOT_SCORED, RowStatus.WRONG)
 
 
 def main_frame(results: Results) -> pd.DataFrame:
@@ -49,7 +58,8 @@ def main_frame(results: Results) -> pd.DataFrame:
     confirmed figures. Methods without results have the verdict "missing".
 
     Returns:
-        Columns `MAIN_COLUMNS`. `best` marks the fastest confirmed method of a finished task within the bound on
+        Columns `MAIN_COLUMNS`. `status` is a `RowStatus`; `busy` marks shipped rows whose confirmation was disturbed;
+        `best` marks the fastest confirmed method of a finished task within the bound on
         accuracy, `tied` methods not distinguishable from it, `beyond` a drop above the bound. Intervals are 95 %.
     """
     lines = [line for task in results.tasks for line in _task_rows(task, results)]
@@ -77,7 +87,8 @@ def finalist_frame(results: Results) -> pd.DataFrame:
         for pick in _final_choices(task):
             line = _choice_row(task, pick)
             lines.append({**line, "method": pick.method if pick.rank == 0 else f"{pick.method} #{pick.rank + 1}"})
-    return pd.DataFrame(lines, columns=[c for c in MAIN_COLUMNS if c not in ("best", "tied", "decision")])
+    decided = ("best", "tied", "decision", "status", "busy")
+    return pd.DataFrame(lines, columns=[c for c in MAIN_COLUMNS if c not in decided])
 
 
 def rows_by_task(frame: pd.DataFrame) -> dict[str, list[dict[Any, Any]]]:
@@ -122,7 +133,10 @@ def _rank_rows(task: TaskResults, lines: list[dict[str, Any]]) -> list[dict[str,
     for line in lines:
         line["best"] = top is not None and line in within and line["row"] == top["row"]
         line["tied"] = line in within and line["row"] in tied
-        line["decision"] = _decide(task, line)
+        line["status"], line["decision"] = _decide(task, line)
+        line["busy"] = line["status"] == RowStatus.SHIPPED and _is_disturbed(task, line["row"])
+        if line["busy"]:
+            line["decision"] += "; the machine was busy: confirm again"
     return lines
 
 
@@ -151,25 +165,33 @@ def _spec_columns(spec: TaskSpec) -> dict[str, Any]:
 def _missing_row(facts: dict[str, Any], method: str) -> dict[str, Any]:
     counts = {"builds_ok": 0, "builds": 0, "beyond": False, "best": False, "tied": False}
     words = {"method": method, "verdict": MISSING_VERDICT, "decision": MISSING_VERDICT, "reason": "", "row": ""}
-    return {**dict.fromkeys(MAIN_COLUMNS), **facts, **counts, **words}
+    status = {"status": RowStatus.NO_FIGURE, "busy": False}
+    return {**dict.fromkeys(MAIN_COLUMNS), **facts, **counts, **words, **status}
 
 
-def _decide(task: TaskResults, line: Mapping[str, Any]) -> str:
-    """Return the decision on a row by its verdict and the bound on accuracy, with the reason if it is not shipped."""
+def _decide(task: TaskResults, line: Mapping[str, Any]) -> tuple[RowStatus, str]:
+    """Return status and decision of a row by its verdict and the bound on accuracy, with the reason against it."""
     verdict = line["verdict"]
-    if verdict == "baseline" or line["precision"] is None:
-        return str(verdict)
+    if verdict == "baseline":
+        return RowStatus.NOT_FASTER, verdict
+    if verdict == MISSING_VERDICT or line["precision"] is None:
+        return RowStatus.NO_FIGURE, str(verdict)
     if verdict not in ("faster", "tie", "slower"):
-        return f"not shipped: {verdict}" if verdict != MISSING_VERDICT else MISSING_VERDICT
+        return RowStatus.WRONG if task.wrong(line["row"]) else RowStatus.NO_FIGURE, f"not shipped: {verdict}"
     if task.blind:
-        return "not shipped: the float model scores nothing"
+        return RowStatus.NO_FIGURE, "not shipped: the float model scores nothing"
     if not task.obeys(line["row"]):
-        return "not shipped: accuracy" if line["score"] is not None else f"not shipped: {_unscored_reason(task, line)}"
-    if verdict != "faster":
-        return "tie: use float" if verdict == "tie" and line["method"] != FLOAT_ROW else f"not shipped: {verdict}"
-    shipped = _shipping_label(task, line)
-    noisy = disturbance_note(task.disturbed) or task.summaries[line["row"]].fully_disturbed
-    return f"{shipped}; {BUSY_REMARK}" if noisy else shipped
+        if line["score"] is not None:
+            return RowStatus.INACCURATE, "not shipped: accuracy"
+        return RowStatus.NOT_SCORED, f"not shipped: {_unscored_reason(task, line)}"
+    if verdict == "faster":
+        return RowStatus.SHIPPED, _shipping_label(task, line)
+    is_tie = verdict == "tie" and line["method"] != FLOAT_ROW
+    return RowStatus.NOT_FASTER, "tie: use float" if is_tie else f"not shipped: {verdict}"
+
+
+def _is_disturbed(task: TaskResults, row: str) -> bool:
+    return bool(disturbance_note(task.disturbed)) or task.summaries[row].fully_disturbed
 
 
 def _shipping_label(task: TaskResults, line: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
-from harness.report.frames.main_frame import UNUSABLE_DECISIONS, interval_columns, rows_by_task, with_backend_column
+from harness.report.frames.main_frame import UNUSABLE, RowStatus, interval_columns, rows_by_task, with_backend_column
 from harness.report.load.display_names import score_column_title
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.stored_experiment import StoredExperiment
@@ -69,9 +69,7 @@ def decision_table(results: Results, main: pd.DataFrame) -> ReportTable:
 def _note(decisions: pd.DataFrame) -> str:
     rows = frame_rows(decisions)
     best = [row for row in rows if row["role"] == BEST_FOUND]
-    unusable = (
-        row for row in best if not is_missing(row["speedup"]) and row["decision"].startswith(UNUSABLE_DECISIONS)
-    )
+    unusable = (row for row in best if not is_missing(row["speedup"]) and row["status"] in UNUSABLE)
     broken = ", ".join(str(row["task"]) for row in unusable)
     sentences = [
         DECISION.caption,
@@ -87,7 +85,7 @@ def _note(decisions: pd.DataFrame) -> str:
         sentences.append(
             f"If no searcher's choice keeps the bound ({broken}), the fastest of all is shown; it is not shipped."
         )
-    if any("not shipped: not scored" in row["decision"] for row in rows):
+    if any(row["status"] == RowStatus.NOT_SCORED for row in rows):
         sentences.append("Models with outputs that are not finite are not shipped; the decision states this reason.")
     return " ".join(sentences)
 
@@ -137,7 +135,7 @@ def _iter_roles(
 def _best_row(searched: Sequence[dict[Any, Any]], losses: Losses) -> dict[Any, Any]:
     """Return the row of the best searcher before the confirmation, among those that obey the bound if any does."""
     confirmed = [row for row in searched if not is_missing(row["speedup"])]
-    obeying = [row for row in confirmed if not str(row["decision"]).startswith(UNUSABLE_DECISIONS)]
+    obeying = [row for row in confirmed if row["status"] not in UNUSABLE]
     rows = obeying or confirmed or searched
     by_search = {(row["method"], row["seed"]): row for row in rows}
     if by_search.keys() <= losses.keys():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report.frames.main_frame import UNUSABLE_DECISIONS, with_backend_column
+from harness.report.frames.main_frame import UNUSABLE, with_backend_column
 from harness.report.load.display_names import BEYOND_BOUND_VERDICT, format_score, score_column_title, verdict_label
 from harness.report.load.results import Results
 from harness.report.report_table import ReportTable, format_interval, frame_rows, pluralize
@@ -109,7 +109,7 @@ def _aggregate_seeds(lines: pd.DataFrame, budgets: pd.DataFrame, finished: Colle
     has_median = lines["seeds"].notna() & lines["speedup"].notna()
     for name, median in (("speedup", "median"), ("speedup_low", "low"), ("speedup_high", "high")):
         lines = lines.assign(**{name: lines[name].astype(float).where(~has_median, lines[median])})
-    task, unusable = lines["task"], lines["decision"].astype(str).str.startswith(UNUSABLE_DECISIONS)
+    task, unusable = lines["task"], lines["status"].isin(UNUSABLE)
     within = lines["speedup"].where(task.isin(finished) & ~unusable & (lines["speedup_high"] >= 1.0))
     faster = within.where(lines["speedup_low"] > 1.0)  # a tie with the float model is not the fastest
     best = faster == faster.groupby(task).transform("max")
@@ -197,7 +197,7 @@ def summary_table(results: Results, main: pd.DataFrame) -> ReportTable:
 
 def _rank(row: Row) -> tuple[int, float]:
     """Return the sort key of a row; the most important row has the smallest."""
-    usable = not str(row["decision"]).startswith(UNUSABLE_DECISIONS) and not row["beyond"]
+    usable = row["status"] not in UNUSABLE and not row["beyond"]
     first = row["method"] == FLOAT_ROW and bool(row["verdict"] == "baseline")
     speedup = 0.0 if is_missing(row["speedup"]) else float(row["speedup"])
     return (0 if first else 1 if usable else 2, -speedup)

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from harness.accuracy.metrics.intervals import SURELY_WITHIN, decode_accuracy, probability_within
-from harness.report.frames.main_frame import with_backend_column
+from harness.report.frames.main_frame import RowStatus, with_backend_column
 from harness.report.load.display_names import format_score, score_column_title
 from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
@@ -130,8 +130,8 @@ def _shown_bounds(task: TaskResults) -> tuple[float, ...]:
 
 def _fastest_row(task: TaskResults, row: Mapping[Any, Any], bound: float) -> dict[str, Any]:
     drop, low = task.drop(row["row"]), row["speedup_low"]
-    wrong = str(row["decision"]).startswith(("not shipped: wrong result", "not shipped: saturates"))
-    keeps = drop is not None and drop <= bound and not wrong and not is_missing(low) and row["verdict"] == "faster"
+    is_faster = row["verdict"] == "faster" and row["status"] != RowStatus.WRONG
+    keeps = is_faster and drop is not None and drop <= bound and not is_missing(low)
     figures = {name: row[name] if keeps else 1.0 for name in ("speedup", "speedup_low", "speedup_high")}
     labels = {name: row[name] for name in ("device", "method", "task", "model", "row")}
     return {**labels, "bound": bound, **figures, "is_float": not keeps}
