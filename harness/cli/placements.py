@@ -131,7 +131,7 @@ def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_js
         print_json({**asdict(made), "path": str(made.path)})
         return
     echo(
-        f"{made.path}: {made.pairs} Q/DQ pairs at {made.edges} inputs, dialect {made.dialect}, calibrated on "
+        f"{made.path}: {made.pairs} Q/DQ pairs on {made.edges} quantized edges, dialect {made.dialect}, calibrated on "
         f"{made.calibrated_on}"
     )
     for title, edges in (("not expressed", made.missing), ("added", made.added)):

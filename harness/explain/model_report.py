@@ -215,7 +215,7 @@ def report_lines(found: FusionReport, top: int) -> Iterator[str]:
     yield f"Where the time goes ({sum(layer.time_ms or 0.0 for layer in timed):.3f} ms in all layers):"
     for layer in timed[:top]:
         mark = "*" if is_low_precision(layer.precision) else " "
-        suffix = f" (+{found.fused[layer.name]} Q/DQ)" if layer.name in found.fused else ""
+        suffix = f" (+{found.fused[layer.name]} Q/DQ nodes)" if layer.name in found.fused else ""
         yield f"  {_format_ms(layer.time_ms)} {mark} {layer.kind} {layer.precision} {layer.name}{suffix}"
 
 

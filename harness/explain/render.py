@@ -23,7 +23,8 @@ from harness.text import escape_markdown
 ATTRIBUTION_LEGEND = (
     "Without it: how much longer an inference takes without the part [95 %, Student's over builds]; gives: the same in "
     "microseconds; costs: what the whole placement loses in accuracy against itself without the part [95 % over "
-    "images]; alone: speed over float with nothing else quantized."
+    "images]; alone: speed over float with nothing else quantized. Pairs: those that disappear with the part; a pair "
+    "that several parts use is in none of these counts."
 )
 MAX_PRINTED_ROWS = 15  # of each printed table; the written file has all rows
 
@@ -53,7 +54,8 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
 def attribution_lines(found: AttributionReport) -> Iterator[str]:
     """Yield the attribution as lines of Markdown."""
     yield f"# {found.method} ({found.row})"
-    yield f"{_format_ratio(found.speedup)} times the speed of the float model, with {found.pairs} Q/DQ pairs."
+    placed = f"{found.pairs} Q/DQ pairs on {len(found.edges)} quantized edges"
+    yield f"{_format_ratio(found.speedup)} times the speed of the float model, with {placed}."
     if found.drop is not None and found.metric not in METRIC_CAPS:
         yield f"{metric_name(found.metric)} lost against the float model: {format_drop(found.drop, found.metric)}."
     yield (

@@ -243,7 +243,8 @@ class _Reproduction:
             return CheckResult(what="edges", holds=pairs == self.row.pairs, found=text)
         requested = task.space.resolve(task.space.validate(Placement(self.row.choices)))
         missing, extra = diff_edges(task.edges_in_file(requested), self.file)
-        text = f"{len(requested)} requested, {len(missing)} of them missing, {len(extra)} unexpected"
+        counts = f"{len(requested)} quantized edges of {self.row.pairs} Q/DQ pairs requested"
+        text = f"{counts}, {len(missing)} of them missing, {len(extra)} unexpected"
         return CheckResult(what="edges", holds=not (missing or extra), found=text)
 
     def _check_score(

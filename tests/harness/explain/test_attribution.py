@@ -113,7 +113,9 @@ def test_float_failure_with_minimal_points_keeps_first_reading(done, found, monk
 def test_explanation_is_printed_and_stored_for_the_report(done, found, capsys):
     _, lines = explain_and_save(done, "random", base=done.parent, observer=NullProgress())
     text = "\n".join(lines)
-    assert re.search(r"\d\.\d\d \[.*\] times the speed of the float model, with \d+ Q/DQ pairs", text)
+    assert re.search(
+        r"\d\.\d\d \[.*\] times the speed of the float model, with \d+ Q/DQ pairs on \d+ quantized edges", text
+    )
     assert "carries gain" in text
     assert "pairs (" in text
     assert "keep it" in text
