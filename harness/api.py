@@ -74,14 +74,14 @@ class Layer:
 
 
 class Probe(Protocol):
-    """Opened engine, ready to run; see also `ReportsConditions`."""
+    """Opened engine, ready to run; see also `ReportsConditions`. Its methods raise `MeasureFailed` if a run fails."""
 
     def sample(self, n: int) -> Sequence[float]:
         """Run n inferences on fixed inputs and return the latency of each in milliseconds."""
         ...
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run one inference on these inputs, on the engine that `sample` times."""
+        """Run one inference on inputs by name, on the engine that `sample` times, and return the outputs by name."""
         ...
 
 
@@ -165,7 +165,7 @@ class Benchmarker(Protocol):
         ...
 
     def open(self, artifact: Artifact) -> AbstractContextManager[Probe]:
-        """Open an engine that `build` made in this process."""
+        """Open an engine that `build` made in this process; raise `MeasureFailed` if it cannot run."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
@@ -193,11 +193,11 @@ class SupportsSave(Protocol):
     """Benchmarker that can store an engine in a file."""
 
     def save(self, candidate: Candidate, path: Path) -> None:
-        """Build the candidate's engine and write it to a file."""
+        """Build the candidate's engine and write it to a file that `load` reads; raise `BuildFailed` as `build`."""
         ...
 
     def load(self, path: Path) -> Artifact:
-        """Read the engine from such a file."""
+        """Read the engine from such a file; raise `BuildFailed` if it is none, or of another version or device."""
         ...
 
 
@@ -206,7 +206,7 @@ class SupportsLayers(Protocol):
     """Benchmarker that reports the layers of a built engine."""
 
     def layers(self, artifact: Artifact) -> Sequence[Layer]:
-        """Return the layers of an engine."""
+        """Return the layers of an engine, which was sampled before; raise `MeasureFailed` if they are not reported."""
         ...
 
 
@@ -218,7 +218,11 @@ class SupportsCast(Protocol):
     """
 
     def cast(self, path: Path, folder: Path) -> Path:
-        """Write the converted model to `folder` and return its path; return `path` if it is converted already."""
+        """Write the converted model to `folder` and return its path; return `path` if it is converted already.
+
+        Raises:
+            BuildFailed: The model cannot be converted.
+        """
         ...
 
 
@@ -321,8 +325,12 @@ class NeedsPreparation(Protocol):
     """Evaluator that compares with the float model."""
 
     def prepare(self, infer: Infer) -> None:
-        """Run the float model once, before any other engine is scored, and write the outputs to a file.
+        """Run the float model on the data, before any other engine is scored, and write what scores need to a file.
 
-        Engines may be scored in other processes.
+        Other instances of the evaluator, which may score in other processes, read the file. Its path is the argument
+        `reference` of the constructor, which the harness gives if there is such a parameter.
+
+        Raises:
+            EvaluationFailed: The outputs cannot be used.
         """
         ...

@@ -8,10 +8,10 @@ from typing import Protocol
 
 
 class ProgressTask(Protocol):
-    """Progress of a task with a known number of parts."""
+    """Progress of work with a known number of steps."""
 
     def advance(self, note: str = "") -> None:
-        """Count one more part as done; `note` describes its result."""
+        """Count one more step as done; `note` describes its result."""
         ...
 
 
@@ -23,7 +23,7 @@ class Observer(Protocol):
         ...
 
     def work(self, title: str, total: int) -> AbstractContextManager[ProgressTask]:
-        """Return a context manager for a task with `total` parts."""
+        """Return a context manager for work of `total` steps; its value has `advance`, which is called for each."""
         ...
 
 

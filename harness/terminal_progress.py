@@ -25,7 +25,7 @@ from harness.progress import ProgressTask
 from harness.text import printable, printable_lines
 
 MIN_SHARE_FOR_ETA = 0.05
-"""Share of a task before which no remaining time is shown, because the first step may include a build."""
+"""Share of the steps before which no remaining time is shown, because the first step may include a build."""
 
 
 class TerminalProgress:
@@ -63,7 +63,7 @@ class TerminalProgress:
 
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:
-        """Show a bar during the task, or lines if the output is no terminal, and a last line after more than 2 s."""
+        """Show a bar during the work, or lines if the output is no terminal, and a last line after more than 2 s."""
         started_s = time.monotonic()
         task = self._progress.add_task(printable(title), total=total, note="")
         step = _ProgressBar(self._progress, task)
@@ -120,7 +120,7 @@ class EventProgress:
     """Observer that prints each event as one line of JSON on standard error.
 
     An event has `time_s` (seconds since the start) and `event` ("line", "start", "step" or "end"). A "line" has `text`;
-    the others have the title of the task as `work`, and `total`, `done` and `note` as far as they apply.
+    the others have the title of the work as `work`, and `total`, `done` and `note` as far as they apply.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class EventProgress:
 
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:
-        """Print the start, each step and the end of a task."""
+        """Print the start, each step and the end of work of `total` steps; the context has `advance` for each step."""
         task = _EventTask(self._print, title, total)
         self._print("start", work=title, total=total)
         yield task

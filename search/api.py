@@ -99,14 +99,17 @@ class Observation:
 
 @runtime_checkable
 class Searcher(Protocol):
-    """Search algorithm: proposes placements and learns from their outcomes, with the guarantees of this module."""
+    """Search algorithm: proposes placements and learns from their outcomes, with the guarantees of this module.
+
+    An exception in a method, or a placement that is not valid for the space, ends only this search.
+    """
 
     def ask(self, n: int) -> Sequence[Placement]:
         """Return up to n placements to evaluate next; empty if there is none, or none until an outcome arrives."""
         ...
 
     def tell(self, observation: Observation) -> None:
-        """Learn the outcome of one placement."""
+        """Receive the outcome of one placement, a `Score` or a `Failure`, also of one that `ask` did not return."""
         ...
 
 
@@ -115,7 +118,10 @@ CONTRACT = ("ask(n)", "tell(observation)")
 
 
 class SearcherFactory(Protocol):
-    """Class or function that an entry point of the group `qdq.searchers` names."""
+    """Class or function that an entry point of the group `qdq.searchers` names.
+
+    Its parameters after `seed` are those of an experiment; it raises `ValueError` if one is invalid.
+    """
 
     def __call__(self, space: Space, *, seed: int, **params: object) -> Searcher: ...
 

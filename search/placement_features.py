@@ -86,10 +86,10 @@ class _EdgeIndicators:
 
 
 class FeatureExtractor:
-    """Function from placements of one space to their features, without state.
+    """Function that returns the features of placements of one space, `FeatureRows` with a row each; it has no state.
 
-    Atoms are adjacent if a difference in precision needs a conversion: two inputs of one node, two readers of one
-    tensor, and two points that follow each other in graph order.
+    An atom is a set of edges that the same dimensions cover. Atoms are adjacent if a difference in precision needs a
+    conversion: two inputs of one node, two readers of one tensor, and two points that follow each other in graph order.
     """
 
     def __init__(self, space: Space) -> None:

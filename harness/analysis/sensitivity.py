@@ -29,9 +29,10 @@ TURN_SAMPLING = Sampling(warmup_ms=10.0, min_samples=5, max_samples=9, max_ms=60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationUnit:
-    """Dimensions that are quantized together, at one precision.
+    """Dimensions that are quantized together, at one precision: those of a pattern, or one point.
 
     Attributes:
+        name: Name of the pattern or of the point.
         role: Role of the dimension with the highest cost, see `search.space.Dimension`.
         dimensions: Indices of the dimensions in the space.
         edges: Number of edges that the dimensions quantize.
@@ -167,7 +168,15 @@ def measure_sensitivities(
 
 @dataclass(slots=True, kw_only=True)
 class SensitivityTimer:
-    """Timer of units, which keeps the engines of both bases open and times candidates in turns with them."""
+    """Timer of quantization units (`QuantizationUnit`), each in turns with a base, whose engine is kept open.
+
+    The base is the float model for a unit that is quantized alone, and the model with everything at the unit's
+    precision for a unit that is left out. If a base fails, so do the effects that are measured against it.
+
+    Attributes:
+        engines: Engines that build, time and score the models.
+        task: Task whose space has the units.
+    """
 
     engines: Engines
     task: Task

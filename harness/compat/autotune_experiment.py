@@ -114,7 +114,7 @@ def _evaluator_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _start_entries(files: Iterable[str], *, ranges: bool) -> list[dict[str, Any]]:
-    """Return the entries of `initial` for the options --start, labelled with the names of the files."""
+    """Return the entries of an experiment's key `initial` for the options --start, labelled with the files' names."""
     entries: list[dict[str, Any]] = []
     for file in files:
         label, used = model_label(file), {*INITIAL_RULES, *(entry["label"] for entry in entries)}

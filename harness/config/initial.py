@@ -1,4 +1,4 @@
-"""Names of `initial` and `baselines`: placements that searches start from or are compared with."""
+"""Names in an experiment's keys `initial` and `baselines`: placements that searches start from or are compared with."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _PARAM_CHECKS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 
 
 def as_list(value: Any) -> Any:
-    """Return an empty list for the value "none" of `initial` (cold start), and any other value as it is."""
+    """Return an empty list for the value "none" of the key `initial` (cold start), and any other value as it is."""
     return [] if value == "none" else value
 
 
 def check_initial(initial: Sequence[PluginSpec]) -> None:
-    """Raise ValueError for an unknown name, an ambiguous label or a wrong parameter of an entry of `initial`."""
+    """Raise ValueError for an unknown name, an ambiguous label or a wrong parameter in the key `initial`."""
     allowed = (*_RULE_PLACEMENTS, PREDICTED, *PTQ_TOOLS, *FILE_SOURCES)
     for entry in initial:
         if entry.use not in allowed:
@@ -91,7 +91,7 @@ def _check_initial_params(entry: PluginSpec) -> None:
 
 
 def check_baselines(names: Sequence[str], initial: Sequence[PluginSpec]) -> None:
-    """Raise ValueError for a baseline that is neither a known name nor an entry of `initial` from a file.
+    """Raise ValueError for a baseline that is neither a known name nor an entry of the key `initial` from a file.
 
     "float" is not allowed, as the float model always has a row.
     """
@@ -108,5 +108,5 @@ def split_rule_precision(name: str) -> tuple[str, str | None]:
 
 
 def initial_count(entry: PluginSpec) -> int:
-    """Return the maximum number of placements of an entry of `initial`."""
+    """Return the maximum number of placements of an entry of an experiment's key `initial`."""
     return int(entry.params.get("limit", 1))

@@ -46,7 +46,7 @@ class TaskSpec:
 
 
 def quantized_precisions(precision: str) -> tuple[str, ...]:
-    """Return the quantized precisions of a precision setting of an experiment."""
+    """Return the quantized precisions of an experiment's precision setting: INT8 and FP8 for "mixed", else that one."""
     return MIXED_PRECISIONS if precision == "mixed" else (precision,)
 
 

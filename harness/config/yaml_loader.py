@@ -214,10 +214,10 @@ def _set_path(entry: dict[str, Any], path: str, value: Any, where: str) -> None:
 
 
 def parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return parameters given as NAME=VALUE as a mapping; values are YAML, as in an experiment file.
+    """Return parameters given as NAME=VALUE as a mapping, empty for None; the last VALUE of a NAME counts.
 
     Raises:
-        UserError: A text is not NAME=VALUE.
+        UserError: A text is not NAME=VALUE, or VALUE is not YAML as in an experiment file.
     """
     params = {}
     for text in texts or ():

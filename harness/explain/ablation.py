@@ -164,7 +164,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyAblation:
-    """Scoring of placements of a task, and the loss of one against another."""
+    """Scoring of placements of a task, and the loss of one against another.
+
+    Attributes:
+        metric: Name of the metric in `harness.api.Accuracy.metrics`.
+        higher_is_better: Direction of the metric.
+    """
 
     task: Task
     engines: Engines
@@ -175,7 +180,8 @@ class AccuracyAblation:
     def measure_drops(self, whole: Placement, others: Mapping[str, Placement]) -> dict[str, Interval]:
         """Return the loss of a placement against each of the others that can be scored, in the metric's unit.
 
-        Limits are 95 %, by the paired bootstrap over images; NaN if the evaluator has no results of single images.
+        A loss is positive if `whole` is worse, for any direction of the metric; there is none if `whole` cannot be
+        scored. Limits are 95 %, by the paired bootstrap over images; NaN without results of single images.
         """
         book = AccuracyStore(self.task.work, self.engines, self.observer)
         flat = book.float_score(self.task.model_file)  # some evaluators must be prepared with the float model

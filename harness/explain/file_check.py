@@ -73,7 +73,7 @@ def check_file(
         use: ONNX file, `zoo:NAME` or `assets:PATH`.
         dialect: One of `CHECKED_DIALECTS`.
         target: Key of `TARGETS`.
-        shapes: Static shapes of dynamic inputs.
+        shapes: Static shapes of dynamic inputs by name, such as {"images": "1x3x224x224"}.
         dims: Sizes of dynamic dimensions by symbol.
 
     Raises:
@@ -98,7 +98,7 @@ def hand_over_lines(path: Path, command: str, shapes: Mapping[str, str] = Mappin
 
     Args:
         command: Command that builds the engine on a machine with a GPU.
-        shapes: Static shapes of dynamic inputs.
+        shapes: Static shapes of dynamic inputs by name, such as {"images": "1x3x224x224"}.
     """
     try:
         with open_static_file(str(path), shapes, {}) as (file, _):

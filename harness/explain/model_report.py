@@ -118,7 +118,7 @@ def explain_model(
         use: ONNX file, `zoo:NAME` or `assets:PATH`; Q/DQ or float.
         backend: Benchmarker with parameters; `profile: true` is added if it has that parameter.
         runs: Number of inferences, of whose layer times the mean is taken.
-        shapes: Static shapes of dynamic inputs.
+        shapes: Static shapes of dynamic inputs by name, such as {"images": "1x3x224x224"}.
         dims: Sizes of dynamic dimensions by symbol.
 
     Raises:

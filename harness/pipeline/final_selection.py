@@ -347,9 +347,10 @@ def rank_finalists(
     because a placement can be explained.
 
     Args:
+        leaders: Incumbents by the samples of the search, best first, and then models of other tools.
         close: Digests of the incumbents that the race did not eliminate.
-        speedups: Speedups over the float model in the race, by digest; failed incumbents have none.
-        losses: Estimated losses by digest; empty without a bound. Survivors without one come after those with one.
+        speedups: Speedups over the float model in the race, by digest; empty without a race, none of failed incumbents.
+        losses: Estimated losses by digest; None without a bound. Survivors without one come after those with one.
     """
     known_losses = losses or {}
     has_evaluation = any(isinstance(leader, Evaluation) and leader.digest in close for leader in leaders)

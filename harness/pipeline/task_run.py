@@ -77,7 +77,12 @@ class TaskRun:
         A search whose searcher failed continues, or starts anew if the searcher now makes other proposals.
 
         Args:
+            workers: Function that opens the executor of the search, given the factory of its trial function.
             retry_failed: Whether failed trials are attempted once more.
+
+        Raises:
+            ReplayMismatch: A searcher that had not failed does not make the proposals of the journal again.
+            UserError: The journal cannot be written, or all first evaluations failed.
         """
         journal, named = self._journal(run), f"{self.task.spec.name} {run.name}"
         before = read_termination(

@@ -21,7 +21,7 @@ MIN_PLAN = Confirmation(builds=3, rounds=4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """Time limit of a task, with the clock of its phases, which includes interrupted runs.
+    """Time limit of a task in `seconds` of wall-clock, with the `clock` of its phases, which includes interrupted runs.
 
     A step that has begun is finished: a candidate, the recovery of a file, the scores of the finalists. So a task may
     exceed its limit by one step, by the initial placements up to an early answer, and by the smallest confirmation.
@@ -41,7 +41,7 @@ class TimeLimit:
         return self.clock.elapsed_s < RECOVERY_SHARE * self.seconds
 
     def shorten(self, plan: Confirmation, rows: int, turn_s: float, begun: Confirmation | None = None) -> Confirmation:
-        """Return the plan with fewer builds and rounds if it would take longer than the remaining time.
+        """Return the plan, with fewer builds and rounds (at least `MIN_PLAN`) if it exceeds the remaining time.
 
         Args:
             plan: Schedule of the experiment's confirmation.

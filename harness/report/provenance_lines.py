@@ -55,7 +55,7 @@ class ValueSource:
     result: str = ""
 
     def lines(self) -> Iterator[str]:
-        """Yield all lines, with every reading."""
+        """Yield the lines of `head`, the lines with every reading (`ProvenanceLine.whole`), and `result`."""
         yield from self.head
         for reading in self.readings():
             yield from reading.whole or (reading.short,)

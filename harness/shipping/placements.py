@@ -271,7 +271,7 @@ def _report_ranges(task: Task, resolved: Resolved, experiment: Experiment, obser
 
 
 def _initial_entry(placement: str, ranges: bool) -> dict[str, Any]:
-    """Return the entry of `initial` for the name of a rule, a folder to deploy or a Q/DQ file."""
+    """Return the entry of an experiment's key `initial` for the name of a rule, a folder to deploy or a Q/DQ file."""
     path = Path(placement)
     if not path.is_file() and not holds_bundle(path):
         _check_rule(placement, path)
@@ -280,15 +280,15 @@ def _initial_entry(placement: str, ranges: bool) -> dict[str, Any]:
 
 
 def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
-    """Return the entry of `initial` for a Q/DQ file, which may be another tool's, or for a folder to deploy.
+    """Return the entry of an experiment's key `initial` (use, params, label) for a Q/DQ file or a folder to deploy.
 
     Args:
-        path: The file, a folder to deploy, or a results folder with one.
+        path: The file, which may be another tool's, a folder to deploy, or a results folder with exactly one.
         label: Name of the placement in tables.
         ranges: Whether the ranges of the file's Q/DQ pairs are used.
 
     Raises:
-        UserError: The file cannot be read, or has no Q/DQ pair.
+        UserError: There is no such file or folder, it cannot be read, or has no Q/DQ pair.
     """
     path = find_qdq_file(path)
     params = {"path": os.path.relpath(path), **({"ranges": True} if ranges else {})}

@@ -76,6 +76,8 @@ def budget_tables(
     """Return all tables of a study.
 
     Args:
+        blocks: Results on each replay table; the tables are the blocks of the statistical tests.
+        study: Study that the results are of.
         ranks: Ranks of the searchers by budget.
         warnings: Lines that are shown below each table.
     """
@@ -267,7 +269,7 @@ def _rank_table(ranks: Mapping[int, FriedmanRanks]) -> ReportTable:
 
 
 def describe_seed_counts(blocks: Sequence[TableResult], study: BudgetStudy) -> str:
-    """Return the number of seeds, with the searchers that had fewer."""
+    """Return the number of seeds of a study as text, with the searchers that had fewer on the first of `blocks`."""
     fewer = {name: len(c.latency_ms) for name, c in blocks[0].curves.items() if len(c.latency_ms) != study.seeds}
     listed = ", ".join(f"{name}: {count}" for name, count in fewer.items())
     return f"{pluralize(study.seeds, 'seed')} ({listed})" if listed else pluralize(study.seeds, "seed")

@@ -83,6 +83,9 @@ def missing_batches(
 def replay_batches(batches: Sequence[ReplayBatch], workers: int, observer: Observer) -> None:
     """Replay batches and write them to their files.
 
+    Args:
+        workers: Number of processes.
+
     Raises:
         UserError: A searcher or placement is unknown, or a worker died.
     """

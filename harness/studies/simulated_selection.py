@@ -37,6 +37,7 @@ class SearchPaths:
     """Evaluations of several searches, in order; both arrays have the shape (searches, evaluations).
 
     Attributes:
+        seeds: Seed of each search.
         indices: Indices of the placements on the landscape; -1 after the end of a search.
         readings_ms: Readings that the search received; infinite for failures and missed bounds.
     """
@@ -46,7 +47,10 @@ class SearchPaths:
     readings_ms: npt.NDArray[np.float64]
 
     def latency_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
-        """Return the recorded latency of each search's final choice; the slowest allowed one before there is any."""
+        """Return the recorded latency in ms of the final choice after each evaluation, (searches, evaluations).
+
+        Until a search has an allowed placement, it is the latency of the slowest allowed placement of `landscape`.
+        """
         at_once = max(1, TURNS_PER_BATCH // (self.indices.shape[1] * TURNS_PER_RACE))
         starts = range(0, len(self.seeds), at_once)
         place = np.vstack([self._selected_evaluations(landscape, slice(start, start + at_once)) for start in starts])
@@ -63,13 +67,16 @@ class SearchPaths:
         return simulate_selection(readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
 
     def found_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
-        """Return the recorded latency of the fastest evaluated placement; the slowest allowed one before any."""
+        """Return the recorded latency in ms of the fastest placement up to each evaluation, (searches, evaluations).
+
+        Until a search has an allowed placement, it is the latency of the slowest allowed placement of `landscape`.
+        """
         evaluated = np.where(np.isfinite(self.readings_ms), landscape.latency_ms[self.indices], np.inf)
         found: Floats = np.minimum(np.minimum.accumulate(evaluated, axis=1), landscape.latency_ms.max())
         return found
 
     def elapsed_s(self, landscape: Landscape) -> npt.NDArray[np.float64]:
-        """Return the recorded wall-clock of all builds and measurements so far; constant once a search ended."""
+        """Return the recorded wall-clock up to each evaluation, (searches, evaluations); constant after the end."""
         spent_s = np.array([*(recorded_duration_s(outcome) for outcome in landscape.outcomes), 0.0])
         return np.cumsum(spent_s[self.indices], axis=1)
 

@@ -62,7 +62,11 @@ class Scoring:
 
     @property
     def cross_fitted(self) -> bool:
-        """Return whether cross-fitting estimates the loss of the selected placement, under a bound without halves."""
+        """Return whether cross-fitting estimates the loss of the selected placement.
+
+        That is so if there is a bound on the loss, and the data are not divided into one half for the searches and one
+        for the finalists.
+        """
         return self.objective.max_drop is not None and not self.objective.halves
 
     def goal(self, store: AccuracyStore, model_file: Path, folder: Path) -> Goal:

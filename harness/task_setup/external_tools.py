@@ -125,7 +125,7 @@ def run_external_tool(name: str, request: QuantizationRequest, observer: Observe
 
 
 def tool_remarks(experiment: Experiment) -> Iterator[str]:
-    """Yield a line for each setting of the experiment that a PTQ tool in `initial` or `baselines` does not support."""
+    """Yield a line for each setting that a PTQ tool in the experiment's `initial` or `baselines` does not support."""
     named = (*(start.use for start in experiment.initial), *experiment.baselines)
     for name in dict.fromkeys(each for each in named if each in PTQ_FUNCTIONS):
         for setting in experiment.precision:

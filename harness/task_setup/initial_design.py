@@ -34,7 +34,7 @@ from search.space import Edge, Placement, Space
 
 
 def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalModel]:
-    """Load the Q/DQ models of the entries `import` of `initial`, by label.
+    """Load the Q/DQ models of the entries `import` of an experiment's key `initial`, by label.
 
     Raises:
         UserError: A file does not exist or cannot be read.
@@ -68,20 +68,23 @@ def fix_imported_inputs(found: Mapping[str, ExternalModel], model: Model, folder
 
 
 def initial_file(start: PluginSpec) -> Path:
-    """Return the Q/DQ file for an entry of `initial` with a file, a folder to deploy, or results with one such folder.
+    """Return the Q/DQ file that an entry of an experiment's key `initial` names.
+
+    Args:
+        start: Entry with the path of a file, of a folder to deploy, or of results with exactly one such folder.
 
     Raises:
-        UserError: There is no such file, or it cannot be read.
+        UserError: There is no such file, it cannot be read, or there are several folders to deploy.
     """
     path = resolve_path(start.params["path"], start.base_dir)
     return find_qdq_file(path) if start.use == "placement" else _resolve_folder(path)
 
 
 def find_qdq_file(path: Path) -> Path:
-    """Return the Q/DQ file for the path of a file, a folder to deploy, or results with one such folder.
+    """Return the Q/DQ file for the path of a file, a folder to deploy, or results with exactly one such folder.
 
     Raises:
-        UserError: There is no such file, it cannot be read, or has no Q/DQ pair.
+        UserError: There is no such file, it cannot be read, has no Q/DQ pair, or there are several folders to deploy.
     """
     file = _resolve_folder(path)
     if not file.is_file():
@@ -96,13 +99,21 @@ def _resolve_folder(path: Path) -> Path:
 
 
 def is_exported(path: Path) -> bool:
-    """Return whether the Q/DQ pairs of a file have the names that qdq-bench gives them."""
+    """Return whether any Q/DQ pair of an ONNX file has a name that qdq-bench gives; False without pairs.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
     nodes = read_qdq_graph(path).proto.graph.node
     return any(NAME_PREFIX in node.output[0] for node in nodes if node.op_type in QDQ_OPS)
 
 
 def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str, tuple[float, float]]:
-    """Return the ranges (lowest, highest) of the Q/DQ files that `initial` names with `ranges: true`, by tensor.
+    """Return the ranges (lowest, highest) by tensor of the files of entries of `initial` with `ranges: true`.
+
+    Args:
+        starts: Entries of the experiment's key `initial`.
+        model: The float model.
 
     Raises:
         UserError: A file does not exist or cannot be read.
@@ -115,7 +126,7 @@ def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str
 
 
 def check_files(starts: Sequence[PluginSpec]) -> None:
-    """Check every file that `initial` names.
+    """Check every file that the entries of an experiment's key `initial` name.
 
     Raises:
         UserError: A file does not exist, or is not of the expected kind.

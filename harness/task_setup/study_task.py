@@ -59,7 +59,7 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
             evaluator and settings of the sampling.
         backend: Benchmarker; by default that of the experiment file, or OpenVINO.
         params: Parameters of the benchmarker.
-        shapes: Static shapes of dynamic inputs; only for a model.
+        shapes: Static shapes of dynamic inputs by name, such as {"images": "1x3x224x224"}; only for a model.
         dims: Sizes of dynamic dimensions by symbol; only for a model.
         precision: Quantized precision; by default that of the experiment file, or INT8.
         fidelity: Whether outputs are compared with those of the float model if there is no evaluator.

@@ -132,7 +132,7 @@ def cpu_model_name() -> str:
 
 
 def machine_processor_label(name: str | None = None) -> str:
-    """Return `processor_label` for this machine, with the name that a runtime gives or the processor's own."""
+    """Return `processor_label` of this machine: "AMD EPYC (AVX512-VNNI)"; `name` is the processor's by a runtime."""
     return processor_label(name or cpu_model_name(), {"cpu": _or_none(_cpu_facts) or {}})
 
 

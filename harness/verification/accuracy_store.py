@@ -92,7 +92,12 @@ class AccuracyStore:
         return self._score(candidate, _score_key(row.sha256, row.benchmarker), row=row)
 
     def score_file(self, path: Path, name: str, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
-        """Return the accuracy of a Q/DQ model file, as `score_row`; `name` is shown in the progress bar."""
+        """Return the stored or new accuracy of a Q/DQ model file, or the failure to score it.
+
+        Args:
+            name: Name of the file in the progress bar.
+            evaluator: Name in `WorkerSpec.evaluators`; `MAIN_BENCHMARKER` is also that of the main evaluator.
+        """
         sha256 = digest_file(path)
         candidate = Candidate(digest=sha256[:16], edges=(), source=lambda: path)
         return self._score(candidate, _score_key(sha256, MAIN_BENCHMARKER, evaluator), evaluator, name=name)

@@ -67,7 +67,7 @@ class DynamicCheckTarget:
 
     @property
     def search_inputs(self) -> int:
-        """Return the number of inputs at the sizes of the search."""
+        """Return the number of input sets compared at the shapes of the search; those at other shapes follow."""
         return len(self.samples) or CHECK_INPUT_COUNT
 
     @property

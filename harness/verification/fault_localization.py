@@ -183,7 +183,10 @@ class SuspectModel:
 
 
 def find_fault(suspect: SuspectModel) -> WrongOperator | None:
-    """Return the first operator whose result differs in a small model, or None if none is found in time."""
+    """Return the first operator whose wrong result a cut of the model around it reproduces on the runtime.
+
+    None if no cut does, or the time limit of `suspect` is reached before one is found.
+    """
     tried: set[str] = set()
     for below_db in SQNR_THRESHOLDS_DB:
         first = _first_differing_tensor(suspect, below_db)

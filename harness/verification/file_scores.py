@@ -26,10 +26,12 @@ from harness.verification.accuracy_store import FILE_BENCHMARKER, AccuracyStore
 def score_tool_files(
     table: FinalistSet, worker: WorkerSpec, limits: Limits, observer: Observer, evaluator: str
 ) -> None:
-    """Score the unscored rows of PTQ tools by a reference execution, and store the scores in `accuracy.json`.
+    """Score the unscored rows of PTQ tools by a reference execution; store scores or failures in `accuracy.json`.
 
     Args:
+        table: Exported models of the task, in whose folder the file is.
         worker: Worker of the task, whose evaluators are used.
+        limits: Limits of each build and scoring.
         evaluator: Digest of the evaluator's settings; scores with another digest are outdated.
     """
     rows = [row for row in table.rows if row.id in {*PTQ_TOOLS, *BASELINE_TOOLS}]

@@ -34,6 +34,10 @@ class PerPatternSearcher(ArchiveSearcher):
         params: Parameters of that searcher.
         evaluations: Number of proposals per pattern and round.
         order: "graph": patterns in the order of the model; "cost": patterns with more multiply-accumulates first.
+
+    Raises:
+        ValueError: The searcher is unknown (`search.subspace.load_searcher`), or a parameter has an invalid value.
+        TypeError: The searcher has no such parameter.
     """
 
     def __init__(

@@ -46,7 +46,11 @@ class DetectionDecoder(Protocol):
     """Function from a detector's outputs to boxes; an experiment sets its further parameters."""
 
     def __call__(self, outputs: Mapping[str, Array], prepared: Prepared, size: Size) -> Detections:
-        """Return the boxes of one image; `size` is height and width of the model's input."""
+        """Return the boxes of one image, in its pixels (`prepared.to_image`); `size` is the input's (height, width).
+
+        Raises:
+            EvaluationFailed: An output has another shape than the decoder expects, or is missing.
+        """
         ...
 
 

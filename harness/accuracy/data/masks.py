@@ -25,7 +25,7 @@ Mask = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexMasks:
-    """Index masks: a PNG with the name of its image, whose pixels are class indices; 255 is no class.
+    """Source of the class index of each pixel of an image, read from a PNG with the image's name; 255 is no class.
 
     Attributes:
         folder: Folder of the masks.
@@ -56,16 +56,17 @@ class IndexMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanopticMasks:
-    """Masks in COCO's panoptic form (Kirillov et al. 2019, arXiv:1801.00868; cocodataset.org, "Format Data", 4).
+    """Source of the class index of each pixel of an image, read from masks in COCO's panoptic form.
 
-    A pixel is the id of a segment, red + 256 green + 65536 blue; 0 is no segment.
+    A pixel of a mask is the id of a segment, red + 256 green + 65536 blue; 0 is no segment (Kirillov et al. 2019,
+    arXiv:1801.00868; cocodataset.org, "Format Data", 4).
 
     Attributes:
         folder: Folder of the masks.
         annotations: `file_name` and `segments_info` of each image.
         categories: Name by category id.
-        classes: Names of the model's classes in the order of its outputs. Pixels of other categories are of the first
-            class if no category has its name ("background"), else of no class.
+        classes: Names of the model's classes in the order of its outputs. All other pixels have class 0 if no category
+            has the name of this class ("background"), else no class (`VOID_CLASS`).
     """
 
     folder: Path

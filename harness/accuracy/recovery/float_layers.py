@@ -68,10 +68,14 @@ def rank_groups(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) 
 
 
 def iter_float_sets(groups: Sequence[FloatGroup]) -> Iterator[tuple[FloatGroup, ...]]:
-    """Yield larger and larger sets of groups to leave float, without and with those at the outputs, but never all.
+    """Yield sets to leave float: all groups at the outputs, then the first 1, 2, 4, ... others, without and with these.
 
-    Errors of the groups at the outputs are not attenuated, and a metric may lose more by them than the SQNR shows: the
-    boxes and scores of a detector share a scale there.
+    Neither the empty set, the set of all groups nor a set twice is yielded. Groups at the outputs are separate because
+    their errors are not attenuated, and a metric may lose more by them than the SQNR shows: the boxes and scores of a
+    detector share a scale there.
+
+    Args:
+        groups: Groups in the order of `rank_groups`, the one that costs most accuracy first.
     """
     last = tuple(group for group in groups if group.at_outputs)
     others = tuple(group for group in groups if not group.at_outputs)
@@ -118,10 +122,10 @@ def _last_nodes(placed: PlacedModel) -> set[str]:
 
 
 def leave_float(placed: PlacedModel, names: Collection[str]) -> PlacedModel:
-    """Return the placement without the pairs of some nodes, which get the constants of `reference` again.
+    """Return the placement without the pairs of some nodes, which get the constants of `placed.reference` again.
 
     Args:
-        names: Names of the nodes; "" for the outputs of the model.
+        names: Names of the nodes; "" for the outputs of the model. Names of no node are ignored.
     """
     model, reference = placed.model, placed.reference
     arrays: dict[str, Array] = {}

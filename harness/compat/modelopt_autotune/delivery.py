@@ -109,7 +109,7 @@ class RunContext:
 
 
 class Delivery:
-    """Choice, confirmation and files of the result.
+    """Last step of an autotuning job, which chooses the result, confirms it and writes its files.
 
     Args:
         context: Autotuner, benchmark and files of the job.

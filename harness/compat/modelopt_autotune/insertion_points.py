@@ -67,7 +67,7 @@ class _PlainValues:
 
 @dataclass(frozen=True)
 class ResolvedInsertionPoint(_PlainValues):
-    """Input of a node of the model that has a Q/DQ pair; without a node, all readers of a tensor."""
+    """Input number `input_index` of a node, by its index in the graph, with a Q/DQ pair; None: all readers."""
 
     tensor_name: str
     node_index: int | None = None
@@ -85,6 +85,9 @@ class InsertionPoint(_PlainValues, ABC):
     def resolve(self, region: Region, graph: Any) -> set[ResolvedInsertionPoint]:
         """Return the inputs that the point quantizes in one region; empty if the rules forbid it.
 
+        Args:
+            graph: Graph that has the region: the autotuner's, or an `onnx_graphsurgeon.Graph`.
+
         Raises:
             IndexError: The region has no such node, input, output or child region.
         """
@@ -92,7 +95,11 @@ class InsertionPoint(_PlainValues, ABC):
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: Any) -> list[Self]:
-        """Return all legal points of this class in a region."""
+        """Return all legal points of this class in a region.
+
+        Args:
+            graph: Graph that has the region: the autotuner's, or an `onnx_graphsurgeon.Graph`.
+        """
         if not isinstance(graph, PointResolver):
             return list(cls._find_in(region, graph))
         points = (make_insertion_point(*address) for address in graph.addresses(region))
@@ -205,7 +212,7 @@ def make_insertion_point(kind: PointKind, place: tuple[int, int]) -> InsertionPo
 
 
 def get_tensor_consumer_node_indices(graph: Any) -> dict[str, list[int]]:
-    """Return the indices of the nodes that read a tensor, by its name."""
+    """Return the indices of the nodes of an `onnx_graphsurgeon.Graph` that read a tensor, by its name."""
     found: dict[str, list[int]] = defaultdict(list)
     for index, node in enumerate(graph.nodes):
         for name in dict.fromkeys(map(_name, node.inputs)):
@@ -239,7 +246,12 @@ def skip_invalid_insertion_points(graph: Any, tensor_name: str, region_or_node: 
 def resolve_region_io_insertion_points(
     region: Region | None, graph: Any, tensor_name: str
 ) -> set[ResolvedInsertionPoint]:
-    """Return the inputs at which a tensor of a region's boundary may be quantized, of all nodes that read it."""
+    """Return the inputs at which a tensor of a region's boundary may be quantized, of all nodes that read it.
+
+    Args:
+        region: Region whose nodes are searched too; None: only the readers in the graph.
+        graph: An `onnx_graphsurgeon.Graph`.
+    """
     readers = set(get_tensor_consumer_node_indices(graph).get(tensor_name, ()))
     if region is not None:
         readers |= region.get_region_nodes_and_descendants()
@@ -254,7 +266,11 @@ def resolve_region_io_insertion_points(
 def merge_resolved_insertion_points(
     graph: Any, resolved_insertion_points: set[ResolvedInsertionPoint]
 ) -> set[ResolvedInsertionPoint]:
-    """Replace the points of a tensor by one without a node where all its readers have one."""
+    """Replace the points of a tensor by one without a node where all its readers have one.
+
+    Args:
+        graph: The `onnx_graphsurgeon.Graph` of the points.
+    """
     readers = get_tensor_consumer_node_indices(graph)
     at: dict[str, set[ResolvedInsertionPoint]] = defaultdict(set)
     for point in resolved_insertion_points:

@@ -29,7 +29,7 @@ _COMMUTATIVE_OPS = frozenset({"Add", "And", "Max", "Mean", "Min", "Mul", "Or", "
 
 @runtime_checkable
 class RegionResolver(PointResolver, Protocol):
-    """Model that gives the pattern, the order of nodes and the full scheme of each of its regions."""
+    """Model that gives pattern, node indices in the pattern's order, and full scheme of each of its regions."""
 
     def pattern(self, region: Region) -> RegionPattern: ...
     def order(self, region: Region) -> list[int]: ...
@@ -183,6 +183,9 @@ class RegionPattern:
     ) -> bool | list[int] | set[ResolvedInsertionPoint] | None:
         """Compare with another pattern, or match a region.
 
+        Args:
+            graph: Graph that has the region: the autotuner's, or an `onnx_graphsurgeon.Graph`.
+
         Returns:
             For a pattern, whether both are equal. For a region, its nodes in the pattern's order, or None if it has
             another pattern. With a scheme, the inputs that the scheme quantizes in the region.
@@ -200,7 +203,7 @@ class RegionPattern:
         return {resolved for point in scheme.points for resolved in point.resolve(other, graph)} if fits else set()
 
     def get_full_insertion_scheme(self, region: Region, graph: Any) -> InsertionScheme:
-        """Return the scheme with all legal points.
+        """Return the scheme with all legal points of a region, with the `graph` as for `matches`.
 
         Raises:
             ValueError: The region has another pattern.
@@ -216,7 +219,7 @@ class RegionPattern:
         )
 
     def format_tree(self, region: Region, graph: Any, indent: int = 0) -> str:
-        """Return one line for a region and each region below it."""
+        """Return one line for a region and each region below it, with the `graph` as for `matches`."""
         line = f"{'  ' * indent}Region {region.id}: {self.signature} (size={self.size})\n"
         return line + "".join(self.from_region(c, graph).format_tree(c, graph, indent + 1) for c in region.children)
 

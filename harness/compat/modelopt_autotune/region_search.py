@@ -118,6 +118,8 @@ class TopDownRegionBuilder(RegionSearchBase):
     """Search for the regions within a region.
 
     Args:
+        graph: Graph as for `RegionSearchBase`.
+        root: Region to search in.
         next_region_id: Identifier of the first region that is found.
         maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
         minimum_topdown_search_size: Number of nodes from which branches and the node that joins them are split.
@@ -154,6 +156,7 @@ class CombinedRegionSearch(RegionSearchBase):
     """Search for the regions of a model.
 
     Args:
+        graph: Graph as for `RegionSearchBase`.
         maximum_sequence_region_size: Maximum number of nodes of a LEAF that is a sequence.
         minimum_topdown_search_size: Number of nodes from which branches and the node that joins them are split.
     """

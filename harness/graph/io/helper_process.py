@@ -101,7 +101,7 @@ class StepLimits:
     """Limits of a step on a model, with messages about them.
 
     Attributes:
-        seconds: Time limit in seconds, with the factor.
+        seconds: Time limit in seconds, already multiplied by `factor`.
         memory_gb: Memory limit in units of 10^9 bytes.
         factor: Factor by which the time limit is multiplied, for steps that may take longer.
     """

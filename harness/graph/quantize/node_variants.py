@@ -69,12 +69,13 @@ class NodeVariant:
     """Encoded node with the quantized constants that it reads.
 
     Attributes:
-        node: Node as an encoded field of the graph.
+        node: NodeProto in protobuf's wire format, as a field of the GraphProto (`protobuf_wire`).
         stored: Quantized constants.
         replaced: Constants of the float model that the quantized ones replace.
         quantized: Name and precision of each constant that the placement quantizes, without biases that are stored with
             their weight.
-        bias: Index of the Add that adds the bias of a MatMul, and the request for that bias as INT32; or None.
+        bias: For a quantized MatMul with a bias, the index in `Model.nodes` of the Add that adds it, and the request by
+            which this Add reads it as INT32; else None.
     """
 
     node: bytes

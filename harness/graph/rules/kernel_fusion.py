@@ -47,10 +47,10 @@ def _is_gate(model: Model, node: Node) -> bool:
 
 
 def is_fusible_operand(model: Model, dialect: Dialect, node: Node, slot: int) -> bool:
-    """Return whether an operand of an Add is fused with it: the result of a convolution that only the Add reads.
+    """Return whether input `slot` of an Add is fused with it: the result of a convolution that only the Add reads.
 
-    Of two such operands it is the first. After a MatMul both are legal, because an Add of two tensors is not fused with
-    it, and ModelOpt quantizes both.
+    Of two such inputs it is the first. The result of a MatMul does not count, because an Add of two tensors is not
+    fused with it, and ModelOpt quantizes both.
     """
     if node.op != "Add":
         return False

@@ -91,13 +91,13 @@ def _note(decisions: pd.DataFrame) -> str:
 
 
 def decision_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per task and role, with the columns of `main_frame`, `batch` and `megabytes`.
+    """Return a row per task and role, with the columns of `main` (`main_frame(results)`), `batch` and `megabytes`.
 
     Roles are the float precisions, "default PTQ" with each tool, the other baselines, and "best found": among the
     searchers whose choice obeys the bound on accuracy, the one with the smallest loss if the loss was minimised, else
     with the highest speedup in the final selection, else by its own samples. None of these criteria uses the
     confirmation, whose figures are shown. `batch` is the first dimension of the inputs, `megabytes` the size of the
-    exported file; both are None if unknown.
+    exported file in units of 10^6 bytes; both are None if unknown.
     """
     tasks = {task.name: task for task in results.tasks}
     lines = []

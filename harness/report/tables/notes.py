@@ -110,7 +110,7 @@ def scenario_notes(tasks: Sequence[TaskResults]) -> tuple[str, ...]:
 
 
 def data_notes(tasks: Sequence[TaskResults]) -> Iterator[str]:
-    """Yield the limits of calibration and accuracy data of each task."""
+    """Yield a sentence for each limitation of the tasks' calibration and accuracy data, such as random inputs."""
     if random := sorted({task.facts["model"] for task in tasks if task.facts["calibrated_on"] == "random data"}):
         yield f"Calibrated on random data (no accuracy): {', '.join(random)}."
     for task in tasks:

@@ -18,7 +18,7 @@ from harness.runtimes.rtx_compile.compiler import (
 
 
 class RTXCompiler:
-    """Benchmarker that only compiles models, for a GPU that need not be present, without timing.
+    """Benchmarker that only compiles models with TensorRT for RTX, without timing; the GPU need not be present.
 
     Args:
         target: Compute capability of the GPU: sm75, sm80, sm86, sm89, sm120 or sm121.

@@ -209,7 +209,7 @@ class PolicedEngines(Engines):
         return self._engines.describe(benchmarker)
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
-        """Write the candidate's file under the lock and build its engine."""
+        """Build as `Engines.build`; the candidate's file, if it is missing, is written under the write lock."""
         return super().build(self._with_write_lock(candidate), benchmarker)
 
     def examine(self, candidate: Candidate, look: Callable[[Path], T]) -> T:
