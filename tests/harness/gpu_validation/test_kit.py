@@ -21,7 +21,7 @@ from harness.gpu_validation.measures import check_prescreening, check_timer, com
 from harness.gpu_validation.steps import Step, list_steps
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.helper_process import HelperCallFailed
-from harness.results_dir.io import read_json
+from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import find_changed_files
 
 FAKES = Path(__file__).parents[2] / "fakes"
@@ -108,6 +108,33 @@ def test_a_crash_ends_its_step_alone(folder, monkeypatch):
     assert [record.status for record in found] == ["failed", "passed"]
     assert "signal 11" in found[0].reason
     assert "half way" in found[0].reason
+
+
+def test_a_step_that_takes_too_long_is_ended(folder, monkeypatch):
+    monkeypatch.setattr(kit, "STEP_LIMIT_S", 0.1)
+    monkeypatch.setattr(kit, "list_steps", lambda: (python("import time; time.sleep(60)"),))
+    (found,) = run_validation(folder / "out", print)
+    assert (found.status, found.reason) == ("failed", "ended after 2.77778e-05 hours")
+
+
+def test_an_experiment_that_cannot_be_written_fails_its_step(folder, monkeypatch, capsys):
+    def experiment() -> str:
+        raise UserError("no images")
+
+    monkeypatch.setattr(kit, "list_steps", lambda: (python("print(1)", experiment=experiment),))
+    with pytest.raises(SystemExit) as ended:
+        main(["validate-gpu", "out", "--json"])
+    assert ended.value.code == 1
+    text = capsys.readouterr().out
+    assert [record["reason"] for record in json.loads(text[text.index("[") :])] == ["no images"]
+
+
+def test_a_damaged_record_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(kit, "list_steps", lambda: (python("print(1)"),))
+    run_validation(folder / "out", print)
+    write_json(folder / "out/steps/step/record.json", {"name": "step", "status": "lost"})
+    with pytest.raises(UserError, match=r"step/record\.json: .*remove it to run the step again"):
+        run_validation(folder / "out", print)
 
 
 def test_results_of_other_gpu_are_refused(folder, monkeypatch):

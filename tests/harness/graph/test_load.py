@@ -108,6 +108,9 @@ class TestReading:
             load(tmp_path / "m.onnx")
         with pytest.raises(UserError, match=r"this is a folder; name the .onnx file in it"):
             load(tmp_path)
+        os.mkfifo(tmp_path / "pipe.onnx")
+        with pytest.raises(UserError, match="this is no file, but a pipe or a device"):
+            load(tmp_path / "pipe.onnx")
 
     def test_git_lfs_pointer_is_refused(self, tmp_path):
         (tmp_path / "m.onnx").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n")

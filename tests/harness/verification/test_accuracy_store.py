@@ -7,14 +7,16 @@ import pytest
 
 from harness.api import Accuracy
 from harness.config.objective import Objective
-from harness.config.sections import PluginSpec
+from harness.config.sections import Limits, PluginSpec
 from harness.graph.io.digests import digest_file
 from harness.progress import NullProgress
 from harness.results_dir.artifacts import ExportedModel, FinalistSet
 from harness.results_dir.io import read_json, write_json
 from harness.task_setup.accuracy import Scoring
-from harness.timing.workers.engines import BuiltEngine
+from harness.timing.workers.engines import BuiltEngine, WorkerSpec
+from harness.verification import file_scores
 from harness.verification.accuracy_store import AccuracyStore, read_scores
+from harness.verification.file_scores import score_tool_files
 from search.space import Space
 
 
@@ -75,6 +77,32 @@ def test_changed_file_is_scored_again(score):
 def test_another_evaluator_scores_everything_again(score):
     score({"float": b"1"})
     assert score({"float": b"1"}, evaluator="top5")[0] == [("float.onnx", "main")]
+
+
+def test_files_of_tools_are_scored_by_a_reference_too(tmp_path, monkeypatch):
+    opened = []
+
+    @contextmanager
+    def open_reference(worker, limits):
+        engines = Engines()
+        opened.append((worker.benchmarkers["main"].use, engines.asked))
+        yield engines
+
+    monkeypatch.setattr(file_scores, "open_engines", open_reference)
+    (tmp_path / "models").mkdir()
+    rows = []
+    for name, file in (("ort_static", "a.onnx"), ("nncf_ptq", "b.xml"), ("all", "c.onnx")):
+        path = tmp_path / "models" / file
+        path.write_text(name)
+        path.with_suffix(".bin").write_text("weights")
+        rows.append(ExportedModel(id=name, file=file, sha256=digest_file(path), pairs=1))
+    table = FinalistSet(folder=tmp_path, space=Space(()), rows=tuple(rows))
+    worker = WorkerSpec(benchmarkers={"main": PluginSpec(use="tensorrt")}, workdir=tmp_path)
+    for scored in (["a.onnx"], []):
+        opened.clear()
+        score_tool_files(table, worker, Limits(), NullProgress(), "top1")
+        assert [use for use, _ in opened] == ["onnxruntime", "openvino"]
+        assert [file for file, _ in opened[0][1]] == scored, "once"
 
 
 class Watcher:

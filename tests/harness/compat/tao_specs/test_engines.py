@@ -183,6 +183,10 @@ def test_evaluations_that_cannot_be_compared():
         compare_evaluations([scored("a", "top1", (1, 0)), scored("b", "map", ())])
     with pytest.raises(UserError, match=r"b and a cannot be compared: a paired interval needs the same images"):
         compare_evaluations([scored("a", "top1", (1, 0)), scored("b", "top1", (1, 0, 1))])
+    rows = compare_evaluations([scored("a", "mine", ()), scored("b", "mine", ())])
+    assert [row.cells()[3:5] for row in rows] == [("mine 0.5000", "baseline"), ("mine 0.5000", "+0.0000")], (
+        "without an interval"
+    )
 
 
 @pytest.mark.usefixtures("labelled")

@@ -2,9 +2,11 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs.modelopt_arguments import INT4_ARGUMENTS, check_arguments, modelopt_parameters
 from harness.compat.tao_specs.ptq import get_parser, run_ptq
 from harness.errors import UserError
@@ -53,3 +55,18 @@ def test_refused_arguments_name_the_alternative(name):
 def test_unknown_option_is_refused():
     with pytest.raises(UserError, match="--frobnicate: no option"):
         run_ptq(["--frobnicate"])
+
+
+def test_a_missing_or_other_modelopt_is_named(tmp_path, monkeypatch):
+    source = tmp_path / "onnx" / "quantization" / "quantize.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("def other(): ...")
+    for folders, said in (([], "ModelOpt is not installed; "), ([str(tmp_path)], "has another interface; use 0.43")):
+        found = SimpleNamespace(submodule_search_locations=folders)
+        monkeypatch.setattr(modelopt_arguments.importlib.util, "find_spec", lambda _, found=found: found)
+        modelopt_parameters.cache_clear()
+        with pytest.raises(UserError, match=f"{said}.*backend: qdq"):
+            modelopt_parameters()
+    monkeypatch.undo()
+    modelopt_parameters.cache_clear()
+    assert modelopt_parameters()

@@ -17,8 +17,10 @@ from harness.report.page.interactive_charts import build_charts
 from harness.report.plots import result_plots
 from harness.report.plots.plot_files import draw_plots
 from harness.report.plots.result_plots import draw_curves, draw_latencies, median_band, series_style
+from harness.report.plots.study_plots import draw_critical_difference
 from harness.report.render import write_tables
 from harness.report.report_table import ReportTable, render_markdown, write_table
+from harness.report.statistics import compute_ranks
 from harness.report.tables.budget import budget_frame
 from harness.search_loop.objective import Goal
 
@@ -40,6 +42,19 @@ def test_median_band_is_over_seeds_with_last_value_carried_forward(tmp_path):
     assert found["value"].tolist() == [1.0, 1.25, 2.5]
     assert found["low"].tolist() == [1.0, 1.0, 2.0]
     assert found["high"].tolist() == [1.0, 1.5, 3.0]
+
+
+def test_a_notebook_shows_long_curves(monkeypatch):
+    monkeypatch.setattr(result_plots, "MAX_CURVE_STEPS", 2)
+    assert median_band(CURVES, "evaluations")["value"].tolist() == [1.0, 2.5], "the first and the last step"
+    assert draw_curves(CURVES, "title")._repr_png_().startswith(b"\x89PNG")
+
+
+def test_critical_differences_show_groups_that_no_test_distinguishes(tmp_path):
+    ranks = compute_ranks(pd.DataFrame([[3.0, 2.0, 1.0]] * 5, columns=["first", "second", "third"]))
+    draw_critical_difference(ranks, "title", tmp_path / "ranks")
+    text = (tmp_path / "ranks.svg").read_text()
+    assert f"critical difference {ranks.critical_difference:.2f} at 5 %, 5 tasks" in text
 
 
 def test_plots_are_byte_identical_for_equal_results(tmp_path):
