@@ -1,6 +1,7 @@
 """Trace of table cells to their readings, and what `qdq trace` prints."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from harness.report.load.results import load
 from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
 from harness.results_dir.lines import compress_lines
+from harness.search_loop.objective import Goal
 
 
 def printed(*arguments: object) -> list[str]:
@@ -94,6 +96,29 @@ def test_trace_of_drop_has_difference_of_scores(folder):
     assert "--raw" in more
     edit_json(folder / TASK / "task.json", higher_is_better=False)
     assert printed(folder, "all:drop")[-3].startswith("drop: 0.700000 - 0.800000 = -0.100000")
+
+
+def test_scores_that_are_missing_or_failed_are_named(folder):
+    def change(scores):
+        del scores["sha of float main"]
+        scores["sha of all main"] = {"failed": "crash", "reason": "no memory"}
+
+    edit_json(folder / TASK / "accuracy.json", change)
+    lines = trace_cell(load(folder), "all:drop").lines
+    assert any(line.endswith("accuracy.json: no score of float") for line in lines)
+    assert "    failed: crash: no memory" in lines
+
+
+def test_a_metric_that_compares_with_the_float_model_has_no_drop(folder):
+    def rename(scores):
+        for score in scores.values():
+            score["metrics"] = {"sqnr_db": score["metrics"]["top1"]}
+
+    edit_json(folder / TASK / "accuracy.json", rename)
+    edit_json(folder / TASK / "task.json", metric="sqnr_db", goal=asdict(Goal()))
+    assert any(
+        "no drop: the reference is the float model" in line for line in trace_cell(load(folder), "all:drop").lines
+    )
 
 
 def test_a_row_of_several_seeds_is_shown_once(folder):

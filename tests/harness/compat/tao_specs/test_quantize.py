@@ -1,5 +1,6 @@
 """`qdq quantize` with backend `qdq`, and what both backends have in common."""
 
+import json
 import logging
 import shutil
 import sys
@@ -313,3 +314,19 @@ def test_input_with_several_dynamic_dimensions(dataset, problem, tmp_path, noise
             quantize_model(model, tmp_path, layer("Conv"), dataset=dataset)
     else:
         assert quantize_model(model, tmp_path, layer("Conv"), dataset=dataset).layers["Conv"] == {"int8": 1}
+
+
+def test_commands_print_counts_or_json(monkeypatch, tmp_path, capsys):
+    done = QuantizationResult(path=tmp_path / "q.onnx", layers={"Conv": {"int8": 2}}, calibrated_on="8 samples")
+    monkeypatch.setattr("harness.compat.tao_specs.quantize.quantize", lambda *_: done)
+    monkeypatch.setattr("harness.compat.tao_specs.ptq.run_ptq", lambda given: ["a"] if "--defaults" in given else done)
+    monkeypatch.chdir(tmp_path)
+    layers = "[{module_name: Conv, weights: {dtype: int8}}]"
+    (tmp_path / "s.yaml").write_text(f"quantize: {{model_path: m.onnx, layers: {layers}}}")
+    for command in (("quantize", "s.yaml"), ("ptq",)):
+        assert qdq(*command, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["layers"] == {"Conv": {"int8": 2}}
+    assert qdq("ptq") == 0
+    assert capsys.readouterr().out.splitlines()[0] == "Conv\t2 int8"
+    assert qdq("ptq", "--defaults") == 0
+    assert capsys.readouterr().out == "a\n"

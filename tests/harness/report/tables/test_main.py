@@ -10,6 +10,7 @@ import pytest
 from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_one_table, write_task
 from stored import read_records, replace_text, write_records
 
+from harness.accuracy.metrics.closeness import WORST_PREFIX
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.records import Measured, Proposal, TrialResult
 from harness.report.frames.main_frame import main_frame
@@ -499,6 +500,14 @@ def test_tool_row_with_other_file_score_is_a_wrong_result(folder, by_file, wrong
     assert rows["all"]["by the file"] == f"top-1 {by_file / 100:.4f}"
     assert rows["float"]["by the file"] == "-"
     assert rows["all"]["within the bound"].startswith("surely within (")
+
+
+def test_the_worst_output_of_each_row_is_noted(folder):
+    def add_notes(scores):
+        scores["sha of all main"]["note"] = f"{WORST_PREFIX}boxes, 12.0 dB"
+
+    edit_json(folder / TASK / "accuracy.json", add_notes)
+    assert f"Worst output by fidelity, {TASK}: all: boxes, 12.0 dB." in main_note(folder)
 
 
 def test_the_note_lists_recovered_placements_with_their_steps(folder):
