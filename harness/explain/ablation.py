@@ -14,6 +14,7 @@ from harness.api import Accuracy, Candidate
 from harness.config.sections import Confirmation
 from harness.progress import Observer
 from harness.records import Failed
+from harness.report.load.task_files import MeasuredStep
 from harness.results_dir.artifacts import ExportedModel
 from harness.selection.paired_timing import PairedComparison, run_comparison
 from harness.statistics import MIN_CLAIMED_GAIN, Interval, noise_floor_from_ratios
@@ -35,10 +36,17 @@ class AblationTiming:
     Attributes:
         ratio: Latency over that of the whole placement; None if it could not be timed.
         reason: Why it could not be timed, or "".
+        noise_floor: Relative loss of speed that noise explains in its step.
     """
 
     ratio: Interval | None = None
     reason: str = ""
+    noise_floor: float = MIN_CLAIMED_GAIN
+
+    @property
+    def keeps_speed(self) -> bool:
+        """Return whether the placement is as fast as the whole one within noise."""
+        return self.ratio is not None and self.ratio.value <= 1 + self.noise_floor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +54,7 @@ class AblationTimer:
     """Timer of placements in turns with the whole placement, on fresh builds like a confirmation.
 
     Attributes:
-        aa: Relative difference between the whole placement and its twin in each worker so far.
+        steps: Measured steps so far.
         whole_ms: Latency of the whole placement by the first readings; None before.
     """
 
@@ -56,25 +64,33 @@ class AblationTimer:
     open_engines: EngineFactory
     plan: Confirmation
     observer: Observer
-    aa: list[float] = field(default_factory=list)
+    steps: list[MeasuredStep] = field(default_factory=list)
     whole_ms: float | None = None
 
     @property
-    def tolerance(self) -> float:
-        """Return the relative loss of speed that noise explains."""
-        return max(MIN_CLAIMED_GAIN, noise_floor_from_ratios(self.aa))
+    def noise_floor(self) -> float:
+        """Return the median noise floor of the steps, on which a disturbed step has no influence."""
+        return float(np.median([step.noise_floor for step in self.steps]))
 
     def time(self, placements: Mapping[str, Placement], title: str) -> dict[str, AblationTiming]:
-        """Return the timing of each placement by name, or why it failed; those of the same graph are timed once."""
+        """Return the timing of each placement by name, or why it failed; those of the same graph are timed once.
+
+        The results are appended to `steps`.
+        """
         whole_digest = self.space.digest(self.whole)
         digests = {name: self.space.digest(placement) for name, placement in placements.items()}
         tested = {digests[name]: placement for name, placement in placements.items() if digests[name] != whole_digest}
-        summary = self._confirm(tested, title)
-        same = AblationTiming(ratio=Interval(value=1.0, low=1.0, high=1.0))
-        timed = {digest: _read_timing(summary, digest) for digest in tested}
-        return {name: timed.get(digest, same) for name, digest in digests.items()}
+        summary, aa_ratios = self._confirm(tested, title)
+        floor = max(MIN_CLAIMED_GAIN, noise_floor_from_ratios(aa_ratios))
+        same = AblationTiming(ratio=Interval(value=1.0, low=1.0, high=1.0), noise_floor=floor)
+        timed = {digest: _read_timing(summary, digest, floor) for digest in tested}
+        found = {name: timed.get(digest, same) for name, digest in digests.items()}
+        ratios = {name: timing.ratio for name, timing in found.items() if timing.ratio is not None}
+        self.steps.append(MeasuredStep(title=title, noise_floor=floor, aa_ratios=tuple(aa_ratios), ratios=ratios))
+        return found
 
-    def _confirm(self, placements: Mapping[str, Placement], title: str) -> ConfirmationSummary:
+    def _confirm(self, placements: Mapping[str, Placement], title: str) -> tuple[ConfirmationSummary, list[float]]:
+        """Return the summary, and the latency ratio of the whole placement and its twin for each build."""
         comparison = PairedComparison(
             name=title,
             baseline=TimedRow(name=WHOLE_PLACEMENT, candidate=self.candidate(self.whole)),
@@ -84,13 +100,13 @@ class AblationTimer:
         events = run_comparison(comparison, self.open_engines, self.observer)
         summary = summarize_turns(events, baseline=WHOLE_PLACEMENT)
         own, twins = TurnMatrix(events).paired_samples(TWIN, WHOLE_PLACEMENT)
-        self.aa += [float(np.median(np.divide(one, two))) for one, two in zip(own, twins, strict=True)]
+        aa_ratios = [float(np.median(np.divide(one, two))) for one, two in zip(own, twins, strict=True)]
         if self.whole_ms is None and WHOLE_PLACEMENT in summary.rows:
             self.whole_ms = summary.rows[WHOLE_PLACEMENT].latency_ms.value
-        return summary
+        return summary, aa_ratios
 
 
-def _read_timing(summary: ConfirmationSummary, digest: str) -> AblationTiming:
+def _read_timing(summary: ConfirmationSummary, digest: str, noise_floor: float) -> AblationTiming:
     if digest in summary.failed:
         failed = summary.failed[digest]
         return AblationTiming(reason=f"{failed.stage}: {failed.reason}")
@@ -98,7 +114,8 @@ def _read_timing(summary: ConfirmationSummary, digest: str) -> AblationTiming:
     if row is None or row.builds_ok < 2:
         return AblationTiming(reason="no readings")
     speedup = row.speedup
-    return AblationTiming(ratio=Interval(value=1 / speedup.value, low=1 / speedup.high, high=1 / speedup.low))
+    ratio = Interval(value=1 / speedup.value, low=1 / speedup.high, high=1 / speedup.low)
+    return AblationTiming(ratio=ratio, noise_floor=noise_floor)
 
 
 def quantized(placement: Placement) -> list[int]:
@@ -133,14 +150,15 @@ def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[li
         parts = [part.tolist() for part in np.array_split(kept, chunks) if len(part)]
         tested = _test_removals(bench, kept, parts)
         tests += len(parts)
-        free = [part for part in parts if tested[str(part)] <= 1 + bench.tolerance]
+        free = [part for part in parts if tested[str(part)].keeps_speed]
         if len(free) > 1:
             together = [index for part in free for index in part]
             tests += 1
-            if _test_removals(bench, kept, [together])[str(together)] <= 1 + bench.tolerance:
-                free = [together]
+            joint = _test_removals(bench, kept, [together])
+            if joint[str(together)].keeps_speed:
+                tested, free = joint, [together]
         if free:
-            best = min(free, key=lambda part: (-len(part), tested.get(str(part), 1.0)))
+            best = min((-len(part), _cost(tested[str(part)]), part) for part in free)[-1]
             kept = [index for index in kept if index not in set(best)]
             steps.append(without(bench.whole, [index for index in order if index not in set(kept)]))
             chunks = min(max(2, chunks - 1), len(kept)) or 1
@@ -151,12 +169,17 @@ def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[li
     return steps, tests
 
 
-def _test_removals(bench: AblationTimer, kept: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Return the latency ratio after the removal of each part, by part; infinite if it failed."""
+def _test_removals(
+    bench: AblationTimer, kept: Sequence[int], parts: Sequence[Sequence[int]]
+) -> dict[str, AblationTiming]:
+    """Return the timing after the removal of each part, by part."""
     gone = [index for index in quantized(bench.whole) if index not in set(kept)]
     placements = {str(part): without(bench.whole, [*gone, *part]) for part in parts}
-    timed = bench.time(placements, f"fewest points, {len(kept)} left")
-    return {name: math.inf if t.ratio is None else t.ratio.value for name, t in timed.items()}
+    return bench.time(placements, f"fewest points, {len(kept)} left")
+
+
+def _cost(timing: AblationTiming) -> float:
+    return math.inf if timing.ratio is None else timing.ratio.value
 
 
 logger = logging.getLogger(__name__)

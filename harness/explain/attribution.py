@@ -147,10 +147,10 @@ class _RowExplainer:
         """Measure and return the attribution; see `attribute_row`."""
         bench = self._ablation_timer()
         space, whole = self.task.space, self.whole
-        flat = _speedup_over_float(bench)
+        flat, floor = _speedup_over_float(bench)
         patterns, drop = self._pattern_effects(bench)
         points = self._point_effects(bench, patterns)
-        fast = flat.low > 1 + bench.tolerance
+        fast = flat.low > 1 + floor
         minimal = self._minimal_placement(bench, patterns, points, flat) if fast else None
         before, after = (
             self._layers(placement, name) for name, placement in (("b", space.float_placement()), ("a", whole))
@@ -162,7 +162,7 @@ class _RowExplainer:
             method=method,
             pairs=self._count_pairs(whole),
             speedup=flat,
-            noise_floor=bench.tolerance,
+            noise_floor=bench.noise_floor,
             patterns=patterns,
             points=points,
             minimal=minimal,
@@ -172,6 +172,7 @@ class _RowExplainer:
             latency_ms=bench.whole_ms,
             metric=self.scoring.metric,
             drop=drop,
+            steps=tuple(bench.steps),
         )
 
     def _worker(self) -> WorkerSpec:
@@ -233,7 +234,8 @@ class _RowExplainer:
 
     def _point_effects(self, bench: AblationTimer, patterns: Sequence[PartEffect]) -> tuple[PartEffect, ...]:
         """Return the effect of each point left out, of the patterns whose effect exceeds the noise."""
-        matter = {e.pattern for e in patterns if e.ratio is not None and abs(e.ratio.value - 1) > bench.tolerance}
+        floor = bench.noise_floor
+        matter = {e.pattern for e in patterns if e.ratio is not None and abs(e.ratio.value - 1) > floor}
         dimensions = self.task.space.dimensions
         rest = {i: without(self.whole, [i]) for i in quantized(self.whole) if dimensions[i].group in matter}
         timed = bench.time({str(index): placement for index, placement in rest.items()}, "points left out")
@@ -253,6 +255,7 @@ class _RowExplainer:
             pairs=self._count_pairs(self.whole) - self._count_pairs(rest),
             ratio=timed.ratio,
             reason=timed.reason,
+            noise_floor=timed.noise_floor,
         )
 
     def _operators_by_point(self) -> dict[str, str]:
@@ -277,7 +280,7 @@ class _RowExplainer:
         trail, tests = backward_elimination(bench, order)
         steps = {str(place): placement for place, placement in enumerate(trail)}
         timed = bench.time({**steps, "float": self.task.space.float_placement()}, "the fewest points")
-        keeping = [(n, r) for n in steps if (r := timed[n].ratio) is not None and r.value <= 1 + bench.tolerance]
+        keeping = [(n, r) for n in steps if timed[n].keeps_speed and (r := timed[n].ratio) is not None]
         fewest, ratio = keeping[-1]  # never empty, as the whole placement is the first step
         placement, speedup = steps[fewest], _divide_intervals(timed["float"].ratio or flat, ratio)
         names = tuple(dimensions[index].name for index in quantized(placement))
@@ -299,8 +302,8 @@ def _sort_effects(effects: Iterable[PartEffect]) -> tuple[PartEffect, ...]:
     return tuple(sorted(effects, key=lambda e: (e.ratio is None, -(e.ratio.value if e.ratio is not None else 0.0))))
 
 
-def _speedup_over_float(bench: AblationTimer) -> Interval:
-    """Return the latency of the float model over that of the whole placement.
+def _speedup_over_float(bench: AblationTimer) -> tuple[Interval, float]:
+    """Return the latency of the float model over that of the whole placement, and the noise floor of this step.
 
     Raises:
         UserError: The float model could not be timed.
@@ -311,7 +314,7 @@ def _speedup_over_float(bench: AblationTimer) -> Interval:
             f"the float model could not be timed in turns with this row ({flat.reason}), so its speedup is unknown: "
             "run the same command again on an idle machine; limits are those of experiment.yaml in the folder"
         )
-    return flat.ratio
+    return flat.ratio, flat.noise_floor
 
 
 def _ratio_of(first: AblationTiming, second: AblationTiming) -> Interval | None:

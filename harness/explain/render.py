@@ -26,6 +26,7 @@ ATTRIBUTION_LEGEND = (
     "images]; alone: speed over float with nothing else quantized. Pairs: those that disappear with the part; a pair "
     "that several parts use is in none of these counts."
 )
+DISTURBED_STEP_FACTOR = 2.0  # from this multiple of the median noise floor, a step is called disturbed
 MAX_PRINTED_ROWS = 15  # of each printed table; the written file has all rows
 
 
@@ -60,8 +61,9 @@ def attribution_lines(found: AttributionReport) -> Iterator[str]:
         yield f"{metric_name(found.metric)} lost against the float model: {format_drop(found.drop, found.metric)}."
     yield (
         f"Differences below {found.noise_floor:.1%} of the time are noise: by that share the placement differs from "
-        "itself, rebuilt and timed in turns with its variants."
+        "itself, rebuilt and timed in turns with its variants (median of the steps)."
     )
+    yield from _disturbed_steps(found)
     yield ""
     yield "## Gain of each pattern"
     yield from _effect_table(found.patterns, found, "pattern")
@@ -81,6 +83,14 @@ def attribution_lines(found: AttributionReport) -> Iterator[str]:
         yield ""
         yield "## Where the time went, layer by layer"
         yield from _layer_lines(parts)
+
+
+def _disturbed_steps(found: AttributionReport) -> Iterator[str]:
+    """Yield a line with the steps whose noise floor is far above the median, for which verdicts are withheld."""
+    noisy = [step for step in found.steps if step.noise_floor > DISTURBED_STEP_FACTOR * found.noise_floor]
+    if noisy:
+        steps = ", ".join(f"{step.title} ({step.noise_floor:.1%})" for step in noisy)
+        yield f"Disturbed steps, with their noise floors: {steps}. Verdicts below these floors are withheld."
 
 
 def _format_ratio(ratio: Interval) -> str:
@@ -111,7 +121,7 @@ def _effect_row(effect: PartEffect, found: AttributionReport, kind: str) -> dict
         if effect.drop is None
         else format_drop(effect.drop, found.metric),
         "alone": MISSING_CELL if effect.alone is None else f"{effect.alone.value:.2f}x",
-        "verdict": _effect_verdict(effect.ratio, found.noise_floor),
+        "verdict": _effect_verdict(effect, found.noise_floor),
     }
 
 
@@ -123,12 +133,15 @@ def _format_slowdown(ratio: Interval | None, reason: str) -> str:
     return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
-def _effect_verdict(ratio: Interval | None, noise_floor: float) -> str:
-    if ratio is None:
+def _effect_verdict(effect: PartEffect, noise_floor: float) -> str:
+    """Return the verdict on a part by the median noise floor and by that of its own step."""
+    if effect.ratio is None:
         return "unknown"
-    if ratio.low > 1 + noise_floor:
-        return "carries gain"
-    return "costs time" if ratio.high < 1 / (1 + noise_floor) else "within noise"
+    if not effect.exceeds(noise_floor):
+        return "within noise"
+    if not effect.exceeds(effect.noise_floor):
+        return f"withheld: noise of {effect.noise_floor:.1%}"
+    return "carries gain" if effect.ratio.low > 1 else "costs time"
 
 
 def _minimal_lines(found: AttributionReport) -> Iterator[str]:

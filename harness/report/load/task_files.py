@@ -42,6 +42,7 @@ class PartEffect:
         ratio: Latency without the part over latency of the whole placement; above 1 the part saves time.
         alone: Latency of the float model over latency with the part alone; None if not measured.
         reason: Why there is no ratio, or "".
+        noise_floor: Relative noise floor of the step that measured it; smaller differences count as none.
         drop: Accuracy that the part costs: loss of the whole placement against the placement without the part, in the
             unit of the metric; unknown limits are NaN. None if not measured.
     """
@@ -53,7 +54,13 @@ class PartEffect:
     ratio: Interval | None = None
     alone: Interval | None = None
     reason: str = ""
+    noise_floor: float = 0.0
     drop: Interval | None = None
+
+    def exceeds(self, noise_floor: float) -> bool:
+        """Return whether the whole interval of the effect on time is beyond a noise floor."""
+        ratio = self.ratio
+        return ratio is not None and (ratio.low > 1 + noise_floor or ratio.high < 1 / (1 + noise_floor))
 
     def gain_us(self, latency_ms: float) -> Interval | None:
         """Return the microseconds that the part saves per inference of the whole placement, of latency `latency_ms`."""
@@ -82,6 +89,23 @@ class MinimalPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """Comparison of placements, timed in turns with the whole placement.
+
+    Attributes:
+        title: Name of the step.
+        noise_floor: Relative noise floor of the step.
+        aa_ratios: Latency of the whole placement over that of its twin, for each build.
+        ratios: Latency over that of the whole placement, by name: a part that is left out or alone, or dimensions.
+    """
+
+    title: str
+    noise_floor: float
+    aa_ratios: tuple[float, ...]
+    ratios: Mapping[str, Interval]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeFusion:
     """Use of one quantized edge in the engine.
 
@@ -104,7 +128,7 @@ class AttributionReport:
 
     Attributes:
         speedup: Speedup over the float model in this measurement.
-        noise_floor: Relative noise floor; smaller differences count as none.
+        noise_floor: Median of the relative noise floors of the steps; smaller differences count as none.
         patterns: Effects of the patterns that the placement quantizes, the most valuable first.
         points: Effects of insertion points, the most valuable first.
         minimal: Smallest placement with the same gain; None if the row is no faster than float.
@@ -114,6 +138,7 @@ class AttributionReport:
         latency_ms: Latency of the row in this measurement; None in older files.
         metric: Metric of the drops; None if nothing was scored.
         drop: Loss of accuracy of the row against the float model, as in `PartEffect`.
+        steps: Measured steps, in order.
     """
 
     row: str
@@ -131,6 +156,7 @@ class AttributionReport:
     latency_ms: float | None = None
     metric: str | None = None
     drop: Interval | None = None
+    steps: tuple[MeasuredStep, ...] = ()
 
 
 def write_attribution(report: AttributionReport, task: Path) -> Path:

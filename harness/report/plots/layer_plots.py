@@ -161,9 +161,9 @@ def draw_sensitivity(effects: Sequence[PartEffect], noise_floor: float, title: s
     with figure_file(path, height=1.5 + 0.3 * len(measured)) as axes:
         axes.axvspan(-100 * noise_floor, 100 * noise_floor, color="0.87")
         axes.axvline(0, color="0.5", linewidth=0.8)
-        for place, (_, ratio) in enumerate(measured):
+        for place, (effect, ratio) in enumerate(measured):
             value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
-            clear = low > 100 * noise_floor or high < -100 * noise_floor
+            clear = effect.exceeds(max(noise_floor, effect.noise_floor))
             axes.plot([low, high], [place, place], color=SERIES_COLOURS[0], linewidth=1.2)
             axes.plot([value], [place], "o", color=SERIES_COLOURS[0], mfc=SERIES_COLOURS[0] if clear else "white")
         labels = [fill(_describe_effect(effect, 40), 40) for effect, _ in measured]
@@ -222,9 +222,7 @@ def _effects_with_drop(report: AttributionReport) -> Iterator[tuple[PartEffect, 
 
 def _exceeds_noise(effect: PartEffect, drop: Interval, noise_floor: float) -> bool:
     """Return whether the effect on time or on accuracy is beyond the noise."""
-    ratio = effect.ratio
-    timed = ratio is not None and (ratio.low > 1 + noise_floor or ratio.high < 1 / (1 + noise_floor))
-    return timed or drop.low > 0 or drop.high < 0
+    return effect.exceeds(max(noise_floor, effect.noise_floor)) or drop.low > 0 or drop.high < 0
 
 
 def _describe_effect(effect: PartEffect, width: int) -> str:

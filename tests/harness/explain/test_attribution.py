@@ -123,6 +123,7 @@ def test_explanation_is_printed_and_stored_for_the_report(done, found, capsys):
     path = next((done / TASK / "explain").glob("*.json"))
     again = read_attribution(path)
     assert again.row == found.row
+    assert [step.title for step in again.steps][:3] == ["against float", "patterns left out", "patterns alone"]
     main(["report", str(done)])
     report = done / "report"
     assert (report / f"sensitivity-{TASK}-{found.row}.svg").exists()
@@ -222,6 +223,21 @@ def test_tensor_names_are_escaped(found):
     )
     text = "\n".join(attribution_lines(replace(found, edges=(evil,))))
     assert r"- not fused: \<b>\|\\x1b[31mred at input 0 of \`x\`: \*Eltwise\*" in text
+
+
+def test_disturbed_step_withholds_only_verdicts_that_depend_on_it(found):
+    (floor,) = {effect.noise_floor for effect in found.patterns}
+    (step,) = (step for step in found.steps if step.title == "patterns left out")
+    assert floor == step.noise_floor
+    assert step.ratios == {effect.part: effect.ratio for effect in found.patterns}
+    loud, *quiet = found.patterns
+    disturbed = (replace(step, noise_floor=9.0), *found.steps)
+    report = replace(found, patterns=(replace(loud, noise_floor=9.0), *quiet), steps=disturbed)
+    before, after = ("\n".join(attribution_lines(each)) for each in (found, report))
+    assert "withheld" not in before
+    assert "patterns left out (900.0%)" in after
+    assert after.count("withheld: noise of 900.0%") == 1
+    assert after.count("carries gain") == before.count("carries gain") - 1
 
 
 def test_row_without_gain_has_no_minimal_placement(found):
