@@ -314,7 +314,8 @@ def summary_lines(summary: ConfirmationSummary, result: AutotuneResult) -> Itera
         f"in turns with the baseline, noise floor {100 * summary.noise_floor:.1f} %), {result.pairs} Q/DQ pairs"
     )
     if row.fully_disturbed:
-        yield f"All of its turns were disturbed, so {row.verdict!r} is uncertain: repeat on a quiet machine"
+        uncertain = f"All of its turns were disturbed, so {row.verdict!r} is uncertain"
+        yield f"{uncertain}: run the same command again on a quiet machine"
     yield f"Written: {result.file}{f' (timed with {result.options}: deploy it so)' if result.options else ''}"
     if result.kept is not None:
         slower = row.verdict == "slower"
