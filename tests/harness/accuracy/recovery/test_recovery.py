@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import numpy_helper, parser
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges
@@ -37,7 +37,7 @@ from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES
 from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.quantize.weights import bias_place, quantize_weight
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, TENSORRT_RTX, Dialect
-from harness.graph.segmented_run import measure_layer_shifts
+from harness.graph.segmented_run import channel_maxima, measure_layer_shifts, sum_outputs
 from harness.progress import NullProgress
 from harness.registry import installed_plugins
 from harness.task_setup.placed_models import list_choices
@@ -339,3 +339,13 @@ def test_sensitive_groups_that_mask_each_other_are_found(tmp_path):
     left = (worst[0].nodes, worst[1].nodes, (*worst[0].nodes, *worst[1].nodes))
     first, second, both = measure_sqnr_db([leave_float(placed, names) for names in left], BATCHES)
     assert max(first, second) + 6 < both, "one of them alone is no remedy"
+
+
+def test_outputs_and_channels_are_gathered_over_batches(tmp_path):
+    text = """<ir_version: 8, opset_import: ["": 17]> g (float[2,3] x) => (float s)
+        { t = Neg(x) s = ReduceSum<keepdims=0>(t) }"""
+    path = tmp_path / "m.onnx"
+    onnx.save(parser.parse_model(text), path)
+    batches = [{"x": np.array(rows, np.float32)} for rows in ([[1, -2, 3], [0, 1, 0]], [[4, 0, 0], [-1, 0, -5]])]
+    assert sum_outputs(path, batches) == {"s": pytest.approx(-1.0)}
+    assert channel_maxima(path, ["t"], batches)["t"].tolist() == [4.0, 2.0, 5.0]

@@ -14,7 +14,14 @@ import harness.graph.equivalence.check as check
 import harness.graph.io.files as files
 import harness.graph.passes.normalize as fold_batch_norm
 from harness.errors import UserError
-from harness.graph.equivalence.compare import EquivalenceVerdict, deviation_db, threshold_db
+from harness.graph.equivalence.compare import (
+    EquivalenceVerdict,
+    compare_runs,
+    deviation_db,
+    normalization_db,
+    threshold_db,
+)
+from harness.graph.equivalence.versions import ComparisonTask
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.load import load, load_proto
 
@@ -275,3 +282,40 @@ def test_the_coarsest_float_type_sets_the_threshold():
     assert (threshold_db(network()), threshold_db(half)) == (80.0, 40.0)
     half.graph.node.append(cast)
     assert threshold_db(half) == 25.0
+
+
+def graph_bytes(nodes: str) -> bytes:
+    head = '<ir_version: 8, opset_import: ["": 17, "acme": 1]> g (float[1,4] x) => (float[1,4] y)'
+    return parser.parse_model(f"{head} <float[4] one = {{1,1,1,1}}> {{ {nodes} }}").SerializeToString()
+
+
+NEG = "[a] t = Neg(x)  [last] y = Sin(t)"
+NORM = "[norm] t = BatchNormalization(x, one, one, one, one)  [last] y = Sin(t)"
+
+
+@pytest.mark.parametrize(
+    ("original", "prepared", "verdict", "word"),
+    [
+        (NEG, NEG, "", ""),
+        (NEG, "[a] t = Abs(x)  [last] y = Sin(t)", "change", "node 'a' (Neg, output 't')"),
+        (NEG, "[a] t = acme.Odd(x)  [last] y = Sin(t)", "change", "does not run"),
+        ("[a] t = acme.Odd(x)  [last] y = Sin(t)", "[last] y = Sin(x)", "unchecked", "cannot run the original"),
+        (NORM, "[m] m = Sub(x, one)  [norm] t = Add(m, one)  [last] y = Sin(t)", "", ""),
+        (NORM, "[m] m = Sub(x, one)  [norm] t = Sub(m, one)  [last] y = Sin(t)", "change", "node 'norm'"),
+    ],
+)
+def test_verdicts_on_pairs_of_models(original, prepared, verdict, word):
+    task = ComparisonTask(
+        original=graph_bytes(original), prepared=graph_bytes(prepared), inputs={"x": ("float", (1, 4))},
+        widened=frozenset(), samples=1,
+    )  # fmt: skip
+    found = compare_runs(task)
+    assert [key for key in ("change", "unchecked") if getattr(found, key)] == [verdict] * bool(verdict)
+    assert word in found.change + found.unchecked
+
+
+def test_a_large_mean_lowers_the_ratio_that_a_normalization_needs():
+    spread = np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype(np.float32)
+    assert normalization_db(spread, spread, 80.0) == 80.0
+    assert normalization_db(spread + 1e4, spread, 80.0) < 70.0
+    assert normalization_db(np.ones_like(spread), spread * 0, 80.0) == 80.0
