@@ -173,7 +173,10 @@ def _describe_default_sizes(resolved: ResolvedShapes) -> str:
     sizes = ", ".join(f"{name} is dynamic and set to {size}" for name, size in resolved.default_sizes.items())
     symbol = next((name.strip("'") for name in resolved.default_sizes if name.startswith("'")), "batch")
     option = format_size_options({symbol: 8}, {})
-    return f"{sizes}; another size: {option}, or in an experiment `dims: {{{symbol}: 8}}` at the model"
+    return (
+        f"{sizes}; another size: `dims: {{{symbol}: 8}}` at the model of an experiment, or {option} for a command that "
+        "takes a model"
+    )
 
 
 def _describe_missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, sizes: InputSizes) -> str:
@@ -192,7 +195,7 @@ def _describe_missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, si
     named = f" (no input has the name of the calibration data's {', '.join(foreign)})" if foreign else ""
     return (
         f"{dynamic}{named}; a placement is measured at one static shape: give {what} in the experiment as '{yaml}', or "
-        f"on the command line as {format_size_options(dims, shapes)}"
+        f"for a command that takes a model as {format_size_options(dims, shapes)}"
     )
 
 

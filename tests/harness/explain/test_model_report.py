@@ -89,7 +89,7 @@ def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path, capsy
     builder = GraphBuilder("dynamic")
     builder.output(builder.conv(builder.input("x", ("N", 3, 16, "width")), 8, 3))
     path = str(builder.save(tmp_path / "net.onnx"))
-    with pytest.raises(UserError, match="on the command line as --dim width=224"):
+    with pytest.raises(UserError, match="--dim width=224"):
         explain_model(path, PluginSpec(use="openvino"), runs=1)
     main(["explain", path, "--dim", "width=16", "--runs", "1"])
     assert "Linear operators: 1; quantized in the file 0" in capsys.readouterr().out
