@@ -20,7 +20,7 @@ class HillClimber:
 
     def ask(self, n: int) -> list[Placement]:
         before = len(self.asked)
-        for tries in range(200 * n):  # no graph is asked twice, so that all workers have something of their own
+        for tries in range(200 * n):  # propose no model twice, so that workers do not repeat each other's work
             redrawn = self.rng.random(len(self.space)) < self.rate + tries / (200 * n)
             choices = np.where(redrawn, self.space.random(self.rng).choices, self.best.choices)
             placement = Placement(tuple(int(choice) for choice in choices))
