@@ -147,6 +147,18 @@ def test_a_parameter_that_names_code_needs_trust(use, params, named, monkeypatch
     registry.check_params("benchmarker", use, params)
 
 
+@pytest.mark.parametrize(
+    ("params", "place"),
+    [
+        ({"profiles": {"x": {"min": 3}}}, "profiles.x: the keys min"),
+        ({"profiles": {"x": 3}}, "profiles.x: "),
+        ({"plugins": ["a.so", 3]}, "plugins.1: "),
+    ],
+)
+def test_a_wrong_value_inside_a_parameter_is_named_by_its_place(params, place):
+    assert f"benchmarker 'tensorrt': {place}" in refused("benchmarker", "tensorrt", params)
+
+
 def test_programs_on_path_need_no_trust(monkeypatch):
     monkeypatch.delenv(paths.TRUST_VARIABLE)
     registry.check_params("benchmarker", "onnxruntime_web", {"node": "node20", "chromium": "chromium"})

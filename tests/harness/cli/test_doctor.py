@@ -5,6 +5,7 @@ from small import qdq
 
 from harness import registry
 from harness.cli import doctor
+from harness.errors import UserError
 
 GPU = {"name": "NVIDIA H100", "driver_version": "570.1", "memory.total": "81559 MiB"}
 TIMING_FACTS = ("cpu.governor", "cpu.mhz", "cpu.turbo")
@@ -86,3 +87,12 @@ def test_tools_lists_environments_and_refuses_other_actions(capsys, monkeypatch)
     assert capsys.readouterr().out == before
     assert qdq("tools", "remove") == 2
     assert "install or list, but got 'remove'" in capsys.readouterr().err
+
+
+def test_list_shows_dialects_that_cannot_be_used(monkeypatch, capsys):
+    def refuse(name):
+        raise UserError("no dialect")
+
+    monkeypatch.setattr("harness.graph.rules.dialects.load_dialect", refuse)
+    assert qdq("list") == 0
+    assert "cannot be used: no dialect" in capsys.readouterr().out

@@ -24,7 +24,7 @@ from harness.report.render import current_report, report_text, write_report
 from harness.report.tables.catalog import build_tables
 from harness.results_dir import lines
 from harness.results_dir.artifacts import read_finalists
-from harness.results_dir.io import read_json, write_json
+from harness.results_dir.io import add_checksum, read_json, write_json
 from harness.results_dir.journal import read_journal
 from harness.results_dir.manifest import MANIFEST_FILE, check_results, find_changed_files, read_manifest
 from harness.results_dir.ownership import check_ownership
@@ -117,6 +117,15 @@ def test_missing_file_is_reported(copy, capsys):
     assert qdq("verify", str(copy), "--json") == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert problem.startswith(f"{path}: missing")
+
+
+def test_numbers_of_many_digits_are_refused(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(add_checksum('{"a": 7, "b": "' + "1" * 400 + '"}'))
+    assert read_json(path)["a"] == 7
+    path.write_text(add_checksum('{"a": 1' + "0" * 400 + "}"))
+    with pytest.raises(UserError, match="a number of 401 digits"):
+        read_json(path)
 
 
 def test_a_damaged_model_is_not_recommended(copy):

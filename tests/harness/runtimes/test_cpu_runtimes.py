@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -18,6 +19,7 @@ from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
+from harness.runtimes.host_clock import parse_dtype, read_profile
 from harness.timing.provenance import count_cores
 from harness.timing.workers.inference import ConcurrentInfer, infer_all
 
@@ -170,6 +172,24 @@ def test_description_has_all_required_facts(benchmarker):
 def test_invalid_options_are_refused(name, params, message):
     with pytest.raises(UserError, match=message):
         registry.create_plugin("benchmarker", name, params)
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        ("[", "profile cannot be read"),
+        ("[]", "recorded no inference"),
+        ('[{"cat": "Session"}]', "recorded no inference"),
+    ],
+)
+def test_profiles_without_a_node_fail_the_measurement(trace, message):
+    with pytest.raises(MeasureFailed, match=message):
+        read_profile(trace)
+
+
+def test_inputs_of_a_type_that_numpy_lacks_are_named():
+    with pytest.raises(MeasureFailed, match=r"'x': no fixed values can be made for type seq\(tensor"):
+        parse_dtype(SimpleNamespace(name="x", type="seq(tensor(float))"))
 
 
 @pytest.mark.parametrize(("name", "module"), [("openvino", "openvino"), ("onnxruntime", "onnxruntime")])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 import search
-from harness.studies.search_key import code_digest, imported_modules, normalised_ast
+from harness.errors import UserError
+from harness.studies import search_key as keys
+from harness.studies.search_key import code_digest, describe_code, imported_modules, normalised_ast, search_key
+from harness.studies.study_file import BudgetStudy
 
 
 @pytest.fixture
@@ -112,3 +116,14 @@ def test_imported_modules_determine_hashed_libraries(package):
     assert "optuna" in found["optuna_bridge"]
     assert not {"optuna", "sklearn"} & found["random"]
     assert "sklearn" in found["surrogate"]
+
+
+def test_missing_tables_libraries_and_sources(tmp_path, monkeypatch):
+    study = BudgetStudy(study="mine", tables=["*.parquet"], searchers=["random"])
+    with pytest.raises(UserError, match=r"gone\.parquet: cannot be read: No such file"):
+        search_key(tmp_path / "gone.parquet", study.searchers[0], study)
+    monkeypatch.setattr(keys, "version", lambda name: (_ for _ in ()).throw(PackageNotFoundError(name)))
+    assert describe_code(study.searchers[0])[1] == {"numpy": None}
+    monkeypatch.setattr(keys, "load_plugin", lambda *_: 3)
+    digests, _ = describe_code(study.searchers[0])
+    assert digests == [code_digest(None, keys.SEARCH_PACKAGE)], "all of it"

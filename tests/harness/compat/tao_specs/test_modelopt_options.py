@@ -52,6 +52,15 @@ def test_refused_arguments_name_the_alternative(name):
         run_ptq([f"--{name}=1"])
 
 
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [("--calibration_data_reader=x", "--calibration_data FILE, or batches in Python"), ("--frobnicate", "")],
+)
+def test_options_without_a_counterpart_have_a_remedy(option, remedy):
+    assert modelopt_arguments.option_remedy(option).startswith(remedy)
+    assert bool(modelopt_arguments.option_remedy(option)) is bool(remedy)
+
+
 def test_unknown_option_is_refused():
     with pytest.raises(UserError, match="--frobnicate: no option"):
         run_ptq(["--frobnicate"])

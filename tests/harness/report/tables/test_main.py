@@ -502,6 +502,11 @@ def test_tool_row_with_other_file_score_is_a_wrong_result(folder, by_file, wrong
     assert rows["all"]["within the bound"].startswith("surely within (")
 
 
+def test_a_backend_without_a_float_precision_runs_the_model_as_it_is(folder):
+    edit_json(folder / TASK / "task.json", lambda facts: facts["backend"].pop("float_precision"))
+    assert "the float model as it is" in main_note(folder)
+
+
 def test_the_worst_output_of_each_row_is_noted(folder):
     def add_notes(scores):
         scores["sha of all main"]["note"] = f"{WORST_PREFIX}boxes, 12.0 dB"
