@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -48,9 +49,9 @@ def temporary_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def helper_end():
-    """Let the helper process end by itself, because coverage writes no data of a process that is killed."""
+    """Let the helper process end by itself under coverage, which writes no data of a process that is killed."""
     yield
-    worker = _process_helper(os.getpid())._worker
+    worker = _process_helper(os.getpid())._worker if "coverage" in sys.modules else None
     if worker is not None:
         worker._connection.close()
         worker.describe_exit()  # waits

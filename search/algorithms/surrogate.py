@@ -24,7 +24,7 @@ CANDIDATE_SHARES = (0.6, 0.2, 0.1)
 
 
 class SurrogateSearcher(ArchiveSearcher):
-    """Searcher by Bayesian optimization with a Gaussian process over placements (`search.acquisition`).
+    """Searcher by Bayesian optimization with a Gaussian process, or a forest, over placements (`search.acquisition`).
 
     The model of log latency adds up effects of points, of roles, of patterns, of shares of the multiply-accumulates,
     and of pairs of adjacent points with different precisions. Candidates are made from the best few placements by moves

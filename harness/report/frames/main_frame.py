@@ -44,7 +44,7 @@ class RowStatus(StrEnum):
     INACCURATE = "inaccurate"  # beyond the bound on accuracy
     NOT_SCORED = "not scored"
     WRONG = "wrong"  # the runtime's result contradicts the file, or saturates
-    NO_FIGURE = "no figure"  # missing, failed or not confirmed, or the float model scores nothing
+    UNDECIDED = "undecided"  # missing, failed or not confirmed, or the float model scores nothing
 
 
 #: Status of rows that break the bound on accuracy, have no score, or compute a wrong result.
@@ -165,7 +165,7 @@ def _spec_columns(spec: TaskSpec) -> dict[str, Any]:
 def _missing_row(facts: dict[str, Any], method: str) -> dict[str, Any]:
     counts = {"builds_ok": 0, "builds": 0, "beyond": False, "best": False, "tied": False}
     words = {"method": method, "verdict": MISSING_VERDICT, "decision": MISSING_VERDICT, "reason": "", "row": ""}
-    status = {"status": RowStatus.NO_FIGURE, "busy": False}
+    status = {"status": RowStatus.UNDECIDED, "busy": False}
     return {**dict.fromkeys(MAIN_COLUMNS), **facts, **counts, **words, **status}
 
 
@@ -174,12 +174,12 @@ def _decide(task: TaskResults, line: Mapping[str, Any]) -> tuple[RowStatus, str]
     verdict = line["verdict"]
     if verdict == "baseline":
         return RowStatus.NOT_FASTER, verdict
-    if verdict == MISSING_VERDICT or line["precision"] is None:
-        return RowStatus.NO_FIGURE, str(verdict)
+    if verdict == MISSING_VERDICT:
+        return RowStatus.UNDECIDED, verdict
     if verdict not in ("faster", "tie", "slower"):
-        return RowStatus.WRONG if task.wrong(line["row"]) else RowStatus.NO_FIGURE, f"not shipped: {verdict}"
+        return RowStatus.WRONG if task.wrong(line["row"]) else RowStatus.UNDECIDED, f"not shipped: {verdict}"
     if task.blind:
-        return RowStatus.NO_FIGURE, "not shipped: the float model scores nothing"
+        return RowStatus.UNDECIDED, "not shipped: the float model scores nothing"
     if not task.obeys(line["row"]):
         if line["score"] is not None:
             return RowStatus.INACCURATE, "not shipped: accuracy"
