@@ -138,6 +138,7 @@ def test_interrupted_autotune_returns_and_resumes(net, monkeypatch):
         patch.setattr(task_pipeline, "confirm_rows", interrupted)
         result = qdq.autotune(net, backend=SIMULATED, evaluations=4, out="out", **QUICK)
     assert not result.complete
+    assert repr(result) == "out: not finished; the same call continues it"
     with pytest.raises(qdq.UserError, match="continues"):
         _ = result.best
     builds = []

@@ -144,16 +144,19 @@ def test_the_script_runs_the_model_that_was_timed(tmp_path, runtime, monkeypatch
     subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
 
 
-@pytest.fixture(params=["openvino", "throughput", "onnxruntime", "tensorrt"])
+@pytest.fixture(params=["openvino", "throughput", "onnxruntime", "threads", "tensorrt", "weak"])
 def program(request, tmp_path, monkeypatch):
     """Return a function that runs the functions of a deploy script, which it has as text, with command-line arguments.
 
     The model has a dynamic batch, which was timed at 1 and 2.
     """
     runtime = request.param
-    facts = TENSORRT if runtime == "tensorrt" else describe(runtime)
-    if runtime == "tensorrt":
-        fake_tensorrt(monkeypatch, 11)
+    facts = TENSORRT if runtime in ("tensorrt", "weak") else describe(runtime)
+    if facts is TENSORRT:
+        fake_tensorrt(monkeypatch, 11 if runtime == "tensorrt" else 10)
+    if runtime in ("threads", "weak"):
+        changes = {"threads": 2} if runtime == "threads" else {"typing": "weak"}
+        facts = {**facts, "options": {**facts["options"], **changes}}
     _, quantized = save_quantized(tmp_path)
     target = find_target(facts)
     assert target is not None

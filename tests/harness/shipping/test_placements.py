@@ -128,6 +128,16 @@ def test_placement_transfers_to_a_retrained_model(tmp_path):
     assert {edge.consumer.startswith("new.") for edge in found if edge.consumer} == {True}
 
 
+def test_a_quantized_output_transfers_and_a_float_model_has_no_placement(tmp_path):
+    net = save_small(tmp_path / "net.onnx")
+    model, other = load(net), load(retrain(net, tmp_path / "new.onnx"))
+    edge = (Edge(model.outputs[0], "", 0), "int8")
+    shipped = Inserter(model, OPENVINO, {model.outputs[0]: (-1.0, 1.0)}).export((edge,), tmp_path / "q.onnx")
+    assert transfer_placement(shipped, other) == {Edge(other.outputs[0], "", 0): "int8"}
+    with pytest.raises(UserError, match=r"net\.onnx: holds no Q/DQ pair, so there is no placement in it"):
+        transfer_placement(net, other)
+
+
 def rename_operator(proto: onnx.ModelProto) -> None:
     next(node for node in proto.graph.node if node.op_type == "Relu").op_type = "Sigmoid"
 
