@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,16 +37,19 @@ class AblationTiming:
         ratio: Latency over that of the whole placement; None if it could not be timed.
         reason: Why it could not be timed, or "".
         noise_floor: Relative loss of speed that noise explains in its step.
+        tolerance: Largest relative loss of a placement that keeps the speed: the noise floor of its step, or the median
+            of the steps until then if that is smaller, so that a disturbed step does not accept slow placements.
     """
 
     ratio: Interval | None = None
     reason: str = ""
     noise_floor: float = MIN_CLAIMED_GAIN
+    tolerance: float = MIN_CLAIMED_GAIN
 
     @property
     def keeps_speed(self) -> bool:
         """Return whether the placement is as fast as the whole one within noise."""
-        return self.ratio is not None and self.ratio.value <= 1 + self.noise_floor
+        return self.ratio is not None and self.ratio.value <= 1 + self.tolerance
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,12 +85,13 @@ class AblationTimer:
         tested = {digests[name]: placement for name, placement in placements.items() if digests[name] != whole_digest}
         summary, aa_ratios = self._confirm(tested, title)
         floor = max(MIN_CLAIMED_GAIN, noise_floor_from_ratios(aa_ratios))
-        same = AblationTiming(ratio=Interval(value=1.0, low=1.0, high=1.0), noise_floor=floor)
-        timed = {digest: _read_timing(summary, digest, floor) for digest in tested}
+        same = AblationTiming(ratio=Interval(value=1.0, low=1.0, high=1.0))
+        timed = {digest: _read_timing(summary, digest) for digest in tested}
         found = {name: timed.get(digest, same) for name, digest in digests.items()}
         ratios = {name: timing.ratio for name, timing in found.items() if timing.ratio is not None}
         self.steps.append(MeasuredStep(title=title, noise_floor=floor, aa_ratios=tuple(aa_ratios), ratios=ratios))
-        return found
+        tolerance = min(floor, self.noise_floor)
+        return {name: replace(timing, noise_floor=floor, tolerance=tolerance) for name, timing in found.items()}
 
     def _confirm(self, placements: Mapping[str, Placement], title: str) -> tuple[ConfirmationSummary, list[float]]:
         """Return the summary, and the latency ratio of the whole placement and its twin for each build."""
@@ -106,7 +110,7 @@ class AblationTimer:
         return summary, aa_ratios
 
 
-def _read_timing(summary: ConfirmationSummary, digest: str, noise_floor: float) -> AblationTiming:
+def _read_timing(summary: ConfirmationSummary, digest: str) -> AblationTiming:
     if digest in summary.failed:
         failed = summary.failed[digest]
         return AblationTiming(reason=f"{failed.stage}: {failed.reason}")
@@ -115,7 +119,7 @@ def _read_timing(summary: ConfirmationSummary, digest: str, noise_floor: float) 
         return AblationTiming(reason="no readings")
     speedup = row.speedup
     ratio = Interval(value=1 / speedup.value, low=1 / speedup.high, high=1 / speedup.low)
-    return AblationTiming(ratio=ratio, noise_floor=noise_floor)
+    return AblationTiming(ratio=ratio)
 
 
 def quantized(placement: Placement) -> list[int]:
@@ -148,17 +152,16 @@ def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[li
     steps = [bench.whole]
     while kept and tests < MAX_ELIMINATION_TESTS:
         parts = [part.tolist() for part in np.array_split(kept, chunks) if len(part)]
-        tested = _test_removals(bench, kept, parts)
+        timings = _test_removals(bench, kept, parts)
         tests += len(parts)
-        free = [part for part in parts if tested[str(part)].keeps_speed]
+        free = [(part, timing) for part, timing in zip(parts, timings, strict=True) if timing.keeps_speed]
         if len(free) > 1:
-            together = [index for part in free for index in part]
+            together = [index for part, _ in free for index in part]
             tests += 1
-            joint = _test_removals(bench, kept, [together])
-            if joint[str(together)].keeps_speed:
-                tested, free = joint, [together]
+            (joint,) = _test_removals(bench, kept, [together])
+            free = [(together, joint)] if joint.keeps_speed else free
         if free:
-            best = min((-len(part), _cost(tested[str(part)]), part) for part in free)[-1]
+            best = min((-len(part), _cost(timing), part) for part, timing in free)[-1]
             kept = [index for index in kept if index not in set(best)]
             steps.append(without(bench.whole, [index for index in order if index not in set(kept)]))
             chunks = min(max(2, chunks - 1), len(kept)) or 1
@@ -169,13 +172,13 @@ def backward_elimination(bench: AblationTimer, order: Sequence[int]) -> tuple[li
     return steps, tests
 
 
-def _test_removals(
-    bench: AblationTimer, kept: Sequence[int], parts: Sequence[Sequence[int]]
-) -> dict[str, AblationTiming]:
-    """Return the timing after the removal of each part, by part."""
+def _test_removals(bench: AblationTimer, kept: Sequence[int], parts: Sequence[Sequence[int]]) -> list[AblationTiming]:
+    """Return the timing after the removal of each part."""
     gone = [index for index in quantized(bench.whole) if index not in set(kept)]
-    placements = {str(part): without(bench.whole, [*gone, *part]) for part in parts}
-    return bench.time(placements, f"fewest points, {len(kept)} left")
+    names = [", ".join(bench.space.dimensions[index].name for index in part) for part in parts]
+    placements = {name: without(bench.whole, [*gone, *part]) for name, part in zip(names, parts, strict=True)}
+    timed = bench.time(placements, f"fewest points, {len(kept)} left")
+    return [timed[name] for name in names]
 
 
 def _cost(timing: AblationTiming) -> float:

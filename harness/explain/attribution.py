@@ -45,6 +45,7 @@ from harness.timing.workers.sandbox import open_engines
 from search.space import Placement
 
 ATTRIBUTION_SCHEDULE = Confirmation(builds=3, rounds=10, samples=3)
+FEWEST_POINTS_STEP = "the fewest points"
 logger = logging.getLogger(__name__)
 
 
@@ -205,13 +206,13 @@ class _RowExplainer:
         rest = {group: without(whole, indices) for group, indices in parts.items()}
         alone = {group: without(whole, list(chosen - set(indices))) for group, indices in parts.items()}
         timed = bench.time(rest, "patterns left out")
-        single = bench.time({**alone, "": space.float_placement()}, "patterns alone")
+        single = bench.time({**alone, FLOAT_ROW: space.float_placement()}, "patterns alone")
         drops = self._accuracy_drops({**rest, "": space.float_placement()})
         operators = self._operators_by_point()
         effects = (
             replace(
                 self._part_effect(group, group, timed[group], rest[group], operators),
-                alone=_ratio_of(single[""], single[group]),
+                alone=_ratio_of(single[FLOAT_ROW], single[group]),
                 drop=drops.get(group),
             )
             for group in parts
@@ -238,10 +239,10 @@ class _RowExplainer:
         matter = {e.pattern for e in patterns if e.ratio is not None and abs(e.ratio.value - 1) > floor}
         dimensions = self.task.space.dimensions
         rest = {i: without(self.whole, [i]) for i in quantized(self.whole) if dimensions[i].group in matter}
-        timed = bench.time({str(index): placement for index, placement in rest.items()}, "points left out")
+        timed = bench.time({dimensions[i].name: placement for i, placement in rest.items()}, "points left out")
         operators = self._operators_by_point()
         return _sort_effects(
-            self._part_effect(dimensions[i].name, dimensions[i].group, timed[str(i)], placement, operators)
+            self._part_effect(dimensions[i].name, dimensions[i].group, timed[dimensions[i].name], placement, operators)
             for i, placement in rest.items()
         )
 
@@ -278,11 +279,11 @@ class _RowExplainer:
             key=lambda i: (worth.get(dimensions[i].name, 1.0), worth.get(dimensions[i].group, 1.0)),
         )
         trail, tests = backward_elimination(bench, order)
-        steps = {str(place): placement for place, placement in enumerate(trail)}
-        timed = bench.time({**steps, "float": self.task.space.float_placement()}, "the fewest points")
+        steps = {f"{len(quantized(placement))} points": placement for placement in trail}
+        timed = bench.time({**steps, FLOAT_ROW: self.task.space.float_placement()}, FEWEST_POINTS_STEP)
         keeping = [(n, r) for n in steps if timed[n].keeps_speed and (r := timed[n].ratio) is not None]
         fewest, ratio = keeping[-1]  # never empty, as the whole placement is the first step
-        placement, speedup = steps[fewest], _divide_intervals(timed["float"].ratio or flat, ratio)
+        placement, speedup = steps[fewest], _divide_intervals(timed[FLOAT_ROW].ratio or flat, ratio)
         names = tuple(dimensions[index].name for index in quantized(placement))
         return MinimalPlacement(
             points=names, pairs=self._count_pairs(placement), ratio=ratio, speedup=speedup, tests=tests
@@ -308,7 +309,7 @@ def _speedup_over_float(bench: AblationTimer) -> tuple[Interval, float]:
     Raises:
         UserError: The float model could not be timed.
     """
-    flat = bench.time({"float": bench.space.float_placement()}, "against float")["float"]
+    flat = bench.time({FLOAT_ROW: bench.space.float_placement()}, "against float")[FLOAT_ROW]
     if flat.ratio is None:
         raise UserError(
             f"the float model could not be timed in turns with this row ({flat.reason}), so its speedup is unknown: "

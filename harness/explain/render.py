@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.explain.attribution import attribute_row
+from harness.explain.attribution import FEWEST_POINTS_STEP, attribute_row
 from harness.progress import Observer
 from harness.report.load.display_names import METRIC_CAPS, format_drop, metric_name, truncate
-from harness.report.load.task_files import AttributionReport, EdgeFusion, PartEffect, write_attribution
+from harness.report.load.task_files import AttributionReport, EdgeFusion, MeasuredStep, PartEffect, write_attribution
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_attribution
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, render_markdown
@@ -87,10 +87,14 @@ def attribution_lines(found: AttributionReport) -> Iterator[str]:
 
 def _disturbed_steps(found: AttributionReport) -> Iterator[str]:
     """Yield a line with the steps whose noise floor is far above the median, for which verdicts are withheld."""
-    noisy = [step for step in found.steps if step.noise_floor > DISTURBED_STEP_FACTOR * found.noise_floor]
+    noisy = [step for step in found.steps if _is_disturbed(step, found)]
     if noisy:
         steps = ", ".join(f"{step.title} ({step.noise_floor:.1%})" for step in noisy)
         yield f"Disturbed steps, with their noise floors: {steps}. Verdicts below these floors are withheld."
+
+
+def _is_disturbed(step: MeasuredStep, found: AttributionReport) -> bool:
+    return step.noise_floor > DISTURBED_STEP_FACTOR * found.noise_floor
 
 
 def _format_ratio(ratio: Interval) -> str:
@@ -154,6 +158,9 @@ def _minimal_lines(found: AttributionReport) -> Iterator[str]:
         f"{_format_ratio(minimal.speedup)} times the speed of float, {_format_slowdown(minimal.ratio, '')} time "
         f"against all pairs; {minimal.tests} placements were tried."
     )
+    for step in found.steps:
+        if step.title == FEWEST_POINTS_STEP and _is_disturbed(step, found):
+            yield f"This comparison was disturbed (noise of {step.noise_floor:.1%}): explain the row again to be sure."
     yield from (f"- {name}" for name in minimal.points)
 
 

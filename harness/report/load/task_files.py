@@ -96,7 +96,8 @@ class MeasuredStep:
         title: Name of the step.
         noise_floor: Relative noise floor of the step.
         aa_ratios: Latency of the whole placement over that of its twin, for each build.
-        ratios: Latency over that of the whole placement, by name: a part that is left out or alone, or dimensions.
+        ratios: Latency over that of the whole placement, by the pattern or the points (joined by ", ") that are left
+            out or alone. "float" is the float model, "9 points" a placement of the search for the fewest points.
     """
 
     title: str

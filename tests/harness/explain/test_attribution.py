@@ -230,13 +230,17 @@ def test_disturbed_step_withholds_only_verdicts_that_depend_on_it(found):
     (step,) = (step for step in found.steps if step.title == "patterns left out")
     assert floor == step.noise_floor
     assert step.ratios == {effect.part: effect.ratio for effect in found.patterns}
+    parts = {effect.part for effect in found.patterns}
+    for part in (part for each in found.steps for name in each.ratios for part in name.split(", ")):
+        assert part.split("/")[0] in parts or re.fullmatch(r"float|\d+ points", part), part
     loud, *quiet = found.patterns
-    disturbed = (replace(step, noise_floor=9.0), *found.steps)
+    disturbed = (replace(step, noise_floor=9.0), *found.steps[:-1], replace(found.steps[-1], noise_floor=8.0))
     report = replace(found, patterns=(replace(loud, noise_floor=9.0), *quiet), steps=disturbed)
     before, after = ("\n".join(attribution_lines(each)) for each in (found, report))
     assert "withheld" not in before
     assert "patterns left out (900.0%)" in after
     assert after.count("withheld: noise of 900.0%") == 1
+    assert [text.partition("## The fewest")[2].count("noise of 800.0%") for text in (before, after)] == [0, 1]
     assert after.count("carries gain") == before.count("carries gain") - 1
 
 
