@@ -31,6 +31,10 @@ MAX_ATTRIBUTION_BYTES, MAX_GRAPH_BYTES = 20_000_000, 50_000_000
 logger = logging.getLogger(__name__)
 
 
+class OtherSchemaError(UserError):
+    """Attribution in the layout of another version of this program."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartEffect:
     """Effect of a part of a placement: the placement without it, compared with the whole placement.
@@ -181,14 +185,18 @@ def _nan_to_none(value: Any) -> Any:
 
 
 def read_attributions(task: TaskResults) -> Iterator[AttributionReport]:
-    """Yield the attributions of the rows of a task whose file is unchanged.
+    """Yield the attributions of the rows of a task whose file is unchanged; those of another schema are logged.
 
     Raises:
         UserError: An attribution is damaged.
     """
     digests = {row: exported_row.sha256 for row, exported_row in task.rows.items()}
     for path in sorted((task.folder / "explain").glob("*.json")):
-        report = read_attribution(path)
+        try:
+            report = read_attribution(path)
+        except OtherSchemaError as error:
+            logger.warning("%s", error)
+            continue
         if digests.get(report.row) == report.sha256:
             yield report
 
@@ -197,14 +205,15 @@ def read_attribution(path: Path) -> AttributionReport:
     """Read an attribution that `write_attribution` wrote.
 
     Raises:
-        UserError: The file is damaged or has another schema.
+        OtherSchemaError: Another version of this program wrote the file.
+        UserError: The file is damaged.
     """
     try:
         if path.stat().st_size > MAX_ATTRIBUTION_BYTES:
             raise ValueError(f"larger than {MAX_ATTRIBUTION_BYTES} bytes")
         body = json.loads(json.dumps(read_json(path)), object_hook=_restore_nan)
         if body.pop("schema") != ATTRIBUTION_SCHEMA:
-            raise ValueError(f"not of schema {ATTRIBUTION_SCHEMA}")
+            raise OtherSchemaError(f"{path}: not of schema {ATTRIBUTION_SCHEMA}, so not shown; explain the row again")
         return from_json(AttributionReport, body)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged ({error}); move it away and explain the row again") from error

@@ -21,7 +21,13 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.progress import NullProgress
 from harness.report.load.results import load
-from harness.report.load.task_files import EdgeFusion, read_attribution, write_attribution
+from harness.report.load.task_files import (
+    ATTRIBUTION_SCHEMA,
+    EdgeFusion,
+    read_attribution,
+    read_attributions,
+    write_attribution,
+)
 from harness.report.plots.plot_files import draw_attribution
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import record_files
@@ -189,12 +195,19 @@ def test_evaluator_without_per_item_gives_a_drop_without_ci(found, tmp_path):
 
 def test_damaged_explanation_file_is_refused(done, tmp_path):
     path = tmp_path / "x.json"
-    write_json(path, {"schema": 1})
+    write_json(path, {"schema": ATTRIBUTION_SCHEMA})
     with pytest.raises(UserError, match=r"x\.json: damaged .*explain the row again"):
         read_attribution(path)
-    write_json(path, {"schema": 9})
-    with pytest.raises(UserError, match="not of schema 2"):
-        read_attribution(path)
+
+
+def test_explanation_of_another_schema_is_left_out_of_the_report(done, found, tmp_path, caplog):
+    task = load(done).task(TASK)
+    moved = replace(task, folder=tmp_path)
+    path = write_attribution(found, tmp_path)
+    assert [report.row for report in read_attributions(moved)] == [found.row]
+    write_json(path, {**read_json(path), "schema": ATTRIBUTION_SCHEMA - 1})
+    assert list(read_attributions(moved)) == []
+    assert str(path) in caplog.text
 
 
 def test_unexplainable_rows_are_refused_with_a_reason(done):
