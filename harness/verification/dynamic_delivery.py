@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.accuracy.calibration.calibration_batches import data_batches
 from harness.errors import UserError
@@ -14,7 +15,7 @@ from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.io.files import move_model
 from harness.graph.model import Model
 from harness.progress import Observer
-from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, FinalistSet
+from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, ExportedModel, FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json, write_json
 from harness.verification.dynamic_check import (
     CHECK_INPUT_COUNT,
@@ -115,13 +116,13 @@ def write_dynamic_rows(
         return
     records = {} if not (path := table.folder / DYNAMIC_AXES_FILE).exists() else read_json(path)
     rows = [row for row in table.rows if row.pairs and not row.file.endswith(IR_SUFFIX)]
-    samples = data_batches(data, CHECK_INPUT_COUNT)
+    models = table.folder / "models"
+    outdated = {row.id for row in rows if not _is_current(records.get(row.id, {}), row, models)}
+    samples = data_batches(data, CHECK_INPUT_COUNT) if outdated else ()
     with observer.work("dynamic axes", len(rows)) as step:
         for row in rows:
-            file = table.folder / "models" / row.file
-            record = records.get(row.id, {})
-            lost = bool(record.get("file")) and not (file.parent / record["file"]).exists()
-            if lost or record.get("sha256") != row.sha256:
+            if row.id in outdated:
+                file = models / row.file
                 with explain_write_errors(file):
                     result = write_dynamic_model(model, file, backend, shapes, samples)
                 records[row.id] = {
@@ -138,3 +139,10 @@ def write_dynamic_rows(
     for row in rows:
         if records[row.id]["file"] is None and row.choices is not None:
             observer.say(str(records[row.id]["remark"]))
+
+
+def _is_current(record: Mapping[str, Any], row: ExportedModel, models: Path) -> bool:
+    """Return whether a record of `dynamic.json` is of this row, has all keys, and its file exists."""
+    if not {"file", "remark"} <= record.keys() or record.get("sha256") != row.sha256:
+        return False
+    return record["file"] is None or (models / record["file"]).exists()

@@ -26,12 +26,15 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
+from harness.progress import NullProgress
 from harness.random_inputs import random_feeds
-from harness.verification import dynamic_check
+from harness.results_dir.artifacts import ExportedModel, FinalistSet
+from harness.results_dir.io import read_json, write_json
+from harness.verification import dynamic_check, dynamic_delivery
 from harness.verification.dynamic_check import DynamicCheckFiles, DynamicCheckTarget
-from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model
+from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model, write_dynamic_rows
 from harness.verification.input_shapes import other_shapes, resize_array
-from search.space import Placement
+from search.space import Placement, Space
 
 DIM, HEADS = 16, 2
 
@@ -235,6 +238,44 @@ def test_differences_without_a_counterpart_are_named(placed, dynamic, said):
 
 def test_static_model_has_no_dynamic_file(tmp_path):
     assert quantized(lambda g: g.output(g.conv(g.input("x", (1, 3, 8, 8)), 4, 3)), tmp_path, "openvino") is None
+
+
+def test_only_outdated_records_are_written_again(tmp_path, monkeypatch):
+    builder = GraphBuilder("net", seed=0)
+    convolutions(builder)
+    model = load(builder.save(tmp_path / "net.onnx"), dims={"width": 20})
+    rows = [ExportedModel(id=name, file=f"{name}.onnx", sha256=name, pairs=1) for name in ("a", "b")]
+    written, read = [], []
+
+    def write(model, file, *_):
+        written.append(file.name)
+        return DynamicModel(file=None, remark="not written")
+
+    def data():
+        read.append("data")
+        yield {"x": np.zeros((1, 3, 16, 20), np.float32)}
+
+    monkeypatch.setattr(dynamic_delivery, "write_dynamic_model", write)
+
+    def deliver():
+        write_dynamic_rows(
+            model,
+            FinalistSet(folder=tmp_path, space=Space(dimensions=()), rows=tuple(rows)),
+            "openvino",
+            NullProgress(),
+            data=data(),
+        )
+
+    deliver()
+    assert (written, read) == (["a.onnx", "b.onnx"], ["data"])
+    deliver()
+    assert (len(written), len(read)) == (2, 1), "nothing to write, so no data are read"
+    records = read_json(tmp_path / "dynamic.json")
+    records["b"]["said"] = records["b"].pop("remark")  # as an earlier version wrote it
+    write_json(tmp_path / "dynamic.json", records)
+    deliver()
+    assert written[2:] == ["b.onnx"]
+    assert read_json(tmp_path / "dynamic.json")["b"]["remark"] == "not written"
 
 
 def test_tested_sizes_agree_with_symbols_and_expressions():
