@@ -106,7 +106,8 @@ def _row_command(name: str, results: Results, row: Row, base: Path | None) -> st
     Args:
         name: "verify" or "explain".
     """
-    words = ["qdq", name, str(results.folder), f"{row['task']}/{row['method']}"]
+    named = row["row"] if row["method"] == FLOAT_ROW else row["method"]  # each float precision is a row of that method
+    words = ["qdq", name, str(results.folder), f"{row['task']}/{named}"]
     start = [] if base is None or base.resolve() == Path.cwd() else ["--base", str(base)]
     return shlex.join([*words, *start])
 

@@ -13,6 +13,7 @@ from harness.records import Failed
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.next_steps import describe_answers, describe_next_steps, format_answer
+from harness.report.trace import find_main_row
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.termination import write_termination
 from harness.search_loop.objective import Goal
@@ -101,6 +102,14 @@ def test_the_answer_of_a_busy_machine_has_the_command_that_confirms_it(folder, m
     (there,) = describe_answers(results, main_frame(results), folder.parent)
     assert here.endswith(f": qdq verify {folder} {TASK}/random")
     assert there.endswith(f": qdq verify {folder} {TASK}/random --base {folder.parent}")
+    main = main_frame(results)
+    main["best"] = main["busy"] = main["row"].eq("float-bf16")
+    main.loc[main["best"], ["status", "decision"]] = ["shipped", "fastest, accuracy unknown"]
+    rows["float.onnx"] = results.tasks[0].rows["float-bf16"].sha256
+    (line,) = describe_answers(results, main, Path.cwd())
+    command = line.rpartition(": ")[2]
+    assert command.startswith(f"qdq verify {folder} ")
+    assert find_main_row(results, command.split()[-1])["row"] == "float-bf16"
 
 
 def test_faster_rows_beyond_the_bound_have_remedies(folder):
