@@ -7,7 +7,9 @@ records it as a `records.Failed`, and the search continues.
 from __future__ import annotations
 
 import difflib
+import site
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -145,16 +147,24 @@ def _cause_with_news(error: UserError) -> BaseException | None:
     user, whose traceback is needed.
     """
     cause = error.__cause__
-    while isinstance(cause, UserError) or (cause is not None and str(cause) in str(error) and not _is_foreign(cause)):
+    while cause is not None and (isinstance(cause, UserError) or _repeats(cause, error)):
         cause = cause.__cause__
     return cause
+
+
+def _repeats(cause: BaseException, error: UserError) -> bool:
+    text = str(cause)  # empty for a bare `assert` of a library, of which the message has nothing
+    return bool(text) and text in str(error) and not _is_foreign(cause)
 
 
 def _is_foreign(error: BaseException) -> bool:
     """Return whether the traceback of an error has a line outside this project, Python and installed packages."""
     packages = Path(__file__).parents[1]
-    own = (sys.prefix, sys.base_prefix, str(packages / "harness"), str(packages / "search"), "<frozen")
-    return any(not frame.filename.startswith(own) for frame in traceback.extract_tb(error.__traceback__))
+    installed = site.getsitepackages([sys.prefix, sys.base_prefix])
+    own = [packages / "harness", packages / "search", *map(Path, [sysconfig.get_path("stdlib"), *installed])]
+    files = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    paths = (Path(file) for file in files if not file.startswith("<frozen"))
+    return any(not any(path.is_relative_to(folder) for folder in own) for path in paths)
 
 
 def describe_type(value: object) -> str:
