@@ -146,8 +146,16 @@ def make_budget(evaluations: int | None, minutes: float | None = None) -> dict[s
 
 
 def drop_objective(max_drop: float) -> dict[str, Any]:
-    """Return the section `objective` for a bound in points (hundredths of the metric), scored on held-out data."""
-    return {"max_drop": max_drop / 100, "halves": True, "proxy": PROXY_SAMPLES}
+    """Return the section `objective` for a bound in points (hundredths of the metric), scored on held-out data.
+
+    Raises:
+        UserError: The bound is no number.
+    """
+    try:
+        share = max_drop / 100
+    except TypeError:
+        raise UserError(f"max_drop: a number of points, but got {type(max_drop).__name__}") from None
+    return {"max_drop": share, "halves": True, "proxy": PROXY_SAMPLES}
 
 
 def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> Experiment:

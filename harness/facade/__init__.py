@@ -6,7 +6,7 @@ Modules that do the work are imported by the functions, so that `import qdq` tak
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,10 +110,10 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
         keys = {"objective": {**drop_objective(max_drop), "halves": halves}, **keys}
     searchers: Sequence[Any] = searcher if isinstance(searcher, list | tuple) else [searcher]
     settings = {
-        "backends": [plugin_mapping(backend)],
+        "backends": [plugin_mapping("backend", backend)],
         "precision": [precision],
-        "searchers": [plugin_mapping(each) for each in searchers],
-        "seeds": [seed] if isinstance(seed, int) else list(seed),
+        "searchers": [plugin_mapping("searcher", each) for each in searchers],
+        "seeds": list(seed) if isinstance(seed, Iterable) else [seed],
         "budget": make_budget(evaluations),
     }
     experiment = autotune_experiment(described, "qdq.autotune", **{**settings, **keys})
@@ -165,7 +165,10 @@ def insert(
     """
     from tempfile import TemporaryDirectory
 
+    from pydantic import ValidationError
+
     from harness.config.sections import PluginSpec
+    from harness.config.validation_errors import to_user_error
     from harness.progress import NullProgress
     from harness.shipping.placements import insert_placement
     from harness.task_setup.program_objects import model_mapping, plugin_mapping
@@ -173,7 +176,10 @@ def insert(
     example_inputs = described.pop("example_inputs", None)
     with TemporaryDirectory(prefix="qdq-insert-") as scratch:
         entry = model_mapping(model, Path(scratch), calibration=calibration, example_inputs=example_inputs)
-        runtime = PluginSpec.model_validate(plugin_mapping(backend))
+        try:
+            runtime = PluginSpec.model_validate(plugin_mapping("backend", backend))
+        except ValidationError as error:
+            raise to_user_error(PluginSpec, "backend", error) from None
         return insert_placement(
             entry.pop("use"), str(placement), Path(out), NullProgress(), backend=runtime, precision=precision,
             **entry, **described,
@@ -206,12 +212,21 @@ class TunedFile:
 
     @without_inner_errors
     def save(self, path: Path | str) -> Path:
-        """Copy the model with its external data to `path`, whose folder is created, and return the path."""
+        """Copy the model with its external data to `path`, whose folder is created, and return the path.
+
+        Raises:
+            UserError: The model is missing, or `path` cannot be written.
+        """
         from harness.graph.io.files import copy_model
 
+        if not self.path.exists():
+            raise UserError(f"{self.path}: no such file; the same call of autotune, or qdq run, writes it again")
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return copy_model(self.path, target.parent, target.name)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            return copy_model(self.path, target.parent, target.name)
+        except OSError as error:
+            raise UserError(f"{target}: cannot be written ({error})") from error
 
 
 @dataclass(frozen=True)

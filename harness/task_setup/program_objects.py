@@ -41,9 +41,9 @@ def model_mapping(  # noqa: PLR0913 - one key, one parameter
         data = data_mapping(calibration, folder / "calibration")
         described["calibration"] = {"data": data, **({"samples": MAX_COUNT} if data["use"] in ("npz", "npy") else {})}
     if preprocess is not None:
-        described["preprocess"] = plugin_mapping(preprocess)
+        described["preprocess"] = plugin_mapping("preprocess", preprocess)
     if shapes is not None:
-        described["shapes"] = dict(shapes)
+        described["shapes"] = dict(shapes) if isinstance(shapes, Mapping) else shapes
     if metric is not None:
         described["evaluator"] = evaluator_mapping(metric, test, folder)
     return described
@@ -99,15 +99,25 @@ def _export_module(module: Any, path: Path, example_inputs: Any) -> Path:
     return write_model(program.model_proto, path)
 
 
-def plugin_mapping(plugin: Any) -> dict[str, Any]:
+def plugin_mapping(key: str, plugin: Any) -> dict[str, Any]:
     """Return a plug-in in the form of an experiment file, and register a class of the program under a name.
 
     Args:
+        key: Name of the argument, for messages.
         plugin: Name, mapping or class.
+
+    Raises:
+        UserError: It is none of them, or the mapping has no name.
     """
+    if isinstance(plugin, str):
+        return {"use": plugin}
     if isinstance(plugin, Mapping):
+        if not isinstance(plugin.get("use"), str):
+            raise UserError(f'{key}: a mapping needs the name of a plug-in, {{"use": NAME, "params": {{...}}}}')
         return dict(plugin)
-    return {"use": plugin if isinstance(plugin, str) else register_object(plugin)}
+    if not hasattr(plugin, "__qualname__"):
+        raise UserError(f"{key}: a name, a mapping or a class, but got {type(plugin).__name__}")
+    return {"use": register_object(plugin)}
 
 
 def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -> dict[str, Any]:
@@ -119,10 +129,10 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
         folder: Folder in which inputs and labels are stored as files.
 
     Raises:
-        UserError: The object is not an evaluator.
+        UserError: The object is not an evaluator, or `test` is not a pair.
     """
     if isinstance(metric, str | Mapping):
-        described = plugin_mapping(metric)
+        described = plugin_mapping("metric", metric)
     elif hasattr(metric, "score"):
         described = {"use": register_object(_factory_of(metric))}
     elif not callable(metric):
@@ -133,6 +143,8 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
         described = {"use": "metric", "params": {"function": register_object(metric)}}
     if test is None:
         return described
+    if not isinstance(test, tuple | list) or len(test) != 2:
+        raise UserError(f"test: a pair (inputs, labels), but got {type(test).__name__}")
     samples, labels = test
     data = data_mapping(samples, folder / "test")
     np.save(folder / "labels.npy", np.asarray(labels))
@@ -179,13 +191,15 @@ def data_mapping(samples: Any, stem: Path) -> dict[str, Any]:
         stem: Path of the file without suffix.
 
     Raises:
-        UserError: There are no samples.
+        UserError: The type is unsupported, or there are no samples.
     """
     if isinstance(samples, Mapping) and isinstance(samples.get("use"), str):
         return dict(samples)
     if isinstance(samples, str | Path):
         return {"use": Path(samples).suffix.removeprefix("."), "path": str(samples)}
     if not (isinstance(samples, Mapping) or hasattr(samples, "__array__")):
+        if not isinstance(samples, Iterable):
+            raise UserError(f"{stem.name}: an array, batches of arrays or a file, but got {type(samples).__name__}")
         samples = _joined(samples)
     stem.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(samples, Mapping):

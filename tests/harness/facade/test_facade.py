@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,26 @@ def test_exception_of_a_user_metric_names_the_function():
 
 def test_mistakes_of_the_caller_are_one_error_of_the_public_class(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("taken").touch()
+    model = Path(save_chain(tmp_path / "net.onnx", (8, 4)))
+    file = qdq.TunedFile(path=model, method="random", speedup=(2.0, 2.0, 2.0), drop=None)
     for call in (
         lambda: qdq.autotune("missing.onnx", progress=False),
         lambda: qdq.autotune("zoo:resnet18", unknown=1, progress=False),
         lambda: qdq.autotune(3, progress=False),
         lambda: qdq.load_result("missing").answers,
+        lambda: qdq.autotune("zoo:resnet18", backend=None, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", backend={"params": {}}, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", searcher=3, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", seed=None, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", max_drop="1", progress=False),
+        lambda: qdq.autotune("zoo:resnet18", shapes=3, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", calibration=3, progress=False),
+        lambda: qdq.autotune("zoo:resnet18", metric="top1", test=3, progress=False),
+        lambda: qdq.insert("zoo:resnet18", "out.onnx", backend={"params": {}}),
+        lambda: qdq.insert("zoo:resnet18", "out.onnx", backend={"use": "openvino", "params": 3}),
+        lambda: file.save("taken/model.onnx"),
+        lambda: replace(file, path=Path("gone.onnx")).save("model.onnx"),
     ):
         with pytest.raises(qdq.UserError) as caught:
             call()
