@@ -1,7 +1,7 @@
 """Preflight validation of an experiment: models, data sets, plug-ins and parameters.
 
 A run takes hours, so all tasks are checked before the first one starts. Models with data or shapes are loaded, and
-evaluators are constructed. Nothing is built or measured, and no image is preprocessed.
+evaluators are constructed. Nothing is built or measured, and at most one calibration batch is preprocessed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from harness import registry, zoo
 from harness.accuracy.calibration.ranges import explain_unrunnable
-from harness.accuracy.data.batching import make_batches
+from harness.accuracy.data.batching import InputBatches, make_batches
 from harness.accuracy.data.datasets import DatasetCache, ImageDataset
 from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
 from harness.accuracy.data.subsets import HALF_NAMES
@@ -36,9 +36,11 @@ from harness.errors import (
 )
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
+from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.qdq.import_placement import require_float_model
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
+from harness.random_inputs import InputTypes
 from harness.runtimes.rtx_compile.compiler import import_compiler
 from harness.task_setup.bounds import bound_resolution_note, check_bound
 from harness.task_setup.compile_check import COMPILED_DIALECTS
@@ -47,7 +49,7 @@ from harness.task_setup.float_baseline import cast_problems
 from harness.task_setup.initial_design import check_files
 from harness.task_setup.methods import is_external_searcher
 from harness.task_setup.model_loader import evaluator_spec, input_types, open_model
-from harness.verification.size_check import check_input_sizes
+from harness.verification.size_check import TrialInputs, check_input_sizes
 from search.api import CONTRACT
 from search.synthetic_problem import synthetic_space
 
@@ -118,9 +120,7 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
         with errors.collect(), prefix_key(f"models.{i}", f"model {model.name!r}"):
             loaded = open_model(model, Path())
             require_float_model(loaded)
-            keys = [key for key in ("shapes", "dims") if getattr(model, key)] or ["calibration.data"]
-            unrunnable = check_input_sizes(loaded, keys) or _ort_remark(loaded)
-            found = [*_cast_remarks(experiment, loaded, precisions), unrunnable]
+            found = [*_cast_remarks(experiment, loaded, precisions), _size_remark(model, loaded) or _ort_remark(loaded)]
             remarks += [f"model {model.name!r}: {remark}" for remark in filter(None, found)]
     errors.raise_all()
     return tuple(remarks)
@@ -142,6 +142,14 @@ def _cast_remarks(experiment: Experiment, model: Model, precisions: Sequence[str
             if not precision:
                 raise UserError(message)
             yield f"no {precision} where the precision is open: {message}"
+
+
+def _size_remark(model: ModelSpec, loaded: Model) -> str:
+    types, sample = input_types(loaded), None
+    if loaded.origin is not None and model.calibration.data is not None:
+        sample = next(iter(_data_batches(model, types, DatasetCache())))
+    given = InputSizes(shapes=model.shapes, dims=model.dims)
+    return check_input_sizes(loaded, TrialInputs(types=types, sample=sample), given)
 
 
 def _ort_remark(model: Model) -> str:
@@ -249,15 +257,7 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
         if model.shapes or model.dims:
             _check_channels(loaded)
         if model.calibration.data is not None:
-            used = model.preprocess
-            preprocess = None if used is None else open_preprocess(used.mapping)
-            with prefix_key("calibration"):
-                make_batches(
-                    data.open(model.calibration.data, model.base_dir),
-                    preprocess,
-                    input_types(loaded),
-                    model.calibration.samples,
-                )
+            _data_batches(model, input_types(loaded), data)
         yield from _sample_remarks(model, data, objective)
         with prefix_key("evaluator"):
             uses = [evaluator_spec(model, loaded, Path(scratch), half) for half in halves]
@@ -274,6 +274,14 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
             metric = getattr(evaluator, "metric", None)
             notes = (few_images_note(count), bound_resolution_note(objective, metric, count))
             yield from (f"{where}: {note}" for note in notes if note)
+
+
+def _data_batches(model: ModelSpec, types: InputTypes, data: DatasetCache) -> InputBatches:
+    """Return the batches of the calibration data, which must be given."""
+    with prefix_key("calibration"):
+        preprocess = None if model.preprocess is None else open_preprocess(model.preprocess.mapping)
+        opened = data.open(model.calibration.data or {}, model.base_dir)
+        return make_batches(opened, preprocess, types, model.calibration.samples)
 
 
 def _check_shape_set(model: ModelSpec) -> None:

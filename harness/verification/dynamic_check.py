@@ -16,9 +16,9 @@ from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import TensorType
 from harness.graph.passes.dimension_sizes import Axes
 from harness.graph.segmented_run import open_reference_session
-from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
+from harness.random_inputs import random_feeds
 from harness.runtimes.host_clock import one_line_error
-from harness.verification.input_shapes import Shapes, iter_sizes, other_shapes, resize_array
+from harness.verification.input_shapes import Shapes, iter_sizes, other_shapes, resize_array, small_shapes
 
 Outputs = tuple[Array, ...]
 Feeds = Mapping[str, Array]
@@ -99,9 +99,8 @@ def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
     Raises:
         UserError: The outputs differ, or the file fails at a size at which the float model runs.
     """
-    shapes = subject.other_shapes()
-    small = [each for each in shapes if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in each.values())]
-    cases = list(enumerate([*[subject.searched_shapes] * subject.search_inputs, *small], start=1))
+    others = small_shapes(subject.other_shapes())
+    cases = list(enumerate([*[subject.searched_shapes] * subject.search_inputs, *others], start=1))
     count = max(OTHER_SHAPE_COUNT, len(subject.requested)) + subject.search_inputs
     try:
         run = _run_in_process(CHECK_RUNTIMES[0], subject.files.floating, subject, cases, count)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import chain, islice, product
 
 import numpy as np
 
 from harness.api import Array
 from harness.graph.passes.dimension_sizes import Axes, evaluate_expression, expression_symbols, is_batch
+from harness.random_inputs import MAX_INPUT_ELEMENTS
 
 Shapes = Mapping[str, tuple[int, ...]]
 SizeKey = str | tuple[str, int]
@@ -61,13 +62,34 @@ class DynamicDimensions:
     @property
     def free(self) -> Mapping[SizeKey, int]:
         """Return the sizes that are no batch and do not follow from those of other symbols."""
-        return {key: size for key, size in self.sizes.items() if key not in self.batches and not _symbols(key)}
+        return {key: size for key, size in self.sizes.items() if key not in self.batches and not self._parts(key)}
+
+    def _parts(self, key: SizeKey) -> tuple[str, ...]:
+        """Return the symbols of an expression such as "past + time" if the sizes of all are known, else ()."""
+        names = () if not isinstance(key, str) or key.isidentifier() else expression_symbols(key)
+        return names if self.sizes.keys() >= set(names) else ()
+
+    def format_sizes(self, *variants: Shapes) -> list[str]:
+        """Return the free sizes of each variant of the shapes as text; an input without symbols by its whole shape.
+
+        The batch is included if it differs between the variants, or if no size is free.
+        """
+        sizes = [DynamicDimensions.of(self.declared, shapes).sizes for shapes in variants]
+        free = self.free
+        shown = [
+            key for key in self.sizes
+            if key in free or (key in self.batches and (not free or len({each[key] for each in sizes}) > 1))
+        ]  # fmt: skip
+        return [
+            ", ".join(dict.fromkeys(_format_size(key, size[key], shapes) for key in shown))
+            for size, shapes in zip(sizes, variants, strict=True)
+        ]
 
     def shapes(self, changed: Mapping[SizeKey, int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each input with other sizes of some dimensions; expressions follow from their symbols."""
         sizes = {**self.sizes, **changed}
         for key in sizes:
-            if (names := _symbols(key)) and sizes.keys() >= set(names):
+            if names := self._parts(key):
                 sizes[key] = evaluate_expression(str(key), {name: sizes[name] for name in names}) or 0
         return {
             name: tuple(
@@ -82,41 +104,48 @@ def _size_key(name: str, place: int, axis: str | None) -> SizeKey:
     return (name, place) if axis is None else axis
 
 
-def _symbols(key: SizeKey) -> tuple[str, ...]:
-    """Return the symbols of an expression such as "past + time", or () for another dimension."""
-    return () if not isinstance(key, str) or key.isidentifier() else expression_symbols(key)
+def _format_size(key: SizeKey, size: int, shapes: Shapes) -> str:
+    return f"{key} {size}" if isinstance(key, str) else f"{key[0]} {'x'.join(map(str, shapes[key[0]]))}"
 
 
 def other_shapes(axes: Mapping[str, Axes | None], searched: Shapes) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield shapes of the inputs with other sizes of the dynamic axes, in the order of `RESIZE_PLANS`.
+    """Return shapes of the inputs with other sizes of the dynamic axes, in the order of `RESIZE_PLANS`.
 
     Args:
         axes: Declared dimensions by input; all dimensions of an input without an entry are dynamic.
-        searched: Shapes of the search by input, which are not yielded.
+        searched: Shapes of the search by input, which are left out.
     """
     dimensions = DynamicDimensions.of(axes, searched)
-    tried = [dict(searched)]
-    for samples, factor, offset in RESIZE_PLANS:
-        changed = {
+    plans = (
+        {
             key: size + samples if key in dimensions.batches else math.ceil(size * factor) + offset
             for key, size in dimensions.sizes.items()
         }
-        shapes = dimensions.shapes(changed)
-        if shapes not in tried and all(min(shape, default=1) > 0 for shape in shapes.values()):
-            tried.append(shapes)
-            yield shapes
+        for samples, factor, offset in RESIZE_PLANS
+    )
+    return _iter_distinct(dimensions, plans)
 
 
-def nearby_shapes(axes: Mapping[str, Axes | None], given: Shapes) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield shapes of the inputs at which a model may run that does not run at the given ones, each once.
+def nearby_shapes(dimensions: DynamicDimensions) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Return shapes of the inputs at which a model may run that does not run at the given ones, each once.
 
-    One dimension is changed at a time, the nearest sizes first, and then all of them: to multiples of the same number,
-    to the same usual size, and to combinations of the nearest sizes.
+    The batch is set to 1. Then one dimension is changed at a time, the nearest sizes first, and then all of them: to
+    multiples of the same number, to the same usual size, and to combinations of the nearest sizes.
     """
-    dimensions = DynamicDimensions.of(axes, given)
-    free = dimensions.free
-    tried = [dict(given)]
-    for changed in _nearby_sizes(free):
+    return _iter_distinct(dimensions, chain([dict.fromkeys(dimensions.batches, 1)], _nearby_sizes(dimensions.free)))
+
+
+def small_shapes(variants: Iterable[Shapes]) -> Iterator[Shapes]:
+    """Return the shapes of which no input exceeds `MAX_INPUT_ELEMENTS`."""
+    return (each for each in variants if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in each.values()))
+
+
+def _iter_distinct(
+    dimensions: DynamicDimensions, changes: Iterable[Mapping[SizeKey, int]]
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield the shapes with changed sizes, each once, without the given ones and those with a size below 1."""
+    tried = [dict(dimensions.given)]
+    for changed in changes:
         shapes = dimensions.shapes(changed)
         if shapes not in tried and all(min(shape, default=1) > 0 for shape in shapes.values()):
             tried.append(shapes)
@@ -128,7 +157,7 @@ def _nearby_sizes(free: Mapping[SizeKey, int]) -> Iterator[Mapping[SizeKey, int]
     yield from ({key: size} for key, sizes in near.items() for size in sizes)
     for divisor in DIVISORS:
         yield from _combinations({key: (*_multiples_near(size, divisor), size) for key, size in free.items()})
-    yield from ({**dict.fromkeys(free, size)} for size in USUAL_SIZES)
+    yield from (dict.fromkeys(free, size) for size in USUAL_SIZES)
     yield from _combinations({key: sizes[:MAX_JOINT_SIZES] for key, sizes in near.items()})
 
 

@@ -2,94 +2,126 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 
 from harness.errors import UserError
-from harness.graph.io.helper_process import call_in_helper_process
+from harness.graph.equivalence.versions import Feeds, iter_random_inputs
+from harness.graph.io.helper_process import RUNTIME_FACTOR, HelperCallFailed, call_in_helper_process, call_with_reports
 from harness.graph.load import read_signature
 from harness.graph.model import Model
-from harness.graph.passes.dimension_sizes import Axes, is_batch
+from harness.graph.passes.dimension_sizes import InputSizes, resolve_shapes
 from harness.graph.segmented_run import open_reference_session
-from harness.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
+from harness.random_inputs import InputTypes
 from harness.runtimes.host_clock import one_line_error
-from harness.verification.input_shapes import Shapes, iter_sizes, nearby_shapes
+from harness.verification.input_shapes import DynamicDimensions, Shapes, nearby_shapes, resize_array, small_shapes
 
 MAX_SEARCH_S = 20.0
 MAX_SHOWN_FITS = 3
 MAX_REASON_CHARS = 200
 
 
-def check_input_sizes(model: Model, keys: Sequence[str]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialInputs:
+    """Inputs to run a model on.
+
+    Attributes:
+        types: Element type and shape of each input at the sizes of the experiment.
+        sample: Batch of calibration data at these sizes, which is resized to others; None: several kinds of random
+            inputs are drawn, because a model may not accept each of them.
+    """
+
+    types: InputTypes
+    sample: Feeds | None = None
+
+    def feeds(self, shapes: Shapes) -> Iterator[Feeds]:
+        """Yield the inputs at the given shapes."""
+        if self.sample is None:
+            yield from iter_random_inputs({name: (dtype, shapes[name]) for name, (dtype, _) in self.types.items()})
+        else:
+            yield {name: resize_array(array, shapes[name]) for name, array in self.sample.items()}
+
+
+def check_input_sizes(model: Model, inputs: TrialInputs, sizes: InputSizes) -> str:
     """Raise an error if a model does not run in ONNX Runtime at its input sizes, but does at others.
 
-    The model is run on random inputs. Models with static inputs are not checked. One that ONNX Runtime runs at no size
-    that is tried may have operators that only other runtimes support, or need real data.
+    Models with static inputs, or widened to several samples, are not checked. One that ONNX Runtime runs at no size
+    that is tried may have operators that only other runtimes support, or need other values.
 
     Args:
-        keys: Keys of the experiment that set the sizes, for the message.
+        model: The loaded model.
+        inputs: Inputs at its sizes.
+        sizes: Sizes that the experiment gives; the others are those of the calibration data.
 
     Returns:
-        Remark on a model that runs at no size that is tried, else "".
+        Remark on a model that does not run, if no other size is found at which it does, else "".
 
     Raises:
-        UserError: The model runs only at other sizes; the message names the keys, and some of these sizes.
+        UserError: The model runs only at other sizes; the message names the keys of the sizes, and some of these sizes.
     """
     origin = model.origin
-    if origin is None or not isinstance(origin.model, Path):
+    if origin is None or not isinstance(path := origin.model, Path):
         return ""
-    axes = read_signature(origin.model, model.source).axes
-    dtypes = {name: model.types[name].dtype for name in model.inputs}
-    given = {name: model.types[name].shape for name in model.inputs}
-    what = f"{model.source}: the search for input sizes"
-    reason, fits = call_in_helper_process(what, _find_fitting_shapes, origin.model, dtypes, axes, given)
-    sizes, *found = (_format_sizes(axes, shapes) for shapes in (given, *fits))
-    if fits:
-        where = " or ".join(keys)
-        raise UserError(
-            f"{where}: {model.source} does not run with {sizes} ({reason}); it runs with {'; '.join(found)}"
-        )
-    return reason and f"ONNX Runtime runs it neither with {sizes} nor with other sizes that were tried: {reason}"
+    given = {name: shape for name, (_, shape) in inputs.types.items()}
+    axes = read_signature(path, model.source).axes
+    dimensions = DynamicDimensions.of(axes, given)
+    if dimensions.shapes({}) != given:  # the file takes one sample
+        return ""
+    kind = "random inputs" if inputs.sample is None else "calibration data"
+    at = f"with {dimensions.format_sizes(given)[0]} on {kind}"
+    what, fits = f"{model.source}: the run at its input sizes", list[Shapes]()
+    try:
+        reason = call_in_helper_process(what, _explain_failure, path, inputs, given, factor=RUNTIME_FACTOR)
+    except HelperCallFailed as error:
+        return f"not run {at}: ONNX Runtime {error.how}"
+    if not reason:
+        return ""
+    with suppress(HelperCallFailed):  # the sizes found before are kept
+        what = f"{model.source}: the search for input sizes"
+        call_with_reports(what, _report_fits, path, inputs, dimensions, factor=1.0, on_report=fits.append)
+    if not fits:
+        return f"ONNX Runtime does not run it {at} ({reason}), and no other sizes were found with which it does"
+    keys = [key for key in ("shapes", "dims") if getattr(sizes, key)]
+    if resolve_shapes(axes, sizes, model.source).missing:
+        keys.append("calibration.data")
+    shown, *found = dimensions.format_sizes(given, *fits)
+    raise UserError(
+        f"{' or '.join(keys)}: {model.source} does not run with {shown} ({reason}); it runs with {'; '.join(found)}"
+    )
 
 
-def _format_sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> str:
-    """Return the sizes of the dynamic dimensions without the batch: "h 32, w 192"."""
-    sizes = [(name, size) for name, size in iter_sizes(axes, shapes) if name in shapes or not is_batch(name, 0)]
-    return ", ".join(f"{name} {size}" for name, size in sizes)
-
-
-def _find_fitting_shapes(
-    path: Path, dtypes: Mapping[str, str], axes: Mapping[str, Axes | None], given: Shapes
-) -> tuple[str, list[Shapes]]:
-    """Return why a model does not run at the given shapes, and some shapes at which it runs; none if it runs."""
-    end_s, fits = time.monotonic() + MAX_SEARCH_S, list[Shapes]()
+def _explain_failure(path: Path, inputs: TrialInputs, shapes: Shapes) -> str:
+    """Return why a model runs on none of its inputs at these shapes; "" if it runs, or cannot be loaded."""
     try:
         session = open_reference_session(str(path))
     except Exception:  # ONNX Runtime cannot run it at any size, which another remark says
-        return "", []
-    if not (reason := _why_not(session, dtypes, given)):
-        return "", []
-    for shapes in _small_shapes(axes, given):
-        if len(fits) == MAX_SHOWN_FITS or time.monotonic() > end_s:
-            break
-        if not _why_not(session, dtypes, shapes):
-            fits.append(shapes)
-    return (reason.partition("while running ")[2] or reason)[:MAX_REASON_CHARS], fits
+        return ""
+    reasons = []
+    for feeds in inputs.feeds(shapes):
+        if not (reason := _why_not(session, feeds)):
+            return ""
+        reasons.append(reason)
+    return (reasons[0].partition("while running ")[2] or reasons[0])[:MAX_REASON_CHARS]
 
 
-def _small_shapes(axes: Mapping[str, Axes | None], given: Shapes) -> Iterator[Shapes]:
-    for shapes in nearby_shapes(axes, given):
-        if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in shapes.values()):
-            yield shapes
+def _report_fits(path: Path, inputs: TrialInputs, dimensions: DynamicDimensions, report: Callable[..., object]) -> None:
+    """Report shapes at which a model runs on all its inputs: one that only some accept may depend on their values."""
+    session = open_reference_session(str(path))
+    end_s = time.monotonic() + MAX_SEARCH_S
+    in_time = takewhile(lambda _: time.monotonic() < end_s, small_shapes(nearby_shapes(dimensions)))
+    fits = (shapes for shapes in in_time if not any(_why_not(session, feeds) for feeds in inputs.feeds(shapes)))
+    for shapes in islice(fits, MAX_SHOWN_FITS):
+        report(shapes)
 
 
-def _why_not(session: object, dtypes: Mapping[str, str], shapes: Shapes) -> str:
-    """Return why a session does not run random inputs of these shapes, or "" if it does."""
+def _why_not(session: object, feeds: Feeds) -> str:
+    """Return why a session does not run these inputs, or "" if it does."""
     try:
-        (feeds,) = random_feeds({name: (dtype, shapes[name]) for name, dtype in dtypes.items()}, 1)
         session.run(None, dict(feeds))  # type: ignore[attr-defined]
-    except Exception as error:  # of any class, as the inputs are no data
+    except Exception as error:  # of any class
         return one_line_error(error)
     return ""

@@ -27,6 +27,7 @@ _NUMPY_READABLE_TYPES = frozenset(
 _ORT_ERROR_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (This is an invalid model\. )?")
 _MAX_SINGLE_THREAD_BYTES = 4_000_000  # smaller models run in one thread
 MAX_ERROR_CHARS = 200
+ALL_DRAWS = (0, 1, 2)
 
 Feeds = Mapping[str, npt.NDArray[Any]]
 Values = dict[str, Any]
@@ -43,8 +44,7 @@ class ComparisonTask:
         inputs: Element type and shape of each input of the prepared model.
         widened: Inputs with one sample in the original and `samples` in the prepared model.
         samples: Number of samples of the prepared model.
-        draws: Kinds of random inputs, in the order in which they are tried. 0: normal floats, integers 0 and 1 (all
-            values for 8 bits); 1: floats from 0 to 1, integers 0; 2: floats from 1 to 2, integers 1.
+        draws: Kinds of random inputs, in the order in which they are tried; see `iter_random_inputs`.
     """
 
     original: Path | bytes
@@ -52,7 +52,7 @@ class ComparisonTask:
     inputs: InputTypes
     widened: frozenset[str] = frozenset()
     samples: int = 1
-    draws: tuple[int, ...] = (0, 1, 2)
+    draws: tuple[int, ...] = ALL_DRAWS
 
 
 class RunFailed(Exception):
@@ -202,7 +202,7 @@ def accepted_runs(original: ModelVersion, task: ComparisonTask) -> list[tuple[Va
     """
     session, accepted, problem = original.open_session(), [], RunFailed("no inputs could be drawn")
     branches = any(node.op_type == "If" for graph in iter_graphs(original.proto.graph) for node in graph.node)
-    for feeds in _iter_random_inputs(task):
+    for feeds in iter_random_inputs(task.inputs, task.draws):
         try:
             accepted.append((original.run_samples(session, feeds), feeds))
         except RunFailed as error:
@@ -223,10 +223,20 @@ def is_informative(value: Any) -> bool:
     return bool(finite.size > 1 and finite.min() < finite.max())
 
 
-def _iter_random_inputs(task: ComparisonTask) -> Iterator[Feeds]:
-    for draw in task.draws:
+def iter_random_inputs(inputs: InputTypes, draws: Sequence[int] = ALL_DRAWS) -> Iterator[Feeds]:
+    """Yield random inputs of several kinds.
+
+    Args:
+        inputs: Element type and shape of each input.
+        draws: Kinds. 0: normal floats, integers 0 and 1 (all values for 8 bits); 1: floats from 0 to 1, integers 0;
+            2: floats from 1 to 2, integers 1.
+
+    Raises:
+        RunFailed: An input is too large, or of a type that NumPy lacks.
+    """
+    for draw in draws:
         rng = np.random.default_rng(draw)
-        yield {name: _random_input(rng, draw, name, task.inputs[name]) for name in sorted(task.inputs)}
+        yield {name: _random_input(rng, draw, name, inputs[name]) for name in sorted(inputs)}
 
 
 def _random_input(
