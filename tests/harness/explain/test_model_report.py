@@ -1,6 +1,7 @@
 """What OpenVINO and ONNX Runtime make of Q/DQ models, for real; and reasons, on layers made up."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def test_quantized_operators_are_counted_and_compared(backend, tmp_path):
     assert compare_reports(full, full) == ()
     assert sum(layer.time_ms or 0 for layer in full.layers) > 0
     text = "\n".join(report_lines(full, 3))
-    assert "Linear operators: 3; quantized in the file 3, in the engine 3" in text
-    assert "Where the time goes" in text
+    assert re.search(r"Linear operators: 3\b.*\bfile 3\b.*\bengine 3\b", text)
+    assert all(layer.name in text for layer in sorted(full.layers, key=lambda layer: -(layer.time_ms or 0))[:1])
     if backend == "openvino":  # ONNX Runtime does not say what a node was made of
         assert sum(full.fused.values()) > 0
         assert plain.fused == {}
@@ -82,7 +83,7 @@ def test_openvino_matmul_named_after_folded_operators_is_found(behind, tmp_path)
     )
     assert len(found.precision) == 2
     assert set(found.precision.values()) == {"f32"}
-    assert "  they run in: 2 f32" in list(report_lines(found, 3))
+    assert "2 f32" in "\n".join(report_lines(found, 3))
 
 
 def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path, capsys):
@@ -92,7 +93,7 @@ def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path, capsy
     with pytest.raises(UserError, match="--dim width=224"):
         explain_model(path, PluginSpec(use="openvino"), runs=1)
     main(["explain", path, "--dim", "width=16", "--runs", "1"])
-    assert "Linear operators: 1; quantized in the file 0" in capsys.readouterr().out
+    assert re.search(r"Linear operators: 1\b.*\bfile 0\b", capsys.readouterr().out)
 
 
 def test_ambiguous_layer_before_an_add_is_not_attributed(tmp_path):
@@ -106,7 +107,7 @@ def test_ambiguous_layer_before_an_add_is_not_attributed(tmp_path):
     layer = Layer(name="y", kind="FullyConnected", precision="f32", time_ms=1.0, origin=("y",))
     found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
     assert set(found.precision.values()) == {""}
-    assert "  they run in: 2 of unnamed precision" in list(report_lines(found, 3))
+    assert "2 of unnamed precision" in "\n".join(report_lines(found, 3))
 
 
 def test_onnxruntime_findings_name_an_unquantized_output(tmp_path):
@@ -129,11 +130,13 @@ def test_different_scales_of_a_pair_are_the_reason(tmp_path):
     pair.input[1] = "other_scale"
     onnx.save(model, path)
     asked = read_qdq_graph(path)
-    assert asked.unfusable_reasons == {pair.name: "its scale differs from that of the QuantizeLinear in front of it"}
+    ((name, reason),) = asked.unfusable_reasons.items()
+    assert name == pair.name
+    assert re.search("scale differs.*QuantizeLinear", reason)
     reader = next(node.name for node in model.graph.node if pair.output[0] in node.input)
     layers = [Layer(name=reader, kind="Convolution", precision="f32", time_ms=1.0, origin=(reader,))]
     found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
-    assert found.findings[0].reason == f"{pair.name}: its scale differs from that of the QuantizeLinear in front of it"
+    assert found.findings[0].reason == f"{pair.name}: {reason}"
 
 
 def test_incomplete_pairs_and_unmatched_patterns_are_findings(tmp_path):
@@ -145,24 +148,24 @@ def test_incomplete_pairs_and_unmatched_patterns_are_findings(tmp_path):
     ]
     asked = read_qdq_graph(path)
     found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
-    assert {finding.reason for finding in found.findings} == {
-        "its neighbors match no fusion pattern of the runtime; those of 1 other Conv do"
-    }
+    (reason,) = {finding.reason for finding in found.findings}
+    assert "no fusion pattern" in reason
+    assert "1 other Conv" in reason
     model = onnx.load(path)
     conv = next(node for node in model.graph.node if node.name == names[1])
     conv.input[0] = conv.input[0].partition("@qdq")[0]
     onnx.save(model, path)
     found = explain_layers(layers, read_qdq_graph(path), runtime="r", quantize_outputs=False, whole_ms=1.0)
     reasons = {finding.name: finding.reason for finding in found.findings}
-    assert reasons[names[1]] == "only its weight is quantized in the file"
+    assert "only its weight" in reasons[names[1]]
 
 
 def test_explain_command_writes_text_and_json(tmp_path, capsys):
     plain, full = net(tmp_path / "net.onnx"), quantized(tmp_path, "openvino")
     main(["explain", str(full), "--runs", "3", "--param", "precision=f32"])
-    assert "quantized in the file 3, in the engine 3" in capsys.readouterr().out
+    assert re.search(r"\bfile 3\b.*\bengine 3\b", capsys.readouterr().out)
     main(["explain", str(plain), "--against", str(full), "--runs", "3", "--param", "precision=f32"])
-    assert "Difference: 0 -> 3 linear operators quantized" in capsys.readouterr().out
+    assert "0 -> 3" in capsys.readouterr().out
     main(["explain", str(plain), "--against", str(full), "--runs", "2", "--json"])
     assert len(json.loads(capsys.readouterr().out)["changes"]) == 3
 

@@ -114,7 +114,8 @@ def test_a_step_that_takes_too_long_is_ended(folder, monkeypatch):
     monkeypatch.setattr(kit, "STEP_LIMIT_S", 0.1)
     monkeypatch.setattr(kit, "list_steps", lambda: (python("import time; time.sleep(60)"),))
     (found,) = run_validation(folder / "out", print)
-    assert (found.status, found.reason) == ("failed", "ended after 2.77778e-05 hours")
+    assert found.status == "failed"
+    assert "ended after" in found.reason
 
 
 def test_an_experiment_that_cannot_be_written_fails_its_step(folder, monkeypatch, capsys):

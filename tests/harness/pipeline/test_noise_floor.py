@@ -65,9 +65,9 @@ def test_disturbed_turns_of_noise_floor_are_reported(model, monkeypatch):
         return replace(sample(self, *args), disturbed="waited for a core")
 
     monkeypatch.setattr(InProcess, "sample", disturbed)
-    assert noise_floor(model)[1][1:] == [
-        "A/A check: 100% of the turns were disturbed, which distorts speedups, usually upwards: close other work"
-    ]
+    _, (_, warning) = noise_floor(model)
+    assert "100%" in warning
+    assert "disturbed" in warning
 
 
 def test_noise_floor_measures_rebuilds_and_is_stored(model):
@@ -129,10 +129,10 @@ class _Scored:
 
 
 def test_incumbent_note_states_ratio_to_float_and_timing_mode():
-    assert format_incumbent(0.958, 1.080, interleaved=True) == "best 0.958 ms, 1.13x interleaved with float's 1.080 ms"
-    assert format_incumbent(0.958, 1.080, interleaved=False) == "best 0.958 ms, 1.13x over float's 1.080 ms"
-    nothing = "nothing faster than float's 1.080 ms so far"
-    assert format_incumbent(1.102, 1.080, interleaved=True) == nothing
-    assert format_incumbent(0.958, 1.080, interleaved=True, is_float=True) == nothing, (
-        "a low reading of the float model"
-    )
+    together, apart = (format_incumbent(0.958, 1.080, interleaved=each) for each in (True, False))
+    assert all(figure in note for note in (together, apart) for figure in ("0.958 ms", "1.13x", "1.080 ms"))
+    assert ["interleaved" in note for note in (together, apart)] == [True, False]
+    nothing = format_incumbent(1.102, 1.080, interleaved=True)
+    assert "1.080 ms" in nothing
+    assert "1.102" not in nothing
+    assert format_incumbent(0.958, 1.080, interleaved=True, is_float=True) == nothing, "a low reading of float"

@@ -95,7 +95,7 @@ def test_disturbance_is_reported_and_recorded(tmp_path, disturbed):
     observer = Listening()
     events = run_comparison(contest, Busy(disturbed).open, observer)
     warn_if_disturbed(contest.name, events, observer)
-    said = "confirmation: 100% of the turns were disturbed, which distorts speedups, usually upwards: close other work"
-    assert observer.said == ([said] if disturbed else [])
+    assert len(observer.said) == bool(disturbed)
+    assert all("confirmation" in said and "100%" in said for said in observer.said)
     assert read_comparison(tmp_path / "confirmation.jsonl") == events
     assert {event.disturbed for event in events} == {disturbed}  # type: ignore[union-attr]

@@ -314,17 +314,22 @@ FAR, COUNTS, SHORT = (9 * ONES[0], ONES[1]), (ONES[0], ONES[1] + 1), (ONES[0][:3
 def test_dynamic_files_are_checked_at_each_size_in_each_runtime(monkeypatch, runtime, file, outputs, at, said):
     files = DynamicCheckFiles(**{name: Path(name) for name in ("floating", "fixed", "dynamic")})
 
-    def run(what, work, run_runtime, path, subject, cases, count):  # noqa: PLR0913
-        found = []
-        for _, shapes in cases[:count]:
-            is_changed = at in ("", "search" if shapes["x"] == SEARCHED else "others")
-            changed = is_changed and (run_runtime, path.name) == (runtime, file)
-            if changed and isinstance(outputs, str):
-                raise UserError(outputs)
-            found.append(outputs if changed else ONES)
-        return found
+    def open_model(run_runtime, path):
+        is_changed = (run_runtime, path.name) == (runtime, file)
+        if is_changed and isinstance(outputs, str):
+            raise RuntimeError(outputs)
 
-    monkeypatch.setattr(dynamic_check, "call_in_helper_process", run)
+        def infer(feeds):
+            changed = is_changed and at == ("search" if feeds["x"].shape == SEARCHED else "others")
+            if changed and outputs is FAILS:
+                raise RuntimeError("no memory")
+            return outputs if changed else ONES
+
+        return infer
+
+    monkeypatch.setattr(dynamic_check, "call_in_helper_process", lambda what, work, *args, **_: work(*args))
+    for name in ("onnxruntime", "openvino"):
+        monkeypatch.setattr(dynamic_check, f"_open_{name}", partial(open_model, name))
     target = DynamicCheckTarget(axes=AXES, types={"x": TensorType("float", SEARCHED)}, files=files)
     with pytest.raises(UserError, match=re.escape(said[1:])) if said[0] == "!" else nullcontext():
         assert said in dynamic_check.check_dynamic_model(target, "onnxruntime")
