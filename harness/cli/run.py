@@ -151,8 +151,8 @@ def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: boo
     from harness.config.plan import plan_tasks
     from harness.results_dir.ownership import check_ownership
     from harness.task_setup.bounds import bound_lines
+    from harness.task_setup.model_checks import check_models
     from harness.task_setup.model_loader import describe_workload
-    from harness.task_setup.preflight import check_models
 
     with prefix_file(file):
         print_remarks(check_models(config))
@@ -166,7 +166,7 @@ def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: boo
 def _compile_models(file: Path, config: Experiment, target: str | None) -> None:
     from harness.explain.compiled import SCOPE_NOTE
     from harness.runtimes.rtx_compile.compiler import DEFAULT_TARGET
-    from harness.task_setup.compile_check import compile_tasks
+    from harness.task_setup.model_checks import compile_tasks
 
     with prefix_file(file):
         for line in compile_tasks(config, target or DEFAULT_TARGET):

@@ -7,11 +7,14 @@ from pathlib import Path
 
 from harness import registry, zoo
 from harness.accuracy.data.arrays import is_array_data, read_sample_shapes
+from harness.accuracy.data.batching import InputBatches, make_batches
+from harness.accuracy.data.datasets import DatasetCache
+from harness.accuracy.data.preprocess import open_preprocess
 from harness.accuracy.metrics.base import evaluator_params, image_input_params
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import ModelSpec, PluginSpec
-from harness.errors import UserError
+from harness.errors import UserError, prefix_key
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.paths import resolve_path
@@ -179,3 +182,15 @@ def _format_duration(low_s: float, high_s: float) -> str:
     if low == high:
         return f"roughly {high} {unit}"
     return f"roughly {low} to {high} {unit}" if float(low) else f"up to {high} {unit}"
+
+
+def calibration_batches(model: ModelSpec, types: InputTypes, data: DatasetCache) -> InputBatches:
+    """Return the batches of a model's calibration data, which must be given, for inputs of these types.
+
+    Raises:
+        UserError: The data or the preprocessing are invalid, or do not fit the inputs.
+    """
+    with prefix_key("calibration"):
+        preprocess = None if model.preprocess is None else open_preprocess(model.preprocess.mapping)
+        opened = data.open(model.calibration.data or {}, model.base_dir)
+        return make_batches(opened, preprocess, types, model.calibration.samples)

@@ -7,13 +7,11 @@ evaluators are constructed. Nothing is built or measured, and at most one calibr
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
 from harness import registry, zoo
-from harness.accuracy.calibration.ranges import explain_unrunnable
-from harness.accuracy.data.batching import InputBatches, make_batches
 from harness.accuracy.data.datasets import DatasetCache, ImageDataset
 from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
 from harness.accuracy.data.subsets import HALF_NAMES
@@ -34,22 +32,16 @@ from harness.errors import (
     prefix_key,
     suggest_names,
 )
-from harness.graph.load import save_to_folder
 from harness.graph.model import Model
-from harness.graph.passes.dimension_sizes import InputSizes
-from harness.graph.qdq.import_placement import require_float_model
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
-from harness.random_inputs import InputTypes
 from harness.runtimes.rtx_compile.compiler import import_compiler
 from harness.task_setup.bounds import bound_resolution_note, check_bound
-from harness.task_setup.compile_check import COMPILED_DIALECTS
-from harness.task_setup.external_tools import PTQ_FUNCTIONS, tool_remarks
-from harness.task_setup.float_baseline import cast_problems
+from harness.task_setup.external_tools import tool_remarks
 from harness.task_setup.initial_design import check_files
 from harness.task_setup.methods import is_external_searcher
-from harness.task_setup.model_loader import evaluator_spec, input_types, open_model
-from harness.verification.size_check import TrialInputs, check_input_sizes
+from harness.task_setup.model_checks import COMPILED_DIALECTS, offered_precisions
+from harness.task_setup.model_loader import calibration_batches, evaluator_spec, input_types, open_model
 from search.api import CONTRACT
 from search.synthetic_problem import synthetic_space
 
@@ -67,7 +59,7 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
         UserError: A setting cannot be used; the message has a line for each such setting with the allowed values.
     """
     plan_tasks(experiment)
-    precisions, errors = _offered_precisions(experiment), ErrorCollector()
+    precisions, errors = offered_precisions(experiment), ErrorCollector()
     for i, method in enumerate(experiment.searchers):
         with errors.collect(), prefix_key(f"searchers.{i}"):
             if is_external_searcher(method):
@@ -99,64 +91,6 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
                 remarks += [f"model {model.name!r}: {remark}" for remark in found]
     errors.raise_all()
     return tuple(remarks)
-
-
-def check_models(experiment: Experiment) -> tuple[str, ...]:
-    """Load every model file, so that invalid files are reported before a run.
-
-    If a backend reads models at FP16 or BF16, each model is cast, and its insertion points are determined.
-
-    Returns:
-        Remarks, one line each: casts that fail, and limits of calibration and the PTQ tools with a model.
-
-    Raises:
-        UserError: A model cannot be used; the message has a line for each such model with the reason.
-    """
-    errors, remarks = ErrorCollector(), list[str]()
-    precisions = _offered_precisions(experiment)
-    for i, model in enumerate(experiment.models):
-        if model.use.startswith("zoo:"):  # code makes it, so it is valid
-            continue
-        with errors.collect(), prefix_key(f"models.{i}", f"model {model.name!r}"):
-            loaded = open_model(model, Path())
-            require_float_model(loaded)
-            found = [*_cast_remarks(experiment, loaded, precisions), _size_remark(model, loaded) or _ort_remark(loaded)]
-            remarks += [f"model {model.name!r}: {remark}" for remark in filter(None, found)]
-    errors.raise_all()
-    return tuple(remarks)
-
-
-def _offered_precisions(experiment: Experiment) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(each for setting in experiment.precision for each in quantized_precisions(setting)))
-
-
-def _cast_remarks(experiment: Experiment, model: Model, precisions: Sequence[str]) -> Iterator[str]:
-    """Yield a remark for each float precision that a model cannot be cast to.
-
-    Raises:
-        UserError: The experiment sets a backend to such a precision.
-    """
-    for backend in experiment.backends:
-        for precision, problem in cast_problems(with_base_dir(backend), model, precisions).items():
-            message = f"backend {backend.use!r}: {problem}"
-            if not precision:
-                raise UserError(message)
-            yield f"no {precision} where the precision is open: {message}"
-
-
-def _size_remark(model: ModelSpec, loaded: Model) -> str:
-    types, sample = input_types(loaded), None
-    if loaded.origin is not None and model.calibration.data is not None:
-        sample = next(iter(_data_batches(model, types, DatasetCache())))
-    given = InputSizes(shapes=model.shapes, dims=model.dims)
-    return check_input_sizes(loaded, TrialInputs(types=types, sample=sample), given)
-
-
-def _ort_remark(model: Model) -> str:
-    with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
-        reason, tools = explain_unrunnable(save_to_folder(model, Path(scratch))), ", ".join(PTQ_FUNCTIONS)
-    wrong = f"ONNX Runtime cannot run it as it is: calibration and {tools} leave parts float, or fail: {reason}"
-    return wrong if reason else ""
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:
@@ -257,7 +191,7 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
         if model.shapes or model.dims:
             _check_channels(loaded)
         if model.calibration.data is not None:
-            _data_batches(model, input_types(loaded), data)
+            calibration_batches(model, input_types(loaded), data)
         yield from _sample_remarks(model, data, objective)
         with prefix_key("evaluator"):
             uses = [evaluator_spec(model, loaded, Path(scratch), half) for half in halves]
@@ -274,14 +208,6 @@ def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -
             metric = getattr(evaluator, "metric", None)
             notes = (few_images_note(count), bound_resolution_note(objective, metric, count))
             yield from (f"{where}: {note}" for note in notes if note)
-
-
-def _data_batches(model: ModelSpec, types: InputTypes, data: DatasetCache) -> InputBatches:
-    """Return the batches of the calibration data, which must be given."""
-    with prefix_key("calibration"):
-        preprocess = None if model.preprocess is None else open_preprocess(model.preprocess.mapping)
-        opened = data.open(model.calibration.data or {}, model.base_dir)
-        return make_batches(opened, preprocess, types, model.calibration.samples)
 
 
 def _check_shape_set(model: ModelSpec) -> None:

@@ -21,8 +21,9 @@ from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.task_setup.bounds import bound_lines
+from harness.task_setup.model_checks import check_models
 from harness.task_setup.model_loader import describe_workload, evaluator_spec, open_model
-from harness.task_setup.preflight import check_experiment, check_models
+from harness.task_setup.preflight import check_experiment
 from search.space import Space
 
 COUNT = 24

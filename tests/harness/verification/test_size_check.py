@@ -13,7 +13,7 @@ import pytest
 from harness.config.experiment import parse_experiment
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.task_setup.preflight import check_models
+from harness.task_setup.model_checks import check_models
 
 
 def checked(folder: Path, model: GraphBuilder | onnx.ModelProto, data: Any = None, **settings: Any) -> str:

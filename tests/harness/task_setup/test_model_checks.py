@@ -9,7 +9,7 @@ import pytest
 from small import qdq, save_small
 
 from harness.runtimes.rtx_compile.compiler import Compilation, Refusal
-from harness.task_setup import compile_check
+from harness.task_setup import model_checks
 
 EXPERIMENT = """
 experiment: e
@@ -31,8 +31,8 @@ def compiled(tmp_path, monkeypatch):
         refusal = Refusal(stage="builder", node="Conv", message="CHECK failed") if target == "sm75" else None
         return Compilation(target=target, version="1", build_s=0, refusal=refusal)
 
-    monkeypatch.setattr(compile_check, "import_compiler", lambda: None)
-    monkeypatch.setattr(compile_check, "compile_file", compile_file)
+    monkeypatch.setattr(model_checks, "import_compiler", lambda: None)
+    monkeypatch.setattr(model_checks, "compile_file", compile_file)
     return pairs
 
 
