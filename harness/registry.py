@@ -121,7 +121,7 @@ def plugin_kind(use: str, kinds: Sequence[str]) -> str:
 
 
 def find_entry_point(kind: str, use: str) -> EntryPoint:
-    """Return the entry point of a name or of a `package.module:Attribute`.
+    """Return the entry point of `use`, a name or `package.module:Attribute`, of a kind in `ENTRY_POINT_GROUPS`.
 
     Raises:
         UserError: The name is unknown, two distributions offer it, or `package.module:Attribute` is not trusted.
@@ -153,7 +153,7 @@ def _unknown_plugin(kind: str, use: str, names: Iterable[str]) -> UserError:
 
 
 def load_plugin(kind: str, use: str) -> Callable[..., Any]:
-    """Return the class or factory of a plug-in.
+    """Return the class or factory of a plug-in, or a registered object; for the arguments see `find_entry_point`.
 
     Raises:
         UserError: The name is unknown, or the import fails.
@@ -193,7 +193,7 @@ def _require_contract(kind: str, use: str, loaded: object) -> None:
 
 
 def plugin_signature(kind: str, use: str) -> inspect.Signature:
-    """Return the signature of the class or factory of a plug-in.
+    """Return the signature of the class or factory of a plug-in; for the arguments see `load_plugin`.
 
     Raises:
         UserError: It cannot be loaded or called.
@@ -209,6 +209,7 @@ def require_methods(label: str, made: object, methods: Sequence[str]) -> None:
     """Raise `UserError` if an object lacks a method.
 
     Args:
+        label: Name of the object in the message.
         methods: Each with its arguments, for instance "ask(n)".
     """
     for method in methods:

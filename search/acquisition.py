@@ -74,7 +74,10 @@ class AcquisitionScores:
 
     @property
     def ranking(self) -> list[int]:
-        """Return the candidate indices, best first; rounded, so that differences in the last bits keep the order."""
+        """Return the candidate indices in descending order of `acquisition`.
+
+        Values that are equal after rounding keep the order of the candidates.
+        """
         largest = max(float(self.acquisition.max(initial=0.0)), 1e-300)
         return [int(index) for index in np.argsort(-np.round(self.acquisition / largest, 9), kind="stable")]
 

@@ -38,7 +38,7 @@ def random_with_density(space: Space, rng: np.random.Generator, density: float) 
 
 
 def flip(placement: Placement, space: Space, rng: np.random.Generator, count: int = 1) -> Placement:
-    """Return a copy in which `count` dimensions, or all of fewer, drawn uniformly, have another choice each."""
+    """Return a copy with another choice in `count` dimensions, drawn uniformly, or in all if there are fewer."""
     return _change_choices(placement, space, rng, rng.permutation(len(space))[:count])
 
 

@@ -195,7 +195,10 @@ class Space:
         return Space(dimensions, self.agreements, self.has_output_points)
 
     def subspace(self, indices: Iterable[int]) -> Space:
-        """Return the space of the dimensions with some indices; without agreements, which may refer to other edges."""
+        """Return the space of the dimensions at `indices`, in that order.
+
+        It has no agreements, which may refer to edges of other dimensions.
+        """
         chosen = tuple(self.dimensions[index] for index in indices)
         return Space(chosen, whole_has_output_points=self.has_output_points)
 

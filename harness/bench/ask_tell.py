@@ -58,7 +58,7 @@ class AskTellSearcher(ArchiveSearcher):
 
     @abstractmethod
     def report(self, choices: tuple[int, ...], handle: Any, value: float) -> None:
-        """Report a value to minimize; `handle` is None if the library did not propose the placement."""
+        """Report the value to minimize of a placement; `handle` is from `suggest`, or None if it did not propose it."""
 
     def tell(self, observation: Observation) -> None:
         """Record the outcome of one placement, and report the first one to the library."""

@@ -23,6 +23,8 @@ def to_user_error(
     """Return a `UserError` with one line for each mistake in a file.
 
     Args:
+        root: Schema of the whole file.
+        source: Name of the file in the message.
         extra_keys: Keys of the top level that are read before the validation.
     """
     problems = error.errors()

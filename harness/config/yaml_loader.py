@@ -61,8 +61,12 @@ def read_text_file(path: Path, kind: str) -> str:
 def read_experiment_yaml(text: str, source: str) -> dict[str, Any]:
     """Read the YAML text of an experiment and expand `matrix`.
 
+    Args:
+        source: Name of the file in messages.
+
     Raises:
-        UserError: The text is rejected by `read_yaml_mapping`, or `matrix` does not fit.
+        UserError: The text is rejected by `read_yaml_mapping`, or `matrix` is no mapping from paths below `models`,
+            `backends` or `searchers` to lists of values, or asks for too many entries.
     """
     return _expand_matrix(read_yaml_mapping(text, source, "an experiment"), source)
 
@@ -71,6 +75,7 @@ def read_yaml_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
     """Read YAML text that is a mapping.
 
     Args:
+        source: Name of the file in messages.
         kind: Description of the file for messages, such as "an experiment".
 
     Raises:

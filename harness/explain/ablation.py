@@ -78,7 +78,7 @@ class AblationTimer:
     def time(self, placements: Mapping[str, Placement], title: str) -> dict[str, AblationTiming]:
         """Return the timing of each placement by name, or why it failed; those of the same graph are timed once.
 
-        The results are appended to `steps`.
+        The results are appended to `steps` under `title`.
         """
         whole_digest = self.space.digest(self.whole)
         digests = {name: self.space.digest(placement) for name, placement in placements.items()}

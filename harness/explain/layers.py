@@ -98,7 +98,7 @@ def time_layers(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int
 
     Runtimes report means, in which an interruption adds to the layer that it falls in. An engine whose mean is 10 %
     above its median is therefore built and timed again, up to three times; the times with the least `stretch` are
-    returned.
+    returned. The benchmarker is a `harness.api.SupportsLayers`.
 
     Raises:
         CandidateError: The candidate cannot be built or run.
@@ -158,9 +158,11 @@ def _time_layers(backend: PluginSpec, path: Path, workdir: Path, runs: int) -> t
 def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[EdgeFusion]:
     """Yield the fusion state of each quantized edge, from the precision of the layer that its consumer became.
 
-    The state is "unknown" if no layer names the consumer, or the layer has no precision, and for outputs of the model.
+    The state is "fused" if that layer runs in a low precision, else "not fused". It is "unknown" if no layer names the
+    consumer, or the layer has no precision, and for outputs of the model.
 
     Args:
+        resolved: Quantized edges with their precision.
         model: Model that the edges are of.
         layers: Layers of the quantized engine; those without an origin are ignored.
     """

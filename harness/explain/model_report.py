@@ -147,7 +147,9 @@ def compile_report(
 
 @contextmanager
 def open_static_file(use: str, shapes: Mapping[str, str], dims: Mapping[str, int]) -> Iterator[tuple[Path, Path]]:
-    """Open the file of a model with static inputs, and a scratch folder, which are both removed in the end.
+    """Yield the file of a model with static inputs, and a scratch folder, which is removed on exit.
+
+    For the arguments see `explain_model`.
 
     Raises:
         UserError: The model is missing, or a size is not given.

@@ -141,6 +141,7 @@ def prepare_model(
         proto: Model with all weights; it may be changed.
         file: The same model as a file, or unchanged in memory, for a comparison of results.
         source: See `load_proto`, like the other arguments.
+        sizes: Sizes of dynamic inputs, in place of `shapes` and `dims`.
     """
     with refuse_damage(source):
         given = [sorted(each.items()) for each in (sizes.shapes, sizes.dims, sizes.samples)]

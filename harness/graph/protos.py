@@ -100,7 +100,7 @@ def opset_versions(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def is_standard_op(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
-    """Return whether ONNX defines this operator at the imported version."""
+    """Return whether ONNX defines this operator at the version of its domain in `opsets`, version 1 by default."""
     return bool(onnx.defs.has(node.op_type, opsets.get(node.domain, 1), node.domain))
 
 

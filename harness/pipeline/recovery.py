@@ -143,10 +143,11 @@ def recover_placements(running: TaskRun, store: AccuracyStore) -> Recovery:
 
 
 def placements_to_recover(running: TaskRun, trials: Iterable[Evaluation]) -> list[Evaluation]:
-    """Return the placements of a search that may win after recovery.
+    """Return the placements of a search that may win after recovery, see the module's docstring.
 
-    First come the fastest and the one with the smallest loss of those that miss the bound and are faster than the best
-    within it by more than the noise floor, then the `MAX_WITHIN` fastest quantized ones within the bound.
+    The first ones miss the bound, lose at most `MAX_LOST_SHARE`, and are faster than the best one within the bound by
+    more than the noise floor: the fastest, then those with the smallest loss, at most `MAX_NEAR_MISSES` in all. Then
+    come the `MAX_WITHIN` fastest quantized placements within the bound.
     """
     ordered = sorted(trials, key=lambda trial: trial.latency_ms)
     within = list({trial.digest: trial for trial in ordered if is_feasible(trial.score)}.values())

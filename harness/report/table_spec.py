@@ -41,7 +41,10 @@ def text_column(heading: str, key: str = "") -> Column:
 
 
 def number_column(heading: str, key: str = "", form: str = "{:.0f}") -> Column:
-    """Return a column of the field `key` (default: the heading) as a number; a missing one is `MISSING_CELL`."""
+    """Return a column of the field `key` (default: the heading) as a number; a missing one is `MISSING_CELL`.
+
+    The format `form` is for `str.format`.
+    """
 
     def shown(row: Row) -> str:
         value = row[key or heading]

@@ -78,7 +78,7 @@ def trace_cell(results: Results, address: str, name: str = "main") -> CellSource
 
 
 def find_main_row(results: Results, where: str) -> dict[Any, Any]:
-    """Return the unrounded figures of a row of the main table.
+    """Return the unrounded figures of a row of the main table, by column of `main_frame`.
 
     Args:
         where: ROW of `trace_cell`.

@@ -65,7 +65,7 @@ class Journal:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall-clock of the search until its last outcome when the journal was opened."""
+        """Wall-clock seconds of the search until the last outcome that the journal had when opened; 0 if none."""
         return self._existing.elapsed_s() if self._existing else 0.0
 
     def append(self, line: JournalLine) -> None:

@@ -40,7 +40,7 @@ class PhaseClock:
         self._phase, self._since_s = phase, now_s
 
     def split(self, phase: str, into: str, share: float) -> None:
-        """Move a share of the time of an earlier phase to another phase."""
+        """Move a share of the time of an earlier phase to the phase `into`."""
         moved_s = share * self.seconds_of(phase)
         self._seconds[phase] = round(self.seconds_of(phase) - moved_s, 3)
         self._seconds[into] = round(self.seconds_of(into) + moved_s, 3)

@@ -52,7 +52,7 @@ class SearchKey:
 
     @property
     def question(self) -> tuple[str, str, str]:
-        """Return the key without the digest of table, code and libraries."""
+        """Return the key without `made_of`: (table, searcher, asked)."""
         return self.table, self.searcher, self.asked
 
 

@@ -170,8 +170,8 @@ def rejected_loss(goal: Goal, reference: Accuracy, found: Accuracy) -> float | N
 def mixable_record(goal: Goal, reference: Accuracy, found: Accuracy) -> str:
     """Return `found.mixable` if the candidate keeps the bound on the images outside of at least one fold, else "".
 
-    `harness.selection.cross_fitting.cross_fitted_drop` may select such a candidate. A record equal to that of the float
-    model is not stored again ("").
+    `harness.selection.cross_fitting.cross_fitted_drop` may select such a candidate. For the text see
+    `harness.api.Accuracy`. A record equal to that of the float model is not stored again ("").
     """
     if found.mixable in ("", reference.mixable):
         return ""

@@ -139,7 +139,8 @@ def machine_processor_label(name: str | None = None) -> str:
 def processor_label(name: str, facts: Mapping[str, Any]) -> str:
     """Return a processor's name with the fastest INT8 instructions of an environment: "AMD EPYC (AVX512-VNNI)".
 
-    These decide the gain of quantization, and processors with the same name differ in them.
+    `facts` are the result of `describe_environment`. The instructions decide the gain of quantization, and processors
+    with the same name differ in them.
     """
     flags = facts.get("cpu", {}).get("flags", ())
     instructions = next((label for flag, label in INT8_INSTRUCTION_SETS if flag in flags), None)

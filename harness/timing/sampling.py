@@ -151,7 +151,7 @@ def _run_monitored(attempt: Callable[[], SampleRun], probe: Probe, machine: Mach
 
 
 def make_fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:
-    """Return random inputs for timing by name, equal for every candidate of a model, by element type and shape.
+    """Return random inputs for timing of the element type and shape in `types`, equal for every candidate of a model.
 
     Raises:
         MeasureFailed: No random values can be made for a type.

@@ -180,7 +180,7 @@ def _multiples_near(size: int, divisor: int) -> list[int]:
 
 
 def iter_sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[str, str]]:
-    """Yield the size of each symbol, and the shape of each input that has a dynamic dimension without a symbol."""
+    """Yield the size of each symbol in `axes`, and the shape of each input with a dynamic axis without a symbol."""
     for name, shape in shapes.items():
         declared = axes[name]
         if declared is None or None in declared:

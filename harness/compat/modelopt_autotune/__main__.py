@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def apply_mode_presets(options: argparse.Namespace) -> None:
-    """Set the counts of a parsed command line: `num_schemes`, `warmup_runs` and `timing_runs`."""
+    """Set `num_schemes`, `warmup_runs` and `timing_runs` of a parsed command line, see `select_mode_preset`."""
     preset = select_mode_preset(options)
     options.num_schemes = preset["schemes_per_region"]
     options.warmup_runs, options.timing_runs = preset["warmup_runs"], preset["timing_runs"]

@@ -205,7 +205,7 @@ class ChildRegionOutputInsertionPoint(InsertionPoint):
 
 
 def make_insertion_point(kind: PointKind, place: tuple[int, int]) -> InsertionPoint:
-    """Return the point at an address."""
+    """Return the point at an `Address`, whose second part is `place`."""
     if kind == "output":
         return ChildRegionOutputInsertionPoint(region_index=None, node_index=place[0], output_index=place[1])
     return (NodeInputInsertionPoint if kind == "node_input" else ChildRegionInputInsertionPoint)(*place)
@@ -234,6 +234,7 @@ def skip_invalid_insertion_points(graph: Any, tensor_name: str, region_or_node: 
 
     Args:
         graph: An `onnx_graphsurgeon.Graph`.
+        region_or_node: A `Region`, or a node of `graph`.
     """
     nodes = [region_or_node]
     if isinstance(region_or_node, Region):

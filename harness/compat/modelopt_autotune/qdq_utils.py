@@ -11,7 +11,7 @@ __all__ = ["get_quantized_tensors"]
 
 
 def get_quantized_tensors(onnx_model: Any) -> set[str]:
-    """Return the float model's names of the tensors with a Q/DQ pair.
+    """Return the float model's names of the tensors with a Q/DQ pair in a `ModelProto` or `onnx_graphsurgeon.Graph`.
 
     ModelOpt's function of this name returns the names of the quantized tensors, which no float model has;
     `import_insertion_points` accepts both.

@@ -103,7 +103,9 @@ def _format_interval(interval: Interval, digits: str) -> str:
 
 
 def advise_native_layers(row: ComparisonRow, dataset: DatasetSection, base: Path, observer: Observer) -> list[str]:
-    """Return lines with layers to leave native; none if the drop is acceptable or nothing is quantized.
+    """Return lines with layers to leave native; none if the drop is at most `MAX_ACCEPTABLE_DROP` or not known.
+
+    There are none either if nothing is quantized. If the layers cannot be ranked, a line has the reason.
 
     Args:
         dataset: Section `dataset` of the row's spec, whose images the layers are ranked by.
@@ -197,7 +199,10 @@ def _run_in_onnxruntime(path: Path, inputs: list[Mapping[str, Array]]) -> list[M
 
 
 def suggest_skip_names(ranked: Sequence[LayerSensitivity]) -> list[str]:
-    """Return `skip_names` with the worst layers as lines of a spec file; one sentence if no activation is quantized."""
+    """Return the `MAX_SUGGESTED_LAYERS` first layers of `ranked`, the worst first, as `skip_names` of a spec file.
+
+    If there are none, because no activation is quantized, return one sentence.
+    """
     if not ranked:
         return ["no activation of this model is quantized: the drop comes from its weights alone"]
     lines = ["skip_names:  # the worst layers first, by outputs with and without the Q/DQ pairs of the layer"]

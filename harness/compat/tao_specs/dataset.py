@@ -113,6 +113,7 @@ def map_error_keys(keys: Mapping[str, str], source: str = "") -> Iterator[None]:
 
     Args:
         keys: Key of the spec by key of the mapping.
+        source: File that messages start with; "": none.
     """
     try:
         yield

@@ -267,7 +267,11 @@ def load_engine(path: Path, backend: PluginSpec) -> tuple[Benchmarker, Artifact]
 
 
 def create_saver(backend: str, params: Mapping[str, Any], use: str) -> Any:
-    """Return a benchmarker, or raise `UserError` if it cannot save and load engines."""
+    """Return a benchmarker, or raise `UserError` if it cannot save and load engines.
+
+    Args:
+        use: Verb phrase for the message, "write engines to" or "read engines from".
+    """
     benchmarker = registry.create_plugin("benchmarker", backend, params)
     if not isinstance(benchmarker, SupportsSave):
         raise UserError(f"backend {backend!r} cannot {use} a file; use openvino, onnxruntime or tensorrt")

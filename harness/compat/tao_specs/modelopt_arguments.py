@@ -95,7 +95,12 @@ def _modelopt_version() -> str:
 
 
 def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> None:
-    """Raise `UserError` for arguments that ModelOpt lacks, that have the wrong type, or that other keys set."""
+    """Raise `UserError` for arguments that ModelOpt lacks, that have the wrong type, or that other keys set.
+
+    Args:
+        given: Values of arguments by name.
+        key: Start of the message, before the name of the argument.
+    """
     defaults = {**modelopt_parameters(), **dict.fromkeys(INT4_ARGUMENTS, 0.0)}
     for name, value in given.items():
         if name in ARGUMENTS_SET_BY_SPEC:
@@ -116,7 +121,7 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
 
 
 def option_remedy(option: str) -> str:
-    """Return the alternative to an option of ModelOpt that `qdq ptq` lacks, or "" if ModelOpt lacks it too."""
+    """Return the alternative to an option "--NAME" of ModelOpt that `qdq ptq` lacks; "" if ModelOpt lacks it too."""
     name = option.removeprefix("--").partition("=")[0]
     if remedy := _refusal_remedy(name):
         return remedy

@@ -109,7 +109,7 @@ def add_calibration_shapes(
 def quantize_with_modelopt(
     path: Path, target: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
 ) -> None:
-    """Run ModelOpt in a child process.
+    """Run ModelOpt in a child process; for the arguments see `harness.accuracy.calibration.ptq.modelopt`.
 
     Raises:
         UserError: ModelOpt fails, or leaves the model unchanged.
@@ -143,7 +143,7 @@ def _warn_fixed_sizes(source: str, declared: ModelSignature, types: InputTypes) 
 
 
 def refuse_quantized(declared: ModelSignature, source: str) -> None:
-    """Raise `UserError` if a model already has Q/DQ pairs."""
+    """Raise `UserError`, with `source` as the name of the model, if a model already has Q/DQ pairs."""
     if declared.precisions:
         raise UserError(
             f"{source}: has Q/DQ pairs already ({', '.join(sorted(declared.precisions))}); start from the float model"
@@ -151,7 +151,14 @@ def refuse_quantized(declared: ModelSignature, source: str) -> None:
 
 
 def quantization_result(path: Path, calibrated_on: str) -> QuantizationResult:
-    """Return the result for a Q/DQ file, with the precisions of its nodes."""
+    """Return the result for a Q/DQ file, with the precisions of its nodes.
+
+    Args:
+        calibrated_on: See `QuantizationResult`.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
     found: dict[str, Counter[str]] = {}
     for node in read_signature(path).nodes:
         found.setdefault(node.op, Counter()).update(sorted(node.precisions) or ["native"])

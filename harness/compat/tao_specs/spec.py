@@ -286,7 +286,7 @@ def parse_spec(text: str, source: str) -> Spec:
 
 
 def require_section(section: T | None, name: str, source: str) -> T:
-    """Return a section, or raise `UserError` if the file does not have it."""
+    """Return a section, or raise `UserError` if the file, which the message calls `source`, does not have it."""
     if section is None:
         raise UserError(f"{source}: there is no section {name!r}; {EXAMPLES_HINT}")
     return section

@@ -119,7 +119,10 @@ class ModelVersion:
             raise RunFailed(error) from error
 
     def run(self, session: Any, feeds: Feeds, names: Sequence[str] | None = None) -> Values:
-        """Run one inference, and return outputs by name (by default all), without those of types that NumPy lacks."""
+        """Run one inference in a session of `open_session`, and return outputs by name, by default all.
+
+        Outputs of types that NumPy lacks are left out.
+        """
         kinds = {value.name: value.type for value in session.get_outputs()}
         names = [n for n in names or kinds if kinds[n] in _NUMPY_READABLE_TYPES or not kinds[n].startswith("tensor(")]
         try:

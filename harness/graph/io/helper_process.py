@@ -46,7 +46,7 @@ Report = Callable[..., object]
 
 
 class HelperCallFailed(UserError):
-    """Crash of the helper process, or a call that exceeded a limit.
+    """Crash of the helper process in the call `what`, or a call that exceeded a limit.
 
     Attributes:
         how: Description of the failure without a subject, for instance "was ended by SIGSEGV".

@@ -92,7 +92,10 @@ def canonical_form(wiring: NodeLabels, subject: RegionGraph) -> CanonicalForm:
 
 
 def describe_code(wiring: NodeLabels, code: Sequence[int]) -> str:
-    """Return a code as text, a line for each node, with labels instead of numbers, so that models can be compared."""
+    """Return the canonical code of a region as text, for comparison between models.
+
+    It has a line for each node, with the label from `wiring`, which the code was made with, in place of its position.
+    """
     lines, place = [], 0
     while place < len(code):
         end = place + 4 + 2 * code[place + 1]
@@ -169,6 +172,7 @@ class CanonicalSearch:
     """Search for the order of sinks that gives the smallest code.
 
     Args:
+        walk: Numbering of the region without numbered nodes; rolled back after the search.
         sinks: Nodes whose results no other node of the region reads.
         colours: Colour of each node; sinks are ordered by colour first.
         size: Number of nodes of the region; the effort grows with it.

@@ -192,7 +192,11 @@ def _repetition_label(node: Node) -> str:
 
 
 class RegionTreeBuilder:
-    """Builder of the tree of regions from drafts; a composite with one child is replaced by the child."""
+    """Builder of the tree of regions from drafts; a composite with one child is replaced by the child.
+
+    Args:
+        readers: Result of `find_readers`.
+    """
 
     def __init__(self, model: Model, readers: Mapping[str, list[int]], drafts: Sequence[RegionDraft]) -> None:
         self._model = model

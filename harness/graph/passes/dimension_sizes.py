@@ -320,7 +320,10 @@ def expression_symbols(text: str) -> tuple[str, ...]:
 
 
 def evaluate_expression(text: str, values: Mapping[str, int]) -> int | None:
-    """Return the value of an expression that `expression_symbols` accepts, or None if it is not positive or x // 0."""
+    """Return the value of an expression that `expression_symbols` accepts, with the sizes `values` of its symbols.
+
+    The result is None for a value that is not positive, and for x // 0.
+    """
     try:
         size = _evaluate_tree(ast.parse(text, mode="eval").body, values)
     except ZeroDivisionError:

@@ -36,8 +36,8 @@ def with_batch_size(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx
     """Return a copy of a model with the batch size of `shapes` if it is fixed to one sample, or else the model itself.
 
     Raises:
-        UserError: The shapes have several batch sizes, or the model cannot be changed; then the message names the
-            operator that prevents it.
+        UserError: The shapes have several batch sizes, or the model cannot be changed; then the message, which starts
+            with `source`, names the operator that prevents it.
     """
     batch_sizes = _requested_batch_sizes(proto.graph, shapes, source)
     if not batch_sizes:

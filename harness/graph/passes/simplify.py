@@ -54,7 +54,8 @@ def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weig
     """Sort nodes topologically, compute constants, and remove unused nodes and initializers, in place.
 
     Nodes with subgraphs and unknown operators are not folded, and tensors that their subgraphs read count as inputs.
-    Attributes, types and weights are not changed. Node names must be unique.
+    Attributes, types and weights are not changed. Node names must be unique. `opsets` has the imported version of each
+    domain.
 
     Raises:
         UserError: The graph has a cycle, or computes a constant of more than `MAX_COMPUTED_BYTES`.

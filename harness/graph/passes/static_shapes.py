@@ -240,6 +240,7 @@ def find_example_sizes(
     Args:
         inputs: Declared dimensions by input name; None if the rank is unknown.
         resolved: Known and missing sizes.
+        sizes: Sizes that the user gave, which the examples complete.
     """
     examples = list(_iter_example_sizes(proto.graph, inputs, resolved))
     for dims, shapes in examples:

@@ -54,7 +54,10 @@ def load_weight_estimator(name: str) -> WeightEstimator:
 
 
 class WeightEstimatorContract:
-    """Tests of the contract of a weight estimator; derive a class from it, set `estimator`, and run pytest."""
+    """Tests of the contract of a weight estimator.
+
+    Derive a class from it, set `estimator` to a `WeightEstimator`, such as a function, and run pytest.
+    """
 
     estimator: Any
 

@@ -104,8 +104,8 @@ def statistical_ties(task: TaskResults, best: str) -> frozenset[str]:
 def paired_ratio(turns: Mapping[str, Turns], row: str, other: str) -> Interval | None:
     """Return the latency of `other` over that of `row`, both confirmed; None if no build has both.
 
-    Rows of one worker are paired turn by turn; rows of different workers by build, each over its own baseline. The
-    ratio of a row to itself is exactly 1.
+    `turns` has the turns of each row. Rows of one worker are paired turn by turn; rows of different workers by build,
+    each over its own baseline. The ratio of a row to itself is exactly 1.
     """
     if row == other:
         return Interval(value=1.0, low=1.0, high=1.0)

@@ -99,7 +99,7 @@ def build_scene(
 
 
 def render_graph_page(scene: Mapping[str, Any], title: str) -> str:
-    """Return the layout as one self-contained HTML document."""
+    """Return the layout that `build_scene` made as one self-contained HTML document."""
     return render_html("regions.html.j2", ("graph.js", "regions.js"), scene, {"title": title})
 
 

@@ -27,6 +27,7 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
     Args:
         scripts: Names of the scripts in order; they read the element "data".
         data: JSON data without NaN.
+        values: Values of the template's other variables by name.
     """
     sources = [_read_asset(name) for name in scripts]
     parts = (

@@ -173,7 +173,7 @@ def rank_searchers(results: Results) -> FriedmanRanks | None:
 
 
 def pair_table(results: Results) -> ReportTable:
-    """Return the table of pairs, with ranks and the smallest possible p as notes."""
+    """Return `pair_frame` as a table, with the mean ranks and the smallest p that Wilcoxon's test can give as notes."""
     pairs = pair_frame(results)
     most = int(pairs["blocks"].max()) if len(pairs) else 0
     counts = f"{pluralize(most, 'task')} and {pluralize(len(pairs), 'pair')}"

@@ -49,7 +49,7 @@ class ExecutionTarget(ABC):
     def workers(
         self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate
     ) -> AbstractContextManager[QueueFactory]:
-        """Open the workers that the searches of one task share.
+        """Open the workers that the searches of one task share, until exit, and yield the factory of their executors.
 
         Args:
             engines: Open engines of this specification, which the searches may use.
@@ -81,7 +81,11 @@ class LocalTarget(ExecutionTarget):
     def workers(
         self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate
     ) -> Iterator[QueueFactory]:
-        """Open the workers; with one worker and one search at a time, `engines` run in the caller's thread."""
+        """Open the workers, see `ExecutionTarget.workers`.
+
+        With one worker and one search at a time, trials use `engines` in the caller's thread; otherwise each worker
+        opens engines of its own.
+        """
         if self._executor.workers == self._executor.searches == 1:
 
             @contextmanager

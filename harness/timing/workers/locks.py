@@ -59,7 +59,8 @@ def is_timing(folder: Path | None = None) -> bool:
 def device_lock(gpus: Iterable[str], folder: Path | None = None, waits: list[float] | None = None) -> Iterator[None]:
     """Hold the locks of GPUs, given by UUID, for timing, and for work such as builds that would disturb it.
 
-    NVIDIA, "TensorRT Developer Guide": the builder times kernels, so other work on the GPU perturbs its choice.
+    NVIDIA, "TensorRT Developer Guide": the builder times kernels, so other work on the GPU perturbs its choice. For
+    `folder` and `waits` see `timing_lock`.
 
     Raises:
         UserError: See `timing_lock`.

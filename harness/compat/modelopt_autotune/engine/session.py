@@ -254,7 +254,7 @@ def calibration_batches(model: Model, config: Config) -> CalibrationBatches:
 
 
 def export_model(proto: Any, path: Path | None) -> bytes:
-    """Return a model as bytes and write it to a file if one is given; above 2 GB return b"".
+    """Return an `onnx.ModelProto` as bytes and write it to a file if one is given; above 2 GB return b"".
 
     Raises:
         UserError: The model is too large for bytes, and there is no file.
