@@ -27,6 +27,7 @@ from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
+from harness.paths import WAIT_VARIABLE
 from harness.records import Failed
 
 
@@ -84,7 +85,8 @@ def test_mode_presets_fill_missing_options(mode):
         (("--shape", "y:1x3x16x16"), "shapes.y: the model has no such input; known: x"),
     ],
 )
-def test_mistakes_end_with_one_message_and_exit_code_2(folder, tune, arguments, says):
+def test_mistakes_end_with_one_message_and_exit_code_2(folder, tune, monkeypatch, arguments, says):
+    monkeypatch.setenv(WAIT_VARIABLE, "")  # --wait sets it
     (folder / "odd.txt").write_text("nothing*")
     (folder / "empty.txt").write_text("# nothing\n")
     assert says in tune(*arguments, code=2)
