@@ -14,7 +14,6 @@ from typing import Any
 
 from harness import registry
 from harness.config.experiment import Experiment, load_experiment
-from harness.config.initial import PTQ_TOOLS
 from harness.config.plan import plan_tasks
 from harness.config.sections import Confirmation, PluginSpec
 from harness.errors import UserError
@@ -26,6 +25,7 @@ from harness.explain.ablation import (
     quantized,
     without,
 )
+from harness.explain.explained_row import find_explained_row
 from harness.explain.layers import iter_edge_fusions, read_layers
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
@@ -34,7 +34,6 @@ from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.report.load.results import TaskResults, load
 from harness.report.load.task_files import AttributionReport, MinimalPlacement, PartEffect
-from harness.report.trace import find_main_row
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.runtimes.shape_set import ShapeSet
 from harness.statistics import Interval
@@ -53,7 +52,8 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
     """Measure the gain of each pattern and of points of relevant patterns, and find the fewest points that keep it.
 
     Args:
-        where: A row of the main table: its number, method, id, or TASK/METHOD.
+        where: A row of the main table: its number, method, id, or TASK/METHOD. Of a file that recovery made, the
+            placement it was made from is measured.
         base: Folder that relative paths of the experiment start from.
 
     Returns:
@@ -63,26 +63,9 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
         UserError: The row is unknown or has no placement, the model or the runtime has changed, or the float model
             cannot be timed in turns with the row.
     """
-    results = load(folder)
-    line = find_main_row(results, where)
-    task_results = results.task(str(line["task"]))
-    row = task_results.rows.get(str(line["row"]))
-    is_float = row is not None and row.id == FLOAT_ROW and line["method"] != FLOAT_ROW
-    if is_float or (row is not None and row.choices and not any(row.choices)):
-        raise UserError(
-            f"{where}: nothing faster was found, so this row is the float model itself, without a placement to explain"
-        )
     experiment = load_experiment(folder / "experiment.yaml", base)
-    tools = {*PTQ_TOOLS, *(start.name for start in experiment.initial if start.use == "import")}
-    if row is not None and row.id in tools and row.id != line["method"]:
-        raise UserError(
-            f"{where}: its choice is the file of {row.id} as that tool made it, whose parts cannot be left out: "
-            "explain another row"
-        )
-    if row is None or not row.choices:
-        raise UserError(f"{where}: this row has no placement of our space ({line['method']}): explain another one")
-    if not row.timed:
-        raise UserError(f"{where}: this device only emulates {line['precision']}, so its latency is not measured")
+    found = find_explained_row(load(folder), where, experiment)
+    row, task_results = found.row, found.task
     spec = next((spec for spec in plan_tasks(experiment) if spec.name == task_results.name), None)
     if spec is None:
         raise UserError(f"{folder / 'experiment.yaml'}: has no task {task_results.name!r}")
@@ -99,11 +82,11 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
             task=task,
             shapes=make_shape_set(task, Path(work), partial(open_engines, limits=experiment.limits), observer),
             scoring=make_scoring(experiment.objective, spec.model, task.model, task.work),
-            whole=Placement(row.choices),
+            whole=found.placement,
             observer=observer,
         )
-        report = explainer.explain(row.id, row.sha256, str(line["method"]))
-    return report, task_results.folder
+        report = explainer.explain(row.id, row.sha256, found.method)
+    return replace(report, recovery=found.recovery), task_results.folder
 
 
 def _require_same_task(task: Task, results: TaskResults) -> None:

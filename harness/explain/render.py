@@ -55,6 +55,11 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
 def attribution_lines(found: AttributionReport) -> Iterator[str]:
     """Yield the attribution as lines of Markdown."""
     yield f"# {found.method} ({found.row})"
+    if found.recovery:
+        yield escape_markdown(
+            f"Made by recovery ({found.recovery}): the measurements are of that placement as it was calibrated; "
+            "recovered constants and nodes left float are no part of them."
+        )
     placed = f"{found.pairs} Q/DQ pairs on {len(found.edges)} quantized edges"
     yield f"{_format_ratio(found.speedup)} times the speed of the float model, with {placed}."
     if found.drop is not None and found.metric not in METRIC_CAPS:

@@ -144,6 +144,7 @@ class AttributionReport:
         metric: Metric of the drops; None if nothing was scored.
         drop: Loss of accuracy of the row against the float model, as in `PartEffect`.
         steps: Measured steps, in order.
+        recovery: For a file that recovery made: the measured placement it was made from, and what changed; or "".
     """
 
     row: str
@@ -162,6 +163,7 @@ class AttributionReport:
     metric: str | None = None
     drop: Interval | None = None
     steps: tuple[MeasuredStep, ...] = ()
+    recovery: str = ""
 
 
 def write_attribution(report: AttributionReport, task: Path) -> Path:

@@ -12,9 +12,11 @@ from small_results import read_page_data
 
 from harness.api import Layer
 from harness.cli.main import main
+from harness.config.experiment import load_experiment
 from harness.errors import BuildFailed, UserError
 from harness.explain.ablation import AblationTimer, AblationTiming, quantized, without
 from harness.explain.attribution import attribute_row
+from harness.explain.explained_row import find_explained_row
 from harness.explain.layers import iter_edge_fusions
 from harness.explain.render import attribution_lines, explain_and_save
 from harness.graph.builder import GraphBuilder
@@ -29,6 +31,7 @@ from harness.report.load.task_files import (
     write_attribution,
 )
 from harness.report.plots.plot_files import draw_attribution
+from harness.results_dir.artifacts import recovered_row
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import record_files
 from harness.runtimes.simulated import SimulatedBenchmarker
@@ -211,10 +214,29 @@ def test_explanation_of_another_schema_is_left_out_of_the_report(done, found, tm
 
 
 def test_unexplainable_rows_are_refused_with_a_reason(done):
-    with pytest.raises(UserError, match=r"float: this row has no placement of our space"):
+    with pytest.raises(UserError, match=r"float: this row has no placement of our space.*: all, linear, random$"):
         attribute_row(done, "float", base=done.parent, observer=NullProgress())
     with pytest.raises(UserError, match=r"no row 'rondom'.*random"):
         attribute_row(done, "rondom", base=done.parent, observer=NullProgress())
+
+
+def test_recovered_row_is_explained_by_the_placement_it_was_made_from(done, found):
+    results, sha256 = load(done), "ab" * 32
+    task, name = results.task(TASK), recovered_row(sha256)
+    rows = {name: replace(task.rows[found.row], id=name, sha256=sha256, choices=None), "float": task.rows["float"]}
+    picks = [replace(pick, row=name) for pick in task.picks if pick.row == found.row]
+    facts = {found.row: {"label": "rounding", "within": True, "sha256": sha256}}
+    summaries = {**task.summaries, name: task.summaries[found.row]}
+    other = replace(task, rows=rows, picks=(*picks, replace(picks[0], seed=1)), recovery=facts, summaries=summaries)
+    experiment = load_experiment(done / "experiment.yaml", done.parent)
+    for where in (name, found.row, f"{TASK}/{found.row}"):
+        explained = find_explained_row(replace(results, tasks=(other,)), where, experiment)
+        assert explained.row.id == name
+        assert explained.placement.choices == task.rows[found.row].choices
+        assert found.row in explained.recovery
+    title, note, *_ = attribution_lines(replace(found, recovery=explained.recovery))
+    assert "recovery" not in title
+    assert "rounding" in note
 
 
 def test_changed_model_is_refused(done):
