@@ -37,7 +37,7 @@ MAX_SUGGESTED_DROP_SHARE = 0.1  # relative to the float model's metric; a looser
 def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
     """Return the fastest row of a finished task that may be shipped, or None."""
     best_rows = frame_rows(main[main["best"].eq(True) & main["task"].eq(task.name)])
-    row = next((row for row in best_rows if row["status"] == RowStatus.SHIPPED), None)
+    row = next((row for row in best_rows if row["status"] == RowStatus.SHIPPABLE), None)
     return row if row is not None and row["row"] in task.rows else None
 
 
@@ -158,8 +158,8 @@ def _reasons(task: TaskResults, results: Results, main: pd.DataFrame, base: Path
     """Return the reason why no row of a finished task may be shipped, with remedies; empty without a reason."""
     planned = {spec.name for spec in results.stored.tasks}
     rows = [row for row in frame_rows(main) if row["task"] == task.name and row["method"] != FLOAT_ROW]
-    shipped = any(row["status"] == RowStatus.SHIPPED for row in rows)
-    if shipped or task.name not in planned or not task.complete or task.blind:
+    shippable = any(row["status"] == RowStatus.SHIPPABLE for row in rows)
+    if shippable or task.name not in planned or not task.complete or task.blind:
         return {}
     beyond = [row for row in rows if row["verdict"] == "faster" and row["beyond"]]
     slow = [row for row in rows if row["verdict"] in ("tie", "slower")]

@@ -39,7 +39,7 @@ MAIN_COLUMNS = (
 class RowStatus(StrEnum):
     """Status of a row of the main table, which its decision states in words."""
 
-    SHIPPED = "shipped"  # faster than the float model and, with a bound on accuracy, within it
+    SHIPPABLE = "shippable"  # faster than the float model and, with a bound on accuracy, within it
     NOT_FASTER = "not faster"  # the float model itself, a tie or slower
     INACCURATE = "inaccurate"  # beyond the bound on accuracy
     NOT_SCORED = "not scored"
@@ -58,7 +58,7 @@ def main_frame(results: Results) -> pd.DataFrame:
     confirmed figures. Methods without results have the verdict "missing".
 
     Returns:
-        Columns `MAIN_COLUMNS`. `status` is a `RowStatus`; `busy` marks shipped rows whose confirmation was disturbed;
+        Columns `MAIN_COLUMNS`. `status` is a `RowStatus`; `busy` marks shippable rows whose confirmation was disturbed;
         `best` marks the fastest confirmed method of a finished task within the bound on
         accuracy, `tied` methods not distinguishable from it, `beyond` a drop above the bound. Intervals are 95 %.
     """
@@ -134,7 +134,7 @@ def _rank_rows(task: TaskResults, lines: list[dict[str, Any]]) -> list[dict[str,
         line["best"] = top is not None and line in within and line["row"] == top["row"]
         line["tied"] = line in within and line["row"] in tied
         line["status"], line["decision"] = _decide(task, line)
-        line["busy"] = line["status"] == RowStatus.SHIPPED and _is_disturbed(task, line["row"])
+        line["busy"] = line["status"] == RowStatus.SHIPPABLE and _is_disturbed(task, line["row"])
         if line["busy"]:
             line["decision"] += "; the machine was busy: confirm again"
     return lines
@@ -185,7 +185,7 @@ def _decide(task: TaskResults, line: Mapping[str, Any]) -> tuple[RowStatus, str]
             return RowStatus.INACCURATE, "not shipped: accuracy"
         return RowStatus.NOT_SCORED, f"not shipped: {_unscored_reason(task, line)}"
     if verdict == "faster":
-        return RowStatus.SHIPPED, _shipping_label(task, line)
+        return RowStatus.SHIPPABLE, _shipping_label(task, line)
     is_tie = verdict == "tie" and line["method"] != FLOAT_ROW
     return RowStatus.NOT_FASTER, "tie: use float" if is_tie else f"not shipped: {verdict}"
 
