@@ -74,8 +74,9 @@ def resolve_path(text: str, base_dir: Path | None = None) -> Path:
     check_path(path)
     path = path.resolve()
     if not path.exists():
+        place = "" if path == Path(text) else f" ({path})"
         relative = not (text.startswith("assets:") or _expand_user(text).is_absolute())
-        raise (RelativePathMissing if relative else UserError)(f"{text}: no such file or folder ({path})")
+        raise (RelativePathMissing if relative else UserError)(f"{text}: no such file or folder{place}")
     return path
 
 

@@ -70,3 +70,8 @@ def format_names(names: Collection[str]) -> str:
     """Return the first names in quotes, separated by commas, and the number of the others."""
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     return ", ".join(map(repr, list(names)[:MAX_NAMES_SHOWN])) + more
+
+
+def pluralize(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 table", "2 tables"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -13,13 +13,14 @@ import pandas as pd
 from harness.bench.submission import SearcherRecord, read_submission, table_landscape
 from harness.bench.tasks import TierName, describe_block, read_catalogue
 from harness.errors import UserError
-from harness.report.report_table import ReportTable, format_interval, pluralize
+from harness.report.report_table import ReportTable, format_interval
 from harness.report.statistics import FriedmanRanks, compare_with, compute_ranks, score_against_random, smallest_p_value
 from harness.studies.budget_tables import mean_interval
 from harness.studies.path_cache import PathCache
 from harness.studies.recorded_landscape import Floats
 from harness.studies.replay import initial_placements, read_paths
 from harness.studies.simulated_selection import random_search
+from harness.text import pluralize
 
 CONTROL = "auto"
 #: Searchers that `CONTROL` is tested against at `PLANNED_BUDGET` on the test tasks, chosen before they were compared.

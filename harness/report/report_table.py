@@ -114,11 +114,6 @@ def format_interval(value: float | None, low: float | None, high: float | None, 
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def pluralize(count: int, noun: str) -> str:
-    """Return a count with its noun: "1 table", "2 tables"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def drop_repeated_lines(tables: Iterable[ReportTable]) -> list[ReportTable]:
     """Return the tables without the warnings and note lines that an earlier table has."""
     seen: set[str] = set()

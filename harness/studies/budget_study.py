@@ -12,7 +12,7 @@ import pandas as pd
 from harness.benchmark_table import read_table
 from harness.errors import UserError
 from harness.progress import Observer
-from harness.report.report_table import ReportTable, pluralize, write_table
+from harness.report.report_table import ReportTable, write_table
 from harness.report.statistics import FriedmanRanks, compute_ranks
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.ownership import exclusive_lock
@@ -24,6 +24,7 @@ from harness.studies.replay_pool import ReplayBatch, missing_batches, replay_bat
 from harness.studies.search_key import SearchKey, search_key
 from harness.studies.simulated_selection import random_search
 from harness.studies.study_file import BudgetStudy, all_searchers
+from harness.text import pluralize
 
 
 def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers: int = 1) -> tuple[ReportTable, ...]:

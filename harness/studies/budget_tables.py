@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.special import stdtrit
 
-from harness.report.report_table import ReportTable, format_interval, pluralize
+from harness.report.report_table import ReportTable, format_interval
 from harness.report.statistics import (
     MIN_BLOCKS,
     FriedmanRanks,
@@ -23,6 +23,7 @@ from harness.report.statistics import (
 from harness.studies.recorded_landscape import Floats
 from harness.studies.simulated_selection import RANDOM_LABEL
 from harness.studies.study_file import BudgetStudy
+from harness.text import pluralize
 
 TARGET_GAIN_SHARES = (0.95, 0.99)
 RISES = (

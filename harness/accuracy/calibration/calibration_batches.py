@@ -17,6 +17,7 @@ from harness.graph.model import Model
 from harness.graph.quantize.numeric_choices import NumericChoices
 from harness.graph.rules.dialects import Dialect
 from harness.random_inputs import InputTypes
+from harness.text import pluralize
 
 ALL_SAMPLES = MAX_COUNT  # number of samples without a limit
 
@@ -54,7 +55,7 @@ class CalibrationBatches:
             dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples, spread=spread)
             preprocess = None if self._preprocess is None else open_preprocess(self._preprocess)
             self._batches = make_batches(dataset, preprocess, self._types)
-            self.description = f"{len(dataset)} samples"
+            self.description = pluralize(len(dataset), "sample")
             self.fingerprint = dataset.fingerprint
             if spread:
                 limit = self.settings.samples if self.settings.samples < ALL_SAMPLES else None

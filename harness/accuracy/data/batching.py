@@ -15,6 +15,7 @@ from harness.accuracy.data.preprocess import FloatArray, ImagePreprocessor, Size
 from harness.api import Array
 from harness.errors import UserError, suggest_names
 from harness.random_inputs import InputTypes, check_types, random_feed
+from harness.text import pluralize
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +101,8 @@ def describe_sample_count(data: ImageDataset | ArrayDataset, limit: int | None, 
     if used < available:
         return f"{used} of the {available} samples of {place}, evenly spread"
     if limit is not None and limit > used:
-        return f"{used} samples of {place}, all there are of the {limit} asked for"
-    return f"{used} samples of {place}"
+        return f"{pluralize(used, 'sample')} of {place}, all there are of the {limit} asked for"
+    return f"{pluralize(used, 'sample')} of {place}"
 
 
 def make_batches(

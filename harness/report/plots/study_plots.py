@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from harness.report.plots.result_plots import SERIES_COLOURS, add_legend, figure_file, series_style
-from harness.report.report_table import frame_rows, pluralize
+from harness.report.report_table import frame_rows
 from harness.report.statistics import Floats, FriedmanRanks
+from harness.text import pluralize
 
 SPEEDUP_TICKS = (1, 1.5, 2, 3, 4, 6, 8)  # in each decade of a logarithmic axis
 

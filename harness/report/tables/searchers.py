@@ -11,7 +11,7 @@ import pandas as pd
 from harness.report.frames.confirmation import speedups_at
 from harness.report.frames.curves import Curve, hypervolume_frame, iter_speedup_curves
 from harness.report.load.results import Results, TaskResults
-from harness.report.report_table import ReportTable, format_interval, frame_rows, pluralize
+from harness.report.report_table import ReportTable, format_interval, frame_rows
 from harness.report.statistics import (
     FriedmanRanks,
     compare_pairs,
@@ -21,6 +21,7 @@ from harness.report.statistics import (
 )
 from harness.report.table_spec import Row, TableSpec, interval_column, number_column, text_column
 from harness.statistics import median_ci
+from harness.text import pluralize
 
 RANDOM_SEARCHER = "random"
 SEARCH_LATENCY_NOTE = (

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.accuracy.data.batching import image_input, make_batches
+from harness.accuracy.data.batching import describe_sample_count, image_input, make_batches
 from harness.accuracy.data.datasets import open_data, open_images
 from harness.accuracy.data.preprocess import Shapes
 from harness.errors import UserError
@@ -86,3 +86,9 @@ def test_integer_data_and_single_samples_are_warned_about(tmp_path, caplog):
     assert batch["x"].max() == 255.0
     assert "array 'x' holds uint8, and goes into a float32 input as it is: is it prepared as the model" in caplog.text
     assert "there is one sample: other samples may leave its ranges" in caplog.text
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(1, "1 sample of x"), (2, "2 samples of x")])
+def test_a_single_sample_is_described_in_the_singular(samples, expected, tmp_path):
+    data = arrays(tmp_path, x=np.zeros((samples, 2)))
+    assert describe_sample_count(data, None, "x") == expected

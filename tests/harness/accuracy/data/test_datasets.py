@@ -164,6 +164,7 @@ def test_shapes_dataset_has_coco_labels():
         ({"use": "images", "images": "images", "label": 1}, "data.label: unknown key .* did you mean 'labels'"),
         ({"use": "images"}, "data.images: this key is required"),
         ({"use": "images", "images": "nowhere"}, "nowhere: no such file or folder"),
+        ({"use": "images", "images": "/nowhere"}, "/nowhere: no such file or folder$"),
         ({"use": "images", "images": "images/0.png"}, "data.images: images/0.png is no folder"),
         ({"use": "images", "images": "empty"}, r"data.images: no images \(.bmp, .*\) in .*empty"),
         ({"use": "images", "images": "images", "start": 3}, "start 3 reach beyond the end: images has 3"),
