@@ -23,6 +23,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 #: Largest accepted number of samples, evaluations or the like. Larger ones are typing errors that cost hours or memory.
 MAX_COUNT = 10_000_000
+#: Arguments of `qdq.autotune` by the options that messages name.
+PYTHON_ARGUMENTS = {"another --out": "another folder (out=...)", "--accept-changes": "accept_changes=True"}
 
 
 class UserError(Exception):
@@ -125,9 +127,10 @@ def prefix_file(name: object) -> Iterator[None]:
 
 
 def without_inner_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that raises each `UserError` without its chain of inner errors and their tracebacks.
+    """Return a function of the Python interface that raises each `UserError` without its chain of inner errors.
 
-    The cause is kept if it comes from code of the user (`_cause_with_news`).
+    The cause is kept if it comes from code of the user (`_cause_with_news`). Options of commands in the message are
+    replaced by arguments.
     """
 
     @wraps(function)
@@ -135,7 +138,10 @@ def without_inner_errors(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **keywords)
         except UserError as error:
-            raise UserError(str(error)) from _cause_with_news(error)
+            text = str(error)
+            for option, argument in PYTHON_ARGUMENTS.items():
+                text = text.replace(option, argument)
+            raise UserError(text) from _cause_with_news(error)
 
     return wrapped
 

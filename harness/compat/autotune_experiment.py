@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from harness.accuracy.data.arrays import array_names
 from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError
 from harness.config.experiment import Experiment, parse_experiment
+from harness.config.objective import validate_bound
 from harness.config.yaml_loader import dump_yaml, parse_params
-from harness.errors import MAX_COUNT, UserError
+from harness.errors import MAX_COUNT, UserError, suggest_names
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.shipping.placements import file_entry
 from harness.task_setup.study_task import model_label
@@ -20,6 +23,7 @@ DEFAULT_EVALUATIONS = 50
 PROXY_SAMPLES = 8
 STOP_AT = 0.9
 INITIAL_RULES = ("float", "all", "linear", "linear_add", "movers")
+KEYS_SET_BY_PARAMETERS = frozenset({"experiment", "models", "backends", "searchers", "seeds"})
 CONFIRMATION = {"builds": 4, "rounds": 12, "samples": 3}
 
 
@@ -85,20 +89,11 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         "baselines": [*(start["label"] for start in starts), *(options.baseline or ())],
         "budget": make_budget(options.max_evals, options.max_minutes),
         "confirmation": CONFIRMATION,
-        **({} if options.max_drop is None else {"objective": drop_objective(options.max_drop)}),
+        **({} if options.max_drop is None else {"objective": drop_objective(options.max_drop, "--max_drop")}),
     }
-    try:
+    flags = {"budget.evaluations": "--max_evals", "budget.task_minutes": "--max_minutes", "baselines": "--baseline"}
+    with name_arguments("qdq autotune", flags):
         return autotune_experiment(model, "qdq autotune", **keys)
-    except UserError as error:  # its text names keys of an experiment file, which are replaced by flags
-        flags = {
-            "budget.evaluations": "--max_evals",
-            "budget.task_minutes": "--max_minutes",
-            "baselines:": "--baseline:",
-        }
-        text = str(error)
-        for key, flag in flags.items():
-            text = text.replace(f"qdq autotune: {key}", flag)
-        raise UserError(text) from error
 
 
 def _evaluator_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -142,20 +137,58 @@ def make_budget(evaluations: int | None, minutes: float | None = None) -> dict[s
         evaluations: Largest number of evaluations; None: the default.
         minutes: Limit of the whole task; None: there is none.
     """
-    return {"evaluations": [evaluations or DEFAULT_EVALUATIONS], "stop_at": STOP_AT, "task_minutes": minutes}
+    count = DEFAULT_EVALUATIONS if evaluations is None else evaluations
+    return {"evaluations": [count], "stop_at": STOP_AT, "task_minutes": minutes}
 
 
-def drop_objective(max_drop: float) -> dict[str, Any]:
-    """Return the section `objective` for a bound in points (hundredths of the metric), scored on held-out data.
+def drop_objective(max_drop: float | str, name: str = "max_drop") -> dict[str, Any]:
+    """Return the section `objective` for a bound, scored on held-out data.
+
+    Args:
+        max_drop: Points (hundredths of the metric), or a percentage of the float model's metric.
+        name: Name of the argument, for messages.
 
     Raises:
-        UserError: The bound is no number.
+        UserError: The bound is neither.
     """
     try:
-        share = max_drop / 100
-    except TypeError:
-        raise UserError(f"max_drop: a number of points, but got {type(max_drop).__name__}") from None
-    return {"max_drop": share, "halves": True, "proxy": PROXY_SAMPLES}
+        bound = validate_bound(max_drop)
+    except ValueError:
+        raise UserError(
+            f"{name}: points from 0, such as 0.5, or a percentage of the float model's metric, such as '1%', but got "
+            f"{max_drop!r}"
+        ) from None
+    return {"max_drop": bound if isinstance(bound, str) else bound / 100, "halves": True, "proxy": PROXY_SAMPLES}
+
+
+@contextmanager
+def name_arguments(source: str, arguments: Mapping[str, str]) -> Iterator[None]:
+    """Replace keys of an experiment at the start of the lines of a `UserError` by the arguments that set them.
+
+    Args:
+        source: Name of the origin of the values, which precedes the keys.
+        arguments: Name of the argument of each key.
+    """
+    keys = "|".join(map(re.escape, arguments))
+    try:
+        yield
+    except UserError as error:
+        place = re.compile(rf"^{re.escape(source)}: ({keys})(?:\.0)?(?=:)", re.MULTILINE)
+        raise UserError(place.sub(lambda found: arguments[found[1]], str(error))) from error
+
+
+def check_argument_names(given: Iterable[str], parameters: Iterable[str]) -> None:
+    """Raise `UserError` if an argument is neither a parameter nor a key of an experiment file.
+
+    Args:
+        given: Names of the arguments that are no parameters.
+        parameters: Names of the parameters, which are suggested too.
+    """
+    keys = {*Experiment.model_fields, "matrix"}
+    for name in given:
+        if name not in keys:
+            known = {*parameters} | keys - KEYS_SET_BY_PARAMETERS
+            raise UserError(f"{name}: unknown argument; {suggest_names(name, known)}")
 
 
 def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> Experiment:

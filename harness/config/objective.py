@@ -16,7 +16,12 @@ PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?) ?%")
 DROP_SUFFIX = "_drop"
 
 
-def _validate_bound(value: Any) -> float | str:
+def validate_bound(value: Any) -> float | str:
+    """Return a bound that is a number from 0, or a percentage.
+
+    Raises:
+        ValueError: It is neither.
+    """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and math.isfinite(value) and value >= 0:
         return float(value)
@@ -32,12 +37,12 @@ def parse_bound(text: str) -> float | str:
         ValueError: The text is neither.
     """
     try:
-        return _validate_bound(float(text))
+        return validate_bound(float(text))
     except ValueError:
-        return _validate_bound(text)
+        return validate_bound(text)
 
 
-Bound = Annotated[float | str, BeforeValidator(_validate_bound)]
+Bound = Annotated[float | str, BeforeValidator(validate_bound)]
 
 
 def absolute_bound(bound: float | str, reference: float) -> float:

@@ -27,10 +27,15 @@ def to_user_error(
         source: Name of the file in the message.
         extra_keys: Keys of the top level that are read before the validation.
     """
-    problems = error.errors()
+    problems = [each for each in error.errors() if not _is_consequence(each)]
     lines = [_format_error(root, source, dict(each), extra_keys) for each in problems[:MAX_ERRORS_SHOWN]]
     more = len(problems) - MAX_ERRORS_SHOWN
     return UserError("\n".join([*lines, *([f"and {more} more"] if more > 0 else [])]))
+
+
+def _is_consequence(error: Mapping[str, Any]) -> bool:
+    """Return whether an error only says that a list is too short because its entries have errors of their own."""
+    return bool(error["type"] == "too_short" and error["ctx"]["min_length"] == 1 and error["input"])
 
 
 def _format_error(root: type[BaseModel], source: str, error: Mapping[str, Any], extra_keys: Sequence[str]) -> str:
@@ -60,7 +65,7 @@ def _describe_expected(root: type[BaseModel], error: Mapping[str, Any], value: A
         example = "..." if value is None or isinstance(value, dict) else _format_value(value).strip("'")
         return f"a list, such as [{example}]"
     if error["type"] == "too_short" and error["ctx"]["min_length"] == 1:
-        return "a list with at least one valid entry" if value else "a list with at least one entry"
+        return "a list with at least one entry"
     if error["type"] == "dict_type":
         return "a mapping of keys"
     if error["type"] == "model_type":

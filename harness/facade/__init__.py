@@ -5,6 +5,7 @@ Modules that do the work are imported by the functions, so that `import qdq` tak
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -38,7 +39,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
     calibration: Samples | None = None,
     metric: Callable[..., Any] | Plugin | None = None,
     test: tuple[Samples, Any] | None = None,
-    max_drop: float | None = None,
+    max_drop: float | str | None = None,
     backend: Plugin = "openvino",
     precision: str = "int8",
     searcher: Plugin | Sequence[Plugin] = "auto",
@@ -64,7 +65,8 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
             `harness.api.Evaluator`, or `{"use": ..., "params": {...}}`. Functions return a number, more is better;
             with `test` also one for each sample.
         test: Inputs and their labels, one row per sample. Searches use one half; reported figures come from the other.
-        max_drop: Largest loss of the metric in points, hundredths of it; None: no bound.
+        max_drop: Largest loss of the metric in points, hundredths of it, or as a percentage of the float model's metric
+            ("1%"); None: no bound.
         backend: Runtime to measure on.
         precision: "int8", "fp8", "fp8e5m2" or "mixed".
         searcher: Search method, or several to be compared.
@@ -82,7 +84,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
     Raises:
         UserError: An argument cannot be used, or a searcher failed; in the latter case the report is written.
     """
-    from harness.compat.autotune_experiment import autotune_experiment, drop_objective, make_budget
+    from harness.compat import autotune_experiment as config
     from harness.pipeline.runner import run_experiment
     from harness.progress import NullProgress
     from harness.results_dir.ownership import INPUTS_FOLDER
@@ -93,6 +95,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
     from harness.task_setup.study_task import model_label
     from harness.terminal_progress import TerminalProgress
 
+    config.check_argument_names(keys, inspect.signature(autotune).parameters)
     name = model_label(str(model)) if isinstance(model, str | Path) else "autotune"
     folder = Path("results", name) if out is None else Path(out)
     described = model_mapping(
@@ -107,16 +110,18 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
     )
     if max_drop is not None:
         halves = isinstance(described.get("evaluator", {}).get("params", {}).get("data"), dict)
-        keys = {"objective": {**drop_objective(max_drop), "halves": halves}, **keys}
+        keys = {"objective": {**config.drop_objective(max_drop), "halves": halves}, **keys}
     searchers: Sequence[Any] = searcher if isinstance(searcher, list | tuple) else [searcher]
     settings = {
         "backends": [plugin_mapping("backend", backend)],
         "precision": [precision],
         "searchers": [plugin_mapping("searcher", each) for each in searchers],
         "seeds": list(seed) if isinstance(seed, Iterable) else [seed],
-        "budget": make_budget(evaluations),
+        "budget": config.make_budget(evaluations),
     }
-    experiment = autotune_experiment(described, "qdq.autotune", **{**settings, **keys})
+    arguments = {} if "budget" in keys else {"budget.evaluations": "evaluations"}
+    with config.name_arguments("qdq.autotune", {**arguments, "precision": "precision", "seeds": "seed"}):
+        experiment = config.autotune_experiment(described, "qdq.autotune", **{**settings, **keys})
     with TerminalProgress() if progress else nullcontext(NullProgress()) as observer:
         for remark in check_experiment(experiment):
             observer.say(remark)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +139,8 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
         described = {"use": register_object(_factory_of(metric))}
     elif not callable(metric):
         raise UserError(f"metric: a function, an evaluator or the name of one, but got {type(metric).__name__}")
-    elif test is None:
-        described = {"use": register_object(_factory_of(_FunctionEvaluator(metric), metric))}
     else:
-        described = {"use": "metric", "params": {"function": register_object(metric)}}
+        described = _function_mapping(metric, with_labels=test is not None)
     if test is None:
         return described
     if not isinstance(test, tuple | list) or len(test) != 2:
@@ -151,6 +151,24 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
     return described | {
         "params": {**described.get("params", {}), "data": {**data, "labels": str(folder / "labels.npy")}}
     }
+
+
+def _function_mapping(function: Any, *, with_labels: bool) -> dict[str, Any]:
+    """Return a metric function in the form of an experiment file, after a check of its parameters."""
+    values = ("outputs", "labels") if with_labels else ("run",)
+    with suppress(ValueError):  # some built-in functions have no signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*values)
+        except TypeError as error:
+            name = getattr(function, "__qualname__", type(function).__name__)
+            raise UserError(
+                f"metric: a function (outputs, labels) with test=(inputs, labels), a function (run) without test, but "
+                f"got {name}{signature} {'with' if with_labels else 'without'} test"
+            ) from error
+    if with_labels:
+        return {"use": "metric", "params": {"function": register_object(function)}}
+    return {"use": register_object(_factory_of(_FunctionEvaluator(function), function))}
 
 
 class _FunctionEvaluator:

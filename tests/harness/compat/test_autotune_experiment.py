@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small import qdq, save_chain
 
-from harness.compat.autotune_experiment import command_experiment, region_flags
+from harness.compat.autotune_experiment import command_experiment, drop_objective, region_flags
 from harness.compat.modelopt_autotune.settings import AutotunerError, parse_arguments
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -35,6 +35,7 @@ def test_flags_set_keys_and_max_drop_is_in_percentage_points(tmp_path, monkeypat
     assert experiment.backends[0].params == {"threads": 2}
     assert model.calibration.samples > 8
     list(check_experiment(experiment))
+    assert drop_objective("0.5%")["max_drop"] == "0.5%"
 
 
 def test_labelled_test_data_is_usable_for_calibration(tmp_path):

@@ -71,6 +71,27 @@ def test_mistakes_of_the_caller_are_one_error_of_the_public_class(tmp_path, monk
         assert type(caught.value) is qdq.UserError, "no private class"
 
 
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        ({"evaluations": 0}, ("evaluations: ", "got 0")),
+        ({"evaluations": 3}, ("evaluations: at least 6",)),
+        ({"max_drop": "0.5"}, ("max_drop: ", "'1%'", "got '0.5'")),
+        ({"max_drop": -1}, ("max_drop: ", "got -1")),
+        ({"evals": 5}, ("evals: ", "did you mean 'evaluations'?")),
+        ({"calibratoin": np.zeros(1)}, ("calibratoin: ", "did you mean 'calibration'")),
+        ({"metric": lambda outputs, labels: 1.0}, ("metric: ", "test=")),
+        ({"metric": lambda run: 1.0, "test": (np.zeros((4, 8)), np.zeros(4))}, ("metric: ", "(run)")),
+    ],
+)
+def test_a_wrong_argument_is_named_with_the_value_that_works(given, facts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(qdq.UserError) as caught:
+        qdq.autotune("zoo:mlp", progress=False, **given)
+    assert str(caught.value).startswith(facts[0])
+    assert all(fact in str(caught.value) for fact in facts)
+
+
 def test_traceback_of_the_code_of_the_caller_is_kept(tmp_path, monkeypatch):
     class Broken(Redraw):
         def __init__(self, space: Any, *, seed: int) -> None:
@@ -142,7 +163,7 @@ def test_autotune_accepts_function_metric_and_searcher_class(net, tmp_path, monk
     before = len(counted)
     assert repr(tune()) == repr(result)
     assert len(counted) == before  # nothing was left to do
-    with pytest.raises(qdq.UserError, match="another experiment"):
+    with pytest.raises(qdq.UserError, match=r"another experiment.*\bout=.*accept_changes=True"):
         tune(sharing="region")
 
 
