@@ -6,11 +6,9 @@ import time
 from dataclasses import dataclass, field
 
 from harness.config.sections import Confirmation
-from harness.results_dir.phases import PhaseClock
+from harness.results_dir.phases import SEARCH_SHARE, PhaseClock
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 
-SEARCH_SHARE = 0.5
-"""Share of the limit at which searches end, including noise floor, calibration and the score of the float model."""
 MIN_SEARCH_SHARE = 0.1
 """Smallest share of the limit for the searches, however long the set-up took."""
 RECOVERY_SHARE = 0.7

@@ -20,13 +20,15 @@ from harness.report.load.display_names import (
     metric_name,
 )
 from harness.report.load.results import Results, TaskResults
+from harness.report.load.stored_experiment import StoredExperiment
 from harness.report.load.task_files import exported
 from harness.report.report_table import frame_rows
 from harness.report.table_spec import Row, is_missing
 from harness.report.tables.main import wrong_result_rows
-from harness.report.tables.notes import without_vnni
+from harness.report.tables.notes import limit_reached, without_vnni
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, FLOAT_ROW
 from harness.results_dir.io import read_json
+from harness.results_dir.phases import SEARCH_SHARE
 from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
 from harness.timing.provenance import format_options
@@ -143,15 +145,19 @@ def dynamic_axes_facts(task: TaskResults, row: str) -> dict[str, Any]:
 def describe_next_steps(results: Results, main: pd.DataFrame, base: Path | None = None) -> Iterator[str]:
     """Yield for each finished task without a row that may be shipped the reason, and remedies as a list.
 
-    Tasks whose float model has a negligible score, or whose rows all failed, are left out: their tables show the
-    cause.
+    For other finished tasks a time limit that ended a search is named with its remedy. Tasks whose float model has a
+    negligible score, or whose rows all failed, are left out: their tables show the cause.
 
     Args:
         base: See `describe_answers`.
     """
     for task in results.tasks:
-        for reason, steps in _reasons(task, results, main, base).items():
+        reasons = _reasons(task, results, main, base)
+        for reason, steps in reasons.items():
             yield _format_paragraph(task, reason, steps)
+        limited = _limited_searches(task, results.stored) if task.complete and not reasons else ()
+        for step in _time_steps(task, results.stored, limited):
+            yield f"A time limit ended a search of {task.name}. Remedy: {step}"
 
 
 def _reasons(task: TaskResults, results: Results, main: pd.DataFrame, base: Path | None) -> dict[str, Sequence[str]]:
@@ -168,12 +174,16 @@ def _reasons(task: TaskResults, results: Results, main: pd.DataFrame, base: Path
         return {reason: list(_wrong_result_steps(task))}
     ties = [row for row in slow if row["verdict"] == "tie" and row["speedup"] > 1 and task.obeys(row["row"])]
     if beyond and ties:
-        steps = [*_latency_steps(task, slow, results, base), *_search_steps(task), *_accuracy_steps(task, beyond)]
+        steps = [
+            *_latency_steps(task, slow, results, base),
+            *_search_steps(task, results.stored),
+            *_accuracy_steps(task, beyond),
+        ]
         return {_tie_reason(task, _fastest_row(ties)): steps}
     if beyond:
-        return {_accuracy_reason(task, beyond): [*_search_steps(task), *_accuracy_steps(task, beyond)]}
+        return {_accuracy_reason(task, beyond): [*_search_steps(task, results.stored), *_accuracy_steps(task, beyond)]}
     if slow:
-        steps = [*_latency_steps(task, slow, results, base), *_search_steps(task)]
+        steps = [*_latency_steps(task, slow, results, base), *_search_steps(task, results.stored)]
         within = " within the bound" if _infeasible_losses(task) else ""
         return {f"none of its rows{within} is faster than the float model": steps}
     return {}
@@ -183,18 +193,13 @@ def _format_paragraph(task: TaskResults, reason: str, steps: Iterable[str]) -> s
     return "\n".join([f"No row of {task.name} may be shipped: {reason}. Remedies:", *(f"- {step}" for step in steps)])
 
 
-def _search_steps(task: TaskResults) -> Iterator[str]:
+def _search_steps(task: TaskResults, stored: StoredExperiment) -> Iterator[str]:
     """Yield changes of the search that may help: time, budget, searcher or space."""
     budget = task.budget
     if not budget:
         return
     ended = [search for search in task.searches if search.end is not None and search.evaluations < budget]
-    short = [search for search in task.searches if search.end is None and search.evaluations < budget]
-    if short:
-        yield (
-            f"more time (budget.minutes or budget.task_minutes, --max_minutes of qdq autotune): {_names(short)} did "
-            f"not reach {budget} evaluations; existing results are kept"
-        )
+    yield from _time_steps(task, stored, _short_searches(task))
     if not task.searches or any(search.evaluations >= budget for search in task.searches):
         yield f"a larger budget than {budget} evaluations; existing results are kept"
     elif broken := [search for search in ended if search.end is not None and search.end.failed]:
@@ -202,6 +207,38 @@ def _search_steps(task: TaskResults) -> Iterator[str]:
     elif ended:
         reasons = "; ".join(f"{search.name} {search.end.reason}" for search in ended if search.end is not None)
         yield f"another searcher, or a larger space (sharing: region): {reasons}"
+
+
+def _short_searches(task: TaskResults) -> list[SearchLog]:
+    return [search for search in task.searches if search.end is None and search.evaluations < task.budget]
+
+
+def _limited_searches(task: TaskResults, stored: StoredExperiment) -> list[SearchLog]:
+    return [search for search in _short_searches(task) if limit_reached(search, stored)]
+
+
+def _time_steps(task: TaskResults, stored: StoredExperiment, short: Sequence[SearchLog]) -> Iterator[str]:
+    """Yield more time for searches that did not spend their budget, with the minutes that they need if known."""
+    if not short:
+        return
+    key = limit_reached(short[0], stored)
+    where = "budget.minutes or budget.task_minutes, --max_minutes of qdq autotune"
+    if key:
+        option = ", --max_minutes of qdq autotune" if key == "task_minutes" else ""
+        minutes = max(_needed_minutes(task, key), math.floor(stored.minutes[key]) + 1)
+        where = f"budget.{key}{option}: about {minutes} instead of {stored.minutes[key]:g}"
+    counts = ", ".join(f"{search.name} made {search.evaluations}" for search in short)
+    yield f"more time ({where}): {counts} of {task.budget} evaluations; existing results are kept"
+
+
+def _needed_minutes(task: TaskResults, key: str) -> int:
+    """Return the minutes that the searches of a task need at their pace, with its set-up for the limit of a task."""
+    needed_s = [task.budget * search.elapsed_s[-1] / search.evaluations for search in task.searches if search.elapsed_s]
+    if key == "minutes":
+        return math.ceil(max(needed_s, default=0.0) / 60)
+    phases = list(task.phases_s)
+    before = phases[: phases.index("search")] if "search" in phases else []
+    return math.ceil((sum(needed_s) + sum(task.phases_s[phase] for phase in before)) / SEARCH_SHARE / 60)
 
 
 def _names(searches: Iterable[SearchLog]) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 from harness.results_dir.io import read_json, write_json
 
 PHASES_FILE = "phases.json"
+SEARCH_SHARE = 0.5
+"""Share of a task's time limit at which searches end, with noise floor, calibration and the float model's score."""
 
 
 class PhaseClock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -152,6 +152,7 @@ class StoredExperiment:
         searchers: Names of the searchers in journals and tables.
         uses: Plug-in and parameters of each searcher, with its `without` as a parameter.
         builds: Fresh builds of a confirmation; None if the file does not define them.
+        minutes: Time limits by key: `minutes` of a search, `task_minutes` of a task.
     """
 
     name: str
@@ -162,6 +163,7 @@ class StoredExperiment:
     searchers: tuple[str, ...]
     uses: Mapping[str, tuple[str, Mapping[str, Any]]]
     builds: int | None
+    minutes: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_stored_experiment(path: Path) -> StoredExperiment:
@@ -202,6 +204,7 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
         searchers=tuple(uses),
         uses=uses,
         builds=_confirmation_builds(body),
+        minutes=_time_limits(body),
     )
 
 
@@ -242,6 +245,12 @@ def _confirmation_builds(body: Mapping[str, Any]) -> int | None:
     confirmation = body.get("confirmation")
     builds = confirmation.get("builds") if isinstance(confirmation, dict) else None
     return builds if isinstance(builds, int) else None
+
+
+def _time_limits(body: Mapping[str, Any]) -> Mapping[str, float]:
+    budget = body.get("budget")
+    found = budget if isinstance(budget, dict) else {}
+    return {key: found[key] for key in ("minutes", "task_minutes") if isinstance(found.get(key), int | float)}
 
 
 def _list_at(body: Mapping[str, Any], key: str) -> list[Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from harness.accuracy.metrics.intervals import Estimate, decode_accuracy, metric_estimate
 from harness.report.load.display_names import METRIC_CAPS
 from harness.report.load.results import NOISY_FLOOR, Results, TaskResults
+from harness.report.load.stored_experiment import StoredExperiment
 from harness.report.report_table import format_interval
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.search_loop.search_log import SearchLog
@@ -163,7 +165,7 @@ def early_end_notes(results: Results) -> Iterator[str]:
     for task in results.tasks:
         groups: dict[str, list[SearchLog]] = {}
         for search in task.searches:
-            if reason := _early_end_reason(search, task.budget):
+            if reason := _early_end_reason(search, task.budget, results.stored):
                 groups.setdefault(reason, []).append(search)
         for reason, searches in groups.items():
             paths = [search.end.traceback_file for search in searches if search.end and search.end.traceback_file]
@@ -172,10 +174,22 @@ def early_end_notes(results: Results) -> Iterator[str]:
             yield f"{task.name}: {names} {reason}{f'; traceback: {traces}' if traces else ''}."
 
 
-def _early_end_reason(search: SearchLog, budget: int) -> str:
+def _early_end_reason(search: SearchLog, budget: int, stored: StoredExperiment) -> str:
     if search.end is not None:
         return search.end.reason
-    return f"ended at {search.evaluations} of {budget}" if search.evaluations < budget else ""
+    if search.evaluations >= budget:
+        return ""
+    key = limit_reached(search, stored)
+    limit = f": the time limit (budget.{key}: {stored.minutes[key]:g}) was reached" if key else ""
+    return f"ended at {search.evaluations} of {budget}{limit}"
+
+
+def limit_reached(search: SearchLog, stored: StoredExperiment) -> str:
+    """Return the key of the time limit that ended a search before its budget was spent; "" without a limit."""
+    limits = stored.minutes
+    if "task_minutes" not in limits or not search.elapsed_s:
+        return next(iter(limits), "")
+    return "minutes" if search.elapsed_s[-1] >= 60 * limits.get("minutes", math.inf) else "task_minutes"
 
 
 def loss_note(results: Results) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from harness.records import Failed
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.next_steps import describe_answers, describe_next_steps, format_answer
+from harness.report.tables.notes import early_end_notes
 from harness.report.trace import find_main_row
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.termination import write_termination
@@ -217,6 +219,30 @@ def test_remedies_are_printed_below_the_tables(folder, capsys):
     tables, _, advice = capsys.readouterr().out.partition("No row of ")
     assert "faster, beyond the bound" in tables
     assert advice.startswith(f"{TASK} may be shipped: ")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("limits", "needed"),
+    [
+        ("task_minutes: 3", "budget.task_minutes, .*: about 5 instead of 3"),
+        ("minutes: 0.5", "budget.minutes: about 1 instead of 0.5"),
+    ],
+)
+def test_a_time_limit_that_ended_a_search_is_named_with_its_remedy(folder, limits, needed, strict):
+    experiment = folder / "experiment.yaml"
+    experiment.write_text(re.sub(rf"\b{limits.partition(':')[0]}: null", limits, experiment.read_text()))
+    if strict:
+        edit_json(folder / TASK / "task.json", goal=STRICT)
+    rows = read_json(folder / TASK / "rows.json")
+    for pick in rows["picks"]:
+        pick["budget"] = 6 if pick["budget"] == 3 else pick["budget"]
+    edit_json(folder / TASK / "rows.json", **rows)
+    write_json(folder / TASK / "phases.json", {"set-up": 30.0, "search": 60.0, "confirmation": 60.0})
+    said = remedies(folder)
+    assert re.search(needed, said), said
+    assert "random-0 made 3, random-1 made 3 of 6 evaluations" in said
+    assert any(f"ended at 3 of 6: the time limit (budget.{limits})" in note for note in early_end_notes(load(folder)))
 
 
 def test_a_search_that_ended_by_itself_needs_no_larger_budget(folder):
