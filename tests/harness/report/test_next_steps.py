@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from small import qdq
 from small_results import LATENCY_MS, TASK, edit_json, write_confirmation
@@ -219,6 +220,17 @@ def test_remedies_are_printed_below_the_tables(folder, capsys):
     tables, _, advice = capsys.readouterr().out.partition("No row of ")
     assert "faster, beyond the bound" in tables
     assert advice.startswith(f"{TASK} may be shipped: ")
+
+
+def test_looser_bound_names_the_fastest_row_within_it(folder):
+    edit_json(folder / TASK / "task.json", goal=STRICT)
+    results = load(folder)
+    main = main_frame(results)
+    searched = main["method"].eq("random") & main["beyond"]
+    copy = main[searched].iloc[:1].assign(method="faster", speedup=9.0)
+    text = "\n".join(describe_next_steps(results, pd.concat([main, copy])))
+    assert "at 0.01 faster could be shipped, 9.00x" in text
+    assert "(least: random, " in text
 
 
 @pytest.mark.parametrize("strict", [False, True])
