@@ -71,6 +71,11 @@ def uses_objects(use: str, params: Mapping[str, Any]) -> bool:
     return any(isinstance(text, str) and text in _OBJECTS for text in (use, *params.values()))
 
 
+def is_program_object(name: str) -> bool:
+    """Return whether a plug-in is a registered object, or one that another program registered from its main file."""
+    return name in _OBJECTS or name.startswith("__main__:")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
     """Entry point of an installed plug-in; `origin` is the name and version of its distribution."""

@@ -70,7 +70,7 @@ def describe_answers(results: Results, main: pd.DataFrame, base: Path | None = N
             continue
         file = shipped if shipped.exists() and digest_file(shipped) == task.rows[row["row"]].sha256 else path
         line = f"{prefix}take {file}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), file)}"
-        yield f"{line}; to confirm again: {_row_command('verify', results, row, base)}" if row["busy"] else line
+        yield f"{line}; to confirm again: {_confirm_again(task, results, row, base)}" if row["busy"] else line
 
 
 def ship_path(folder: Path, task: str) -> Path:
@@ -101,6 +101,14 @@ def row_runtime(task: TaskResults, row: Row) -> dict[str, Any]:
     backend = dict(task.facts["backend"])
     floating = backend.get("float_params", {}).get(row["precision"], {})
     return {**backend, "options": {**backend.get("options", {}), **floating}}
+
+
+def _confirm_again(task: TaskResults, results: Results, row: Row, base: Path | None) -> str:
+    """Return the command that measures a row again; for objects of a program, the call that confirms all rows again."""
+    if not results.stored.from_program:
+        return _row_command("verify", results, row, base)
+    builds = 2 * (task.builds or results.stored.builds or 1)
+    return f'the same call of qdq.autotune with confirmation={{"builds": {builds}}}, accept_changes=True'
 
 
 def _row_command(name: str, results: Results, row: Row, base: Path | None) -> str:
@@ -291,14 +299,14 @@ def _latency_steps(task: TaskResults, rows: Sequence[Row], results: Results, bas
         fastest = _fastest_row(ties)
         shown = f"{fastest['speedup']:.2f} [{fastest['speedup_low']:.2f}, {fastest['speedup_high']:.2f}]"
         more = f"more confirmation.builds than {task.builds}"
-        again = _row_command("verify", results, fastest, base)
+        again = _confirm_again(task, results, fastest, base)
         yield f"a quieter machine, or {more}: {fastest['method']} is a tie at {shown}; to measure it again: {again}"
     if losses := _infeasible_losses(task):
         yield _calibration_hint(task)
         count = f"{len(losses)} evaluation{'s' if len(losses) > 1 else ''}"
         yield f"a looser bound than {task.allowed:g}: {count} faster than float lost {min(losses):.4g} or more"
     placed = [row for row in rows if row["row"] in task.rows and task.rows[row["row"]].choices is not None]
-    if placed:
+    if placed and not results.stored.from_program:
         command = _row_command("explain", results, _fastest_row(placed), base)
         yield f"{command}: cost and gain of its Q/DQ pairs on this runtime"
 

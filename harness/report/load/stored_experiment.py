@@ -21,6 +21,7 @@ from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
 from harness.records import SCHEMA_VERSION, first_problem
+from harness.registry import is_program_object
 from harness.results_dir.io import read_json, read_limited
 from harness.results_dir.lines import has_lines, read_lines
 from harness.verification.accuracy_store import read_scores
@@ -153,6 +154,7 @@ class StoredExperiment:
         uses: Plug-in and parameters of each searcher, with its `without` as a parameter.
         builds: Fresh builds of a confirmation; None if the file does not define them.
         minutes: Time limits by key: `minutes` of a search, `task_minutes` of a task.
+        from_program: Whether models or backends use objects of a Python program, which no command can load.
     """
 
     name: str
@@ -163,6 +165,7 @@ class StoredExperiment:
     searchers: tuple[str, ...]
     uses: Mapping[str, tuple[str, Mapping[str, Any]]]
     builds: int | None
+    from_program: bool
     minutes: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -205,6 +208,7 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
         uses=uses,
         builds=_confirmation_builds(body),
         minutes=_time_limits(body),
+        from_program=any(map(is_program_object, _texts([body.get("models"), body.get("backends")]))),
     )
 
 
@@ -251,6 +255,14 @@ def _time_limits(body: Mapping[str, Any]) -> Mapping[str, float]:
     budget = body.get("budget")
     found = budget if isinstance(budget, dict) else {}
     return {key: found[key] for key in ("minutes", "task_minutes") if isinstance(found.get(key), int | float)}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of YAML."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(inner)
 
 
 def _list_at(body: Mapping[str, Any], key: str) -> list[Any]:

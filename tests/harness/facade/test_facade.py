@@ -19,6 +19,7 @@ import harness.facade as qdq
 from harness.errors import EvaluationFailed, UserError
 from harness.pipeline import task_pipeline
 from harness.registry import create_plugin
+from harness.report.load.results import load
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.task_setup.program_objects import data_mapping, evaluator_mapping, save_program_model
 
@@ -150,6 +151,7 @@ def test_autotune_accepts_function_metric_and_searcher_class(net, tmp_path, monk
 
     result = tune()
     assert result.complete
+    assert load(result.folder).stored.from_program, "no command can load the metric"
     assert result.folder == Path("results/autotune")
     table = result.table().set_index("method")
     assert {"float", "linear", "Redraw", "random"} == set(table.index)
@@ -188,6 +190,7 @@ def test_interrupted_autotune_returns_and_resumes(net, monkeypatch):
     monkeypatch.setattr(SimulatedBenchmarker, "build", counting)
     again = qdq.autotune(net, backend=SIMULATED, evaluations=4, out="out", **QUICK)
     assert again.complete
+    assert not load(again.folder).stored.from_program
     assert again.best.path.exists()
     assert len(builds) < 20
 

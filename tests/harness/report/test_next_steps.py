@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -105,6 +105,10 @@ def test_the_answer_of_a_busy_machine_has_the_command_that_confirms_it(folder, m
     (there,) = describe_answers(results, main_frame(results), folder.parent)
     assert here.endswith(f": qdq verify {folder} {TASK}/random")
     assert there.endswith(f": qdq verify {folder} {TASK}/random --base {folder.parent}")
+    of_program = replace(results, stored=replace(results.stored, from_program=True))
+    (called,) = describe_answers(of_program, main_frame(results), Path.cwd())
+    assert "qdq.autotune" in called
+    assert "qdq verify" not in called
     main = main_frame(results)
     main["best"] = main["busy"] = main["row"].eq("float-bf16")
     main.loc[main["best"], ["status", "decision"]] = ["shippable", "fastest, accuracy unknown"]
