@@ -16,6 +16,7 @@ from harness.config.objective import Objective, absolute_bound, check_objective
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.graph.model import Model
 from harness.records import MAIN_BENCHMARKER
+from harness.report.load.display_names import METRIC_CAPS, format_score
 from harness.results_dir.fingerprint import facts_digest
 from harness.search_loop.objective import AccuracyGate, Goal
 from harness.selection.confirmation import baseline_latency
@@ -73,7 +74,7 @@ class Scoring:
         """Return the goal of the searches; score the float model, the reference of losses, if it has no score.
 
         The goal is latency alone if there is no evaluator, or the objective does not use accuracy. The observer of the
-        store gets a warning if the score of the float model is close to 0.
+        store gets the score of the float model, or a warning if it is close to 0.
 
         Args:
             store: Store of the task's scores.
@@ -88,8 +89,8 @@ class Scoring:
         known = {name: store.known_float_score(model_file, name) for name in self.evaluators}
         if None in known.values():
             known = dict(self.prepare_evaluators(store, model_file))
-        if warning := next(filter(None, self._float_score_warnings(known)), ""):
-            store.observer.say(f"{folder.name}: {warning}")
+        if said := next(filter(None, self._float_score_warnings(known)), "") or self._float_score_line(known):
+            store.observer.say(f"{folder.name}: {said}")
         own = known[self.search_evaluator]
         objective = self.objective
         if not objective.uses_accuracy or own is None:
@@ -114,6 +115,15 @@ class Scoring:
                 yield low_reference_warning(
                     accuracy, self.metric or "", self.higher_is_better, self.evaluators[name].params
                 )
+
+    def _float_score_line(self, known: Mapping[str, Accuracy | None]) -> str:
+        """Return the float model's score as text; "" for a metric that compares with the float model."""
+        own = known.get(MAIN_BENCHMARKER)
+        value = None if own is None else own.metrics.get(self.metric or "")
+        if own is None or value is None or self.metric in METRIC_CAPS:
+            return ""
+        samples = f" on {len(own.per_item)} samples" if own.per_item else ""
+        return f"the float model scores {format_score(value, self.metric)}{samples}"
 
     def prepare_evaluators(self, store: AccuracyStore, model_file: Path) -> Mapping[str, Accuracy]:
         """Score the float model by all evaluators, and return its accuracy by the name of the evaluator.

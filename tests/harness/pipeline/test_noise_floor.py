@@ -124,6 +124,8 @@ def test_reference_latency_and_latency_bound_share_scale(model):
 class _Scored:
     """A score book that knows the float model's score, and has no engine to ask."""
 
+    observer = NullProgress()
+
     def known_float_score(self, model_file: Path, evaluator: str) -> Accuracy:
         return Accuracy(metrics={"m": 0.5})
 

@@ -174,7 +174,7 @@ def said_at_the_start(folder, scoring, value):
     model.parent.mkdir(exist_ok=True)
     model.write_bytes(b"1")
     engines = Engines()
-    engines.evaluate = lambda handle, evaluator, watch: Accuracy(metrics={"top1": value})
+    engines.evaluate = lambda handle, evaluator, watch: Accuracy(metrics={"top1": value}, per_item=(value, value))
     scoring.goal(AccuracyStore(model.parent, engines, watcher), model, model.parent)
     return watcher.said
 
@@ -195,4 +195,5 @@ def test_float_model_with_zero_score_gives_a_warning(tmp_path):
 
 @pytest.mark.parametrize(("value", "higher_is_better"), [(0.01, True), (0.5, True), (0.0, False), (-0.7, True)])
 def test_plausible_float_scores_give_no_warning(tmp_path, value, higher_is_better):
-    assert said_at_the_start(tmp_path, scoring(higher_is_better=higher_is_better), value) == []
+    (said,) = said_at_the_start(tmp_path, scoring(higher_is_better=higher_is_better), value)
+    assert said == f"net-openvino-int8: the float model scores top-1 {value:.4f} on 2 samples"
