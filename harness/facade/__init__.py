@@ -245,8 +245,8 @@ class RunResult:
     folder: Path
 
     def __repr__(self) -> str:
-        if self.answers:
-            return "\n".join(self.answers)
+        if self.answers or self.complete:
+            return "\n".join(self.answers) or f"{self.folder}: no file may be shipped; table() has the reasons"
         early = "" if self.ship is None else f"{self.best.path}: {self.best.speedup[0]:.2f}x so far; "
         return f"{early}{self.folder}: not finished; the same call continues it"
 
