@@ -176,8 +176,11 @@ def time_runs(run: Callable[..., Any], feeds: dict[str, Any], repeat: int) -> li
 
 def main(load: Callable[..., Any]) -> None:
     """Load the model, run it, and print the outputs' shapes and the latency."""
-    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--model", type=Path, help=f"ONNX file [{MODEL}; with --at the file with dynamic axes]")
+    parser = argparse.ArgumentParser(
+        description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    with_at = "; with --at the file with dynamic axes" if SHAPES else ""
+    parser.add_argument("--model", type=Path, help=f"ONNX file [{MODEL}{with_at}]")
     if SHAPES:
         parser.add_argument("--at", choices=list(SHAPES), help="fix the dynamic axes to one of the measured shapes")
     parser.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="random if not given")

@@ -207,6 +207,18 @@ def test_the_script_runs_the_dynamic_file_at_a_timed_shape(program, tmp_path, ca
     assert found.shape[0] == 2
 
 
+@pytest.mark.parametrize("shapes", [{}, {"batch=2": {"x": [2, 3, 8, 8]}}])
+def test_help_of_the_script_lists_only_its_options_and_keeps_lines(monkeypatch, capsys, shapes):
+    monkeypatch.setattr(deploy_runtime, "SHAPES", shapes)
+    monkeypatch.setattr(sys.modules["__main__"], "__doc__", "Run it:\n\n    run = load()\n    run(inputs)\n")
+    monkeypatch.setattr(sys, "argv", ["deploy.py", "--help"])
+    with pytest.raises(SystemExit):
+        deploy_runtime.main(lambda model: None)
+    text = capsys.readouterr().out
+    assert "    run = load()\n    run(inputs)\n" in text
+    assert ("--at" in text) is bool(shapes)
+
+
 @pytest.mark.parametrize("program", ["onnxruntime"], indirect=True)
 @pytest.mark.parametrize(
     ("given", "fact"),
