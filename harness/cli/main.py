@@ -79,6 +79,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 #: Commands that continue after an interruption.
 RESUMABLE_COMMANDS = ("run", "autotune", "reproduce", "record", "study", "bench", "validate-gpu")
+#: Commands that measure and keep nothing of an interrupted run.
+RESTARTED_COMMANDS = ("verify", "explain", "sensitivity", "recover", "agreement", "noise")
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
@@ -237,9 +239,11 @@ def _report_interrupt(command: str | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        advice = (
-            "; measurements are kept: run the same command again to continue" if command in RESUMABLE_COMMANDS else ""
-        )
+        advice = ""
+        if command in RESUMABLE_COMMANDS:
+            advice = "; measurements are kept: run the same command again to continue"
+        elif command in RESTARTED_COMMANDS:
+            advice = "; its measurements are not kept: the same command starts from the beginning"
         echo(f"qdq: interrupted{advice}", err=True)
         raise
     except SystemExit as end:

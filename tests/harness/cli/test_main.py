@@ -206,6 +206,10 @@ def test_only_own_warnings_are_printed_once(folder, capsys, monkeypatch):
     ("command", "printed"),
     [
         (("run", "small.yaml"), "qdq: interrupted; measurements are kept: run the same command again to continue\n"),
+        (
+            ("explain", "net.onnx"),
+            "qdq: interrupted; its measurements are not kept: the same command starts from the beginning\n",
+        ),
         (("list",), "qdq: interrupted\n"),
     ],
 )
@@ -217,6 +221,7 @@ def test_an_interruption_prints_how_to_continue(folder, capsys, monkeypatch, com
     monkeypatch.chdir(folder)
     monkeypatch.setattr("harness.pipeline.runner.run_experiment", stop)
     monkeypatch.setattr("harness.zoo.model_names", stop)
+    monkeypatch.setattr("harness.explain.model_report.choose_backend", stop)
     assert qdq(*command) == 130
     assert capsys.readouterr().err == printed
 
