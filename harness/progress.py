@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+TIME_LEFT = "min left"
+"""Words in a note that has the time left of more than its own step."""
+
 
 class ProgressTask(Protocol):
     """Progress of work with a known number of steps."""

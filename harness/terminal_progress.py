@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from harness.progress import ProgressTask
+from harness.progress import TIME_LEFT, ProgressTask
 from harness.text import printable, printable_lines
 
 MIN_SHARE_FOR_ETA = 0.05
@@ -111,8 +111,9 @@ class _ProgressLines:
         left_s = (now_s - self._started_s) / self._done * (self._total - self._done)
         minutes, seconds = divmod(round(left_s), 60)
         line = f"{self._title}: {self._done}/{self._total}"
-        if self._done >= MIN_SHARE_FOR_ETA * self._total:
-            line += f", about {minutes}:{seconds:02d} min left in this step"
+        # A time limit may end the step early: the estimate in the note knows it, that of the step would contradict it.
+        if self._done >= MIN_SHARE_FOR_ETA * self._total and TIME_LEFT not in self.note:
+            line += f", about {minutes}:{seconds:02d} {TIME_LEFT} in this step"
         self._say(f"{line}, {self.note}" if self.note else line)
 
 

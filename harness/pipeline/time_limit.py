@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from harness.config.sections import Confirmation
+from harness.progress import TIME_LEFT
 from harness.results_dir.phases import SEARCH_SHARE, PhaseClock
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 
@@ -86,7 +87,7 @@ class TimeLeft:
         if self.limit is not None:
             left_s = min(left_s, max(0.0, self.limit.seconds - self.limit.clock.elapsed_s))
         minutes, seconds = divmod(round(left_s), 60)
-        return f"about {minutes}:{seconds:02d} min left with final selection and confirmation"
+        return f"about {minutes}:{seconds:02d} {TIME_LEFT} with final selection and confirmation"
 
 
 def seconds_after_searches(turn_s: float, plan: Confirmation, baselines: int, searches: int) -> float:

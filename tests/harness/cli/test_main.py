@@ -276,8 +276,10 @@ def test_progress_omits_early_estimate_and_short_work(capsys):
     with TerminalProgress(every_s=0.0) as terminal, terminal.work("confirmation", 40) as step:
         step.advance()
         step.advance()
+        step.advance("about 1:13 min left with confirmation")
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["confirmation: 1/40", "confirmation: 2/40, about 0:00 min left in this step"]
+    assert lines[:2] == ["confirmation: 1/40", "confirmation: 2/40, about 0:00 min left in this step"]
+    assert lines[2:] == ["confirmation: 3/40, about 1:13 min left with confirmation"], "one estimate, of the whole task"
 
 
 def test_the_version_is_printed(capsys):
