@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from harness.config.experiment import Experiment
 
 VERDICT_WORDS = {True: "ok", False: "MISMATCH", None: "not measured"}
-BROKEN_BOUND_WORD = "BROKEN"  # marks a violated bound on accuracy, for which no recorded value needs to differ
+SPECIAL_VERDICT_WORDS = {("bound", False): "BROKEN", ("latency", None): "inconclusive"}
+"""Words by check and result; no recorded value needs to differ if a bound is violated."""
 
 
 def run(
@@ -242,7 +243,8 @@ def verify(
     """Measure an exported model again and compare it with the tables: hash, Q/DQ edges, accuracy, speedup.
 
     With only a results folder, compare each of its files with the manifest, and print how to repair damaged files. The
-    exit status is 1 if a value differs from the recorded one, or if the measured accuracy violates the bound.
+    exit status is 1 if a value differs from the recorded one, or if the measured accuracy violates the bound; it is 0
+    if noise makes the latency inconclusive.
 
     With a folder to deploy (`ship/NAME`), compare its files with its manifest and run the model. With --runtime-python,
     compare latency and outputs of another environment with those of this one. The exit status is 1 if the other
@@ -282,7 +284,7 @@ def verify(
     if as_json:
         print_json([asdict(check) for check in checks])
     for check in () if as_json else checks:
-        word = BROKEN_BOUND_WORD if check.what == "bound" and check.holds is False else VERDICT_WORDS[check.holds]
+        word = SPECIAL_VERDICT_WORDS.get((check.what, check.holds), VERDICT_WORDS[check.holds])
         echo(f"{check.what}: {word}: {check.found}")
     if any(check.holds is False for check in checks):
         raise typer.Exit(1)

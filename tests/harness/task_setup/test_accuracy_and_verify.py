@@ -16,10 +16,12 @@ from stored import read_records, unpack, write_records
 
 from harness.cli.main import main
 from harness.graph.pattern_cache_io import read_cache
+from harness.pipeline.verify import speedup_agrees
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import read_journal
 from harness.results_dir.manifest import reopen_results, reopen_task
 from harness.search_loop.objective import PROXY
+from harness.statistics import Interval
 
 EXPERIMENT = """
 experiment: near
@@ -320,6 +322,21 @@ def test_verify_exits_1_if_speedup_is_not_reproduced(copy, folder, capsys, facto
     assert checks["latency"].startswith(said)
     assert ("faster than recorded" in checks["latency"]) == (status == 0)
     assert all(checks[what].startswith("ok") for what in ("file", "edges", "accuracy"))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "now", "noise", "expected"),
+    [
+        ((2.9, 3.1), (1.7, 5.0), 3.1, None),
+        ((2.9, 3.1), (0.9, 5.0), 0.1, None),
+        ((2.9, 3.1), (1.7, 5.0), 0.1, True),
+        ((2.9, 3.1), (1.1, 1.2), 0.1, False),
+        ((0.8, 0.9), (0.8, 0.9), 0.1, True),
+    ],
+)
+def test_lost_gain_within_the_noise_is_inconclusive(recorded, now, noise, expected):
+    intervals = (Interval(value=sum(limits) / 2, low=limits[0], high=limits[1]) for limits in (recorded, now))
+    assert speedup_agrees(*intervals, noise) is expected
 
 
 def test_verify_reports_changed_file(copy, capsys):
