@@ -56,7 +56,7 @@ def find_explained_row(results: Results, where: str, experiment: Experiment) -> 
         )
     placement, recovery = (None, "") if row is None else _placement(task, row)
     if row is None or placement is None:
-        raise UserError(f"{where}: this row has no placement of our space ({method}): {_advice(results)}")
+        raise UserError(f"{where}: the placement of this row is not recorded ({method}): {_advice(results)}")
     if not row.timed:
         raise UserError(f"{where}: this device only emulates {line['precision']}, so its latency is not measured")
     return ExplainedRow(task=task, row=row, method=method, placement=placement, recovery=recovery)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
+from typing import Any
 
 from harness.errors import UserError
 from harness.graph.equivalence.versions import Feeds, iter_random_inputs
@@ -98,7 +99,7 @@ def _explain_failure(path: Path, inputs: TrialInputs, shapes: Shapes) -> str:
     """Return why a model runs on none of its inputs at these shapes; "" if it runs, or cannot be loaded."""
     try:
         session = open_reference_session(str(path))
-    except Exception:  # ONNX Runtime cannot run it at any size, which another remark says
+    except Exception:  # ONNX Runtime's exceptions have no common base; `_ort_remark` of the model checks has the reason
         return ""
     reasons = []
     for feeds in inputs.feeds(shapes):
@@ -118,10 +119,10 @@ def _report_fits(path: Path, inputs: TrialInputs, dimensions: DynamicDimensions,
         report(shapes)
 
 
-def _why_not(session: object, feeds: Feeds) -> str:
+def _why_not(session: Any, feeds: Feeds) -> str:
     """Return why a session does not run these inputs, or "" if it does."""
     try:
-        session.run(None, dict(feeds))  # type: ignore[attr-defined]
-    except Exception as error:  # of any class
+        session.run(None, dict(feeds))
+    except Exception as error:  # ONNX Runtime's exceptions have no common base
         return one_line_error(error)
     return ""

@@ -22,8 +22,8 @@ def select_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Seq
     """Return the indices of the samples that the keys `start`, `count`, `half` and `every` select, ascending.
 
     Args:
-        spec: A data mapping; `half` is "search" or "report" (see `half_of`), and `every` n takes each n-th of what is
-            left.
+        spec: A data mapping; `half` is "search" or "report" (see `half_of`), and `every` n takes each n-th of the
+            samples that the other keys select.
         names: Names of all samples.
         what: Name of the data for messages.
 

@@ -214,7 +214,7 @@ def test_explanation_of_another_schema_is_left_out_of_the_report(done, found, tm
 
 
 def test_unexplainable_rows_are_refused_with_a_reason(done):
-    with pytest.raises(UserError, match=r"float: this row has no placement of our space.*: all, linear, random$"):
+    with pytest.raises(UserError, match=r"float: .*: all, linear, random$"):
         attribute_row(done, "float", base=done.parent, observer=NullProgress())
     with pytest.raises(UserError, match=r"no row 'rondom'.*random"):
         attribute_row(done, "rondom", base=done.parent, observer=NullProgress())
