@@ -264,8 +264,8 @@ def verify(
     if file.is_dir() and row is None:
         raise typer.Exit(_check_folder(short_path(file), as_json=as_json))
     from harness.config.objective import parse_bound
-    from harness.pipeline.verify import find_exported_row
     from harness.pipeline.verify import verify as verify_model
+    from harness.report.exported_row import find_exported_row
     from harness.terminal_progress import TerminalProgress
 
     model = find_exported_row(short_path(file), row) if file.is_dir() else file
