@@ -155,8 +155,8 @@ def serve(fd: int) -> None:
     send("ready")
     with suppress(EOFError):
         while True:
-            call, reports, surroundings = connection.recv()
-            _adopt(*surroundings)
+            _adopt(*connection.recv())  # first, because the call may be of a module on the driver's path alone
+            call, reports = connection.recv()
             send("answer", _run_call(call, partial(send, "report") if reports else None))
 
 
@@ -226,7 +226,8 @@ class NativeCallWorker:
             on_failure.callback(self._stop)
             worker, crashed = self._running_worker(), False
             try:
-                worker.send((call, on_report is not None, _surroundings()))
+                worker.send(_surroundings())
+                worker.send((call, on_report is not None))
                 answer: tuple[Any, Exception | None] = _receive_answer(worker, limits, on_report)
             except TimeoutError:
                 how = limits.time_message

@@ -68,9 +68,10 @@ def fake(tmp_path, monkeypatch):
     program.write_text(FAKE_PROGRAM.replace("{log!r}", repr(str(log))))
     tool = PtqTool(modules=("fake",), methods=("minmax",), program=program, environment="fake")
     monkeypatch.setattr(ptq, "TOOLS", {"fake": tool, "broken": tool})
-    link = tmp_path / "python"
-    link.symlink_to(sys.executable)  # another path, so that it is called without the harness
-    monkeypatch.setattr(ptq, "tool_python", lambda _: link)
+    python = tmp_path / "python"  # another path, so that it is called without the harness
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(ptq, "tool_python", lambda _: python)
     return log
 
 

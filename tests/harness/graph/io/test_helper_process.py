@@ -1,5 +1,6 @@
 """Calls in the helper process: results, failures, and threads of the driver."""
 
+import importlib
 import logging
 import os
 import posix
@@ -54,6 +55,18 @@ def test_helper_shares_logs_reports_and_environment(caplog, tmp_path, monkeypatc
     reports: list[int] = []
     assert call_with_reports("it", warn_and_report, factor=1.0, on_report=reports.append) == str(tmp_path)
     assert (reports, caplog.messages) == ([7], ["about it"])
+
+
+def test_a_call_of_a_module_on_a_new_path_works_after_the_old_working_folder_was_removed(tmp_path, monkeypatch):
+    (old := tmp_path / "old").mkdir()
+    (new := tmp_path / "new").mkdir()
+    (new / "later_plugin.py").write_text("from pathlib import Path\n\ndef where():\n    return Path.cwd().name\n")
+    monkeypatch.chdir(old)
+    assert call_in_helper_process("m.onnx", divmod, 7, 2) == (3, 1)
+    monkeypatch.chdir(new)
+    old.rmdir()
+    monkeypatch.syspath_prepend(new)
+    assert call_in_helper_process("m.onnx", importlib.import_module("later_plugin").where) == "new"
 
 
 def test_calls_share_one_helper_process():

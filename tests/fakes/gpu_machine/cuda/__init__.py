@@ -1,0 +1,1 @@
+"""Simulated packages; regular ones, because a namespace package would lose to an installed `cuda.bindings`."""
