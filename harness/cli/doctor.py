@@ -5,19 +5,24 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import shutil
+import sys
+import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from packaging.requirements import Requirement
 
 from harness.cli.common import JsonOption, echo, print_json, print_table, replace_change_advice, short_path
-from harness.errors import CandidateError, UserError, install_hint
+from harness.errors import CandidateError, UserError, install_hint, suggest_names
+from harness.text import printable
 
 #: Imported module and installation command by name of the package.
 INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -31,6 +36,8 @@ INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
     "ray": ("ray", install_hint("ray")),
 }
 TIMING_FACTS = ("cpu.governor", "cpu.mhz", "cpu.turbo")  # they decide whether timings are stable, so always listed
+ZOO_KIND = "zoo model"
+LIST_WIDTH = 80  # columns of `qdq list`
 NO_VNNI_WARNING = (
     "no VNNI: INT8 gains little, and products with weights of 8 bits saturate in 16-bit sums, so weights are stored in "
     "7 bits here (reduce_range); results do not transfer to processors with VNNI (docs/reference/accuracy.md)"
@@ -44,7 +51,20 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Example: `qdq doctor`
     """
-    print_table(("what", "state", "detail"), examine_machine(), as_json=as_json)
+    rows = examine_machine()
+    print_table(("what", "state", "detail"), rows, [_describe_readiness(rows)], as_json=as_json)
+
+
+def _describe_readiness(rows: Sequence[Row]) -> str:
+    """Return the runtimes and tools that work here as one line, or the command that installs a runtime."""
+    ok = {name for name, state, _ in rows if state == "ok"}
+    timed = [name for each in sorted(ok) if (name := each.removeprefix("benchmarker ")) != each]
+    runtimes = [name for name in timed if name not in ("replay", "simulated")]
+    quantizers = [name for name in ("modelopt", "nncf") if name in ok]
+    uses = [f"measurements on {', '.join(runtimes)}"] if runtimes else []
+    uses += [f"PTQ by {', '.join(quantizers)}"] if quantizers else []
+    remedy = "" if runtimes else f"; no runtime works: {INSTALL_COMMANDS['openvino'][1]}"
+    return f"ready for: {'; '.join([*uses, 'replays and simulated runs'])}{remedy}"
 
 
 def validate_gpu(
@@ -111,12 +131,24 @@ def examine_machine() -> list[Row]:
 
 
 def _packages() -> Iterator[Row]:
+    lacking = set(_packages_without_wheels())
     for name, (module, remedy) in INSTALL_COMMANDS.items():
         try:
             is_installed = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):
             is_installed = False
+        if not is_installed and name in lacking:
+            remedy = f"has no wheels for Python {sys.version_info.major}.{sys.version_info.minor}; use another version"
         yield (name, "ok" if is_installed else "missing", "" if is_installed else remedy)
+
+
+def _packages_without_wheels() -> Iterator[str]:
+    """Yield the names of packages that our requirements leave out for this version of Python or this system."""
+    for text in requires("qdq-bench") or ():
+        requirement = Requirement(text)
+        extra = re.search(r"extra == ['\"]([^'\"]+)", text)
+        if extra and requirement.marker and not requirement.marker.evaluate({"extra": extra[1]}):
+            yield requirement.name.removesuffix("-cu12")
 
 
 def _duplicate_packages() -> Iterator[Row]:
@@ -230,21 +262,49 @@ if TYPE_CHECKING:
     from harness.registry import Plugin
 
 
-def list_plugins(as_json: JsonOption = False) -> None:
+def list_plugins(
+    kind: Annotated[str, typer.Argument(help="Kind of plug-in, such as searcher; default: the names of all.")] = "",
+    as_json: JsonOption = False,
+) -> None:
     """List searchers, runtimes (benchmarkers), evaluators, preprocessings, estimators, dialects and zoo models.
 
-    Example: `qdq list | grep searcher`
+    Example: `qdq list searcher`
     """
     from harness import zoo
     from harness.registry import ENTRY_POINT_GROUPS, installed_plugins
 
+    kinds = [*ENTRY_POINT_GROUPS, ZOO_KIND]
+    asked = kind.replace("_", " ").replace("-", " ").removesuffix("s")
+    if kind and asked not in kinds:
+        raise UserError(f"qdq list {kind}: no such kind; {suggest_names(asked, kinds)}")
+    plugins = [plugin for each in ENTRY_POINT_GROUPS for plugin in installed_plugins(each)]
     rows = [
-        (kind, plugin.name, plugin.origin, plugin_purpose(plugin))
-        for kind in ENTRY_POINT_GROUPS
-        for plugin in installed_plugins(kind)
+        (plugin.kind, plugin.name, plugin.origin, plugin_purpose(plugin) if kind or as_json else "")
+        for plugin in plugins
+        if asked in ("", plugin.kind)
     ]
-    rows += [("zoo model", name, "", purpose) for name, purpose in zoo.model_names().items()]
-    print_table(("kind", "name", "origin", "what it does"), rows, as_json=as_json)
+    if asked in ("", ZOO_KIND):
+        rows += [(ZOO_KIND, name, "", purpose) for name, purpose in zoo.model_names().items()]
+    if as_json:
+        print_table(("kind", "name", "origin", "what it does"), rows, as_json=True)
+    elif kind:
+        _print_entries([(name, _with_origin(purpose, origin)) for _, name, origin, purpose in rows])
+    else:
+        _print_entries([(each, ", ".join(name for of, name, *_ in rows if of == each)) for each in kinds])
+        echo("qdq list KIND describes each; qdq list KIND --json: with its distribution")
+
+
+def _with_origin(purpose: str, origin: str) -> str:
+    """Return the purpose of a plug-in, with the distribution of one that is not ours."""
+    return purpose if not origin or origin.startswith("qdq-bench ") else f"{purpose} [{origin}]"
+
+
+def _print_entries(entries: Sequence[tuple[str, str]]) -> None:
+    """Print names with their texts behind them, wrapped at 80 columns."""
+    width = max(len(name) for name, _ in entries) + 2
+    for name, text in entries:
+        lines = textwrap.wrap(printable(text), LIST_WIDTH - width) or [""]
+        echo(f"\n{' ' * width}".join([f"{name:<{width}}{lines[0]}", *lines[1:]]))
 
 
 def plugin_purpose(plugin: Plugin) -> str:

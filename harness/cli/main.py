@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from harness.cli.bench import (
     bench_check,
@@ -82,9 +83,30 @@ RESUMABLE_COMMANDS = ("run", "autotune", "reproduce", "record", "study", "bench"
 #: Commands that measure and keep nothing of an interrupted run.
 RESTARTED_COMMANDS = ("verify", "explain", "sensitivity", "recover", "agreement", "noise")
 
+
+class _WithoutFlagTypes:
+    """Mixin for commands whose help shows no type for flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in found:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return found
+
+
+class _Command(_WithoutFlagTypes, TyperCommand):
+    pass
+
+
+class _Group(_WithoutFlagTypes, TyperGroup):
+    pass
+
+
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="qdq",
+    cls=_Group,
     help="Find the best placement of Q/DQ pairs in an ONNX model, by measured latency and accuracy.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -198,12 +220,13 @@ def _shared_options(name: str) -> dict[str, Any]:
     return trust | wait | ({"with_host": HostOption} if name in RESULTS_COMMANDS else {})
 
 
-bench_app = typer.Typer(help="Compare searchers on recorded tasks: QDQ-Bench.", no_args_is_help=True)
+bench_app = typer.Typer(cls=_Group, help="Compare searchers on recorded tasks: QDQ-Bench.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench", context_settings=HELP_SETTINGS)
 for _name, _function in COMMANDS.items():
     _group = bench_app if " " in _name else app
     _group.command(
         name=_name.rpartition(" ")[2],
+        cls=_Command,
         context_settings=PASSTHROUGH_SETTINGS if _name in ("autotune", "ptq") else HELP_SETTINGS,
     )(_with_options(_function, _shared_options(_name)))
 

@@ -94,5 +94,32 @@ def test_list_shows_dialects_that_cannot_be_used(monkeypatch, capsys):
         raise UserError("no dialect")
 
     monkeypatch.setattr("harness.graph.rules.dialects.load_dialect", refuse)
-    assert qdq("list") == 0
+    assert qdq("list", "dialect") == 0
     assert "cannot be used: no dialect" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["", *registry.ENTRY_POINT_GROUPS, "zoo-models"])
+def test_list_fits_a_terminal(capsys, kind):
+    assert qdq("list", kind) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 0 < len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+
+
+def test_list_of_an_unknown_kind_names_the_kinds(capsys):
+    assert qdq("list", "runtime") == 2
+    assert "benchmarker" in capsys.readouterr().err
+
+
+def test_doctor_ends_with_the_uses_that_are_ready(capsys):
+    assert qdq("doctor") == 0
+    assert "openvino" in capsys.readouterr().out.splitlines()[-1].partition("ready for: ")[2]
+
+
+def test_doctor_names_a_package_without_wheels_for_this_python(monkeypatch):
+    text = "tensorrt-rtx-cu12; python_version < '3' and extra == 'rtx'"
+    monkeypatch.setattr(doctor, "requires", lambda name: [text])
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    details = {what: detail for what, _, detail in doctor.examine_machine()}
+    assert "no wheels for Python" in details["tensorrt-rtx"]
+    assert "qdq-bench[ray]" in details["ray"]

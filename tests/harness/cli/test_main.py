@@ -245,10 +245,9 @@ def test_list_shows_broken_plug_ins_too(capsys, monkeypatch):
     broken = registry.EntryPoint(name="broken", value="not_installed_anywhere:X", group="qdq.searchers")
     real = registry.entry_points
     monkeypatch.setattr(registry, "entry_points", lambda: EntryPoints([broken, *real().select(group="qdq.searchers")]))
-    assert qdq("list") == 0
-    shown = capsys.readouterr().out
-    assert "searcher\tbroken" in shown
-    assert "searcher\trandom" in shown
+    assert qdq("list", "searcher") == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"broken", "random"} <= set(names)
 
 
 def test_regions_command_prints_json(folder, capsys):
@@ -299,12 +298,18 @@ def test_the_list_shows_the_purpose_of_each_plug_in(capsys, monkeypatch, tmp_pat
         found[name] = plugin_purpose(Plugin(name=name, kind="searcher", origin="mine 1", entry_point=point))
     assert found["walk"] == "Walk about."
     assert all("cannot be read" in found[name] or found[name] == "" for name in ("broken", "gone"))
-    assert qdq("list") == 0
-    head, *rows = (line.split("\t") for line in capsys.readouterr().out.splitlines())
-    assert head[-1] == "what it does"
-    assert {row[0] for row in rows} >= {"searcher", "benchmarker", "evaluator", "dialect", "zoo model"}
-    assert [row for row in rows if not row[-1]] == []
-    assert any("7 bits" in row[-1] for row in rows if row[1] == "openvino_7bit")
+    assert qdq("list", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["kind"] for row in rows} >= {"searcher", "benchmarker", "evaluator", "dialect", "zoo model"}
+    assert [row for row in rows if not row["what it does"]] == []
+    assert any("7 bits" in row["what it does"] for row in rows if row["name"] == "openvino_7bit")
+
+
+def test_help_shows_no_type_for_flags(capsys):
+    assert qdq("run", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--json" in shown
+    assert "bool" not in shown
 
 
 @pytest.mark.parametrize(
