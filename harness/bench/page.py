@@ -26,7 +26,7 @@ INTRODUCTION = """# Leaderboard of QDQ-Bench, tier {tier}
 
 Searchers replayed on recorded tables of real measurements. [QDQ-Bench](reference/bench.md) explains tasks, tiers,
 scores and limits, and [CONTRIBUTING](../CONTRIBUTING.md#submit-to-the-leaderboard) how to submit.
-`qdq bench leaderboard` writes this page from the submissions.
+`qdq bench leaderboard` writes this page from the submissions, in the order of the mean rank over all budgets.
 """
 
 

@@ -177,8 +177,8 @@ WITHOUT_SCORES = replace(SUMMARY, columns=(METHOD, LATENCY, SPEEDUP, PAIRS, VERD
 def summary_table(results: Results, main: pd.DataFrame) -> ReportTable:
     """Return a table of the most important rows of the main table, in its order.
 
-    With one task these are the float baseline, the fastest rows within the bound, then the fastest others; with several
-    tasks the fastest row of each.
+    With one task these are the float baseline, the rows of all searchers, the fastest rows within the bound, then the
+    fastest others; with several tasks the fastest row of each.
     """
     several = len(results.tasks) > 1
     ranked = sorted(frame_rows(main), key=_rank)
@@ -186,7 +186,9 @@ def summary_table(results: Results, main: pd.DataFrame) -> ReportTable:
         fastest = {row["task"]: row for row in reversed(ranked) if row["method"] != FLOAT_ROW or row["best"]}
         selected = [fastest[task.name] for task in results.tasks if task.name in fastest][:MAX_SUMMARY_ROWS]
     else:
-        selected = ranked[:MAX_SUMMARY_ROWS]
+        searched = [row for row in ranked if row["method"] in results.stored.searchers]
+        others = [row for row in ranked if row["method"] not in results.stored.searchers]
+        selected = [*searched, *others[: max(1, MAX_SUMMARY_ROWS - len(searched))]]
     names = {(row["task"], row["method"], row["precision"]) for row in selected}
     is_selected = [tuple(key) in names for key in main[["task", "method", "precision"]].itertuples(index=False)]
     raw = main[is_selected].reset_index(drop=True)

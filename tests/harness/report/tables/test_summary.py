@@ -18,7 +18,7 @@ def test_summary_of_one_task_has_at_most_eight_rows():
     table = summarize("quickstart")
     assert table.cells.shape == (8, 5)
     assert list(table.cells["method"])[:3] == ["float", "float bf16", "linear"]
-    assert {"random_mutation", "auto", "modelopt_ptq"} <= set(table.cells["method"])
+    assert {"random_mutation", "auto", "tpe", "evolutionary", "modelopt_ptq"} <= set(table.cells["method"])
     assert dict(zip(table.cells["method"], table.cells["verdict"], strict=True))["modelopt_ptq"] == "beyond the bound"
     assert "2 more rows" in table.note
     assert "qdq report" in table.note
