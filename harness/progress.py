@@ -45,6 +45,12 @@ class NullProgress:
         """Show nothing."""
 
 
+def format_minutes(seconds: float) -> str:
+    """Return a duration as minutes and seconds: "1:05"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
 def format_incumbent(
     best_ms: float, float_ms: float, *, interleaved: bool, is_float: bool = False, bounded: bool = False
 ) -> str:

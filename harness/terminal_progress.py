@@ -11,21 +11,15 @@ from importlib.util import find_spec
 from typing import Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
+from rich.text import Text
 
-from harness.progress import TIME_LEFT, ProgressTask
+from harness.progress import TIME_LEFT, ProgressTask, format_minutes
 from harness.text import printable, printable_lines
 
 MIN_SHARE_FOR_ETA = 0.05
 """Share of the steps before which no remaining time is shown, because the first step may include a build."""
+LINE_WIDTH, TITLE_WIDTH, BAR_WIDTH = 80, 30, 10
 
 
 class TerminalProgress:
@@ -40,12 +34,8 @@ class TerminalProgress:
         self._console = Console(stderr=True, highlight=False)
         self._live = sys.stderr.isatty() or (self._console.is_jupyter and find_spec("ipywidgets") is not None)
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
+            BarColumn(bar_width=BAR_WIDTH),
+            _LineColumn(self._console),
             console=self._console,
             disable=not self._live,
         )
@@ -64,57 +54,72 @@ class TerminalProgress:
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:
         """Show a bar during the work, or lines if the output is no terminal, and a last line after more than 2 s."""
-        started_s = time.monotonic()
-        task = self._progress.add_task(printable(title), total=total, note="")
-        step = _ProgressBar(self._progress, task)
-        plain = _ProgressLines(self.say, title, total, self._every_s)
+        step = _Step(title, total, lambda: None)
+        task = self._progress.add_task("", total=total, step=step)
+        printed_s = step.started_s
+
+        def show() -> None:
+            nonlocal printed_s
+            self._progress.update(task, completed=step.done)
+            due = step.changed_s - printed_s >= self._every_s and step.done < total
+            if not self._live and due:
+                printed_s = step.changed_s
+                self.say(step.line(LINE_WIDTH))
+
+        step.show = show
         try:
-            yield step if self._live else plain
+            yield step
         finally:
             self._progress.remove_task(task)
-        took_s = time.monotonic() - started_s
+        took_s = time.monotonic() - step.started_s
         if took_s > 2:
-            note = step.note or plain.note
-            self.say(f"{title}: {took_s:.0f} s{f', {note}' if note else ''}")
+            self.say(f"{title}: {took_s:.0f} s{f', {step.note}' if step.note else ''}")
 
 
-class _ProgressBar:
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
-        self.note = ""
+class _Step:
+    """Progress of work of `total` steps; `show` is called after each."""
 
-    def advance(self, note: str = "") -> None:
-        """Move the bar by one."""
-        self.note = note or self.note
-        self._progress.update(self._task, advance=1, note=printable(self.note))
-
-
-class _ProgressLines:
-    def __init__(self, say: Callable[[str], None], title: str, total: int, every_s: float) -> None:
-        self._say = say
-        self._title = title
-        self._total = total
-        self._every_s = every_s
-        self._done = 0
-        self._started_s = self._printed_s = time.monotonic()
-        self.note = ""
+    def __init__(self, title: str, total: int, show: Callable[[], None]) -> None:
+        self.title, self.total, self.show = title, total, show
+        self.note, self.done = "", 0
+        self.started_s = self.changed_s = time.monotonic()
 
     def advance(self, note: str = "") -> None:
-        """Count one more part, and print a line every `every_s` seconds, except for the last part."""
-        self.note = note or self.note
-        self._done += 1
-        now_s = time.monotonic()
-        if now_s - self._printed_s < self._every_s or self._done >= self._total:
-            return
-        self._printed_s = now_s
-        left_s = (now_s - self._started_s) / self._done * (self._total - self._done)
-        minutes, seconds = divmod(round(left_s), 60)
-        line = f"{self._title}: {self._done}/{self._total}"
+        """Count one more step."""
+        self.note, self.done, self.changed_s = note or self.note, self.done + 1, time.monotonic()
+        self.show()
+
+    def line(self, width: int) -> str:
+        """Return title, steps, time left and note in at most `width` characters; the note is cut first."""
+        notes = self.note.split(", ") if self.note else []
         # A time limit may end the step early: the estimate in the note knows it, that of the step would contradict it.
-        if self._done >= MIN_SHARE_FOR_ETA * self._total and TIME_LEFT not in self.note:
-            line += f", about {minutes}:{seconds:02d} {TIME_LEFT} in this step"
-        self._say(f"{line}, {self.note}" if self.note else line)
+        times = [part for part in notes if TIME_LEFT in part] or [self._time_left()]
+        parts = [f"{_cut(self.title, TITLE_WIDTH)}: {self.done}/{self.total}", *times]
+        return _cut(printable(", ".join([*parts, *(part for part in notes if part not in times)])), width)
+
+    def _time_left(self) -> str:
+        """Return an estimate from the mean step, or the time since the start; a step that takes longer prolongs it."""
+        now_s = time.monotonic()
+        if not self.done or self.done < MIN_SHARE_FOR_ETA * self.total:
+            return f"{format_minutes(now_s - self.started_s)} min so far"
+        mean_s, since_s = (self.changed_s - self.started_s) / self.done, now_s - self.changed_s
+        return f"about {format_minutes(max(mean_s * (self.total - self.done) - since_s, since_s))} {TIME_LEFT}"
+
+
+class _LineColumn(ProgressColumn):
+    """Column with the line of a step, cut to the width of the terminal."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        width = self._console.width - BAR_WIDTH - 1
+        return Text(task.fields["step"].line(width), no_wrap=True, overflow="ellipsis")
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 class EventProgress:

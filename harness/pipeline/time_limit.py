@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from harness.config.sections import Confirmation
-from harness.progress import TIME_LEFT
+from harness.progress import TIME_LEFT, format_minutes
 from harness.results_dir.phases import SEARCH_SHARE, PhaseClock
 from harness.timing.racing_test import TURNS_PER_RACING_ROUND
 
@@ -79,15 +79,14 @@ class TimeLeft:
     since_s: float = field(default_factory=time.monotonic)
 
     def describe(self, spent: int) -> str:
-        """Return the time left after a number of evaluations of this search as text, or "" if it is unknown."""
+        """Return the time left after a number of evaluations, with final selection and confirmation; "" if unknown."""
         if spent <= self.replayed or not self.later_s:
             return ""
         pace_s = (time.monotonic() - self.since_s) / (spent - self.replayed)
         left_s = pace_s * (self.evaluations - spent) + self.later_s
         if self.limit is not None:
             left_s = min(left_s, max(0.0, self.limit.seconds - self.limit.clock.elapsed_s))
-        minutes, seconds = divmod(round(left_s), 60)
-        return f"about {minutes}:{seconds:02d} {TIME_LEFT} with final selection and confirmation"
+        return f"about {format_minutes(left_s)} {TIME_LEFT} in all"
 
 
 def seconds_after_searches(turn_s: float, plan: Confirmation, baselines: int, searches: int) -> float:

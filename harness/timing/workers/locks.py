@@ -115,7 +115,7 @@ def _wait_for_lock(handle: int, path: Path, waits: list[float]) -> None:
             continue
         waited_s += step_s
         waits.append(step_s)
-        waiting = f"{path}: waiting for the timings of process {owner}"
+        waiting = f"another qdq run is timing; waiting (pid {owner})"
         if waited_s >= limit_s:
             raise UserError(
                 f"{waiting}: longer than --wait {limit_s:g} (seconds); run the command again later, or with a larger "

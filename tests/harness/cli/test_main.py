@@ -266,7 +266,7 @@ def test_without_a_terminal_long_work_prints_progress_lines(capsys):
             step.advance()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert lines[1:] == [f"search: {k}/3, about 0:00 min left in this step, best 2 ms" for k in (1, 2)]
+    assert lines[1:] == [f"search: {k}/3, about 0:00 min left, best 2 ms" for k in (1, 2)]
 
 
 def test_progress_omits_early_estimate_and_short_work(capsys):
@@ -277,8 +277,36 @@ def test_progress_omits_early_estimate_and_short_work(capsys):
         step.advance()
         step.advance("about 1:13 min left with confirmation")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == ["confirmation: 1/40", "confirmation: 2/40, about 0:00 min left in this step"]
+    assert lines[:2] == ["confirmation: 1/40, 0:00 min so far", "confirmation: 2/40, about 0:00 min left"]
     assert lines[2:] == ["confirmation: 3/40, about 1:13 min left with confirmation"], "one estimate, of the whole task"
+
+
+def test_a_progress_line_fits_80_columns_and_shows_the_time_left(capsys, monkeypatch):
+    clock = iter(range(0, 10_000, 100))
+    monkeypatch.setattr("harness.terminal_progress.time.monotonic", lambda: float(next(clock)))
+    incumbent = "best 1.500 ms, 2.00x interleaved with float's 3.000 ms"
+    with (
+        TerminalProgress(every_s=0.0) as terminal,
+        terminal.work("a_model_of_a_long_name-openvino-int8 auto", 9) as step,
+    ):
+        step.advance(incumbent)
+        step.advance(f"{incumbent}, about 12:40 min left in all")
+        step.advance(incumbent)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "/9" in line]
+    assert max(map(len, lines)) <= 80
+    assert ["min left" in line for line in lines] == [True] * 3
+    assert "12:40" in lines[1]
+    assert "best 1.500 ms" in lines[0]
+
+
+def test_the_estimate_grows_while_a_long_step_lasts(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr("harness.terminal_progress.time.monotonic", lambda: now_s)
+    with TerminalProgress() as terminal, terminal.work("recover", 5) as step:
+        for now_s in (1.0, 2.0, 3.0, 4.0):  # noqa: B007 - read by the clock
+            step.advance()
+        now_s = 64.0
+        assert "about 1:00 min left" in step.line(80)
 
 
 def test_the_version_is_printed(capsys):

@@ -95,13 +95,13 @@ def test_a_long_wait_is_reported_with_the_owner(tmp_path, held, monkeypatch, cap
         held.communicate("end\n", timeout=20)
         entered.result(timeout=20)
     assert sum(waits) >= 0.05
-    owner = f"process {held.pid} of {getpass.getuser()} on {socket.gethostname()}, since 2"
+    owner = f"pid {held.pid} of {getpass.getuser()} on {socket.gethostname()}, since 2"
     assert [owner in message for message in caplog.messages] == [True]
 
 
 def test_wait_limit_raises_and_frees_lock(tmp_path, held, monkeypatch):
     monkeypatch.setenv(WAIT_VARIABLE, "0.1")
-    with pytest.raises(UserError, match=rf"process {held.pid} .*longer than --wait 0\.1"), timing_lock(tmp_path):
+    with pytest.raises(UserError, match=rf"pid {held.pid} .*longer than --wait 0\.1"), timing_lock(tmp_path):
         pass
     held.communicate("end\n", timeout=20)
     monkeypatch.setenv(WAIT_VARIABLE, "20")  # the thread of the first wait may have the lock for a moment
