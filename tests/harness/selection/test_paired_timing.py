@@ -39,7 +39,7 @@ class Failing(Busy):
     mended = False
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
-        if candidate.digest == "a" and not self.mended:
+        if candidate.digest.startswith("a") and not self.mended:
             return Failed(stage="build", reason="out of memory")
         return super().build(candidate, benchmarker)
 
@@ -61,6 +61,17 @@ def test_retry_failed_repeats_failed_rows(tmp_path):
     assert not any(readings.failed.values())
     assert {name: len(readings.turns[name]) for name in ("float", "a", "b")} == {"float": 2, "a": 2, "b": 2}
     assert len(readings.paired_samples("a", "float")[0]) == 2
+
+
+def test_rows_that_fail_for_one_reason_name_it_once(tmp_path):
+    listening = Listening()
+    rows, plan = (row("a"), row("a2"), row("b")), TurnSchedule(builds=2, rounds=3, samples=3)
+    comparison = PairedComparison(
+        name="confirmation", path=None, header={}, baseline=row("float"), rows=rows, schedule=plan
+    )
+    run_comparison(comparison, Failing("").open, listening)
+    failed = [line for line in listening.said if "failed" in line]
+    assert ["out of memory" in line for line in failed] == [True, False]
 
 
 def test_comparison_continues_with_fewer_rows(tmp_path):
