@@ -77,7 +77,7 @@ def run_comparison(
     events = [event for event in known if not (retry_failed and isinstance(event, RowFailure))]
     first, schedule = comparison.first_build, comparison.schedule
     left = _remaining_turns(comparison, events)
-    failures: dict[str, str] = {}  # row that failed first, by failure
+    failures: dict[str, list[str]] = {}  # rows with each failure, as every build of a row fails
     title = f"{comparison.name}: {len(comparison.rows)} rows" if comparison.rows else comparison.name
     with _open_log(comparison.path, header) as write, observer.work(title, len(left)) as step:
         for timed in confirm(
@@ -94,9 +94,10 @@ def run_comparison(
             events.append(event)
             if isinstance(event, RowFailure):
                 failure = f"{event.failed.stage}: {event.failed.reason}"
-                same = failures.setdefault(failure, event.row)
-                reason = failure if same == event.row else f"as {same}"
-                observer.say(f"{comparison.name}: {event.row} failed: {reason}")
+                known = failures.setdefault(failure, [])
+                if event.row not in known:
+                    observer.say(f"{comparison.name}: {event.row} failed: {f'as {known[0]}' if known else failure}")
+                    known.append(event.row)
             for key in _turn_keys(event, schedule.rounds) & left:
                 left.discard(key)
                 step.advance(f"build {event.build + 1} of {first + schedule.builds}")
