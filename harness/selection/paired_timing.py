@@ -94,10 +94,10 @@ def run_comparison(
             events.append(event)
             if isinstance(event, RowFailure):
                 failure = f"{event.failed.stage}: {event.failed.reason}"
-                known = failures.setdefault(failure, [])
-                if event.row not in known:
-                    observer.say(f"{comparison.name}: {event.row} failed: {f'as {known[0]}' if known else failure}")
-                    known.append(event.row)
+                same = failures.setdefault(failure, [])
+                if event.row not in same:
+                    observer.say(f"{comparison.name}: {event.row} failed: {f'as {same[0]}' if same else failure}")
+                    same.append(event.row)
             for key in _turn_keys(event, schedule.rounds) & left:
                 left.discard(key)
                 step.advance(f"build {event.build + 1} of {first + schedule.builds}")
