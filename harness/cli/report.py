@@ -97,6 +97,13 @@ def show_report(
     from harness.terminal_progress import TerminalProgress
 
     folder, task_plots = short_path(folder), False if ship else task_plots
+    if ship:  # before the page, which shows the commands of the folders
+        from harness.report.frames.main_frame import main_frame
+        from harness.report.load.results import load
+        from harness.shipping.results_bundle import ship_results
+
+        with TerminalProgress() as terminal:
+            ship_results(found := load(folder), main_frame(found), terminal)
     current = current_report(folder, task_plots=task_plots)
     if current is None:
         with TerminalProgress() as terminal:
@@ -104,12 +111,6 @@ def show_report(
     else:
         results, tables = current
     mains = [table.raw for table in tables if table.name == "main"]
-    if ship:
-        from harness.shipping.results_bundle import ship_results
-
-        with TerminalProgress() as terminal:
-            for main in mains:
-                ship_results(results, main, terminal)
     answers = [line for main in mains for line in describe_answers(results, main, base)]
     steps = [line for main in mains for line in describe_next_steps(results, main, base)]
     if as_json:

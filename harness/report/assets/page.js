@@ -34,10 +34,12 @@ for (const table of document.querySelectorAll("table.sortable")) {
 }
 
 function draw(host) {
-  const { charts: ofCharts, graph } = host.dataset;
-  if (!drawings.has(host)) drawings.set(host, task(Number(ofCharts || graph)).then((found) => {
+  const { answer, charts: ofCharts, graph } = host.dataset;
+  if (!drawings.has(host)) drawings.set(host, task(Number(answer || ofCharts || graph)).then((found) => {
     host.classList.remove("waiting");
-    if (ofCharts) charts(host, found); else placements(host, found);
+    if (answer) found.answer && chart(host, found.answer);
+    else if (ofCharts) charts(host, found);
+    else placements(host, found);
   }));
   return drawings.get(host);
 }

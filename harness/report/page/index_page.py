@@ -26,8 +26,9 @@ from harness.report.load.display_names import (
 )
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.task_files import PartEffect, read_attributions
+from harness.report.next_steps import describe_answers, describe_next_steps, ship_path
 from harness.report.page.html_document import pack_json, render_html
-from harness.report.page.interactive_charts import build_charts
+from harness.report.page.interactive_charts import build_answer_chart, build_charts
 from harness.report.plots.plot_files import PlotFile
 from harness.report.report_table import ReportTable, format_interval, table_json
 from harness.report.tables.budget import budget_frame
@@ -71,6 +72,7 @@ def render_index(
         labels = row_labels(task, lines.get(task.name, ()))
         task_data = {
             "labels": labels,
+            "answer": build_answer_chart(task, main, labels),
             "charts": build_charts(task, main, budgets.get(task.name, ()), labels),
             "graph": graph,
             "effects": _effects_by_row(task),
@@ -82,6 +84,7 @@ def render_index(
         "description": results.stored.description,
         "partial": partial_note(results),
         "progress": progress_note(results),
+        "answers": _answers(results, main),
         "verdicts": [_task_verdict(task, lines.get(task.name, ())) for task in results.tasks],
         "tables": map(table_json, tables),  # lazily, as the cells of all tables take much memory
         "pictures": [_embed_plot(picture) for picture in pictures if not picture.task],
@@ -99,6 +102,23 @@ def render_index(
     }
     scripts = ("plotly-basic.min.js", "graph.js", "charts.js", "page.js")
     return render_html("page.html.j2", scripts, packed, values)
+
+
+def _answers(results: Results, main: pd.DataFrame) -> dict[str, Any]:
+    """Return the file to take of each finished task, the commands to deploy and to verify it, and other steps."""
+    folders = [ship_path(results.folder, task.name).parent for task in results.tasks]
+    paths = [hide_paths(str(folder)) for folder in folders if folder.exists()]
+    inputs = next(iter(results.tasks[0].facts.get("inputs", {})), "NAME") if results.tasks else "NAME"
+    steps = [step.split("\n- ") for step in describe_next_steps(results, main)]
+    return {
+        "lines": [hide_paths(line) for line in describe_answers(results, main)],
+        "commands": [
+            shlex.join(words)
+            for path in paths
+            for words in (["python", f"{path}/deploy.py", "--input", f"{inputs}=FILE.npy"], ["qdq", "verify", path])
+        ],
+        "steps": [(head, remedies) for head, *remedies in steps],
+    }
 
 
 def _embed_plot(picture: PlotFile) -> dict[str, str]:

@@ -32,6 +32,7 @@ PLOTLY_SYMBOL_BY_MARKER = {
     "*": "star",
 }  # fmt: skip
 MAX_LABEL_CHARS = 30  # of row names at an axis; hovering shows the full name
+MIN_LABEL_DISTANCE = 0.06  # of two labels, as a share of the range of speedups
 BAND_LEGEND = "bands: 95 % interval of the median over seeds, the range below six seeds"
 NO_HOVER_NO_LEGEND = {"hoverinfo": "skip", "showlegend": False}
 
@@ -61,6 +62,49 @@ def build_charts(
         None if task.metric is None else _pareto_chart(task, main[main["task"] == task.name], labels),
     ]
     return [chart for chart in charts if chart]
+
+
+def build_answer_chart(task: TaskResults, main: pd.DataFrame, labels: Mapping[str, str]) -> Chart | None:
+    """Return the chart of speedup against loss of accuracy, with labelled rows and the bound; None without a figure.
+
+    Without losses the rows are in the order of their speedup. For the arguments see `build_charts`.
+    """
+    rows = main[(main["task"] == task.name) & main["speedup"].notna()].drop_duplicates("row")
+    rows = rows.sort_values("speedup").reset_index(drop=True)
+    scored = bool(rows["drop"].notna().any())
+    rows = rows[rows["drop"].notna()] if scored else rows
+    if rows.empty:
+        return None
+    losses = rows["drop"].to_numpy(dtype=float) if scored else np.arange(len(rows), dtype=float)
+    speedups, low, high = (rows[key].to_numpy(dtype=float) for key in ("speedup", "speedup_low", "speedup_high"))
+    names = [labels.get(row, row) for row in rows["row"]]
+    bottom, top = min(1.0, np.nanmin(low, initial=1.0)), max(speedups.max(), np.nanmax(high, initial=1.0))
+    least = MIN_LABEL_DISTANCE * (top - bottom or 1.0)
+    heights = speedups.copy()  # of the labels, raised where they would cover one another
+    for index in range(1, len(heights)):
+        heights[index] = max(heights[index], heights[index - 1] + least)
+    texts = [f"<b>{escape(name)}</b>" if best else escape(name) for name, best in zip(names, rows["best"], strict=True)]
+    labels_shown = [f"&nbsp;&nbsp;{text}" for text in texts]  # right of the mark
+    colours = [series_style(1 if beyond else 0)[0] for beyond in rows["beyond"]]
+    data: list[Chart] = [
+        {"type": "scatter", "mode": "markers", "x": _as_floats(losses), "y": _as_floats(speedups), "showlegend": False,
+         "error_y": _error_bars(speedups, low, high, "#999999"), "text": texts,
+         "marker": {"color": colours, "size": 9, "symbol": ["circle-open" if b else "circle" for b in rows["beyond"]]},
+         "hovertemplate": "%{text}: %{y:.2f}x" + (", loss %{x:.4f}" if scored else "") + "<extra></extra>"},
+        {"type": "scatter", "mode": "text", "x": _as_floats(losses), "y": _as_floats(heights), "text": labels_shown,
+         "textposition": "middle right", **NO_HOVER_NO_LEGEND},
+    ]  # fmt: skip
+    bound = task.allowed if scored else None
+    right = max(losses.max(), bound or 0.0)
+    margin = (right - min(0.0, losses.min())) or 1.0
+    x: Chart = {"range": [min(0.0, losses.min()) - 0.05 * margin, right + 0.4 * margin]}
+    x["title"] = {"text": f"loss of {escape(metric_name(task.metric))} (lower is better)" if scored else "rows"}
+    line = {"type": "line", "yref": "paper", "x0": bound, "x1": bound, "y0": 0, "y1": 1, "line": {"dash": "dash"}}
+    y = {"title": {"text": "speedup over float (higher is better)"}}
+    title = f"Speedup against loss{'; dashed: the bound' if bound is not None else ''}; bars: 95 %"
+    return _build_chart(
+        f"{task.name}: {title}", data, x, y, shapes=[FLOAT_LINE, *([line] if bound is not None else [])]
+    )
 
 
 def _curves_by_searcher(curves: Iterable[Curve]) -> dict[str, list[Curve]]:

@@ -1,4 +1,7 @@
-"""Plots of one task as PNG, SVG and PDF, colour-blind safe and legible in grey (palette of Okabe and Ito 2008)."""
+"""Plots of one task as PNG, SVG and PDF, colour-blind safe and legible in grey.
+
+Colours are those of Okabe and Ito (2008), then of Paul Tol's palette "muted".
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ from harness.statistics import median_ci
 from harness.text import printable_lines
 
 Values = npt.NDArray[Any]
-SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+SERIES_COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F",
+    "#882255", "#999933", "#332288", "#AA4499",
+)  # fmt: skip
 SERIES_LINES = ("-", "--", "-.", ":")
 SERIES_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BAR_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
@@ -48,11 +54,11 @@ class NotebookFigure(Figure):
 
 
 @contextmanager
-def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) -> Iterator[Axes]:
+def figure_file(path: Path | None, height: float = 4.0, *, width: float = 6.4, grid: bool = True) -> Iterator[Axes]:
     """Yield the axes of a figure, which is written as PNG, SVG and PDF afterwards if there is a path (without suffix).
 
-    The height is in inches. Files have no date and no random identifiers, so the same results give the same bytes. The
-    PDF has TrueType fonts, which publishers ask for.
+    Height and width are in inches. Files have no date and no random identifiers, so the same results give the same
+    bytes. The PDF has TrueType fonts, which publishers ask for.
     """
     settings: Any = {
         "text.usetex": False,
@@ -62,7 +68,7 @@ def figure_file(path: Path | None, height: float = 4.0, *, grid: bool = True) ->
         "pdf.fonttype": 42,
     }
     with mpl.rc_context(settings):
-        figure = NotebookFigure(figsize=(6.4, height), layout="constrained")
+        figure = NotebookFigure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
         yield axes
         if grid:

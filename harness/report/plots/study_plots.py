@@ -31,7 +31,7 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
     bands = list(dict.fromkeys(zip(overview["task"], overview["model"], strict=True)))
     models = [model for _, model in bands]
     step = 0.84 / len(columns)
-    with figure_file(path, height=1.9 + len(bands) * max(0.34, 0.085 * len(columns))) as axes:
+    with figure_file(path, height=1.3 + len(bands) * max(0.3, 0.05 * len(columns)), width=9.6) as axes:
         for band in range(0, len(bands), 2):
             axes.axhspan(band - 0.5, band + 0.5, color="0.955", zorder=0)
         axes.axvline(1.0, color="0.4", linewidth=0.9)
@@ -62,9 +62,10 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
         axes.set_yticks(range(len(bands)), [fill(str(name), 20) for name in names])
         axes.set_ylim(len(bands) - 0.5, -0.5)
         hollow = "; hollow: breaks the bound on accuracy" if overview["beyond"].any() else ""
-        axes.set_xlabel(f"confirmed speedup over the float baseline, log scale{hollow}\nlimits as in the table")
-        axes.set_title(fill(title, 70))
-        add_legend(axes)
+        limits = f"log scale; limits as in the table{hollow}"
+        axes.set_xlabel(f"confirmed speedup over the float model, higher is better ({limits})")
+        axes.set_title(fill(title, 90))
+        axes.figure.legend(loc="outside right center", frameon=False, fontsize=8)
 
 
 def draw_critical_difference(ranks: FriedmanRanks, title: str, path: Path) -> None:

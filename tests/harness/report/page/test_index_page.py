@@ -2,14 +2,18 @@
 
 import json
 import re
+import shlex
 import shutil
 
 import pytest
 from small_results import TASK, edit_json, read_page_data, write_task
 from stored import read_records, replace_text, write_records
 
+from harness.paths import hide_paths
+from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.load.task_files import AttributionReport, PartEffect, write_attribution
+from harness.report.next_steps import describe_next_steps
 from harness.report.page.graph_layout import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.render import write_report
@@ -18,7 +22,7 @@ from harness.statistics import Interval
 
 DRAWN = True
 
-CHARTS = "[...document.querySelectorAll('.js-plotly-plot')]"
+CHARTS = "[...document.querySelectorAll('#curves .js-plotly-plot')]"
 
 
 def page_of(folder):
@@ -141,6 +145,26 @@ def test_hostile_names_are_escaped(folder, browser):
     assert browser.errors == []
 
 
+def test_the_first_screen_has_file_commands_and_picture(with_models, browser):
+    (with_models / "ship" / TASK).mkdir(parents=True)
+    browser.open(page_of(with_models))
+    commands = browser.run("document.querySelector('#answer pre').innerText").splitlines()
+    place = f"{hide_paths(str(with_models))}/ship/{TASK}"
+    deploy, verify = map(shlex.split, commands)
+    assert deploy[:3] == ["python", f"{place}/deploy.py", "--input"]
+    assert verify == ["qdq", "verify", place]
+    assert browser.run("document.querySelector('#answer .js-plotly-plot').getBoundingClientRect().bottom") < 900
+    names = browser.run("task(0).then(found => found.answer.data[0].text)")
+    assert {"all", "float f32"} <= {re.sub("<.?b>", "", name) for name in names}
+    assert browser.run("[...document.querySelectorAll('details.notes')].some(notes => notes.open)") is False
+
+
+def test_the_first_screen_has_remedies_without_a_file(folder):
+    text = page_of(folder).read_text().partition('<section id="answer">')[2].partition("</section>")[0]
+    steps = list(describe_next_steps(load(folder), main_frame(load(folder))))
+    assert (len(steps) > 0) == ("<li>" in text)
+
+
 def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
     browser.open(page_of(folder))
     heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
@@ -197,9 +221,9 @@ def test_two_rows_are_compared_and_the_page_fits_its_width(with_models, browser,
 
 def test_a_click_in_the_legend_switches_its_series_off(folder, browser):
     browser.open(page_of(folder))
-    browser.run("document.querySelector('.js-plotly-plot').scrollIntoView({block: 'center'})")
+    browser.run("document.querySelector('#curves .js-plotly-plot').scrollIntoView({block: 'center'})")
     settled(browser)
-    key = "document.querySelector('.js-plotly-plot .legendtoggle')"
+    key = "document.querySelector('#curves .js-plotly-plot .legendtoggle')"
     place = middle_of(browser, key)
     hidden = f"{CHARTS}[0].data.filter(trace => trace.visible === 'legendonly').map(trace => trace.legendgroup)"
     assert browser.run(hidden) == []
@@ -213,7 +237,7 @@ def test_a_click_in_the_legend_switches_its_series_off(folder, browser):
 
 def test_hover_shows_values_of_point(folder, browser):
     browser.open(page_of(folder))
-    last = "[...document.querySelectorAll('.js-plotly-plot')].at(-1)"
+    last = "[...document.querySelectorAll('#curves .js-plotly-plot')].at(-1)"
     browser.run(f"{last}.scrollIntoView({{block: 'center'}})")
     settled(browser)
     mouse(browser, "mouseMoved", middle_of(browser, f"[...{last}.querySelectorAll('.scatterlayer .point')].at(-1)"))

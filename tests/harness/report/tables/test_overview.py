@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import pandas as pd
@@ -76,13 +77,23 @@ def test_fastest_table_uses_float_if_method_misses_bound(models):
 
 def test_the_picture_shows_every_model_and_method(models, monkeypatch):
     keys = []
-    monkeypatch.setattr(study_plots, "add_legend", lambda axes: keys.append(axes))
+    write = study_plots.figure_file
+
+    @contextmanager
+    def keep_axes(*args, **sizes):
+        with write(*args, **sizes) as axes:
+            keys.append(axes)
+            yield axes
+
+    monkeypatch.setattr(study_plots, "figure_file", keep_axes)
     (picture,) = [
         each for each in draw_plots(load(models), models / "report", all_plots=False) if each.path.stem == "overview"
     ]
     assert picture.title.startswith("Speedups at a glance, int8, ")
     assert picture.path.with_suffix(".png").exists()
-    axes = next(axes for axes in keys if "float baseline, log scale" in axes.get_xlabel())
+    axes = next(axes for axes in keys if "higher is better" in axes.get_xlabel())
+    colours = [line.get_color() for line in axes.get_lines() if line.get_label() in axes.get_legend_handles_labels()[1]]
+    assert len(colours) == len(set(colours)) > 2
     *shown, last = [label.get_text() for label in axes.get_yticklabels()]
     assert (sorted(shown), last) == (["net", "other"], "geometric mean")
     assert {"random", "all", "linear", "float bf16"} <= set(axes.get_legend_handles_labels()[1])

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 from dataclasses import asdict
 
@@ -286,7 +287,8 @@ def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
     kept = (with_models / TASK / "graph.json").read_bytes()
     shutil.rmtree(with_models / TASK / "models")
     write_report(with_models)
-    assert (with_models / "report" / "index.html").read_text() == page
+    answer = re.compile(r'<p class="answer">.*\n')  # the file to take, which is gone
+    assert answer.sub("", (with_models / "report" / "index.html").read_text()) == answer.sub("", page)
     assert (with_models / TASK / "graph.json").read_bytes() == kept
     body = json.loads(kept)
     body["rows"]["all"] = "of another file"
