@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness import registry
@@ -25,6 +25,8 @@ from harness.statistics import Interval
 
 IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
 """Metrics that count images: each image is right or wrong, so one of n images changes the metric by 1/n."""
+HALF_WIDTHS: Mapping[str, float] = {"map": 0.1, "miou": 0.12, "agreement": 0.36, "top1": 0.36, "top5": 0.36}
+"""Typical half of the 95 % interval of a loss by metric, times the root of the number of images; median of our tables."""
 
 
 def check_bound(objective: Objective, metric: str | None, model: str) -> None:
@@ -55,9 +57,10 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
 
 
 def bound_resolution_note(objective: Objective, metric: str | None, images: int) -> str:
-    """Return a note if one wrong image exceeds the bound, else "".
+    """Return a note if the images cannot resolve the bound, else "".
 
-    There is no note for a bound of 0, which allows no loss, or for metrics that do not count images.
+    That is so if one wrong image exceeds it, or if it is less than half of the typical uncertainty of a loss, so that
+    one in six files without any loss exceeds it. There is no note for a bound of 0, which allows no loss.
 
     Args:
         metric: Metric of the model's evaluator.
@@ -65,11 +68,20 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
     """
     bound = objective.max_drop
     most = 0.0 if bound is None else absolute_bound(bound, 1.0)
-    if not most or not images or metric not in IMAGE_COUNT_METRICS or 1 / images <= most:
+    if not most or not images or metric not in HALF_WIDTHS:
+        return ""
+    if metric in IMAGE_COUNT_METRICS and 1 / images > most:
+        return (
+            f"one image of {images} is {1 / images:.4f}, more than the bound {_format_bound(bound)}: a row that loses "
+            "one exceeds it; use more images, or a looser bound"
+        )
+    width = HALF_WIDTHS[metric] / math.sqrt(images)
+    if most >= width / 2:
         return ""
     return (
-        f"one image of {images} is {1 / images:.4f}, more than the bound {_format_bound(bound)}: a row that loses one "
-        "exceeds it; use more images, or a looser bound"
+        f"with {images} images a loss of {metric_name(metric)} is known to about ±{width:.3f}, so the bound "
+        f"{_format_bound(bound)} may reject files that lose nothing; use about {(HALF_WIDTHS[metric] / most) ** 2:.0f} "
+        "images, or a looser bound"
     )
 
 

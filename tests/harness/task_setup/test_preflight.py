@@ -18,9 +18,10 @@ from PIL import Image
 
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.config.experiment import parse_experiment
+from harness.config.objective import Objective
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.task_setup.bounds import bound_lines
+from harness.task_setup.bounds import bound_lines, bound_resolution_note
 from harness.task_setup.model_checks import check_models
 from harness.task_setup.model_loader import describe_workload, evaluator_spec, open_model
 from harness.task_setup.preflight import check_experiment
@@ -338,6 +339,26 @@ OF_THE_CAP = f"for the float model's own counts as {MAX_SQNR_DB:g}; INT8 has 20 
 def test_bound_line_shows_interpreted_bound(objective, evaluator, said):
     text = f"experiment: e\nmodels: [plain.onnx, {{use: net.onnx, evaluator: {evaluator}}}]\nobjective: {objective}"
     assert list(bound_lines(parse_experiment(text, "e.yaml"))) == [said]
+
+
+@pytest.mark.parametrize(
+    ("metric", "bound", "images", "is_named"),
+    [
+        ("map", 0.005, 64, True),
+        ("map", 0.01, 80, False),
+        ("miou", 0.005, 100, True),
+        ("agreement", "1%", 64, True),
+        ("top1", 0.005, 500, True),
+        ("top1", 0.01, 5_000, False),
+        ("top1", 0.0, 10, False),
+        ("sqnr_db", 10.0, 8, False),
+    ],
+)
+def test_a_bound_that_the_images_cannot_resolve_is_named(metric, bound, images, is_named):
+    objective = Objective.model_validate({"max_drop": bound})
+    note = bound_resolution_note(objective, metric, images)
+    assert bool(note) == is_named
+    assert not note or str(images) in note
 
 
 def test_bound_lines_group_models_by_metric():
