@@ -26,7 +26,7 @@ from harness.statistics import Interval
 IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
 """Metrics that count images: each image is right or wrong, so one of n images changes the metric by 1/n."""
 HALF_WIDTHS: Mapping[str, float] = {"map": 0.1, "miou": 0.12, "agreement": 0.36, "top1": 0.36, "top5": 0.36}
-"""Typical half of the 95 % interval of a loss by metric, times the root of the number of images; median of our tables."""
+"""Typical half of the 95 % interval of a loss, times the root of the number of images; medians of our tables."""
 
 
 def check_bound(objective: Objective, metric: str | None, model: str) -> None:
