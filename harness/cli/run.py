@@ -323,10 +323,13 @@ def _check_folder(folder: Path, *, as_json: bool) -> int:
     from harness.results_dir.manifest import check_results
 
     check = check_results(folder)
-    bundles = sorted(path for path in folder.glob(f"{SHIP_FOLDER}/*") if path.is_dir())
     repair = f"remove the folder; qdq run writes {SHIP_FOLDER} again"
-    shipped = [f"{problem}; {repair}" for bundle in bundles for problem in check_bundle(bundle)]
-    problems = [*check.problems, *shipped]
+    problems = list(check.problems)
+    for path in sorted(folder.glob(f"{SHIP_FOLDER}/*")):
+        if path.is_symlink() or not path.is_dir():
+            problems.append(f"{path}: is no folder to deploy; move it away")
+        else:
+            problems += [f"{problem}; {repair}" for problem in check_bundle(path)]
     if as_json:
         print_json({"files": check.files, "complete": check.complete, "problems": problems})
         return int(bool(problems))

@@ -107,12 +107,11 @@ def recover(
     Example: `qdq recover mobilenet.yaml --method mean --step bias_correction`
     """
     from harness.analysis.recovery_study import RecoveryRequest, recovery_report
-    from harness.results_dir.deploy_folder import find_bundle, read_bundle
+    from harness.results_dir.deploy_folder import bundle_model
     from harness.terminal_progress import TerminalProgress
 
-    if Path(placement).is_dir():
-        shipped = find_bundle(Path(placement))
-        placement = str(shipped / read_bundle(shipped)["file"])
+    if Path(placement).exists():
+        placement = str(bundle_model(Path(placement)))
     task = study_of(model, backend, param, shape, dim, timed=False)
     if unknown := {*(depthwise or ())} - {"tensor", "channel"}:
         raise UserError(f"--depthwise: tensor or channel, but got {min(unknown)!r}")

@@ -24,7 +24,7 @@ from harness.graph.passes.static_shapes import copy_with_static_inputs
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
-from harness.results_dir.deploy_folder import FACTS_FILE
+from harness.results_dir.deploy_folder import FACTS_FILE, bundle_model
 from harness.results_dir.io import read_json
 from harness.timing.provenance import count_cores, format_options
 
@@ -60,9 +60,10 @@ def choose_backend(file: Path, use: str | None, params: Mapping[str, Any]) -> Pl
             it has such a parameter, and threads only as far as this machine has cores.
 
     Raises:
-        UserError: The record is damaged, and `use` is None.
+        UserError: The folder to deploy is damaged; or another record is, and `use` is None.
     """
     recorded: Mapping[str, Any] = {}
+    bundle_model(file)
     try:
         recorded = _read_runtime(file)
     except UserError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import stat
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,10 +15,8 @@ from harness.records import first_problem
 from harness.results_dir.io import file_sha256, read_json
 
 SHIP_FOLDER = "ship"
-FACTS_FILE, MANIFEST_FILE = "ship.json", "SHA256SUMS"
+FACTS_FILE, MANIFEST_FILE, REPORT_FILE, SCRIPT_FILE = "ship.json", "SHA256SUMS", "report.md", "deploy.py"
 MAX_MANIFEST_BYTES = 100_000
-CODE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
-"""Suffixes of files that `deploy.py` could import instead of an installed package."""
 
 
 class StoredFacts(BaseModel):
@@ -31,6 +31,7 @@ class StoredFacts(BaseModel):
     runtime: dict[str, Any]
     experiment: dict[str, Any]
     shapes: dict[str, dict[str, Any]] = {}
+    dynamic_file: str | None = None
 
 
 def find_bundle(path: Path) -> Path:
@@ -57,56 +58,87 @@ def read_bundle(folder: Path) -> dict[str, Any]:
     """Return the facts of a bundle.
 
     Raises:
-        UserError: It is no bundle, or a file in it differs from the manifest.
+        UserError: It is no bundle, or differs from its manifest, see `check_bundle`.
     """
     for problem in check_bundle(folder):
         raise UserError(f"{problem}; qdq run writes the folder again")
+    return _read_facts(folder)
+
+
+def check_bundle(folder: Path) -> Iterator[str]:
+    """Yield a message for each difference between a bundle and the exact set of files that the manifest lists.
+
+    Python imports any module, package or link next to `deploy.py`, so each entry that is not listed is a problem.
+    """
+    try:
+        yield from _differences(folder)
+    except UserError as error:
+        yield str(error)
+    except OSError as error:
+        yield f"{error.filename or folder}: cannot be read ({error.strerror or error})"
+
+
+def _differences(folder: Path) -> Iterator[str]:
+    recorded, entries = _recorded_digests(folder), {entry.name: entry for entry in sorted(folder.iterdir())}
+    for name in sorted(entries.keys() - recorded.keys() - {MANIFEST_FILE}):
+        yield f"{folder / name}: not in {MANIFEST_FILE}, and Python may import it instead of a package: move it away"
+    damaged = False
+    for name, digest in recorded.items():
+        problem = ""
+        if name not in entries:
+            problem = "missing"
+        elif not _is_regular(entries[name]):
+            problem = "a link, a folder or a pipe, but each entry of a folder to deploy is a regular file"
+        elif file_sha256(entries[name]) != digest:
+            problem = f"damaged: the content differs from {MANIFEST_FILE}"
+        if problem:
+            yield f"{folder / name}: {problem}"
+        damaged |= bool(problem)
+    if not damaged:
+        yield from (f"{folder / MANIFEST_FILE}: {problem}" for problem in _listing_problems(folder, recorded.keys()))
+
+
+def _listing_problems(folder: Path, listed: Set[str]) -> Iterator[str]:
+    if FACTS_FILE not in listed:
+        yield f"lists no {FACTS_FILE}"
+        return
+    facts = _read_facts(folder)
+    needed = {FACTS_FILE, SCRIPT_FILE, REPORT_FILE, *filter(None, (facts["file"], facts.get("dynamic_file")))}
+    yield from (f"lists no {name}" for name in sorted(needed - listed))
+    foreign = (name for name in sorted(listed) if not is_bundle_file(name, facts["file"].removesuffix(".onnx")))
+    yield from (f"lists {name}, which is no file of a folder to deploy" for name in foreign)
+
+
+def is_bundle_file(name: str, bundle: str) -> bool:
+    """Return whether a bundle of a name may have a file of this name."""
+    models = rf"{re.escape(bundle)}(\.dynamic)?\.onnx(\.data\d*)?"
+    return name in (FACTS_FILE, MANIFEST_FILE, REPORT_FILE, SCRIPT_FILE) or re.fullmatch(models, name) is not None
+
+
+def _is_regular(path: Path) -> bool:
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
     facts = read_json(folder / FACTS_FILE)
     try:
         StoredFacts.model_validate(facts)
     except ValidationError as error:
-        problem = first_problem(error)
-        raise UserError(f"{folder / FACTS_FILE}: {problem}; qdq run writes the folder again") from error
-    if facts["file"] not in _recorded_digests(folder):  # the model would not be checked
-        raise UserError(f"{folder / FACTS_FILE}: {MANIFEST_FILE} lists no {facts['file']}; qdq run writes it again")
+        raise UserError(f"{folder / FACTS_FILE}: {first_problem(error)}") from error
     return facts
-
-
-def check_bundle(folder: Path) -> Iterator[str]:
-    """Yield a message for each file of a bundle that is missing or differs from the manifest.
-
-    Code that the manifest does not list, and a damaged manifest, are reported, too.
-    """
-    path = folder / MANIFEST_FILE
-    try:
-        recorded = _recorded_digests(folder)
-    except UserError as error:
-        yield str(error)
-        return
-    for name, digest in recorded.items():
-        file = folder / name
-        if Path(name).name != name:
-            yield f"{path}: {name!r} is no file of this folder"
-        elif not file.is_file():
-            yield f"{file}: missing"
-        elif file_sha256(file) != digest:
-            yield f"{file}: damaged: the content differs from {MANIFEST_FILE}"
-    if FACTS_FILE not in recorded:
-        yield f"{path}: lists no {FACTS_FILE}"
-    for file in sorted(folder.iterdir()):
-        if file.suffix in CODE_SUFFIXES and file.name not in recorded:
-            yield f"{file}: not in {MANIFEST_FILE}, and deploy.py may import it: remove it"
 
 
 def _recorded_digests(folder: Path) -> dict[str, str]:
     path = folder / MANIFEST_FILE
     try:
-        if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
+        if not _is_regular(path) or path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ValueError(f"no regular file of at most {MAX_MANIFEST_BYTES} bytes")
         *lines, rest = path.read_bytes().decode().split("\n")
-        if rest:
-            raise ValueError("its last line is damaged")
-        return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        found = [re.fullmatch(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]*)", line) for line in lines]
+        recorded = {each[2]: each[1] for each in found if each is not None}
+        if rest or len(recorded) < len(lines) or len({name.lower() for name in recorded}) < len(lines):
+            raise ValueError("a line is damaged, or two lines have the same name")
+        return recorded
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: no manifest of a folder to deploy ({error})") from error
 
@@ -122,10 +154,14 @@ def holds_bundle(path: Path) -> bool:
 
 
 def bundle_model(path: Path) -> Path:
-    """Return the model of the folder to deploy at a path, see `find_bundle`.
+    """Return the model of the folder to deploy at a path, see `find_bundle`; a file is returned as it is.
 
     Raises:
-        UserError: There is none, there are several, or a file differs from the manifest.
+        UserError: There is no such folder, there are several, or the folder or that of the file is damaged.
     """
-    folder = find_bundle(path)
-    return folder / str(read_bundle(folder)["file"])
+    if path.is_dir():
+        folder = find_bundle(path)
+        return folder / str(read_bundle(folder)["file"])
+    if path.is_file() and (path.parent / FACTS_FILE).is_file():
+        read_bundle(path.parent)
+    return path

@@ -21,14 +21,20 @@ from harness.graph.io.files import copy_model, model_files
 from harness.graph.io.helper_process import StepLimits
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX
-from harness.results_dir.deploy_folder import FACTS_FILE, MANIFEST_FILE, read_bundle
+from harness.results_dir.deploy_folder import (
+    FACTS_FILE,
+    MANIFEST_FILE,
+    REPORT_FILE,
+    SCRIPT_FILE,
+    is_bundle_file,
+    read_bundle,
+)
 from harness.results_dir.io import explain_write_errors, file_sha256, write_json, write_text
 from harness.shipping.deploy_script import DeployTarget, deploy_script, find_target
 from harness.shipping.report_text import report_text
 from harness.timing.workers.locks import timing_lock
 from harness.timing.workers.process import wait_for_output
 
-SCRIPT_FILE, REPORT_FILE = "deploy.py", "report.md"
 SCHEMA = 1
 FOOTPRINT_RUNS = 5
 SCRIPT_LIMIT_S = 600.0
@@ -252,12 +258,14 @@ def _is_current(folder: Path, facts: Mapping[str, Any]) -> bool:
 
 
 def remove_bundle(folder: Path) -> None:
-    """Remove a bundle if there is one; raise `UserError` if the folder has other files."""
+    """Remove a bundle if there is one; raise `UserError` if the folder is a link or has other files."""
+    if folder.is_symlink():
+        raise UserError(f"{folder}: is a link, but a folder to deploy is written here; move it away")
     if not folder.exists():
         return
-    bundle_files = {SCRIPT_FILE, REPORT_FILE, FACTS_FILE, MANIFEST_FILE, "__pycache__"}
     for path in folder.iterdir():
-        if path.name not in bundle_files and not path.name.startswith(folder.name):
+        left_over = path.suffix == ".part" or path.name == "__pycache__"  # of an interrupted run, or of an import
+        if not (left_over or is_bundle_file(path.name, folder.name)):
             raise UserError(f"{path}: is no file of a folder to deploy; move it away")
     shutil.rmtree(folder)
 

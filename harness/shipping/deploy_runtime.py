@@ -6,6 +6,8 @@ the generated file sets to the values of one model.
 
 import argparse
 import json
+import os
+import re
 import statistics
 import sys
 import threading
@@ -21,11 +23,33 @@ from harness.runtimes.onnxruntime_web.session import WebSession
 
 MODEL = "model.onnx"  # next to this file
 PACKAGE = ""  # of the runtime
+VERSION = ""  # of the runtime that the model was measured with
 OPTIONS: dict[str, Any] = {}
 INPUTS: dict[str, Any] = {}  # shape and NumPy type by name
 OUTPUTS: dict[str, Any] = {}
 PROGRAM = ""  # of a child process
 SHAPES: dict[str, Any] = {}  # shape of each input, by the names of several timed shapes
+
+
+def script_folder() -> str:
+    """Return the folder of this script."""
+    return os.path.dirname(os.path.realpath(__file__))
+
+
+def installed_path() -> list[str]:
+    """Return the import path without the folder of this script and "", so that no file there replaces a package."""
+    return [path for path in sys.path if path and os.path.realpath(path) != script_folder()]
+
+
+def remove_bytecode(spec: object) -> None:
+    """Remove the copy of this script that an import stores next to it, because Python may run it instead."""
+    stored = getattr(spec, "cached", None) or ""
+    if os.path.realpath(os.path.dirname(os.path.dirname(stored))) == script_folder():
+        try:
+            os.remove(stored)
+            os.rmdir(os.path.dirname(stored))
+        except OSError:
+            pass  # not stored, or other files are next to it
 
 
 def load_openvino(
@@ -142,6 +166,33 @@ def load_tensorrt(model: object, options: dict[str, Any] = OPTIONS) -> Callable[
     return run
 
 
+def runtime_version(run: object) -> str:
+    """Return the version of the runtime, without the name of its commit, or "" if it is unknown."""
+    found = getattr(run, "facts", {}).get("version") or getattr(sys.modules.get(PACKAGE), "__version__", "")
+    return re.split("[-+]", str(found))[0]
+
+
+def open_model(load: Callable[..., Any], *arguments: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Load a model with the installed packages, and print a warning if the version of the runtime is another one."""
+    for name in ("numpy", PACKAGE):  # a program may have imported them already
+        file = getattr(sys.modules.get(name), "__file__", None) or ""
+        if os.path.realpath(file).startswith(os.path.join(script_folder(), "")):
+            raise ImportError(f"{name} was imported from {file}, next to the script; move that file away")
+    path, sys.path[:] = sys.path[:], installed_path()
+    try:
+        run: Callable[[dict[str, Any]], dict[str, Any]] = load(*arguments)
+    finally:
+        sys.path[:] = path
+    found = runtime_version(run)
+    if found and VERSION and found != VERSION:
+        print(
+            f"warning: {PACKAGE.partition(' ')[0]} {found} runs the model, but it was measured with {VERSION}, so "
+            f"speed and outputs may differ; to compare both: qdq verify {script_folder()} --runtime-python PYTHON",
+            file=sys.stderr,
+        )
+    return run
+
+
 def random_inputs(inputs: dict[str, Any] = INPUTS, seed: int = 0) -> dict[str, Any]:
     """Return an array for each input: uniform in [0, 1), and zeros for integers."""
     rng = np.random.default_rng(seed)
@@ -219,7 +270,7 @@ def main(load: Callable[..., Any]) -> None:
     if given.output is not None:
         np.savez(given.output, **outputs)
     facts: dict[str, Any] = {
-        "version": getattr(run, "facts", {}).get("version") or getattr(sys.modules.get(PACKAGE), "__version__", None),
+        "version": runtime_version(run) or None,
         "load_ms": load_ms,
         "latency_ms": statistics.median(samples_ms),
         "samples_ms": samples_ms,

@@ -23,6 +23,7 @@ from harness.shipping import deploy_runtime
 
 Facts = Mapping[str, Any]
 _IMPORTS = re.compile(r"^(?:import|from) (?!__future__|harness).*$", re.MULTILINE)
+_PATH_IMPORTS = ("import os", "import sys")  # modules that Python has always imported when a script starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ def deploy_script(
     values = {
         "MODEL": model.name,
         "PACKAGE": target.package,
+        "VERSION": version,
         "OPTIONS": target.settings(facts),
         "INPUTS": _describe_values(input_values(graph)),
         "OUTPUTS": _describe_values(graph.output),
@@ -138,6 +140,8 @@ def deploy_script(
     functions: tuple[Callable[..., Any], ...] = (
         *target.helpers,
         target.load,
+        deploy_runtime.runtime_version,
+        deploy_runtime.open_model,
         deploy_runtime.random_inputs,
         deploy_runtime.peak_memory_mb,
         deploy_runtime.time_runs,
@@ -145,6 +149,7 @@ def deploy_script(
     )
     modules = dict.fromkeys((deploy_runtime.__name__, *(helper.__module__ for helper in target.helpers)))
     sources = (inspect.getsource(sys.modules[module]) for module in modules)
+    imports = dict.fromkeys(line for source in sources for line in _IMPORTS.findall(source))
     parts = [
         f'"""Run {model.name} in {target.title} {version} with the settings it was measured with.\n\n'
         f"Needs the packages numpy and {target.package}. In a program of your own:\n\n"
@@ -152,15 +157,23 @@ def deploy_script(
         "    run = load()\n"
         "    outputs = run(inputs)  # arrays by the names in INPUTS\n"
         '"""',
-        "\n".join(dict.fromkeys(line for source in sources for line in _IMPORTS.findall(source))),
+        "\n".join(_PATH_IMPORTS),
+        *(
+            f"\n{inspect.getsource(each).rstrip()}"
+            for each in (deploy_runtime.script_folder, deploy_runtime.installed_path, deploy_runtime.remove_bytecode)
+        ),
+        "\nPROGRAM_PATH, sys.path[:] = sys.path[:], installed_path()  # before any other import\n"
+        'remove_bytecode(globals().get("__spec__"))',
+        "\n".join(line for line in imports if line not in _PATH_IMPORTS),
         "\n".join(f"{name} = {pformat(value, width=110, sort_dicts=False)}" for name, value in values.items()),
         *([f"PROGRAM = r'''\n{target.program}'''"] if target.program else []),
         *(f"\n{inspect.getsource(function).rstrip()}" for function in functions),
         f"\ndef load(model: object = None{', shapes: Any = None' * bool(at)}) -> "
         "Callable[[dict[str, Any]], dict[str, Any]]:\n"
         '    """Load a model, by default the one next to this file; return a function of input arrays by name."""\n'
-        f"    return {target.load.__name__}(Path(__file__).with_name(MODEL) if model is None else model{at})",
-        '\nif __name__ == "__main__":\n    main(load)\n',
+        f"    file = Path(__file__).with_name(MODEL) if model is None else model\n"
+        f"    return open_model({target.load.__name__}, file{at})",
+        '\nif __name__ == "__main__":\n    main(load)\nelse:\n    sys.path[:] = PROGRAM_PATH\n',
     ]
     return "\n\n".join(parts)
 

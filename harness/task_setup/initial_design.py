@@ -77,7 +77,7 @@ def initial_file(start: PluginSpec) -> Path:
         UserError: There is no such file, it cannot be read, or there are several folders to deploy.
     """
     path = resolve_path(start.params["path"], start.base_dir)
-    return find_qdq_file(path) if start.use == "placement" else _resolve_folder(path)
+    return find_qdq_file(path) if start.use == "placement" else bundle_model(path)
 
 
 def find_qdq_file(path: Path) -> Path:
@@ -86,16 +86,12 @@ def find_qdq_file(path: Path) -> Path:
     Raises:
         UserError: There is no such file, it cannot be read, has no Q/DQ pair, or there are several folders to deploy.
     """
-    file = _resolve_folder(path)
+    file = bundle_model(path)
     if not file.is_file():
         raise UserError(f"{file}: no such Q/DQ file or folder to deploy")
     if not any(node.op_type in QDQ_OPS for node in read_qdq_graph(file).proto.graph.node):
         raise UserError(f"{file}: holds no Q/DQ pair, so there is no placement to read from it")
     return file
-
-
-def _resolve_folder(path: Path) -> Path:
-    return bundle_model(path) if path.is_dir() else path
 
 
 def is_exported(path: Path) -> bool:

@@ -22,7 +22,7 @@ from harness.report.load.results import load
 from harness.report.report_table import write_table
 from harness.report.tables.catalog import build_tables
 from harness.results_dir.artifacts import Choice, ExportedModel
-from harness.results_dir.io import read_json, write_json
+from harness.results_dir.io import file_sha256, read_json, write_json
 from harness.results_dir.journal import Journal
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN, RowFailure, Turn, encode_turn_event
@@ -191,6 +191,24 @@ def edit_json(path: Path, change=None, **facts) -> None:
         change(body)
     body.update(facts)
     write_json(path, {key: value for key, value in body.items() if value is not None})
+
+
+def seal_bundle(folder: Path, **facts) -> None:
+    """Write the manifest of a folder to deploy as a stranger can; if facts are given, also its files but the model."""
+    if facts:
+        known = {
+            "schema": 1,
+            "file": "net.onnx",
+            "answer": "",
+            "latency_ms": [1.0, 1.0, 1.0],
+            "experiment": {},
+            "runtime": {"name": "simulated"},
+        }
+        write_json(folder / "ship.json", {**known, "runtime": {"name": "simulated"}, **facts})
+        for name in ("deploy.py", "report.md"):
+            (folder / name).touch()
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "SHA256SUMS")
+    (folder / "SHA256SUMS").write_text("".join(f"{file_sha256(path)}  {path.name}\n" for path in files))
 
 
 def edit_samples(task: Path, row: str, change) -> None:

@@ -1,11 +1,14 @@
 """Folder to deploy: the script runs the model as it was measured, and the manifest shows damage."""
 
-import hashlib
 import json
+import os
+import random
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -13,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from fake_cuda import FakeCuda
 from fake_trt import FakeTensorRT
 from onnx_models import activation_ranges, loaded, run_onnxruntime
 from small import qdq
-from small_results import TASK, edit_json, write_folder
+from small_results import TASK, edit_json, seal_bundle, write_folder
 
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -242,13 +246,6 @@ def test_the_script_names_an_argument_that_it_cannot_use(program, tmp_path, monk
     assert fact in capsys.readouterr().err
 
 
-def seal(folder: Path) -> None:
-    """Write the manifest of a folder as a stranger can."""
-    files = sorted(path for path in folder.iterdir() if path.name != "SHA256SUMS")
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
-    (folder / "SHA256SUMS").write_text("".join(lines))
-
-
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -263,7 +260,7 @@ def seal(folder: Path) -> None:
 )
 def test_verify_validates_ship_json(folder, tmp_path, changes, key, capsys):
     edit_json(folder / "ship.json", **changes)
-    seal(folder)
+    seal_bundle(folder)
     assert qdq("verify", str(folder)) == 2
     assert key in capsys.readouterr().err
 
@@ -318,10 +315,10 @@ def test_model_names_are_escaped_in_the_deploy_script(tmp_path):
     facts = {**describe("onnxruntime"), "version": '1.0"""\nimport os'}
     target = find_target(facts)
     assert target is not None
-    found: dict[str, Any] = {"__name__": "deploy"}
+    found: dict[str, Any] = {"__name__": "deploy", "__file__": str(tmp_path / "deploy.py")}
     exec(compile(deploy_script(quantized, facts, target), "deploy.py", "exec"), found)
     assert list(found["INPUTS"]) == [name]
-    assert "os" not in found
+    assert "abort" not in str(found["__doc__"]).partition("os.")[0]
 
 
 def test_an_unchanged_folder_is_not_written_again_and_files_of_others_are_kept(tmp_path):
@@ -347,19 +344,163 @@ def test_check_bundle_detects_damaged_files(folder, tmp_path, capsys):
         assert str(folder) in capsys.readouterr().err
         path.write_bytes(whole)
     assert not list(check_bundle(folder))
-    stray = folder / "numpy.py"  # deploy.py would import it
-    stray.touch()
-    assert [str(stray) in problem for problem in check_bundle(folder)] == [True]
-    stray.unlink()
-    (folder / "SHA256SUMS").unlink()
-    assert [str(folder / "SHA256SUMS") in problem for problem in check_bundle(folder)] == [True]
+
+
+ENTRIES: Mapping[str, Callable[[Path], object]] = {
+    "file": Path.touch,
+    "folder": Path.mkdir,
+    "package": lambda path: [path.mkdir(), (path / "__init__.py").touch()],
+    "link": lambda path: path.symlink_to(__file__),
+    "folder link": lambda path: path.symlink_to(Path(__file__).parent),
+    "dangling link": lambda path: path.symlink_to("gone"),
+    "pipe": os.mkfifo,
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path)),
+}
+
+
+def test_each_unlisted_or_replaced_entry_is_reported(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    draw = random.Random(0)
+    listed = sorted(path.name for path in folder.iterdir())
+    suffixes = ("", ".py", ".pyc", ".cpython-311-x86_64-linux-gnu.so", ".txt", ".onnx", ".part")
+    for turn in range(80):
+        make = draw.choice(sorted(ENTRIES))
+        if replaced := turn % 4 == 0:
+            name = draw.choice(listed)
+            kept = folder.with_name(name)
+            (folder / name).rename(kept)
+        else:
+            stem = draw.choice(("numpy", "onnxruntime", "__pycache__", ".hidden", "NET", "net", "Deploy", "é", "a b"))
+            name = f"{stem}{draw.choice(suffixes)}"
+        if (folder / name).exists():
+            continue
+        ENTRIES[make](folder / name)
+        assert list(check_bundle(folder)), f"{make} {name}"
+        remove(folder / name)
+        if replaced:
+            kept.rename(folder / name)
+        assert not list(check_bundle(folder)), f"{make} {name}"
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda lines: [*lines, f"{'0' * 64}  ../secret\n"], "line"),
+        (lambda lines: [*lines, f"{'0' * 64}  /etc/passwd\n"], "line"),
+        (lambda lines: [*lines, lines[0]], "line"),
+        (lambda lines: [*lines, lines[0].upper().replace(lines[0][:64].upper(), lines[0][:64])], "line"),
+        (lambda lines: [line.replace(line[:64], line[:63]) for line in lines], "line"),
+        (lambda lines: [line for line in lines if "ship.json" not in line], "ship.json"),
+        (lambda lines: [line for line in lines if "net.onnx" not in line], "net.onnx"),
+        (lambda lines: [line for line in lines if "deploy.py" not in line], "deploy.py"),
+        (lambda lines: [], "ship.json"),
+    ],
+)
+def test_each_change_of_the_manifest_is_reported(folder, change, fact):
+    path = folder / "SHA256SUMS"
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+    assert any(fact in problem for problem in check_bundle(folder))
+    path.unlink()
+    assert [str(path) in problem for problem in check_bundle(folder)] == [True]
+
+
+def test_a_listed_file_that_no_folder_to_deploy_has_is_reported(folder):
+    (folder / "numpy.py").touch()
+    seal_bundle(folder)
+    assert ["numpy.py" in problem for problem in check_bundle(folder)] == [True]
+    (folder / "numpy.py").rename(folder / "net.onnx.data1")
+    seal_bundle(folder)
+    assert not list(check_bundle(folder)), "external data"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("verify", "SHIP"),
+        ("apply", "SHIP", "float.onnx", "--out", "out"),
+        ("export-recipe", "SHIP", "--for", "ort", "-o", "recipe.py"),
+        ("explain", "SHIP/net.onnx"),
+        ("explain", "SHIP/net.onnx", "--backend", "openvino"),
+        ("insert", "float.onnx", "--placement", "SHIP", "-o", "q.onnx"),
+        ("insert", "float.onnx", "--placement", "SHIP/net.onnx", "-o", "q.onnx"),
+        ("recover", "float.onnx", "--placement", "SHIP/net.onnx"),
+        ("autotune", "--onnx_path", "float.onnx", "--start", "SHIP", "--output_dir", "out"),
+    ],
+)
+def test_every_command_refuses_a_folder_with_an_unlisted_entry(folder, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    save_quantized(tmp_path)
+    (folder / "numpy").mkdir()
+    assert qdq(*(word.replace("SHIP", str(folder)) for word in command)) == 2
+    assert f"{folder.relative_to(tmp_path)}/numpy" in capsys.readouterr().err
+
+
+def test_verify_reports_unlisted_entries_of_a_results_folder(folder, tmp_path, capsys):
+    results = tmp_path / "results"
+    results.mkdir()
+    write_folder(results)
+    folder.parent.rename(results / "ship")
+    assert qdq("verify", str(results)) == 0
+    for name in ("ship/numpy.py", "ship/net/numpy.py"):
+        (results / name).touch()
+        assert qdq("verify", str(results)) == 1
+        assert str(results / name) in capsys.readouterr().out
+        (results / name).unlink()
+    (results / "ship/other").symlink_to(results / "ship/net")
+    assert qdq("verify", str(results)) == 1
+
+
+STARTS = {
+    "script": ("deploy.py", "--repeat", "1"),
+    "module": ("-c", "import sys; from deploy import load; load(); import os; assert '' in sys.path"),
+    "module of another folder": ("-c", "import sys; sys.path.insert(0, {folder!r}); from deploy import load; load()"),
+    "program": ("-m", "deploy", "--repeat", "1"),
+}
+
+
+@pytest.mark.parametrize("start", sorted(STARTS))
+def test_the_script_imports_no_file_of_its_folder_and_leaves_none(folder, tmp_path, start):
+    before = {path.name for path in folder.iterdir()}
+    planted = ("numpy", "onnxruntime", "argparse", "statistics", "concurrent", "typing")
+    for name in planted:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
+    place = tmp_path if "another" in start else folder
+    command = [sys.executable, *(word.format(folder=str(folder)) for word in STARTS[start])]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "marker").exists()
+    assert {path.name for path in folder.iterdir()} == {*before, *planted}
+
+
+def test_the_script_refuses_a_package_that_a_program_imported_from_its_folder(folder, monkeypatch):
+    monkeypatch.setattr(np, "__file__", str(folder / "numpy/__init__.py"))
+    with pytest.raises(ImportError, match="numpy was imported from"):
+        runpy.run_path(str(folder / "deploy.py"))["load"]()
+
+
+@pytest.mark.parametrize("version", ["0.1", None])
+def test_the_script_warns_of_another_version_in_one_line(folder, monkeypatch, capsys, version):
+    monkeypatch.setattr(onnxruntime, "__version__", version or onnxruntime.__version__)
+    runpy.run_path(str(folder / "deploy.py"))["load"]()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (version is not None)
+    for line in lines:
+        assert all(word in line for word in ("0.1", read_bundle(folder)["runtime"]["version"], f"qdq verify {folder}"))
 
 
 def test_verify_runs_the_folder_but_not_its_script(folder, tmp_path, capsys):
     assert qdq("verify", str(folder)) == 0
     assert "run: ok" in capsys.readouterr().out
     (folder / "deploy.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
-    seal(folder)
+    seal_bundle(folder)
     found = compare_runtimes(
         folder, str(environment(tmp_path, f'exec {sys.executable} "$@"')), NullProgress(), builds=2
     )

@@ -12,6 +12,7 @@ from onnx import numpy_helper
 from onnx_models import activation_ranges, loaded
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
 from small import qdq, save_small
+from small_results import seal_bundle
 
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
@@ -26,8 +27,6 @@ from harness.graph.rules.dialects import OPENVINO
 from harness.pipeline import recovery
 from harness.progress import NullProgress
 from harness.report.load.results import load as load_results
-from harness.results_dir.deploy_folder import MANIFEST_FILE
-from harness.results_dir.io import file_sha256, write_json
 from harness.shipping.placements import apply_experiment
 from harness.task_setup.initial_design import InitialDesign, check_files
 from harness.task_setup.placed_models import RECOVERY_STEPS
@@ -226,7 +225,7 @@ def test_apply_measures_the_placement_in_a_new_model(tmp_path, monkeypatch, caps
         "precision": ["int8"],
         "confirmation": {"builds": 3, "rounds": 2, "samples": 3},
     }
-    seal(shipped.parent, stored)
+    seal_bundle(shipped.parent, experiment=stored)
     new = retrain(tmp_path / "net.onnx", tmp_path / "new.onnx")
     assert apply_experiment(shipped.parent, new, {}, tmp_path, builds=9).confirmation.builds == 9
     assert qdq("apply", str(shipped.parent), str(new), "--out", "out") == 0
@@ -261,7 +260,7 @@ def stored_experiment(**changes: Any) -> dict[str, Any]:
 )
 def test_apply_repeats_recovery_if_the_objective_allows(tmp_path, objective, repeated):
     export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
-    seal(tmp_path / "ship/net", stored_experiment(objective=objective))
+    seal_bundle(tmp_path / "ship/net", experiment=stored_experiment(objective=objective))
     experiment = apply_experiment(tmp_path / "ship/net", tmp_path / "net.onnx", {}, tmp_path)
     assert [searcher.name for searcher in experiment.searchers] == ["recovered"] * repeated
 
@@ -270,7 +269,7 @@ def test_apply_repeats_recovery_if_the_objective_allows(tmp_path, objective, rep
 def test_apply_prints_the_steps_that_gain_on_the_new_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
-    seal(tmp_path / "ship/net", stored_experiment(objective={"max_drop": 119.0}))
+    seal_bundle(tmp_path / "ship/net", experiment=stored_experiment(objective={"max_drop": 119.0}))
     new = retrain(tmp_path / "net.onnx", tmp_path / "new.onnx")
     monkeypatch.setattr(recovery, "surely_within", lambda *_, **__: False)  # such a placement is not recovered
     assert qdq("apply", "ship/net", str(new), "--out", "out") == 0
@@ -294,16 +293,9 @@ def test_apply_prints_the_steps_that_gain_on_the_new_weights(tmp_path, monkeypat
 )
 def test_apply_refuses_a_damaged_experiment(tmp_path, damaged):
     (tmp_path / "net.onnx").touch()
-    seal(tmp_path, damaged)
+    seal_bundle(tmp_path, experiment=damaged)
     with pytest.raises(UserError, match="experiment"):
         apply_experiment(tmp_path, tmp_path / "new.onnx", {}, tmp_path, builds=3)
-
-
-def seal(folder: Path, experiment: dict[str, Any]) -> None:
-    """Write facts and manifest of a folder to deploy with `net.onnx`."""
-    facts = {"answer": "", "latency_ms": [1.0, 1.0, 1.0], "runtime": {"name": "simulated"}, "experiment": experiment}
-    write_json(folder / "ship.json", {"schema": 1, "file": "net.onnx", **facts})
-    (folder / MANIFEST_FILE).write_text("".join(f"{file_sha256(path)}  {path.name}\n" for path in folder.iterdir()))
 
 
 def read_initial(path: Path, model: Model) -> dict[Edge, str]:
@@ -318,7 +310,7 @@ def read_initial(path: Path, model: Model) -> dict[Edge, str]:
 
 def test_initial_placement_from_file_deploy_folder_or_results(tmp_path):
     shipped = export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
-    seal(shipped.parent, {})
+    seal_bundle(shipped.parent, experiment={})
     model = load(tmp_path / "net.onnx")
     (wanted,) = {frozenset(read_initial(path, model)) for path in (tmp_path, *shipped.parents[:2], shipped)}
     assert wanted == set(read_qdq_graph(shipped).edges)
