@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +15,11 @@ from typing import Any, Self
 
 from harness.api import ExternalSearchTask
 from harness.errors import BuildFailed, install_hint
+from harness.timing.workers.process import python_command
 
 _CHILD = Path(__file__).with_name("modelopt_child.py")
 _BOOT = (
-    "import runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
+    "import runpy; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 
@@ -71,7 +71,7 @@ class ModelOptAutotune:
         self._log = folder / "autotune.log"
         with child_end, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, str(_CHILD), "request.json", str(child_end.fileno())],
+                python_command(_BOOT, str(_CHILD), "request.json", str(child_end.fileno())),
                 cwd=folder, env=os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)},
                 stdin=subprocess.PIPE,  # never written to: see `die_with_parent`
                 stdout=log, stderr=subprocess.STDOUT, pass_fds=[child_end.fileno()], start_new_session=True,

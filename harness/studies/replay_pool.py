@@ -121,6 +121,7 @@ def _replay_unordered(batches: Sequence[ReplayBatch], workers: int) -> Iterator[
             _replay_batch(batch)
             yield batch
         return
+    os.environ["PYTHONSAFEPATH"] = "1"  # so that workers import no module of the working folder
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker) as pool:
         waiting = {pool.submit(_replay_batch, batch): batch for batch in batches}

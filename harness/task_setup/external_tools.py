@@ -26,6 +26,7 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.graph.rules.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect, load_dialect
 from harness.paths import cache_dir
 from harness.progress import Observer
+from harness.registry import uses_objects
 from harness.results_dir.io import explain_write_errors
 from search.space import Space
 
@@ -91,9 +92,12 @@ def run_external_tool(name: str, request: QuantizationRequest, observer: Observe
         UserError: The disk is full.
     """
     options, tool = request.options, TOOLS[name]
+    metric = request.metric if tool.controls_accuracy else None
     reason = unavailable_reason(name, options.get("precision", "int8"))
-    if tool.controls_accuracy and request.metric is None:
+    if tool.controls_accuracy and metric is None:
         reason = reason or "keeps a bound on accuracy, but the objective has none"
+    elif metric is not None and uses_objects(metric.evaluator.use, metric.evaluator.params):
+        reason = reason or "its process cannot call a metric of this program; put it into a module, named module:NAME"
     if reason:
         observer.say(f"{request.source}: {name} cannot run: {reason}")
         return ExternalModel(name=name, path=None, reason=reason)
@@ -105,7 +109,6 @@ def run_external_tool(name: str, request: QuantizationRequest, observer: Observe
     substitute = method if (remark := method_substitute(name, requested)) else ""
     if remark:
         observer.say(f"{request.source}: {remark}")
-    metric = request.metric if tool.controls_accuracy else None
     is_ir = name in _IR_TOOLS and options["dialect_name"].startswith("openvino")
     key = _cache_key(name, options, f"{request.data_key}{metric or ''}")
     path = cache_dir() / "ptq" / key / f"{name}{IR_SUFFIX if is_ir else '.onnx'}"

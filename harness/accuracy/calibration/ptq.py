@@ -31,7 +31,7 @@ from harness.graph.io.files import copy_model, move_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, StepLimits
 from harness.graph.plugin_operators import extract_plugin_subgraph
 from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
-from harness.timing.workers.process import wait_for_output
+from harness.timing.workers.process import python_command, wait_for_output
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,7 @@ _RUN_PROGRAM = (
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 _CHILD_BOOTSTRAP = (
-    "import os, runpy, sys; from harness.timing.workers.process import die_with_parent; die_with_parent(); "
-    + _RUN_PROGRAM
+    "import os, runpy; from harness.timing.workers.process import die_with_parent; die_with_parent(); " + _RUN_PROGRAM
 )
 _PLAIN_BOOTSTRAP = (  # for interpreters without the harness; does what `die_with_parent` does
     "import fcntl, os, runpy, signal, sys; signal.signal(signal.SIGIO, signal.SIG_DFL); "
@@ -190,7 +189,8 @@ def _run_tool(
             "seconds": str(folder / "seconds.txt"),
         }
         if metric is not None:
-            request |= {**metric.settings, "evaluator": metric.evaluator.model_dump(mode="json")}
+            evaluator = metric.evaluator.model_dump(mode="json")
+            request |= {**metric.settings, "evaluator": evaluator, "folder": str(Path.cwd())}
         started_s = time.monotonic()
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         done = _run_child(tool, folder, limit_s)
@@ -265,14 +265,14 @@ def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.Com
 def _child_command(tool: str, request: Path) -> list[str]:
     """Return the command of a tool's child process.
 
-    Option -P keeps the working directory out of `sys.path`. The interpreter of a separate environment lacks the
-    harness, so its program imports only `tool_child`, from its own folder.
+    The interpreter of a separate environment lacks the harness, so its program imports only `tool_child`, from its own
+    folder.
     """
     found = TOOLS.get(tool)
     program = _MODELOPT_PROGRAM if found is None else found.program
     python = sys.executable if found is None else str(tool_python(found))
     if python == sys.executable:
-        return [python, "-P", "-c", _CHILD_BOOTSTRAP, str(program), str(request)]
+        return python_command(_CHILD_BOOTSTRAP, str(program), str(request))
     return [python, "-c", _PLAIN_BOOTSTRAP, str(program), str(request)]
 
 

@@ -27,9 +27,20 @@ EXIT_LIMIT_S = 5.0  # wait for the end of a process that closed its connection
 _KILLING_SIGNALS = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM})  # a crash has others
 POLL_INTERVAL_S = 0.25  # interval of the readings of a worker's memory
 _BOOT_CODE = (
-    "import gc, json, sys; gc.set_threshold(50_000, 20, 20); sys.path[:] = json.loads(sys.argv[2]); "
-    "from importlib import import_module; import_module(sys.argv[3]).serve(int(sys.argv[1]))"
+    "import faulthandler, gc; faulthandler.enable(); gc.set_threshold(50_000, 20, 20); "
+    "from importlib import import_module; import_module(sys.argv[2]).serve(int(sys.argv[1]))"
 )
+
+
+def python_command(code: str, *arguments: str) -> list[str]:
+    """Return the command of a child process of this interpreter, which finds the same modules as this process.
+
+    The child has the import path of this process, and by the environment its trust in plug-ins. Option -P keeps the
+    working folder out of the path from the start, because modules in it would replace those of Python.
+    """
+    path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+    start = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    return [sys.executable, "-P", "-u", "-c", start + code, path, *arguments]
 
 
 class WorkerProcess:
@@ -48,11 +59,10 @@ class WorkerProcess:
         self, output: IO[bytes], first_handle: int = 0, *, body: str = "harness.timing.workers.sandbox"
     ) -> None:
         self.first_handle = first_handle
-        command = [sys.executable, "-u", "-X", "faulthandler", "-c", _BOOT_CODE]
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), json.dumps(sys.path), body],
+                python_command(_BOOT_CODE, str(theirs.fileno()), body),
                 stdin=subprocess.PIPE,  # never written to: see `die_with_parent`
                 stdout=output,
                 stderr=output,

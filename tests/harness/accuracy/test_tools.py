@@ -15,12 +15,14 @@ from harness.accuracy.calibration.ptq import MetricRequest, quantize
 from harness.accuracy.tools import catalog
 from harness.accuracy.tools.catalog import TOOLS, PtqTool, environment_python, install_environment, unavailable_reason
 from harness.api import Candidate
+from harness.cli.common import add_to_sys_path
 from harness.config.sections import PluginSpec
 from harness.errors import BuildFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model, model_files, move_model
 from harness.graph.qdq.qdq_graph import count_pairs, read_precisions
+from harness.paths import TRUST_VARIABLE
 from harness.random_inputs import random_feeds
 from harness.runtimes.openvino import OpenVINOBenchmarker
 from harness.task_setup.model_loader import complete_evaluator
@@ -184,6 +186,60 @@ def test_nncf_accuracy_control_uses_the_task_evaluator(model, tmp_path):
     quantize("nncf_accuracy_control", model, made, BATCHES, metric=metric, dialect_name="onnxruntime")
     assert "QuantizeLinear" in {node.op_type for node in onnx.load(made).graph.node}
     assert count_pairs(made) > 0
+
+
+PLUGIN = """
+from pathlib import Path
+Path(__file__).with_suffix(".imported").touch()
+
+class Score:
+    metric, higher_is_better = "score", True
+
+    def __init__(self):
+        self.offset = float(Path("offset.txt").read_text())
+
+    def score(self, infer):
+        return infer({})
+"""
+EVALUATING_PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {programs!r})
+from nncf_child import _open_evaluator, chdir
+from tool_child import serve_request
+
+def scoring(request):
+    with chdir(request["folder"]):
+        Path(request["output"]).write_text(str(_open_evaluator(request).offset))
+
+serve_request({"scoring": scoring}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_tool_finds_the_plugins_of_the_experiment_only_if_they_are_trusted(model, tmp_path, monkeypatch, trusted):
+    program, folder = tmp_path / "program.py", tmp_path / "experiment"
+    program.write_text(EVALUATING_PROGRAM.replace("{programs!r}", repr(str(catalog._PROGRAMS))))
+    folder.mkdir()
+    (folder / "own_metric.py").write_text(PLUGIN)
+    (folder / "offset.txt").write_text("0.25")
+    (folder / "json.py").write_text("raise SystemExit('imported from the working folder')")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(ptq, "TOOLS", {"scoring": PtqTool(modules=(), methods=("minmax",), program=program)})
+    monkeypatch.delenv(TRUST_VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if trusted:
+        monkeypatch.setenv(TRUST_VARIABLE, "1")
+    add_to_sys_path(folder)
+    made = tmp_path / "made.onnx"
+    metric = MetricRequest(evaluator=PluginSpec(use="own_metric:Score"), max_drop=0.01)
+    if trusted:
+        quantize("scoring", model, made, BATCHES, metric=metric, dialect_name="openvino")
+        assert made.read_text() == "0.25"
+    else:
+        with pytest.raises(BuildFailed, match="--trust-plugins"):
+            quantize("scoring", model, made, BATCHES, metric=metric, dialect_name="openvino")
+    assert (folder / "own_metric.imported").exists() is trusted
 
 
 @pytest.mark.usefixtures("warm_tools")

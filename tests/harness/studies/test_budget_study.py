@@ -409,7 +409,10 @@ def test_invalid_study_file_names_location(tables, tmp_path, capsys, text, optio
     assert message in capsys.readouterr().err
 
 
-def test_result_is_independent_of_worker_count(tables, tmp_path):
+def test_result_is_independent_of_worker_count_and_working_folder(tables, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "multiprocessing.py").write_text("raise SystemExit('imported from the working folder')")
     for workers in ("1", "2"):
         main(["study", *tables, "--out", str(tmp_path / workers), *SEARCHERS, *ORDER[:-1], workers])
     assert walks(tmp_path / "1") == walks(tmp_path / "2")

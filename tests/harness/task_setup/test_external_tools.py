@@ -11,7 +11,9 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from harness.accuracy.calibration.ptq import MetricRequest
 from harness.config.experiment import parse_experiment
+from harness.config.sections import PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.qdq.import_placement import import_placement
@@ -19,6 +21,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME
 from harness.progress import NullProgress
 from harness.random_inputs import random_feeds
+from harness.registry import register_object
 from harness.task_setup import external_tools as foreign
 from harness.task_setup.external_tools import QuantizationRequest, run_external_tool, tool_remarks
 
@@ -108,6 +111,10 @@ def test_unavailable_tool_gives_reason_before_start(order, monkeypatch):
     made = run_external_tool("modelopt_ptq", order, NullProgress())
     assert made.path is None
     assert "modelopt not installed: pip install" in made.reason
+    evaluator = PluginSpec(use="metric", params={"function": register_object(activations)})
+    monkeypatch.setattr(foreign, "unavailable_reason", lambda *_: "")
+    order = replace(order, metric=MetricRequest(evaluator=evaluator, max_drop=0.01))
+    assert "module:NAME" in run_external_tool("nncf_accuracy_control", order, NullProgress()).reason
 
 
 def remarks(**changes: Any) -> list[str]:

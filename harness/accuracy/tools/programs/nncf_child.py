@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ def nncf_ptq(request: dict[str, Any]) -> None:
 def nncf_accuracy_control(request: dict[str, Any]) -> None:
     """Run NNCF's quantization that returns operators to float until the metric is within the bound."""
     nncf, model = _import_nncf(), _open_model(request)
-    evaluator = _open_evaluator(request)
+    with chdir(request["folder"]):  # of the program, from which a plug-in may read files
+        evaluator = _open_evaluator(request)
 
     def validate(compiled: Any, items: Iterable[Any]) -> float:
         list(items)  # NNCF counts them; the evaluator always scores all of its own data
-        found = float(evaluator.score(_infer_function(compiled)).metrics[evaluator.metric])
+        with chdir(request["folder"]):
+            found = float(evaluator.score(_infer_function(compiled)).metrics[evaluator.metric])
         return found if evaluator.higher_is_better else -found
 
     relative = request["relative_drop"]

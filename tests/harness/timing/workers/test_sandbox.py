@@ -31,7 +31,7 @@ from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.execution_target import LocalTarget
 from harness.timing.workers.in_process import InProcess
 from harness.timing.workers.locks import timing_lock
-from harness.timing.workers.process import WorkerProcess
+from harness.timing.workers.process import WorkerProcess, python_command
 from harness.timing.workers.sandbox import Sandbox, open_engines
 from harness.timing.workers.trial_pool import WorkerKilled
 from search.space import Edge
@@ -410,3 +410,14 @@ def test_a_group_of_turns_whose_worker_is_killed_is_timed_again(tmp_path, candid
     events = [*confirm(rows[1:], rows[0], open_engines=open_engines, schedule=schedule, rng=rng)]
     assert len(set(seen)) == 2
     assert summarize_turns(events, "float").rows["all"].builds_ok == 1
+
+
+def test_child_processes_import_the_modules_of_this_process_and_none_of_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "own_module.py").write_text("value = 3")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "json.py").write_text("raise SystemExit('imported from the working folder')")
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(sys, "path", [*sys.path, ".."])
+    code = "import json, own_module; print(own_module.value, sys.argv[1:])"
+    done = subprocess.run(python_command(code, "word"), cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout == "3 ['word']\n"
