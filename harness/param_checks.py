@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from harness.errors import UserError
-from harness.paths import TRUST_VARIABLE, plugins_trusted
+from harness.paths import require_trust
 
 _YAML_TERMS = {"a valid array": "a list", "an object": "a mapping"}
 
@@ -45,11 +45,7 @@ def _require_trusted_code(label: str, factory: object, params: Mapping[str, Any]
     """
     programs = [name for name in getattr(factory, "program_params", ()) if "/" in str(params.get(name) or "")]
     for name in (*programs, *(name for name in getattr(factory, "code_params", ()) if params.get(name))):
-        if not plugins_trusted():
-            raise UserError(
-                f"{label}: {name} would run code of {params[name]!r} or write to it; if you trust it, give "
-                f"--trust-plugins or set {TRUST_VARIABLE}=1"
-            )
+        require_trust(f"{label}: {name} would run code of {params[name]!r} or write to it")
 
 
 def _check_counts(path: str, name: str, value: Any, most: int) -> None:

@@ -124,6 +124,16 @@ def plugins_trusted() -> bool:
     return os.environ.get(TRUST_VARIABLE) == "1"
 
 
+def require_trust(danger: str) -> None:
+    """Raise `UserError` with the option that allows it, unless plug-ins are trusted.
+
+    Args:
+        danger: Key and value of a file, and what they would do.
+    """
+    if not plugins_trusted():
+        raise UserError(f"{danger}; if you trust it, give --trust-plugins or set {TRUST_VARIABLE}=1")
+
+
 def trust_plugins() -> None:
     """Allow `package.module:Class` in this process and the worker processes that it starts."""
     os.environ[TRUST_VARIABLE] = "1"

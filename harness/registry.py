@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from harness.errors import MAX_COUNT, CandidateError, UserError, suggest_names
 from harness.param_checks import check_values
-from harness.paths import TRUST_VARIABLE, plugins_trusted
+from harness.paths import require_trust
 
 T = TypeVar("T")
 MAX_SEARCHER_COUNT = 100_000  # limit of integers in parameters of searchers, on which the time of a proposal may depend
@@ -134,11 +134,7 @@ def find_entry_point(kind: str, use: str) -> EntryPoint:
     if ":" in use:
         if ENTRY_POINT_PATTERN.fullmatch(use) is None:
             raise UserError(f"{kind} {use!r}: neither a name nor package.module:Class")
-        if not plugins_trusted():
-            raise UserError(
-                f"{kind} {use!r} would run code of the module {use.partition(':')[0]}; if you trust it, give "
-                f"--trust-plugins or set {TRUST_VARIABLE}=1"
-            )
+        require_trust(f"{kind} {use!r} would run code of the module {use.partition(':')[0]}")
         return EntryPoint(name=use, value=use, group=ENTRY_POINT_GROUPS.get(kind, ""))
     known = installed_plugins(kind)
     found = [plugin for plugin in known if plugin.name == use]
@@ -148,6 +144,12 @@ def find_entry_point(kind: str, use: str) -> EntryPoint:
         origins = " and by ".join(plugin.origin for plugin in found)
         raise UserError(f"{kind} {use!r} is offered by {origins}: uninstall all but one of them")
     return found[0].entry_point
+
+
+def check_trust(kind: str, use: str) -> None:
+    """Raise `UserError` if `use` is a `package.module:Attribute` that is neither registered nor trusted."""
+    if ":" in use and use not in _OBJECTS:
+        find_entry_point(kind, use)
 
 
 def _unknown_plugin(kind: str, use: str, names: Iterable[str]) -> UserError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.config.sections import ExecutorSpec, Limits
 from harness.errors import UserError
-from harness.paths import TRUST_VARIABLE, plugins_trusted
+from harness.paths import require_trust
 from harness.progress import Observer
 from harness.timing.workers.execution_target import ExecutionTarget, LocalTarget
 
@@ -20,6 +20,12 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # workers without a GPU keep the GPUs that they see
 }
 OWN_ADDRESSES = ("auto", "local")  # a cluster that the user started, or one of this process
+
+
+def require_trusted_address(executor: ExecutorSpec) -> None:
+    """Raise `UserError` for a cluster that the user did not start, unless plug-ins are trusted."""
+    if executor.address not in OWN_ADDRESSES:
+        require_trust(f"executor.address: the cluster at {executor.address!r} could run code on this machine")
 
 
 @contextmanager
@@ -38,11 +44,7 @@ def open_execution_target(
     if executor.use == "local":
         yield LocalTarget(executor, limits)
         return
-    if executor.address not in OWN_ADDRESSES and not plugins_trusted():
-        raise UserError(
-            f"executor.address: the cluster at {executor.address!r} could run code on this machine; if you trust it, "
-            f"give --trust-plugins or set {TRUST_VARIABLE}=1"
-        )
+    require_trusted_address(executor)
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

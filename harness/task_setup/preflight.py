@@ -7,17 +7,19 @@ evaluators are constructed. Nothing is built or measured, and at most one calibr
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 from harness import registry, zoo
+from harness.accuracy.calibration.range_estimators import create_estimator
 from harness.accuracy.data.datasets import DatasetCache, ImageDataset
 from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
 from harness.accuracy.data.subsets import HALF_NAMES
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import few_images_note
 from harness.api import ExternalSearchTask, require_timing
+from harness.cluster import require_trusted_address
 from harness.config.experiment import Experiment
 from harness.config.initial import PTQ_TOOLS
 from harness.config.objective import Objective, check_objective
@@ -33,6 +35,7 @@ from harness.errors import (
     suggest_names,
 )
 from harness.graph.model import Model
+from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
 from harness.runtimes.rtx_compile.compiler import import_compiler
@@ -45,6 +48,15 @@ from harness.task_setup.model_loader import calibration_batches, evaluator_spec,
 from search.api import CONTRACT
 from search.synthetic_problem import synthetic_space
 
+CODE_KEYS: Mapping[str, str] = {
+    "searchers.*.use": "searcher",
+    "backends.*.use": "benchmarker",
+    "models.*.preprocess.use": "preprocessing",
+    "models.*.evaluator.use": "evaluator",
+    "models.*.calibration.method": "range estimator",
+    "models.*.calibration.weights": "weight estimator",
+}
+"""Kind of plug-in of each key that accepts `module:Class`; "*" is an index. Plug-ins check their own parameters."""
 SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base")
 """Parameters that the harness supplies to evaluators; see `harness.accuracy.metrics.base.evaluator_params`."""
 
@@ -58,6 +70,7 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
     Raises:
         UserError: A setting cannot be used; the message has a line for each such setting with the allowed values.
     """
+    _require_trust(experiment)
     plan_tasks(experiment)
     precisions, errors = offered_precisions(experiment), ErrorCollector()
     for i, method in enumerate(experiment.searchers):
@@ -91,6 +104,28 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
                 remarks += [f"model {model.name!r}: {remark}" for remark in found]
     errors.raise_all()
     return tuple(remarks)
+
+
+def _require_trust(experiment: Experiment) -> None:
+    """Raise `UserError` for all keys that load code or connect to another machine, unless plug-ins are trusted."""
+    errors = ErrorCollector()
+    for key, kind in CODE_KEYS.items():
+        for path, use in _values_at(experiment, key.split(".")):
+            with errors.collect(), prefix_key(path):
+                registry.check_trust(kind, use)
+    with errors.collect():
+        require_trusted_address(experiment.executor)
+    errors.raise_all()
+
+
+def _values_at(value: Any, key: Sequence[str], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each entry at a key of `CODE_KEYS`, without absent ones."""
+    if not key or value is None:
+        yield from () if value is None else [(path, value)]
+        return
+    inner = enumerate(value) if key[0] == "*" else [(key[0], getattr(value, key[0]))]
+    for name, each in inner:
+        yield from _values_at(each, key[1:], f"{path}.{name}".lstrip("."))
 
 
 def _check_objective(objective: Objective, model: ModelSpec) -> None:
@@ -149,8 +184,10 @@ def _check_model(model: ModelSpec, data: DatasetCache) -> None:
         used = model.preprocess
         with prefix_key("preprocess"):
             registry.create_plugin("preprocessing", used.use, used.params)
-    if model.calibration.data is not None:
-        with prefix_key("calibration"):
+    with prefix_key("calibration"):
+        create_estimator(model.calibration.method, model.calibration.percentile)
+        load_weight_estimator(model.calibration.weights)
+        if model.calibration.data is not None:
             data.open(model.calibration.data, model.base_dir)
     if model.evaluator is not None:
         with prefix_key("evaluator"):

@@ -24,7 +24,7 @@ from harness.compat.tao_specs.layers import (
 from harness.compat.tao_specs.spec import Dtype, LayerSpec, QuantizeSection
 from harness.config.precision_names import normalize_float_precision
 from harness.errors import UserError, install_hint, suggest_names
-from harness.paths import TRUST_VARIABLE, plugins_trusted
+from harness.paths import require_trust
 from harness.timing.provenance import describe_environment
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ def check_arguments(given: Mapping[str, Any], key: str = "backend_kwargs") -> No
             raise UserError(f"{key}.{name}: set by {ARGUMENTS_SET_BY_SPEC[name]} here")
         if remedy := _refusal_remedy(name):
             raise UserError(f"{key}.{name}: not accepted; {remedy}")
-        if name in CODE_ARGUMENTS and value and not plugins_trusted():
-            raise UserError(f"{key}.{name}: would run code; if you trust the file, set {TRUST_VARIABLE}=1")
+        if name in CODE_ARGUMENTS and value:
+            require_trust(f"{key}.{name}: would run code")
         if name not in defaults:
             raise UserError(
                 f"{key}.{name}: ModelOpt {_modelopt_version()} has no such argument; "
