@@ -247,8 +247,8 @@ def verify(
     if noise makes the latency inconclusive.
 
     With a folder to deploy (`ship/NAME`), compare its files with its manifest and run the model. With --runtime-python,
-    compare latency and outputs of another environment with those of this one. The exit status is 1 if the other
-    environment is slower or its outputs differ, 2 if it cannot run the file.
+    compare latency, gain over the float model, and outputs of another environment with those of this one. The exit
+    status is 1 if the other environment is slower, outputs differ, or the gain is gone; 2 if it cannot run the file.
 
     Example: `qdq verify out/mine`, `qdq verify out/mine auto`, or
     `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
@@ -294,7 +294,7 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
     """Check a folder to deploy, print the results, and return the exit status."""
     from harness.results_dir.deploy_folder import read_bundle
     from harness.shipping.bundle import run_bundle
-    from harness.shipping.runtime_comparison import compare_runtimes
+    from harness.shipping.runtime_comparison import compare_runtimes, short_version
     from harness.terminal_progress import TerminalProgress
 
     facts = read_bundle(folder)
@@ -307,11 +307,17 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
             print_json({"files": "ok", "run": values, "recorded_ms": recorded_ms})
         else:
             echo(f"run: ok: {values['latency_ms']:.3f} ms in one process ({recorded_ms:.3f} ms recorded, not compared)")
+            here, measured = (short_version(each) for each in (values["version"], facts["runtime"].get("version")))
+            if here != measured:
+                echo(
+                    f"version: {here}, but the file was measured with {measured}, so speed and outputs may differ; "
+                    f"to compare both: qdq verify {folder} --runtime-python PYTHON"
+                )
         return 0
     with TerminalProgress() as terminal:
         compared = compare_runtimes(folder, str(python), terminal, builds=builds)
     if as_json:
-        print_json({"files": "ok", "holds": compared.holds, **asdict(compared)})
+        print_json({"files": "ok", "holds": compared.holds, "lost_gain": compared.lost_gain, **asdict(compared)})
     else:
         echo("\n".join(compared.lines()))
     return int(not compared.holds)

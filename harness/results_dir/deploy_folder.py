@@ -28,6 +28,7 @@ class StoredFacts(BaseModel):
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.onnx$", max_length=200)]
     answer: str
     latency_ms: Annotated[list[float], Field(min_length=3, max_length=3)]
+    speedup: Annotated[list[float], Field(min_length=3, max_length=3)]
     runtime: dict[str, Any]
     experiment: dict[str, Any]
     shapes: dict[str, dict[str, Any]] = {}

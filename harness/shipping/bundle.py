@@ -175,7 +175,7 @@ def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
 
 def _timed_inputs(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the shapes of the inputs at each timed shape; empty for a single shape or without dynamic axes."""
-    shapes = facts.get("shapes", {}) if facts["dynamic_file"] else {}
+    shapes = facts.get("shapes", {}) if facts.get("dynamic_file") else {}
     return {str(name): each["inputs"] for name, each in shapes.items() if "inputs" in each}
 
 

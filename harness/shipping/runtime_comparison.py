@@ -23,7 +23,8 @@ from harness.accuracy.metrics.sqnr import output_sqnr
 from harness.api import Array
 from harness.errors import UserError
 from harness.graph.io.files import copy_model
-from harness.graph.qdq.reduce_model import write_with_edges
+from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
+from harness.graph.qdq.reduce_model import write_with_edges, write_without_pairs
 from harness.progress import Observer
 from harness.results_dir.deploy_folder import read_bundle
 from harness.shipping.bundle import generated_script, run_script
@@ -33,6 +34,7 @@ from harness.timing.workers.locks import timing_lock
 from search.space import Edge
 
 BUILDS, RUNS = 5, 30
+MIN_GAIN_SHARE = 0.5  # of the gain over the float model, below which the gain is gone
 NARROW = 0.95  # lower limit of the ratio from which a tie needs no remark on a possible loss
 MIN_SQNR_DB = 20.0  # between the outputs of two versions of a runtime, which may choose different INT8 kernels
 
@@ -49,6 +51,8 @@ class RuntimeComparison:
         sqnr_db: SQNR between the outputs, in dB, of the output that agrees least.
         versions: Version of the runtime in each environment; None if the runtime does not report it.
         recorded_version: Version of the runtime with which the file was measured.
+        recorded_gain: Speedup over the float model in that measurement.
+        gains: Speedup over the same file without its pairs in each environment; None if it has no pairs.
     """
 
     speedup: Interval
@@ -58,24 +62,52 @@ class RuntimeComparison:
     sqnr_db: float
     versions: tuple[str | None, str | None]
     recorded_version: str
+    recorded_gain: Interval
+    gains: tuple[Interval, Interval] | None
+
+    @property
+    def lost_gain(self) -> tuple[str, ...]:
+        """Return the environments, of "this" and "other", that have lost over half of the gain over the float model.
+
+        The gain before is that of an environment with the version of the measurement, else the recorded one. The
+        intervals of both gains must not overlap.
+        """
+        if self.gains is None:
+            return ()
+        measured = [short_version(version) == short_version(self.recorded_version) for version in self.versions]
+        before = self.gains[measured.index(True)] if any(measured) else self.recorded_gain
+        least = 1 + MIN_GAIN_SHARE * (before.value - 1)
+        found = zip(("this", "other"), self.gains, strict=True)
+        return tuple(name for name, gain in found if before.value > 1 and gain.high < before.low and gain.value < least)
 
     @property
     def holds(self) -> bool:
-        """Return whether the second environment is not slower and its outputs agree."""
-        return self.verdict != "slower" and self.sqnr_db >= MIN_SQNR_DB
+        """Return whether the second environment is not slower, outputs agree, and the gain over float is not lost."""
+        return self.verdict != "slower" and not self.lost_gain and self.sqnr_db >= MIN_SQNR_DB
 
     def lines(self) -> Iterator[str]:
         """Yield a line with the versions, a line for latency and a line for outputs, with verdicts."""
-        this, other, recorded = (_short(version) for version in (*self.versions, self.recorded_version))
+        this, other, recorded = (short_version(version) for version in (*self.versions, self.recorded_version))
         remarks = [f"the file was measured with {recorded}"] * (this != recorded)
         remarks += ["the versions are equal"] * (this == other)
         yield "; ".join((f"versions: {this} in this environment, {other} in the other one", *remarks))
-        speed = self.speedup
-        ratio = f"{speed.value:.3f}x [{speed.low:.3f}, {speed.high:.3f}]"
+        speed, ratio = self.speedup, _format_ratio(self.speedup, 3)
         yield (
             f"latency: {self.verdict}: the other environment is {ratio} as fast by turns, noise floor "
             f"{100 * self.noise_floor:.1f} % (medians {self.latencies_ms[0]:.3f} and {self.latencies_ms[1]:.3f} ms)"
         )
+        if self.gains is None:
+            yield "gain: not measured: the file has no Q/DQ pairs, so there is no float model to compare with"
+        else:
+            places = " and ".join("this environment" if name == "this" else "the other one" for name in self.lost_gain)
+            verdict = f"the gain is gone in {places}" if places else "ok"
+            here, there = (_format_ratio(gain, 2) for gain in self.gains)
+            yield (
+                f"gain over the float model: {verdict}: {here} in this environment, {there} in the other one, "
+                f"{self.recorded_gain.value:.2f}x recorded"
+            )
+        if self.lost_gain:
+            yield "remedy: run the experiment again with that version; it may have a faster placement, or none"
         if self.verdict == "tie" and speed.low < NARROW:
             lost = 100 * (1 - speed.low)
             yield f"remark: a loss of {lost:.0f} % is not excluded; narrower on an idle machine, by more --builds"
@@ -100,35 +132,34 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
     )
     if not other:
         raise UserError(f"--runtime-python {python}: no such program; that of an environment is ENVIRONMENT/bin/python")
-    model = str(folder / facts["file"])
+    model = folder / str(facts["file"])
     places = {"this": sys.executable, "twin": sys.executable, "other": other}
     with (
         tempfile.TemporaryDirectory(prefix="qdq-runtimes-") as scratch,
         generated_script(folder, facts) as script,
     ):
         outputs = {name: Path(scratch) / f"{name}.npz" for name in places}
+        repeat = ("--repeat", str(RUNS), "--model")
         runs = {
-            name: partial(
-                run_script_in,
-                place,
-                script,
-                facts,
-                "--model",
-                model,
-                "--repeat",
-                str(RUNS),
-                "--output",
-                str(outputs[name]),
-            )
+            name: partial(run_script_in, place, script, facts, *repeat, str(model), "--output", str(outputs[name]))
             for name, place in places.items()
         }
+        without_pairs = Path(scratch) / "float.onnx"
+        what = f"{model}: write it without Q/DQ pairs"
+        if has_pairs := call_in_helper_process(what, write_without_pairs, model, without_pairs, factor=RUNTIME_FACTOR):
+            for name in ("this", "other"):
+                run = partial(run_script_in, places[name], script, facts, *repeat, str(without_pairs))
+                runs[f"{name} float"] = run
         results = run_in_turns(runs, builds, f"compare environments on {folder.name}", observer)
         sqnr_db = _least_agreement(*(_read_outputs(outputs[name]) for name in ("this", "other")))
     medians_ms = {name: [float(run["latency_ms"]) for run in each] for name, each in results.items()}
     versions = {name: each[-1]["version"] for name, each in results.items()}
     ratios = np.divide(medians_ms["this"], medians_ms["twin"])
-    before, after = ([[value] for value in medians_ms[name]] for name in ("this", "other"))
-    speedup = paired_ratio_ci(before, after)
+    by_turn = {name: [[value] for value in each] for name, each in medians_ms.items()}
+    speedup = paired_ratio_ci(by_turn["this"], by_turn["other"])
+    here, there = (
+        paired_ratio_ci(by_turn[f"{name} float"], by_turn[name]) if has_pairs else None for name in ("this", "other")
+    )
     floor = noise_floor_from_ratios(list(ratios))
     latency_ms, other_ms = (float(np.median(medians_ms[name])) for name in ("this", "other"))
     return RuntimeComparison(
@@ -139,6 +170,8 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
         sqnr_db=sqnr_db,
         versions=(versions["this"], versions["other"]),
         recorded_version=str(facts["runtime"].get("version", "")),
+        recorded_gain=Interval(**dict(zip(("value", "low", "high"), facts["speedup"], strict=True))),
+        gains=None if here is None or there is None else (here, there),
     )
 
 
@@ -184,7 +217,12 @@ def run_script_in(python: str, script: Path, facts: Mapping[str, Any], *argument
         raise UserError(f"{python}: {missing}: {python} -m pip install numpy {target.package}") from error
 
 
-def _short(version: str | None) -> str:
+def _format_ratio(ratio: Interval, digits: int) -> str:
+    value, low, high = (f"{each:.{digits}f}" for each in (ratio.value, ratio.low, ratio.high))
+    return f"{value}x [{low}, {high}]"
+
+
+def short_version(version: str | None) -> str:
     """Return a version without the name of its commit."""
     return "".join(re.findall(r"^[\w.]+", version or "")) or "unknown"
 

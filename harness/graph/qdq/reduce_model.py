@@ -13,11 +13,12 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from harness.api import Array
 from harness.graph.io.files import write_model
-from harness.graph.io.model_reader import read_model
-from harness.graph.protos import copy_message, input_values, tensors_read
+from harness.graph.io.model_reader import read_model, refuse_damage
+from harness.graph.protos import constants_by_name, copy_message, input_values, tensors_read
 from harness.graph.qdq.qdq_graph import CAST_OPS, DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name, read_qdq_graph
 from search.space import Edge
 
@@ -251,6 +252,50 @@ class PairRemover:
             for slot, source in self._sources.get(label, {}).items() if label not in kept_nodes else ():
                 node.input[slot] = source
         return write_model(proto, path)
+
+
+def write_without_pairs(shipped: Path, path: Path) -> bool:
+    """Write a Q/DQ model without its pairs, for timings of the float model; quantized constants become float.
+
+    Returns:
+        Whether the model has a pair; otherwise no file is written.
+    """
+    with refuse_damage(shipped):
+        proto = read_model(shipped, str(shipped))[0]
+        if found := _remove_pairs(proto):
+            write_model(proto, path)
+        return found
+
+
+def _remove_pairs(proto: onnx.ModelProto) -> bool:
+    constants, between, kept, found = constants_by_name(proto.graph), set[str](), [], False
+    for node in map(copy_message, proto.graph.node):
+        is_pair = node.op_type == QUANTIZE or (node.op_type == DEQUANTIZE and node.input[0] in between)
+        is_stored = node.op_type == DEQUANTIZE and not is_pair and {*filter(None, node.input)} <= constants.keys()
+        if node.op_type != DEQUANTIZE and (is_pair or between.intersection(node.input)):
+            between.update(node.output)  # also of a Transpose or the like between the nodes of a pair
+        if is_pair:
+            node.CopyFrom(helper.make_node("Identity", node.input[:1], node.output, name=node.name))
+        if is_stored:
+            proto.graph.initializer.append(_dequantize(node, constants))
+        else:
+            kept.append(node)
+        found |= is_pair or is_stored
+    del proto.graph.node[:], proto.graph.value_info[:]
+    proto.graph.node.extend(kept)
+    return found
+
+
+def _dequantize(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> Any:
+    """Return the result of a DequantizeLinear of constants, with its name."""
+    graph = helper.make_graph([node], "constant", [], [onnx.ValueInfoProto(name=node.output[0])])
+    graph.node[0].domain = ""  # the operator of com.microsoft computes the same
+    for name in filter(None, node.input):
+        graph.initializer.add().CopyFrom(constants[name])
+        graph.initializer[-1].name = name
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])  # has all types and axes
+    (values,) = ReferenceEvaluator(model).run(None, {})
+    return numpy_helper.from_array(np.asarray(values), node.output[0])
 
 
 def write_with_edges(shipped: Path, edges: Sequence[Edge], path: Path) -> bool:

@@ -45,7 +45,8 @@ from harness.shipping import bundle, deploy_runtime
 from harness.shipping.bundle import Shipment, run_script, write_bundle
 from harness.shipping.deploy_script import deploy_script, find_target
 from harness.shipping.results_bundle import ship_results
-from harness.shipping.runtime_comparison import compare_runtimes
+from harness.shipping.runtime_comparison import RuntimeComparison, compare_runtimes
+from harness.statistics import Interval
 
 NOT_SCORED = dict.fromkeys(("metric", "score", "float_score", "drop", "bound"))
 FACTS: dict[str, Any] = {
@@ -521,30 +522,84 @@ def environment(path: Path, command: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("case", "status", "words"),  # latency in ms, output and version in the other environment
+    ("case", "status", "words"),  # latency in ms, that of the float model, output and version in the other environment
     [
-        ((1.0, 1.0, "1.25.0"), 0, ("tie", "1.24.0", "1.25.0")),
-        ((0.5, 1.0, "1.25.0"), 0, ("faster",)),
-        ((2.0, 1.0, "1.25.0"), 1, ("slower", "outputs: ok")),
-        ((0.5, 9.0, "1.25.0"), 1, ("faster", "outputs: MISMATCH")),
-        ((1.0, 1.0, "1.24.0"), 0, ("versions are equal",)),
+        ((1.0, 2.0, 1.0, "1.25.0"), 0, ("tie", "1.24.0", "1.25.0", "2.00x recorded")),
+        ((0.5, 1.0, 1.0, "1.25.0"), 0, ("faster",)),
+        ((2.0, 4.0, 1.0, "1.25.0"), 1, ("slower", "outputs: ok")),
+        ((0.5, 1.0, 9.0, "1.25.0"), 1, ("faster", "outputs: MISMATCH")),
+        ((1.0, 2.0, 1.0, "1.24.0"), 0, ("versions are equal",)),
+        ((1.0, 1.2, 1.0, "1.25.0"), 1, ("tie", "the gain is gone", "2.00x", "1.20x", "run the experiment again")),
+        ((0.5, 0.5, 1.0, "1.25.0"), 1, ("faster", "the gain is gone", "1.00x")),
+        ((1.0, 1.6, 1.0, "1.25.0"), 0, ("tie", "gain over the float model: ok", "1.60x")),
     ],
 )
 def test_exit_status_by_comparison_with_a_new_runtime(folder, monkeypatch, capsys, case, status, words):
     new = environment(folder.parent, "false")
 
     def run(python: str, _: Path, *arguments: str) -> dict[str, Any]:
-        latency_ms, output, version = case if python.startswith(str(new)) else (1.0, 1.0, "1.24.0")
+        latency_ms, float_ms, output, version = case if python.startswith(str(new)) else (1.0, 2.0, 1.0, "1.24.0")
+        if "--output" not in arguments:
+            return {"latency_ms": float_ms, "version": version}
         np.savez(arguments[-1], y=np.arange(9.0, dtype=np.float32) + output)
         return {"latency_ms": latency_ms, "version": version}
 
     monkeypatch.setattr("harness.shipping.runtime_comparison.run_script", run)
+    edit_json(folder / "ship.json", runtime={**read_bundle(folder)["runtime"], "version": "1.24.0+commit"})
+    seal_bundle(folder)
     command = ("verify", str(folder), "--runtime-python", str(new))
     assert qdq(*command) == status
     text = capsys.readouterr().out
     assert all(word in text for word in words)
     assert qdq(*command, "--json") == status
-    assert json.loads(capsys.readouterr().out)["holds"] is (status == 0)
+    found = json.loads(capsys.readouterr().out)
+    assert found["holds"] is (status == 0)
+    assert found["lost_gain"] == ["other"] * ("the gain is gone in the other one" in text)
+
+
+@pytest.mark.parametrize(
+    ("versions", "gains", "lost"),  # of this environment and of the other one; the file was measured with 1.24.4
+    [
+        (("1.24.4", "1.32.0"), ((1.72, 1.70, 1.74), (1.12, 1.10, 1.14)), ("other",)),
+        (("1.24.4", "1.32.0"), ((1.72, 1.10, 2.40), (1.12, 0.80, 1.50)), ()),  # not beyond noise
+        (("1.24.4", "1.32.0"), ((1.72, 1.70, 1.74), (1.40, 1.38, 1.42)), ()),
+        (("1.24.4", "1.32.0"), ((0.98, 0.97, 0.99), (0.90, 0.89, 0.91)), ()),  # no gain before
+        (("1.24.4", "1.24.4"), ((1.12, 1.10, 1.14), (1.12, 1.10, 1.14)), ()),  # another machine
+        (("1.32.0", "1.24.4"), ((1.12, 1.10, 1.14), (1.72, 1.70, 1.74)), ("this",)),
+        (("1.32.0", "1.33.0"), ((1.12, 1.10, 1.14), (1.12, 1.10, 1.14)), ("this", "other")),
+        (("1.32.0", "1.33.0"), ((1.12, 1.10, 1.14), (1.72, 1.70, 1.74)), ("this",)),
+        (("1.24.4", "1.32.0"), None, ()),
+    ],
+)
+def test_a_gain_is_gone_if_less_than_half_of_it_is_left_beyond_noise(versions, gains, lost):
+    def interval(limits: tuple[float, float, float]) -> Interval:
+        return Interval(value=limits[0], low=limits[1], high=limits[2])
+
+    found = RuntimeComparison(
+        speedup=interval((1.0, 0.99, 1.01)),
+        noise_floor=0.01,
+        verdict="tie",
+        latencies_ms=(1.0, 1.0),
+        sqnr_db=40.0,
+        versions=versions,
+        recorded_version="1.24.4",
+        recorded_gain=interval((1.72, 1.68, 1.76)),
+        gains=None if gains is None else (interval(gains[0]), interval(gains[1])),
+    )
+    assert found.lost_gain == lost
+    assert found.holds is not bool(lost)
+    assert any("the gain is gone" in line for line in found.lines()) is bool(lost)
+
+
+def test_verify_names_both_versions_and_the_comparison(folder, capsys):
+    measured = read_bundle(folder)["runtime"]["version"]
+    assert qdq("verify", str(folder)) == 0
+    assert "version:" not in capsys.readouterr().out
+    edit_json(folder / "ship.json", runtime={**read_bundle(folder)["runtime"], "version": "0.1"})
+    seal_bundle(folder)
+    assert qdq("verify", str(folder)) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in (f"version: {measured}", "0.1", "--runtime-python"))
 
 
 @pytest.mark.parametrize(

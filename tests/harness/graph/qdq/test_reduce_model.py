@@ -6,7 +6,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy
+from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy, write_without_pairs
 
 
 @pytest.fixture
@@ -89,3 +89,22 @@ def test_float_model_has_no_7bit_copy(tmp_path):
     onnx.save(helper.make_model(graph), tmp_path / "float.onnx")
     assert not write_7bit_copy(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "weights")
     assert not write_7bit_copy(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "data")
+
+
+def test_model_without_pairs_computes_in_float(product, feeds, tmp_path):
+    proto = onnx.load(product)
+    pair = next(node for node in proto.graph.node if list(node.output) == ["xd"])
+    pair.input[0] = "xt"  # an operator that moves values, between the nodes of a pair
+    proto.graph.node.insert(1, helper.make_node("Transpose", ["xq"], ["xr"], perm=[0, 1]))
+    proto.graph.node.insert(2, helper.make_node("Identity", ["xr"], ["xt"]))
+    proto.graph.output.append(helper.make_tensor_value_info("td", TensorProto.FLOAT, None))
+    onnx.save(proto, product)
+    assert write_without_pairs(product, tmp_path / "float.onnx")
+    weights = next(numpy_helper.to_array(tensor) for tensor in proto.graph.initializer if tensor.name == "w") * 0.01
+    found = run(tmp_path / "float.onnx", feeds)
+    np.testing.assert_allclose(found["td"], np.tanh(feeds["t"]), atol=1e-6)
+    np.testing.assert_allclose(found["y"], feeds["x"] @ np.tanh(feeds["t"]) @ weights, rtol=1e-4, atol=1e-4)
+    operators = {node.op_type for node in onnx.load(tmp_path / "float.onnx").graph.node}
+    assert not operators & {"QuantizeLinear", "DequantizeLinear"}
+    assert not write_without_pairs(tmp_path / "float.onnx", tmp_path / "again.onnx")
+    assert not (tmp_path / "again.onnx").exists()
