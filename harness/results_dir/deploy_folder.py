@@ -105,7 +105,7 @@ def _listing_problems(folder: Path, listed: Set[str]) -> Iterator[str]:
         return
     facts = _read_facts(folder)
     needed = {FACTS_FILE, SCRIPT_FILE, REPORT_FILE, *filter(None, (facts["file"], facts.get("dynamic_file")))}
-    yield from (f"lists no {name}" for name in sorted(needed - listed))
+    yield from (f"lists no {name}, which a folder with this {FACTS_FILE} has" for name in sorted(needed - listed))
     foreign = (name for name in sorted(listed) if not is_bundle_file(name, facts["file"].removesuffix(".onnx")))
     yield from (f"lists {name}, which is no file of a folder to deploy" for name in foreign)
 

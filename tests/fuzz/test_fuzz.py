@@ -277,8 +277,9 @@ def search_files() -> list[bytes]:
 def deployed_files() -> list[bytes]:
     runtime = dict(ONNXRuntimeBenchmarker().describe())
     facts = {
-        "schema": 1, "file": "net.onnx", "answer": "a", "latency_ms": [1.0, 0.9, 1.1], "runtime": runtime,
-        "experiment": {}, "dynamic_file": "n.onnx", "shapes": {"small": {"inputs": {"x": [1, 3, 8, 8]}}},
+        "schema": 1, "file": "net.onnx", "answer": "a", "latency_ms": [1.0, 0.9, 1.1], "speedup": [2.0, 1.9, 2.1],
+        "runtime": runtime, "experiment": {}, "dynamic_file": "net.dynamic.onnx",
+        "shapes": {"small": {"inputs": {"x": [1, 3, 8, 8]}}},
     }  # fmt: skip
     return [json.dumps(facts).encode()]
 
@@ -294,9 +295,10 @@ def seal(path: Path, raw: bytes) -> None:
 def use_deployed(path: Path) -> None:
     """Read facts whose checksum and manifest are right, as those of a stranger are."""
     seal(path, path.read_bytes())
-    model = path.parent / "net.onnx"
-    model.write_bytes(onnx_files()[0])
-    files = (path, model)
+    others = [path.with_name(name) for name in ("net.onnx", "net.dynamic.onnx", "deploy.py", "report.md")]
+    for other in others:
+        other.write_bytes(onnx_files()[0])
+    files = (path, *others)
     (path.parent / "SHA256SUMS").write_text(
         "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
     )
