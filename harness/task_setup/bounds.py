@@ -68,7 +68,7 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
     """
     bound = objective.max_drop
     most = 0.0 if bound is None else absolute_bound(bound, 1.0)
-    if not most or not images or metric not in HALF_WIDTHS:
+    if not most or not images or metric is None or metric not in HALF_WIDTHS:
         return ""
     if metric in IMAGE_COUNT_METRICS and 1 / images > most:
         return (
