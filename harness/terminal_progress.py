@@ -54,7 +54,7 @@ class TerminalProgress:
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:
         """Show a bar during the work, or lines if the output is no terminal, and a last line after more than 2 s."""
-        step = _Step(title, total, lambda: None)
+        step = _ProgressStep(title, total, lambda: None)
         task = self._progress.add_task("", total=total, step=step)
         printed_s = step.started_s
 
@@ -76,7 +76,7 @@ class TerminalProgress:
             self.say(f"{title}: {took_s:.0f} s{f', {step.note}' if step.note else ''}")
 
 
-class _Step:
+class _ProgressStep:
     """Progress of work of `total` steps; `show` is called after each."""
 
     def __init__(self, title: str, total: int, show: Callable[[], None]) -> None:

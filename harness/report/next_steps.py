@@ -44,33 +44,86 @@ def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
     return row if row is not None and row["row"] in task.rows else None
 
 
+def answer_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
+    """Return the row to deploy of a finished task: the best row that may be shipped, else the float model, or None.
+
+    There is none if the float model scores nothing, was not confirmed, or is computed wrongly.
+    """
+    if (best := best_row(task, main)) is not None:
+        return best
+    if not task.complete or task.blind or FLOAT_ROW not in task.rows or task.wrong(FLOAT_ROW):
+        return None
+    return next((row for row in _float_rows(task, main) if row["row"] == FLOAT_ROW), None)
+
+
+def _float_rows(task: TaskResults, main: pd.DataFrame) -> list[Row]:
+    """Return the confirmed rows of the float model, one for each float precision."""
+    rows = frame_rows(main[main["task"].eq(task.name) & main["method"].eq(FLOAT_ROW)])
+    return [row for row in rows if not is_missing(row["speedup"])]
+
+
 def describe_answers(results: Results, main: pd.DataFrame, base: Path | None = None) -> Iterator[str]:
     """Yield a line for each finished task: the file to take with its speedup and loss, or why to keep the float model.
 
-    The file is the one in the folder `ship`, else the exported one. Tasks without exported models, and tasks for which
-    `describe_next_steps` has no reason, are left out.
+    The file is the one in the folder `ship`, else the exported one. A float model is named with its precision and the
+    reason to keep it. Tasks without exported models, and tasks for which `describe_next_steps` has no reason, are left
+    out.
 
     Args:
         base: Folder from which relative paths of the experiment start; None: the working folder.
     """
     for task in results.tasks:
-        row = best_row(task, main)
+        row = answer_row(task, main)
         prefix = f"{task.name}: " if len(results.tasks) > 1 else ""
+        is_kept = row is None or (row["method"] == FLOAT_ROW and row["status"] != RowStatus.SHIPPABLE)
+        reason = next(iter(_reasons(task, results, main, base)), None) if is_kept else None
+        if is_kept and reason is None:
+            continue
         if row is None:
-            reason = next(iter(_reasons(task, results, main, base)), None)
-            if reason is not None:
-                yield f"{prefix}keep the float model, because {reason}"
+            yield f"{prefix}keep the float model, because {reason}"
             continue
-        path = exported(task, task.rows[row["row"]])
-        shipped = ship_path(results.folder, task.name)
-        if not path.exists():
+        stored = task.rows[row["row"]]
+        path, shipped = exported(task, stored), ship_path(results.folder, task.name)
+        if not path.exists() and not is_kept:
             continue
-        if digest_file(path) != task.rows[row["row"]].sha256:
+        if path.exists() and digest_file(path) != stored.sha256:
             yield f"{task.name}: {path} is damaged, do not ship it: qdq verify {results.folder} says how to repair it"
             continue
-        file = shipped if shipped.exists() and digest_file(shipped) == task.rows[row["row"]].sha256 else path
-        line = f"{prefix}take {file}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), file)}"
+        file = shipped if shipped.exists() and digest_file(shipped) == stored.sha256 else path
+        asked = _other_precision(task, row, main)
+        if is_kept:
+            where = f" ({file})" if file.exists() else ""
+            yield f"{prefix}keep the float model at {format_float(task, row, main)}{where}, because {reason}{asked}"
+            continue
+        line = (
+            f"{prefix}take {file}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), file)}{asked}"
+        )
         yield f"{line}; to confirm again: {_confirm_again(task, results, row, base)}" if row["busy"] else line
+
+
+def format_float(task: TaskResults, row: Row, main: pd.DataFrame) -> str:
+    """Return the precision of a float row, with its speedup over 32 bits: "bf16 (1.37x over f32)"."""
+    name = str(row["precision"])
+    for other in _float_rows(task, main):
+        if other["precision"] in ("f32", "fp32") and other["row"] != row["row"]:
+            return f"{name} ({row['speedup'] / other['speedup']:.2f}x over {other['precision']})"
+    return name
+
+
+def _other_precision(task: TaskResults, answer: Row, main: pd.DataFrame) -> str:
+    """Return a float precision that is faster than the answer but excluded by the experiment, as text; or ""."""
+    faster = [
+        row
+        for row in _float_rows(task, main)
+        if row["verdict"] == "faster" and row["speedup"] > answer["speedup"] and task.obeys(row["row"])
+    ]
+    if not faster or task.facts["backend"].get("float_open", True):
+        return ""
+    fastest = _fastest_row(faster)
+    own = next((row["precision"] for row in _float_rows(task, main) if row["row"] == FLOAT_ROW), "another")
+    within = "" if task.allowed is None else ", within the bound"
+    speed = f"{fastest['speedup']:.2f}x [{fastest['speedup_low']:.2f}, {fastest['speedup_high']:.2f}]"
+    return f"; {str(fastest['precision']).upper()} alone: {speed}{within}; you asked for {own}"
 
 
 def ship_path(folder: Path, task: str) -> Path:
@@ -267,7 +320,8 @@ def _accuracy_reason(task: TaskResults, rows: Sequence[Row]) -> str:
     drop = Interval(value=least["drop"], low=_or_nan(least["drop_low"]), high=_or_nan(least["drop_high"]))
     return (
         f"the faster rows lose more {metric_name(task.metric)} than the bound {task.allowed or 0.0:g} "
-        f"(least: {least['method']}, {format_drop(drop, task.metric)})"
+        f"(least: {least['method']}, {least['speedup']:.2f}x, {format_drop(drop, task.metric)}, "
+        f"{task.goal.loss_excess(least['drop']):.2g} too much)"
     )
 
 

@@ -14,7 +14,7 @@ from harness.report.frames.confirmation import valid_turns
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.stored_experiment import StoredExperiment
 from harness.report.load.task_files import exported
-from harness.report.next_steps import best_row, dynamic_axes_facts, format_answer, row_runtime
+from harness.report.next_steps import answer_row, best_row, dynamic_axes_facts, format_answer, format_float, row_runtime
 from harness.report.table_spec import Row, is_missing
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.deploy_folder import SHIP_FOLDER
@@ -33,10 +33,10 @@ KEPT_KEYS = ("experiment", "sharing", "objective", "sampling", "confirmation", "
 
 
 def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> None:
-    """Write a folder `ship/TASK` for each finished task with a row that may be shipped.
+    """Write a folder `ship/TASK` for each finished task: the row that may be shipped, or the float model.
 
     Tasks on runtimes without a generated script (simulated runtimes, plug-ins) and tasks whose models are missing have
-    no folder. If the float model of a task is to be kept, a folder of an earlier run is removed.
+    no folder. If a task has no answer, a folder of an earlier run is removed.
 
     Args:
         main: Main table, see `harness.report.frames.main_frame.main_frame`.
@@ -45,7 +45,7 @@ def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> No
         UserError: A file cannot be written.
     """
     for task in results.tasks:
-        row = best_row(task, main)
+        row = answer_row(task, main)
         target = find_target(task.facts["backend"])
         if row is None and task.complete:
             remove_bundle(results.folder / SHIP_FOLDER / task.name)
@@ -61,17 +61,19 @@ def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> No
             dynamic_model=dynamic if dynamic.exists() else None,
             float_model=floating,
             target=target,
-            facts=_row_facts(task, row, results),
+            facts=_row_facts(task, row, results, main),
         )
         write_bundle(results.folder / SHIP_FOLDER, shipment, observer)
 
 
-def _row_facts(task: TaskResults, row: Row, results: Results) -> dict[str, Any]:
+def _row_facts(task: TaskResults, row: Row, results: Results, main: pd.DataFrame) -> dict[str, Any]:
     facts = task.facts
     calibration = facts.get("calibration") or {}
     drop = None if is_missing(row["drop"]) else [row["drop"], row["drop_low"], row["drop_high"]]
+    kept = best_row(task, main) is None
+    answer = f"the float model at {format_float(task, row, main)}" if kept else format_answer(task, row)
     return shipment_facts(
-        answer=f"{task.name}.onnx: {format_answer(task, row)}",
+        answer=f"{task.name}.onnx: {answer}",
         method=row["method"],
         decision=row["decision"],
         timing=confirmation_facts(task, task.events, row["row"], FLOAT_ROW, facts.get("shapes")),

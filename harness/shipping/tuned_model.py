@@ -69,10 +69,9 @@ def ship_tuned_model(
     out: Path,
     observer: Observer,
 ) -> str:
-    """Write the folder `ship/NAME` of a model, and return the answer as one line.
+    """Write the folder `ship/NAME` of a model, or of the float model if no placement is faster; return the answer.
 
-    A folder of an earlier run is removed if the float model is to be kept. For a runtime without a script no folder is
-    written, and the answer names the file itself.
+    For a runtime without a script no folder is written, and the answer names the file itself.
 
     Args:
         runtime: Description of the benchmarker.
@@ -83,29 +82,37 @@ def ship_tuned_model(
         UserError: A file cannot be written.
     """
     name = tuned.name or f"{model_label(task.model.source)}-{runtime['name']}-{task.spec.precision}"
-    parent = out / SHIP_FOLDER
-    if not tuned.proven or not tuned.pairs:
+    parent, target = out / SHIP_FOLDER, find_target(runtime)
+    (summary, events), options = confirmed, format_options(runtime.get("options", {}))
+    kept = not tuned.proven or not tuned.pairs
+    row, model = (tuned.baseline, tuned.float_file) if kept else (tuned.row, tuned.file)
+    reason = ", because no placement of Q/DQ pairs proved faster in fresh builds"
+    if kept and (target is None or row not in summary.rows):
         remove_bundle(parent / name)
-        return "keep the float model, because no placement of Q/DQ pairs proved faster in fresh builds"
-    summary, events = confirmed
-    speed, target = summary.rows[tuned.row].speedup, find_target(runtime)
+        return f"keep the float model{reason}"
+    speed = summary.rows[row].speedup
     answer = (
-        f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}], {tuned.pairs} Q/DQ pairs (accuracy "
-        f"{tuned.accuracy}); on this processor, {format_options(runtime.get('options', {}))}"
+        f"the float model at {runtime.get('float_precision', 'float')}"
+        if kept
+        else (
+            f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}], {tuned.pairs} Q/DQ pairs (accuracy "
+            f"{tuned.accuracy})"
+        )
     )
+    answer += f"; on this processor, {options}"
     if target is None:
         return f"take {tuned.file}: {answer}"
     shipment = Shipment(
         name=name,
-        model=tuned.file,
-        dynamic_model=None if tuned.dynamic is None else tuned.dynamic.file,
+        model=model,
+        dynamic_model=None if kept or tuned.dynamic is None else tuned.dynamic.file,
         float_model=tuned.float_file,
         target=target,
         facts=shipment_facts(
             answer=f"{name}.onnx: {answer}",
-            method=tuned.method,
-            decision=summary.rows[tuned.row].verdict,
-            timing=confirmation_facts(summary, events, tuned.row, tuned.baseline, tuned.shapes),
+            method=FLOAT_ROW if kept else tuned.method,
+            decision=summary.rows[row].verdict,
+            timing=confirmation_facts(summary, events, row, tuned.baseline, tuned.shapes),
             runtime=runtime,
             environment=describe_environment(),
             calibration={
@@ -114,12 +121,13 @@ def ship_tuned_model(
                 "ranges": facts_digest(task.ranges),
             },
             model={"source": task.model.source, "sha256": task.model.sha256},
-            dynamic_remark="" if tuned.dynamic is None else tuned.dynamic.remark,
+            dynamic_remark="" if kept or tuned.dynamic is None else tuned.dynamic.remark,
             experiment=_experiment(task),
         ),
     )
     folder = write_bundle(parent, shipment, observer)
-    return f"take {folder / f'{name}.onnx'}: {answer}"
+    file = folder / f"{name}.onnx"
+    return f"keep the float model ({file}){reason}" if kept else f"take {file}: {answer}"
 
 
 def ship_answer(answer: EarlyAnswer, out: Path, observer: Observer) -> str:

@@ -45,6 +45,17 @@ def test_float_at_an_excluded_precision_is_never_the_answer(folder, is_open):
     assert (main[main["best"].eq(True)]["row"].tolist() == ["float-bf16"]) is is_open
 
 
+@pytest.mark.parametrize(("is_open", "bf16_ms"), [(False, 2.0), (False, 9.0), (True, 12.0)])
+def test_the_answer_names_the_float_precision(folder, is_open, bf16_ms):
+    """The baseline takes 8 ms at f32; every placement is slower."""
+    backend = read_json(folder / TASK / "task.json")["backend"]
+    edit_json(folder / TASK / "task.json", backend={**backend, "float_open": is_open})
+    write_confirmation(folder / TASK, SLOW_MS | {"float-bf16": bf16_ms})
+    (answer,) = describe_answers(results := load(folder), main_frame(results))
+    assert answer.startswith("keep the float model at f32")
+    assert ("BF16 alone: 4.00x" in answer and "you asked for f32" in answer) == (bf16_ms == 2.0)
+
+
 def test_the_file_to_deploy_is_named_if_it_exists(folder, monkeypatch):
     recorded: dict[Path, str] = {}
     monkeypatch.setattr("harness.report.next_steps.digest_file", lambda path: recorded[path])
@@ -123,10 +134,11 @@ def test_faster_rows_beyond_the_bound_have_remedies(folder):
     edit_json(folder / TASK / "task.json", goal=STRICT)
     results = load(folder)
     (answer,) = describe_answers(results, main_frame(results))
-    assert answer.startswith("keep the float model, because the faster rows lose more top-1 than the bound 0.005")
+    assert answer.startswith("keep the float model at f32")
+    assert "because the faster rows lose more top-1 than the bound 0.005" in answer
     assert remedies(folder).splitlines() == [
         f"No row of {TASK} may be shipped: the faster rows lose more top-1 than the bound 0.005 (least: random, "
-        "+0.0100). Remedies:",
+        "2.00x, +0.0100, 0.005 too much). Remedies:",
         "- a larger budget than 3 evaluations; existing results are kept",
         "- another calibration.method than minmax, for instance mse",
         "- a looser bound, in a new results folder: at 0.01 random could be shipped, 2.00x",
@@ -156,7 +168,7 @@ def test_a_drop_whose_interval_includes_the_bound_asks_for_more_images(folder):
 def test_a_very_loose_bound_is_not_suggested(folder):
     edit_json(folder / TASK / "task.json", goal=STRICT)
     edit_json(folder / TASK / "accuracy.json", **{"sha of aa main": {"metrics": {"top1": 0.6}, "per_item": []}})
-    assert "(least: all, +0.1000)" in remedies(folder)
+    assert "(least: all, 4.00x, +0.1000" in remedies(folder)
     assert "looser" not in remedies(folder)
 
 

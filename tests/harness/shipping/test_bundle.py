@@ -673,4 +673,8 @@ def test_the_best_row_of_a_task_is_shipped_with_its_facts(tmp_path):
     edit_json(folder / TASK / "task.json", goal=asdict(Goal(metric="top1", reference=0.8, max_drop=0.001)))
     results = load(folder)
     ship_results(results, main_frame(results), NullProgress())
-    assert not shipped.exists(), "the float model is to be kept now"
+    assert digest_file(shipped) == digest_file(floating), "the float model is the answer now"
+    assert "float model at f32" in read_bundle(shipped.parent)["answer"]
+    (answer,) = describe_answers(results, main_frame(results))
+    assert answer.startswith("keep the float model at f32")
+    assert str(shipped) in answer
