@@ -38,10 +38,34 @@ MAX_SUGGESTED_DROP_SHARE = 0.1  # relative to the float model's metric; a looser
 
 
 def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
-    """Return the fastest row of a finished task that may be shipped, or None."""
-    best_rows = frame_rows(main[main["best"].eq(True) & main["task"].eq(task.name)])
-    row = next((row for row in best_rows if row["status"] == RowStatus.SHIPPABLE), None)
-    return row if row is not None and row["row"] in task.rows else None
+    """Return the row of a finished task that may be shipped and keeps most among the fastest and its ties, or None.
+
+    Rows that are not distinguishable from the fastest are compared by dynamic axes, number of Q/DQ pairs and loss.
+    """
+    rows = frame_rows(main[main["task"].eq(task.name) & (main["best"].eq(True) | main["tied"].eq(True))])
+    able = [row for row in rows if row["status"] == RowStatus.SHIPPABLE and row["row"] in task.rows]
+    fastest = next((row for row in able if row["best"]), None)
+    if fastest is None:
+        return None
+    chosen = min(able, key=lambda row: _kept(task, row))
+    if chosen["row"] == fastest["row"]:
+        return fastest
+    reasons = ("dynamic axes", "a placement", "fewer Q/DQ pairs", "a lower loss", "")
+    differs = (one != other for one, other in zip(_kept(task, chosen), _kept(task, fastest), strict=True))
+    keeps = next(reason for reason, differ in zip(reasons, differs, strict=True) if differ)
+    return {**chosen, "decision": f"{chosen['decision']}: tie with {fastest['method']}, but {keeps}"}
+
+
+def _kept(task: TaskResults, row: Row) -> tuple[bool, bool, float, float, float]:
+    """Return the sort key of a row by what it gives up: dynamic axes, a placement, then Q/DQ pairs, loss and time.
+
+    A tool's file such as `ort_dynamic` has no placement that other commands can change.
+    """
+    is_float = row["method"] == FLOAT_ROW
+    fixed = not is_float and task.rows[row["row"]].choices is None
+    loss = 0.0 if is_missing(row["drop"]) else float(row["drop"])
+    no_axes = dynamic_axes_facts(task, row["row"]).get("file") is None
+    return no_axes, fixed, 0 if is_float else row["pairs"] or math.inf, loss, -row["speedup"]
 
 
 def answer_row(task: TaskResults, main: pd.DataFrame) -> Row | None:

@@ -26,6 +26,7 @@ from harness.graph.rules.points import explain_no_points
 from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.registry import create_plugin
+from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.deploy_folder import FACTS_FILE, holds_bundle, read_bundle
 from harness.results_dir.io import explain_write_errors
 from harness.task_setup.float_baseline import BackendProperties
@@ -105,6 +106,8 @@ def apply_experiment(
 ) -> Experiment:
     """Return an experiment that measures only a shipped placement, in another model, as the row "applied".
 
+    If a tool made the shipped file, the tool makes that of the other model, as the row of its name.
+
     Under a bound a search with only this placement gives the row "recovered": the faster of its files with and without
     recovery that keep the bound, see `harness.pipeline.recovery`.
 
@@ -130,21 +133,24 @@ def apply_experiment(
         raise UserError(f"{folder / FACTS_FILE}: experiment.confirmation: a mapping of keys, but got {confirmation!r}")
     calibration = {**stored_calibration, **changes.get("calibration", {})}
     changes = {**changes, **({"calibration": calibration} if calibration else {})}
+    if facts.get("method") == FLOAT_ROW:
+        raise UserError(f"{folder}: holds the float model, so there is no placement to apply")
+    made_by_tool = facts.get("method") in (*PTQ_TOOLS, *BASELINE_TOOLS)
     described = {
         **stored,
         "experiment": f"{ROW}-{model_label(str(model))}",
         "models": [
             {**stored_model, **changes, "use": os.path.relpath(model, base_dir), "label": model_label(str(model))}
         ],
-        "initial": [{"use": "placement", "params": {"path": shipped}, "label": ROW}],
-        "baselines": [ROW],
+        "initial": [] if made_by_tool else [{"use": "placement", "params": {"path": shipped}, "label": ROW}],
+        "baselines": [facts["method"]] if made_by_tool else [ROW],
         "searchers": [],
         **({} if builds is None else {"confirmation": {**confirmation, "builds": builds}}),
     }
     source = str(folder / FACTS_FILE)
     experiment = parse_experiment(dump_yaml(described), source, base_dir)
     goal = experiment.objective
-    if goal.max_drop is None or goal.minimize != "latency" or not goal.recover:
+    if made_by_tool or goal.max_drop is None or goal.minimize != "latency" or not goal.recover:
         return experiment
     recovering = {
         "searchers": [{"use": "exhaustive", "label": RECOVERED_ROW}],  # its first proposal is the float model
@@ -159,6 +165,8 @@ def check_structure(experiment: Experiment) -> None:
 
     A run would report this too, but only after it has created a results folder.
     """
+    if not experiment.initial:  # a tool makes the file
+        return
     spec = plan_tasks(experiment)[0]
     dialect = load_dialect(_dialect_name(spec.backend))
     shipped = resolve_path(experiment.initial[0].params["path"], experiment.base_dir)

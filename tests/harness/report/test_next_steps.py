@@ -14,7 +14,7 @@ from small_results import LATENCY_MS, TASK, edit_json, write_confirmation
 from harness.records import Failed
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
-from harness.report.next_steps import describe_answers, describe_next_steps, format_answer
+from harness.report.next_steps import best_row, describe_answers, describe_next_steps, format_answer
 from harness.report.tables.notes import early_end_notes
 from harness.report.trace import find_main_row
 from harness.results_dir.io import read_json, write_json
@@ -43,6 +43,31 @@ def test_float_at_an_excluded_precision_is_never_the_answer(folder, is_open):
     write_confirmation(folder / TASK, SLOW_MS | {"float-bf16": 2.0})
     main = main_frame(load(folder))
     assert (main[main["best"].eq(True)]["row"].tolist() == ["float-bf16"]) is is_open
+
+
+@pytest.mark.parametrize(
+    ("choices", "pairs", "axes", "chosen"),
+    [
+        ({"all": [1]}, {"all": 9}, {}, "random"),
+        ({"all": [1]}, {"all": 2}, {}, "all"),
+        ({"all": None}, {"all": 2}, {}, "random"),
+        ({"all": None}, {"all": 2}, {"all": "all.dynamic.onnx"}, "all"),
+        ({"all": [1]}, {"all": 2}, {"aa": "aa.dynamic.onnx"}, "random"),
+    ],
+)
+def test_among_ties_the_row_that_keeps_more_is_the_answer(folder, choices, pairs, axes, chosen):
+    """`all` is faster than `random` (row aa) by less than the noise."""
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
+    write_confirmation(folder / TASK, LATENCY_MS | {"all": 3.99, "aa": 4.0})
+    rows = read_json(folder / TASK / "rows.json")
+    for row in rows["rows"]:
+        row["choices"], row["pairs"] = choices.get(row["id"], row["choices"]), pairs.get(row["id"], row["pairs"])
+    edit_json(folder / TASK / "rows.json", **rows)
+    edit_json(folder / TASK / "dynamic.json", **{row: {"file": name} for row, name in axes.items()})
+    task = load(folder).tasks[0]
+    row = best_row(task, main_frame(load(folder)))
+    assert row["method"] == chosen
+    assert ("tie with all" in row["decision"]) == (chosen == "random")
 
 
 @pytest.mark.parametrize(("is_open", "bf16_ms"), [(False, 2.0), (False, 9.0), (True, 12.0)])

@@ -265,6 +265,20 @@ def test_apply_repeats_recovery_if_the_objective_allows(tmp_path, objective, rep
     assert [searcher.name for searcher in experiment.searchers] == ["recovered"] * repeated
 
 
+def test_a_tool_makes_the_file_of_the_new_model(tmp_path):
+    export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
+    seal_bundle(tmp_path / "ship/net", experiment=stored_experiment(), method="ort_dynamic")
+    experiment = apply_experiment(tmp_path / "ship/net", tmp_path / "net.onnx", {}, tmp_path)
+    assert (list(experiment.baselines), list(experiment.initial)) == (["ort_dynamic"], [])
+
+
+def test_a_shipped_float_model_has_no_placement_to_apply(tmp_path):
+    export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
+    seal_bundle(tmp_path / "ship/net", experiment=stored_experiment(), method="float")
+    with pytest.raises(UserError, match="float model"):
+        apply_experiment(tmp_path / "ship/net", tmp_path / "net.onnx", {}, tmp_path)
+
+
 @pytest.mark.slow
 def test_apply_prints_the_steps_that_gain_on_the_new_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
