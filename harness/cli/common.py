@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from harness.config.sections import PluginSpec
     from harness.task_setup.study_task import StudyTask
+    from harness.verification.output_comparison import OutputCheck
 
 ModelArgument = Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH.")]
 StudyArgument = Annotated[
@@ -56,6 +58,21 @@ BaseOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]
+
+RunOption = Annotated[
+    bool, typer.Option("--run/--no-run", help="Run the written file in its runtime, and compare it with its meaning.")
+]
+
+
+class ExitStatus(IntEnum):
+    """Exit status of every command; `harness.cli.main.main` chooses it for exceptions."""
+
+    DONE = 0
+    DOES_NOT_HOLD = 1
+    USAGE = 2
+    INTERNAL = 3
+    INTERRUPTED = 130
+
 
 OTHER_FOLDER_ADVICE = "use another {}, or move the existing results away to start over"
 
@@ -201,6 +218,31 @@ def print_rich_or_text(text: str, drawing: RenderableType) -> None:
 def print_json(value: Any) -> None:
     """Print a value as JSON; characters beyond ASCII are escaped."""
     echo(json.dumps(value, indent=1))
+
+
+def report_check(check: OutputCheck, path: Path, remedies: Sequence[str], *, as_json: bool) -> None:
+    """Print the check of a written file, and end the command if the file is not usable.
+
+    Args:
+        path: The file, which is set aside if it is not usable.
+        remedies: Remedies of the command, such as another placement; they are no help if the runtime fails for the
+            float model, too.
+        as_json: Whether the command has printed the check as JSON, so that only a file that is not usable is reported.
+
+    Raises:
+        typer.Exit: The file is not usable.
+    """
+    from harness.verification.output_comparison import wrong_result_remedies
+
+    if check.is_usable:
+        if not as_json:
+            echo(check.summary)
+        return
+    cause = f"; the float model is {check.float_verdict} there, too" if check.float_verdict else ""
+    steps = [*([] if check.float_verdict else remedies), *wrong_result_remedies([check])]
+    steps.append("--no-run, if the file is for another runtime or processor than those of this machine")
+    echo("\n- ".join([f"qdq: {check.summary}{cause}; the file is kept as {path}. Remedies:", *steps]), err=True)
+    raise typer.Exit(ExitStatus.DOES_NOT_HOLD)
 
 
 def print_table(

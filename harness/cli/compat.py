@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 from harness.cli.common import (
     JsonOption,
     ParamOption,
+    RunOption,
     add_to_sys_path,
     backend_spec,
     count_option,
@@ -20,6 +22,7 @@ from harness.cli.common import (
     print_remarks,
     print_table,
     replace_change_advice,
+    report_check,
     short_path,
 )
 from harness.cli.run import run_and_report
@@ -78,22 +81,27 @@ def autotune(context: typer.Context) -> None:
 
 
 def quantize(
-    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'quantize'.")], as_json: JsonOption = False
+    spec: Annotated[Path, typer.Argument(help="Spec file with a section 'quantize'.")],
+    run: RunOption = True,
+    as_json: JsonOption = False,
 ) -> None:
     """Quantize a model by a spec file of TAO's static PTQ, with ModelOpt or with a precision for each layer.
 
+    The file is run as by `qdq insert`, if the runtime of its dialect is installed.
+
     Example: `qdq quantize experiments/specs/quantize.yaml`
     """
-    from harness.compat.tao_specs.quantize import quantize as run
+    from harness.compat.tao_specs.quantize import quantize as quantize_model
     from harness.compat.tao_specs.spec import read_spec, require_section
 
     found, base = read_spec(spec), spec.resolve().parent
     add_to_sys_path(base)
     section = require_section(found.quantize, "quantize", str(spec))
     with prefix_file(spec):
-        result = run(section, found.dataset, base, base / (section.results_dir or found.results_dir))
+        folder = base / (section.results_dir or found.results_dir)
+        result = quantize_model(section, found.dataset, base, folder, run=run)
     path = short_path(result.path)
-    _print_quantized(path, result, as_json=as_json)
+    _print_quantized(path, result, "other layers or skip_names in the spec file", as_json=as_json)
     if as_json:
         return
     building = f"trtexec --onnx={path} --stronglyTyped --saveEngine={path.with_suffix('.engine')}"
@@ -124,17 +132,23 @@ def ptq(context: typer.Context) -> None:
     if isinstance(result, list):
         echo("\n".join(result))
         return
-    _print_quantized(result.path, result, as_json="--json" in context.args)
+    other = "--nodes_to_exclude, --op_types_to_exclude"
+    _print_quantized(result.path, result, other, as_json="--json" in context.args)
 
 
-def _print_quantized(path: Path, done: QuantizationResult, *, as_json: bool) -> None:
-    """Print the number of quantized operators of each type, and the path of the file."""
+def _print_quantized(path: Path, done: QuantizationResult, remedy: str, *, as_json: bool) -> None:
+    """Print the number of quantized operators of each type, the path of the file, and its check.
+
+    Raises:
+        typer.Exit: The file is not usable; `remedy` may make another one.
+    """
     if as_json:
-        print_json({"path": str(path), "layers": done.layers, "calibrated_on": done.calibrated_on})
-        return
-    for op, counts in done.layers.items():
-        echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
-    echo(f"{path}: calibrated on {done.calibrated_on}")
+        print_json({**asdict(done), "path": str(path)})
+    else:
+        for op, counts in done.layers.items():
+            echo(f"{op}\t{', '.join(f'{count} {precision}' for precision, count in counts.items())}")
+        echo(f"{path}: calibrated on {done.calibrated_on}")
+    report_check(done.check, path, [remedy], as_json=as_json)
 
 
 def calib_data(

@@ -14,6 +14,7 @@ from harness.cli.common import (
     JsonOption,
     ModelArgument,
     ParamOption,
+    RunOption,
     ShapeOption,
     add_to_sys_path,
     backend_spec,
@@ -24,6 +25,7 @@ from harness.cli.common import (
     print_json,
     print_remarks,
     replace_change_advice,
+    report_check,
     short_path,
 )
 from harness.cli.run import run_and_report
@@ -68,13 +70,17 @@ def insert(
     samples: SamplesOption = DEFAULT_SAMPLES,
     shape: ShapeOption = None,
     dim: DimOption = None,
+    run: RunOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Write a model with the Q/DQ pairs of a rule or of a stored placement, without a search and without timing.
 
+    Where the runtime is installed, the file is compared in it with what the file describes. If the result is wrong or
+    the runtime refuses the file, it becomes NAME.wrong.onnx, an older NAME.onnx is removed, and the exit status is 1.
+
     Example: `qdq insert model.onnx --placement linear --calibration calib.npy -o model-int8.onnx`
     """
-    described = {**_ranges_config(calibration, preprocess, samples, method), **parse_sizes(shape, dim)}
+    described = {**_ranges_config(calibration, preprocess, samples, method), **parse_sizes(shape, dim), "run": run}
     _insert(model, placement, output, backend_spec(backend, param), as_json, precision=precision, **described)
 
 
@@ -92,17 +98,18 @@ def import_placement(
     samples: SamplesOption = DEFAULT_SAMPLES,
     shape: ShapeOption = None,
     dim: DimOption = None,
+    run: RunOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Convert the Q/DQ file of another tool (NNCF, ModelOpt, ONNX Runtime) to a file from which searches can start.
 
-    Inputs that must be quantized differently for the runtime are listed.
+    Inputs that must be quantized differently for the runtime are listed. The file is run as by `qdq insert`.
 
     Example: `qdq import theirs.onnx model.onnx -o start.onnx`
     """
     if not file.is_file():
         raise UserError(f"{file}: no such file")
-    described = {**_ranges_config(calibration, preprocess, samples, method), **parse_sizes(shape, dim)}
+    described = {**_ranges_config(calibration, preprocess, samples, method), **parse_sizes(shape, dim), "run": run}
     runtime = backend_spec(backend, param)
     _insert(model, str(file), output, runtime, as_json, precision=precision, ranges=ranges, **described)
     if not as_json:
@@ -127,8 +134,10 @@ def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_js
         raise UserError(f"--output {output}: is the float model; use another file")
     with TerminalProgress() as terminal:
         made = insert_placement(model, placement, output, terminal, backend=runtime, **described)
+    remedies = ["another --placement", "qdq autotune, which leaves out placements with a wrong result"]
     if as_json:
         print_json({**asdict(made), "path": str(made.path)})
+        report_check(made.check, made.path, remedies, as_json=True)
         return
     echo(
         f"{made.path}: {made.pairs} Q/DQ pairs on {made.edges} quantized edges, dialect {made.dialect}, calibrated on "
@@ -137,6 +146,7 @@ def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_js
     for title, edges in (("not expressed", made.missing), ("added", made.added)):
         for edge, quantized in edges:
             echo(f"{title}: {quantized} at input {edge.slot} of {edge.consumer or 'the model'} ({edge.tensor})")
+    report_check(made.check, made.path, remedies, as_json=False)
 
 
 def apply(

@@ -144,7 +144,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
 
 
 @without_inner_errors
-def insert(
+def insert(  # noqa: PLR0913 - one setting, one parameter
     model: Any,
     out: Path | str,
     *,
@@ -152,9 +152,13 @@ def insert(
     calibration: Samples | None = None,
     backend: Plugin = "openvino",
     precision: str = "int8",
+    run: bool = True,
     **described: Any,
 ) -> InsertedModel:
     """Write a model with the Q/DQ pairs of a rule or of a stored placement, without a search; see `qdq insert`.
+
+    The file is run in its runtime, and `check` of the result has the comparison with what the file describes. A file
+    that is not usable (`check.is_usable`) is at `path`, which is NAME.wrong.onnx, and an older file `out` is removed.
 
     Args:
         model: See `autotune`.
@@ -163,6 +167,7 @@ def insert(
         calibration: See `autotune`.
         backend: Runtime whose dialect of Q/DQ pairs is written; its device may be absent.
         precision: Precision of quantized values.
+        run: Whether the file is run, if its runtime is installed.
         described: Further keys of the model in an experiment file, such as `shapes`; `example_inputs` of a module.
 
     Raises:
@@ -186,7 +191,7 @@ def insert(
         except ValidationError as error:
             raise to_user_error(PluginSpec, "backend", error) from None
         return insert_placement(
-            entry.pop("use"), str(placement), Path(out), NullProgress(), backend=runtime, precision=precision,
+            entry.pop("use"), str(placement), Path(out), NullProgress(), backend=runtime, run=run, precision=precision,
             **entry, **described,
         )  # fmt: skip
 

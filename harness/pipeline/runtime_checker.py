@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,13 +18,14 @@ from harness.config.sections import Limits, PluginSpec
 from harness.errors import UserError
 from harness.graph.io.digests import IR_SUFFIX, digest_file
 from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy
-from harness.progress import Observer
+from harness.progress import NullProgress, Observer
 from harness.random_inputs import feeds_digest
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.task_setup.float_baseline import available_precisions
 from harness.task_setup.task import Task
-from harness.timing.provenance import count_cores
+from harness.timing.provenance import count_cores, machine_lacks_vnni
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.in_process import as_outcome
 from harness.timing.workers.sandbox import open_engines
@@ -176,6 +178,20 @@ class RuntimeChecker:
         if total > before:
             self._observer.say(f"comparison of {len(self._record)} models with their files: {total:.0f} s")
 
+    def check_written(self, candidate: Candidate, benchmarker: str) -> OutputCheck:
+        """Check a file, see `check`; a file that the runtime does not run is "refused"."""
+        found = self.check(candidate, benchmarker)
+        if found.verdict == "not checked":
+            outputs = self._run(candidate.source(), self._feeds, benchmarker)
+            if not isinstance(outputs, Failed) or outputs.stage == "timeout":
+                return found
+            found = replace(found, verdict="refused", reason=outputs.reason)
+        if not found.is_usable and candidate.digest != edges_digest(()):
+            own = self.check(replace(candidate, digest=edges_digest(())), benchmarker)
+            refused = isinstance(self._float_outputs(benchmarker), Failed)
+            found = replace(found, float_verdict="refused" if refused else own.verdict if own.is_wrong else "")
+        return found
+
     def _run_check(self, candidate: Candidate, benchmarker: str) -> OutputCheck:
         path, compare = candidate.source(), self._comparison(benchmarker)
         if candidate.digest == edges_digest(()):
@@ -309,6 +325,52 @@ class RuntimeChecker:
         if {key: body.get(key) for key in self._basis} != self._basis:
             return {}
         return {key: OutputCheck(**each) for key, each in body["checks"].items()}
+
+
+def check_file(
+    file: Path, float_file: Path, feeds: Iterable[Mapping[str, Array]], use: PluginSpec, *, quantized: bool = True
+) -> OutputCheck:
+    """Compare a written file in a runtime with its own meaning, as a run does.
+
+    If `use` leaves the float precision open, the file is run at each one that the runtime has, and the worst result
+    counts. The verdict is "not checked" if the runtime or its device is missing.
+
+    Args:
+        file: The written file, with static inputs.
+        float_file: The float model from which it was made.
+        feeds: Samples; the first `CHECK_SAMPLE_COUNT` are used.
+        use: Benchmarker of the runtime with its parameters.
+        quantized: Whether the file has Q/DQ pairs.
+    """
+    plugin = registry.load_plugin("benchmarker", use.use)
+    if capabilities_of(plugin).in_process or capabilities_of(plugin).compile_only:
+        return not_checked(f"backend {use.use!r} runs no model")
+    digest = digest_file(file)[:16] if quantized else edges_digest(())
+    try:
+        # A runtime that reads cast files gets the file as it is.
+        offered = {"": use} if hasattr(plugin, "cast") else available_precisions(use)
+        benchmarkers = dict(zip([MAIN_BENCHMARKER, *list(offered)[1:]], offered.values(), strict=True))
+        with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+            plan = CheckPlan(
+                float_file=float_file,
+                floats=dict.fromkeys(benchmarkers, float_file if quantized else file),
+                feeds=feeds,
+                folder=Path(scratch),
+                work=Path(scratch),
+                limits=Limits(),
+                saturates=machine_lacks_vnni(),
+            )
+            with (
+                open_engines(WorkerSpec(benchmarkers=benchmarkers, workdir=plan.work), plan.limits) as engines,
+                RuntimeChecker(plan, engines, NullProgress()) as checker,
+            ):
+                candidate = Candidate(digest=digest, edges=(), source=lambda: file)
+                checks = {name: checker.check_written(candidate, name) for name in benchmarkers}
+    except UserError as error:  # the runtime or its device is missing, or another process killed the worker
+        return not_checked(str(error))
+    name, found = min(checks.items(), key=lambda check: (check[1].is_usable, check[1].verdict == "right"))
+    where = found.runtime if name == MAIN_BENCHMARKER else f"{found.runtime} {name}"
+    return replace(found, runtime=where, model="")  # a small model is gone with the scratch folder
 
 
 def runs_no_model(use: PluginSpec) -> bool:

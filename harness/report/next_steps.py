@@ -33,6 +33,7 @@ from harness.results_dir.phases import SEARCH_SHARE
 from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
 from harness.timing.provenance import format_options
+from harness.verification.output_comparison import wrong_result_remedies
 
 MAX_SUGGESTED_DROP_SHARE = 0.1  # relative to the float model's metric; a looser bound than this is not suggested
 
@@ -334,9 +335,7 @@ def _names(searches: Iterable[SearchLog]) -> str:
 def _wrong_result_steps(task: TaskResults) -> Iterator[str]:
     for model in sorted({check.model for check in task.checks.values() if check.model}):
         yield f"a bug report on the runtime: {task.folder / model} reproduces it (description next to it)"
-    if any(check.verdict == "saturates" for check in task.checks.values()):
-        yield "weights of 7 bits (reduce_range: true), or a processor with VNNI"
-    yield "another version of the runtime"
+    yield from wrong_result_remedies(task.checks.values())
 
 
 def _accuracy_reason(task: TaskResults, rows: Sequence[Row]) -> str:

@@ -17,15 +17,16 @@ from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import PluginSpec
 from harness.config.yaml_loader import dump_yaml
 from harness.errors import UserError, suggest_names
-from harness.graph.io.files import move_model
+from harness.graph.io.files import move_model, set_model_aside
 from harness.graph.load import save_to_folder
 from harness.graph.qdq.import_placement import compare_import, transfer_placement
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.graph.rules.points import explain_no_points
 from harness.paths import resolve_path
+from harness.pipeline.runtime_checker import check_file
 from harness.progress import Observer
-from harness.registry import create_plugin
+from harness.registry import create_plugin, load_plugin
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.deploy_folder import FACTS_FILE, holds_bundle, read_bundle
 from harness.results_dir.io import explain_write_errors
@@ -40,6 +41,7 @@ from harness.task_setup.initial_design import (
 from harness.task_setup.model_loader import MIN_OPSET, input_types, open_model
 from harness.task_setup.study_task import model_label
 from harness.task_setup.task import Task, calibrate_task
+from harness.verification.output_comparison import OutputCheck, not_checked
 from search.heuristics import HEURISTIC_RULES
 from search.space import Resolved
 
@@ -51,11 +53,12 @@ class InsertedModel:
     """Model with the pairs of a placement.
 
     Attributes:
-        path: The written ONNX file.
+        path: The written ONNX file; NAME.wrong.onnx instead of NAME.onnx if the check failed.
         pairs: Number of Q/DQ pairs.
         edges: Number of quantized inputs.
         dialect: Name of the dialect of the pairs.
         calibrated_on: Source of the ranges, as text.
+        check: Comparison of the file in its runtime with its own meaning; "not checked" if the runtime is missing.
         missing: Quantized inputs of another tool's file that the placement lacks; see
             `harness.graph.qdq.import_placement.compare_import`.
         added: Quantized inputs of the placement that another tool's file lacks.
@@ -66,6 +69,7 @@ class InsertedModel:
     edges: int
     dialect: str
     calibrated_on: str
+    check: OutputCheck
     missing: Resolved = ()
     added: Resolved = ()
 
@@ -177,15 +181,26 @@ def check_structure(experiment: Experiment) -> None:
 
 
 def insert_placement(
-    model: str, placement: str, out: Path, observer: Observer, *, backend: PluginSpec, **described: Any
+    model: str,
+    placement: str,
+    out: Path,
+    observer: Observer,
+    *,
+    backend: PluginSpec,
+    run: bool = True,
+    **described: Any,
 ) -> InsertedModel:
-    """Write a model with the Q/DQ pairs of a placement, without building or timing it.
+    """Write a model with the Q/DQ pairs of a placement, and compare it in its runtime with its own meaning.
+
+    A file with a wrong result, or one that the runtime refuses, is written to NAME.wrong.onnx, and an older `out` is
+    removed.
 
     Args:
         model: ONNX file, `zoo:NAME` or `assets:PATH`.
         placement: Name of a rule, a folder to deploy, or a Q/DQ file made from a model of this structure.
         out: ONNX file to write; its folder is created, and an existing file is replaced.
         backend: Benchmarker that determines the dialect of the pairs; its device may be absent.
+        run: Whether the file is run in the benchmarker's runtime, if that is installed.
         described: `precision`; `ranges`, whether those of a Q/DQ file are used; and keys of the model in an experiment.
 
     Raises:
@@ -233,15 +248,25 @@ def insert_placement(
             else ((), ())
         )
         result = task.inserter.export(resolved, Path(scratch) / out.name)
+        check = not_checked("the run is switched off")
+        if run:
+            with observer.work(f"compare {out.name} in {backend.use} with its meaning", 1) as step:
+                check = check_file(result, task.float_file, task.feeds, backend, quantized=bool(resolved))
+                step.advance()
+        path = out
         with explain_write_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            move_model(result, out)
+            if check.is_usable:
+                move_model(result, out)
+            else:
+                path = set_model_aside(result, out)
         return InsertedModel(
-            path=out,
+            path=path,
             pairs=task.inserter.count_pairs(resolved),
             edges=len(resolved),
             dialect=dialect.name,
             calibrated_on=calibrated_on,
+            check=check,
             missing=missing,
             added=added,
         )
@@ -320,7 +345,12 @@ def _check_rule(placement: str, path: Path) -> None:
 
 def _dialect_name(backend: PluginSpec) -> str:
     """Return the dialect name of a benchmarker on this machine, or its default one if runtime or device is absent."""
-    benchmarker = create_plugin("benchmarker", backend.use, backend.params)
+    try:
+        benchmarker = create_plugin("benchmarker", backend.use, backend.params)
+    except UserError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        return dialect_name_for(load_plugin("benchmarker", backend.use), backend.use, {})
     try:
         facts = benchmarker.describe()
     except UserError:

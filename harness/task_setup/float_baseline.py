@@ -89,7 +89,7 @@ def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> d
     problems = {}
     with TemporaryDirectory(prefix="qdq-cast-") as scratch:
         file = save_to_folder(model, Path(scratch))
-        for precision, offered in _available_precisions(use).items():
+        for precision, offered in available_precisions(use).items():
             try:
                 read = Path(registry.create_plugin("benchmarker", offered.use, offered.params).cast(file, file.parent))
                 if read != file:
@@ -99,8 +99,12 @@ def cast_problems(use: PluginSpec, model: Model, precisions: Sequence[str]) -> d
     return problems
 
 
-def _available_precisions(use: PluginSpec) -> dict[str, PluginSpec]:
-    """Return the backend at each float precision, or only by the key "" if its precision is fixed or unknown."""
+def available_precisions(use: PluginSpec) -> dict[str, PluginSpec]:
+    """Return the backend at each float precision, or only by the key "" if its precision is fixed or unknown.
+
+    Raises:
+        UserError: The backend or a parameter of it is unknown.
+    """
     try:
         facts = registry.create_plugin("benchmarker", use.use, use.params).describe()
     except UserError:  # the device is on another machine

@@ -9,7 +9,7 @@ operator with a wrong result is found (`harness.verification.fault_localization`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +45,7 @@ OVERFLOW_MAGNITUDE = 1e30
 """Larger values count as infinite, as rounding decides whether they overflow."""
 Outputs = Sequence[Mapping[str, Array]]
 """Outputs by name, sample by sample."""
-Verdict = Literal["right", "wrong result", "saturates", "not checked"]
+Verdict = Literal["right", "wrong result", "saturates", "refused", "not checked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,8 @@ class OutputCheck:
     """Result of a check of one model in one runtime.
 
     Attributes:
-        verdict: "saturates": wrong only because the processor adds products of 8-bit integers in 16 bits.
+        verdict: "saturates": wrong only because the processor adds products of 8-bit integers in 16 bits. "refused":
+            the runtime does not run the file; only `harness.pipeline.runtime_checker.check_file` gives this verdict.
         runtime: Name and version of the runtime; "" if unknown.
         output: Output that is furthest below its limit, or closest to it; "" if nothing was compared.
         part: Compared slices of the output, see `harness.accuracy.metrics.sqnr`; "" for the whole output.
@@ -63,6 +64,7 @@ class OutputCheck:
         reason: Reason why nothing was compared, or a remark.
         operator: First operator whose result differs while its inputs agree; "" if none was searched for or found.
         model: Path of a small model that reproduces the fault, within the task's folder; "" without one.
+        float_verdict: Verdict of the float model in the runtime if a written file is not usable and neither is that.
         seconds: Duration of the check.
     """
 
@@ -76,12 +78,18 @@ class OutputCheck:
     reason: str = ""
     operator: str = ""
     model: str = ""
+    float_verdict: str = ""
     seconds: float = 0.0
 
     @property
     def is_wrong(self) -> bool:
         """Return whether the runtime computes something other than the file describes."""
         return self.verdict in ("wrong result", "saturates")
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether nothing is known against the use of the file in the runtime."""
+        return not self.is_wrong and self.verdict != "refused"
 
     @property
     def is_suspect(self) -> bool:
@@ -95,10 +103,21 @@ class OutputCheck:
         """Text of the verdict in tables."""
         return f"wrong result in {self.runtime.partition(' ')[0]}" if self.verdict == "wrong result" else self.verdict
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """Text for a user who wrote a file, such as "checked in onnxruntime 1.24.4: 41 dB from float, ..."."""
         if self.verdict == "not checked":
-            return f"not checked: {self.reason}"
-        if self.engine_db is None:  # the verdict comes from different scores
+            return str(self)
+        found = str(self)
+        if self.verdict == "right":
+            against = "float" if self.file_db is None else f"float, {self.engine_db:.0f} dB from the file"
+            nearest = self.engine_db if self.file_db is None else self.file_db
+            found = f"{nearest:.0f} dB from {against} (output {self.output!r})"
+        runtime = " ".join(word.partition("-")[0] for word in self.runtime.split(" "))  # without the name of a commit
+        return f"checked in {runtime}: {found}"
+
+    def __str__(self) -> str:
+        if self.engine_db is None:  # nothing was compared, or the verdict comes from different scores
             return f"{self.label}: {self.reason}"
         if self.verdict == "right" and self.part and self.file_db is not None:
             return (
@@ -111,6 +130,13 @@ class OutputCheck:
         if self.operator:
             text += f"; first operator that differs: {self.operator}"
         return f"{text}; {self.reason}" if self.reason else text
+
+
+def wrong_result_remedies(checks: Iterable[OutputCheck]) -> Iterator[str]:
+    """Yield the remedies for wrong or refused results, each for all of them."""
+    if any(check.verdict == "saturates" for check in checks):
+        yield "weights of 7 bits (reduce_range: true), or a processor with VNNI"
+    yield "another version of the runtime"
 
 
 def not_checked(reason: str) -> OutputCheck:

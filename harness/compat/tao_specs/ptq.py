@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from harness.compat.tao_specs.modelopt_arguments import (
 from harness.compat.tao_specs.quantize import (
     QuantizationResult,
     add_calibration_shapes,
-    quantization_result,
+    checked_result,
     quantize_with_modelopt,
     refuse_quantized,
 )
@@ -29,6 +30,7 @@ from harness.errors import UserError, suggest_names
 from harness.graph.load import ModelSignature
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.paths import resolve_path
+from harness.pipeline.runtime_checker import CHECK_SAMPLE_COUNT
 
 logger = logging.getLogger(__name__)
 PROGRAM = "qdq ptq"
@@ -92,7 +94,8 @@ def run_ptq(given: Sequence[str]) -> QuantizationResult | list[str]:
     )
     feeds, calibrated_on = calibration_feeds(dataset, data, types)
     quantize_with_modelopt(path, target, feeds, add_calibration_shapes(arguments, declared, types))
-    return quantization_result(target, calibrated_on)
+    samples = tuple(islice(feeds, CHECK_SAMPLE_COUNT)) if options.run else ()
+    return checked_result(target, calibrated_on, path, types, samples)
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -125,6 +128,9 @@ def get_parser() -> argparse.ArgumentParser:
     add("--block_size", type=int, help="for int4")
     add("--opset", type=int)
     add("--preset", choices=list(PRESETS), help="a named choice of layers, see --show-defaults")
+    add(
+        "--no-run", "--no_run", dest="run", action="store_false", help="do not run the result, if TensorRT is installed"
+    )
     add("--json", action="store_true", help="print JSON")
     add("--show-defaults", action="store_true", help="show the defaults of ModelOpt and the presets")
     return parser

@@ -5,14 +5,21 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from harness import registry
 from harness.accuracy.calibration.ptq import modelopt
 from harness.api import Array
-from harness.compat.tao_specs.builtin_quantizer import LayerwiseRequest, parse_builtin_arguments, quantize_builtin
+from harness.compat.tao_specs.builtin_quantizer import (
+    DEFAULT_DIALECT,
+    LayerwiseRequest,
+    parse_builtin_arguments,
+    quantize_builtin,
+)
 from harness.compat.tao_specs.dataset import (
     calibration_feeds,
     loader_feeds,
@@ -21,12 +28,23 @@ from harness.compat.tao_specs.dataset import (
     sample_shapes,
 )
 from harness.compat.tao_specs.layers import PRESETS
-from harness.compat.tao_specs.model_file import name_write_errors, open_onnx_file, shapes_of, static_inputs
+from harness.compat.tao_specs.model_file import (
+    name_write_errors,
+    open_onnx_file,
+    shapes_of,
+    static_inputs,
+    write_static_copy,
+)
 from harness.compat.tao_specs.modelopt_arguments import make_modelopt_arguments
 from harness.compat.tao_specs.spec import DatasetSection, LayerSpec, QuantizeSection, TensorDtype
+from harness.config.sections import PluginSpec
 from harness.errors import BuildFailed, UserError
+from harness.graph.io.files import set_model_aside
 from harness.graph.load import ModelSignature, read_signature
+from harness.graph.rules.dialects import ONNXRUNTIME_UNFUSED
+from harness.pipeline.runtime_checker import CHECK_SAMPLE_COUNT, check_file
 from harness.random_inputs import InputTypes
+from harness.verification.output_comparison import OutputCheck, not_checked
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +59,24 @@ class QuantizationResult:
         layers: Number of nodes by precision ("int8", "fp8", "fp8e5m2", "native"), for each operator with a quantized
             node.
         calibrated_on: Description of the calibration data.
+        check: Comparison of the file in the runtime of its dialect with its own meaning. If it failed, the name of the
+            file ends in `.wrong.onnx`.
     """
 
     path: Path
     layers: Mapping[str, Mapping[str, int]]
     calibrated_on: str
+    check: OutputCheck
 
 
 def quantize(
-    section: QuantizeSection, dataset: DatasetSection, base: Path, results: Path, loader: Iterable[Any] | None = None
+    section: QuantizeSection,
+    dataset: DatasetSection,
+    base: Path,
+    results: Path,
+    loader: Iterable[Any] | None = None,
+    *,
+    run: bool = True,
 ) -> QuantizationResult:
     """Quantize a model as a spec describes and write `quantized_model.onnx`.
 
@@ -59,6 +86,7 @@ def quantize(
         base: Folder that relative paths start from.
         results: Folder of the result, created if it is missing.
         loader: Calibration batches (arrays, tuples, mappings) instead of those of `dataset`.
+        run: Whether the file is run, if the runtime of its dialect is installed.
 
     Raises:
         UserError: The section cannot be used, or ModelOpt fails.
@@ -83,9 +111,12 @@ def quantize(
         samples, batches = peek_sample_shapes(loader, names)
         types = static_inputs(declared, dataset.shapes, dataset.dims, samples=samples)
         feeds, calibrated_on = loader_feeds(batches, types), "a data loader"
+    compared = tuple(islice(feeds, CHECK_SAMPLE_COUNT)) if run else ()
+    if isinstance(feeds, Iterator):
+        feeds = chain(compared, feeds)
     if by_modelopt:
         quantize_with_modelopt(path, target, feeds, add_calibration_shapes(arguments, declared, types))
-        return quantization_result(target, calibrated_on)
+        return checked_result(target, calibrated_on, path, types, compared)
     request = LayerwiseRequest(
         model_path=path, source=section.model_path, shapes=shapes_of(types), layers=layers,
         skip_names=section.skip_names, method=section.algorithm, dialect=dialect,
@@ -93,7 +124,7 @@ def quantize(
     _warn_fixed_sizes(section.model_path, declared, types)
     with tempfile.TemporaryDirectory(prefix="qdq-quantize-") as work:
         quantize_builtin(request, target, feeds, Path(work))
-    return quantization_result(target, calibrated_on)
+    return checked_result(target, calibrated_on, path, types, compared, dialect)
 
 
 def add_calibration_shapes(
@@ -150,20 +181,60 @@ def refuse_quantized(declared: ModelSignature, source: str) -> None:
         )
 
 
-def quantization_result(path: Path, calibrated_on: str) -> QuantizationResult:
-    """Return the result for a Q/DQ file, with the precisions of its nodes.
+def checked_result(
+    target: Path,
+    calibrated_on: str,
+    float_file: Path,
+    types: InputTypes,
+    samples: Sequence[Mapping[str, Array]],
+    dialect: str = DEFAULT_DIALECT,
+) -> QuantizationResult:
+    """Compare a quantized file with its own meaning in the runtime of its dialect, and return the result.
+
+    A file with a wrong result, or one that the runtime refuses, is renamed to NAME.wrong.onnx.
 
     Args:
+        target: The quantized file.
         calibrated_on: See `QuantizationResult`.
+        float_file: The float model.
+        types: Element type and static shape of each input.
+        samples: Inputs of the comparison; empty: the file is not run.
+        dialect: Name of the dialect of the file.
 
     Raises:
         UserError: The file cannot be read.
     """
+    result = read_signature(target)
     found: dict[str, Counter[str]] = {}
-    for node in read_signature(path).nodes:
+    for node in result.nodes:
         found.setdefault(node.op, Counter()).update(sorted(node.precisions) or ["native"])
     layers = {op: dict(counts) for op, counts in sorted(found.items()) if set(counts) != {"native"}}
-    return QuantizationResult(path=path, layers=layers, calibrated_on=calibrated_on)
+    check, path = not_checked("the run is switched off"), target
+    if samples:
+        with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+            work = Path(scratch)
+            files = (
+                write_static_copy(target, result, types, work / "quantized.onnx"),
+                write_static_copy(float_file, read_signature(float_file), types, work / "float.onnx"),
+            )
+            check = _check_in_runtime(*files, samples, dialect)
+    if not check.is_usable:
+        path = set_model_aside(target, target)
+    return QuantizationResult(path=path, layers=layers, calibrated_on=calibrated_on, check=check)
+
+
+def _check_in_runtime(
+    file: Path, float_file: Path, samples: Sequence[Mapping[str, Array]], dialect: str
+) -> OutputCheck:
+    """Return the check of a file in the benchmarker with the name of the dialect, or with the start of it."""
+    parts = dialect.split("_")
+    names = ["_".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    installed = {plugin.name for plugin in registry.installed_plugins("benchmarker")}
+    use = next((name for name in names if name in installed), None)
+    if use is None:
+        return not_checked(f"no backend runs the dialect {dialect!r}")
+    params = {"optimization": "disabled"} if dialect == ONNXRUNTIME_UNFUSED.name else {}
+    return check_file(file, float_file, samples, PluginSpec(use=use, params=params))
 
 
 def _warn_ignored_keys(section: QuantizeSection) -> None:

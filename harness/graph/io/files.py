@@ -98,6 +98,18 @@ def move_model(model_path: Path, target: Path) -> None:
         os.replace(part, destination)
 
 
+def set_model_aside(model_path: Path, target: Path) -> Path:
+    """Move a model that is unfit for use to NAME.wrong.onnx instead of `target`, remove `target`, and return the path.
+
+    `target` may be the model itself, or an older one, which would pass for the result.
+    """
+    aside = target.with_name(f"{target.stem}.wrong{target.suffix}")
+    move_model(model_path, aside)
+    for path in (target, target.with_name(f"{target.name}.data")):
+        path.unlink(missing_ok=True)
+    return aside
+
+
 def model_files(model_path: Path) -> list[Path]:
     """Return a model's file, followed by the files of its external data or of an OpenVINO IR's weights."""
     return [
