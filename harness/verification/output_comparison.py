@@ -19,6 +19,8 @@ import numpy as np
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, OutputPart, part_sqnr, select_values, split_output
 from harness.api import Array
 from harness.errors import EvaluationFailed
+from harness.graph.io.digests import IR_SUFFIX
+from harness.graph.qdq.reduce_model import find_exact_outputs
 from harness.records import Failed
 from harness.results_dir.artifacts import ExportedModel
 from harness.results_dir.io import read_json
@@ -34,7 +36,7 @@ MIN_FILE_SQNR_DB = 3.0
 MAX_REQUIRED_SQNR_DB = 80.0
 """Highest `engine_db` that is required, as integer kernels round differently."""
 ONE_STEP_DB = 20 * math.log10(255)
-"""SQNR of an 8-bit output that is one step off; required of files with the outputs of the float model (saturated)."""
+"""SQNR of an 8-bit output that is one step off; required of outputs behind pairs that equal the float model's."""
 MIN_FLOAT_SQNR_DB: Mapping[str, float] = {"f32": 30.0, "fp32": 30.0}
 """Required SQNR of a float model in a runtime against ONNX Runtime, by the precision of the runtime."""
 MIN_HALF_SQNR_DB = 8.0
@@ -152,6 +154,7 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
     *,
     precision: str = "f32",
     skipped: Collection[str] = (),
+    exact: Collection[str] = (),
     most_db: float = MAX_REQUIRED_SQNR_DB,
     whole: bool = False,
 ) -> OutputCheck:
@@ -164,6 +167,7 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
         engine_float: Outputs of the float model in the runtime; None if it does not run there.
         precision: Float precision of the runtime, such as "f32"; see `min_sqnr_db`.
         skipped: Names of outputs that are not compared.
+        exact: Names of outputs that no Q/DQ pair of the file changes.
         most_db: Highest SQNR that is required, in dB.
         whole: Compare whole outputs, even if their slices differ in scale.
     """
@@ -184,7 +188,8 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
                 if engine_float_samples is None
                 else min(most_db, max(least, _mean_sqnr_db(float_samples, engine_float_samples, part)))
             )
-            limit_db = min(ONE_STEP_DB if file_db >= MAX_SQNR_DB else file_db, noise_db) - MARGIN_DB
+            required_db = ONE_STEP_DB if file_db >= MAX_SQNR_DB and name not in exact else file_db
+            limit_db = min(required_db, noise_db) - MARGIN_DB
             wrong = engine_db < limit_db and file_db >= MIN_FILE_SQNR_DB
             check = _make_check(wrong, name, part, engine_db, file_db, noise_db)
             checks.append((engine_db - limit_db, check))
@@ -227,7 +232,8 @@ class Comparison:
         """
         file = require_outputs(self.reference(path), "its file in ONNX Runtime")
         engine = require_outputs(self.engine(path), "the engine")
-        limits: dict[str, Any] = {"precision": self.precision, "skipped": self.skipped}
+        exact = frozenset() if path.suffix == IR_SUFFIX else find_exact_outputs(path)
+        limits: dict[str, Any] = {"precision": self.precision, "skipped": self.skipped, "exact": exact}
         return compare_with_file(self.floats, file, engine, self.engine_float, **limits)
 
 

@@ -26,6 +26,7 @@ from search.space import Edge
 DISCONTINUOUS_OPS = frozenset(
     {"ArgMax", "ArgMin", "Bernoulli", "Hardmax", "Multinomial", "NonMaxSuppression", "NonZero", "TopK", "Unique"}
 ) | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+GRAPH = onnx.AttributeProto.GRAPH
 NARROWING_DIVISOR = 2  # divisor of 8-bit integers, so that they have 7 bits
 NARROWED_SUFFIX = "_narrowed"
 
@@ -163,6 +164,18 @@ def find_index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
             jumping.update(node.output[1:] if node.op_type == "TopK" else node.output)
             sources.update((name, None) for name in node.input if name in made)
     return frozenset(value.name for value in graph.output if value.name in jumping), tuple(sources)
+
+
+def find_exact_outputs(path: Path) -> frozenset[str]:
+    """Return the outputs of a model file that no Q/DQ pair changes, such as a cache that is passed on."""
+    proto = onnx.load(path, load_external_data=False)
+    bodies = {function.name for function in proto.functions}
+    changed: set[str] = set()
+    for node in proto.graph.node:
+        hidden = node.op_type in bodies or any(attribute.type == GRAPH for attribute in node.attribute)
+        if hidden or node.op_type in QDQ_OPS or not changed.isdisjoint(node.input):
+            changed.update(node.output)
+    return frozenset(value.name for value in proto.graph.output) - changed
 
 
 def write_7bit_copy(path: Path, target: Path, what: Literal["weights", "data"]) -> bool:
