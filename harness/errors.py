@@ -1,7 +1,7 @@
 """Exceptions of the harness: mistakes of the user, and failures of one candidate.
 
-A `UserError` ends the command with one message and exit code 2. A `CandidateError` is raised by plug-ins; the worker
-records it as a `records.Failed`, and the search continues.
+A `UserError` ends the command with one message and exit status 2, a `DoesNotHold` with 1. A `CandidateError` is raised
+by plug-ins; the worker records it as a `records.Failed`, and the search continues.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class UserError(Exception):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable_lines(str(message)))
+
+
+class DoesNotHold(UserError):
+    """Result that a command examined and that does not hold, such as a damaged file or a failed searcher."""
 
 
 class CandidateError(Exception):

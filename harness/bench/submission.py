@@ -22,7 +22,7 @@ from harness.bench.tasks import TierName, read_catalogue, table_path
 from harness.benchmark_table import read_table
 from harness.config.sections import ConfigSection, PluginSpec
 from harness.config.validation_errors import to_user_error
-from harness.errors import UserError, suggest_names
+from harness.errors import DoesNotHold, UserError, suggest_names
 from harness.progress import Observer
 from harness.results_dir.io import explain_write_errors, file_sha256, read_json, write_json
 from harness.results_dir.manifest import MANIFEST_FILE, describe_files, read_manifest, require_unchanged_results
@@ -262,9 +262,14 @@ def check_submission(folder: Path, *, searches: int, seed: int, observer: Observ
         observer: Shows progress.
 
     Raises:
-        UserError: A file is missing or damaged.
+        DoesNotHold: A file is missing or damaged.
+        UserError: The folder has no submission.
     """
-    submission, cache, rng = read_submission(folder), PathCache(folder), np.random.default_rng(seed)
+    try:
+        submission = read_submission(folder)
+    except UserError as error:
+        raise (DoesNotHold if (folder / SUBMISSION_FILE).exists() else UserError)(str(error)) from error
+    cache, rng = PathCache(folder), np.random.default_rng(seed)
     checks = []
     with observer.work("check", searches * len(submission.searchers)) as step:
         for name, record in submission.searchers.items():

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from harness.cli.common import JsonOption, count_option, echo, print_json, print_table
+from harness.cli.common import ExitStatus, JsonOption, count_option, echo, print_json, print_table
 from harness.errors import UserError
 
 TierOption = Annotated[
@@ -81,7 +81,9 @@ def bench_check(
     seed: Annotated[int, typer.Option(help="Random seed for the choice of these searches.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the files of a submission, and repeat a random sample of its searches; exit status 1 if one differs.
+    """Check the files of a submission, and repeat a random sample of its searches.
+
+    The exit status is 1 if a file is damaged or a search differs.
 
     Example: `qdq bench check out/mine`
     """
@@ -99,7 +101,7 @@ def bench_check(
     else:
         print_table(("searcher", "task", "seed", "result", "differences here"), rows)
     if not all(each.same for each in checks):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitStatus.DOES_NOT_HOLD)
 
 
 def bench_score(

@@ -72,6 +72,7 @@ class ExitStatus(IntEnum):
     USAGE = 2
     INTERNAL = 3
     INTERRUPTED = 130
+    PIPE_CLOSED = 141
 
 
 OTHER_FOLDER_ADVICE = "use another {}, or move the existing results away to start over"
@@ -238,7 +239,7 @@ def report_check(check: OutputCheck, path: Path, remedies: Sequence[str], *, as_
         if not as_json:
             echo(check.summary)
         return
-    cause = f"; the float model is {check.float_verdict} there, too" if check.float_verdict else ""
+    cause = f"; the runtime fails for the float model, too ({check.float_verdict})" if check.float_verdict else ""
     steps = [*([] if check.float_verdict else remedies), *wrong_result_remedies([check])]
     steps.append("--no-run, if the file is for another runtime or processor than those of this machine")
     echo("\n- ".join([f"qdq: {check.summary}{cause}; the file is kept as {path}. Remedies:", *steps]), err=True)

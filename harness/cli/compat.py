@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.cli.common import (
+    ExitStatus,
     JsonOption,
     ParamOption,
     RunOption,
@@ -77,7 +78,7 @@ def autotune(context: typer.Context) -> None:
         try:
             run_regions(context.args, prog, terminal)
         except KeyboardInterrupt as stop:  # it has printed what is kept
-            raise typer.Exit(130) from stop
+            raise typer.Exit(ExitStatus.INTERRUPTED) from stop
 
 
 def quantize(

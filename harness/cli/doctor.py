@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from packaging.requirements import Requirement
 
-from harness.cli.common import JsonOption, echo, print_json, print_table, replace_change_advice, short_path
+from harness.cli.common import ExitStatus, JsonOption, echo, print_json, print_table, replace_change_advice, short_path
 from harness.errors import CandidateError, UserError, install_hint, suggest_names
 from harness.text import printable
 
@@ -92,13 +92,13 @@ def validate_gpu(
     counts = Counter(record.status for record in records)
     if as_json:
         print_json([asdict(record) for record in records])
-        raise typer.Exit(int(bool(counts["failed"])))
+        raise typer.Exit(ExitStatus(bool(counts["failed"])))
     echo(", ".join(f"{count} {status}" for status, count in counts.items()))
     echo(
         f"Send back the folder {short_path(out / 'send')}: texts without models and names; its manifest lists the files"
     )
     if counts["failed"]:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitStatus.DOES_NOT_HOLD)
 
 
 def tools(

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from harness.cli.bench import (
     bench_surrogate,
     bench_tasks,
 )
-from harness.cli.common import add_to_sys_path, echo
+from harness.cli.common import ExitStatus, add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
 from harness.cli.doctor import doctor, list_plugins, tools, validate_gpu
 from harness.cli.models import check, explain, regions, zoo
@@ -33,7 +34,7 @@ from harness.cli.placements import apply, export_recipe, import_placement, inser
 from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import agreement, noise, record, recover, replay, sensitivity, study
-from harness.errors import UserError
+from harness.errors import DoesNotHold, UserError
 from harness.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugins
 
 #: Commands in the order of the help text; the first of two words is a group. Commands import modules inside their
@@ -108,6 +109,8 @@ app = typer.Typer(
     name="qdq",
     cls=_Group,
     help="Find the best placement of Q/DQ pairs in an ONNX model, by measured latency and accuracy.",
+    epilog="Exit status: 0 done, or the result holds; 1 a result does not hold; 2 wrong usage or input; 3 internal "
+    "error; 130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -254,10 +257,11 @@ def _global_options(
 
 @contextmanager
 def _report_interrupt(command: str | None) -> Iterator[None]:
-    """Print after Ctrl-C whether the work can be continued, and report plug-ins that call `sys.exit(0)`.
+    """Print after Ctrl-C whether the work can be continued, and keep typer from choosing the exit status of errors.
 
     Raises:
-        UserError: A plug-in or library called `sys.exit(0)`; typer itself ends commands in another way.
+        UserError: A plug-in or library called `sys.exit`; typer itself ends commands in another way, argparse with 2.
+        RuntimeError: A read came to its end; typer would take an `EOFError` for the end of the user's input.
     """
     try:
         yield
@@ -270,9 +274,12 @@ def _report_interrupt(command: str | None) -> Iterator[None]:
         echo(f"qdq: interrupted{advice}", err=True)
         raise
     except SystemExit as end:
-        if end.code:
+        if end.code == ExitStatus.USAGE:
             raise
-        raise UserError("a plug-in or a library called sys.exit(0) before the command was finished") from end
+        code = end.code or 0
+        raise UserError(f"a plug-in or a library called sys.exit({code!r}) before the command was finished") from end
+    except EOFError as error:
+        raise RuntimeError("a pipe or a file ended too early") from error
 
 
 @contextmanager
@@ -309,7 +316,7 @@ class _StderrHandler(logging.Handler):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; an error that the user can correct ends with one message and exit code 2.
+    """Run the command; an exception ends it with a message and an `ExitStatus`.
 
     Args:
         arguments: Arguments of `qdq`; None: those of the process.
@@ -319,11 +326,16 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(args=arguments)
     except SystemExit as end:  # typer raises it after success too
+        if isinstance(end.__context__, BrokenPipeError):
+            sys.exit(ExitStatus.PIPE_CLOSED)
         if end.code:
             raise
     except UserError as error:
         echo(f"qdq: {error}", err=True)
-        sys.exit(2)
+        sys.exit(ExitStatus.DOES_NOT_HOLD if isinstance(error, DoesNotHold) else ExitStatus.USAGE)
+    except Exception as error:  # the exit status of Python would be that of a result that does not hold
+        echo(f"{traceback.format_exc()}qdq: internal error, please report it: {type(error).__name__}", err=True)
+        sys.exit(ExitStatus.INTERNAL)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import typer
 from harness.cli.common import (
     BaseOption,
     DimOption,
+    ExitStatus,
     JsonOption,
     ModelArgument,
     ParamOption,
@@ -174,7 +175,7 @@ def check(
     verdict = check_file(model, dialect, target or "sm89", **parse_sizes(shape, dim))
     _print_report(verdict.data(), verdict.lines(), as_json=as_json)
     if verdict.is_refused:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitStatus.DOES_NOT_HOLD)
 
 
 def _print_report(values: Any, lines: Iterable[str], *, as_json: bool) -> None:

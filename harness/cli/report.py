@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from harness.cli.common import (
+    ExitStatus,
     JsonOption,
     ResultsArgument,
     count_option,
@@ -67,7 +68,8 @@ def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except SearcherFailures:
-        show()
+        with suppress(typer.Exit):  # of a comparison, whose status is the same
+            show()
         raise
     show()
 
@@ -90,6 +92,9 @@ def show_report(
         original: Results folder to compare with this one; None: no comparison is printed.
         base: Folder from which relative paths of the experiment start; None: the working folder.
         as_json: Whether answers, next steps and the raw values of each table are printed as JSON.
+
+    Raises:
+        typer.Exit: The results differ from those of `original`.
     """
     from harness.report.next_steps import describe_answers, describe_next_steps
     from harness.report.render import current_report, report_renderable, report_text, write_report
@@ -117,7 +122,7 @@ def show_report(
         values = {table.name: frame_values(table.raw) for table in tables}
         compared = {} if original is None else {"comparison": _comparison_values(*_comparison(original, folder))}
         print_json({"answers": answers, "next_steps": steps, "tables": values, **compared})
-        return
+        raise typer.Exit(ExitStatus(bool(compared and compared["comparison"]["differing_rows"])))
     for line in answers:
         echo(f"{line}\n")
     printed = [summary_table(results, main) for main in mains] if ship else tables
@@ -143,32 +148,37 @@ def compare(
 ) -> None:
     """Compare two results folders: ratios of matching rows with intervals, and differences of the environment.
 
+    The exit status is 1 if a row differs: its latency beyond noise, its verdict, or the score of the same file.
+
     Example: `qdq compare results/quickstart out/quickstart`
     """
     from harness.report.report_table import render_plain_text
 
     first, second = short_path(first), short_path(second)
-    table, lines = _comparison(first, second)
+    table, differing, lines = _comparison(first, second)
     if as_json:
-        print_json(_comparison_values(table, lines))
-        return
+        print_json(_comparison_values(table, differing, lines))
+        raise typer.Exit(ExitStatus(bool(differing)))
     print_rich_or_text(f"{render_plain_text(table)}\n", table)
+    echo(f"Rows that differ: {', '.join(differing) or 'none'}.")
     echo(f"What differs, {first} -> {second}:" if lines else "Environment, model and settings are the same.")
     for line in lines:
         echo(f"  {line}")
+    raise typer.Exit(ExitStatus(bool(differing)))
 
 
-def _comparison(first: Path, second: Path) -> tuple[ReportTable, list[str]]:
-    """Return the table of matching rows, and lines about differences of the environment."""
-    from harness.report.folder_comparison import comparison_table, describe_differences
+def _comparison(first: Path, second: Path) -> tuple[ReportTable, list[str], list[str]]:
+    """Return the table of matching rows, the rows that differ, and lines about differences of the environment."""
+    from harness.report.folder_comparison import comparison_table, describe_differences, differing_rows
     from harness.report.load.results import load
 
     one, two = load(first), load(second)
-    return comparison_table(one, two), list(describe_differences(one, two))
+    table = comparison_table(one, two)
+    return table, differing_rows(one, two, table.raw), list(describe_differences(one, two))
 
 
-def _comparison_values(table: ReportTable, lines: list[str]) -> dict[str, Any]:
-    return {"rows": frame_values(table.raw), "differences": lines}
+def _comparison_values(table: ReportTable, differing: list[str], lines: list[str]) -> dict[str, Any]:
+    return {"rows": frame_values(table.raw), "differing_rows": differing, "differences": lines}
 
 
 def trace(

@@ -11,6 +11,7 @@ import typer
 
 from harness.cli.common import (
     BaseOption,
+    ExitStatus,
     JsonOption,
     ResultsArgument,
     TargetOption,
@@ -24,7 +25,7 @@ from harness.cli.common import (
     short_path,
 )
 from harness.cli.report import report_afterwards, show_report
-from harness.errors import UserError, prefix_file
+from harness.errors import DoesNotHold, UserError, prefix_file
 
 if TYPE_CHECKING:
     from harness.config.experiment import Experiment
@@ -181,7 +182,7 @@ def reproduce(
     base: BaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Repeat the experiment of a results folder in a new folder, and print a comparison of both.
+    """Repeat the experiment of a results folder in a new folder, and print a comparison of both as `qdq compare`.
 
     Calibration, searches and confirmation are repeated. To continue after an interruption, run the same command again.
 
@@ -243,12 +244,13 @@ def verify(
     """Measure an exported model again and compare it with the tables: hash, Q/DQ edges, accuracy, speedup.
 
     With only a results folder, compare each of its files with the manifest, and print how to repair damaged files. The
-    exit status is 1 if a value differs from the recorded one, or if the measured accuracy violates the bound; it is 0
-    if noise makes the latency inconclusive.
+    exit status is 1 if a file is damaged, a value differs from the recorded one, or the measured accuracy violates the
+    bound; it is 0 if noise makes the latency inconclusive.
 
     With a folder to deploy (`ship/NAME`), compare its files with its manifest and run the model. With --runtime-python,
     compare latency, gain over the float model, and outputs of another environment with those of this one. The exit
-    status is 1 if the other environment is slower, outputs differ, or the gain is gone; 2 if it cannot run the file.
+    status is 1 if the other environment is slower, outputs differ, the gain is gone, or the file fails in it; 2 if it
+    lacks the runtime.
 
     Example: `qdq verify out/mine`, `qdq verify out/mine auto`, or
     `qdq verify out/mine/resnet18-openvino-int8/models/0123456789abcdef.onnx`
@@ -287,17 +289,24 @@ def verify(
         word = SPECIAL_VERDICT_WORDS.get((check.what, check.holds), VERDICT_WORDS[check.holds])
         echo(f"{check.what}: {word}: {check.found}")
     if any(check.holds is False for check in checks):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitStatus.DOES_NOT_HOLD)
 
 
-def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: bool) -> int:
-    """Check a folder to deploy, print the results, and return the exit status."""
+def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: bool) -> ExitStatus:
+    """Check a folder to deploy, print the results, and return the exit status.
+
+    Raises:
+        DoesNotHold: The folder is damaged, or its model does not run.
+    """
     from harness.results_dir.deploy_folder import read_bundle
     from harness.shipping.bundle import run_bundle
     from harness.shipping.runtime_comparison import compare_runtimes, short_version
     from harness.terminal_progress import TerminalProgress
 
-    facts = read_bundle(folder)
+    try:
+        facts = read_bundle(folder)
+    except UserError as error:
+        raise DoesNotHold(str(error)) from error
     if not as_json:
         echo(f"files: ok: as in the manifest; {facts['answer']}")
     if python is None:
@@ -313,17 +322,17 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
                     f"version: {here}, but the file was measured with {measured}, so speed and outputs may differ; "
                     f"to compare both: qdq verify {folder} --runtime-python PYTHON"
                 )
-        return 0
+        return ExitStatus.DONE
     with TerminalProgress() as terminal:
         compared = compare_runtimes(folder, str(python), terminal, builds=builds)
     if as_json:
         print_json({"files": "ok", "holds": compared.holds, "lost_gain": compared.lost_gain, **asdict(compared)})
     else:
         echo("\n".join(compared.lines()))
-    return int(not compared.holds)
+    return ExitStatus(not compared.holds)
 
 
-def _check_folder(folder: Path, *, as_json: bool) -> int:
+def _check_folder(folder: Path, *, as_json: bool) -> ExitStatus:
     """Print the damaged files of a results folder, and return the exit status."""
     from harness.results_dir.deploy_folder import SHIP_FOLDER, check_bundle
     from harness.results_dir.manifest import check_results
@@ -338,7 +347,7 @@ def _check_folder(folder: Path, *, as_json: bool) -> int:
             problems += [f"{problem}; {repair}" for problem in check_bundle(path)]
     if as_json:
         print_json({"files": check.files, "complete": check.complete, "problems": problems})
-        return int(bool(problems))
+        return ExitStatus(bool(problems))
     for problem in problems:
         echo(problem)
     state = "complete" if check.complete else "not complete: qdq run continues it"
@@ -346,4 +355,4 @@ def _check_folder(folder: Path, *, as_json: bool) -> int:
     echo(f"{folder}: {check.files} files compared, {damage}; {state}")
     if not problems:
         echo(f"To measure a row again: qdq verify {folder} ROW")
-    return int(bool(problems))
+    return ExitStatus(bool(problems))

@@ -88,6 +88,32 @@ def compare_frame(first: Results, second: Results) -> pd.DataFrame:
     return pd.DataFrame([_comparison_row(row, floors[row["task"]], medians) for row in frame_rows(both)])
 
 
+def differing_rows(first: Results, second: Results, frame: pd.DataFrame) -> list[str]:
+    """Return the rows with different results, as TASK/METHOD, and the tasks that only one folder has.
+
+    A row differs if its latency does beyond noise, if its verdict over float does, or if the same file has another
+    score. A searcher may choose another placement.
+
+    Args:
+        first: Results of the first folder.
+        second: Results of the second folder.
+        frame: Result of `compare_frame`.
+    """
+    rows = [
+        f"{row['task']}/{row['method']}"
+        for row in frame_rows(frame)
+        if row["verdict"] in ("faster", "slower")
+        or _differ(row, "verdict")
+        or (row["same_file"] is True and _differ(row, "score"))
+    ]
+    return rows + sorted({task.name for task in first.tasks} ^ {task.name for task in second.tasks})
+
+
+def _differ(row: Row, key: str) -> bool:
+    one, two = row[f"{key}_1"], row[f"{key}_2"]
+    return one != two and not (is_missing(one) and is_missing(two))
+
+
 def _main_rows_with_key(results: Results) -> pd.DataFrame:
     main = main_frame(results)  # float rows differ by their precision, the others by their method
     return main.assign(float_precision=main["precision"].where(main["method"] == FLOAT_ROW, ""))

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.errors import UserError
+from harness.errors import DoesNotHold, UserError
 from harness.paths import hide_paths
 from harness.records import Failed
 from harness.results_dir.io import write_text
@@ -17,7 +17,7 @@ TERMINATED_SUFFIX, FAILED_SUFFIX = ".ended.txt", ".failed.txt"
 MAX_REASON_CHARS = 4000
 
 
-class SearcherFailures(UserError):
+class SearcherFailures(DoesNotHold):
     """Some searchers raised unexpectedly; everything else was done and has results."""
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
+from harness.errors import DoesNotHold, UserError
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model, model_files
 from harness.graph.io.helper_process import StepLimits
@@ -158,15 +158,15 @@ def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
         facts: Content of `ship.json`, see `read_bundle`.
 
     Raises:
-        UserError: The facts name no runtime with a script, or lack one of its settings.
+        DoesNotHold: The facts name no runtime with a script, or lack one of its settings.
     """
     target = find_target(facts["runtime"])
     if target is None:
-        raise UserError(f"{folder / FACTS_FILE}: no script runs models of {facts['runtime'].get('name')!r}")
+        raise DoesNotHold(f"{folder / FACTS_FILE}: no script runs models of {facts['runtime'].get('name')!r}")
     try:
         text = deploy_script(folder / facts["file"], facts["runtime"], target, _timed_inputs(facts))
     except (KeyError, TypeError, ValueError, OverflowError, StopIteration) as error:
-        raise UserError(f"{folder / FACTS_FILE}: runtime: {type(error).__name__}: {error}") from error
+        raise DoesNotHold(f"{folder / FACTS_FILE}: runtime: {type(error).__name__}: {error}") from error
     with tempfile.TemporaryDirectory(prefix="qdq-deploy-") as scratch:
         script = Path(scratch) / SCRIPT_FILE
         script.write_text(text, encoding="utf-8")
@@ -203,12 +203,14 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
         arguments: Further options of the script.
 
     Raises:
-        UserError: The script cannot be started, fails or exceeds a limit; the message has its last line.
+        DoesNotHold: The script fails; the message has its last line.
+        UserError: The script cannot be started, lacks a module or exceeds a limit.
     """
     status, printed, errors = _run_limited([python, "-I", str(script), "--json", *arguments], f"{script} with {python}")
     if status:
         last = (errors.strip().splitlines() or [f"exit status {status}"])[-1]
-        raise UserError(f"{script} with {python}: {last}")
+        failure = UserError if "ModuleNotFoundError" in last else DoesNotHold
+        raise failure(f"{script} with {python}: {last}")
     try:
         values = json.loads(printed.strip().splitlines()[-1])
     except (IndexError, ValueError):

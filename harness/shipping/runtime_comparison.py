@@ -21,7 +21,7 @@ import numpy as np
 
 from harness.accuracy.metrics.sqnr import output_sqnr
 from harness.api import Array
-from harness.errors import UserError
+from harness.errors import DoesNotHold, UserError
 from harness.graph.io.files import copy_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.qdq.reduce_model import write_with_edges, write_without_pairs
@@ -236,11 +236,11 @@ def _least_agreement(one: Mapping[str, Array], two: Mapping[str, Array]) -> floa
     """Return the smallest SQNR in dB of an output of one environment relative to the other.
 
     Raises:
-        UserError: The outputs differ in names or shapes.
+        DoesNotHold: The outputs differ in names or shapes.
     """
     shapes = [{name: array.shape for name, array in each.items()} for each in (one, two)]
     if shapes[0] != shapes[1]:
-        raise UserError(f"the environments give different outputs: {shapes[0]} and {shapes[1]}")
+        raise DoesNotHold(f"the environments give different outputs: {shapes[0]} and {shapes[1]}")
     floats = [name for name, array in one.items() if array.dtype.kind == "f"]
     same = all(np.array_equal(one[name], two[name]) for name in one if name not in floats)
     return min([0.0] * (not same) + [output_sqnr(one[name], two[name]).sqnr_db for name in floats], default=0.0)

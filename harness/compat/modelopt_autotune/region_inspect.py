@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -53,7 +54,7 @@ def inspect_region_search(
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Print the regions of a model; return 2 after a mistake."""
+    """Print the regions of a model; return 1 after any error, as ModelOpt's program does."""
     parser = argparse.ArgumentParser(
         prog="python -m harness.compat.modelopt_autotune.region_inspect",
         description="Show the regions of a model, as `qdq regions` does.",
@@ -76,9 +77,11 @@ def main(given: Sequence[str] | None = None) -> int:
             shapes=parse_named_shapes("--shape", options.shape or ()),
             dims=parse_dims(options.dim or ()),
         )
-    except UserError as error:
+    except Exception as error:
+        if not isinstance(error, UserError):
+            traceback.print_exc()
         print(f"region_inspect: {error}", file=sys.stderr)
-        return 2
+        return 1
     return 0
 
 

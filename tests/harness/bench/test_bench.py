@@ -116,7 +116,8 @@ def test_check_finds_damage_and_changed_tables(tmp_path, tasks):
     assert qdq("bench", "check", str(folder), "--searches", "1") == 0
     other = submit(tmp_path / "other", "local")
     (folder / "walks.parquet").write_bytes((other / "walks.parquet").read_bytes())
-    assert qdq("bench", "check", str(folder)) == 2  # not the file of the manifest
+    assert qdq("bench", "check", str(folder)) == 1  # not the file of the manifest
+    assert qdq("bench", "check", str(tmp_path / "nothing")) == 2
     assert submission["searchers"]["random"]["tasks"]["one"]["seeds"] == 2
     (tasks / "one.parquet").write_bytes((tasks / "two.parquet").read_bytes())
     with pytest.raises(UserError, match="another table of one"):

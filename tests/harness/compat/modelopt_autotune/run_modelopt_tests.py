@@ -1,8 +1,8 @@
 """Run ModelOpt's own tests of its autotuner against our modules under its import names, and print how many pass.
 
 `python tests/harness/compat/modelopt_autotune/run_modelopt_tests.py` fetches the files of a release from GitHub into a
-temporary folder; `--folder FOLDER` takes files that are there already. By design these fail: a pattern cache on disk
-whose signatures are not ours, and exit code 1 of `region_inspect` after an error, which is 2 here.
+temporary folder; `--folder FOLDER` takes files that are there already. By design a test fails that has a pattern cache
+on disk, whose signatures are not ours.
 """
 
 import argparse

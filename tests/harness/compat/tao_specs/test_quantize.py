@@ -25,6 +25,7 @@ from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.timing import provenance
+from harness.verification.output_comparison import not_checked
 
 
 def stored(found: QuantizationResult) -> Mapping[str, str]:
@@ -85,8 +86,9 @@ dataset:
     assert qdq("quantize", str(tmp_path / "spec.yaml")) == 0
     written = short_path(tmp_path / "quantized_output/quantized_model.onnx")
     expected = ["Conv\t2 int8", "Gemm\t1 int8", f"{written}: calibrated on 4 samples of calib.npy"]
-    *shown, not_compiled, command = capsys.readouterr().out.splitlines()
+    *shown, not_checked, not_compiled, command = capsys.readouterr().out.splitlines()
     assert shown == expected
+    assert not_checked.startswith("not checked: ")
     assert "qdq-bench[rtx]" in not_compiled
     assert command.endswith(f"trtexec --onnx={written} --stronglyTyped --saveEngine={written.with_suffix('.engine')}")
     onnx.checker.check_model(tmp_path / "quantized_output/quantized_model.onnx", full_check=True)
@@ -317,8 +319,10 @@ def test_input_with_several_dynamic_dimensions(dataset, problem, tmp_path, noise
 
 
 def test_commands_print_counts_or_json(monkeypatch, tmp_path, capsys):
-    done = QuantizationResult(path=tmp_path / "q.onnx", layers={"Conv": {"int8": 2}}, calibrated_on="8 samples")
-    monkeypatch.setattr("harness.compat.tao_specs.quantize.quantize", lambda *_: done)
+    done = QuantizationResult(
+        path=tmp_path / "q.onnx", layers={"Conv": {"int8": 2}}, calibrated_on="8 samples", check=not_checked("no GPU")
+    )
+    monkeypatch.setattr("harness.compat.tao_specs.quantize.quantize", lambda *_, **__: done)
     monkeypatch.setattr("harness.compat.tao_specs.ptq.run_ptq", lambda given: ["a"] if "--defaults" in given else done)
     monkeypatch.chdir(tmp_path)
     layers = "[{module_name: Conv, weights: {dtype: int8}}]"
