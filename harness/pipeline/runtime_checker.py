@@ -29,7 +29,7 @@ from harness.timing.provenance import count_cores, machine_lacks_vnni
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.in_process import as_outcome
 from harness.timing.workers.sandbox import open_engines
-from harness.verification.fault_localization import SuspectModel, find_fault, write_report
+from harness.verification.fault_localization import LOCALIZATION_LIMIT_S, SuspectModel, find_fault, write_report
 from harness.verification.output_comparison import (
     CHECK_FILE_NAME,
     Comparison,
@@ -47,6 +47,8 @@ MAX_REPORTS = 3
 """Largest number of wrong models of a task that are reduced to small ones; usually all show the same fault."""
 REPORT_FOLDER_NAME = "wrong_result"
 """Folder of small models that show a fault, in the folder of a task."""
+FILE_SEARCH_LIMIT_S = 20.0
+"""Time limit of the search for the operator of a wrong result in a written file, for which the user waits."""
 REFERENCE_THREADS = 4
 FLOAT_REFERENCE_LABEL = "the float model in ONNX Runtime"
 _IR_REASON = "an OpenVINO IR, whose operators were not compared one by one"
@@ -69,6 +71,7 @@ class CheckPlan:
         work: Scratch folder, created at the first use.
         limits: Limits of the process that runs ONNX Runtime.
         saturates: Whether the processor adds products of 8-bit integers in 16 bits.
+        search_limit_s: Time limit of the search for the operator of a wrong result.
     """
 
     float_file: Path
@@ -78,6 +81,7 @@ class CheckPlan:
     work: Path
     limits: Limits
     saturates: bool = False
+    search_limit_s: float = LOCALIZATION_LIMIT_S
 
 
 def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
@@ -268,12 +272,15 @@ class RuntimeChecker:
             reference=self._reference,
             engine=lambda file, feeds: self._run(file, feeds, benchmarker),
             work=self._scratch,
+            limit_s=self._plan.search_limit_s,
         )
         fault = as_outcome("reduce", lambda: find_fault(suspect))
         if isinstance(fault, Failed):
             return replace(found, reason=f"the search for its operator failed: {fault.reason}")
         if fault is None:
-            return replace(found, reason="no single operator reproduces it") if found.is_wrong else found
+            ended = "the search for its operator ran out of time"
+            reason = ended if suspect.is_out_of_time else "no single operator reproduces it"
+            return replace(found, reason=reason) if found.is_wrong else found
         file = self._plan.folder / REPORT_FOLDER_NAME / f"{digest}.onnx"
         with explain_write_errors(file):
             write_report(fault, file, self._engines.describe(benchmarker))
@@ -359,6 +366,7 @@ def check_file(
                 work=Path(scratch),
                 limits=Limits(),
                 saturates=machine_lacks_vnni(),
+                search_limit_s=FILE_SEARCH_LIMIT_S,
             )
             with (
                 open_engines(WorkerSpec(benchmarkers=benchmarkers, workdir=plan.work), plan.limits) as engines,

@@ -74,6 +74,7 @@ class SuspectModel:
         reference: Function that runs a file in ONNX Runtime without graph optimizations.
         engine: Function that runs a file in the runtime.
         work: Scratch folder.
+        limit_s: Time limit of the search.
         started_s: Reading of the monotonic clock when the search began.
         checks_by_tensor: Comparisons made so far; None: the model cannot be cut and compared there.
     """
@@ -86,6 +87,7 @@ class SuspectModel:
     reference: ModelRunner
     engine: ModelRunner
     work: Path
+    limit_s: float = LOCALIZATION_LIMIT_S
     started_s: float = field(default_factory=time.monotonic)
     checks_by_tensor: dict[str, OutputCheck | None] = field(default_factory=dict)
 
@@ -97,7 +99,7 @@ class SuspectModel:
     @property
     def is_out_of_time(self) -> bool:
         """Return whether the search has reached its time limit."""
-        return time.monotonic() - self.started_s > LOCALIZATION_LIMIT_S
+        return time.monotonic() - self.started_s > self.limit_s
 
     def differs(self, tensor: str, below_db: float) -> bool:
         """Return whether the model, cut at a tensor, gives different values there; False if it cannot be compared.
