@@ -289,7 +289,7 @@ class RunResult:
         For an interrupted run this is the file that was confirmed during the search.
 
         Raises:
-            UserError: No file is confirmed yet.
+            UserError: No file is confirmed yet, or the runtime computes the float model wrongly.
         """
         from harness.report.load.task_files import exported
         from harness.report.next_steps import best_row
@@ -298,7 +298,8 @@ class RunResult:
 
         for task in self._results.tasks:
             floating = self._main[self._main["task"].eq(task.name) & self._main["row"].eq(FLOAT_ROW)].to_dict("records")
-            if row := best_row(task, self._main) or (floating[0] if task.complete and floating else None):
+            usable = floating if task.complete and not task.wrong(FLOAT_ROW) else []
+            if row := best_row(task, self._main) or next(iter(usable), None):
                 drop = row["drop"]
                 return TunedFile(
                     path=exported(task, task.rows[row["row"]]),
@@ -312,6 +313,8 @@ class RunResult:
             return TunedFile(
                 path=self.ship / facts["file"], method=facts["method"], speedup=(speedup, low, high), drop=None
             )
+        if self.complete:
+            raise UserError("\n".join([f"{self.folder}: no file may be deployed", *self.answers]))
         raise UserError(f"{self.folder}: no file is confirmed yet; the same call continues the run")
 
     @property

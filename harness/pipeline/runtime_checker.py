@@ -162,6 +162,17 @@ class RuntimeChecker:
             self._observer.say(f"{name or candidate.digest}: {found}")
         return found
 
+    @property
+    def compares_all_outputs(self) -> bool:
+        """Return whether every output of the float model is compared as it is.
+
+        Raises:
+            EvaluationFailed: The float model does not run in ONNX Runtime.
+        """
+        skipped, sources = self._compared_outputs
+        outputs = require_outputs(self._float_outputs(""), FLOAT_REFERENCE_LABEL)[0]
+        return not skipped and not sources and all(array.dtype.kind == "f" for array in outputs.values())
+
     def check_rows(self, table: FinalistSet, again: bool = False) -> None:
         """Check the unchecked rows of a table, and report those that cannot be checked.
 

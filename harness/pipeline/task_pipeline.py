@@ -23,7 +23,7 @@ from harness.pipeline.task_run import TaskRun
 from harness.pipeline.time_limit import TimeLimit, seconds_after_searches
 from harness.pipeline.transfer import transferred_placements, write_pattern_cache
 from harness.progress import Observer
-from harness.records import MAIN_BENCHMARKER
+from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import FinalistSet
 from harness.results_dir.fingerprint import facts_digest, record_or_check
 from harness.results_dir.io import read_json
@@ -43,10 +43,12 @@ from harness.task_setup.task import Task, compose_task
 from harness.timing.provenance import comparability_key, lacks_vnni
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.execution_target import ExecutionTarget
+from harness.timing.workers.in_process import as_outcome
 from harness.timing.workers.trial_pool import run_concurrently
 from harness.verification.accuracy_store import AccuracyStore
 from harness.verification.dynamic_delivery import write_dynamic_rows
-from harness.verification.file_scores import score_tool_files
+from harness.verification.file_scores import score_difference, score_float_file, score_tool_files
+from harness.verification.output_comparison import wrong_float_remedies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,7 @@ class TaskPipeline:
                 shutil.rmtree(setup.task.work, ignore_errors=True)
                 return
             reopen_task(self.folder)
-            runs = self._prepare_searches(setup, session)
+            runs, running = self._prepare_searches(setup, session)
             baseline = setup.task.candidate(setup.task.space.float_placement())
             with self.site.workers(setup.worker, engines, setup.task.inserter, baseline) as workers:
                 searches = [partial(running.run_search, run, workers, self.retry_failed) for run in runs]
@@ -242,16 +244,54 @@ class TaskPipeline:
             observer=self.observer,
         )
 
-    def _prepare_searches(self, setup: _Setup, session: _Session) -> tuple[SearchSpec, ...]:
-        """Return the searches to run; before, deliver a confirmed initial placement as an early answer."""
+    def _prepare_searches(self, setup: _Setup, session: _Session) -> tuple[tuple[SearchSpec, ...], TaskRun]:
+        """Return the searches and their task run; before, deliver a confirmed initial placement as an early answer.
+
+        If the runtime computes the float model wrongly, this is said, and there are no early answers.
+        """
         running, task = session.running, setup.task
         runs = self.spec.runs if len(task.searched_space) else ()
-        if running.judge.goal.metric is not None and (self.retry_failed or any(map(running.is_unfinished, runs))):
+        unfinished = self.retry_failed or any(map(running.is_unfinished, runs))
+        if running.judge.goal.metric is not None and unfinished:
             setup.scoring.prepare_evaluators(session.store, task.model_file)
+        if running.checker is not None and unfinished and self._is_float_wrong(setup, session, running.checker):
+            running = replace(running, answers=None)
         setup.clock.write("search")
         if running.answers is not None and runs:
             running.answers.answer_initial()
-        return runs
+        return runs, running
+
+    def _is_float_wrong(self, setup: _Setup, session: _Session, checker: RuntimeChecker) -> bool:
+        """Return whether the runtime computes the float model wrongly, by its outputs or its metric, and say so."""
+        floating = setup.task.candidate(setup.task.space.float_placement())
+        with self.observer.work("compare the float model with its file", 1) as step:
+            found = checker.check(floating, name=f"{self.spec.name}, the float model")
+            step.advance()
+        text = str(found) if found.is_wrong else self._float_score_difference(setup, session, checker)
+        if text:
+            steps = "; ".join(wrong_float_remedies(session.backend))
+            self.observer.say(
+                f"{self.spec.name}: {session.backend.get('name')} computes the float model wrongly ({text}), so no "
+                f"result of this task can be trusted. Remedies: {steps}. The search continues; Ctrl-C ends it"
+            )
+        return bool(text)
+
+    def _float_score_difference(self, setup: _Setup, session: _Session, checker: RuntimeChecker) -> str:
+        """Return how the metric of the float model differs between the runtime and its file, or "".
+
+        The metric is compared only if an output cannot be, for instance indices of NonMaxSuppression, because the
+        float model is scored once more. A metric that compares with the float model itself is not.
+        """
+        scoring, task = setup.scoring, setup.task
+        own = session.store.known_float_score(task.model_file)
+        all_compared = as_outcome("check", lambda: checker.compares_all_outputs)
+        use = scoring.evaluators.get(MAIN_BENCHMARKER)
+        if own is None or use is None or "reference" in use.params or all_compared is not False:
+            return ""
+        by_file = score_float_file(session.store, task.model_file, setup.worker, self.experiment.limits)
+        if isinstance(by_file, Failed):
+            return ""
+        return score_difference(own, by_file, scoring.metric or "", str(session.backend.get("float_precision", "")))
 
     def _export(self, setup: _Setup, session: _Session) -> FinalistSet:
         """Recover accuracy, select the incumbents that are confirmed, and export their files."""

@@ -33,7 +33,7 @@ from harness.results_dir.phases import SEARCH_SHARE
 from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
 from harness.timing.provenance import format_options
-from harness.verification.output_comparison import wrong_result_remedies
+from harness.verification.output_comparison import wrong_float_remedies, wrong_result_remedies
 
 MAX_SUGGESTED_DROP_SHARE = 0.1  # relative to the float model's metric; a looser bound than this is not suggested
 
@@ -105,7 +105,8 @@ def describe_answers(results: Results, main: pd.DataFrame, base: Path | None = N
         if is_kept and reason is None:
             continue
         if row is None:
-            yield f"{prefix}keep the float model, because {reason}"
+            advice = "deploy no file, not even the float model" if task.wrong(FLOAT_ROW) else "keep the float model"
+            yield f"{prefix}{advice}, because {reason}"
             continue
         stored = task.rows[row["row"]]
         path, shipped = exported(task, stored), ship_path(results.folder, task.name)
@@ -252,7 +253,13 @@ def _reasons(task: TaskResults, results: Results, main: pd.DataFrame, base: Path
     planned = {spec.name for spec in results.stored.tasks}
     rows = [row for row in frame_rows(main) if row["task"] == task.name and row["method"] != FLOAT_ROW]
     shippable = any(row["status"] == RowStatus.SHIPPABLE for row in rows)
-    if shippable or task.name not in planned or not task.complete or task.blind:
+    if shippable or task.name not in planned or not task.complete:
+        return {}
+    if task.wrong(FLOAT_ROW):
+        backend = task.facts["backend"]
+        reason = f"{backend.get('name')} computes the float model wrongly ({task.checks[FLOAT_ROW]})"
+        return {reason: list(wrong_float_remedies(backend))}
+    if task.blind:
         return {}
     beyond = [row for row in rows if row["verdict"] == "faster" and row["beyond"]]
     slow = [row for row in rows if row["verdict"] in ("tie", "slower")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ class AccuracyStore:
         sha256 = digest_file(path)
         candidate = Candidate(digest=sha256[:16], edges=(), source=lambda: path)
         return self._score(candidate, _score_key(sha256, MAIN_BENCHMARKER, evaluator), evaluator, name=name)
+
+    def score_by_file(self, engines: Engines, path: Path) -> Accuracy | Failed:
+        """Return the stored or new accuracy of the float model by engines that compute what its file describes."""
+        candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: path)
+        store = copy(self)  # which shares the scores
+        store._engines = engines
+        return store._score(candidate, _score_key(digest_file(path), FILE_BENCHMARKER), name="the float file")
 
     def score_rows(self, table: FinalistSet) -> None:
         """Score the rows that have no score yet; failures are stored with their reason."""

@@ -141,6 +141,14 @@ def wrong_result_remedies(checks: Iterable[OutputCheck]) -> Iterator[str]:
     yield "another version of the runtime"
 
 
+def wrong_float_remedies(backend: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the remedies if a runtime computes the float model wrongly; `backend` are the facts of its benchmarker."""
+    yield "another version of the runtime"
+    if others := [name for name in backend.get("float_params", {}) if name != backend.get("float_precision")]:
+        yield f"another float precision: precision: {' or '.join(others)}"
+    yield "another export of the model, without the operator that differs"
+
+
 def not_checked(reason: str) -> OutputCheck:
     """Return a check with the reason why a model was not compared."""
     return OutputCheck(verdict="not checked", reason=reason)

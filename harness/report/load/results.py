@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, decode_accuracy, drop_estimate
+from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, decode_accuracy
 from harness.errors import UserError
 from harness.records import Failed, from_json
 from harness.report.load.stored_experiment import (
@@ -33,12 +33,11 @@ from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, read_speed
 from harness.timing.confirmation import RowSummary, summarize_turns
 from harness.timing.turn_log import RowFailure, TurnEvent
 from harness.verification.accuracy_store import FILE_BENCHMARKER, read_scores
+from harness.verification.file_scores import score_difference
 from harness.verification.output_comparison import CHECK_FILE_NAME, OutputCheck, read_checks
 
 NOISY_FLOOR = 0.10  # relative noise floor from which a machine is called noisy: gains of quantization are of this size
 
-MAX_SCORE_DIFFERENCE = 0.01
-"""Largest difference of a metric that rounding alone explains."""
 _Scores = Mapping[str, Mapping[str, Any]]
 
 
@@ -175,11 +174,13 @@ class TaskResults:
     def obeys(self, row: str) -> bool:
         """Return whether a row may be shipped: right result, no failed score, and within the bound if there is one.
 
-        False for every row if the task is `blind`.
+        False for every row if the task is `blind`, or if there is a bound and the result of the float model is wrong.
         """
         if self.blind or "failed" in self.scores.get(row, {}) or self.wrong(row):
             return False
         goal, drop = self.goal, self.drop(row)
+        if goal.metric is not None and self.wrong(FLOAT_ROW):
+            return False  # its loss is relative to a wrong score
         return goal.metric is None or (drop is not None and goal.loss_excess(drop) == 0.0)
 
 
@@ -285,7 +286,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
             folder / FINAL_SELECTION_LOG_NAME, lambda: read_speedups(folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
         ),
         scores=scores,
-        file_scores=file_scores,
+        file_scores={row: score for row, score in file_scores.items() if row != FLOAT_ROW},
         recovery=read_or_explain(folder / RECOVERY_FILE, lambda: _read_recovery(folder / RECOVERY_FILE)),
         events=events,
         summaries={} if summary is None else _with_checks(summary.rows, checks),
@@ -319,21 +320,14 @@ def _read_recovery(path: Path) -> Mapping[str, Mapping[str, Any]]:
 def _differing_scores(
     facts: Mapping[str, Any], scores: _Scores, file_scores: _Scores, checks: Mapping[str, OutputCheck]
 ) -> dict[str, OutputCheck]:
-    """Return checks with the verdict "wrong result" of rows that score differently by the runtime and by the file.
-
-    Scores differ if the paired interval excludes 0 and the difference is above `MAX_SCORE_DIFFERENCE`.
-    """
+    """Return checks with the verdict "wrong result" of rows that score differently by the runtime and by the file."""
     metric, differing = str(facts.get("metric")), {}
     for row in file_scores.keys() & scores.keys() - {name for name, check in checks.items() if check.is_wrong}:
         if not all("metrics" in record.get(row, {}) for record in (scores, file_scores)):
             continue
         by_file, by_runtime = decode_accuracy(file_scores[row]), decode_accuracy(scores[row])
-        estimate = drop_estimate(by_file, by_runtime, metric)
-        if estimate is None or abs(estimate.interval.value) <= MAX_SCORE_DIFFERENCE:
-            continue
-        if estimate.interval.low > 0 or estimate.interval.high < 0:
-            runtime, file = by_runtime.metrics[metric], by_file.metrics[metric]
-            reason = f"{metric} is {runtime:.4f} by the runtime, and {file:.4f} by the file"
+        precision = str(facts["backend"].get("float_precision", "")) if row == FLOAT_ROW else None
+        if reason := score_difference(by_runtime, by_file, metric, precision):
             previous = checks.get(row, OutputCheck(verdict="right", runtime=str(facts["backend"].get("name", ""))))
             differing[row] = replace(previous, verdict="wrong result", reason=reason)
     return differing
