@@ -23,6 +23,7 @@ from harness.timing.confirmation import ConfirmationSummary
 from harness.timing.provenance import describe_environment, format_options
 from harness.timing.turn_log import TurnEvent
 from harness.verification.dynamic_delivery import DynamicModel, write_dynamic_model
+from harness.verification.output_comparison import wrong_float_remedies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class TunedModel:
         row: Name of the model in the confirmation.
         baseline: Name of the float model in the confirmation.
         shapes: Shape of each input by the label of the timed shape, if several were timed.
+        float_fault: Check of the float model as text if the runtime computes it wrongly, else "".
     """
 
     file: Path
@@ -54,6 +56,7 @@ class TunedModel:
     row: str = "final"
     baseline: str = "baseline"
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    float_fault: str = ""
 
 
 def describe_accuracy(calibrated: bool) -> str:
@@ -87,6 +90,11 @@ def ship_tuned_model(
     kept = not tuned.proven or not tuned.pairs
     row, model = (tuned.baseline, tuned.float_file) if kept else (tuned.row, tuned.file)
     reason = ", because no placement of Q/DQ pairs proved faster in fresh builds"
+    if kept and tuned.float_fault:
+        remove_bundle(parent / name)
+        cause = f"because {runtime['name']} computes it wrongly ({tuned.float_fault})"
+        remedies = "; ".join(wrong_float_remedies(runtime))
+        return f"deploy no file, not even the float model, {cause}; remedies: {remedies}"
     if kept and (target is None or row not in summary.rows):
         remove_bundle(parent / name)
         return f"keep the float model{reason}"

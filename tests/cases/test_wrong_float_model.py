@@ -68,16 +68,34 @@ EVALUATOR = """, evaluator: {{use: metric, params: {{data: {{use: npz, path: tes
 function: 'wrong_runtime:{function}'}}}}"""
 
 
-@pytest.mark.parametrize("function", ["", "share", "total"], ids=["outputs", "metric by sample", "one metric"])
-def test_wrong_float_model_is_named_before_the_search(tmp_path, monkeypatch, capsys, function):
+@pytest.fixture
+def save(tmp_path, monkeypatch):
+    """Return a function that writes a model, whose output may be integers, which are not compared."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong_runtime.py").write_text(PLUGINS)
-    builder = GraphBuilder("net", seed=1)
-    x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 8, 3))
-    x = builder.op("Relu", builder.conv(x, 8, 3))
-    builder.output(builder.op("Cast", builder.op("Ceil", x), to=7) if function else x)  # integers are not compared
-    builder.save(tmp_path / "net.onnx")
+
+    def write(*, integers: bool) -> None:
+        builder = GraphBuilder("net", seed=1)
+        x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 8, 3))
+        x = builder.op("Relu", builder.conv(x, 8, 3))
+        builder.output(builder.op("Cast", builder.op("Ceil", x), to=7) if integers else x)
+        builder.save(tmp_path / "net.onnx")
+
+    return write
+
+
+def test_autotune_by_regions_advises_no_wrong_float_model(save, tmp_path, capsys):
+    save(integers=False)
+    flags = ("--max_evals", "3", "--timing_runs", "3", "--searcher", "random", "--mode", "quick")
+    assert qdq("autotune", "-m", "net.onnx", "-o", "out", "--backend", "wrong_runtime:WrongRuntime", *flags) == 0
+    text = (tmp_path / "out" / "logs" / "final.log").read_text()
+    assert "deploy no file, not even the float model, because wrong computes it wrongly" in text
+
+
+@pytest.mark.parametrize("function", ["", "share", "total"], ids=["outputs", "metric by sample", "one metric"])
+def test_wrong_float_model_is_named_before_the_search(save, tmp_path, capsys, function):
+    save(integers=bool(function))
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "test.npz", x=rng.standard_normal((8, 3, 8, 8)).astype(np.float32), labels=np.zeros(8))
     evaluator = EVALUATOR.format(function=function) if function else ""

@@ -122,6 +122,7 @@ class Delivery:
         self._remarks = remarks
         self._float = self._session.space.float_placement()
         self._float_candidate = context.candidate(self._float, context.job.output_dir / BASELINE)
+        self._float_fault = ""
 
     def deliver(self) -> None:
         """Write the result, compare fresh builds of it and of the float model, and report both."""
@@ -156,6 +157,7 @@ class Delivery:
                 pairs=pairs,
                 accuracy=describe_accuracy(result.calibrated),
                 proven=kept is None and is_proven_faster(summary),
+                float_fault=self._float_fault,
             )
             runtime = dict(benchmark.describe())
             confirmed, out = (summary, events), self._job.output_dir
@@ -206,7 +208,8 @@ class Delivery:
                 saturates=machine_lacks_vnni(),
             )
             with RuntimeChecker(plan, engines, observer) as checker:
-                checker.check(self._float_candidate, name="the float model")
+                own = checker.check(self._float_candidate, name="the float model")
+                self._float_fault = str(own) if own.is_wrong else ""
 
                 def is_wrong(candidate: Candidate) -> bool:
                     check = checker.check(candidate)
