@@ -194,18 +194,20 @@ class RuntimeChecker:
             self._observer.say(f"comparison of {len(self._record)} models with their files: {total:.0f} s")
 
     def check_written(self, candidate: Candidate, benchmarker: str) -> OutputCheck:
-        """Check a file, see `check`; a file that the runtime does not run is "refused"."""
+        """Check a file, see `check`; "refused" if it does not build, or does not run though the float model does."""
         found = self.check(candidate, benchmarker)
-        if found.verdict == "not checked":
-            outputs = self._run(candidate.source(), self._feeds, benchmarker)
-            if not isinstance(outputs, Failed) or outputs.stage == "timeout":
-                return found
-            found = replace(found, verdict="refused", reason=outputs.reason)
-        if not found.is_usable and candidate.digest != edges_digest(()):
+        if found.is_wrong and candidate.digest != edges_digest(()):
             own = self.check(replace(candidate, digest=edges_digest(())), benchmarker)
-            refused = isinstance(self._float_outputs(benchmarker), Failed)
-            found = replace(found, float_verdict="refused" if refused else own.verdict if own.is_wrong else "")
-        return found
+            return replace(found, float_verdict=own.verdict if own.is_wrong else "")
+        if found.verdict != "not checked":
+            return found
+        outputs = self._run(candidate.source(), self._feeds, benchmarker)
+        if not isinstance(outputs, Failed) or outputs.stage == "timeout":
+            return found
+        float_fails = isinstance(self._run(self._plan.floats[benchmarker], self._feeds, benchmarker), Failed)
+        if float_fails and outputs.stage != "build":
+            return found
+        return replace(found, verdict="refused", reason=outputs.reason, float_verdict="refused" if float_fails else "")
 
     def _run_check(self, candidate: Candidate, benchmarker: str) -> OutputCheck:
         path, compare = candidate.source(), self._comparison(benchmarker)

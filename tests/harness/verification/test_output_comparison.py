@@ -194,6 +194,8 @@ def test_output_that_no_pair_changes_must_be_exact():
     engine = [{"y": np.round(each["y"] * 127.5) / 127.5} for each in cache]
     assert compare_with_file(cache, cache, engine, cache).verdict == "right"
     assert compare_with_file(cache, cache, engine, cache, exact={"y"}).verdict == "wrong result"
+    more, rough = ([{**each, "z": other["y"]} for each, other in zip(cache, z, strict=True)] for z in (cache, engine))
+    assert compare_with_file(more, rough, rough, more, exact={"y"}).output == "z", "its distances are of interest"
 
 
 def test_outputs_behind_a_pair_or_a_branch_are_not_exact(tmp_path):
