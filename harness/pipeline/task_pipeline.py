@@ -247,7 +247,7 @@ class TaskPipeline:
     def _prepare_searches(self, setup: _Setup, session: _Session) -> tuple[tuple[SearchSpec, ...], TaskRun]:
         """Return the searches and their task run; before, deliver a confirmed initial placement as an early answer.
 
-        If the runtime computes the float model wrongly, this is said, and there are no early answers.
+        If the runtime computes the float model wrongly, a line reports it, and there are no early answers.
         """
         running, task = session.running, setup.task
         runs = self.spec.runs if len(task.searched_space) else ()
