@@ -250,7 +250,7 @@ def test_external_searcher_failing_in_tell_or_exit_ends_alone(folder, capsys):
         text += f"  - {{use: 'bringing:{name}', label: {name}, params: {{channels: [4, 5, 6]}}}}\n"
     text += "initial: [float]" + EXPERIMENT.partition("initial: [float, all, linear]")[2]
     (folder / "leaving.yaml").write_text(text)
-    assert qdq("run", str(folder / "leaving.yaml"), "--out", str(folder / "leaving")) == 2
+    assert qdq("run", str(folder / "leaving.yaml"), "--out", str(folder / "leaving")) == 1
     task = folder / "leaving" / "net-scales-int8"
     told, left = (task / "runs" / f"{name}-0.jsonl" for name in ("Tells", "Leaves"))
     assert [len(journal(task, f"{name}-0")) for name in ("Tells", "Leaves", "Bringer")] == [1, 3, 3]
