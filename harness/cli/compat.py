@@ -169,11 +169,11 @@ def calib_data(
 
     Example: `qdq calib-data coco/train2017 -o calib.npy --preprocess ultralytics --samples 500`
     """
-    from harness.compat.tao_specs.dataset import ADVISED_SAMPLE_COUNT, input_size, write_calibration
+    from harness.compat.tao_specs.dataset import ADVISED_SAMPLE_COUNT, sample_shape, write_calibration
 
-    size_px = input_size(preprocess, size, model)
-    count, total = write_calibration(images, output, {"use": preprocess, "params": {}}, size_px, samples)
-    echo(f"{output}: {count} of {total} images, {count} x 3 x {size_px[0]} x {size_px[1]} float32, {preprocess}")
+    shape = sample_shape(preprocess, size, model)
+    count, total = write_calibration(images, output, {"use": preprocess, "params": {}}, shape, samples)
+    echo(f"{output}: {count} of {total} images, {count} x {' x '.join(map(str, shape))} float32, {preprocess}")
     if count < ADVISED_SAMPLE_COUNT:
         echo(f"{count} samples are few: {ADVISED_SAMPLE_COUNT} or more are advised for CNNs and ViTs", err=True)
 

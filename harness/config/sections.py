@@ -97,6 +97,26 @@ class PluginSpec(ConfigSection):
         return {"use": value} if isinstance(value, str) else value
 
 
+class PreprocessSpec(PluginSpec):
+    """Preprocessing of images.
+
+    Attributes:
+        layout: Order of the axes of the model's input; None: found by the axis that has three channels.
+    """
+
+    layout: Literal["nchw", "nhwc"] | None = None
+
+    @property
+    def mapping(self) -> dict[str, Any]:
+        """The preprocessing as a mapping, for parameters of evaluators."""
+        return super().mapping | ({} if self.layout is None else {"layout": self.layout})
+
+    @model_serializer(mode="wrap")
+    def _without_absent_layout(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out a `layout` of None, so that digests of settings are equal to those of earlier versions."""
+        return {key: value for key, value in handler(self).items() if key != "layout" or value is not None}
+
+
 class SearcherSpec(PluginSpec):
     """Searcher or external searcher.
 
@@ -210,7 +230,7 @@ class ModelSpec(_InputSizes):
     use: str
     label: str | None = None
     shape_set: ShapeSetSpec | None = None
-    preprocess: PluginSpec | None = None
+    preprocess: PreprocessSpec | None = None
     calibration: Calibration = Calibration()
     evaluator: PluginSpec | None = None
 

@@ -9,7 +9,6 @@ from harness import registry, zoo
 from harness.accuracy.data.arrays import is_array_data, read_sample_shapes
 from harness.accuracy.data.batching import InputBatches, make_batches
 from harness.accuracy.data.datasets import DatasetCache
-from harness.accuracy.data.preprocess import open_preprocess
 from harness.accuracy.metrics.base import evaluator_params, image_input_params
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
@@ -191,6 +190,6 @@ def calibration_batches(model: ModelSpec, types: InputTypes, data: DatasetCache)
         UserError: The data or the preprocessing are invalid, or do not fit the inputs.
     """
     with prefix_key("calibration"):
-        preprocess = None if model.preprocess is None else open_preprocess(model.preprocess.mapping)
+        preprocess = None if model.preprocess is None else model.preprocess.mapping
         opened = data.open(model.calibration.data or {}, model.base_dir)
         return make_batches(opened, preprocess, types, model.calibration.samples)

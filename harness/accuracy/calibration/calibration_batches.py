@@ -9,7 +9,7 @@ from harness.accuracy.calibration.ptq import PtqOptions
 from harness.accuracy.calibration.ranges import CalibrationKey
 from harness.accuracy.data.batching import RANDOM_DATA, describe_sample_count, make_batches, random_batches
 from harness.accuracy.data.datasets import open_data
-from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
+from harness.accuracy.data.preprocess import preprocess_fingerprint
 from harness.api import Array
 from harness.config.sections import ModelSpec
 from harness.errors import MAX_COUNT
@@ -53,8 +53,7 @@ class CalibrationBatches:
             self.fingerprint = "random feeds 1"
         else:
             dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples, spread=spread)
-            preprocess = None if self._preprocess is None else open_preprocess(self._preprocess)
-            self._batches = make_batches(dataset, preprocess, self._types)
+            self._batches = make_batches(dataset, self._preprocess, self._types)
             self.description = pluralize(len(dataset), "sample")
             self.fingerprint = dataset.fingerprint
             if spread:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,15 @@ import numpy as np
 
 from harness.accuracy.data.arrays import UNNAMED_ARRAY, ArrayDataset
 from harness.accuracy.data.datasets import ImageDataset
-from harness.accuracy.data.preprocess import FloatArray, ImagePreprocessor, Size
+from harness.accuracy.data.preprocess import (
+    FloatArray,
+    Layout,
+    Prepared,
+    RgbImage,
+    Size,
+    open_preprocess,
+    parse_preprocess,
+)
 from harness.api import Array
 from harness.errors import UserError, suggest_names
 from harness.random_inputs import InputTypes, check_types, random_feed
@@ -50,29 +58,67 @@ def random_batches(inputs: InputTypes, count: int) -> InputBatches:
     return InputBatches(count=count, make=lambda index: random_feed(inputs, index), batch_label=lambda _: RANDOM_DATA)
 
 
-def image_size(input_name: str, shape: Sequence[int]) -> Size:
-    """Return height and width of an image input.
+def image_layout(input_name: str, shape: Sequence[int], layout: Layout | None = None) -> Layout:
+    """Return the layout of an image input: the given one, or that of the axis which has the three channels.
 
     Raises:
-        UserError: The input is not batch x 3 x height x width.
+        UserError: The input is neither batch x 3 x height x width nor batch x height x width x 3, it has another layout
+            than the given one, or it could have both and none is given.
     """
-    if len(shape) != 4 or shape[1] != 3 or not all(isinstance(n, int) and n > 0 for n in shape):
+    axes: Mapping[Layout, int] = {"nchw": 1, "nhwc": 3}
+    known = len(shape) == 4 and all(isinstance(n, int) and n > 0 for n in shape)
+    fitting = [name for name, axis in axes.items() if known and shape[axis] == 3 and layout in (None, name)]
+    shown = f"{input_name!r} is {' x '.join(map(str, shape))}"
+    if not fitting:
+        wanted = {"nchw": "batch x 3 x height x width", "nhwc": "batch x height x width x 3"}
+        forms = " or ".join(wanted.values()) if layout is None else f"{wanted[layout]} (layout: {layout})"
+        raise UserError(f"images need an input of {forms}, but {shown}; feed it arrays (use: npz or npy)")
+    if len(fitting) > 1:
         raise UserError(
-            f"images need an input of batch x 3 x height x width, but {input_name!r} is {' x '.join(map(str, shape))}; "
-            "feed it arrays (use: npz or npy)"
+            f"preprocess: {shown}, so axis 1 or axis 3 could be the channels; add the layout, nchw or nhwc: "
+            "{use: NAME, layout: nhwc}"
         )
-    return shape[2], shape[3]
+    return fitting[0]
+
+
+def image_size(input_name: str, shape: Sequence[int], layout: Layout | None = None) -> Size:
+    """Return height and width of an image input; see `image_layout` for arguments and errors."""
+    return (shape[1], shape[2]) if image_layout(input_name, shape, layout) == "nhwc" else (shape[2], shape[3])
+
+
+def image_preparer(
+    preprocess: str | Mapping[str, Any], input_name: str, shape: Sequence[int]
+) -> tuple[Size, Callable[[RgbImage], Prepared]]:
+    """Return the size of an image input, and a function that prepares an image for it in its layout.
+
+    Args:
+        preprocess: Name, or `{use: NAME, params: {...}, layout: ...}`.
+        input_name: Name of the input.
+        shape: Static shape of the input.
+
+    Raises:
+        UserError: The preprocessing is invalid, or the input takes no images.
+    """
+    opened, layout = open_preprocess(preprocess), image_layout(input_name, shape, parse_preprocess(preprocess)[2])
+    size = image_size(input_name, shape, layout)
+
+    def prepare_channels_last(image: RgbImage) -> Prepared:
+        prepared = opened.prepare(image, size)
+        return replace(prepared, tensor=np.ascontiguousarray(prepared.tensor.transpose(1, 2, 0)))
+
+    return size, prepare_channels_last if layout == "nhwc" else lambda image: opened.prepare(image, size)
 
 
 def image_input(inputs: InputTypes) -> str:
     """Return the name of the input that takes images.
 
     Raises:
-        UserError: No input is batch x 3 x height x width, or there are other inputs.
+        UserError: No input has three channels in axis 1 or 3 of four, or there are other inputs.
     """
-    images = [name for name, (_, shape) in inputs.items() if len(shape) == 4 and shape[1] == 3]
+    images = [name for name, (_, shape) in inputs.items() if len(shape) == 4 and 3 in (shape[1], shape[3])]
     name = next(iter([*images, *inputs]), "")
-    image_size(name, inputs[name][1] if inputs else ())
+    if not images:
+        image_layout(name, inputs[name][1] if inputs else ())  # which raises
     others = [repr(other) for other in inputs if other != name]
     if others:
         raise UserError(f"data: images feed only {name!r}; use: npz for the others as well ({', '.join(others)})")
@@ -107,7 +153,7 @@ def describe_sample_count(data: ImageDataset | ArrayDataset, limit: int | None, 
 
 def make_batches(
     data: ImageDataset | ArrayDataset,
-    preprocess: ImagePreprocessor | None,
+    preprocess: str | Mapping[str, Any] | None,
     inputs: InputTypes,
     count: int | None = None,
 ) -> InputBatches:
@@ -115,13 +161,13 @@ def make_batches(
 
     Args:
         data: Images, or arrays for all inputs.
-        preprocess: Preprocessing of images; not used for arrays.
+        preprocess: Preprocessing of images, by name or as `{use: NAME, params: {...}, layout: ...}`; not for arrays.
         inputs: Element type and shape of each input of the model.
         count: Maximum number of samples; None: all.
 
     Raises:
-        UserError: Images have no preprocessing or the model has several inputs, or arrays do not match the inputs by
-            name, shape or type.
+        UserError: Images have no valid preprocessing or the model has several inputs, or arrays do not match the inputs
+            by name, shape or type.
     """
     total = len(data) if count is None else min(count, len(data))
     if total == 1:
@@ -132,11 +178,11 @@ def make_batches(
         raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
     name = image_input(inputs)
     shape = inputs[name][1]
-    batch, size = shape[0], image_size(name, shape)
+    batch, (_, prepare) = shape[0], image_preparer(preprocess, name, shape)
 
     def make(index: int) -> dict[str, Array]:
         chosen = range(index * batch, min((index + 1) * batch, total))
-        return {name: make_batch([preprocess.prepare(data.image(i), size).tensor for i in chosen], batch)}
+        return {name: make_batch([prepare(data.image(i)).tensor for i in chosen], batch)}
 
     def label(index: int) -> str:
         first, last = index * batch, min((index + 1) * batch, total) - 1

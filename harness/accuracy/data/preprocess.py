@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from harness.errors import UserError, suggest_names
 RgbImage = npt.NDArray[np.uint8]
 """Height x width x 3, red first."""
 FloatArray = npt.NDArray[np.float32]
+Layout = Literal["nchw", "nhwc"]
+"""Order of the axes of an image input: N batch, C channels, H height, W width."""
 Size = tuple[int, int]
 """Height and width in pixels."""
 
@@ -34,7 +36,7 @@ class Prepared:
     """Model input with its pixel positions on the original image.
 
     Attributes:
-        tensor: Channels x height x width.
+        tensor: Channels x height x width; height x width x channels for an input in the layout "nhwc".
         scale: Input pixels per image pixel; (along x, along y) where they differ.
         offset: Position of the image's top left corner in the input: (x, y) in input pixels.
         original: Height and width of the image.
@@ -62,7 +64,8 @@ class ImagePreprocessor(Protocol):
     """Turns images into inputs.
 
     1. `prepare` depends on its arguments alone: calibration and accuracy see the same input.
-    2. The tensor is float32, channels first, of the asked height and width.
+    2. The tensor is float32, channels first, of the asked height and width; the harness transposes it for an input with
+       the channels last.
     """
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
@@ -71,12 +74,12 @@ class ImagePreprocessor(Protocol):
 
 
 def open_preprocess(spec: str | Mapping[str, Any]) -> ImagePreprocessor:
-    """Return a preprocessing by name, or by `{use: NAME, params: {...}}`.
+    """Return a preprocessing by name, or by `{use: NAME, params: {...}, layout: ...}`.
 
     Raises:
         UserError: Unknown name or parameter.
     """
-    use, params = parse_plugin_spec(spec)
+    use, params, _ = parse_preprocess(spec)
     made: ImagePreprocessor = registry.create_plugin("preprocessing", use, params)
     return made
 
@@ -87,14 +90,30 @@ def preprocess_fingerprint(spec: str | Mapping[str, Any]) -> str:
     Raises:
         UserError: The name is unknown.
     """
-    use, params = parse_plugin_spec(spec)
-    digest = hashlib.sha256(json.dumps([use, dict(params)], sort_keys=True, default=str).encode())
+    use, params, layout = parse_preprocess(spec)
+    facts = [use, dict(params), *([] if layout is None else [layout])]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     try:
         file = inspect.getsourcefile(registry.load_plugin("preprocessing", use))
         digest.update(Path(file).read_bytes() if file else b"")
     except (TypeError, OSError):  # made in memory, or in C: its name has to do
         pass
     return digest.hexdigest()
+
+
+def parse_preprocess(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any], Layout | None]:
+    """Return name, parameters and layout of a preprocessing; the layout is None if the shape of the input decides.
+
+    Raises:
+        UserError: Neither a name nor a mapping of `use`, `params` and `layout`, or an unknown layout.
+    """
+    if isinstance(spec, str):
+        return spec, {}, None
+    use, params = parse_plugin_spec({key: value for key, value in spec.items() if key != "layout"})
+    layout = spec.get("layout")
+    if layout not in (None, *get_args(Layout)):
+        raise UserError(f"layout: {' or '.join(get_args(Layout))}, but got {layout!r}")
+    return use, params, layout
 
 
 def parse_plugin_spec(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

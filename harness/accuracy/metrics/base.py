@@ -13,9 +13,9 @@ import numpy as np
 
 from harness import registry
 from harness.accuracy.data.arrays import ArrayDataset, is_array_data, open_arrays
-from harness.accuracy.data.batching import image_input, image_size, make_batch, make_batches
+from harness.accuracy.data.batching import image_input, image_preparer, make_batch, make_batches
 from harness.accuracy.data.datasets import ImageDataset, open_images
-from harness.accuracy.data.preprocess import Prepared, Size, open_preprocess, parse_plugin_spec, preprocess_fingerprint
+from harness.accuracy.data.preprocess import Prepared, preprocess_fingerprint
 from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE
 from harness.api import Accuracy, Array, Infer
@@ -83,7 +83,7 @@ class PreparedImages:
         data: A mapping for `harness.accuracy.data.datasets.open_images`.
         preprocess: Name, or `{use: NAME, params: {...}}`.
         input_name: Name of the model's image input.
-        input_shape: Static shape of that input, batch x 3 x height x width.
+        input_shape: Static shape of that input, with three channels in axis 1 or 3 of four.
         base: Folder that relative paths start from.
 
     Raises:
@@ -99,13 +99,12 @@ class PreparedImages:
         base: Path | None = None,
     ) -> None:
         self.data: ImageDataset = open_images(data, base)
-        self.size: Size = image_size(input_name, input_shape)
         self._shape = tuple(input_shape)
         self._input_name = input_name
-        self._preprocess = open_preprocess(preprocess)
+        self.size, self._prepare = image_preparer(preprocess, input_name, input_shape)
         self.fingerprint = f"{self.data.fingerprint} {preprocess_fingerprint(preprocess)}"
         source = {key: value for key, value in data.items() if key not in SUBSET_KEYS}
-        key = (canonical_json(source), base, preprocess_fingerprint(preprocess), self.size)
+        key = (canonical_json(source), base, preprocess_fingerprint(preprocess), self._shape[1:])
         self._cache = _SHARED_CACHES.setdefault(key, _PreparedCache())
         self._room = MAX_CACHE_BYTES
 
@@ -139,7 +138,7 @@ class PreparedImages:
         name = self.data.sample_name(i)
         if name in self._cache:
             return self._cache[name]
-        item = self._preprocess.prepare(self.data.image(i), self.size)
+        item = self._prepare(self.data.image(i))
         if item.tensor.shape != self._shape[1:] or item.tensor.dtype != np.float32:
             raise UserError(
                 f"preprocess gives {item.tensor.dtype} {item.tensor.shape} for image {name!r}, "
@@ -234,7 +233,7 @@ class LabelledImages:
         data: A mapping for `harness.accuracy.data.datasets.open_images`.
         preprocess: Name, or `{use: NAME, params: {...}}`.
         input_name: Set by the harness: name of the model's image input.
-        input_shape: Set by the harness: static shape of that input, batch x 3 x height x width.
+        input_shape: Set by the harness: static shape of that input, with three channels in axis 1 or 3 of four.
         base: Set by the harness: folder that relative paths start from.
 
     Raises:
@@ -302,7 +301,10 @@ def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: boo
     if not higher_is_better or not (0 <= value < NEGLIGIBLE_SCORE or one_class):
         return ""
     used = {key: params[key] for key in ("preprocess", "decode") if isinstance(params.get(key), str | Mapping)}
-    suspects = [f"{key} (now {parse_plugin_spec(given)[0]!r}; qdq list has the others)" for key, given in used.items()]
+    suspects = [
+        f"{key} (now {given if isinstance(given, str) else given['use']!r}; qdq list has the others)"
+        for key, given in used.items()
+    ]
     if params.get("input_shape"):
         suspects.append(f"the input's shape (now {'x'.join(map(str, params['input_shape']))})")
     return (

@@ -30,7 +30,7 @@ class Top1:
         data: Images, or arrays, with class labels (`harness.accuracy.data.datasets`).
         preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
         input_name: Set by the harness: name of the model's image input; not for arrays.
-        input_shape: Set by the harness: static shape of that input, batch x 3 x height x width.
+        input_shape: Set by the harness: static shape of that input, with three channels in axis 1 or 3 of four.
         output: Name of the output with the logits; not needed if there is one output.
         base: Set by the harness: folder that relative paths start from.
         inputs: Set by the harness: ONNX type in lower case and shape of each input.

@@ -12,7 +12,7 @@ import numpy as np
 from harness import registry
 from harness.accuracy.data.decode import DetectionDecoder, Detections, format_output_shapes
 from harness.accuracy.data.decode_boxes import suggest_decoder
-from harness.accuracy.data.preprocess import Prepared, parse_plugin_spec
+from harness.accuracy.data.preprocess import Prepared, parse_plugin_spec, parse_preprocess
 from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, mixable_map_facts
 from harness.accuracy.metrics.base import LabelledImages
 from harness.accuracy.metrics.box_matching import CategoryMatches, interpolate_precision, match_boxes
@@ -64,7 +64,7 @@ class CocoMAP(LabelledImages):
         if not labels["annotations"]:
             raise UserError(f"coco_map: data.labels: {data['labels']}: there is no box on any of the images")
         self._labels = labels
-        self._preprocess = parse_plugin_spec(preprocess)[0]
+        self._preprocess = parse_preprocess(preprocess)[0]
         self._fitting: str | None = None
 
     def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.accuracy.data.batching import InputBatches, make_batches
 from harness.accuracy.data.datasets import open_data
-from harness.accuracy.data.preprocess import open_preprocess, preprocess_fingerprint
+from harness.accuracy.data.preprocess import preprocess_fingerprint
 from harness.accuracy.metrics.base import require_finite
 from harness.accuracy.metrics.closeness import (
     WORST_PREFIX,
@@ -84,8 +84,7 @@ class Fidelity:
         facts: list[Any] = [FIGURES_VERSION, samples if data is not None else self._samples, list(self._inputs.items())]
         if data is not None:
             opened = open_data(data, base, samples)
-            made = None if preprocess is None else open_preprocess(preprocess)
-            self._batches = make_batches(opened, made, self._inputs)
+            self._batches = make_batches(opened, preprocess, self._inputs)
             facts += [opened.fingerprint, None if preprocess is None else preprocess_fingerprint(preprocess)]
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

@@ -29,8 +29,8 @@ class MeanIoU(LabelledImages):
         preprocess: Name, or `{use: NAME, params: {...}}`; it must keep the whole image, for instance "tf_imagenet" with
             `resize: stretch`.
         input_name: Set by the harness, as are `input_shape` and `base`; see `LabelledImages`.
-        output: Name of the output with the logits, 1 x classes x height x width, or the class of each pixel, 1 x
-            height x width or 1 x 1 x height x width; not needed if there is one output.
+        output: Name of the output with the logits, 1 x classes x height x width or 1 x height x width x classes, or the
+            class of each pixel, 1 x height x width or 1 x 1 x height x width; not needed if there is one output.
 
     Raises:
         UserError: An argument is invalid, or the data have no masks.
@@ -78,6 +78,8 @@ class MeanIoU(LabelledImages):
     def _pixel_classes(self, outputs: Mapping[str, Array]) -> tuple[npt.NDArray[np.int32], int | None]:
         """Return the class of each pixel of the output, and the number of classes if it is known."""
         values = select_output(outputs, self._output, "miou: output")
+        if values.ndim == 4 and self._are_classes_last(values.shape):
+            values = values.transpose(0, 3, 1, 2)
         if values.ndim == 4 and len(values) == 1 and values.shape[1] > 1:
             return values[0].argmax(axis=0).astype(np.int32), values.shape[1]
         if values.ndim < 3 or values.size != values.shape[-1] * values.shape[-2]:
@@ -86,6 +88,11 @@ class MeanIoU(LabelledImages):
                 f"{values.shape}"
             )
         return np.rint(values.reshape(values.shape[-2:])).astype(np.int32), None
+
+    def _are_classes_last(self, shape: Sequence[int]) -> bool:
+        """Return whether axes 1 and 2 have the aspect ratio of the input, but axes 2 and 3 do not."""
+        height, width = self.images.size
+        return shape[1] * width == shape[2] * height and shape[2] * width != shape[3] * height
 
 
 def _map_to_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> Mask:

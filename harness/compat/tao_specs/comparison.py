@@ -20,7 +20,7 @@ from harness.compat.tao_specs.dataset import calibration_feeds, open_calibration
 from harness.compat.tao_specs.evaluate import EvaluationResult, suggest_layout
 from harness.compat.tao_specs.model_file import static_inputs, write_static_copy
 from harness.compat.tao_specs.spec import DatasetSection
-from harness.config.sections import PluginSpec
+from harness.config.sections import PreprocessSpec
 from harness.errors import CandidateError, EvaluationFailed, UserError
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import read_signature
@@ -132,7 +132,7 @@ def _open_feeds(path: Path, inputs: InputTypes, dataset: DatasetSection, base: P
     changes: dict[str, Any] = {"samples": MAX_FEEDS, "calibration_data": dataset.calibration_data or evaluated}
     if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
         layout = suggest_layout(types, declared.outputs)
-        changes["preprocess"] = layout and PluginSpec(use=layout)
+        changes["preprocess"] = layout and PreprocessSpec(use=layout)
     dataset = dataset.model_copy(update=changes)
     return calibration_feeds(dataset, open_calibration_data(dataset, base), types)[0]
 

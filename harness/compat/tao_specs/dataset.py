@@ -20,13 +20,12 @@ from harness.accuracy.data.batching import (
     InputBatches,
     describe_sample_count,
     image_input,
-    image_size,
+    image_preparer,
     make_array_batches,
     make_batches,
     random_batches,
 )
 from harness.accuracy.data.datasets import ImageDataset, open_data, open_images, spread_indices
-from harness.accuracy.data.preprocess import Size, open_preprocess
 from harness.api import Array
 from harness.compat.tao_specs.model_file import (
     SampleShapes,
@@ -63,7 +62,7 @@ ARRAY_SPEC_KEYS: Mapping[str, str] = {
 }
 DATA_KEY_PATTERN = re.compile(r"(?<![\w/])data\.(\w+)(?![\w./])")
 #: Usual inputs of models with these preprocessings; YOLOX-Nano and -Tiny have 416 x 416.
-DEFAULT_INPUT_SIZES: Mapping[str, Size] = {
+DEFAULT_INPUT_SIZES: Mapping[str, tuple[int, int]] = {
     "ultralytics": (640, 640), "rtdetr": (640, 640), "yolox": (640, 640), "nanodet": (320, 320),
     "torch_imagenet": (224, 224), "tf_imagenet": (224, 224),
 }  # fmt: skip
@@ -172,8 +171,8 @@ def calibration_feeds(
     """
     if data is None:
         return random_batches(inputs, RANDOM_BATCH_COUNT), RANDOM_DATA
-    used, limit = dataset.preprocess, dataset.samples if "samples" in dataset.model_fields_set else None
-    preprocess = None if used is None else open_preprocess(used.mapping)
+    limit = dataset.samples if "samples" in dataset.model_fields_set else None
+    preprocess = None if dataset.preprocess is None else dataset.preprocess.mapping
     description = describe_sample_count(data, limit, str(_calibration_place(dataset)))
     return make_batches(data, preprocess, inputs), description
 
@@ -256,8 +255,8 @@ def _to_array(value: Any, number: int) -> Array:
     return array
 
 
-def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
-    """Return height and width of the inputs: those of the model, the given size, or the usual one of the preprocessing.
+def sample_shape(preprocess: str, size: str | None, model: str | None) -> tuple[int, ...]:
+    """Return the shape of one image input: that of the model, 3 x the given size, or 3 x that of the preprocessing.
 
     Args:
         size: "640x640", height first.
@@ -270,28 +269,28 @@ def input_size(preprocess: str, size: str | None, model: str | None) -> Size:
         raise UserError("--size and --model: give one of them")
     if model is not None:
         types = static_inputs(open_onnx_file(model, Path.cwd(), "--model")[1], {}, names=MODEL_OPTION_NAMES)
-        name = image_input(types)
-        return image_size(name, types[name][1])
+        return types[image_input(types)][1][1:]
     if size is not None:
         dimensions = parse_shape(size, "--size")
         if len(dimensions) != 2:
             raise UserError(f"--size: height and width, such as 640x640, but got {size!r}")
-        return dimensions
+        return 3, *dimensions
     registry.find_entry_point("preprocessing", preprocess)
     if preprocess not in DEFAULT_INPUT_SIZES:
         raise UserError(f"--preprocess {preprocess}: give the input size by --size 640x640 or --model FILE.onnx")
-    return DEFAULT_INPUT_SIZES[preprocess]
+    return 3, *DEFAULT_INPUT_SIZES[preprocess]
 
 
 def write_calibration(
-    images: Path, output: Path, preprocess: Mapping[str, Any], size: Size, samples: int
+    images: Path, output: Path, preprocess: Mapping[str, Any], shape: tuple[int, ...], samples: int
 ) -> tuple[int, int]:
-    """Write preprocessed images to a float32 `.npy` file of shape samples x 3 x height x width, one at a time.
+    """Write preprocessed images to a float32 `.npy` file, one at a time.
 
     Args:
         images: Folder of images; the samples are evenly spread in the order of their names.
         output: Path of the file; an incomplete file is removed.
         preprocess: `{use: NAME, params: {...}}`.
+        shape: Shape of one image input, see `sample_shape`.
         samples: Maximum number of samples.
 
     Returns:
@@ -302,7 +301,7 @@ def write_calibration(
     """
     if output.suffix != ".npy":
         raise UserError(f"-o {output}: the name of a .npy file is needed")
-    prepare = open_preprocess(preprocess)
+    _, prepare = image_preparer(preprocess, "images", (1, *shape))
     with map_error_keys({"images": "IMAGES"}):
         data = open_images({"use": "images", "images": str(images)})
     chosen = spread_indices(len(data), samples)
@@ -310,9 +309,9 @@ def write_calibration(
     with name_write_errors(f"-o {output}"):
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
-            file = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(len(chosen), 3, *size))
+            file = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(len(chosen), *shape))
             for row, index in enumerate(chosen):
-                file[row] = prepare.prepare(data.image(index), size).tensor
+                file[row] = prepare(data.image(index)).tensor
             file.flush()
             del file
             part.replace(output)

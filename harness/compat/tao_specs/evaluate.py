@@ -34,7 +34,7 @@ from harness.compat.tao_specs.model_file import (
     write_static_copy,
 )
 from harness.compat.tao_specs.spec import DatasetSection, EvaluateSection, Spec, require_section
-from harness.config.sections import PluginSpec
+from harness.config.sections import PluginSpec, PreprocessSpec
 from harness.errors import CandidateError, UserError
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_with_reports
 from harness.graph.load import Dims
@@ -232,7 +232,7 @@ def _evaluator_use(
     if "images" in data:
         layout = suggest_layout(target.inputs, target.outputs)
         if preprocess is None and "preprocess" not in params:
-            preprocess = PluginSpec(use=_require_plugin(layout, "dataset.preprocess", "preprocessing"))
+            preprocess = PreprocessSpec(use=_require_plugin(layout, "dataset.preprocess", "preprocessing"))
         if use.use == "coco_map":
             params.setdefault("decode", _require_plugin(section.decode or layout, "evaluate.decode", "decoder"))
     batch = next((shape[0] for _, shape in target.inputs.values() if shape), 1)

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from harness.compat.tao_specs.layers import PRESETS
 from harness.config.precision_names import normalize_float_precision
-from harness.config.sections import PluginSpec
+from harness.config.sections import PluginSpec, PreprocessSpec
 from harness.config.validation_errors import to_user_error
 from harness.config.yaml_loader import read_text_file, read_yaml_mapping
 from harness.errors import MAX_COUNT, UserError, suggest_names
@@ -178,7 +178,7 @@ class DatasetSection(_SpecModel):
     test_data_sources: TestDataSources | None = None
     batch_size: Count = 1
     calibration_data: str | None = None
-    preprocess: PluginSpec | None = None
+    preprocess: PreprocessSpec | None = None
     classes: _tuple_of(str) = ()  # type: ignore[valid-type]
     samples: Count | None = 512
     count: Count | None = None

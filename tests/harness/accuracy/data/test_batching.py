@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.accuracy.data.batching import describe_sample_count, image_input, make_batches
+from harness.accuracy.data.batching import describe_sample_count, image_input, image_preparer, make_batches
 from harness.accuracy.data.datasets import open_data, open_images
 from harness.accuracy.data.preprocess import Shapes
 from harness.errors import UserError
@@ -22,23 +22,61 @@ def arrays(folder: Path, **given: Any) -> Any:
 
 def test_images_are_batched_and_the_last_batch_is_padded():
     data = open_images(SPLIT)
-    found = list(make_batches(data, Shapes(), {"x": ("float", (2, 3, 128, 128))}))
+    found = list(make_batches(data, "shapes", {"x": ("float", (2, 3, 128, 128))}))
     assert [feed["x"].shape for feed in found] == [(2, 3, 128, 128)] * 3
     images = [Shapes().prepare(data.image(i), (128, 128)).tensor for i in (0, 1, 2, 3, 4, 4)]
     np.testing.assert_array_equal(np.concatenate([feed["x"] for feed in found]), images)
-    assert len(make_batches(data, Shapes(), {"x": ("float", (2, 3, 128, 128))}, count=2)) == 1
+    assert len(make_batches(data, "shapes", {"x": ("float", (2, 3, 128, 128))}, count=2)) == 1
 
 
 def test_images_feed_the_only_image_input():
     assert image_input({"x": IMAGE}) == "x"
     with pytest.raises(UserError, match=r"images feed only 'x'; use: npz for the others as well \('mask'\)"):
         image_input({"mask": ("bool", (1, 4)), "x": IMAGE})
-    with pytest.raises(UserError, match="batch x 3 x height x width, but 'ids' is 1 x 4"):
+    with pytest.raises(UserError, match=r"batch x 3 x height x width or .*, but 'ids' is 1 x 4"):
         image_input({"ids": ("int64", (1, 4))})
-    with pytest.raises(UserError, match="batch x 3 x height x width, but ''"):
+    with pytest.raises(UserError, match=r"batch x 3 x height x width or .*, but ''"):
         image_input({})
     with pytest.raises(UserError, match="images need 'preprocess'"):
         make_batches(open_images(SPLIT), None, {"x": IMAGE})
+
+
+def test_images_feed_an_input_with_the_channels_last():
+    data = open_images(SPLIT)
+    first, last = (
+        next(iter(make_batches(data, "shapes", {"x": ("float", shape)})))["x"]
+        for shape in ((2, 3, 128, 128), (2, 128, 128, 3))
+    )
+    assert last.flags.c_contiguous
+    np.testing.assert_array_equal(last, first.transpose(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "found"),
+    [
+        ((1, 3, 8, 6), None, (8, 6)),
+        ((1, 8, 6, 3), None, (8, 6)),
+        ((1, 3, 8, 3), "nhwc", (3, 8)),
+        ((1, 3, 8, 3), "nchw", (8, 3)),
+        ((1, 3, 8, 3), None, "layout: nhwc"),
+        ((1, 8, 6, 3), "nchw", "batch x 3 x height x width"),
+        ((1, 8, 6, 4), None, "batch x height x width x 3"),
+    ],
+)
+def test_the_layout_of_images_is_that_of_the_axis_with_three_channels(shape, layout, found):
+    preprocess = {"use": "torch_imagenet", **({"layout": layout} if layout else {})}
+    if isinstance(found, str):
+        with pytest.raises(UserError, match=found):
+            image_preparer(preprocess, "x", shape)
+        return
+    size, prepare = image_preparer(preprocess, "x", shape)
+    assert size == found
+    assert prepare(np.zeros((9, 7, 3), np.uint8)).tensor.shape == shape[1:]
+
+
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(UserError, match="layout: nchw or nhwc, but got 'hwc'"):
+        image_preparer({"use": "shapes", "layout": "hwc"}, "x", (1, 8, 8, 3))
 
 
 def test_arrays_give_one_sample_at_a_time_in_the_type_of_the_input(tmp_path):

@@ -66,6 +66,20 @@ def test_miou_of_known_masks_ignores_void_pixels(folder):
     assert (estimate.interval.low, estimate.interval.high) == pytest.approx((min(one, expected), max(one, expected)))
 
 
+def test_a_model_with_the_channels_last_has_the_same_score(folder):
+    made = registry.create_plugin(
+        "evaluator",
+        "miou",
+        {"data": DATA, "preprocess": "array", "input_name": "x", "input_shape": (1, 8, 8, 3), "base": folder},
+    )
+
+    def channels_last(feeds: Any) -> dict[str, np.ndarray]:
+        (found,) = logits({"x": feeds["x"].transpose(0, 3, 1, 2)}).values()
+        return {"logits": found.transpose(0, 2, 3, 1)}
+
+    assert made.score(channels_last).metrics == miou(folder).score(logits).metrics
+
+
 @pytest.mark.parametrize(
     "form", [lambda m: m[None], lambda m: m[None, None], lambda m: m[None, None].astype(np.float32)]
 )

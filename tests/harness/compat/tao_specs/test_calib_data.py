@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from harness.accuracy.data.preprocess import open_preprocess
 from harness.cli.main import app
-from harness.compat.tao_specs.dataset import input_size, write_calibration
+from harness.compat.tao_specs.dataset import sample_shape, write_calibration
 from harness.errors import UserError
 
 
@@ -29,9 +29,9 @@ def test_calib_data_command_of_the_docs(coco, tmp_path):
 
 
 def test_input_size_from_preprocess_option_or_model(detector):
-    assert input_size("nanodet", None, None) == (320, 320)
-    assert input_size("array", "96x128", None) == (96, 128)
-    assert input_size("array", None, str(detector)) == (128, 128)
+    assert sample_shape("nanodet", None, None) == (3, 320, 320)
+    assert sample_shape("array", "96x128", None) == (3, 96, 128)
+    assert sample_shape("array", None, str(detector)) == (3, 128, 128)
     for preprocess, size, model, problem in (
         ("array", None, None, r"--preprocess array: .*--size 640x640 or --model"),
         ("yolo11", None, None, r"no preprocessing is called 'yolo11'; did you mean 'yolox'"),
@@ -39,7 +39,7 @@ def test_input_size_from_preprocess_option_or_model(detector):
         ("array", "1x3x8x8", None, r"--size: height and width, such as 640x640, but got '1x3x8x8'"),
     ):
         with pytest.raises(UserError, match=problem):
-            input_size(preprocess, size, model)
+            sample_shape(preprocess, size, model)
 
 
 def test_invalid_inputs_and_outputs_are_refused(coco, tmp_path):
@@ -55,5 +55,5 @@ def test_invalid_inputs_and_outputs_are_refused(coco, tmp_path):
         (tmp_path / "bad", "c.npy", "ultralytics", r"x.png: cannot be read as an image"),
     ):
         with pytest.raises(UserError, match=problem):
-            write_calibration(images, tmp_path / output, {"use": preprocess, "params": {}}, (32, 32), 1)
+            write_calibration(images, tmp_path / output, {"use": preprocess, "params": {}}, (3, 32, 32), 1)
     assert not list(tmp_path.glob("c.npy*"))

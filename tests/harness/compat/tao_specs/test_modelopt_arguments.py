@@ -12,7 +12,7 @@ from spec_runs import E4M3, E5M2, INT8, NATIVE, layer, quantize_spec
 
 from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs import ptq as command
-from harness.compat.tao_specs.dataset import input_size
+from harness.compat.tao_specs.dataset import sample_shape
 from harness.compat.tao_specs.layers import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT, PRESETS
 from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.errors import UserError
@@ -260,7 +260,7 @@ def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path):
     with pytest.raises(UserError, match=r"--calibration_shapes image: the model has no such input; did you mean"):
         command.run_ptq([*asked, "--calibration_shapes", "image:1x3x8x8"])
     with pytest.raises(UserError, match=r"its height and width instead, such as --size 640x640"):
-        input_size("array", None, str(tmp_path / "wide.onnx"))
+        sample_shape("array", None, str(tmp_path / "wide.onnx"))
 
 
 def test_the_first_dtype_is_applied_to_all_and_warned(noise, tmp_path, caplog):
