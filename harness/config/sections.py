@@ -225,6 +225,7 @@ class ModelSpec(_InputSizes):
         shapes: Static shape of dynamic inputs, by input name.
         dims: Size of dynamic dimensions, by symbol.
         shape_set: Shapes that placements are timed at; None: the one of `shapes` and `dims`.
+        expect: Known score of the float model by the evaluator, in the metric's unit; None: unknown, 0: unchecked.
     """
 
     use: str
@@ -233,11 +234,13 @@ class ModelSpec(_InputSizes):
     preprocess: PreprocessSpec | None = None
     calibration: Calibration = Calibration()
     evaluator: PluginSpec | None = None
+    expect: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_absent_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a `shape_set` of None, so that digests of settings are equal to those of earlier versions."""
-        return {key: value for key, value in handler(self).items() if key != "shape_set" or value is not None}
+    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out later keys that are None, so that digests of settings are equal to those of earlier versions."""
+        later = ("shape_set", "expect")
+        return {key: value for key, value in handler(self).items() if key not in later or value is not None}
 
     def at(self, entry: ShapeEntry) -> ModelSpec:
         """Return the model with the sizes of an entry."""
@@ -256,10 +259,12 @@ class ModelSpec(_InputSizes):
         return {"use": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _require_preprocess(self) -> ModelSpec:
+    def _require_companions(self) -> ModelSpec:
         data = self.calibration.data
         if data is not None and self.preprocess is None and data.get("use") not in ("npz", "npy"):
             raise ValueError("calibration.data needs 'preprocess', the name of the preprocessing of an image")
+        if self.expect is not None and self.evaluator is None:
+            raise ValueError("expect needs an 'evaluator', whose metric the float model is known to reach")
         return self
 
 

@@ -250,7 +250,7 @@ class TaskRun:
     @property
     def experiment_digest(self) -> str:
         """Return the digest (16 hexadecimal digits) of the experiment's settings that affect results."""
-        unused: dict[str, Any] = {"description": True, "executor": True}
+        unused: dict[str, Any] = {"description": True, "executor": True, "models": {"__all__": {"expect"}}}
         if self.experiment.prescreening is None:  # keys that were added later count only where they are used
             unused["prescreening"] = True
         if self.experiment.budget.stop_at is None:

@@ -23,7 +23,8 @@ EXPERIMENT_FILE = "experiment.yaml"
 INPUTS_FOLDER = "inputs"
 """Folder of models and arrays that a Python program passed; written before the run."""
 _IGNORED_FILES = {LOCK_FILE, "experiment.tmp", INPUTS_FOLDER}
-_CHANGEABLE_KEYS = {"description", "executor"}  # fingerprints of searches have the keys of the executor that matter
+#: Keys that change no result; fingerprints of searches have the keys of the executor that matter.
+_CHANGEABLE_KEYS: Any = {"description": True, "executor": True, "models": {"__all__": {"expect"}}}
 #: Lists whose entries have tasks, journals or rows of their own, so that one more at the end changes no result.
 _EXTENDABLE_LISTS = frozenset({"models", "backends", "precision", "searchers", "seeds", "baselines"})
 logger = logging.getLogger(__name__)

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.accuracy.metrics.base import low_reference_warning
-from harness.accuracy.metrics.intervals import probability_within
+from harness.accuracy.metrics.base import likely_causes, low_reference_warning
+from harness.accuracy.metrics.intervals import metric_estimate, probability_within
 from harness.api import Accuracy
 from harness.config.objective import Objective, absolute_bound, check_objective
 from harness.config.sections import ModelSpec, PluginSpec
+from harness.errors import UserError
 from harness.graph.model import Model
 from harness.records import MAIN_BENCHMARKER
-from harness.report.load.display_names import METRIC_CAPS, format_score
+from harness.report.load.display_names import METRIC_CAPS, UNIT_INTERVAL_METRICS, format_score
 from harness.results_dir.fingerprint import facts_digest
 from harness.search_loop.objective import AccuracyGate, Goal
 from harness.selection.confirmation import baseline_latency
@@ -32,6 +33,8 @@ MIN_STAGE_IMAGES = 30
 """Smallest number of images of the first stage."""
 MAX_STAGE_STEP = 4
 """The first stage has at least every n-th image of the search, with this n."""
+EXPECTED_WITHIN = 0.02
+"""Difference from the expected score that is accepted: two points, of another metric a share of the expected score."""
 MAX_FALSE_REJECTION = 0.01
 """Largest probability to keep the bound at which the first stage rejects a candidate."""
 
@@ -47,6 +50,7 @@ class Scoring:
         metric: Metric of the evaluator; None without an evaluator.
         facts: Settings on which the scores of the searches depend, for the fingerprint.
         data: Digest of the data by name of the evaluator, if it reports one; part of the fingerprint too.
+        expect: Known score of the float model; None: unknown, 0: unchecked.
     """
 
     objective: Objective
@@ -55,6 +59,7 @@ class Scoring:
     higher_is_better: bool
     facts: Mapping[str, Any]
     data: Mapping[str, str] = field(default_factory=dict)
+    expect: float | None = None
 
     @property
     def search_evaluator(self) -> str:
@@ -82,13 +87,14 @@ class Scoring:
             folder: Folder of the task, whose record of the noise floor has the latency of the float model.
 
         Raises:
-            UserError: The float model itself cannot be scored.
+            UserError: The float model itself cannot be scored, or has another score than `expect`.
         """
         if self.metric is None:
             return Goal()
         known = {name: store.known_float_score(model_file, name) for name in self.evaluators}
         if None in known.values():
             known = dict(self.prepare_evaluators(store, model_file))
+        self._check_expected_score(known.get(MAIN_BENCHMARKER))
         if said := next(filter(None, self._float_score_warnings(known)), "") or self._float_score_line(known):
             store.observer.say(f"{folder.name}: {said}")
         own = known[self.search_evaluator]
@@ -106,6 +112,24 @@ class Scoring:
             minimize=objective.minimize,
             max_latency_ms=None if limit is None or float_ms is None else absolute_bound(limit, float_ms),
             float_ms=float_ms,
+        )
+
+    def _check_expected_score(self, own: Accuracy | None) -> None:
+        """Raise an error if `expect` differs from the score by two points, and is outside of its 95 % interval."""
+        value = None if own is None else own.metrics.get(self.metric or "")
+        if not self.expect or own is None or value is None:
+            return
+        estimate = metric_estimate(own, self.metric or "")
+        low, high = (value, value) if estimate is None else (estimate.interval.low, estimate.interval.high)
+        tolerance = EXPECTED_WITHIN * (1.0 if self.metric in UNIT_INTERVAL_METRICS else abs(self.expect))
+        if low <= self.expect <= high or abs(value - self.expect) <= tolerance:
+            return
+        interval = f" [{low:.4g}, {high:.4g}]" if low < high else ""
+        where = "the half of the data for the report" if self.objective.halves else "the evaluator's data"
+        raise UserError(
+            f"expect: the float model has {self.metric} {value:.4g}{interval} on {where}, but {self.expect:g} is "
+            f"expected. {likely_causes(self.evaluators[MAIN_BENCHMARKER].params, own.note)}; or give the score on "
+            "these data"
         )
 
     def _float_score_warnings(self, known: Mapping[str, Accuracy | None]) -> Iterator[str]:
@@ -229,6 +253,7 @@ def make_scoring(objective: Objective, spec: ModelSpec, model: Model, work: Path
         metric=factory.metric,
         higher_is_better=factory.higher_is_better,
         facts=facts,
+        expect=spec.expect,
         data={name: digest for name, use in evaluators.items() if (digest := _evaluator_data_digest(use))},
     )
 

@@ -25,6 +25,8 @@ from harness.statistics import Interval
 
 IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
 """Metrics that count images: each image is right or wrong, so one of n images changes the metric by 1/n."""
+QUESTIONED_BOUND = 0.1
+"""Largest bound, in a metric up to 1, that is not questioned."""
 HALF_WIDTHS: Mapping[str, float] = {"map": 0.1, "miou": 0.12, "agreement": 0.36, "top1": 0.36, "top5": 0.36}
 """Typical half of the 95 % interval of a loss, times the root of the number of images; medians of our tables."""
 
@@ -53,6 +55,17 @@ def check_bound(objective: Objective, metric: str | None, model: str) -> None:
     raise UserError(
         f"objective.{key}: {_format_bound(bound)} lets {metric_name(metric)} of model {model!r} drop to 0, so it "
         "has no effect; 0.01 is one point of a hundred, '1%' a hundredth of the float model's figure"
+    )
+
+
+def loose_bound_note(objective: Objective, metric: str | None) -> str:
+    """Return a note if a bound is looser than `QUESTIONED_BOUND`, as if it were given in points; else ""."""
+    bound = objective.max_drop
+    if metric not in UNIT_INTERVAL_METRICS or not isinstance(bound, float) or bound <= QUESTIONED_BOUND:
+        return ""
+    return (
+        f"objective.{objective.drop_key}: {bound:g} allows a loss of {100 * bound:g} points of {metric_name(metric)}; "
+        f"{bound / 100:g} allows {bound:g}"
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,10 +17,8 @@ from typing import Any
 import numpy as np
 
 from harness import registry
-from harness.accuracy.data.datasets import ALLOWED_DATA_KEYS
-from harness.accuracy.metrics.base import low_reference_warning
-from harness.api import Accuracy, Candidate, SupportsCast, capabilities_of, require_timing
-from harness.config.sections import Confirmation, Limits, ModelSpec, PluginSpec
+from harness.api import Candidate, SupportsCast, capabilities_of, require_timing
+from harness.config.sections import Confirmation, PluginSpec
 from harness.errors import BuildFailed, UserError
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load, save_to_folder
@@ -30,15 +27,13 @@ from harness.graph.qdq.cast_insert import require_all_nodes
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.progress import Observer
-from harness.records import MAIN_BENCHMARKER, Failed
+from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.fingerprint import read_matching_record
 from harness.results_dir.io import explain_write_errors, write_json
-from harness.task_setup.model_loader import evaluator_spec
 from harness.timing.confirmation import TimedRow, confirm, summarize_turns
 from harness.timing.turn_log import TurnEvent, encode_turn_event
-from harness.timing.workers.engines import Engines, WorkerSpec
+from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
-from harness.timing.workers.sandbox import open_engines
 from search.space import edges_digest
 
 BASELINE_SCHEDULE = Confirmation(builds=3, rounds=3, samples=5)
@@ -212,84 +207,6 @@ def _is_clear(events: Sequence[TurnEvent], baseline: str, count: int) -> bool:
 
 def _file_candidate(file: Path) -> Candidate:
     return Candidate(digest=edges_digest(()), edges=(), source=lambda: file)
-
-
-SAMPLE_COUNT = 8
-"""Number of scored samples."""
-UNLABELLED_SAMPLE_FACTOR = 8
-"""Factor by which the samples grow if none of them has a label; after that all samples are used."""
-
-
-class FloatTrial:
-    """Early check of an evaluator, which scores the float model on its first samples with ONNX Runtime in a worker.
-
-    The check is skipped for an evaluator with data of an unknown kind (the later score of the float model covers it),
-    and for a model that ONNX Runtime does not run (the calibration reports it).
-
-    Args:
-        work: Scratch folder.
-        limits: Limits of the worker.
-        observer: Receiver of the message about a score close to 0.
-    """
-
-    def __init__(self, work: Path, limits: Limits, observer: Observer) -> None:
-        self._work, self._limits, self._observer = work / "tryout", limits, observer
-
-    def run(self, spec: ModelSpec, model: Model, file: Path) -> None:
-        """Score a float model on a few samples, if it has an evaluator.
-
-        Args:
-            spec: Entry of the model in the experiment.
-            model: The float model.
-            file: File of the float model.
-
-        Raises:
-            UserError: The float model cannot be scored.
-        """
-        evaluator = evaluator_spec(spec, model, self._work)
-        use = None if evaluator is None else _with_few_samples(evaluator)
-        if use is None:
-            return
-        runtime = PluginSpec(use="onnxruntime", params={"optimization": "basic"})
-        worker = WorkerSpec(
-            benchmarkers={MAIN_BENCHMARKER: runtime}, workdir=self._work, evaluators={MAIN_BENCHMARKER: use}
-        )
-        title = f"{model.source}: try the evaluator on a few samples"
-        with self._observer.work(title, 1) as step, open_engines(worker, self._limits) as engines:
-            found = _score_float_model(engines, file, compares="reference" in use.params)
-            step.advance()
-        if isinstance(found, Failed):
-            raise UserError(f"evaluator {use.use!r}: the float model cannot be scored; {found.stage}: {found.reason}")
-        factory = registry.load_plugin("evaluator", use.use)
-        metric, higher = getattr(factory, "metric", ""), getattr(factory, "higher_is_better", True)
-        if found is not None and (warning := low_reference_warning(found, metric, higher, use.params)):
-            self._observer.say(f"{spec.name}, on the first samples: {warning}")
-
-
-def _with_few_samples(use: PluginSpec) -> PluginSpec | None:
-    """Return the evaluator with at most a few samples, or None if its data are of an unknown kind."""
-    data = use.params.get("data")
-    if not isinstance(data, Mapping) or data.get("use") not in ALLOWED_DATA_KEYS:
-        return None
-    most = data.get("count")
-    for count in (SAMPLE_COUNT, SAMPLE_COUNT * UNLABELLED_SAMPLE_FACTOR):
-        if isinstance(most, int) and most <= count:
-            return use
-        short = use.model_copy(update={"params": {**use.params, "data": {**data, "count": count}}})
-        with suppress(UserError):  # raised if there are fewer samples, or none has a label
-            registry.create_plugin("evaluator", use.use, short.params)
-            return short
-    return use
-
-
-def _score_float_model(engines: Engines, file: Path, *, compares: bool) -> Accuracy | Failed | None:
-    """Return the accuracy; None if the model does not run, or the evaluator compares with the float model."""
-    built = engines.build(Candidate(digest=edges_digest(()), edges=(), source=lambda: file))
-    if isinstance(built, Failed):
-        return None
-    if compares:
-        return engines.prepare(built.handle)
-    return engines.evaluate(built.handle)
 
 
 def dialect_use(backend: PluginSpec, facts: Mapping[str, Any]) -> str:

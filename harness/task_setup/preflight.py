@@ -1,7 +1,7 @@
 """Preflight validation of an experiment: models, data sets, plug-ins and parameters.
 
-A run takes hours, so all tasks are checked before the first one starts. Models with data or shapes are loaded, and
-evaluators are constructed. Nothing is built or measured, and at most one calibration batch is preprocessed.
+A run takes hours, so all tasks are checked before the first one starts. Models with data or shapes are loaded, a
+calibration batch is preprocessed, and evaluators score the float model on a few samples. No backend builds or measures.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
 from harness.accuracy.data.subsets import HALF_NAMES
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import few_images_note
-from harness.api import ExternalSearchTask, require_timing
+from harness.api import ExternalSearchTask, capabilities_of, require_timing
 from harness.cluster import require_trusted_address
 from harness.config.experiment import Experiment
 from harness.config.initial import PTQ_TOOLS
 from harness.config.objective import Objective, check_objective
 from harness.config.plan import plan_tasks, quantized_precisions, with_base_dir
-from harness.config.sections import Calibration, ModelSpec, PluginSpec, SearcherSpec
+from harness.config.sections import Calibration, Limits, ModelSpec, PluginSpec, SearcherSpec
 from harness.errors import (
     MAX_COUNT,
     CandidateError,
@@ -38,9 +38,11 @@ from harness.graph.model import Model
 from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.paths import resolve_path
+from harness.report.load.display_names import UNIT_INTERVAL_METRICS, metric_name
 from harness.runtimes.rtx_compile.compiler import import_compiler
-from harness.task_setup.bounds import bound_resolution_note, check_bound
+from harness.task_setup.bounds import bound_resolution_note, check_bound, loose_bound_note
 from harness.task_setup.external_tools import tool_remarks
+from harness.task_setup.float_trial import try_float_model
 from harness.task_setup.initial_design import check_files
 from harness.task_setup.methods import is_external_searcher
 from harness.task_setup.model_checks import COMPILED_DIALECTS, offered_precisions
@@ -62,17 +64,23 @@ SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base")
 
 
 def check_experiment(experiment: Experiment) -> tuple[str, ...]:
+    """Run all fast checks of every task, and return remarks; see `check_and_time`."""
+    return check_and_time(experiment)[0]
+
+
+def check_and_time(experiment: Experiment) -> tuple[tuple[str, ...], Mapping[str, float]]:
     """Run all fast checks of every task.
 
     Returns:
-        Remarks on settings that are allowed but may be unintended, one line each.
+        Remarks on settings that are allowed but may be unintended, one line each. Seconds of a score of the float model
+        on all samples by the name of the model, if they are known.
 
     Raises:
         UserError: A setting cannot be used; the message has a line for each such setting with the allowed values.
     """
     _require_trust(experiment)
     plan_tasks(experiment)
-    precisions, errors = offered_precisions(experiment), ErrorCollector()
+    precisions, errors, runs_models = offered_precisions(experiment), ErrorCollector(), False
     for i, method in enumerate(experiment.searchers):
         with errors.collect(), prefix_key(f"searchers.{i}"):
             if is_external_searcher(method):
@@ -82,6 +90,7 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
     for i, backend in enumerate(experiment.backends):
         with errors.collect(), prefix_key(f"backends.{i}"):
             dialect = _check_backend(with_base_dir(backend), precisions)
+            runs_models |= not capabilities_of(registry.load_plugin("benchmarker", backend.use)).in_process
             if backend.use == "replay" and any(model.shape_set for model in experiment.models):
                 raise UserError("backend 'replay': its tables are of one shape, but a model has a shape_set")
             if experiment.prescreening is not None and dialect not in COMPILED_DIALECTS:
@@ -91,19 +100,21 @@ def check_experiment(experiment: Experiment) -> tuple[str, ...]:
             import_compiler()
     with errors.collect(), prefix_key("initial"):
         check_files(experiment.initial)
-    data, remarks = DatasetCache(), list[str]()
+    data, remarks, score_s = DatasetCache(), list[str](), dict[str, float]()
+    limits = experiment.limits if runs_models else None
     with errors.collect():
         remarks += tool_remarks(experiment)
     for i, model in enumerate(experiment.models):
         with errors.collect():
             with prefix_key(f"models.{i}", f"model {model.name!r}"):
                 _check_model(model, data)
-            _check_objective(experiment.objective, model)
+            remarks += _check_objective(experiment.objective, model)
             with prefix_key(f"models.{i}", f"model {model.name!r}"):
-                found = _model_remarks(model, data, experiment.objective)
-                remarks += [f"model {model.name!r}: {remark}" for remark in found]
+                found, seconds = _inspect_model(model, data, experiment.objective, limits)
+            remarks += [f"model {model.name!r}: {remark}" for remark in found]
+            score_s |= {} if seconds is None else {model.name: seconds}
     errors.raise_all()
-    return tuple(remarks)
+    return tuple(remarks), score_s
 
 
 def _require_trust(experiment: Experiment) -> None:
@@ -128,11 +139,18 @@ def _values_at(value: Any, key: Sequence[str], path: str = "") -> Iterator[tuple
         yield from _values_at(each, key[1:], f"{path}.{name}".lstrip("."))
 
 
-def _check_objective(objective: Objective, model: ModelSpec) -> None:
+def _check_objective(objective: Objective, model: ModelSpec) -> list[str]:
+    """Check the objective and the expected score by the metric of a model's evaluator, and return remarks."""
     evaluator: Any = None if model.evaluator is None else registry.load_plugin("evaluator", model.evaluator.use)
     metric = getattr(evaluator, "metric", None)
     check_objective(objective, metric, model.name)
     check_bound(objective, metric, model.name)
+    if metric in UNIT_INTERVAL_METRICS and not 0 <= (model.expect or 0.0) <= 1:
+        raise UserError(
+            f"expect: {metric_name(metric)} of model {model.name!r} is between 0 and 1, but got "
+            f"{model.expect:g}; 78 points are 0.78"
+        )
+    return [f"model {model.name!r}: {note}" for note in (loose_bound_note(objective, metric),) if note]
 
 
 def _check_searcher(searcher: PluginSpec, precisions: tuple[str, ...]) -> None:
@@ -210,41 +228,49 @@ def _check_evaluator(evaluator: PluginSpec, preprocess: PluginSpec | None, data:
         registry.check_params("decoder", name, settings, supplied=("outputs", "prepared", "size"))
 
 
-def _model_remarks(model: ModelSpec, data: DatasetCache, objective: Objective) -> Iterator[str]:
-    """Load a model with its shapes and data, and yield remarks.
+def _inspect_model(
+    model: ModelSpec, data: DatasetCache, objective: Objective, limits: Limits | None
+) -> tuple[list[str], float | None]:
+    """Load a model with its shapes and data, and return remarks, and the seconds of a score if they are known.
 
     Args:
         objective: Objective, with the bound and the use of halves of the evaluator's data.
+        limits: Limits of the worker that scores the float model; None: no backend runs models, so it is not scored.
 
     Raises:
-        UserError: Shapes or data do not fit the model.
+        UserError: Shapes or data do not fit the model, or the float model cannot be scored or scores 0.
     """
+    remarks, seconds = list[str](), None
     _check_shape_set(model)
     if not (model.shapes or model.dims) and model.evaluator is None and model.calibration.data is None:
-        return
+        return remarks, seconds
     halves = HALF_NAMES if objective.halves else (None,)
     with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
         loaded = open_model(model, Path(scratch))
         if model.shapes or model.dims:
             _check_channels(loaded)
         if model.calibration.data is not None:
-            calibration_batches(model, input_types(loaded), data)
-        yield from _sample_remarks(model, data, objective)
+            batches = calibration_batches(model, input_types(loaded), data)
+            with prefix_key("calibration"):
+                next(iter(batches))
+        remarks += _sample_remarks(model, data, objective)
         with prefix_key("evaluator"):
             uses = [evaluator_spec(model, loaded, Path(scratch), half) for half in halves]
             made = [registry.create_plugin("evaluator", use.use, use.params) for use in uses if use is not None]
             for evaluator in made:
                 _check_outputs(evaluator, loaded)
-    if not made:
-        return
-    if model.calibration.data is None:
-        yield "no calibration data given, random data is used: do not trust any accuracy"
-    for half, evaluator in zip(halves, made, strict=True):
+            if made and limits is not None:
+                remark, seconds = try_float_model(model, loaded, data, Path(scratch), limits)
+                remarks += [remark] if remark else []
+    if made and model.calibration.data is None:
+        remarks.append("no calibration data given, random data is used: do not trust any accuracy")
+    for half, evaluator in zip(halves, made, strict=False):
         if isinstance(evaluator, Sized):
             where, count = f"evaluator{'' if half is None else f', {half} half'}", len(evaluator)
             metric = getattr(evaluator, "metric", None)
             notes = (few_images_note(count), bound_resolution_note(objective, metric, count))
-            yield from (f"{where}: {note}" for note in notes if note)
+            remarks += [f"{where}: {note}" for note in notes if note]
+    return remarks, seconds
 
 
 def _check_shape_set(model: ModelSpec) -> None:

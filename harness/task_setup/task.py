@@ -46,7 +46,6 @@ from harness.task_setup.external_tools import (
 from harness.task_setup.float_baseline import (
     CAST_FOLDER_NAME,
     BackendProperties,
-    FloatTrial,
     read_runtime,
     runtime_input_file,
 )
@@ -57,7 +56,6 @@ from harness.task_setup.initial_design import (
     load_imported_ranges,
 )
 from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
-from harness.verification.accuracy_store import ACCURACY_FILE_NAME
 from search.space import Placement, Resolved, Space
 
 Facts = Mapping[str, Any]
@@ -214,8 +212,6 @@ def compose_task(
     if not len(space):
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
     feeds = CalibrationBatches(spec.model, model, input_types(model))
-    if not runtime.is_in_process and not (work.parent / ACCURACY_FILE_NAME).exists():
-        FloatTrial(work, experiment.limits, observer).run(spec.model, model, model_file)
     imported_ranges = load_imported_ranges(experiment.initial, model)
     if feeds.is_random:
         others = " for tensors that no imported file has a range of" if imported_ranges else ""

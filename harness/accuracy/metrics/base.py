@@ -300,6 +300,19 @@ def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: boo
     one_class = metric in ("top1", "top5") and bool(accuracy.note)
     if not higher_is_better or not (0 <= value < NEGLIGIBLE_SCORE or one_class):
         return ""
+    return (
+        f"the float model itself has {metric} {value:.4f}, so no drop from there says anything: it is not fed, or not "
+        f"read, as it was trained. {likely_causes(params, accuracy.note)}"
+    )
+
+
+def likely_causes(params: Mapping[str, Any], note: str = "") -> str:
+    """Return a sentence that names what may be wrong if a float model scores low.
+
+    Args:
+        params: Parameters of the evaluator.
+        note: Note of the evaluator about the score.
+    """
     used = {key: params[key] for key in ("preprocess", "decode") if isinstance(params.get(key), str | Mapping)}
     suspects = [
         f"{key} (now {given if isinstance(given, str) else given['use']!r}; qdq list has the others)"
@@ -307,8 +320,5 @@ def low_reference_warning(accuracy: Accuracy, metric: str, higher_is_better: boo
     ]
     if params.get("input_shape"):
         suspects.append(f"the input's shape (now {'x'.join(map(str, params['input_shape']))})")
-    return (
-        f"the float model itself has {metric} {value:.4f}, so no drop from there says anything: it is not fed, or not "
-        f"read, as it was trained. Look at {', '.join(suspects)}, the labels, and the order of their classes "
-        f"(key 'classes'){f'; {accuracy.note}' if accuracy.note else ''}"
-    )
+    labels = "the labels, and the order of their classes (key 'classes')"
+    return f"Look at {', '.join([*suspects, labels])}{f'; {note}' if note else ''}"
