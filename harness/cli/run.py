@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -77,17 +78,18 @@ def run(
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
     from harness.config.experiment import load_experiment
-    from harness.task_setup.preflight import check_experiment
+    from harness.task_setup.preflight import check_and_time
 
     if compile_models and not check:
         raise UserError("--compile: only with --check")
     config = load_experiment(experiment)
     add_to_sys_path(config.base_dir)
     with prefix_file(experiment):
-        print_remarks(check_experiment(config))
+        remarks, score_s = check_and_time(config)
+        print_remarks(remarks)
     folder = out or Path("results") / config.experiment
     if check:
-        _show_plan(experiment, config, folder, accept_changes)
+        _show_plan(experiment, config, folder, score_s, accept_changes)
         if compile_models:
             _compile_models(experiment, config, target)
         return
@@ -148,7 +150,9 @@ def run_and_report(
             raise
 
 
-def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: bool) -> None:
+def _show_plan(
+    file: Path, config: Experiment, folder: Path, score_s: Mapping[str, float], accept_changes: bool
+) -> None:
     """Check the models and the results folder, and print the tasks, the bounds and an estimate of the time."""
     from harness.config.plan import plan_tasks
     from harness.results_dir.ownership import check_ownership
@@ -162,7 +166,7 @@ def _show_plan(file: Path, config: Experiment, folder: Path, accept_changes: boo
         echo(f"{folder}: {extension}: would continue from the existing results")
     for task in plan_tasks(config):
         echo(f"{task.name}: {', '.join(search.name for search in task.runs)}")
-    echo("\n".join([*bound_lines(config), describe_workload(config)]))
+    echo("\n".join([*bound_lines(config), describe_workload(config, score_s)]))
 
 
 def _compile_models(file: Path, config: Experiment, target: str | None) -> None:

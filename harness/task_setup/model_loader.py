@@ -120,48 +120,95 @@ def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
 _SIMULATED_BACKENDS = ("simulated", "replay")
 _SLOW_BUILD_PREFIXES = ("tensorrt", "trtexec")
 """Prefixes of the names of backends that time kernels in a build."""
-_BUILD_RANGE_S, _SLOW_BUILD_RANGE_S = (0.2, 2.0), (5.0, 60.0)
+_BUILD_RANGE_S, _SLOW_BUILD_RANGE_S = (0.1, 2.0), (5.0, 60.0)
 """Smallest and largest seconds of a build, for models of some ten milliseconds; the second for slow backends."""
-_PREPARE_RANGE_S = (5.0, 60.0)
+_PREPARE_RANGE_S = (1.0, 60.0)
 """Smallest and largest seconds for loading, calibration and the models of the PTQ tools of one task."""
-_TURN_RANGE_S = (0.01, 0.1)
-"""Smallest and largest seconds of one turn of a row in the confirmation."""
+_TURN_RANGE_S = (0.03, 0.3)
+"""Smallest and largest seconds of one turn of a row in a comparison; a turn takes 60 ms or three inferences."""
+_SCORE_FACTORS = (0.5, 2.0)
+"""Smallest and largest ratio of the time of a score in a run to that of the float model on ONNX Runtime."""
+_UNTIMED_SCORE_RANGE_S = (0.5, 60.0)
+"""Smallest and largest seconds of a score whose time is not known."""
+_SCORED_SHARES = (0.2, 1.0)
+"""Smallest and largest share of the candidates of a search that are scored; slower and worse ones are not."""
+_RECOVERED_RANGE_S = (0.0, 60.0)
+"""Smallest and largest seconds to recover one placement, without scores."""
+_RECOVERED = (0, 4)
+"""Smallest and largest number of recovered placements of a task."""
+_RECOVERY_LIMIT_S = 120.0
+"""Seconds after which no further recovery starts, if the searches took less."""
+_RECOVERED_SCORES = 8
+"""Typical number of scored files of a recovered placement."""
 TimeRange = tuple[float, float]
 
 
-def describe_workload(experiment: Experiment) -> str:
-    """Return a line with the numbers of tasks, searches and evaluations, and a rough estimate of the time."""
+def describe_workload(experiment: Experiment, score_s: Mapping[str, float]) -> str:
+    """Return a line with the numbers of tasks, searches and evaluations, and a rough estimate of the time.
+
+    Args:
+        score_s: Seconds of a score on all samples by the name of the model, see `estimate_time_s`.
+    """
     tasks = plan_tasks(experiment)
     searches = sum(len(task.runs) for task in tasks)
     evaluations = searches * max(experiment.budget.evaluations)
-    low, high = (sum(ends) for ends in zip(*(_task_range_s(task, experiment) for task in tasks), strict=True))
-    budget, scored = experiment.budget, any(model.evaluator for model in experiment.models)
-    more = ", and accuracy is scored besides" if scored and budget.task_minutes is None else ""
+    low, high = estimate_time_s(experiment, score_s)
+    budget = experiment.budget
     counts = f"{_format_count(len(tasks), 'task')}, {_format_count(searches, 'search', 'searches')}"
     limits = [f"{budget.minutes:g} minutes a search at most"] if budget.minutes else []
     if budget.task_minutes is not None:
         limits.append(f"limit of a task: {budget.task_minutes:g} minutes, which a step that has begun may exceed")
     limit = f" ({'; '.join(limits)})" if limits else ""
     counts += f", {_format_count(evaluations, 'evaluation')} at most"
-    return f"ok: {counts}; {_format_duration(low, high)}{limit}{more}"
+    return f"ok: {counts}; {_format_duration(low, high)}{limit}"
 
 
-def _task_range_s(task: TaskSpec, experiment: Experiment) -> TimeRange:
+def estimate_time_s(experiment: Experiment, score_s: Mapping[str, float]) -> TimeRange:
+    """Return the smallest and the largest typical time of an experiment in seconds, from set-up to confirmation.
+
+    Args:
+        score_s: Seconds of a score of the float model on all samples by the name of the model; a model without has an
+            evaluator of unknown time.
+    """
+    ranges = [_task_range_s(task, experiment, score_s) for task in plan_tasks(experiment)]
+    return sum(low for low, _ in ranges), sum(high for _, high in ranges)
+
+
+def _task_range_s(task: TaskSpec, experiment: Experiment, score_s: Mapping[str, float]) -> TimeRange:
     """Return the smallest and the largest typical time of a task, in seconds, at most its limit."""
     name = task.backend.use.rpartition(":")[2]
     if name in _SIMULATED_BACKENDS:
         return _PREPARE_RANGE_S[0], _PREPARE_RANGE_S[1]
     builds = _SLOW_BUILD_RANGE_S if name.startswith(_SLOW_BUILD_PREFIXES) else _BUILD_RANGE_S
-    sampling, confirmation = experiment.sampling, experiment.confirmation
+    sampling, confirmation, objective = experiment.sampling, experiment.confirmation, experiment.objective
     longest_s = (sampling.warmup_ms + sampling.max_ms) / 1000 * (1 if sampling.interleave == "never" else 2)
     samples = (longest_s / 4, longest_s)
     rows = 2 + len(experiment.baselines) + len(task.runs) * confirmation.top_k  # the float model and its twin
     limit_s = 60 * (experiment.budget.minutes or float("inf"))
+    known_s = score_s.get(task.model.name)
+    scores = _UNTIMED_SCORE_RANGE_S if known_s is None else tuple(known_s * factor for factor in _SCORE_FACTORS)
+    if task.model.evaluator is None:
+        scores = (0.0, 0.0)
+    half = 0.5 if objective.halves else 1.0
+
+    def compared_s(end: int, engines: int, rounds: int) -> float:
+        return engines * (builds[end] + rounds * _TURN_RANGE_S[end])
 
     def end_s(end: int) -> float:
-        search_s = min(limit_s, max(experiment.budget.evaluations) * (builds[end] + samples[end]))
-        again_s = confirmation.builds * rows * (builds[end] + confirmation.rounds * _TURN_RANGE_S[end])
-        whole_s = _PREPARE_RANGE_S[end] + len(task.runs) * search_s + again_s
+        scored_s = half * scores[end] * (_SCORED_SHARES[end] if objective.uses_accuracy else 0)
+        search_s = min(limit_s, max(experiment.budget.evaluations) * (builds[end] + samples[end] + scored_s))
+        recovered_s = 0.0
+        if objective.max_drop is not None and objective.recover:
+            one_s = _RECOVERED_RANGE_S[end] + _RECOVERED_SCORES * half * scores[end]
+            recovered_s = min(_RECOVERED[end] * one_s, max(_RECOVERY_LIMIT_S, len(task.runs) * search_s) + one_s)
+        whole_s = (
+            _PREPARE_RANGE_S[end]
+            + compared_s(end, 2 * 3, 8)  # the noise floor
+            + len(task.runs) * (search_s + compared_s(end, confirmation.candidates, 8))
+            + recovered_s
+            + (rows + 2) * scores[end]
+            + confirmation.builds * compared_s(end, rows, confirmation.rounds)
+        )
         return min(whole_s, 60 * (experiment.budget.task_minutes or float("inf")))
 
     return end_s(0), end_s(1)

@@ -449,17 +449,17 @@ def test_check_names_the_sizes_at_which_a_model_runs(tmp_path, height, width, wo
 def test_workload_estimate_counts_tasks_searches_and_evaluations():
     text = "experiment: e\nmodels: [a.onnx, b.onnx]\nsearchers: [random, tpe]\nseeds: [0, 1]\n"
     text += "budget: {evaluations: [20, 40]}\n"
-    said = describe_workload(parse_experiment(text, "e"))
+    said = describe_workload(parse_experiment(text, "e"), {})
     assert said.startswith("ok: 2 tasks, 8 searches, 320 evaluations at most; roughly ")
     assert re.search(r"\d+ to \d+ minutes$", said)
-    slow = describe_workload(parse_experiment(text + "backends: [tensorrt]\n", "e"))
+    slow = describe_workload(parse_experiment(text + "backends: [tensorrt]\n", "e"), {})
     assert "hours" in slow
     assert "(5 minutes a search at most)" in describe_workload(
-        parse_experiment(text.replace("40]", "40], minutes: 5"), "e")
+        parse_experiment(text.replace("40]", "40], minutes: 5"), "e"), {}
     )
-    limited = describe_workload(parse_experiment(text.replace("40]", "40], task_minutes: 3"), "e"))
+    limited = describe_workload(parse_experiment(text.replace("40]", "40], task_minutes: 3"), "e"), {})
     assert "to 6 minutes (" in limited, "two tasks"
     assert "limit of a task: 3 minutes" in limited
     assert "roughly a minute" in describe_workload(
-        parse_experiment("experiment: e\nmodels: [a.onnx]\nbackends: [simulated]", "e")
+        parse_experiment("experiment: e\nmodels: [a.onnx]\nbackends: [simulated]", "e"), {}
     )
