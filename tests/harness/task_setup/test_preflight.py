@@ -133,6 +133,14 @@ def test_bound_below_one_image_is_noted(folder, bound, shown):
     assert checked(folder, top1(), IMAGES, top1_drop=bound) == (() if shown is None else (said,))
 
 
+@pytest.mark.parametrize(
+    ("bound", "words"), [(0.5, ["objective.top1_drop", "50 points", "0.005"]), (0.1, None), ("50%", None)]
+)
+def test_bound_of_many_points_is_questioned(folder, bound, words):
+    found = checked(folder, top1(), IMAGES, top1_drop=bound)
+    assert found == () if words is None else all(word in found[0] for word in words)
+
+
 def test_each_half_has_its_own_number_of_images(folder):
     said = checked(folder, top1(), IMAGES, top1_drop=0.01, halves=True)
     counts = [int(found[2]) for line in said if (found := re.search(r"(search|report) half: one image of (\d+)", line))]
