@@ -15,7 +15,6 @@ from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoic
 from harness.graph.rules.dialects import Dialect
 from search.space import Edge, Resolved
 
-MAX_FLOAT16 = 65504.0
 Ranges = Mapping[str, tuple[float, float]]
 
 
@@ -57,7 +56,7 @@ class CastInserter(Inserter):
     Args:
         cast: Cast model.
         dialect: Dialect of the runtime.
-        ranges: Range of each activation by its tensor in the float model; it is limited to 65504 for FP16 tensors.
+        ranges: Range of each activation by its tensor in the float model.
         model: Float model; ranges are assigned to tensors of the cast model by node and input or output. None: by the
             names of tensors.
         choices: Estimators and scales of the pairs. A depthwise Conv gets one scale if its data has another name in the
@@ -73,7 +72,7 @@ class CastInserter(Inserter):
         choices: NumericChoices = DEFAULT_CHOICES,
     ) -> None:
         found = _ranges_by_name(cast, ranges) if model is None else _ranges_by_position(model, cast, ranges)
-        super().__init__(cast, dialect, _clip_ranges_to_float16(cast, found), choices)
+        super().__init__(cast, dialect, found, choices)
         self._cast = cast
 
     def map_edges(self, resolved: Resolved) -> Resolved:
@@ -102,15 +101,6 @@ def _ranges_by_position(model: Model, cast: Model, ranges: Ranges) -> dict[str, 
                 known = found.get(after, (low, high))
                 found[after] = min(low, known[0]), max(high, known[1])
     return {**ranges, **found}
-
-
-def _clip_ranges_to_float16(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:
-    """Return ranges that are limited to the largest FP16 value for FP16 tensors, whose scale could be infinite."""
-    found = dict(ranges)
-    for name, (low, high) in ranges.items():
-        if name in cast.types and cast.types[name].dtype == "float16":
-            found[name] = max(low, -MAX_FLOAT16), min(high, MAX_FLOAT16)
-    return found
 
 
 def _ranges_by_name(cast: Model, ranges: Ranges) -> dict[str, tuple[float, float]]:

@@ -29,7 +29,14 @@ from harness.graph.quantize.numeric_choices import (
     is_depthwise,
 )
 from harness.graph.quantize.protobuf_wire import FLOAT_BIAS_PREFIX, NAME_PREFIX
-from harness.graph.quantize.weights import FP8_MAX_BY_FORMAT, QUANTIZABLE_DTYPES, STORAGE_DTYPES, Array, smallest_scale
+from harness.graph.quantize.weights import (
+    FP8_MAX_BY_FORMAT,
+    QUANTIZABLE_DTYPES,
+    STORAGE_DTYPES,
+    Array,
+    largest_value,
+    round_scale,
+)
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.movement import find_repeated_input, is_value_preserving
 from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE
@@ -183,7 +190,8 @@ class ActivationScales:
     def channel_scales(self, tensor: str) -> tuple[Array, Array]:
         """Return INT8 scales and zero points of a tensor, of shape (channels,); see `scale_and_zero_point`."""
         ranges = [self._ranges.get(channel_name(tensor, i), (0.0, 0.0)) for i in range(self._depthwise[tensor])]
-        pairs = [(min(0.0, low), max(0.0, high)) for low, high in ranges]
+        most = largest_value(self._dtype(tensor))
+        pairs = [(max(-most, min(0.0, low)), min(most, max(0.0, high))) for low, high in ranges]
         # One storage type for all channels: the dialect's choice for the whole tensor.
         whole = min(low for low, _ in pairs), max(high for _, high in pairs)
         grids = [self._int8_grid(tensor, None, pair, whole) for pair in pairs]
@@ -195,7 +203,7 @@ class ActivationScales:
         low, high = self._scale_range(tensor, tie)
         if precision not in FP8_MAX_BY_FORMAT:
             return self._int8_grid(tensor, tie, (low, high), (low, high))
-        scale = _scale_array(max(-low, high) / FP8_MAX_BY_FORMAT[precision], self._dtype(tensor))
+        scale = round_scale(max(-low, high) / FP8_MAX_BY_FORMAT[precision], self._dtype(tensor))
         return scale, np.zeros((), STORAGE_DTYPES[precision])
 
     def _dtype(self, tensor: str) -> npt.DTypeLike:
@@ -212,10 +220,10 @@ class ActivationScales:
         if not affine and (origin in self._affine or (whole[0] == 0 and self._dialect.unsigned_positive)):
             storage, affine = "uint8", True
         if not affine:
-            return _scale_array(max(-low, high) / 127, dtype), np.asarray(
+            return round_scale(max(-low, high) / 127, dtype), np.asarray(
                 128 if storage == "uint8" else 0, STORAGE_DTYPES[storage]
             )
-        scale = _scale_array((high - low) / 255, dtype)
+        scale = round_scale((high - low) / 255, dtype)
         limits = np.iinfo(STORAGE_DTYPES[storage])
         zero = int(np.clip(round(limits.min - low / float(scale)), limits.min, limits.max))
         return scale, np.asarray(zero, STORAGE_DTYPES[storage])
@@ -254,10 +262,11 @@ class ActivationScales:
         return self._channel_pairs[tensor]
 
     def _scale_range(self, tensor: str, tie: SharedScale | None) -> tuple[float, float]:
-        """Return the range for the scale of a tensor, extended to include 0."""
+        """Return the range for the scale of a tensor, extended to include 0 and limited to values of its type."""
         joint = self._joint_range(SharedScale(tensor) if tie is None else tie)
         low, high = self._observed_range(tensor) if joint is None else joint
-        low, high = min(0.0, low), max(0.0, high)
+        most = largest_value(self._dtype(tensor))
+        low, high = max(-most, min(0.0, low)), min(most, max(0.0, high))
         if tie and tie.members and low < 0 and tensor in self._clipped:
             return self._scale_range(tensor, SharedScale(tie.origin))
         return low, high
@@ -320,7 +329,3 @@ def _softmax_results(model: Model, dialect: Dialect, links: ScaleLinks) -> froze
             found.add(node.outputs[0])
         found.update(name for name in node.outputs if links.source.get(name) in found)
     return frozenset(found)
-
-
-def _scale_array(value: float, dtype: npt.DTypeLike) -> Array:
-    return np.asarray(max(value, smallest_scale(dtype)), dtype)

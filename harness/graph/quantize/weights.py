@@ -115,11 +115,12 @@ def quantize_weight(
     others = tuple(i for i in range(values.ndim) if i != axis)
     count = 1 if axis is None else values.shape[axis]
     rows = np.moveaxis(values, axis or 0, 0).reshape(count, values.size // max(1, count))
-    smallest = smallest_scale(weight.dtype)
+    largest = np.float32(largest_value(weight.dtype))
 
     def scales(amax: Array) -> Array:
-        scale = np.maximum(np.asarray(amax, np.float32) / np.float32(limit), floor)
-        return np.asarray(np.where(scale < smallest, max(scale.max(initial=0), smallest), scale), weight.dtype)
+        scale = np.maximum(np.minimum(np.asarray(amax, np.float32), largest) / np.float32(limit), floor)
+        least = float(round_scale(0.0, weight.dtype))
+        return round_scale(np.where(scale < least, scale.max(initial=least), scale), weight.dtype)
 
     def store(data: Array, scale: Array) -> Array:
         scaled = data / scale.astype(np.float32)
@@ -150,6 +151,19 @@ def quantize_affine(values: Array, scale: Array, zero_point: Array) -> Quantized
     return QuantizedTensor(stored, scale, zero_point, None)
 
 
-def smallest_scale(dtype: npt.DTypeLike) -> float:
-    """Return the smallest scale for a float type, also for zeros: 1e-10, or its smallest positive number if larger."""
-    return max(1e-10, float(ml_dtypes.finfo(dtype).smallest_subnormal))  # type: ignore[no-untyped-call]
+def round_scale(scale: Array | float, dtype: npt.DTypeLike) -> Array:
+    """Return positive scales in a float type, also for zeros.
+
+    They are at least 1e-10. Small scales in 16 bits are rounded up, because the next one below may be a half of the
+    scale, and would cut off as much of the values.
+    """
+    smallest = max(1e-10, float(ml_dtypes.finfo(dtype).smallest_subnormal))  # type: ignore[no-untyped-call]
+    wanted = np.maximum(np.asarray(scale, np.float64), smallest)
+    found = wanted.astype(dtype)
+    above: Array = np.nextafter(found, np.asarray(np.inf, dtype))
+    return np.where(found.astype(np.float64) < wanted * (1 - 2.0**-9), above, found).astype(dtype)
+
+
+def largest_value(dtype: npt.DTypeLike) -> float:
+    """Return the largest magnitude that a scale represents, so that -128 or half a step more are finite."""
+    return 0.99 * float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
