@@ -131,6 +131,9 @@ def faulty(g: GraphBuilder, kind: str) -> str:
         return g.op("Relu", g.op("Pad", x, g.const([0, 0, 1, 1, 0, 0, 1, 1]), g.const(np.float32(0.7))))
     if kind == "LayerNormalization":
         return g.op(kind, g.input("x", (2, 5, 16)), g.const(np.ones(16, np.float32)), epsilon=10.0)
+    if kind == "Clip":  # the root of values of which many are at the lower bound
+        x = g.op("Mul", g.op("Relu", g.input("x", (4, 64))), g.const(np.float32(2)))
+        return g.op("Sqrt", g.op("Clip", g.op("Transpose", x), g.const(np.float32(1e-2)), g.const(np.float32(6))))
     if kind == "Softmax":
         return g.op("Softmax", g.op("Tanh", g.input("x", (4, 1))), axis=1)
     if kind == "GlobalAveragePool":
@@ -141,7 +144,7 @@ def faulty(g: GraphBuilder, kind: str) -> str:
 
 FAULTS = [
     ("Pad", OPENVINO, "padding value"), ("LayerNormalization", OPENVINO, "epsilon"),
-    ("Softmax", ONNXRUNTIME, "softmax of one"),
+    ("Softmax", ONNXRUNTIME, "softmax of one"), ("Clip", OPENVINO, "clip bound"),
     ("GlobalAveragePool", OPENVINO, "batched reduction"), ("ReduceMean", OPENVINO, "batched reduction"),
     ("ReduceSum", OPENVINO, "batched reduction"),
 ]  # fmt: skip

@@ -154,7 +154,7 @@ OPENVINO = Dialect(
     affine_ops=CONVOLUTION_OPS,
     linear_ops=LINEAR_OPS | {"Einsum"},
     bare_products=False,
-    faults=frozenset({"batched reduction", "epsilon", "padding value"}),
+    faults=frozenset({"batched reduction", "clip bound", "epsilon", "padding value"}),
     precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
     channel_activations=True,
 )

@@ -6,8 +6,11 @@ Runtime without optimizations on the same Q/DQ file. FP8 is right in all cases, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.operator_sets import MOVEMENT_OPS
@@ -24,11 +27,14 @@ class RuntimeFault:
         text: The rule as a sentence.
         operators: Types of operators that may have the fault.
         matches: Function that returns whether a node of these types has the fault if its data are quantized.
+        also_behind: Operators with one activation or a Concat through which the fault passes, besides
+            `_INTEGER_PRESERVING_OPS`.
     """
 
     text: str
     operators: frozenset[str]
     matches: Callable[[Model, Node], bool]
+    also_behind: frozenset[str] = frozenset()
 
 
 def _reduces_batch(model: Model, node: Node) -> bool:
@@ -80,6 +86,24 @@ def _is_cubic(model: Model, node: Node) -> bool:
     return bool(node.attributes.get("mode") == "cubic")
 
 
+def _has_rounded_bound(model: Model, node: Node) -> bool:
+    """OpenVINO 2026.4.1 rounds the bounds of a Clip to steps of the pair in front of it, by up to a step.
+
+    A positive lower bound may become 0, for which a root, a logarithm or a division behind it is 0 to 15 dB off; and a
+    bound may fall below the integer that a Floor makes of it. Bounds around 0 (0 and 6) only lose accuracy.
+    """
+    given = zip((*node.inputs[1:], "", ""), (-np.inf, np.inf), strict=False)
+    bounds = [model.constant_array(name) if name else np.array(limit) for name, limit in given]
+    low, high = (np.nan if bound is None else bound.item() for bound in bounds)
+    if low > 0 or high < 0:
+        return True
+    if not any(math.isfinite(bound) and bound for bound in (low, high)):
+        return False
+    readers = [model.nodes[index] for index, _ in model.consumers.get(node.outputs[0], ())]
+    kinds = {model.types[reader.outputs[0]].dtype for reader in readers if reader.outputs[0] in model.types}
+    return any(reader.op in _STEP_OPS for reader in readers) or not kinds <= _FLOAT_TYPES
+
+
 RUNTIME_FAULTS: Mapping[str, RuntimeFault] = {
     "batched reduction": RuntimeFault(
         "The runtime computes a mean or sum over the rows of several matrices wrongly.",
@@ -96,6 +120,12 @@ RUNTIME_FAULTS: Mapping[str, RuntimeFault] = {
         frozenset({"GroupNormalization", "InstanceNormalization", "LayerNormalization"}),
         _has_large_epsilon,
     ),
+    "clip bound": RuntimeFault(
+        "The runtime rounds the bounds of a Clip to steps of the pair in front, past 0 or the integer of a Floor.",
+        frozenset({"Clip"}),
+        _has_rounded_bound,
+        also_behind=frozenset({"Add", "Concat", "Div", "Mul", "Sub"}),
+    ),
     "softmax of one": RuntimeFault(
         "The runtime computes 0 for a Softmax over an axis of length 1.", frozenset({"Softmax"}), _is_softmax_of_one
     ),
@@ -105,6 +135,8 @@ RUNTIME_FAULTS: Mapping[str, RuntimeFault] = {
 }
 """Faults by the name of their rule; a dialect names those of its runtime."""
 
+_STEP_OPS = frozenset({"Ceil", "Floor", "Mod", "Round", "Sign"})
+_FLOAT_TYPES = frozenset({"bfloat16", "double", "float", "float16"})
 _INTEGER_PRESERVING_OPS = MOVEMENT_OPS | {"LeakyRelu", "MaxPool", "PRelu", "Relu"}
 """Operators behind which a runtime dequantizes instead of in front of them."""
 
@@ -116,10 +148,12 @@ def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
     for node in reversed(model.nodes):
         if node.opaque or not node.inputs:
             continue
-        leads = node.op in _INTEGER_PRESERVING_OPS
+        activations = [name for name in node.inputs if model.is_activation(name)]
+        alone = node.op == "Concat" or len(activations) == 1
         for name, fault in RUNTIME_FAULTS.items():
+            leads = node.op in _INTEGER_PRESERVING_OPS or (alone and node.op in fault.also_behind)
             affected = leads and not tensors[name].isdisjoint(node.outputs)
             if affected or (node.op in fault.operators and fault.matches(model, node)):
                 nodes[name].add(node.index)
-                tensors[name].add(node.inputs[0])
+                tensors[name].update(activations if alone else node.inputs[:1])
     return {name: frozenset(indices) for name, indices in nodes.items()}
