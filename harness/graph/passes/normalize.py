@@ -102,6 +102,16 @@ def name_nodes(graph: onnx.GraphProto) -> None:
         seen.add(node.name)
 
 
+def inline_functions(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model with the bodies of its local functions in place of their calls; the model itself without any."""
+    if not proto.functions:
+        return proto
+    import onnx_ir as ir  # takes 1 s and 46 MiB, with SymPy
+    from onnx_ir.passes.common import InlinePass
+
+    return ir.to_proto(InlinePass()(ir.from_proto(proto)).model)
+
+
 def lower_constants(graph: onnx.GraphProto) -> None:
     """Turn Constant nodes of the main graph, except sparse ones, into initializers, in place."""
     rest = []

@@ -19,6 +19,7 @@ from harness.graph.passes.normalize import (
     check_valid,
     externalize_weights,
     fold_batch_norms,
+    inline_functions,
     isolate_custom_ops,
     lower_constants,
     name_nodes,
@@ -95,7 +96,7 @@ def prepare_passes(min_opset: int) -> tuple[Pass, ...]:
     """
     return (
         Pass(_split_off_weights),
-        Pass(_inline_functions),
+        Pass(_inline_local_functions),
         Pass(_normalize_opsets),
         Pass(_isolate_custom_ops),
         Pass(_simplify, ensures=_require_valid),
@@ -113,12 +114,8 @@ def _split_off_weights(draft: ModelDraft) -> None:
     draft.weights = externalize_weights(draft.proto.graph)
 
 
-def _inline_functions(draft: ModelDraft) -> None:
-    if draft.proto.functions:
-        import onnx_ir as ir  # takes 1 s and 46 MiB, with SymPy
-        from onnx_ir.passes.common import InlinePass
-
-        draft.proto = ir.to_proto(InlinePass()(ir.from_proto(draft.proto)).model)
+def _inline_local_functions(draft: ModelDraft) -> None:
+    draft.proto = inline_functions(draft.proto)
 
 
 def _normalize_opsets(draft: ModelDraft) -> None:

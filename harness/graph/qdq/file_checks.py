@@ -16,7 +16,7 @@ from typing import Any, Literal
 from onnx import TensorProto
 
 from harness.graph.protos import attribute_value
-from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name
+from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QDQGraph, node_name
 from harness.graph.rules.agreements import PASSING_OPS, SCALING_OPS
 from harness.graph.rules.dialects import TENSORRT, TENSORRT_RTX, Dialect
 from harness.graph.rules.operator_sets import LINEAR_OPS
@@ -87,7 +87,7 @@ _Problem = tuple[str, Level, str]
 def _pair_problem(node: Any, graph: QDQGraph, capability: tuple[int, int], dialect: Dialect) -> _Problem | None:
     """Return name, level and reason of the rule that a Q or DQ node violates, or None."""
     named = node.input[2] if len(node.input) > 2 else ""
-    zero, kind = graph.constants.get(named), _stored_type(node, graph)
+    zero, kind = graph.constants.get(named), graph.stored_type(node)
     shifted = zero is not None and bool(graph.values(named).any())
     if kind == TensorProto.UINT8 and (dialect is TENSORRT or shifted):
         return "uint8", "refused", _UINT8_TEXT
@@ -134,7 +134,7 @@ def _product_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem |
 def _float_kernel_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem | None:
     """Return the problem of a quantized operator that has only float kernels, or None."""
     pair = _operand_pair(graph, node.input[0]) if node.input and node.input[0] else None
-    precision = _PRECISION_NAMES.get(0 if pair is None else _stored_type(pair, graph), "")
+    precision = _PRECISION_NAMES.get(0 if pair is None else graph.stored_type(pair), "")
     if (precision, node.op_type) not in dialect.float_kernels:
         return None
     return "float kernel", "no effect", f"has no kernel for {precision}, so it is computed in float"
@@ -147,7 +147,7 @@ def _operand_pair(graph: QDQGraph, tensor: str) -> Any:
         if (node := graph.producer.get(tensor)) is None:
             return None
         if node.op_type == DEQUANTIZE:
-            return None if pooled and _stored_type(node, graph) == TensorProto.FLOAT8E4M3FN else node
+            return None if pooled and graph.stored_type(node) == TensorProto.FLOAT8E4M3FN else node
         pooled |= node.op_type == "MaxPool"
         scalars = [name in graph.constants and math.prod(graph.constants[name].dims) == 1 for name in node.input]
         if node.op_type == "Pad" and attribute_value(node, "mode", "constant") == "constant":
@@ -194,18 +194,5 @@ def _weight_shape(node: Any, graph: QDQGraph) -> tuple[int, ...]:
 
 def _read_type(node: Any, graph: QDQGraph) -> int:
     """Return the stored element type as TensorRT reads it, so INT8 for UINT8."""
-    kind = _stored_type(node, graph)
+    kind = graph.stored_type(node)
     return TensorProto.INT8 if kind == TensorProto.UINT8 else kind
-
-
-def _stored_type(node: Any, graph: QDQGraph) -> int:
-    """Return the stored element type of a Q or DQ node, from its zero point if it has one; 0 if it is unknown."""
-    if len(node.input) > 2 and node.input[2]:
-        zero = graph.constants.get(node.input[2])
-        return 0 if zero is None else int(zero.data_type)
-    if node.op_type == QUANTIZE:
-        return int(attribute_value(node, "output_dtype", 0) or TensorProto.UINT8)
-    stored, quantize = graph.constants.get(node.input[0]), graph.producer.get(node.input[0])
-    if quantize is not None and quantize.op_type == QUANTIZE:
-        return _stored_type(quantize, graph)
-    return 0 if stored is None else int(stored.data_type)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +15,27 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from harness.errors import UserError
 from harness.graph.io.digests import IR_SUFFIX
-from harness.graph.io.model_reader import refuse_damage
-from harness.graph.protos import attribute_value, constants_by_name
+from harness.graph.io.model_reader import check_functions, refuse_damage
+from harness.graph.passes.normalize import inline_functions
+from harness.graph.protos import attribute_value, constants_by_name, dtype_name, iter_subgraphs, opset_versions
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from search.space import Edge, Resolved
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 QDQ_OPS = frozenset({QUANTIZE, DEQUANTIZE})
-CAST_OPS = frozenset({"Cast", "Identity"})
-_TRANSPARENT_OPS = CAST_OPS | {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze"}
+CAST_OPS = frozenset({"Cast", "Dropout", "Identity"})
+RESHAPING_OPS = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_TRANSPARENT_OPS = CAST_OPS | RESHAPING_OPS
+_BROADCASTING_OPS = frozenset({"Add", "Div", "Max", "Min", "Mul", "Pow", "Sub", "Where"})
+_COMPUTED_OPS = _TRANSPARENT_OPS | _BROADCASTING_OPS | {
+    "Abs", "Concat", "ConstantOfShape", "Exp", "Expand", "Log", "Neg", "Reciprocal", "Slice", "Split", "Sqrt",
+}  # fmt: skip
+_MAX_COMPUTED_ELEMENTS = 1 << 26
 # Runtimes fold these into the linear operator before them, and some name the result after the folded operator.
 _FOLDABLE_OPS = frozenset({"Add", "BatchNormalization", "Div", "Identity", "Mul", "Sub"})
 _PRECISION_BY_STORAGE = {
@@ -34,7 +45,7 @@ _PRECISION_BY_STORAGE = {
 }  # fmt: skip
 _LIMITS_BY_STORAGE = {
     TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.FLOAT8E4M3FN: (-448, 448),
-    TensorProto.FLOAT8E5M2: (-57344, 57344),
+    TensorProto.FLOAT8E5M2: (-57344, 57344), TensorProto.INT16: (-32768, 32767), TensorProto.UINT16: (0, 65535),
 }  # fmt: skip
 _EXTERNAL_TOOL_SUFFIXES = ("_quantized", "_QuantizeLinear_Input")  # of ONNX Runtime's quantization tools
 
@@ -99,8 +110,94 @@ def unique_node_names(graph: onnx.GraphProto) -> list[str]:
     return list(found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairForm:
+    """Form of the Q/DQ pair of an edge.
+
+    Attributes:
+        storage: Stored element type, as in `onnx.TensorProto`.
+        scale: Scales; None if they are computed when the model runs.
+        zero_point: Zero points; None if they are computed when the model runs.
+        axis: Axis of the scales if there are several.
+        block: Number of elements along the axis that share a scale; 0 without blocks.
+    """
+
+    storage: int
+    scale: Any
+    zero_point: Any
+    axis: int
+    block: int
+
+    @property
+    def bounds(self) -> tuple[Any, Any] | None:
+        """Smallest and largest real values that the pair represents, one for each scale.
+
+        None if a scale is computed or not positive and finite, and for other types than FP8 and those of 8 and 16 bits.
+        """
+        limits = _LIMITS_BY_STORAGE.get(self.storage)
+        if limits is None or self.scale is None or self.zero_point is None:
+            return None
+        if not (np.isfinite(self.scale) & (self.scale > 0)).all():
+            return None
+        low, high = limits
+        # Symmetric without a zero point, as in the ranges of a calibration.
+        lows = np.where(self.zero_point == 0, -high if low < 0 else low, low)
+        return (lows - self.zero_point) * self.scale, (high - self.zero_point) * self.scale
+
+
+class _ConstantTable(Mapping[str, TensorProto]):
+    """Constants of a graph by name; those that nodes compute from others are computed when they are asked for.
+
+    Args:
+        stored: Initializers and values of Constant nodes; computed constants are added.
+        makers: Node that computes each of the others.
+        opsets: Version of each domain.
+        folder: Folder of the external data.
+    """
+
+    def __init__(
+        self,
+        stored: dict[str, TensorProto],
+        makers: Mapping[str, onnx.NodeProto],
+        opsets: dict[str, int],
+        folder: str,
+    ) -> None:
+        self._stored, self._makers, self._opsets, self._folder = stored, makers, opsets, folder
+
+    def __getitem__(self, name: str) -> TensorProto:
+        if name not in self._stored:
+            node = self._makers[name]
+            feeds = {each: numpy_helper.to_array(self[each], self._folder) for each in node.input if each}
+            _check_result_size(node, [feeds[each] for each in node.input if each])
+            results = ReferenceEvaluator(node, opsets=self._opsets).run(None, feeds)
+            for each, value in zip(node.output, results, strict=False):
+                self._stored[each] = numpy_helper.from_array(np.asarray(value), each)
+        return self._stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._stored, *self._makers)))
+
+    def __len__(self) -> int:
+        return len(self._stored.keys() | self._makers.keys())
+
+
+def _check_result_size(node: onnx.NodeProto, arrays: Sequence[Any]) -> None:
+    """Raise `ValueError` if the result of a node is large and larger than its inputs together."""
+    if node.op_type in ("ConstantOfShape", "Expand"):
+        elements = math.prod(arrays[-1].ravel().tolist()) * arrays[0].size
+    elif node.op_type in _BROADCASTING_OPS:
+        elements = math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
+    else:
+        elements = sum(array.size for array in arrays)
+    if elements > max(_MAX_COMPUTED_ELEMENTS, *(array.size for array in arrays)):
+        raise ValueError(f"constant {node.output[0]!r} has {elements} elements")
+
+
 class QDQGraph:
     """Index of a model with or without Q/DQ pairs.
+
+    Local functions are inlined. What nodes compute from constants alone, such as a scale behind a Cast, is a constant,
+    and a stored weight stays one behind operators that only reshape it.
 
     Args:
         proto: Model, whose external data need not be loaded.
@@ -110,20 +207,43 @@ class QDQGraph:
         labels: Unique name of each node, in the order of the graph, by which edges refer to it (`unique_node_names`).
         producer: Node that computes each tensor, by tensor name.
         readers: Nodes that read each tensor, in order, by tensor name.
-        constants: Initializers and values of Constant nodes by name.
+        constants: Initializers, values of Constant nodes and what nodes compute from these, by name.
+        dequantized: Constants, by name, behind a Q or DQ node.
         outputs: Names of the outputs.
+        order: Nodes with their labels in topological order, which tools do not always write.
     """
 
     def __init__(self, proto: onnx.ModelProto, folder: Path | None = None) -> None:
-        self.proto, self._folder = proto, folder
+        check_functions(proto, "the Q/DQ model")
+        self.proto, self._folder = inline_functions(proto), str(folder or "")
+        proto = self.proto
         self.labels = unique_node_names(proto.graph)
-        self.constants = constants_by_name(proto.graph)
+        self.order = _sort_nodes(list(zip(self.labels, proto.graph.node, strict=True)))
+        self.constants, self.dequantized = self._index_constants()
         self.outputs = tuple(value.name for value in proto.graph.output)
         self.producer = {name: node for node in proto.graph.node for name in node.output if name}
         self.readers: Mapping[str, list[Any]] = defaultdict(list)
         for node in proto.graph.node:
             for name in node.input:
                 self.readers[name].append(node)
+
+    def _index_constants(self) -> tuple[Mapping[str, TensorProto], frozenset[str]]:
+        stored, makers, dequantized = constants_by_name(self.proto.graph), dict[str, onnx.NodeProto](), set[str]()
+        for _, node in self.order:
+            read = [name for name in node.input if name]
+            if not read or any(iter_subgraphs(node)):
+                continue
+            if all(name in stored or name in makers for name in read):
+                if node.op_type in _COMPUTED_OPS and node.domain in ("", "ai.onnx"):
+                    makers.update((name, node) for name in node.output if name)
+                elif node.op_type in QDQ_OPS:
+                    dequantized.update(node.output)
+            elif node.op_type in QDQ_OPS | _TRANSPARENT_OPS and all(
+                name in stored or name in makers or name in dequantized for name in read
+            ):
+                dequantized.update(node.output)
+        opsets = {"": 1, **opset_versions(self.proto)}
+        return _ConstantTable(stored, makers, opsets, self._folder), frozenset(dequantized)
 
     def before_pairs(self, tensor: str) -> str:
         """Return the input of the Q/DQ pairs that compute a tensor, or the tensor itself without pairs."""
@@ -139,7 +259,7 @@ class QDQGraph:
         tensor = self.constants.get(name)
         if tensor is None:
             return None
-        return numpy_helper.to_array(tensor, base_dir=str(self._folder or "")).astype(np.float64)
+        return numpy_helper.to_array(tensor, self._folder).astype(np.float64)
 
     @property
     def has_quantized_biases(self) -> bool:
@@ -159,14 +279,16 @@ class QDQGraph:
     def unsigned_tensors(self) -> frozenset[str]:
         """Return the tensors with a pair of UINT8 and zero point 0, which clips negative values."""
         quantize = [node for node in self._nodes_of(frozenset({QUANTIZE})) if node.input[0] not in self.constants]
-        unsigned = [node for node in quantize if self._stored_type(node) == TensorProto.UINT8]
+        unsigned = [node for node in quantize if self.stored_type(node) == TensorProto.UINT8]
         zeros = {node.input[0]: self.values(node.input[2]) if len(node.input) > 2 else np.zeros(1) for node in unsigned}
         return frozenset(name for name, zero in zeros.items() if zero is not None and not zero.any())
 
     def producer_through(self, tensor: str, transparent: frozenset[str]) -> Any:
         """Return the node that computes a tensor, skipping transparent operators; None for an input or constant."""
         node = self.producer.get(tensor)
-        while node is not None and node.op_type in transparent:
+        for _ in self.proto.graph.node:  # limited, because a damaged file may have a cycle
+            if node is None or node.op_type not in transparent:
+                break
             node = self.producer.get(node.input[0])
         return node
 
@@ -175,20 +297,26 @@ class QDQGraph:
         """Quantized edges with their precision.
 
         An edge is quantized if its tensor comes from a DequantizeLinear after a QuantizeLinear or a constant, with or
-        without Casts. Its tensor is the one before the first QuantizeLinear; for a constant that is stored quantized it
-        is the float constant, whose name is derived from that of the stored one. INT32, the type of biases, is no
-        precision of an edge. UINT8 counts as "int8".
+        without Casts; between them, and behind a constant, operators may reshape the values. Its tensor is the one
+        before the first QuantizeLinear; for a constant that is stored quantized it is the float constant, whose name is
+        derived from that of the stored one. INT32, the type of biases, is no precision of an edge, nor is an
+        unknown type. UINT8 counts as "int8".
         """
+        return {edge: precision for edge, (_, precision) in self.reads.items()}
+
+    @cached_property
+    def reads(self) -> Mapping[Edge, tuple[str, str]]:
+        """Dequantized tensor, or output, and precision of each quantized edge."""
         uses = [
             (label, slot, name)
             for node, label in zip(self.proto.graph.node, self.labels, strict=True)
-            if node.op_type not in CAST_OPS | QDQ_OPS
+            if node.op_type not in CAST_OPS | QDQ_OPS and self.dequantized.isdisjoint(node.output)
             for slot, name in enumerate(node.input)
         ]
         found = {}
         for consumer, slot, name in (*uses, *(("", 0, name) for name in self.outputs)):
             if (source := self._resolve_dequantized(name)) is not None:
-                found[Edge(source[0], consumer, slot)] = source[1]
+                found[Edge(source[0], consumer, slot)] = name, source[1]
         return found
 
     @cached_property
@@ -196,52 +324,65 @@ class QDQGraph:
         return dict(zip(self.labels, self.proto.graph.node, strict=True))
 
     def edge_pair(self, edge: Edge) -> tuple[Any, Any]:
-        """Return the QuantizeLinear (None for a constant that is stored quantized) and DequantizeLinear of an edge."""
-        name = self._by_label[edge.consumer].input[edge.slot] if edge.consumer else edge.tensor
-        dequantize = self.producer_through(name, CAST_OPS)
-        quantize = None if dequantize is None else self.producer_through(dequantize.input[0], CAST_OPS)
+        """Return the QuantizeLinear (None for a constant that is stored quantized) and DequantizeLinear of an edge.
+
+        If the operator reads stored integers and only reshapes them, both are the QuantizeLinear.
+        """
+        if not edge.consumer:
+            return self._pair_before(self.reads[edge][0])
+        return self._pair_before(self._by_label[edge.consumer].input[edge.slot])
+
+    def _pair_before(self, name: str) -> tuple[Any, Any]:
+        """Return QuantizeLinear and DequantizeLinear before a tensor as in `edge_pair`; (None, None) without them."""
+        passed = _TRANSPARENT_OPS if name in self.dequantized else CAST_OPS
+        dequantize = self.producer_through(name, passed)
+        if dequantize is None or dequantize.op_type != DEQUANTIZE:
+            quantize = self.producer_through(name, RESHAPING_OPS)
+            return (quantize, quantize) if quantize is not None and quantize.op_type == QUANTIZE else (None, None)
+        quantize = self.producer_through(dequantize.input[0], _TRANSPARENT_OPS)
         return (quantize if quantize is not None and quantize.op_type == QUANTIZE else None), dequantize
 
-    def edge_range(self, edge: Edge) -> tuple[float, float] | None:
-        """Return the smallest and the largest real value that an edge's pair represents.
-
-        None for constants that are stored quantized, for a scale that is no constant scalar, and for other types than
-        INT8, UINT8 and FP8.
-        """
-        quantize, _ = self.edge_pair(edge)
-        if quantize is None:
-            return None
-        scale, limits = self.values(quantize.input[1]), _LIMITS_BY_STORAGE.get(self._stored_type(quantize))
-        if scale is None or scale.size != 1 or limits is None:
-            return None
-        zero = self.values(quantize.input[2]) if len(quantize.input) > 2 and quantize.input[2] else np.zeros(1)
-        low, high = limits
-        low = -high if low < 0 and not zero.any() else low  # symmetric, as in the ranges of a calibration
-        return float((low - zero.item()) * scale.item()), float((high - zero.item()) * scale.item())
+    def edge_form(self, edge: Edge) -> PairForm:
+        """Return the scales and zero points of an edge's pair."""
+        _, node = self.edge_pair(edge)
+        scale = self.values(node.input[1])
+        zero = self.values(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros(1)
+        return PairForm(
+            storage=self.stored_type(node),
+            scale=scale,
+            zero_point=zero,
+            axis=int(attribute_value(node, "axis", 1)),
+            block=int(attribute_value(node, "block_size", 0)),
+        )
 
     def _resolve_dequantized(self, name: str) -> tuple[str, str] | None:
         """Return the original name and the precision of a dequantized tensor; None for any other tensor."""
-        dequantize = self.producer_through(name, CAST_OPS)
-        if dequantize is None or dequantize.op_type != DEQUANTIZE:
+        quantize, dequantize = self._pair_before(name)
+        if dequantize is None:
             return None
-        quantize = self.producer_through(dequantize.input[0], CAST_OPS)
-        if quantize is None or quantize.op_type != QUANTIZE:
-            stored = self.constants.get(dequantize.input[0])
-            precision = None if stored is None else _PRECISION_BY_STORAGE.get(stored.data_type)
-            return None if precision is None else (_original_tensor_name(dequantize.input[0]), precision)
-        if (precision := _PRECISION_BY_STORAGE.get(self._stored_type(quantize))) is None:
+        kind = self.stored_type(dequantize)
+        if kind in (TensorProto.INT32, TensorProto.UNDEFINED):
             return None
+        precision = _PRECISION_BY_STORAGE.get(kind) or dtype_name(kind)
+        if quantize is None:
+            return _original_tensor_name(dequantize.input[0]), precision
         if (earlier := self._resolve_dequantized(quantize.input[0])) is not None:
-            return earlier
+            return earlier[0], precision
         output = next((o for o in dequantize.output if o in self.outputs), None)
         return output or _original_tensor_name(quantize.input[0], own=NAME_PREFIX in quantize.output[0]), precision
 
-    def _stored_type(self, quantize: onnx.NodeProto) -> int:
-        """Return the element type of a QuantizeLinear's result, by its zero point or `output_dtype`, else UINT8."""
-        if len(quantize.input) > 2 and quantize.input[2]:
-            zero_point = self.constants.get(quantize.input[2])
-            return TensorProto.UNDEFINED if zero_point is None else int(zero_point.data_type)
-        return int(attribute_value(quantize, "output_dtype", TensorProto.UINT8))
+    def stored_type(self, node: onnx.NodeProto) -> int:
+        """Return the stored element type of a Q or DQ node; `TensorProto.UNDEFINED` if it is unknown."""
+        if len(node.input) > 2 and node.input[2]:
+            zero = self.constants.get(node.input[2])
+            return TensorProto.UNDEFINED if zero is None else int(zero.data_type)
+        if node.op_type == QUANTIZE:
+            return int(attribute_value(node, "output_dtype", 0) or TensorProto.UINT8)
+        source = self.producer_through(node.input[0], _TRANSPARENT_OPS)
+        if source is not None and source.op_type == QUANTIZE:
+            return self.stored_type(source)
+        stored = self.constants.get(node.input[0])
+        return TensorProto.UNDEFINED if stored is None else int(stored.data_type)
 
     @cached_property
     def operators(self) -> Mapping[str, str]:
@@ -324,6 +465,18 @@ class QDQGraph:
         if len(zeros) == 2 and not np.array_equal(*zeros):
             return "its zero point differs from that of the QuantizeLinear in front of it"
         return ""
+
+
+def _sort_nodes(nodes: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return labelled nodes in topological order; in their own if it is one, or if they have a cycle."""
+    maker = {name: place for place, (_, node) in enumerate(nodes) for name in node.output if name}
+    needed = {place: [maker[name] for name in node.input if name in maker] for place, (_, node) in enumerate(nodes)}
+    if all(before < place for place, sources in needed.items() for before in sources):
+        return nodes
+    try:
+        return [nodes[place] for place in TopologicalSorter(needed).static_order()]
+    except CycleError:
+        return nodes
 
 
 def _original_tensor_name(name: str, *, own: bool = False) -> str:
