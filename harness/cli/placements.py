@@ -103,7 +103,8 @@ def import_placement(
 ) -> None:
     """Convert the Q/DQ file of another tool (NNCF, ModelOpt, ONNX Runtime) to a file from which searches can start.
 
-    Inputs that must be quantized differently for the runtime are listed. The file is run as by `qdq insert`.
+    Inputs that must be quantized differently for the runtime are listed, each with the reason. The file is run as by
+    `qdq insert`.
 
     Example: `qdq import theirs.onnx model.onnx -o start.onnx`
     """
@@ -139,13 +140,13 @@ def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_js
         print_json({**asdict(made), "path": str(made.path)})
         report_check(made.check, made.path, remedies, as_json=True)
         return
+    channels = f" ({made.channels} with one scale for each channel)" if made.channels else ""
     echo(
-        f"{made.path}: {made.pairs} Q/DQ pairs on {made.edges} quantized edges, dialect {made.dialect}, calibrated on "
-        f"{made.calibrated_on}"
+        f"{made.path}: {made.pairs} Q/DQ pairs on {made.edges} quantized edges{channels}, dialect {made.dialect}, "
+        f"calibrated on {made.calibrated_on}"
     )
-    for title, edges in (("not expressed", made.missing), ("added", made.added)):
-        for edge, quantized in edges:
-            echo(f"{title}: {quantized} at input {edge.slot} of {edge.consumer or 'the model'} ({edge.tensor})")
+    for difference in made.differences:
+        echo(str(difference))
     report_check(made.check, made.path, remedies, as_json=False)
 
 

@@ -19,7 +19,9 @@ from harness.config.yaml_loader import dump_yaml
 from harness.errors import UserError, suggest_names
 from harness.graph.io.files import move_model, set_model_aside
 from harness.graph.load import save_to_folder
-from harness.graph.qdq.import_placement import compare_import, transfer_placement
+from harness.graph.qdq.import_differences import find_differences, summarize_reasons
+from harness.graph.qdq.import_placement import ImportDifference, read_placement, transfer_placement
+from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.graph.rules.points import explain_no_points
@@ -59,9 +61,8 @@ class InsertedModel:
         dialect: Name of the dialect of the pairs.
         calibrated_on: Source of the ranges, as text.
         check: Comparison of the file in its runtime with its own meaning; "not checked" if the runtime is missing.
-        missing: Quantized inputs of another tool's file that the placement lacks; see
-            `harness.graph.qdq.import_placement.compare_import`.
-        added: Quantized inputs of the placement that another tool's file lacks.
+        channels: Number of these with one scale for each channel of an activation.
+        differences: Differences from another tool's file, each with its reason.
     """
 
     path: Path
@@ -70,8 +71,8 @@ class InsertedModel:
     dialect: str
     calibrated_on: str
     check: OutputCheck
-    missing: Resolved = ()
-    added: Resolved = ()
+    channels: int = 0
+    differences: tuple[ImportDifference, ...] = ()
 
 
 def calibration_config(
@@ -206,8 +207,11 @@ def insert_placement(
     Raises:
         UserError: An argument cannot be used, or the placement does not fit the model.
     """
-    precision = described.pop("precision")
-    entry = _initial_entry(placement, described.pop("ranges", False))
+    precision, ranges = described.pop("precision"), described.pop("ranges", False)
+    entry, dialect = _initial_entry(placement, ranges), load_dialect(_dialect_name(backend))
+    foreign = Path(entry["params"]["path"]) if entry["use"] == "import" else None
+    if foreign is not None and dialect.channel_activations and read_qdq_graph(foreign).has_channel_activations:
+        described["calibration"] = {**described.get("calibration", {}), "depthwise": "channel"}
     experiment = parse_experiment(
         dump_yaml(
             {
@@ -224,7 +228,6 @@ def insert_placement(
         Path.cwd(),
     )
     spec = plan_tasks(experiment)[0]
-    dialect = load_dialect(_dialect_name(backend))
     with tempfile.TemporaryDirectory(prefix="qdq-insert-") as scratch:
         task = _calibrated(experiment, spec, dialect, Path(scratch), observer)
         design = InitialDesign(
@@ -239,14 +242,11 @@ def insert_placement(
         if placed is None:
             raise UserError(f"--placement {placement}: its placement cannot be read back, as said above")
         resolved = task.space.resolve(placed)
+        theirs = None if foreign is None else read_placement(foreign, task.model)
         if not resolved and placement != "float":
-            raise UserError(f"--placement {placement}: quantizes nothing of {model}, so no file is written")
+            facts = "" if theirs is None else summarize_reasons(theirs, task.space, dialect)
+            raise UserError(f"--placement {placement}: quantizes nothing of {model}, so no file is written{facts}")
         calibrated_on = _report_ranges(task, resolved, experiment, observer)
-        missing, added = (
-            compare_import(Path(entry["params"]["path"]), task.model, resolved)
-            if entry["use"] == "import"
-            else ((), ())
-        )
         result = task.inserter.export(resolved, Path(scratch) / out.name)
         check = not_checked("the run is switched off")
         if run:
@@ -254,6 +254,10 @@ def insert_placement(
                 check = check_file(result, task.float_file, task.feeds, backend, quantized=bool(resolved))
                 step.advance()
         path = out
+        written = read_qdq_graph(result)
+        differences: tuple[ImportDifference, ...] = ()
+        if theirs is not None:
+            differences = find_differences(theirs, task.space, dialect, resolved, written, ranges=ranges)
         with explain_write_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
             if check.is_usable:
@@ -267,8 +271,12 @@ def insert_placement(
             dialect=dialect.name,
             calibrated_on=calibrated_on,
             check=check,
-            missing=missing,
-            added=added,
+            channels=sum(
+                written.edge_form(edge).scale.size > 1
+                for edge, _ in resolved
+                if edge.tensor not in task.model.constants
+            ),
+            differences=differences,
         )
 
 

@@ -19,10 +19,19 @@ from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.passes.static_shapes import copy_with_static_inputs
 from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
 from harness.graph.pattern_cache_io import read_cache
-from harness.graph.qdq.import_placement import import_placement, import_ranges, transfer_placement
+from harness.graph.qdq.import_differences import find_differences, summarize_differences
+from harness.graph.qdq.import_placement import (
+    import_placement,
+    import_ranges,
+    read_placement,
+    require_pairs,
+    transfer_placement,
+)
+from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.latency_predictor import propose_fast_placements, runtime_key
-from harness.graph.qdq.qdq_graph import QDQ_OPS, count_pairs, read_qdq_graph
+from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, count_pairs, read_qdq_graph
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+from harness.graph.rules.dialects import Dialect
 from harness.paths import resolve_path
 from harness.progress import Observer
 from harness.records import SCHEMA_VERSION
@@ -89,8 +98,7 @@ def find_qdq_file(path: Path) -> Path:
     file = bundle_model(path)
     if not file.is_file():
         raise UserError(f"{file}: no such Q/DQ file or folder to deploy")
-    if not any(node.op_type in QDQ_OPS for node in read_qdq_graph(file).proto.graph.node):
-        raise UserError(f"{file}: holds no Q/DQ pair, so there is no placement to read from it")
+    require_pairs(read_qdq_graph(file), str(file))
     return file
 
 
@@ -208,6 +216,32 @@ class InitialDesign:
                 "use the backend, the precision and `sharing` that it was searched with"
             )
         return placement
+
+    def import_notes(
+        self,
+        starts: Sequence[PluginSpec],
+        placements: Mapping[str, Mapping[str, Placement]],
+        inserter: Inserter,
+        dialect: Dialect,
+    ) -> Iterator[str]:
+        """Yield a note for each file of another tool whose placement the space expresses in another form.
+
+        Args:
+            starts: Entries of the experiment's key `initial`, and baselines.
+            placements: Result of `placements`.
+            inserter: Writer of placements of the space.
+            dialect: Dialect of the space.
+        """
+        for start in starts:
+            placed = placements[start.name].get(start.name)
+            if start.use not in ("import", "placement") or placed is None or is_exported(initial_file(start)):
+                continue
+            theirs = read_placement(initial_file(start), self.model)
+            resolved, ranges = self.space.resolve(placed), bool(start.params.get("ranges"))
+            written = QDQGraph(inserter.insert(resolved) if resolved else self.model.proto)
+            found = find_differences(theirs, self.space, dialect, resolved, written, ranges=ranges)
+            if text := summarize_differences(theirs, found, start.params["path"]):
+                yield f"{start.name}: {text}"
 
     def foreign_origin_notes(self, starts: Sequence[PluginSpec]) -> tuple[str, ...]:
         """Return notes about entries with pattern-cache schemes that were measured on another machine.

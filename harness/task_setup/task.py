@@ -29,7 +29,7 @@ from harness.graph.model import Model
 from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model, require_all_nodes
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, depthwise_inputs
+from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, channel_tensor, depthwise_inputs
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.points import explain_no_points
 from harness.progress import Observer
@@ -81,7 +81,8 @@ class Task:
         placements: Placements of the initial design and the baselines, by name.
         calibrated_on: Description of the calibration data, for the tables.
         remarks: Remarks on the ranges, for the tables.
-        cache_remarks: Remarks on schemes of pattern caches that were measured on another machine, for the tables.
+        cache_remarks: Remarks on initial placements, for the tables: schemes of pattern caches that were measured on
+            another machine, and files of other tools that are expressed in another form.
         external_models: Models of the PTQ tools and imported models, by name.
         work: Scratch folder for candidates.
         accuracy_only: Precisions that the device only emulates.
@@ -240,6 +241,9 @@ def compose_task(
         spec=spec, space=task.space, model=model, external_models=external, observer=observer, facts=facts
     )
     placements = design.placements(entries)
+    notes = tuple(design.import_notes(entries, placements, task.inserter, dialect))
+    for note in notes:
+        observer.say(f"{model.source}: {note}")
     return replace(
         task,
         initial_design=tuple(
@@ -249,7 +253,7 @@ def compose_task(
         ),
         placements={name: placement for each in placements.values() for name, placement in each.items()},
         external_models=external,
-        cache_remarks=design.foreign_origin_notes(entries),
+        cache_remarks=(*design.foreign_origin_notes(entries), *notes),
     )
 
 
@@ -291,7 +295,9 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
     choices.adapt_dialect(runtime.dialect)  # raises before minutes of calibration
     calibrated = _calibrate_ranges(space, model, model_file, feeds, observer, uncalibrated_abs_max)
     used = {name: pair for name, pair in (known_ranges or {}).items() if name in calibrated}
-    observed = {**calibrated, **used}
+    known = sum(not channel_tensor(name) for name in used)
+    whole = used.keys() - set(map(channel_tensor, used))  # these have one scale in the file
+    observed = {name: pair for name, pair in {**calibrated, **used}.items() if channel_tensor(name) not in whole}
     left, ranges = restrict_space(space, observed), finite_ranges(observed)
     if len(space):
         require_quantizable(left, observed, model.source)
@@ -304,7 +310,7 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
         dialect=runtime.dialect,
         ranges=ranges,
         inserter=Inserter(model, runtime.dialect, ranges, choices),
-        calibrated_on=feeds.description + (f", {len(used)} ranges of files" if used else ""),
+        calibrated_on=feeds.description + (f", {known} ranges of files" if known else ""),
         remarks=range_warnings(observed),
         work=model_file.parent,
         accuracy_only=runtime.emulated.intersection(spec.precisions),

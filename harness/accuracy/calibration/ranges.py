@@ -27,7 +27,7 @@ from harness.errors import UserError
 from harness.graph.io.files import copy_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import truncate_before_plugins
-from harness.graph.quantize.numeric_choices import is_channel_name
+from harness.graph.quantize.numeric_choices import channel_tensor
 from harness.paths import cache_dir, replacing
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ def _read_cache(path: Path, tensors: Collection[str]) -> Ranges | None:
         kept = json.loads(path.read_bytes(), parse_constant=_refuse_json_constant)
         found = {name: (float(low), float(high)) for name, (low, high) in kept["ranges"].items()}
         found |= {name: SentinelRange(*found[name]) for name in kept["sentinels"]}
-        if {name for name in found if not is_channel_name(name)} != set(tensors):
+        if {name for name in found if not channel_tensor(name)} != set(tensors):
             raise ValueError("its ranges are not those of the key")
     except FileNotFoundError:
         return None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from harness.errors import UserError
-from harness.graph.quantize.numeric_choices import is_channel_name
+from harness.graph.quantize.numeric_choices import channel_tensor
 from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE, MIN_CONSTANT_SCALE
 from harness.text import format_names
 from search.space import Edge, Space
@@ -34,7 +34,7 @@ def finite_ranges(ranges: Ranges) -> Ranges:
     return {
         name: pair
         for name, pair in ranges.items()
-        if is_finite(pair) and (is_channel_name(name) or not _is_constant_zero(pair))
+        if is_finite(pair) and (channel_tensor(name) or not _is_constant_zero(pair))
     }
 
 
@@ -67,7 +67,7 @@ def _quantizable_edges(edges: Iterable[Edge], broken: Collection[str], apart: Co
 
 def range_warnings(ranges: Ranges) -> tuple[str, ...]:
     """Return warnings about tensors that stay float, one line per reason; empty if there are none."""
-    ranges = {name: pair for name, pair in ranges.items() if not is_channel_name(name)}
+    ranges = {name: pair for name, pair in ranges.items() if not channel_tensor(name)}
     sentinels = [name for name, pair in ranges.items() if isinstance(pair, SentinelRange)]
     unseen = [name for name, pair in ranges.items() if pair == EMPTY_RANGE]
     named = {*sentinels, *unseen}

@@ -3,38 +3,133 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import onnx
 from onnx import TensorProto
 
 from harness.errors import UserError
 from harness.graph.io.model_reader import read_model, refuse_damage
 from harness.graph.model import Model, Node
-from harness.graph.protos import input_values
-from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, node_name, read_qdq_graph
+from harness.graph.protos import find_captures, input_values, iter_graphs, iter_subgraphs
+from harness.graph.qdq.qdq_graph import (
+    CAST_OPS,
+    DEQUANTIZE,
+    QDQ_OPS,
+    RESHAPING_OPS,
+    PairForm,
+    QDQGraph,
+    node_name,
+    read_qdq_graph,
+)
+from harness.graph.quantize.numeric_choices import channel_name, depthwise_inputs
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
-from search.space import Edge, Resolved
+from harness.graph.rules.movement import VALUE_PRESERVING_OPS
+from harness.graph.rules.operator_sets import LINEAR_OPS, PARAMETER_SLOTS, SHAPE_SLOTS
+from search.space import Edge
 
 logger = logging.getLogger(__name__)
 
-_QOPERATOR_OPS = frozenset({"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "QGemm", "QAttention"})
-_IGNORED_OPS = QDQ_OPS | {"Cast", "Identity"}
+_QOPERATOR_OPS = frozenset({
+    "ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger",
+    "MatMulIntegerToFloat", "QAttention", "QEmbedLayerNormalization", "QGemm", "QMoE",
+})  # fmt: skip
+_OTHER_QUANTIZERS = frozenset({"GatherBlockQuantized", "MatMulBnb4", "MatMulFpQ4", "MatMulNBits"})
+_IGNORED_OPS = QDQ_OPS | CAST_OPS | RESHAPING_OPS | {"BatchNormalization", "CastLike"}
+_COMMUTATIVE_OPS = frozenset({"Add", "Max", "Mean", "Min", "Mul", "Sum"})
 # Suffixes of ONNX Runtime's quantization tools, which ModelOpt's `quantize` uses too.
 _TENSOR_SUFFIXES = ("_QuantizeLinear_Output", "_QuantizeLinear_Input", "_DequantizeLinear_Output", "_quantized")
 _INTEGER_TYPES = frozenset({TensorProto.INT64, TensorProto.BOOL})  # types of shapes and axes, ignored in comparisons
 
 
 def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge, str]:
-    """Return the quantized edges of a Q/DQ model, as edges of `model` with their precision.
+    """Return the quantized edges of a Q/DQ model, as edges of `model` with their precision; see `read_placement`."""
+    return dict(read_placement(source, model).edges)
 
-    A quantized input is matched by the name of its node, else by its tensor and operator, else by the computation that
-    leads to it, because a tool may change all names. Nodes that the tool fused or added have no match and are left out.
-    Scales are not imported, see `import_ranges`.
+
+def import_ranges(source: Path, model: Model) -> dict[str, tuple[float, float]]:
+    """Return the ranges of the Q/DQ pairs of a file; see `ImportedPlacement.ranges` and `read_placement`."""
+    return read_placement(source, model).ranges
+
+
+@dataclass(frozen=True, slots=True)
+class ImportDifference:
+    """Difference between the Q/DQ file of another tool and its placement here.
+
+    Attributes:
+        kind: "not expressed": only the file quantizes the edge; "different": the placement quantizes it in another
+            form; "added": only the placement quantizes it.
+        edge: Edge of the float model, or of the file if the model has no counterpart.
+        reason: Reason, without subject.
+    """
+
+    kind: Literal["not expressed", "different", "added"]
+    edge: Edge
+    precision: str
+    reason: str
+
+    def __str__(self) -> str:
+        place = f"input {self.edge.slot} of {self.edge.consumer or 'the model'} ({self.edge.tensor})"
+        return f"{self.kind}: {self.precision} at {place}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedPlacement:
+    """Placement of the Q/DQ file of another tool.
+
+    Attributes:
+        model: Float model.
+        edges: Quantized edges of the float model with their precision.
+        forms: Scales and zero points of these edges in the file.
+        unmatched: Quantized edges of the file that the float model lacks, with the reasons.
+    """
+
+    model: Model
+    edges: Mapping[Edge, str]
+    forms: Mapping[Edge, PairForm]
+    unmatched: tuple[ImportDifference, ...]
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Smallest and largest value that the pairs of each activation represent, by tensor.
+
+        Scales by channel give the range of all channels and, for the data of a depthwise convolution, that of each
+        (`channel_name`). A scale that is computed, not positive or not finite gives none, and one of 16 bits only if
+        the tensor has no other.
+        """
+        found: dict[str, tuple[float, float]] = {}
+        depthwise = depthwise_inputs(self.model)
+        narrow = {edge.tensor for edge, kind in self.edges.items() if kind != "int16"}
+        for edge, form in sorted(self.forms.items(), key=itemgetter(0)):
+            bounds = None if edge.tensor in self.model.constants or form.block else form.bounds
+            if bounds is None or (self.edges[edge] == "int16" and edge.tensor in narrow):
+                continue
+            lows, highs = (np.ravel(each) for each in np.broadcast_arrays(*bounds))
+            pairs = {edge.tensor: (float(lows.min()), float(highs.max()))}
+            kind = self.model.types.get(edge.tensor)
+            axis = form.axis % max(1, len(kind.shape) if kind else 1)
+            if lows.size > 1 and axis == 1 and lows.size == depthwise.get(edge.tensor):
+                names = (channel_name(edge.tensor, channel) for channel in range(lows.size))
+                pairs |= zip(names, zip(lows.tolist(), highs.tolist(), strict=True), strict=True)
+            for name, (low, high) in pairs.items():  # readers of one tensor may have several pairs
+                known = found.get(name, (low, high))
+                found[name] = min(low, known[0]), max(high, known[1])
+        return found
+
+
+def read_placement(source: Path | onnx.ModelProto, model: Model) -> ImportedPlacement:
+    """Return the placement of a Q/DQ model in terms of its float model.
+
+    An operator of the file is matched by the computation that leads to it and by its name, else by its name or by the
+    tensor that it reads, because a tool may change names, and add or fuse operators.
 
     Args:
         source: File or model that another tool (ModelOpt, ONNX Runtime) made from `model`.
@@ -45,77 +140,108 @@ def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge,
     """
     name = "the Q/DQ model" if isinstance(source, onnx.ModelProto) else str(source)
     with refuse_damage(name):
-        return _import_placement(source, model, name)
+        return _read_placement(source, model, name)
 
 
-def _import_placement(source: Path | onnx.ModelProto, model: Model, name: str) -> dict[Edge, str]:
+def _read_placement(source: Path | onnx.ModelProto, model: Model, name: str) -> ImportedPlacement:
     proto = source if isinstance(source, onnx.ModelProto) else read_model(source, name)[0]
-    for node in proto.graph.node:
+    theirs = QDQGraph(proto)
+    require_pairs(theirs, name)
+    matcher = _NodeMatcher(theirs, model)
+    edges, forms, unmatched = dict[Edge, str](), dict[Edge, PairForm](), list[ImportDifference]()
+    for edge, precision in sorted(theirs.edges.items()):
+        ours = matcher.match_edge(edge)
+        if isinstance(ours, str):
+            unmatched.append(ImportDifference("not expressed", edge, precision, ours))
+        else:
+            edges[ours], forms[ours] = precision, theirs.edge_form(edge)
+    unmatched += _unread_pairs(theirs)
+    if not any(NAME_PREFIX in node.output[0] for node in theirs.proto.graph.node if node.op_type in QDQ_OPS):
+        _carry_to_products(model, edges, forms)
+    if not edges:
+        raise UserError(
+            f"{name}: none of its {len(unmatched)} quantized edges belongs to {model.source}; "
+            f"it must be made from this model ({unmatched[0]})"
+        )
+    logger.info("%s: %d of %d quantized edges found in %s", name, len(edges), len(theirs.edges), model.source)
+    return ImportedPlacement(model=model, edges=edges, forms=forms, unmatched=tuple(unmatched))
+
+
+def require_pairs(theirs: QDQGraph, name: str) -> None:
+    """Raise `UserError` if a model has no Q/DQ pair, or operators in QOperator format; `name` is that of the model."""
+    nodes = [node for body in iter_graphs(theirs.proto.graph) for node in body.node]
+    for node in nodes:
         if _is_qoperator(node.op_type):
             raise UserError(
                 f"{name}: {node.op_type} {node.name!r} is of the QOperator format, which has no Q/DQ pairs and "
                 "which TensorRT and OpenVINO do not take; quantize again with quant_format=QuantFormat.QDQ"
             )
-    theirs = QDQGraph(proto)
-    matcher = _EdgeMatcher(theirs, model)
-    found, edges = theirs.edges, {}
-    for edge, precision in sorted(found.items()):
-        ours = matcher.match_edge(edge)
-        if ours is None:
-            logger.debug("%s: %s has no counterpart in %s", name, edge, model.source)
-        else:
-            edges[ours] = precision
-    if not found:
-        raise UserError(f"{name}: holds no Q/DQ pair, so there is no placement to read from it")
-    if not edges:
-        raise UserError(
-            f"{name}: none of its {len(found)} quantized edges belongs to {model.source}; "
-            "it must be made from this model"
-        )
-    logger.info("%s: %d of %d quantized edges found in %s", name, len(edges), len(found), model.source)
-    return edges
+    if not any(node.op_type in QDQ_OPS for node in nodes):
+        others = (f": {_other_format(node)}" for node in nodes if _quantizes_otherwise(node))
+        raise UserError(f"{name}: holds no Q/DQ pair, so there is no placement to read from it{next(others, '')}")
 
 
-def compare_import(source: Path, model: Model, placed: Resolved) -> tuple[Resolved, Resolved]:
-    """Return the quantized edges, with precision, of a Q/DQ model alone and of a placement alone, both sorted.
+def _quantizes_otherwise(node: onnx.NodeProto) -> bool:
+    return node.op_type in _OTHER_QUANTIZERS or ("Quant" in node.op_type and node.op_type not in QDQ_OPS)
 
-    An edge without a counterpart in `model` has the names of the file.
 
-    Args:
-        source: File that another tool made from `model`.
-        model: Float model.
-        placed: Quantized edges of the placement.
+def _other_format(node: onnx.NodeProto) -> str:
+    name = f"{node.domain or 'ai.onnx'}.{node.op_type}"
+    return f"{name} is not read, only QuantizeLinear and DequantizeLinear are: quantize again in that form"
 
-    Raises:
-        UserError: The file cannot be read.
+
+def _carry_to_products(model: Model, edges: dict[Edge, str], forms: dict[Edge, PairForm]) -> None:
+    """Add the inputs of products that read quantized values behind operators which only move them, in place.
+
+    NNCF writes a pair in front of the operators alone, and runtimes move the DequantizeLinear behind them. A pair on
+    each of their outputs, with the same scale, changes no value.
     """
-    with refuse_damage(source):
-        theirs = QDQGraph(read_model(source, str(source))[0])
-        matcher = _EdgeMatcher(theirs, model)
-        wanted = {(matcher.match_edge(edge) or edge, precision) for edge, precision in theirs.edges.items()}
-    return tuple(sorted(wanted.difference(placed))), tuple(sorted(set(placed) - wanted))
+    for node in model.nodes if edges else ():
+        paths = [_moved_path(model, edges, node, slot) for slot in (0, 1)] if node.op in LINEAR_OPS else []
+        if all(paths) and len({edges[path[-1]] for path in paths}) == 1:
+            for path in paths:
+                for edge in path[:-1] if forms[path[-1]].scale is not None and forms[path[-1]].scale.size == 1 else ():
+                    edges[edge], forms[edge] = edges[path[-1]], forms[path[-1]]
 
 
-def import_ranges(source: Path, model: Model) -> dict[str, tuple[float, float]]:
-    """Return the smallest and the largest value that the Q/DQ pair of each activation represents, by tensor.
+def _moved_path(model: Model, edges: Mapping[Edge, str], node: Node, slot: int) -> list[Edge]:
+    """Return the edges from an operand backwards to the first quantized one; empty if other operators lie between."""
+    path = []
+    while True:
+        path.append(Edge(node.inputs[slot], node.name, slot))
+        maker = model.producer_node(node.inputs[slot])
+        if path[-1] in edges:
+            return path
+        if maker is None or maker.op not in VALUE_PRESERVING_OPS:
+            return []
+        node, slot = maker, 0
 
-    Pairs with scales by channel, and tensors without a counterpart in `model`, are left out.
 
-    Args:
-        source: File that another tool made from `model`.
-        model: Float model.
+def _unread_pairs(theirs: QDQGraph) -> Iterator[ImportDifference]:
+    """Yield the DequantizeLinear nodes that no edge has, and other operators that quantize, with the reasons."""
+    used = {id(node) for edge in theirs.edges for node in theirs.edge_pair(edge)}
+    read_inside = {name: node for node in theirs.proto.graph.node for name in find_captures(node)}
+    for node, label in zip(theirs.proto.graph.node, theirs.labels, strict=True):
+        reason, inner = "", sum(each.op_type == DEQUANTIZE for each in _inner_nodes(node))
+        if inner:
+            reason = f"{inner} pairs are inside of its subgraphs, which stay float"
+        elif _quantizes_otherwise(node):
+            reason = _other_format(node)
+        elif node.op_type == DEQUANTIZE and id(node) not in used and theirs.stored_type(node) != TensorProto.INT32:
+            readers = theirs.readers.get(node.output[0], ())
+            if node.output[0] in read_inside:
+                reason = f"only the subgraphs of {node_name(read_inside[node.output[0]])!r} read it, which stay float"
+            elif theirs.stored_type(node) == TensorProto.UNDEFINED:
+                reason = "its type is unknown, or its zero point is computed when the model runs"
+            elif not any(reader.op_type in QDQ_OPS | CAST_OPS for reader in readers):
+                reason = "no operator reads it"
+        if reason:
+            edge = Edge(next(filter(None, node.input), ""), label, 0)
+            yield ImportDifference("not expressed", edge, "unknown", reason)
 
-    Raises:
-        UserError: The file cannot be read.
-    """
-    with refuse_damage(source):
-        theirs = QDQGraph(read_model(source, str(source))[0])
-        matcher, found = _EdgeMatcher(theirs, model), {}
-        for edge in sorted(theirs.edges):
-            ours, pair = matcher.match_edge(edge), theirs.edge_range(edge)
-            if ours is not None and pair is not None and ours.tensor not in model.constants:
-                found[ours.tensor] = pair
-        return found
+
+def _inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    return (inner for body in iter_subgraphs(node) for graph in iter_graphs(body) for inner in graph.node)
 
 
 def require_float_model(model: Model) -> None:
@@ -146,85 +272,139 @@ def map_to_float_tensors(names: set[str], model: Model) -> set[str]:
     return found
 
 
-class _EdgeMatcher:
-    def __init__(self, theirs: QDQGraph, model: Model) -> None:
-        self._theirs = theirs
-        self._model = model
-        self._by_name = {node.name: node for node in model.nodes}
-        self._nodes = dict(zip(theirs.labels, theirs.proto.graph.node, strict=True))
+class _NodeMatcher:
+    """Counterparts of the operators of a Q/DQ model in its float model.
 
-    def match_edge(self, edge: Edge) -> Edge | None:
+    An operator gets a number for its type and the numbers of its inputs, so equal numbers mean equal computations from
+    the inputs of the model on. Several operators with one number (the projections of query and key) are matched by
+    name, or in order if both models have as many.
+    """
+
+    def __init__(self, theirs: QDQGraph, model: Model) -> None:
+        self._theirs, self._model = theirs, model
+        self._ours_by_name = {node.name: node for node in model.nodes}
+        self._nodes = dict(zip(theirs.labels, theirs.proto.graph.node, strict=True))
+        numbers: dict[Hashable, int] = {}
+        self._numbers, self._our_numbers = (
+            _number_computations(graph, numbers) for graph in (theirs, QDQGraph(model.proto))
+        )
+        self._groups, self._our_groups = (_group_labels(found) for found in (self._numbers, self._our_numbers))
+
+    def match_edge(self, edge: Edge) -> Edge | str:
+        """Return the edge of the float model for one of the file, or the reason why there is none."""
         if not edge.consumer:
             return self._match_output_edge(edge)
-        op = self._nodes[edge.consumer].op_type
-        node = self._by_name.get(edge.consumer)
-        if node is not None and node.op == op:
-            return self._edge_at_input(node, edge.slot)
+        node = self._nodes[edge.consumer]
+        ours = self._match_node(edge.consumer, node.op_type) or self._match_reader(edge, node.op_type)
+        if ours is None:
+            return (
+                f"{self._model.source} has no such {node.op_type}: the tool added or fused operators, or it is folded"
+            )
+        slot = self._match_slot(edge, ours)
+        if slot >= len(ours.inputs) or not ours.inputs[slot]:
+            return f"{ours.op} {ours.name!r} has no input {slot} in {self._model.source}"
+        return Edge(ours.inputs[slot], ours.name, slot)
+
+    def _match_node(self, label: str, op: str) -> Node | None:
+        named = self._ours_by_name.get(label)
+        if named is not None and _operator_kind(named.op) != _operator_kind(op):
+            named = None
+        number = self._numbers[label][0]
+        theirs, ours = self._groups[number], self._our_groups.get(number, [])
+        if not ours:
+            return named if named is not None and self._has_same_constants(label, named) else None
+        if named is not None and named.name in ours:
+            return named
+        return self._ours_by_name[ours[theirs.index(label)]] if len(ours) == len(theirs) else None
+
+    def _has_same_constants(self, label: str, ours: Node) -> bool:
+        """Return whether the constants of an operator have as many elements as those of another of that name."""
+        pairs = zip(self._numbers[label][1], self._our_numbers[ours.name][1], ours.inputs, strict=False)
+        return all(found == wanted for found, wanted, name in pairs if name in self._model.constants)
+
+    def _match_reader(self, edge: Edge, op: str) -> Node | None:
+        """Return the only operator of a type that reads a tensor of the same name at the same input."""
         readers = [
             self._model.nodes[index]
             for index, slot in self._model.consumers.get(edge.tensor, ())
             if slot == edge.slot and self._model.nodes[index].op == op
         ]
-        if len(readers) == 1:
-            return self._edge_at_input(readers[0], edge.slot)
-        twin = self._equivalent_tensors.get(next(name for name in self._nodes[edge.consumer].output if name), "")
-        match = self._model.producer_node(twin)
-        return None if match is None else self._edge_at_input(match, edge.slot)
+        return readers[0] if len(readers) == 1 else None
 
-    @cached_property
-    def _equivalent_tensors(self) -> Mapping[str, str]:
-        return _match_equivalent_nodes(self._theirs.proto.graph, self._model.proto.graph)
+    def _match_slot(self, edge: Edge, ours: Node) -> int:
+        """Return the number of the input with the same computation if the operands are in another order."""
+        read, reads = self._numbers[edge.consumer][1][edge.slot], self._our_numbers[ours.name][1]
+        known = read >= 0 and read not in reads[edge.slot : edge.slot + 1] and reads.count(read) == 1
+        return reads.index(read) if known else edge.slot
 
-    def _match_output_edge(self, edge: Edge) -> Edge | None:
+    def _match_output_edge(self, edge: Edge) -> Edge | str:
         if edge.tensor in self._model.output_names:
             return edge
-        names = self._theirs.outputs
-        same = edge.tensor in names and len(names) == len(self._model.outputs)
-        return Edge(self._model.outputs[names.index(edge.tensor)], "", 0) if same else None
-
-    def _edge_at_input(self, node: Node, slot: int) -> Edge | None:
-        if slot >= len(node.inputs) or not node.inputs[slot]:
-            return None
-        return Edge(node.inputs[slot], node.name, slot)
+        names, (name, _) = self._theirs.outputs, self._theirs.reads[edge]
+        if name in self._model.output_names:
+            return Edge(name, "", 0)
+        if len(names) == len(self._model.outputs):
+            return Edge(self._model.outputs[names.index(name)], "", 0)
+        return f"{self._model.source} has no such output"
 
 
-def _match_equivalent_nodes(theirs: onnx.GraphProto, ours: onnx.GraphProto) -> dict[str, str]:
-    """Match nodes of two graphs by their computations, and return our first outputs by their first outputs.
+def _operator_kind(op: str) -> str:
+    return "MatMul" if op == "Gemm" else op
 
-    A node gets a number for its operator and the numbers of its inputs, so equal numbers mean equal computations from
-    the inputs of the model on. Q/DQ pairs and Casts are ignored; constants are compared by shape, because a quantized
-    weight has other values than the float one. Nodes with the same number (for instance the projections of query and
-    key) are matched in the order of the file if both graphs have the same number of them.
+
+_Computation = tuple[int, tuple[int, ...]]
+"""Numbers of an operator and of its inputs."""
+
+
+def _group_labels(numbers: Mapping[str, _Computation]) -> Mapping[int, list[str]]:
+    found: dict[int, list[str]] = defaultdict(list)
+    for label, (number, _) in numbers.items():
+        found[number].append(label)
+    return found
+
+
+def _number_computations(graph: QDQGraph, numbers: dict[Hashable, int]) -> Mapping[str, _Computation]:
+    """Return the numbers of the operators of a graph by label; `numbers`, which two graphs share, is extended.
+
+    Left out is what tools and the preparation of a model change: Q/DQ pairs, operators that only reshape values or are
+    folded (BatchNormalization, the bias of a linear operator), parameters, shapes, and the values and shapes of
+    constants, because a quantized weight has other values than the float one, and may be stored transposed.
     """
-    numbers: dict[Hashable, int] = {}
-    found, wanted = (_number_computations(graph, numbers) for graph in (theirs, ours))
-    twins: dict[str, str] = {}
-    for number, names in found.items():
-        counterparts = wanted.get(number, [])
-        if len(counterparts) == len(names):
-            twins.update(zip(names, counterparts, strict=True))
-    return twins
 
-
-def _number_computations(graph: onnx.GraphProto, numbers: dict[Hashable, int]) -> Mapping[int, list[str]]:
-    def number(key: Hashable) -> int:
+    def number(*key: Hashable) -> int:
         return numbers.setdefault(key, len(numbers))
 
-    known = {tensor.name: number(("constant", *tensor.dims)) for tensor in graph.initializer}
-    known.update((value.name, number(("input", place))) for place, value in enumerate(input_values(graph)))
-    skipped = {tensor.name for tensor in graph.initializer if tensor.data_type in _INTEGER_TYPES}
-    found: dict[int, list[str]] = defaultdict(list)
-    for node in graph.node:
-        if node.op_type == "Constant":
-            skipped.update(node.output)
-        elif node.op_type in _IGNORED_OPS and node.input[0] in known:
-            known[node.output[0]] = known[node.input[0]]
+    known = {value.name: number("input", place) for place, value in enumerate(input_values(graph.proto.graph))}
+    linear: set[int] = set()
+    found: dict[str, _Computation] = {}
+
+    def read(name: str) -> int:
+        if name not in known and (tensor := graph.constants.get(name)) is not None:
+            integers = tensor.data_type in _INTEGER_TYPES
+            known[name] = -1 if integers else number("constant", math.prod(tensor.dims))
+        return known.get(name, -1)
+
+    for label, node in graph.order:
+        reads = tuple(read(name) if name else -1 for name in node.input)
+        kind = _operator_kind(node.op_type)
+        ignored = PARAMETER_SLOTS.get(kind, frozenset()) | SHAPE_SLOTS.get(kind, frozenset())
+        kept = [each for slot, each in enumerate(reads) if each >= 0 and slot not in ignored]
+        if kind in LINEAR_OPS:
+            kept = kept[:2]
+        own = number(node.domain, kind, *(sorted(kept) if kind in _COMMUTATIVE_OPS else kept))
+        found[label] = own, reads
+        if node.output[0] in graph.constants:
+            continue
+        biased = [each for each in reads if each in linear] if kind == "Add" and len(reads) == 2 else []
+        if biased and any(name in graph.constants or name in graph.dequantized for name in node.input):
+            known[node.output[0]] = biased[0]
+        elif kind in _IGNORED_OPS and reads:
+            known[node.output[0]] = reads[0]
         else:
-            reads = tuple(known.get(name, -1) for name in node.input if name and name not in skipped)
-            own = number((node.domain, node.op_type, reads))
-            found[own].append(next(name for name in node.output if name))
-            known.update((name, number((own, place))) for place, name in enumerate(node.output))
-    return found
+            known.update((name, own if not place else number(own, place)) for place, name in enumerate(node.output))
+        if kind in LINEAR_OPS:
+            linear.add(own)
+    return {label: found[label] for label in graph.labels}
 
 
 def transfer_placement(source: Path, model: Model) -> dict[Edge, str]:

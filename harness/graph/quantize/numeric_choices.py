@@ -73,9 +73,9 @@ def channel_name(tensor: str, channel: int) -> str:
     return f"{tensor}{NAME_PREFIX}channel{channel}"
 
 
-def is_channel_name(name: str) -> bool:
-    """Return whether a key of a mapping of ranges is that of a channel."""
-    return NAME_PREFIX in name
+def channel_tensor(name: str) -> str:
+    """Return the tensor of a channel's key in a mapping of ranges (`channel_name`); "" for the key of a tensor."""
+    return name.rpartition(f"{NAME_PREFIX}channel")[0]
 
 
 def is_depthwise(model: Model, node: Node) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from harness.graph.model import Model, Node
 from harness.graph.rules.dialects import Dialect
 
-_VALUE_PRESERVING_OPS = frozenset({
+VALUE_PRESERVING_OPS = frozenset({
     "MaxPool", "Reshape", "Transpose", "Flatten", "Slice", "Split", "Squeeze", "Unsqueeze", "Expand", "Tile",
     "DepthToSpace", "SpaceToDepth", "Gather",
 })  # fmt: skip
@@ -33,7 +33,7 @@ def is_value_preserving(node: Node, dialect: Dialect) -> bool:
     if node.op == "Resize":
         modes = ("nearest", "linear") if dialect.quantize_outputs else ("nearest",)
         return node.attributes.get("mode", "nearest") in modes
-    return node.op in _VALUE_PRESERVING_OPS
+    return node.op in VALUE_PRESERVING_OPS
 
 
 def find_repeated_input(model: Model, node: Node) -> int | None:

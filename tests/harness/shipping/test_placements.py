@@ -1,5 +1,6 @@
 """Placements without a search: written by rule, and moved to the next version of a model."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -19,7 +20,8 @@ from harness.errors import UserError
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import compare_import, import_ranges, transfer_placement
+from harness.graph.qdq.import_differences import find_differences
+from harness.graph.qdq.import_placement import import_ranges, read_placement, transfer_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import count_pairs, read_qdq_graph
 from harness.graph.qdq.space import build_space
@@ -70,20 +72,32 @@ def test_search_starts_from_an_imported_file(tmp_path, monkeypatch, capsys):
     printed, reported = capsys.readouterr()
     space = build_space(model, OPENVINO, precisions=("int8",))
     placed = tuple(transfer_placement(tmp_path / "start.onnx", model).items())
-    missing, added = compare_import(theirs, model, placed)
+    written = read_qdq_graph(tmp_path / "start.onnx")
+    found = find_differences(read_placement(theirs, model), space, OPENVINO, placed, written, ranges=True)
     assert placed
-    assert missing
-    assert (printed.count("not expressed: "), printed.count("added: ")) == (len(missing), len(added))
-    assert {edge for edge, _ in missing}.isdisjoint(edge for edge, _ in placed)
+    assert {"not expressed", "different"} <= {each.kind for each in found}
+    assert all(str(each) in printed.splitlines() for each in found)
+    missing = {each.edge for each in found if each.kind == "not expressed"}
+    assert missing.isdisjoint(edge for edge, _ in placed)
+    assert qdq("import", "theirs.onnx", "net.onnx", "--ranges", "-o", "again.onnx", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["differences"]
+    assert [(each["kind"], each["edge"]["consumer"], each["reason"]) for each in listed] == [
+        (each.kind, each.edge.consumer, each.reason) for each in found
+    ]
     ranges = import_ranges(theirs, model)
     scales = {float(read_qdq_graph(theirs).values(node.input[1])) for node in quantizers(theirs)}
     assert {np.float32((high - low) / 255) for low, high in ranges.values()} <= {np.float32(each) for each in scales}
     assert {edge.tensor for dimension in space.dimensions for edge in dimension.edges} & ranges.keys()
     assert "random data" not in printed + reported, "every range is in the file"
-    (entry,) = re.findall(r"initial: (.*)", printed)
-    Path("e.yaml").write_text(f"{SIMULATED_RUN}initial: {entry}\n", encoding="utf-8")
+    (entry,) = re.findall(r"initial: (.*)\]", printed)
+    foreign = "{use: import, params: {path: theirs.onnx}, label: foreign}"
+    Path("e.yaml").write_text(f"{SIMULATED_RUN}initial: {entry}, {foreign}]\n", encoding="utf-8")
     assert qdq("run", "e.yaml", "--out", "out") == 0
     facts = load_results(tmp_path / "out").tasks[0].facts
+    (remark,) = facts["cache_remarks"]
+    assert f"{len(missing)} not expressed" in remark
+    assert "qdq import theirs.onnx" in remark
+    assert remark in capsys.readouterr().err
     assert f"{len(ranges.keys() & searched_tensors(space))} ranges of files" in facts["calibrated_on"]
     assert qdq("insert", "net.onnx", "--placement", "start.onnx", "-o", "again.onnx") == 0
     assert read_qdq_graph(tmp_path / "again.onnx").edges == dict(placed)

@@ -25,7 +25,9 @@ from harness.graph import pattern_cache as engine
 from harness.graph.io.files import serialize_model, write_model
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import import_placement, map_to_float_tensors
+from harness.graph.qdq.import_differences import find_differences, summarize_differences
+from harness.graph.qdq.import_placement import map_to_float_tensors, read_placement
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER
 from harness.task_setup.float_baseline import BackendProperties
@@ -166,7 +168,13 @@ class AutotuneSession:
         """
         placements = {"linear": self.space.quantize_roles({"linear"}), "all": self.space.quantize_all()}
         if qdq_baseline is not None:
-            placements["qdq_baseline"] = self.space.nearest(import_placement(qdq_baseline, self.task.model))
+            theirs = read_placement(qdq_baseline, self.task.model)
+            nearest = placements["qdq_baseline"] = self.space.nearest(theirs.edges)
+            resolved = self.space.resolve(nearest)
+            written = QDQGraph(self.proto(resolved))
+            found = find_differences(theirs, self.space, self.task.dialect, resolved, written, ranges=False)
+            if text := summarize_differences(theirs, found, qdq_baseline):
+                _logger.warning("--qdq_baseline: %s", text)
         if cache is not None:
             for rank, placement in enumerate(engine.propose_placements(cache, self.space, self.origin)):
                 placements[f"pattern_cache_{rank}"] = placement

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from harness.compat.modelopt_autotune import delivery, workflows
 from harness.compat.modelopt_autotune.benchmark import Benchmark
@@ -149,6 +150,27 @@ def test_a_qdq_baseline_is_one_of_the_starts(folder, tune):
     tune.runtime.measured.clear()
     tune("--max_evals", "4", "--qdq_baseline", final, out="second")
     assert any(list(candidate.edges) == edges_in(final) for candidate in tune.runtime.measured[:4])
+
+
+def test_differences_from_a_qdq_baseline_of_another_tool_are_counted(folder, tune, caplog):
+    tune("-s", "10", out="first")
+    theirs = onnx.load(folder / "first/optimized_final.onnx")
+    grid = [
+        helper.make_tensor("step", TensorProto.FLOAT, [], [0.1]),
+        helper.make_tensor("none", TensorProto.INT16, [], [0]),
+    ]
+    theirs.graph.initializer.extend(grid)
+    (output,) = theirs.graph.output
+    last = next(node for node in theirs.graph.node if output.name in node.output)
+    last.output[list(last.output).index(output.name)] = "before"
+    theirs.graph.node.extend([
+        helper.make_node("QuantizeLinear", ["before", "step", "none"], ["stored"], name="stored"),
+        helper.make_node("DequantizeLinear", ["stored", "step", "none"], [output.name], name="restored"),
+    ])  # fmt: skip
+    onnx.save(theirs, folder / "theirs.onnx")
+    tune("--max_evals", "4", "--qdq_baseline", folder / "theirs.onnx", out="second")
+    assert "1 not expressed" in caplog.text
+    assert "qdq import" in caplog.text
 
 
 def test_changed_settings_are_named_on_resume(folder, tune):
