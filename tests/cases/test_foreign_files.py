@@ -195,6 +195,15 @@ def gemm_as_matmul(f: Foreign) -> None:
         del node.attribute[:]
 
 
+def absorbed_relu(f: Foreign) -> None:
+    """quantize_static: a pair with zero point 0 computes the Relu in front of it."""
+    for node in f.pairs("Relu"):
+        if node.input[0] not in {pair.output[0] for pair in f.pairs("DequantizeLinear")}:
+            f.nodes.remove(node)
+            for reader in f.nodes:
+                reader.input[:] = [node.input[0] if name == node.output[0] else name for name in reader.input]
+
+
 def casts_behind(f: Foreign) -> None:
     for node in f.pairs("DequantizeLinear"):
         inner, half = f.new(), f.new()
@@ -260,7 +269,7 @@ def sixteen_bits(f: Foreign, share: float = 0.3) -> None:
 
 
 FORMS: list[Callable[[Foreign], None]] = [
-    gemm_as_matmul, transposed_weights, float_weights, computed_constants, casts_behind,
+    gemm_as_matmul, absorbed_relu, transposed_weights, float_weights, computed_constants, casts_behind,
 ]  # fmt: skip
 LAST_FORMS: list[Callable[[Foreign], None]] = [microsoft_domain, local_functions, listed_initializers]
 

@@ -43,7 +43,13 @@ _QOPERATOR_OPS = frozenset({
     "MatMulIntegerToFloat", "QAttention", "QEmbedLayerNormalization", "QGemm", "QMoE",
 })  # fmt: skip
 _OTHER_QUANTIZERS = frozenset({"GatherBlockQuantized", "MatMulBnb4", "MatMulFpQ4", "MatMulNBits"})
-_IGNORED_OPS = QDQ_OPS | CAST_OPS | RESHAPING_OPS | {"BatchNormalization", "CastLike"}
+# quantize_static removes a Relu or Clip in front of a pair with the same effect.
+_IGNORED_OPS = QDQ_OPS | CAST_OPS | RESHAPING_OPS | {"BatchNormalization", "CastLike", "Clip", "Relu"}
+_FOLDED_OPS = {
+    "BatchNormalization": "it is folded into the operator in front of it",
+    "Shape": "it reads a size, no values",
+    "Size": "it reads a size, no values",
+}
 _COMMUTATIVE_OPS = frozenset({"Add", "Max", "Mean", "Min", "Mul", "Sum"})
 # Suffixes of ONNX Runtime's quantization tools, which ModelOpt's `quantize` uses too.
 _TENSOR_SUFFIXES = ("_QuantizeLinear_Output", "_QuantizeLinear_Input", "_DequantizeLinear_Output", "_quantized")
@@ -296,6 +302,8 @@ class _NodeMatcher:
             return self._match_output_edge(edge)
         node = self._nodes[edge.consumer]
         ours = self._match_node(edge.consumer, node.op_type) or self._match_reader(edge, node.op_type)
+        if ours is None and node.op_type in _FOLDED_OPS:
+            return _FOLDED_OPS[node.op_type]
         if ours is None:
             return (
                 f"{self._model.source} has no such {node.op_type}: the tool added or fused operators, or it is folded"
@@ -366,9 +374,10 @@ def _group_labels(numbers: Mapping[str, _Computation]) -> Mapping[int, list[str]
 def _number_computations(graph: QDQGraph, numbers: dict[Hashable, int]) -> Mapping[str, _Computation]:
     """Return the numbers of the operators of a graph by label; `numbers`, which two graphs share, is extended.
 
-    Left out is what tools and the preparation of a model change: Q/DQ pairs, operators that only reshape values or are
-    folded (BatchNormalization, the bias of a linear operator), parameters, shapes, and the values and shapes of
-    constants, because a quantized weight has other values than the float one, and may be stored transposed.
+    Left out is what tools and the preparation of a model change: Q/DQ pairs, operators that only reshape values, that a
+    pair computes (Relu) or that are folded (BatchNormalization, the bias of a linear operator), parameters, shapes, and
+    the values and shapes of constants, because a quantized weight has other values than the float one, and may be
+    stored transposed.
     """
 
     def number(*key: Hashable) -> int:
