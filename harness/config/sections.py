@@ -175,7 +175,7 @@ def _shape_text(shape: Any) -> Any:
 
 class _InputSizes(ConfigSection):
     shapes: dict[str, Annotated[str, BeforeValidator(_shape_text)]] = {}
-    dims: dict[str, Annotated[int, Field(ge=1, le=MAX_DIMENSION)]] = {}
+    dims: dict[str, Annotated[int, Field(ge=0, le=MAX_DIMENSION)]] = {}
 
 
 class ShapeEntry(_InputSizes):

@@ -241,5 +241,4 @@ def write_without_output_transpose(source: Path, path: Path) -> Path:
 
 
 def _static_dims(value: onnx.ValueInfoProto) -> Dims:
-    sizes = value.type.tensor_type.shape.dim
-    return tuple(int(d.dim_value) if d.HasField("dim_value") and d.dim_value > 0 else None for d in sizes)
+    return tuple(axis if isinstance(axis, int) else None for axis in axes_of(value) or ())

@@ -90,7 +90,8 @@ class DynamicDimensions:
         sizes = {**self.sizes, **changed}
         for key in sizes:
             if names := self._parts(key):
-                sizes[key] = evaluate_expression(str(key), {name: sizes[name] for name in names}) or 0
+                value = evaluate_expression(str(key), {name: sizes[name] for name in names})
+                sizes[key] = -1 if value is None else value
         return {
             name: tuple(
                 axis if isinstance(axis, int) else sizes[_size_key(name, place, axis)]
@@ -143,11 +144,12 @@ def small_shapes(variants: Iterable[Shapes]) -> Iterator[Shapes]:
 def _iter_distinct(
     dimensions: DynamicDimensions, changes: Iterable[Mapping[SizeKey, int]]
 ) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield the shapes with changed sizes, each once, without the given ones and those with a size below 1."""
+    """Yield the shapes with changed sizes, each once, without the given ones and those with a new size below 1."""
     tried = [dict(dimensions.given)]
     for changed in changes:
         shapes = dimensions.shapes(changed)
-        if shapes not in tried and all(min(shape, default=1) > 0 for shape in shapes.values()):
+        sizes = [pair for name in shapes for pair in zip(shapes[name], dimensions.given[name], strict=True)]
+        if shapes not in tried and all(size > 0 or size == given for size, given in sizes):
             tried.append(shapes)
             yield shapes
 
@@ -168,6 +170,8 @@ def _combinations(sizes: Mapping[SizeKey, Sequence[int]]) -> Iterator[Mapping[Si
 
 def _sizes_near(size: int) -> list[int]:
     """Return sizes to try instead of a size, the nearest by ratio first."""
+    if not size:
+        return [*DIVISORS, *USUAL_SIZES]
     sizes = {*USUAL_SIZES, *(multiple for divisor in DIVISORS for multiple in _multiples_near(size, divisor))}
     ratios = {each: abs(math.log(each / size)) for each in sizes - {size}}
     return sorted((each for each, ratio in ratios.items() if ratio <= math.log(MAX_SIZE_RATIO)), key=ratios.__getitem__)
@@ -176,7 +180,7 @@ def _sizes_near(size: int) -> list[int]:
 def _multiples_near(size: int, divisor: int) -> list[int]:
     """Return the largest smaller and the smallest larger multiple of a number."""
     below = (size - 1) // divisor * divisor
-    return [multiple for multiple in (below, size // divisor * divisor + divisor) if multiple]
+    return [multiple for multiple in (below, size // divisor * divisor + divisor) if multiple > 0]
 
 
 def iter_sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tuple[str, str]]:
@@ -191,7 +195,12 @@ def iter_sizes(axes: Mapping[str, Axes | None], shapes: Shapes) -> Iterator[tupl
 
 
 def resize_array(array: Array, shape: Sequence[int]) -> Array:
-    """Return an array of another shape, of the nearest values (nearest-neighbor interpolation along each axis)."""
+    """Return an array of another shape, of the nearest values (nearest-neighbor interpolation along each axis).
+
+    An empty array becomes one of zeros.
+    """
+    if not array.size:
+        return np.zeros(shape, array.dtype)
     for axis, (old, new) in enumerate(zip(array.shape, shape, strict=True)):
         if old != new:
             array = np.take(array, np.arange(new) * old // new, axis)

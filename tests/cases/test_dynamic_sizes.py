@@ -136,15 +136,18 @@ def test_sizes_of_symbol_expressions(tmp_path):
     ("dims", "message"),
     [
         ({"tme": 5}, r"dims\.tme: no input has such a dimension; did you mean 'time'"),
-        ({"time": 0}, r"dims\.time: a size is an integer of at least 1, but got 0"),
+        ({"time": -1}, r"dims\.time: a size is an integer of at least 0, but got -1"),
+        ({"batch": 0, "time": 5}, r"dims\.batch: a size is an integer of at least 1, but got 0"),
     ],
 )
 def test_invalid_dims_are_refused(dims, message, tmp_path):
     with pytest.raises(UserError, match=message):
         shapes(saved(tmp_path, LSTM), dims=dims)
+    with pytest.raises(UserError, match=r"shapes\.states: a shape .* '0x5x8': a batch has at least 1 sample"):
+        shapes(saved(tmp_path, LSTM), shapes={"states": "0x5x8"})
 
 
-@pytest.mark.parametrize("option", ["time", "=3", "time=", "time=x", "time=0", "time=-1"])
+@pytest.mark.parametrize("option", ["time", "=3", "time=", "time=x", "time=-1"])
 def test_invalid_dim_options_are_refused(option, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["regions", str(saved(tmp_path, LSTM)), "--dim", option])
@@ -157,5 +160,5 @@ def test_dims_in_experiments_and_python_interface(tmp_path):
     model = open_model(experiment.models[0], tmp_path)
     assert model.types["states"].shape == (1, 16, 8)
     assert inspect_regions(str(path), {}, dims={"time": 16}).model.types["states"].shape == (1, 16, 8)
-    with pytest.raises(UserError, match=r"models\.0\.dims\.time: .*greater than or equal to 1"):
-        parse_experiment("experiment: e\nmodels: [{use: a.onnx, dims: {time: 0}}]", "e.yaml")
+    with pytest.raises(UserError, match=r"models\.0\.dims\.time: .*greater than or equal to 0"):
+        parse_experiment("experiment: e\nmodels: [{use: a.onnx, dims: {time: -1}}]", "e.yaml")

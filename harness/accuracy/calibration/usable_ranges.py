@@ -86,7 +86,7 @@ def range_warnings(ranges: Ranges) -> tuple[str, ...]:
             f"next to it, so they stay float: {format_names(sentinels)}"
         )
     if dead:
-        said.append(f"always 0 on calibration data (dead): {format_names(dead)}; they stay float")
+        said.append(f"always 0, or without values, on calibration data (dead): {format_names(dead)}; they stay float")
     return tuple(said)
 
 

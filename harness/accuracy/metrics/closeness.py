@@ -112,7 +112,7 @@ def plan_comparison(samples: Sequence[Mapping[str, Array]]) -> ComparisonLayout:
         samples: The float model's outputs by name, for each batch.
     """
     left_out = constant_outputs(samples)
-    floats = tuple(_float_outputs(samples[0])) if samples else ()
+    floats = dict.fromkeys(name for sample in samples for name in _float_outputs(sample))
     counted = [name for name in floats if name not in left_out] or list(floats)
     parts = {name: split_output([sample[name] for sample in samples if name in sample]) for name in counted}
     untyped = tuple(n for n in (samples[0] if samples else ()) if samples[0][n].dtype.kind != "f")
@@ -179,7 +179,9 @@ def constant_outputs(samples: Iterable[Mapping[str, Array]]) -> tuple[str, ...]:
 
 
 def _check_outputs(reference: Mapping[str, Array], outputs: Mapping[str, Array], layout: ComparisonLayout) -> None:
-    for name, expected in _float_outputs(reference).items():
+    for name, expected in reference.items():
+        if expected.dtype.kind != "f":
+            continue
         found = outputs.get(name)
         if found is None or found.shape != expected.shape:
             what = "is missing" if found is None else f"has the shape {found.shape}"
@@ -219,6 +221,8 @@ def _kl_divergence(p: Floats, q: Floats) -> float:
     from scipy.special import log_softmax  # takes 0.3 s, and only this metric needs it
 
     axis = 1 if p.ndim == 4 else -1
+    if not p.size:
+        return 0.0
     log_p, log_q = (log_softmax(x, axis=axis) for x in (p, q))
     return float((np.exp(log_p) * (log_p - log_q)).sum(axis=axis).mean())
 

@@ -272,7 +272,7 @@ def sample_shape(preprocess: str, size: str | None, model: str | None) -> tuple[
         return types[image_input(types)][1][1:]
     if size is not None:
         dimensions = parse_shape(size, "--size")
-        if len(dimensions) != 2:
+        if len(dimensions) != 2 or not all(dimensions):
             raise UserError(f"--size: height and width, such as 640x640, but got {size!r}")
         return 3, *dimensions
     registry.find_entry_point("preprocessing", preprocess)

@@ -140,7 +140,6 @@ def static_inputs(
         ):
             fixed[name] = sample_shape
     dynamic = {name: declared.axes[name] for name, (_, sizes) in declared.inputs.items() if None in sizes}
-    dynamic = {name: axes and tuple(axis or None for axis in axes) for name, axes in dynamic.items()}  # 0 means unknown
     sizes = InputSizes(
         shapes={name: fixed[name] for name in dynamic if name in fixed},
         dims={**_batch_symbols(dynamic, batch, fixed, dims), **dims},
@@ -179,7 +178,7 @@ def _sample_shape(name: str, dims: Dims, samples: SampleShapes, batch: int) -> S
         return None
     if not dims:  # unknown rank; a sample without dimensions is a scalar input without a batch
         return (batch, *sample) if sample else ()
-    shape = sample if len(sample) == len(dims) else (dims[0] or batch, *sample)
+    shape = sample if len(sample) == len(dims) else (batch if dims[0] is None else dims[0], *sample)
     if len(shape) == len(dims) and all(size in (None, length) for size, length in zip(dims, shape, strict=True)):
         return shape
     if None not in dims[1:]:  # a difference is reported when the data are read

@@ -183,7 +183,7 @@ class DatasetSection(_SpecModel):
     samples: Count | None = 512
     count: Count | None = None
     shapes: dict[str, str] = {}
-    dims: dict[str, Count] = {}
+    dims: dict[str, Annotated[int, Field(ge=0, le=MAX_COUNT)]] = {}
 
 
 def _normalize_data_type(value: Any) -> Any:

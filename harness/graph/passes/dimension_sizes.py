@@ -83,9 +83,12 @@ class ResolvedShapes:
 
 
 def parse_shape(given: str | tuple[int, ...], where: str) -> tuple[int, ...]:
-    """Return a shape from "1x3x224x224" or numbers; raise `UserError`, with `where` in front, for any other value."""
+    """Return a shape from "1x3x224x224" or numbers; raise `UserError`, with `where` in front, for any other value.
+
+    A size of 0 is valid, for instance that of an empty cache of keys and values.
+    """
     parts = given.strip().lower().split("x") if isinstance(given, str) else [str(size) for size in given]
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    if not all(part.strip().isdecimal() for part in parts):
         raise UserError(f"{where}: a shape looks like 1x3x224x224, but got {given!r}")
     return tuple(int(part) for part in parts)
 
@@ -177,8 +180,9 @@ class _SizeResolver:
     def set_symbol(self, symbol: str, size: int) -> None:
         """Set the size of a symbol."""
         where = f"{self._source}: dims.{symbol}"
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UserError(f"{where}: a size is an integer of at least 1, but got {size!r}")
+        least = 1 if BATCH_SYMBOL.fullmatch(symbol) else 0
+        if isinstance(size, bool) or not isinstance(size, int) or size < least:
+            raise UserError(f"{where}: a size is an integer of at least {least}, but got {size!r}")
         if symbol in self._symbols:
             self.sizes[symbol] = (size, f"dims.{symbol}")
         elif BATCH_SYMBOL.fullmatch(symbol) and any(axis is None and not i for _, i, axis in self._iter_axes()):
@@ -200,7 +204,10 @@ class _SizeResolver:
                 f"{where}: the input has {len(axes)} dimensions ({format_axes(axes)}), but got {len(shape)}: "
                 f"{format_shape(shape)}"
             )
-        for axis, size in zip(axes or (), shape, strict=bool(axes)):
+        for place, (axis, size) in enumerate(zip(axes or (), shape, strict=bool(axes))):
+            if not size and is_batch(axis, place):
+                wanted = "a shape looks like 1x3x224x224"
+                raise UserError(f"{where}: {wanted}, but got {format_shape(shape)!r}: a batch has at least 1 sample")
             self._set_axis(axis, size, name, shape)
         self._given_shapes[name] = shape
         if axes and axes[0] is None and self._unnamed_batch is None:
@@ -235,7 +242,7 @@ class _SizeResolver:
             if symbol in self.sizes and len(unknown) == 1:
                 size, origin = self.sizes[symbol]
                 values = {name: self.sizes[name][0] for name in names if name in self.sizes}
-                candidates = range(1, MAX_SOLVED_SIZE)
+                candidates = range(MAX_SOLVED_SIZE)
                 solutions = (v for v in candidates if evaluate_expression(symbol, {**values, unknown[0]: v}) == size)
                 if (solution := next(solutions, None)) is not None:
                     self.sizes[unknown[0]] = (solution, origin)
@@ -322,13 +329,13 @@ def expression_symbols(text: str) -> tuple[str, ...]:
 def evaluate_expression(text: str, values: Mapping[str, int]) -> int | None:
     """Return the value of an expression that `expression_symbols` accepts, with the sizes `values` of its symbols.
 
-    The result is None for a value that is not positive, and for x // 0.
+    The result is None for a negative value, and for x // 0.
     """
     try:
         size = _evaluate_tree(ast.parse(text, mode="eval").body, values)
     except ZeroDivisionError:
         return None
-    return size if size > 0 else None
+    return size if size >= 0 else None
 
 
 def _evaluate_tree(node: ast.expr, values: Mapping[str, int] | None) -> int:

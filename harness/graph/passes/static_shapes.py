@@ -164,7 +164,7 @@ def _clear_shape(value: onnx.ValueInfoProto) -> None:
 def _is_dynamic(value: onnx.ValueInfoProto) -> bool:
     tensor = value.type.tensor_type
     return not tensor.HasField("shape") or any(
-        dim.dim_value < 0 or not (dim.dim_value or dim.HasField("dim_value")) for dim in tensor.shape.dim
+        dim.dim_value < 0 or not dim.HasField("dim_value") for dim in tensor.shape.dim
     )
 
 
@@ -225,8 +225,8 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     dims: dict[str, int] = {}
     for text in texts:
         name, _, size = text.rpartition("=")
-        if not (name and size.strip().isdecimal() and int(size) > 0):
-            raise UserError(f"--dim {text}: SYMBOL=SIZE with a size of at least 1, for instance --dim time=128")
+        if not (name and size.strip().isdecimal()):
+            raise UserError(f"--dim {text}: SYMBOL=SIZE with a size of at least 0, for instance --dim time=128")
         if dims.setdefault(name, int(size)) != int(size):
             raise UserError(f"--dim {name}={dims[name]} and --dim {text}: give one of them")
     return dims
@@ -265,7 +265,7 @@ def _iter_example_sizes(
             )
             shapes[name] = format_shape(
                 tuple(
-                    axis if isinstance(axis, int) and axis else known.get(str(axis)) or default[position]
+                    axis if isinstance(axis, int) else known.get(str(axis), default[position])
                     for position, axis in enumerate(declared)
                 )
             )

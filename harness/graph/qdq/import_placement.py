@@ -19,6 +19,7 @@ from onnx import TensorProto
 from harness.errors import UserError
 from harness.graph.io.model_reader import read_model, refuse_damage
 from harness.graph.model import Model, Node
+from harness.graph.passes.dimension_sizes import axes_of, format_axes
 from harness.graph.protos import find_captures, input_values, iter_graphs, iter_subgraphs
 from harness.graph.qdq.qdq_graph import (
     CAST_OPS,
@@ -464,7 +465,8 @@ def _differences(placed: QDQGraph, graph: onnx.GraphProto, model: Model) -> Iter
     for old, new in zip(theirs, ours, strict=False):
         names[old.name] = new.name
         if old.type != new.type:
-            yield f"input {new.name!r} has shape {_shape_text(new)}, but {_shape_text(old)} there"
+            wanted, found = (format_axes(axes_of(value) or ()) for value in (new, old))
+            yield f"input {new.name!r} has shape {wanted}, but {found} there"
     nodes = (node for node in placed.proto.graph.node if node.op_type not in QDQ_OPS)
     for before, after in zip_longest(nodes, graph.node):
         if before is None or after is None:
@@ -502,7 +504,3 @@ def _sorted_attributes(node: onnx.NodeProto) -> Sequence[bytes]:
 
 def _describe(node: onnx.NodeProto) -> str:
     return f"{node.op_type} {node_name(node)!r}"
-
-
-def _shape_text(value: onnx.ValueInfoProto) -> str:
-    return "x".join(str(size.dim_value or size.dim_param or "?") for size in value.type.tensor_type.shape.dim)

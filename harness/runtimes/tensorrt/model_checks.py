@@ -21,6 +21,7 @@ from harness.errors import BuildFailed, UserError, install_hint
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import move_model, write_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
+from harness.graph.passes.dimension_sizes import axes_of
 from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
 from harness.graph.protos import constants_by_name
 from harness.graph.qdq.file_checks import find_refused_qdq
@@ -69,7 +70,7 @@ def read_input_shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     """Return the shape of each input by name, -1 for a dynamic size; initializers listed as inputs are excluded."""
     constants = {tensor.name for tensor in proto.graph.initializer}
     return {
-        value.name: tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in value.type.tensor_type.shape.dim)
+        value.name: tuple(axis if isinstance(axis, int) else -1 for axis in axes_of(value) or ())
         for value in proto.graph.input
         if value.name not in constants
     }

@@ -307,6 +307,6 @@ def _parse_shape(where: str, value: Any) -> Shape:
         sizes = tuple(int(part) for part in parts)
     except (TypeError, ValueError):
         sizes = ()
-    if not sizes or min(sizes) < 1:
+    if not sizes or min(sizes) < 0 or not sizes[0]:  # the first is the batch
         raise ValueError(f"{where}: a shape such as 1x3x224x224, but got {value!r}")
     return sizes

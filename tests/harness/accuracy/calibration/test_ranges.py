@@ -236,7 +236,9 @@ def test_data_with_nan_are_refused_with_batch_and_input(arithmetic):
 def test_range_warnings_name_dead_tensors_in_short():
     assert range_warnings({"a": (0.0, 1.0)}) == ()
     (line,) = range_warnings({f"t{i}": (0.0, 0.0) for i in range(7)} | {"a": (-1.0, 0.0)})
-    assert line == "always 0 on calibration data (dead): 't0', 't1', 't2', 't3', 't4' and 2 more; they stay float"
+    assert line.startswith(
+        "always 0, or without values, on calibration data (dead): 't0', 't1', 't2', 't3', 't4' and 2"
+    )
 
 
 def test_batches_are_streamed(arithmetic):

@@ -50,7 +50,7 @@ def test_unusable_and_dead_activations_are_recorded(tmp_path):
     broken, quiet = facts["calibration_remarks"]
     assert broken.startswith("NaN, infinite or huge on calibration data, so they stay float: ")
     assert "'log'" in broken
-    assert quiet.startswith("always 0 on calibration data (dead): ")
+    assert quiet.startswith("always 0, or without values, on calibration data (dead): ")
     assert "'dead'" in quiet
     assert [line for line in said if "'log'" in line] == [f"odd.onnx: {broken}"]
 
