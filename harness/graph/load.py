@@ -11,7 +11,7 @@ from onnx import helper
 
 from harness.graph.equivalence.check import ModelInterface, OriginalModel, check_equivalent
 from harness.graph.io.files import write_model
-from harness.graph.io.model_reader import check_functions, read_model, refuse_damage
+from harness.graph.io.model_reader import check_functions, read_model, refuse_damage, require_encodable
 from harness.graph.model import DynamicOriginal, Model, read_nodes
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.passes.normalize import densify_sparse_initializers
@@ -144,6 +144,7 @@ def prepare_model(
         sizes: Sizes of dynamic inputs, in place of `shapes` and `dims`.
     """
     with refuse_damage(source):
+        require_encodable(proto, source)
         given = [sorted(each.items()) for each in (sizes.shapes, sizes.dims, sizes.samples)]
         key = f"{sha256} {given} {min_opset}"
         original = OriginalModel.of(proto, file, key if isinstance(file, Path) else "")
@@ -236,8 +237,7 @@ def write_without_output_transpose(source: Path, path: Path) -> Path:
         for names in (node.input, node.output):
             names[:] = [name if each == inner else each for each in names]
     output.CopyFrom(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
-    path.write_bytes(model.SerializeToString(deterministic=True))
-    return path
+    return write_model(model, path)
 
 
 def _static_dims(value: onnx.ValueInfoProto) -> Dims:

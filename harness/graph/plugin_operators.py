@@ -15,6 +15,7 @@ from harness.graph.load import load_proto
 from harness.graph.passes.static_shapes import infer_types
 from harness.graph.protos import (
     copy_message,
+    extend_field,
     is_standard_op,
     iter_subgraphs,
     opset_versions,
@@ -189,7 +190,7 @@ def restore_plugins(
     inner = [value for value in graph.input if value.name in made]
     inner += [value for value in graph.output if value.name not in final]
     graph.value_info.extend(inner)
-    graph.initializer.extend(constants.values())
+    extend_field(graph.initializer, constants.values())
     replace_field(graph.input, [value for value in graph.input if value.name not in made])
     replace_field(graph.output, list(proto.graph.output))
     replace_field(graph.node, _sort_nodes([*graph.node, *nodes]))

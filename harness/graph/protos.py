@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -12,6 +13,23 @@ from onnx import helper, numpy_helper
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 AnyBody = TypeVar("AnyBody", onnx.GraphProto, onnx.FunctionProto)
+_DTYPE_NAMES_BY_BITS = {
+    2: "INT2 UINT2",
+    4: "INT4 UINT4 FLOAT4E2M1",
+    8: "INT8 UINT8 BOOL FLOAT8E4M3FN FLOAT8E4M3FNUZ FLOAT8E5M2 FLOAT8E5M2FNUZ FLOAT8E8M0",
+    16: "INT16 UINT16 FLOAT16 BFLOAT16",
+    32: "INT32 UINT32 FLOAT",
+    64: "INT64 UINT64 DOUBLE COMPLEX64",
+    128: "COMPLEX128",
+}
+_DTYPE_CODES = dict(onnx.TensorProto.DataType.items())  # an older onnx does not know all of them
+_BITS_BY_DTYPE = {
+    _DTYPE_CODES[name]: bits
+    for bits, names in _DTYPE_NAMES_BY_BITS.items()
+    for name in names.split()
+    if name in _DTYPE_CODES
+}
+_MAX_SMALL_BYTES = 1 << 20  # larger tensors are not encoded to find their size
 _DTYPE_BY_CONSTANT_ATTRIBUTE = {"float": np.float32, "int": np.int64, "string": object}
 
 
@@ -88,6 +106,21 @@ def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
     return numpy_helper.from_array(np.asarray(helper.get_attribute_value(attribute), dtype=dtype))
 
 
+def raw_size_bytes(tensor: onnx.TensorProto) -> int | None:
+    """Return the size of a tensor's values in `raw_data` by shape and type; None for a type without a fixed size."""
+    bits = _BITS_BY_DTYPE.get(tensor.data_type)
+    return None if bits is None else -(-math.prod(tensor.dims) * bits // 8)
+
+
+def encoded_size_bytes(tensor: onnx.TensorProto) -> int:
+    """Return the number of bytes of a tensor in a file; above 1 MiB that of its values.
+
+    Protobuf encodes a message to find its size, which takes long, and fails from 2 GiB on.
+    """
+    values = raw_size_bytes(tensor) if tensor.HasField("raw_data") else None
+    return values if values is not None and values > _MAX_SMALL_BYTES else tensor.ByteSize()
+
+
 def attribute_value(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
     """Return the value of an attribute, text as `str`, or the default if the node does not have it."""
     value = next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
@@ -120,8 +153,14 @@ def copy_message(message: AnyMessage) -> AnyMessage:
     return copy
 
 
+def extend_field(field: Any, messages: Iterable[Message]) -> None:
+    """Append copies of messages to a repeated protobuf field, also of tensors above 2 GiB, at which `extend` fails."""
+    for message in messages:
+        field.add().CopyFrom(message)
+
+
 def replace_field(field: Any, values: Iterable[Any]) -> None:
     """Replace the contents of a repeated protobuf field, in place; `values` may be taken from the field itself."""
     kept = list(values)
     del field[:]
-    field.extend(kept)
+    (extend_field if hasattr(field, "add") else type(field).extend)(field, kept)

@@ -79,7 +79,7 @@ class OriginalModel:
     Attributes:
         source: The file, or the model in memory.
         key: Text that identifies the file and the arguments of the preparation; "" for a model in memory.
-        nodes: Serialized nodes of the main graph, without names and documentation.
+        nodes: Serialized nodes of the main graph other than Constant, without names and documentation.
         constants: Initializers and Constant nodes by name.
         samples: Declared size of the first dimension of each input; 0 for a dynamic one. Scalar inputs are absent.
         opsets: Version of the operator set by domain.
@@ -99,7 +99,7 @@ class OriginalModel:
         return cls(
             source=source,
             key=key,
-            nodes=frozenset(map(_serialize_node, proto.graph.node)),
+            nodes=frozenset(_serialize_node(node) for node in proto.graph.node if node.op_type != "Constant"),
             constants=constants_by_name(proto.graph),
             samples={name: dims[0].dim_value for name, dims in shapes.items() if dims},
             opsets=_opset_versions(proto),

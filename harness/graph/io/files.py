@@ -13,14 +13,15 @@ import onnx
 from harness.errors import UserError
 from harness.graph.io.digests import ir_weights, may_have_external_data
 from harness.graph.io.model_reader import ExternalTensors, distinct_files, read_external_tensors, rename_external_files
-from harness.graph.protos import copy_message
+from harness.graph.protos import copy_message, encoded_size_bytes, iter_graphs
 
 MAX_SINGLE_FILE_BYTES = 1_900_000_000  # of weights; protobuf itself ends at 2 GiB
 
 
 def is_large(proto: onnx.ModelProto) -> bool:
     """Return whether a model has more than 1.9 GB of weights, and so is too large for one file."""
-    return bool(sum(tensor.ByteSize() for tensor in proto.graph.initializer) > MAX_SINGLE_FILE_BYTES)
+    tensors = (tensor for graph in iter_graphs(proto.graph) for tensor in graph.initializer)
+    return sum(map(encoded_size_bytes, tensors)) > MAX_SINGLE_FILE_BYTES
 
 
 def write_model(proto: onnx.ModelProto, path: Path) -> Path:
@@ -33,7 +34,8 @@ def write_model(proto: onnx.ModelProto, path: Path) -> Path:
         path.write_bytes(proto.SerializeToString(deterministic=True))
         return path
     data = path.with_name(f"{path.name}.data")
-    data.unlink(missing_ok=True)  # onnx appends to an existing file
+    data.unlink(missing_ok=True)
+    data.touch()  # readable as the umask says; onnx appends to it, and would create it for its owner only
     onnx.save_model(copy_message(proto), path, save_as_external_data=True, location=data.name)
     return path
 
@@ -94,7 +96,10 @@ def move_model(model_path: Path, target: Path) -> None:
         model_path.write_bytes(content)
     for file, destination in [*destinations.items(), (model_path, target)]:
         part = destination.with_name(f"{destination.name}.{os.getpid()}.part")
+        part.touch()
+        mode = part.stat().st_mode  # by the umask; tools create files for their owner only
         shutil.move(file, part)
+        part.chmod(mode)
         os.replace(part, destination)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,33 +11,22 @@ from pathlib import Path, PureWindowsPath
 
 import onnx
 import psutil
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, EncodeError
 from onnx import numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
 
 from harness.errors import UserError
-from harness.graph.protos import iter_graphs, iter_nodes
+from harness.graph.protos import encoded_size_bytes, iter_graphs, iter_nodes, raw_size_bytes
 
 ExternalTensors = list[tuple[onnx.TensorProto, Path]]
 """Tensors in other files, each with its file."""
 MAX_INLINED_NODES = 100_000
+MAX_ENCODED_BYTES = 2**31 - 1  # of a protobuf message
+_LIMIT = (
+    "more than 2 GiB, which protobuf, the format of ONNX, cannot encode: export the model with its weights in the main "
+    "graph (of an If, export one branch), or with smaller tensors"
+)
 _LFS_POINTER_PREFIX = b"version https://git-lfs"
-_DTYPE_NAMES_BY_BITS = {
-    2: "INT2 UINT2",
-    4: "INT4 UINT4 FLOAT4E2M1",
-    8: "INT8 UINT8 BOOL FLOAT8E4M3FN FLOAT8E4M3FNUZ FLOAT8E5M2 FLOAT8E5M2FNUZ FLOAT8E8M0",
-    16: "INT16 UINT16 FLOAT16 BFLOAT16",
-    32: "INT32 UINT32 FLOAT",
-    64: "INT64 UINT64 DOUBLE COMPLEX64",
-    128: "COMPLEX128",
-}
-_DTYPE_CODES = dict(onnx.TensorProto.DataType.items())  # an older onnx does not know all of them
-_BITS_BY_DTYPE = {
-    _DTYPE_CODES[name]: bits
-    for bits, names in _DTYPE_NAMES_BY_BITS.items()
-    for name in names.split()
-    if name in _DTYPE_CODES
-}
 
 
 @contextmanager
@@ -48,12 +36,30 @@ def refuse_damage(source: object) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except EncodeError as error:
+        raise UserError(f"{source}: a part of it has {_LIMIT}") from error
     except Exception as error:  # the checks do not find all damages
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(
             f"{source}: cannot be processed ({text}); the file may be damaged or use an unsupported construct: export "
             "it again, or report this model"
         ) from error
+
+
+def require_encodable(proto: onnx.ModelProto, source: str) -> None:
+    """Raise `UserError` if subgraphs, functions and attributes are too large for protobuf.
+
+    Weights and Constant nodes of the main graph do not count, because these are kept apart from the model.
+    """
+    constants = (node for node in proto.graph.node if node.op_type == "Constant")
+    main = [*proto.graph.initializer, *(attribute.t for node in constants for attribute in node.attribute)]
+    if sum(map(encoded_size_bytes, _iter_tensors(proto))) - sum(map(encoded_size_bytes, main)) > MAX_ENCODED_BYTES:
+        names = {tensor.name for tensor in main}
+        inner = (tensor for tensor in _iter_tensors(proto) if tensor.name not in names)
+        largest = max(inner, key=encoded_size_bytes, default=onnx.TensorProto())
+        size = encoded_size_bytes(largest) / 1e9
+        where = f"its subgraphs, functions and attributes (largest tensor: {largest.name!r}, {size:.1f} GB)"
+        raise UserError(f"{source}: {where} have {_LIMIT}")
 
 
 def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
@@ -241,10 +247,9 @@ def _sparse_parts(tensors: Iterable[onnx.SparseTensorProto]) -> Iterator[onnx.Te
 
 def _check_size(tensor: onnx.TensorProto, source: str) -> None:
     """Check that a tensor's values fill its shape exactly (onnx.proto, TensorProto.raw_data)."""
-    bits = _BITS_BY_DTYPE.get(tensor.data_type)
-    problem = ""
-    if tensor.HasField("raw_data") and bits is not None:
-        needed, found = -(-math.prod(tensor.dims) * bits // 8), len(tensor.raw_data)
+    needed, problem = raw_size_bytes(tensor), ""
+    if tensor.HasField("raw_data") and needed is not None:
+        found = len(tensor.raw_data)
         problem = f"has {found} bytes, but needs {needed}" if needed != found else ""
     else:
         try:

@@ -20,6 +20,8 @@ from harness.graph.protos import (
     attribute_value,
     constant_value,
     copy_message,
+    encoded_size_bytes,
+    extend_field,
     is_standard_op,
     iter_graphs,
     opset_versions,
@@ -37,7 +39,7 @@ MASK_PREFIX = "qdq.unknown."
 
 def externalize_weights(graph: onnx.GraphProto) -> Weights:
     """Turn the initializers of the main graph above 4096 bytes into its inputs, in place, and return them by name."""
-    weights = {tensor.name: tensor for tensor in graph.initializer if tensor.ByteSize() > MAX_SHOWN_BYTES}
+    weights = {tensor.name: tensor for tensor in graph.initializer if encoded_size_bytes(tensor) > MAX_SHOWN_BYTES}
     if weights:
         replace_field(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in weights])
         graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in weights.values())
@@ -49,7 +51,7 @@ def restore_weights(graph: onnx.GraphProto, weights: Weights) -> None:
     used = {name for node in graph.node for name in tensors_read(node)}
     used.update(value.name for value in graph.output)
     replace_field(graph.input, [value for value in graph.input if value.name not in weights])
-    graph.initializer.extend(tensor for name, tensor in weights.items() if name in used)
+    extend_field(graph.initializer, [tensor for name, tensor in weights.items() if name in used])
 
 
 def isolate_custom_ops(proto: onnx.ModelProto) -> list[str]:
@@ -121,7 +123,7 @@ def lower_constants(graph: onnx.GraphProto) -> None:
             rest.append(node)
         else:
             value.name = node.output[0]
-            graph.initializer.append(value)
+            extend_field(graph.initializer, [value])
     if len(rest) < len(graph.node):
         replace_field(graph.node, rest)
 

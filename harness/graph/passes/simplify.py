@@ -20,6 +20,7 @@ from harness.graph.passes.static_shapes import static_types
 from harness.graph.protos import (
     attribute_value,
     copy_message,
+    encoded_size_bytes,
     find_captures,
     is_standard_op,
     iter_subgraphs,
@@ -192,12 +193,14 @@ def _fold_constants(
     Returns:
         Names of the computed nodes, and the values of their results that other nodes need.
     """
-    foldable = _foldable_nodes(nodes, constants)
+    foldable, needed = _foldable_nodes(nodes, constants)
+    if sum(map(encoded_size_bytes, needed.values())) > MAX_COMPUTED_BYTES:  # they are parts of one message
+        small = {name: each for name, each in constants.items() if encoded_size_bytes(each) <= MAX_FOLDED_BYTES}
+        foldable, needed = _foldable_nodes(nodes, small)
     if not foldable:
         return set(), {}
     computed = {node.name for node in foldable}
     read = [*(name for node in nodes if node.name not in computed for name in node.input), *outputs]
-    needed = {name: constants[name] for node in foldable for name in node.input if name in constants}
     what = f"{source}: the computation of constants"
     try:
         return call_in_helper_process(what, _evaluate_nodes, foldable, read, opsets, needed)
@@ -208,14 +211,17 @@ def _fold_constants(
         ) from error
 
 
-def _foldable_nodes(nodes: Iterable[onnx.NodeProto], constants: Iterable[str]) -> list[onnx.NodeProto]:
+def _foldable_nodes(
+    nodes: Iterable[onnx.NodeProto], constants: Mapping[str, onnx.TensorProto]
+) -> tuple[list[onnx.NodeProto], Weights]:
+    """Return the nodes that depend only on constants, and the constants that they read."""
     known = {*constants, ""}
     foldable = []
     for node in nodes:
         if known.issuperset(node.input) and node.domain != _OPAQUE_DOMAIN and node.op_type not in _UNFOLDABLE_OPS:
             known.update(node.output)
             foldable.append(node)
-    return foldable
+    return foldable, {name: constants[name] for node in foldable for name in node.input if name in constants}
 
 
 def _evaluate_nodes(
@@ -230,7 +236,7 @@ def _evaluate_nodes(
     if any(not _size_bytes(kind) for kind in types.values()) and sum(map(_size_bytes, types.values())) < 1 << 20:
         _check_sizes(_result_types(model, foldable, constants, data_prop=True))  # takes long for large tensors
     plain = [n for n in foldable if all(o in types and types[o].elem_type in _FOLDABLE_DTYPES for o in n.output if o)]
-    nodes = {node.name: node for node in _foldable_nodes(plain, constants)}
+    nodes = {node.name: node for node in _foldable_nodes(plain, constants)[0]}
     made = {name for node in nodes.values() for name in node.output if name}
     others = (name for node in foldable if node.name not in nodes for name in node.input)
     wanted = [name for name in dict.fromkeys([*read, *others]) if name in made]
@@ -262,7 +268,7 @@ def _result_types(
     typed = copy_message(model)
     typed.graph.node.extend(nodes)
     for tensor in constants.values():
-        if tensor.ByteSize() > MAX_SHOWN_BYTES:
+        if encoded_size_bytes(tensor) > MAX_SHOWN_BYTES:
             typed.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
         else:
             typed.graph.initializer.append(tensor)

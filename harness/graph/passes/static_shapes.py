@@ -27,7 +27,14 @@ from harness.graph.passes.dimension_sizes import (
     resolve_shapes,
     set_shape,
 )
-from harness.graph.protos import attribute_value, copy_message, dtype_name, input_values, replace_field
+from harness.graph.protos import (
+    attribute_value,
+    copy_message,
+    dtype_name,
+    encoded_size_bytes,
+    input_values,
+    replace_field,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -290,7 +297,7 @@ def _passes_inference(proto: onnx.ModelProto, sizes: InputSizes) -> bool:
             set_shape(values[name], shape)
         del trial.graph.value_info[:]
         for tensor in trial.graph.initializer:
-            if tensor.ByteSize() > MAX_SHAPE_INITIALIZER_BYTES:  # keeps the message below protobuf's 2 GiB
+            if encoded_size_bytes(tensor) > MAX_SHAPE_INITIALIZER_BYTES:  # keeps the message below protobuf's 2 GiB
                 tensor.ClearField("raw_data")
         return not resolved.missing and call_in_helper_process("the example", _try_inference, trial)
     except UserError:

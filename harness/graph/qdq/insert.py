@@ -22,6 +22,7 @@ from harness.errors import UserError
 from harness.graph.io.files import write_model
 from harness.graph.model import Model
 from harness.graph.passes.normalize import check_valid
+from harness.graph.protos import extend_field
 from harness.graph.qdq.qdq_graph import diff_edges
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.constants import ConstantQuantizer
@@ -116,7 +117,7 @@ class Inserter:
         constants = [tensor for name, tensor in self._model.constants.items() if name not in dropped]
         constants += [tensor for stored in draft.stored for tensor in stored.tensors]
         self._check_graph(proto, constants)
-        proto.graph.initializer.extend(constants)
+        extend_field(proto.graph.initializer, constants)
         missing, extra = diff_edges(resolved, proto)
         if missing or extra:
             raise AssertionError(f"{self._model.source}: insertion lost {missing[:3]} and added {extra[:3]}")

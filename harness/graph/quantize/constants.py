@@ -12,6 +12,7 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 
 from harness.graph.model import Model, Node
+from harness.graph.protos import encoded_size_bytes
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.quantize.weight_estimators import WeightEstimator, max_magnitude
@@ -173,7 +174,7 @@ class ConstantQuantizer:
         return self._files[tensor.name]
 
     def _assign_data_files(self, tensors: Iterable[TensorProto]) -> None:
-        large = {t.name: t for t in tensors if t.HasField("raw_data") and t.ByteSize() > INLINE_BYTES}
+        large = {t.name: t for t in tensors if t.HasField("raw_data") and encoded_size_bytes(t) > INLINE_BYTES}
         file = protobuf_wire.DataFile(large)
         self._files.update({t.name: file if t.name in large else None for t in tensors})
 

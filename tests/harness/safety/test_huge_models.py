@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from google.protobuf.message import EncodeError
 from mutations import onnx_files
 from onnx import TensorProto, helper, numpy_helper
 
@@ -16,6 +17,7 @@ from harness.errors import UserError
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
 from harness.graph.load import load
+from harness.graph.protos import encoded_size_bytes
 
 HUGE = (1, 2**40)
 EXPERIMENT = """
@@ -68,6 +70,67 @@ def test_huge_declared_shapes_are_refused_with_one_message(tmp_path, capsys, wha
     assert said in error
     assert "huge.onnx" in error
     assert "Traceback" not in error
+
+
+def test_size_of_a_tensor_is_known_without_encoding_it():
+    """Protobuf fails to encode a tensor above 2 GiB, also to find its size."""
+
+    class Table:
+        data_type, dims = TensorProto.FLOAT, (530_000, 1024)
+
+        def HasField(self, name: str) -> bool:
+            return name == "raw_data"
+
+        def ByteSize(self) -> int:
+            raise EncodeError("Failed to serialize proto")
+
+    assert encoded_size_bytes(Table()) == 530_000 * 1024 * 4
+    small = numpy_helper.from_array(np.zeros(7, np.int64), "shape")
+    assert encoded_size_bytes(small) == small.ByteSize()
+    packed = TensorProto(data_type=TensorProto.INT4, dims=[2**22 + 1], raw_data=b"")
+    assert encoded_size_bytes(packed) == 2**21 + 1
+
+
+@pytest.mark.parametrize("place", ["subgraph", "main graph", "constant"])
+def test_weights_beyond_the_limit_of_protobuf_are_refused_with_their_name(place, tmp_path, monkeypatch):
+    """Weights and Constant nodes of the main graph do not count, because they are kept apart from the model."""
+    monkeypatch.setattr("harness.graph.io.model_reader.MAX_ENCODED_BYTES", 1000)
+    table = numpy_helper.from_array(np.ones(300, np.float32), "table")
+    one = helper.make_tensor_value_info("y", 1, None)
+    inner = [helper.make_node("Add", ["x", "table"], ["y"], name="add")]
+    branch = helper.make_graph(inner, "branch", [], [one], [table] if place == "subgraph" else [])
+    nodes = [helper.make_node("If", ["c"], ["z"], name="if", then_branch=branch, else_branch=branch)]
+    if place == "constant":
+        nodes.insert(0, helper.make_node("Constant", [], ["table"], name="made", value=table))
+    inputs = [helper.make_tensor_value_info("x", 1, (300,)), helper.make_tensor_value_info("c", TensorProto.BOOL, ())]
+    end = helper.make_tensor_value_info("z", 1, None)
+    graph = helper.make_graph(nodes, "g", inputs, [end], [table] if place == "main graph" else [])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
+    if place != "subgraph":
+        assert "table" in load(tmp_path / "m.onnx").constants
+        return
+    with pytest.raises(UserError, match=r"m\.onnx: .*'table'.*2 GiB.*protobuf") as error:
+        load(tmp_path / "m.onnx")
+    assert "damaged" not in str(error.value)
+
+
+def test_constants_beyond_the_limit_of_protobuf_are_not_folded(tmp_path, monkeypatch):
+    """A large table stays transposed at run time; small constants next to it are folded."""
+    monkeypatch.setattr("harness.graph.passes.simplify.MAX_COMPUTED_BYTES", 40_000)
+    monkeypatch.setattr("harness.graph.passes.simplify.MAX_FOLDED_BYTES", 20_000)
+    values = {"table": np.ones((100, 101), np.float32), "a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}
+    nodes = [
+        helper.make_node("Transpose", ["table"], ["turned"], name="turn"),
+        helper.make_node("Add", ["a", "b"], ["c"], name="fold"),
+        helper.make_node("Gather", ["turned", "ids"], ["rows"], name="gather"),
+        helper.make_node("ReduceSum", ["c"], ["d"], name="sum"),
+        helper.make_node("Mul", ["rows", "d"], ["y"], name="mul"),
+    ]
+    ends = [helper.make_tensor_value_info("ids", TensorProto.INT64, (3,)), helper.make_tensor_value_info("y", 1, None)]
+    constants = [numpy_helper.from_array(value, name) for name, value in values.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
+    assert [node.name for node in load(tmp_path / "m.onnx").nodes] == ["turn", "gather", "mul"]
 
 
 def constant_of_5_gb(op: str) -> tuple[list[onnx.NodeProto], list[TensorProto]]:

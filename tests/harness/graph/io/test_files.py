@@ -1,6 +1,7 @@
 """Models with their external data: copied into one folder, moved, told apart; and models that have none."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from onnx import numpy_helper
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
-from harness.graph.io.files import copy_model, model_files, move_model
+from harness.graph.io.files import copy_model, model_files, move_model, write_model
 
 BESIDE, BELOW = "model.onnx.data", "weights/model.bin"
 
@@ -67,6 +68,25 @@ def test_external_data_is_copied_and_moved_with_the_model(location, tmp_path):
     assert names(tmp_path / "out") == []
     assert names(tmp_path / "there") == ["moved.onnx", "moved.onnx.data"]
     assert added(tmp_path / "there" / "moved.onnx") == 1.0
+
+
+def test_external_data_is_readable_like_the_model(tmp_path, monkeypatch):
+    """A service of another user reads both, also if a tool wrote the data for its owner only, as onnx does."""
+    builder = GraphBuilder("large")
+    builder.output(builder.conv(builder.input("x", (1, 64, 4, 4)), 64, 3))
+    monkeypatch.setattr("harness.graph.io.files.MAX_SINGLE_FILE_BYTES", 1000)
+    before = os.umask(0o027)
+    try:
+        made = write_model(builder.build(), tmp_path / "model.onnx")
+        assert {file.stat().st_mode & 0o777 for file in model_files(made)} == {0o640}
+        for file in model_files(made):
+            file.chmod(0o600)
+        move_model(copy_model(made, tmp_path, "copy.onnx"), tmp_path / "moved.onnx")
+        assert {file.stat().st_mode & 0o777 for file in model_files(tmp_path / "moved.onnx")} == {0o640}
+        move_model(made, tmp_path / "again.onnx")
+        assert {file.stat().st_mode & 0o777 for file in model_files(tmp_path / "again.onnx")} == {0o640}
+    finally:
+        os.umask(before)
 
 
 def test_digest_ignores_the_name_of_the_data_file(tmp_path):
