@@ -24,7 +24,7 @@ from harness.graph.qdq.import_placement import ImportDifference, read_placement,
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
-from harness.graph.rules.points import explain_no_points
+from harness.graph.rules.points import explain_float_products, explain_no_points
 from harness.paths import resolve_path
 from harness.pipeline.runtime_checker import check_file
 from harness.progress import Observer
@@ -244,7 +244,11 @@ def insert_placement(
         resolved = task.space.resolve(placed)
         theirs = None if foreign is None else read_placement(foreign, task.model)
         if not resolved and placement != "float":
-            facts = "" if theirs is None else summarize_reasons(theirs, task.space, dialect)
+            if theirs is None:
+                causes = explain_float_products(task.model, dialect, spec.precisions[0])
+                facts = f": {causes}" if causes else ""
+            else:
+                facts = summarize_reasons(theirs, task.space, dialect)
             raise UserError(f"--placement {placement}: quantizes nothing of {model}, so no file is written{facts}")
         calibrated_on = _report_ranges(task, resolved, experiment, observer)
         result = task.inserter.export(resolved, Path(scratch) / out.name)

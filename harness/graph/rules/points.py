@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import onnx
+
 from harness.graph.model import Model, Node
+from harness.graph.protos import iter_graphs, iter_subgraphs
 from harness.graph.rules.agreements import jointly_quantized_inputs
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.operator_sets import (
     ACTIVATION_OPS,
+    CONVOLUTION_OPS,
+    LINEAR_OPS,
     MOVEMENT_OPS,
     NORMALIZATION_OPS,
     POOLING_OPS,
@@ -19,6 +25,7 @@ from harness.graph.rules.operator_sets import (
     SOFTMAX_OPS,
 )
 from harness.graph.rules.placement_rules import PlacementRule, applicable_rules, first_violated_rule
+from harness.text import format_names
 from search.space import Edge
 
 _OPS_BY_ROLE: Mapping[str, frozenset[str]] = {
@@ -29,7 +36,8 @@ _OPS_BY_ROLE: Mapping[str, frozenset[str]] = {
     "normalization": NORMALIZATION_OPS,
     "movement": MOVEMENT_OPS,
 }
-_OTHER_FLOAT_TYPES = frozenset({"bfloat16", "double", "float16"})
+_OTHER_FLOAT_TYPES = frozenset({"bfloat16", "double"})
+_PRODUCT_NAME = re.compile("conv|matmul|gemm|attention|einsum", re.IGNORECASE)
 _ROLE_BY_OP = {op: role for role, ops in _OPS_BY_ROLE.items() for op in ops}
 
 
@@ -85,22 +93,106 @@ def float_inputs_with_rule(
 
 
 def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -> str:
-    """Return an error message for a model without insertion points: the rule that applies to most inputs, and a remedy.
+    """Return an error message for a model without insertion points, with the causes and their remedies.
 
-    If inputs have a float type that another export of the model would avoid, the message is about these.
+    For a model without convolutions and products this is the rule that applies to most inputs.
     """
     head = f"{model.source}: no insertion point that dialect {dialect.name!r} allows at {precision}"
+    if causes := explain_float_products(model, dialect, precision):
+        return f"{head}: {causes}"
     refused = float_inputs_with_rule(model, dialect, precision)
     if not refused:
         return f"{head}: it has no operator that reads a tensor"
-    types = {edge.tensor: model.types[edge.tensor].dtype for edge, _ in refused if edge.tensor in model.types}
-    curable = [(edge, rule) for edge, rule in refused if types.get(edge.tensor) in _OTHER_FLOAT_TYPES]
-    ((rule, _),) = Counter(rule for _, rule in curable or refused).most_common(1)
-    remedy = f"see 'qdq regions {model.source} --dialect {dialect.name} --verbose' for the rule of each input"
-    if curable:
-        found = " and ".join(sorted({types[edge.tensor] for edge, _ in curable}))
-        remedy = f"its tensors are in {found}: export the model in float32, or take a backend of another dialect"
-    return f"{head}: rule {rule.name!r} keeps them float ({rule.text.removesuffix('.')}); {remedy}"
+    ((rule, _),) = Counter(rule for _, rule in refused).most_common(1)
+    return (
+        f"{head}: rule {rule.name!r} keeps them float ({rule.text.removesuffix('.')}), and it has no convolution or "
+        f"product; see 'qdq regions {model.source} --dialect {dialect.name} --verbose' for the rule of each input"
+    )
+
+
+def explain_float_products(model: Model, dialect: Dialect, precision: str = "int8") -> str:
+    """Return a sentence for each cause that keeps convolutions and products float, with their number and a remedy.
+
+    Those in subgraphs count too. Other operators with weights, such as LSTM, have a sentence of their own. The text is
+    empty if all may be quantized.
+    """
+    causes, total = Counter[str](), 0
+    rules, holders = applicable_rules(dialect, precision), defaultdict[tuple[str, tuple[str, ...]], list[str]](list)
+    points = find_points(model, dialect, (precision,))
+    for node in model.nodes:
+        subgraphs = iter_subgraphs(model.proto.graph.node[node.index])
+        inner = [each for graph in subgraphs for part in iter_graphs(graph) for each in part.node]
+        if count := sum(_is_product(each.op_type, each.domain, len(each.input)) for each in inner):
+            total += count
+            deciding = _find_source_inputs(model, node.inputs[0]) if node.op == "If" else ()
+            holders[node.op, deciding] += [node.name] * count
+        elif _is_product(node.op, node.domain, len(node.inputs)):
+            total += 1
+            if not points[node.index]:
+                rule = first_violated_rule(model, dialect, node, 0, precision, rules)
+                causes[_product_cause(model, node, rule)] += 1
+    for (op, deciding), names in holders.items():
+        remedy = "export the model with the steps unrolled, or the body as a model of its own"
+        if op == "If":
+            constant = f"the branch depends on input {format_names(deciding)}: make it a constant, or "
+            remedy = f"{constant if deciding else ''}export one branch"
+        causes[f"are in subgraphs of {op} {format_names(dict.fromkeys(names))}, which stay float: {remedy}"] = len(
+            names
+        )
+    found = [f"{count} of {total} convolutions and products {cause}" for cause, count in causes.most_common()]
+    if others := [op for op in weighted_ops_without_points(model, dialect) if not _is_product(op, "", 2)]:
+        remedy = "quantize them by a tool of the runtime (quantize_dynamic of ONNX Runtime)"
+        found.append(f"the weights of {', '.join(others)} stay float, as no runtime runs it from Q/DQ pairs: {remedy}")
+    return ". ".join(found)
+
+
+def _is_product(op: str, domain: str, inputs: int) -> bool:
+    """Return whether an operator is a convolution or product, by its name if it is of another domain or opset."""
+    if domain or not onnx.defs.has(op):
+        return _PRODUCT_NAME.search(op) is not None
+    return op in LINEAR_OPS or op == "Attention" or (op == "Einsum" and inputs > 1)
+
+
+def _product_cause(model: Model, node: Node, rule: PlacementRule | None) -> str:
+    """Return why a convolution or product of the main graph stays float, and a remedy."""
+    names, other = node.inputs[:2], "or take a backend of another dialect"
+    types = {model.types[name].dtype if name in model.types else "" for name in names}
+    if node.opaque:
+        which = f"of domain {node.domain}" if node.domain else "that its opset does not define"
+        newer = "with the operators of ONNX, or take the file from before a tool or runtime optimized it"
+        return f"are an operator {which} ({node.op}): export the model {newer if node.domain else 'with a newer opset'}"
+    if "" in types:
+        return (
+            "read tensors of unknown type or size, which depend on data or on an operator that ONNX does not define: "
+            "export the model with fixed sizes, or declare the types in the file (value_info)"
+        )
+    if unfit := types - QUANTIZABLE_FLOAT_TYPES:
+        remedy = "export the model in float32" if unfit & _OTHER_FLOAT_TYPES else "integers stay as they are"
+        return f"are in {' and '.join(sorted(unfit))}, and only float32 and float16 can be quantized: {remedy}"
+    name, text = ("", "") if rule is None else (rule.name, rule.text.removesuffix("."))
+    if name == "operands" and node.op in CONVOLUTION_OPS:
+        return f"have a weight that is no constant ({names[1]!r}): export the model with its weights in the file"
+    remedies = {
+        "finite": "export the model with finite weights",
+        "float16": f"export the model in float32, {other}",
+        "operands": "split it into products of two operands",
+        "operator": f"export the model without {node.op}, {other}",
+        "vector": "give the data a batch, so that they have two dimensions or more",
+        "bare product": f"give the product a bias, {other}",
+    }
+    return f"stay float by rule {name!r} ({text}): {remedies.get(name, f'take another precision, {other}')}"
+
+
+def _find_source_inputs(model: Model, tensor: str) -> tuple[str, ...]:
+    """Return the inputs of the model that a tensor is computed from, in the order of the model."""
+    seen, waiting = set[str](), [tensor]
+    while waiting:
+        name = waiting.pop()
+        producer = None if name in seen else model.producer_node(name)
+        seen.add(name)
+        if producer is not None:
+            waiting += [*producer.inputs, *producer.captures]
+    return tuple(name for name in model.inputs if name in seen)
 
 
 def input_role(model: Model, dialect: Dialect, node: Node) -> str:

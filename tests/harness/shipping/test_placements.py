@@ -17,6 +17,7 @@ from small_results import seal_bundle
 
 from harness.config.sections import PluginSpec
 from harness.errors import UserError
+from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load
 from harness.graph.model import Model
@@ -29,7 +30,7 @@ from harness.graph.rules.dialects import OPENVINO
 from harness.pipeline import recovery
 from harness.progress import NullProgress
 from harness.report.load.results import load as load_results
-from harness.shipping.placements import apply_experiment
+from harness.shipping.placements import apply_experiment, insert_placement
 from harness.task_setup.initial_design import InitialDesign, check_files
 from harness.task_setup.placed_models import RECOVERY_STEPS
 from search.space import Edge
@@ -227,6 +228,19 @@ def test_insert_applies_a_rule_or_stored_placement(tmp_path, capsys):
     for wrong, remedy in {"linar": "linear", "modelopt_ptq": "ptq", "ship/gone": "no such"}.items():
         assert qdq("insert", str(net), "-o", str(second), "--placement", wrong) == 2
         assert remedy in capsys.readouterr().err
+
+
+def test_rule_that_quantizes_nothing_is_refused_with_the_causes(tmp_path):
+    builder = GraphBuilder("m")
+    product = builder.op("MatMul", builder.input("x", (4,)), builder.const(np.ones((4, 4), np.float32)))
+    builder.output(builder.op("Relu", product))
+    path = builder.save(tmp_path / "m.onnx")
+    with pytest.raises(UserError, match=r"quantizes nothing .* 1 of 1 convolutions and products .*'vector'.* batch"):
+        insert_placement(
+            str(path), "linear", tmp_path / "q.onnx", NullProgress(), backend=PluginSpec(use="onnxruntime"),
+            precision="int8",
+        )  # fmt: skip
+    assert not (tmp_path / "q.onnx").exists()
 
 
 def test_apply_measures_the_placement_in_a_new_model(tmp_path, monkeypatch, capsys):

@@ -3,8 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+from onnx import helper, numpy_helper
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
@@ -118,19 +120,89 @@ def test_float16_has_no_points_on_onnx_runtime(dialect, caplog):
     assert rule(model, OPENVINO, "Gemm") == "legal"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dialect", "says"),
-    [
-        ("float16", ONNXRUNTIME, "rule 'float16' keeps them float (The runtime computes wrong results from Q/DQ in"),
-        ("double", OPENVINO, "rule 'operands' keeps them float (A linear operator needs two float32 or float16 inputs"),
-    ],
-)
-def test_explain_no_points_names_the_rule_and_remedy(dtype, dialect, says):
+@pytest.mark.parametrize(("dtype", "dialect"), [("float16", ONNXRUNTIME), ("double", OPENVINO), ("bfloat16", TENSORRT)])
+def test_explain_no_points_names_the_type_and_remedy(dtype, dialect):
     g, x = start((4, 8), dtype)
-    model = finish(g, g.op("MatMul", x, g.const(np.ones((8, 4), {"float16": np.float16, "double": np.float64}[dtype]))))
-    text = explain_no_points(model, dialect)
-    assert text.startswith(f"m: no insertion point that dialect '{dialect.name}' allows at int8: {says}")
-    assert f"its tensors are in {dtype}: export the model in float32, or take a backend of another dialect" in text
+    weight = np.ones((8, 4), {"double": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype])
+    text = explain_no_points(finish(g, g.op("MatMul", x, g.const(weight))), dialect)
+    assert text.startswith(f"m: no insertion point that dialect '{dialect.name}' allows at int8: 1 of 1 convolutions")
+    assert dtype in text
+    assert "export the model in float32" in text
+
+
+def branches(g: GraphBuilder, x: str, condition: str, name: str) -> str:
+    """An If with a product of weights in each branch, and one in an If inside of a branch."""
+    inner = []
+    for side in ("then", "else"):
+        b = GraphBuilder(f"{name}.{side}")
+        y = b.op("MatMul", x, b.const(np.ones((4, 4), np.float32), f"{name}.{side}.w"), outputs=[f"{name}.{side}.p"])[0]
+        if side == "else" and not name.endswith("inner"):
+            y = branches(b, y, condition, f"{name}.inner")
+        b.output(b.op("Tanh", y, outputs=[f"{name}.{side}.y"])[0], (1, 4))
+        inner.append(b.graph())
+    then, other = inner
+    return g.op("If", condition, then_branch=then, else_branch=other, outputs=[f"{name}.y"], name=name)[0]
+
+
+def test_explain_no_points_names_the_input_that_decides_a_branch():
+    """The silero-vad model: all weights are in branches by the sampling rate."""
+    g, x = start((1, 4))
+    is_16k = g.op("Equal", g.op("Add", g.input("sr", (), "int64"), g.const(0)), g.const(16000))
+    text = explain_no_points(finish(g, branches(g, x, is_16k, "rate"), branches(g, x, is_16k, "again")), OPENVINO)
+    assert "8 of 8 convolutions and products are in subgraphs of If 'rate', 'again'" in text
+    assert "input 'sr'" in text
+    assert "'x'" not in text
+    assert "export one branch" in text
+
+
+def test_explain_no_points_has_a_sentence_for_each_cause():
+    g, x = start((1, 4))
+    y = branches(g, x, g.input("first", (), "bool"), "choice")
+    wide = g.op("MatMul", g.op("Cast", x, to=11), g.const(np.ones((4, 4))))
+    moved = g.op("Conv", g.input("image", (1, 4, 2, 2)), g.input("filter", (4, 4, 1, 1)))
+    g.output(g.op("FusedMatMul", x, g.const(np.ones((4, 4), np.float32)), domain="com.microsoft"), (1, 4))
+    recurrent = g.op(
+        "LSTM", g.input("steps", (2, 1, 4)), g.const(np.ones((1, 16, 4), np.float32)),
+        g.const(np.ones((1, 16, 4), np.float32)), hidden_size=4,
+    )  # fmt: skip
+    text = explain_no_points(finish(g, y, wide, g.op("Neg", moved), g.op("Neg", recurrent)), OPENVINO)
+    for words in (
+        "4 of 7 convolutions and products are in subgraphs of If 'choice'", "input 'first'",
+        "1 of 7 convolutions and products are in double", "export the model in float32",
+        "1 of 7 convolutions and products have a weight that is no constant ('filter')", "weights in the file",
+        "1 of 7 convolutions and products are an operator of domain com.microsoft (FusedMatMul)", "operators of ONNX",
+        "the weights of LSTM stay float", "quantize_dynamic",
+    ):  # fmt: skip
+        assert words in text
+    assert "subgraphs of Loop" not in text
+
+
+def test_explain_no_points_of_a_loop_and_of_a_newer_operator():
+    g, x = start((1, 4))
+    body = GraphBuilder("body")
+    body.input("i", (), "int64")
+    go, state = body.input("go", (), "bool"), body.input("state", (1, 4))
+    body.output(body.op("Identity", go, outputs=["go_on"])[0], ())
+    body.output(body.op("MatMul", state, body.const(np.ones((4, 4), np.float32), "w"), outputs=["next"])[0], (1, 4))
+    g.output(g.op("Loop", g.input("n", (), "int64"), "", x, body=body.graph(), name="steps"), (1, 4))
+    proto = finish(g, g.op("Neg", g.input("q", (1, 2, 4, 8)))).proto
+    proto.graph.node[-1].op_type = "Attention"
+    text = explain_no_points(load_proto(proto, source="m", sha256="0"), OPENVINO)
+    assert "1 of 2 convolutions and products are in subgraphs of Loop 'steps'" in text
+    assert "unrolled" in text
+    assert "1 of 2 convolutions and products are an operator that its opset does not define (Attention)" in text
+
+
+def test_weights_in_local_functions_are_found():
+    g, x = start((1, 2, 8))
+    proto = finish(g, g.op("Relu", x)).proto
+    constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(np.ones((8, 8), np.float32)))
+    nodes = [constant, helper.make_node("MatMul", ["a", "w"], ["b"])]
+    proto.functions.append(helper.make_function("my", "Block", ["a"], ["b"], nodes, [helper.make_opsetid("", 17)]))
+    proto.opset_import.append(helper.make_opsetid("my", 1))
+    proto.graph.node[0].CopyFrom(helper.make_node("Block", ["x"], list(proto.graph.node[0].output), domain="my"))
+    model = load_proto(proto, source="m", sha256="0")
+    assert [point.role for point in found(model, OPENVINO, "MatMul")] == ["linear"]
 
 
 def test_explain_no_points_names_the_command_for_rules():
