@@ -134,7 +134,13 @@ def find_entry_point(kind: str, use: str) -> EntryPoint:
     if ":" in use:
         if ENTRY_POINT_PATTERN.fullmatch(use) is None:
             raise UserError(f"{kind} {use!r}: neither a name nor package.module:Class")
-        require_trust(f"{kind} {use!r} would run code of the module {use.partition(':')[0]}")
+        module, _, attribute = use.partition(":")
+        if module == "__main__" and not hasattr(sys.modules[module], attribute):
+            raise UserError(
+                f"{kind} {use!r} is part of a Python program, which no other process can load: make the same call in "
+                f"that program, or put it into a module and name it module:{attribute}"
+            )
+        require_trust(f"{kind} {use!r} would run code of the module {module}")
         return EntryPoint(name=use, value=use, group=ENTRY_POINT_GROUPS.get(kind, ""))
     known = installed_plugins(kind)
     found = [plugin for plugin in known if plugin.name == use]

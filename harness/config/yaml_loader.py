@@ -149,7 +149,13 @@ class _StrictLoader(_SafeLoader):  # type: ignore[misc]
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which YAML 1.1 or YAML 1.2 would read as another type."""
+    """SafeDumper that quotes text which YAML 1.1 or YAML 1.2 would read as another type.
+
+    An object that occurs twice is written twice, because the loader rejects aliases.
+    """
+
+    def ignore_aliases(self, _: object) -> bool:
+        return True
 
 
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_integer)

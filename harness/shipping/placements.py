@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from harness.graph.rules.points import explain_float_products, explain_no_points
 from harness.paths import resolve_path
 from harness.pipeline.runtime_checker import check_file
 from harness.progress import Observer
-from harness.registry import create_plugin, load_plugin
+from harness.registry import create_plugin, is_program_object, load_plugin
 from harness.results_dir.artifacts import FLOAT_ROW
 from harness.results_dir.deploy_folder import FACTS_FILE, holds_bundle, read_bundle
 from harness.results_dir.io import explain_write_errors
@@ -46,6 +47,8 @@ from harness.task_setup.task import Task, calibrate_task
 from harness.verification.output_comparison import OutputCheck, not_checked
 from search.heuristics import HEURISTIC_RULES
 from search.space import Resolved
+
+logger = logging.getLogger(__name__)
 
 ROW, RECOVERED_ROW = "applied", "recovered"
 
@@ -141,8 +144,10 @@ def apply_experiment(
     if facts.get("method") == FLOAT_ROW:
         raise UserError(f"{folder}: holds the float model, so there is no placement to apply")
     made_by_tool = facts.get("method") in (*PTQ_TOOLS, *BASELINE_TOOLS)
+    changes = {**changes, **_replacement_evaluator(stored_model, calibration, folder, shipped)}
     described = {
         **stored,
+        **({"objective": {}} if "evaluator" in changes else {}),
         "experiment": f"{ROW}-{model_label(str(model))}",
         "models": [
             {**stored_model, **changes, "use": os.path.relpath(model, base_dir), "label": model_label(str(model))}
@@ -163,6 +168,26 @@ def apply_experiment(
         "seeds": [0],
     }
     return parse_experiment(dump_yaml({**described, **recovering}), source, base_dir)
+
+
+def _replacement_evaluator(
+    stored: Mapping[str, Any], calibration: Mapping[str, Any], folder: Path, shipped: str
+) -> dict[str, Any]:
+    """Return the key `evaluator` with fidelity in place of a metric that only a Python program has, else nothing."""
+    evaluator = stored.get("evaluator")
+    parts: Mapping[str, Any] = evaluator if isinstance(evaluator, dict) else {"use": evaluator}
+    params: Mapping[str, Any] = parts["params"] if isinstance(parts.get("params"), dict) else {}
+    names = [name for name in (parts.get("use"), *params.values()) if isinstance(name, str) and is_program_object(name)]
+    if not names:
+        return {}
+    logger.warning(
+        "%s: its metric %s is part of a Python program, so that files are compared by SQNR, without a bound; for the "
+        'metric, call qdq.autotune in that program with initial=[{"use": "placement", "params": {"path": "%s"}, '
+        '"label": "%s"}], baselines=["%s"], searcher=[]',
+        folder, names[0].partition(":")[2], shipped, ROW, ROW,
+    )  # fmt: skip
+    data = params.get("data", calibration.get("data"))
+    return {"evaluator": {"use": "fidelity", "params": {"data": data} if isinstance(data, dict) else {}}}
 
 
 def check_structure(experiment: Experiment) -> None:

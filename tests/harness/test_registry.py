@@ -79,6 +79,13 @@ def test_missing_modules_differ_from_modules_with_missing_imports(module):
     assert where not in refused("searcher", f"{module('plug_bad', 'import not_installed_anywhere')}:Thing", {})
 
 
+def test_part_of_another_program_is_refused_with_what_to_do():
+    """Of a results folder of `qdq.autotune`, whose objects other commands cannot load, even if they are trusted."""
+    said = refused("evaluator", "__main__:gone", {})
+    assert "part of a Python program" in said
+    assert "module:gone" in said
+
+
 def test_wrong_parameters_differ_from_failing_constructors(module):
     name = module("plug_some", MODULE)
     assert "has no parameter 'sizes'; did you mean 'size'" in refused("searcher", f"{name}:Choosy", {"sizes": 1})

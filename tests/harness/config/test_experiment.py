@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from harness.config.experiment import load_experiment, parse_experiment, to_yaml
 from harness.config.plan import plan_tasks
+from harness.config.yaml_loader import dump_yaml
 from harness.errors import UserError
 
 MINIMAL = "experiment: e\nmodels: [zoo:resnet18]\n"
@@ -196,6 +197,14 @@ def test_plain_scalars_follow_yaml_1_2_and_survive_a_round_trip(written, value):
     assert (read, type(read)) == (value, type(value))
     assert parse_experiment(to_yaml(experiment), "again").searchers[0].params["rate"] == value
     assert yaml.safe_load(to_yaml(experiment))["searchers"][0]["params"]["rate"] == value
+
+
+def test_object_that_occurs_twice_survives_a_round_trip():
+    """A program may pass one mapping as calibration data and as data of the metric."""
+    data = {"use": "npz", "path": "data.npz"}
+    model = {"use": "a.onnx", "calibration": {"data": data}, "evaluator": {"use": "fidelity", "params": {"data": data}}}
+    experiment = parse_experiment(dump_yaml({"experiment": "e", "models": [model]}), "e.yaml")
+    assert experiment.models[0].evaluator.params["data"] == experiment.models[0].calibration.data == data
 
 
 def test_tasks_that_would_share_a_folder_are_rejected():

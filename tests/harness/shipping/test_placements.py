@@ -293,6 +293,31 @@ def test_apply_repeats_recovery_if_the_objective_allows(tmp_path, objective, rep
     assert [searcher.name for searcher in experiment.searchers] == ["recovered"] * repeated
 
 
+@pytest.mark.parametrize(
+    "evaluator",
+    [
+        "__main__:accuracy",
+        {"use": "metric", "params": {"function": "__main__:accuracy", "data": {"use": "npz", "path": "test.npz"}}},
+    ],
+)
+def test_apply_compares_by_fidelity_without_the_metric_of_a_program(evaluator, tmp_path, caplog):
+    """Only the program itself has the function; the file is compared with the float model on the same data."""
+    export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
+    data = {"use": "npy", "path": "calib.npy"}
+    model = {"use": "net.onnx", "calibration": {"data": data}, "evaluator": evaluator}
+    stored = stored_experiment(models=[model], objective={"max_drop": 0.01, "halves": True})
+    seal_bundle(tmp_path / "ship/net", experiment=stored)
+    experiment = apply_experiment(tmp_path / "ship/net", tmp_path / "net.onnx", {}, tmp_path)
+    used = experiment.models[0].evaluator
+    assert used is not None
+    test_data = evaluator["params"]["data"] if isinstance(evaluator, dict) else data
+    assert (used.use, used.params) == ("fidelity", {"data": test_data})
+    assert experiment.objective.max_drop is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "accuracy" in line
+    assert "qdq.autotune" in line
+
+
 def test_a_tool_makes_the_file_of_the_new_model(tmp_path):
     export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
     seal_bundle(tmp_path / "ship/net", experiment=stored_experiment(), method="ort_dynamic")
