@@ -38,6 +38,19 @@ class DoesNotHold(UserError):
     """Result that a command examined and that does not hold, such as a damaged file or a failed searcher."""
 
 
+class SizesMissing(UserError):
+    """Dynamic inputs without sizes.
+
+    Attributes:
+        remedy: End of the message, with keys of an experiment and options of a command.
+        arguments: The same remedy as arguments of a Python call.
+    """
+
+    def __init__(self, problem: str, remedy: str, arguments: str) -> None:
+        super().__init__(f"{problem}{remedy}")
+        self.remedy, self.arguments = remedy, arguments
+
+
 class CandidateError(Exception):
     """Failure of one candidate; the message is printable text, and `stage` the step that failed."""
 
@@ -133,8 +146,8 @@ def prefix_file(name: object) -> Iterator[None]:
 def without_inner_errors(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function of the Python interface that raises each `UserError` without its chain of inner errors.
 
-    The cause is kept if it comes from code of the user (`_cause_with_news`). Options of commands in the message are
-    replaced by arguments.
+    The cause is kept if it comes from code of the user (`_cause_with_news`). Options of commands and keys of an
+    experiment in the message are replaced by arguments.
     """
 
     @wraps(function)
@@ -143,7 +156,13 @@ def without_inner_errors(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **keywords)
         except UserError as error:
             text = str(error)
-            for option, argument in PYTHON_ARGUMENTS.items():
+            replaced = dict(PYTHON_ARGUMENTS)
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, SizesMissing):
+                    replaced[cause.remedy] = cause.arguments
+                cause = cause.__cause__
+            for option, argument in replaced.items():
                 text = text.replace(option, argument)
             raise UserError(text) from _cause_with_news(error)
 

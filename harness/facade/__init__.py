@@ -48,6 +48,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
     example_inputs: Any = None,
     preprocess: Plugin | None = None,
     shapes: Mapping[str, str] | None = None,
+    dims: Mapping[str, int] | None = None,
     out: Path | str | None = None,
     progress: bool = True,
     accept_changes: bool = False,
@@ -76,6 +77,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
         example_inputs: Inputs of one call of a PyTorch module.
         preprocess: Preprocessing of images; needed if data are images.
         shapes: Shapes of inputs with dynamic axes, such as `{"images": "1x3x640x640"}`.
+        dims: Sizes of dynamic axes by symbol, such as `{"time": 128}`.
         out: Results folder; default `results/NAME` of the file, `results/autotune` for an object.
         progress: Show the progress on standard error, or in the notebook.
         accept_changes: Archive the results of a run with other settings in this folder, and start over.
@@ -106,7 +108,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
         test=test,
         preprocess=preprocess,
         example_inputs=example_inputs,
-        shapes=shapes,
+        sizes={"shapes": shapes, "dims": dims},
     )
     if max_drop is not None:
         halves = isinstance(described.get("evaluator", {}).get("params", {}).get("data"), dict)

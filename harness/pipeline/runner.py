@@ -79,6 +79,7 @@ def run_experiment(
     """
     commit = git_commit()
     stopped: dict[str, list[str]] = {}
+    errors: list[UserError] = []
     tasks = plan_tasks(experiment)
     alone = len(tasks) == 1
     known = None if accept_changes else _recorded_environment(tasks, out)
@@ -101,6 +102,7 @@ def run_experiment(
             run_with_recovery(folder, pipeline.run, accept_changes, observer)
         except UserError as error:
             stopped.setdefault(str(error), []).append(spec.name)
+            errors.append(error)
             if not isinstance(error, FingerprintMismatch):  # a refused task changes nothing
                 write_task_error(folder, str(error))
             if not alone:  # the reason is printed once, at the end
@@ -118,7 +120,8 @@ def run_experiment(
         run_concurrently([partial(run, spec, site) for spec in tasks], experiment.executor.tasks)
         close_results(out, [spec.name for spec in plan_tasks(experiment)])
     if stopped:
-        raise UserError("\n".join(text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items()))
+        lines = (text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items())
+        raise UserError("\n".join(lines)) from errors[0]
     _raise_searcher_failures(tasks, out)
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,13 @@ def model_mapping(  # noqa: PLR0913 - one key, one parameter
     test: tuple[Any, Any] | None = None,
     preprocess: Any = None,
     example_inputs: Any = None,
-    shapes: Mapping[str, str] | None = None,
+    sizes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return a model in the form of an experiment file; for the arguments see `harness.facade.autotune`.
 
     Args:
         folder: Folder in which the objects are stored as files.
+        sizes: Values of `shapes` and `dims`.
 
     Raises:
         UserError: An object is of an unsupported type.
@@ -44,8 +46,7 @@ def model_mapping(  # noqa: PLR0913 - one key, one parameter
         described["calibration"] = {"data": data, **({"samples": MAX_COUNT} if data["use"] in ("npz", "npy") else {})}
     if preprocess is not None:
         described["preprocess"] = plugin_mapping("preprocess", preprocess)
-    if shapes is not None:
-        described["shapes"] = dict(shapes) if isinstance(shapes, Mapping) else shapes
+    described |= {key: dict(given) if isinstance(given, Mapping) else given for key, given in sizes.items() if given}
     if metric is not None:
         described["evaluator"] = evaluator_mapping(metric, test, folder)
     return described

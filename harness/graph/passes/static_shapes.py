@@ -12,7 +12,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import shape_inference
 
-from harness.errors import UserError
+from harness.errors import SizesMissing, UserError
 from harness.graph.io.files import write_model
 from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.io.model_reader import read_model
@@ -61,7 +61,7 @@ def fix_inputs(proto: onnx.ModelProto, sizes: InputSizes, source: str) -> None:
     inputs = {value.name: value for value in graph.input if value.type.HasField("tensor_type")}
     resolved = resolve_shapes({name: axes_of(value) for name, value in inputs.items()}, sizes, source)
     if resolved.missing:
-        raise UserError(f"{source}: {_describe_missing_sizes(proto, resolved, sizes)}")
+        raise _missing_sizes(proto, resolved, sizes, source)
     if resolved.default_sizes:
         logger.warning("%s: %s", source, _describe_default_sizes(resolved))
     for name, value in inputs.items():
@@ -181,13 +181,13 @@ def _describe_default_sizes(resolved: ResolvedShapes) -> str:
     symbol = next((name.strip("'") for name in resolved.default_sizes if name.startswith("'")), "batch")
     option = format_size_options({symbol: 8}, {})
     return (
-        f"{sizes}; another size: `dims: {{{symbol}: 8}}` at the model of an experiment, or {option} for a command that "
-        "takes a model"
+        f"{sizes}; another size: `dims: {{{symbol}: 8}}` at the model of an experiment, {option} for a command that "
+        f"takes a model, or dims={{{symbol!r}: 8}} in Python"
     )
 
 
-def _describe_missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, sizes: InputSizes) -> str:
-    """Return a message that asks for missing sizes, with an example that passes ONNX's shape inference."""
+def _missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, sizes: InputSizes, source: str) -> SizesMissing:
+    """Return an error that asks for missing sizes, with an example that passes ONNX's shape inference."""
     inputs = {v.name: axes_of(v) for v in proto.graph.input if v.type.HasField("tensor_type")}
     dynamic = "; ".join(
         f"input {name!r} has the dynamic shape {format_axes(axes)}"
@@ -200,9 +200,11 @@ def _describe_missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, si
     what = "each symbol once" if dims else "it"
     foreign = [repr(name) for name in sizes.samples if name and name not in inputs]
     named = f" (no input has the name of the calibration data's {', '.join(foreign)})" if foreign else ""
-    return (
-        f"{dynamic}{named}; a placement is measured at one static shape: give {what} in the experiment as '{yaml}', or "
-        f"for a command that takes a model as {format_size_options(dims, shapes)}"
+    options = format_size_options(dims, shapes)
+    return SizesMissing(
+        f"{source}: {dynamic}{named}; a placement is measured at one static shape: give {what} ",
+        f"in the experiment as '{yaml}', or for a command that takes a model as {options}",
+        f"as {', '.join(f'{key}={values!r}' for key, values in (('dims', dims), ('shapes', shapes)) if values)}",
     )
 
 

@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 from here import OpenVINO
 from matplotlib.figure import Figure
+from onnx import helper, numpy_helper
 from small import save_chain
 
 import harness.facade as qdq
@@ -123,6 +124,37 @@ class Redraw:
 def net(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return onnx.load(save_chain(tmp_path / "net.onnx", (8, 4)))
+
+
+def test_missing_sizes_are_asked_for_as_arguments(tmp_path, monkeypatch):
+    """The message of a command names options and keys of a file, which a call does not have."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    inputs = [
+        helper.make_tensor_value_info("x", 1, ("batch", "seq len", 16)),
+        helper.make_tensor_value_info("y", 1, (None, None)),
+    ]
+    outputs = [helper.make_tensor_value_info(name, 1, None) for name in ("a", "b")]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Relu", ["y"], ["b"])]
+    weight = numpy_helper.from_array(rng.normal(size=(16, 16)).astype(np.float32), "w")
+    graph = helper.make_graph(nodes, "g", inputs, outputs, [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), "m.onnx")
+    calls = {
+        "insert": lambda **sizes: qdq.insert("m.onnx", "q.onnx", **sizes),
+        "autotune": lambda **sizes: qdq.autotune("m.onnx", out="out", backend=SIMULATED, **QUICK, **sizes),
+    }
+    for name, call in calls.items():
+        with pytest.raises(UserError) as refused:
+            call()
+        text = str(refused.value)
+        assert "--" not in text, name
+        assert "experiment" not in text, name
+        assert "dims={'seq len': 128}, shapes={'y': '1x128'}" in text, name
+    assert qdq.insert("m.onnx", "q.onnx", dims={"seq len": 8}, shapes={"y": "1x8"}).pairs
+    result = qdq.autotune(
+        "m.onnx", out="done", backend=SIMULATED, evaluations=3, dims={"seq len": 8}, shapes={"y": "1x8"}, **QUICK
+    )
+    assert "seq len: 8" in (result.folder / "experiment.yaml").read_text()
 
 
 def test_shapes_fix_dynamic_axes(net):
