@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -148,7 +148,7 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
         raise UserError(f"test: a pair (inputs, labels), but got {type(test).__name__}")
     samples, labels = test
     data = data_mapping(samples, folder / "test")
-    np.save(folder / "labels.npy", np.asarray(labels))
+    np.save(folder / "labels.npy", _to_array(labels, "labels"))
     return described | {
         "params": {**described.get("params", {}), "data": {**data, "labels": str(folder / "labels.npy")}}
     }
@@ -210,7 +210,7 @@ def data_mapping(samples: Any, stem: Path) -> dict[str, Any]:
         stem: Path of the file without suffix.
 
     Raises:
-        UserError: The type is unsupported, or there are no samples.
+        UserError: The type is unsupported, there are no samples, or they have different shapes.
     """
     if isinstance(samples, Mapping) and isinstance(samples.get("use"), str):
         return dict(samples)
@@ -219,23 +219,71 @@ def data_mapping(samples: Any, stem: Path) -> dict[str, Any]:
     if not (isinstance(samples, Mapping) or hasattr(samples, "__array__")):
         if not isinstance(samples, Iterable):
             raise UserError(f"{stem.name}: an array, batches of arrays or a file, but got {type(samples).__name__}")
-        samples = _joined(samples)
+        samples = _joined(samples, stem.name)
     stem.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(samples, Mapping):
         path = stem.with_suffix(".npz")
-        arrays: dict[str, Any] = {name: np.asarray(array) for name, array in samples.items()}
+        arrays: dict[str, Any] = {name: _to_array(array, stem.name, name) for name, array in samples.items()}
         np.savez(path, **arrays)
     else:
         path = stem.with_suffix(".npy")
-        np.save(path, np.asarray(samples))
+        np.save(path, _to_array(samples, stem.name))
     return {"use": path.suffix.removeprefix("."), "path": str(path)}
 
 
-def _joined(batches: Iterable[Any]) -> Any:
-    """Return batches, each an array or a mapping of arrays, joined along the first axis."""
+def _joined(batches: Iterable[Any], what: str) -> Any:
+    """Return batches, each an array or a mapping of arrays, joined along the first axis.
+
+    Raises:
+        UserError: There are none, or a batch differs from the first one in its inputs or in the shape of a sample.
+    """
     found = list(batches)
     if not found:
-        raise UserError("calibration: there are no samples")
-    if isinstance(found[0], Mapping):
-        return {name: np.concatenate([np.asarray(batch[name]) for batch in found]) for name in found[0]}
-    return np.concatenate([np.asarray(batch) for batch in found])
+        raise UserError(f"{what}: there are no samples")
+    named = [batch if isinstance(batch, Mapping) else {"": batch} for batch in found]
+    for number, batch in enumerate(named, start=1):
+        if batch.keys() != named[0].keys():
+            inputs, first = (", ".join(map(repr, each)) for each in (batch, named[0]))
+            raise UserError(f"{what}: batch {number} has the inputs {inputs}, but batch 1 has {first}")
+    joined = {name: _join_arrays([batch[name] for batch in named], what, name) for name in named[0]}
+    return joined if isinstance(found[0], Mapping) else joined[""]
+
+
+def _join_arrays(batches: Sequence[Any], what: str, name: str) -> np.ndarray[Any, Any]:
+    arrays = [_to_array(batch, what, name) for batch in batches]
+    if not all(array.ndim for array in arrays):
+        raise UserError(f"{what}: a batch{_of_input(name)} is a single number; its first axis counts the samples")
+    samples = 1
+    for array in arrays:
+        if array.shape[1:] != arrays[0].shape[1:]:
+            raise _other_shape(what, name, samples, array.shape[1:], arrays[0].shape[1:])
+        samples += len(array)
+    return np.concatenate(arrays)
+
+
+def _to_array(value: Any, what: str, name: str = "") -> np.ndarray[Any, Any]:
+    """Return samples as an array; raise `UserError` if they have different shapes or are no numbers."""
+    try:
+        array = np.asarray(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        shapes = [np.shape(sample) for sample in value] if isinstance(value, Sequence) else []
+        for number, shape in enumerate(shapes, start=1):
+            if shape != shapes[0]:
+                raise _other_shape(what, name, number, shape, shapes[0]) from error
+        raise UserError(f"{what}: the samples{_of_input(name)} cannot be read as an array: {error}") from error
+    if array.dtype.hasobject:
+        raise UserError(f"{what}: the samples{_of_input(name)} are objects of Python, not numbers of one shape")
+    return array
+
+
+def _other_shape(what: str, name: str, number: int, shape: Sequence[int], first: Sequence[int]) -> UserError:
+    sizes = [" x ".join(map(str, each)) or "a single number" for each in (shape, first)]
+    return UserError(
+        f"{what}: sample {number}{_of_input(name)} is {sizes[0]}, but sample 1 is {sizes[1]}; a placement is "
+        "calibrated, scored and compared at one size: pad or cut the samples to the size that you deploy, or leave out "
+        "the others"
+    )
+
+
+def _of_input(name: str) -> str:
+    return f" of input {name!r}" if name else ""

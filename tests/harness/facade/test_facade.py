@@ -259,6 +259,24 @@ def test_arrays_and_batches_become_files(samples, shapes, tmp_path):
     assert {name: array.shape for name, array in arrays.items()} == shapes
 
 
+@pytest.mark.parametrize(
+    ("samples", "facts"),
+    [
+        ([{"x": np.zeros((2, 6, 4))}, {"x": np.zeros((1, 5, 4))}], ("sample 3", "'x'", "5 x 4", "6 x 4", "pad or cut")),
+        ([np.zeros((1, 6)), np.zeros((1, 5))], ("sample 2", "is 5", "is 6", "pad or cut")),
+        ({"x": [np.zeros((6, 4)), np.zeros((5, 4))]}, ("sample 2", "'x'", "5 x 4", "6 x 4", "pad or cut")),
+        ([{"x": np.zeros((1, 6))}, {"y": np.zeros((1, 6))}], ("batch 2", "'y'", "'x'")),
+        ([np.float32(1), np.float32(2)], ("single number",)),
+        ({"x": [None, None]}, ("'x'", "objects")),
+    ],
+)
+def test_samples_that_do_not_fit_together_are_refused_by_name(samples, facts, tmp_path):
+    """Texts have different lengths; NumPy's own error names neither sample nor input."""
+    with pytest.raises(UserError) as refused:
+        data_mapping(samples, tmp_path / "calibration")
+    assert all(fact in str(refused.value) for fact in ("calibration: ", *facts))
+
+
 def test_data_mappings_and_file_paths_are_kept(tmp_path):
     images = {"use": "images", "images": "train"}
     assert data_mapping(images, tmp_path / "data") == images
