@@ -151,7 +151,7 @@ def test_a_mask_beyond_fp16_has_a_finite_scale(tmp_path):
     inserter = CastInserter(load(file), TENSORRT, ranges, model)
     found = scales(inserter.export(space.resolve(space.quantize_all()), tmp_path / "q.onnx"))
     assert found
-    assert [*found.values()] == pytest.approx([65504 / 127] * len(found), rel=0.02)
+    assert [*found.values()] == pytest.approx([0.99 * 65504 / 127] * len(found), rel=0.01)
 
 
 def experiment(folder: Path, **params: str) -> list[str]:

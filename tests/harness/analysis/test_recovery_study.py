@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 
 import numpy as np
 import pytest
 from small import qdq
+from small_results import seal_bundle
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_graph
-from harness.results_dir.io import read_json, write_json
+from harness.results_dir.io import read_json
 
 STUDY = """
 experiment: small
@@ -63,10 +63,7 @@ def test_recover_auto_and_placement_of_other_file(folder):
     shipped = folder / "results/ship/net"
     shipped.mkdir(parents=True)
     shutil.copy(folder / "out/models/1.onnx", shipped / "net.onnx")
-    facts = {"answer": "", "latency_ms": [1.0, 1.0, 1.0], "runtime": {}, "experiment": {}}
-    write_json(shipped / "ship.json", {"schema": 1, "file": "net.onnx", **facts})
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in shipped.iterdir()}
-    (shipped / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    seal_bundle(shipped, answer="")
     assert qdq("recover", "small.yaml", "--placement", "results", "--out", "shipped") == 0
     files = [folder / name / "models/0.onnx" for name in ("out", "again", "shipped")]
     assert len({file.read_bytes() for file in files}) == 1, "its places, with the contents of the experiment"
