@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
-from harness.compat.tao_specs.dataset import input_size
+from harness.compat.tao_specs.dataset import sample_shape
 from harness.compat.tao_specs.model_file import SampleShapes, static_inputs
 from harness.config.sections import PluginSpec
 from harness.errors import EvaluationFailed, UserError
@@ -98,7 +98,7 @@ def test_profile_of_tensorrt_may_begin_at_0():
 
 def test_size_of_images_is_above_0():
     with pytest.raises(UserError, match="--size"):
-        input_size("imagenet", "0x224", None)
+        sample_shape("imagenet", "0x224", None)
 
 
 def test_other_sizes_of_a_model_with_an_empty_input():
