@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection
 
 MAX_FILE_NAME_CHARS = 100
+MAX_VALUE_CHARS = 200
 MAX_NAMES_SHOWN = 5
 _LATEX_ESCAPES = str.maketrans(
     {
@@ -37,6 +38,12 @@ def printable(text: str, keep: str = "") -> str:
 def printable_lines(text: str) -> str:
     """Return text as `printable` does, but keep line breaks and tabs."""
     return printable(text, keep="\n\t")
+
+
+def shorten(value: object) -> str:
+    """Return a value of a user as text for a message, cut after `MAX_VALUE_CHARS`; a text stays as it is."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
 
 
 def escape_markdown(text: str) -> str:

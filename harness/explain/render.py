@@ -16,7 +16,7 @@ from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_attribution
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, render_markdown
 from harness.results_dir.io import explain_write_errors, write_text
-from harness.results_dir.manifest import record_files
+from harness.results_dir.manifest import recorded
 from harness.statistics import Interval
 from harness.text import escape_markdown
 
@@ -43,8 +43,8 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
     found, task = attribute_row(folder, where, base=base, observer=observer)
     path = write_attribution(found, task)
     lines = list(attribution_lines(found))
-    write_text(path.with_suffix(".md"), "\n".join([*lines, ""]))
-    record_files(path.parents[1], [path.with_suffix(".md")])
+    with recorded(path.with_suffix(".md")):
+        write_text(path.with_suffix(".md"), "\n".join([*lines, ""]))
     with explain_write_errors(folder / "report"):
         drawn = list(draw_attribution(task.name, found, folder / "report"))
     pictures = ", ".join(str(picture.path) for picture in drawn)

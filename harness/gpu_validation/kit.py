@@ -30,9 +30,8 @@ from harness.errors import CandidateError, UserError
 from harness.gpu_validation.steps import CASES_FOLDER, Step, find_missing, list_steps
 from harness.paths import hide_paths
 from harness.records import from_json
-from harness.results_dir.fingerprint import record_or_check
 from harness.results_dir.io import explain_write_errors, read_json, write_json, write_text
-from harness.results_dir.manifest import MANIFEST_FILE, describe_files, list_files
+from harness.results_dir.manifest import MANIFEST_FILE, describe_files, list_files, record_or_check
 from harness.results_dir.ownership import exclusive_lock
 from harness.timing.provenance import comparability_key, describe_environment
 

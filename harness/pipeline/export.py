@@ -16,7 +16,8 @@ from harness.pipeline.final_selection import Incumbent, SelectionResult
 from harness.pipeline.task_run import TaskRun
 from harness.pipeline.transfer import TransferredPlacement
 from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, ExportedModel, FinalistSet
-from harness.results_dir.io import explain_write_errors, write_json
+from harness.results_dir.io import explain_write_errors
+from harness.results_dir.manifest import write_record
 from harness.search_loop.journal_reader import BudgetState, Evaluation
 from harness.task_setup.methods import (
     WarmStartModel,
@@ -52,7 +53,7 @@ def export_finalists(
     ]
     picks = [*fixed, *_search_rows(running, found, exporter)]
     rows = tuple(exporter.rows.values())
-    write_json(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
+    write_record(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
     return FinalistSet(folder=folder, space=task.space, rows=rows)
 
 

@@ -30,8 +30,9 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.pipeline.task_run import TaskRun
 from harness.records import SCHEMA_VERSION, Failed
 from harness.results_dir.artifacts import NOT_TRIED, RECOVERY_FILE, recovered_row
-from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.results_dir.io import explain_write_errors, read_json
 from harness.results_dir.journal import read_journal
+from harness.results_dir.manifest import write_record
 from harness.search_loop.journal_reader import Evaluation, iter_evaluations
 from harness.search_loop.objective import PREDICTED_METRIC, Goal, is_feasible
 from harness.selection.cross_fitting import MeasuredLoss, estimate_losses, estimate_recorded_losses
@@ -349,4 +350,4 @@ def _write_known(running: TaskRun, digest: str, facts: Mapping[str, Any]) -> Non
     finite = {key: value for key, value in facts.items() if not isinstance(value, float) or math.isfinite(value)}
     placements = {**(read_json(path)["placements"] if path.exists() else {}), digest: finite}
     estimated = estimate_recorded_losses(placements)
-    write_json(path, {"schema": SCHEMA_VERSION, "placements": placements, "estimated_losses": estimated})
+    write_record(path, {"schema": SCHEMA_VERSION, "placements": placements, "estimated_losses": estimated})

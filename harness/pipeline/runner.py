@@ -29,6 +29,7 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -42,8 +43,8 @@ from harness.pipeline.early_answer import AnswerSink
 from harness.pipeline.task_pipeline import TaskPipeline
 from harness.progress import Observer
 from harness.results_dir.fingerprint import FingerprintMismatch
-from harness.results_dir.io import archive_existing, read_json
-from harness.results_dir.manifest import close_results
+from harness.results_dir.io import read_json
+from harness.results_dir.manifest import archive_task, close_results
 from harness.results_dir.ownership import owned_results_dir
 from harness.results_dir.termination import SearcherFailures, read_termination, write_task_error
 from harness.timing.provenance import git_commit
@@ -149,7 +150,7 @@ def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes
         except FingerprintMismatch as error:
             if not accept_changes:
                 raise
-            backup = archive_existing(folder)
+            backup = archive_task(folder)
             observer.say(f"{error}\naccepted: the earlier results are in {backup.name}; {folder.name} starts over")
 
 
@@ -177,6 +178,8 @@ def _raise_searcher_failures(tasks: Iterable[TaskSpec], out: Path) -> None:
 
 
 def _recorded_environment(tasks: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
-    """Return the content of the first task's `env.json`, or None if no task has one."""
-    begun = (path for spec in tasks if (path := out / spec.name / "env.json").exists())
-    return next(map(read_json, begun), None)
+    """Return the content of the first task's `env.json`, or None if no task has one; the task itself reports damage."""
+    for path in (out / spec.name / "env.json" for spec in tasks):
+        with suppress(UserError):
+            return read_json(path)
+    return None

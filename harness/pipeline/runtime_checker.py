@@ -22,7 +22,8 @@ from harness.progress import NullProgress, Observer
 from harness.random_inputs import feeds_digest
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import FinalistSet
-from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.results_dir.io import explain_write_errors, read_json
+from harness.results_dir.manifest import write_record
 from harness.task_setup.float_baseline import available_precisions
 from harness.task_setup.task import Task
 from harness.timing.provenance import count_cores, machine_lacks_vnni
@@ -155,7 +156,7 @@ class RuntimeChecker:
             found, runtime=f"{facts['name']} {facts['version']}", seconds=round(time.monotonic() - started_s, 3)
         )
         self._record[key] = found
-        write_json(
+        write_record(
             self._path, {**self._basis, "checks": {each: encode_check(one) for each, one in self._record.items()}}
         )
         if found.is_wrong:

@@ -16,7 +16,7 @@ from harness.graph.load import save_to_folder
 from harness.progress import Observer
 from harness.records import Failed
 from harness.results_dir.fingerprint import read_matching_record
-from harness.results_dir.io import write_json
+from harness.results_dir.manifest import write_record
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.task_setup.model_loader import MIN_OPSET, open_model
 from harness.task_setup.task import Task
@@ -76,7 +76,7 @@ def _with_float_latencies(
         record = read_matching_record(path, basis)
         if record is None:
             record = {**basis, "float_ms": _time_float(shapes, task, engines, observer)}
-            write_json(path, record)
+            write_record(path, record)
     return [replace(shape, float_ms=float(record["float_ms"][shape.label])) for shape in shapes]
 
 

@@ -25,9 +25,15 @@ from harness.pipeline.transfer import transferred_placements, write_pattern_cach
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import FinalistSet
-from harness.results_dir.fingerprint import facts_digest, record_or_check
+from harness.results_dir.fingerprint import facts_digest
 from harness.results_dir.io import read_json
-from harness.results_dir.manifest import complete_task, is_complete, reopen_task
+from harness.results_dir.manifest import (
+    complete_task,
+    is_complete,
+    record_or_check,
+    reopen_task,
+    require_unchanged_task,
+)
 from harness.results_dir.phases import PhaseClock
 from harness.results_dir.termination import clear_task_error
 from harness.runtimes.shape_set import ShapeSet
@@ -119,6 +125,7 @@ class TaskPipeline:
             UserError: A step failed for a reason that the user can correct.
             WorkerLost: A worker was lost, and no other one can continue its work.
         """
+        require_unchanged_task(self.folder, self.observer.say)
         setup = self._set_up()
         with (
             self.site.open(setup.worker) as engines,

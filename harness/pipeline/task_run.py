@@ -22,7 +22,8 @@ from harness.records import SCHEMA_VERSION
 from harness.results_dir.fingerprint import facts_digest
 from harness.results_dir.io import archive_existing
 from harness.results_dir.journal import Journal, read_journal
-from harness.results_dir.lines import has_lines, restore_lines
+from harness.results_dir.lines import first_line, restore_lines
+from harness.results_dir.manifest import recorded, recorded_log
 from harness.results_dir.termination import Termination, clear_termination, read_termination, write_termination
 from harness.runtimes.shape_set import ShapeSet
 from harness.search_loop.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
@@ -93,8 +94,9 @@ class TaskRun:
         except ReplayMismatch:
             if before is None or not before.failed:
                 raise
-            restore_lines(journal)
-            kept = archive_existing(journal)
+            with recorded(journal):
+                restore_lines(journal)
+                kept = archive_existing(journal)
             clear_termination(journal)
             self.observer.say(
                 f"{named} failed and now has other proposals, so it starts again (old journal: {kept.name})"
@@ -117,6 +119,7 @@ class TaskRun:
         with (
             open_search(run, self.task, keep) as search,
             Journal(self._journal(run), self._search_fingerprint(run)) as journal,
+            recorded_log(self._journal(run)),
             self.observer.work(f"{self.task.spec.name} {run.name}", most) as step,
             workers(self._make_trial_fn_factory(run, journal)) as executor,
         ):
@@ -239,12 +242,12 @@ class TaskRun:
 
     def is_unbegun(self, run: SearchSpec) -> bool:
         """Return whether a search has no journal yet."""
-        return not has_lines(self._journal(run))
+        return not first_line(self._journal(run))
 
     def is_unfinished(self, run: SearchSpec) -> bool:
         """Return whether a search has fewer results than its budget, also if its searcher had no more proposals."""
         path = self._journal(run)
-        known = {entry.proposal.digest for entry in read_journal(path) if entry.result} if has_lines(path) else ()
+        known = {entry.proposal.digest for entry in read_journal(path) if entry.result} if first_line(path) else ()
         return len(known) < max(self.experiment.budget.evaluations)
 
     @property

@@ -20,7 +20,8 @@ from harness.graph.qdq.import_placement import import_placement
 from harness.results_dir.artifacts import best_choice, read_finalists
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.journal import read_journal
-from harness.results_dir.lines import has_lines
+from harness.results_dir.lines import first_line
+from harness.results_dir.manifest import recorded
 from harness.search_loop.journal_reader import iter_evaluations
 from harness.search_loop.objective import Goal
 from harness.task_setup.methods import is_external_searcher
@@ -48,8 +49,9 @@ def write_pattern_cache(task: Task, goal: Goal, folder: Path) -> None:
     sizes = {p.signature: len(p.operators) for p in find_patterns(task.model, discover_regions(task.model))}
     cache = build_cache(_pattern_observations(task, goal, folder), task.space, sizes, None, _measurement_origin(task))
     if cache.patterns:
-        with explain_write_errors(folder / PATTERN_CACHE_NAME):
-            write_cache(cache, folder / PATTERN_CACHE_NAME)
+        path = folder / PATTERN_CACHE_NAME
+        with explain_write_errors(path), recorded(path):
+            write_cache(cache, path)
 
 
 def transferred_placements(
@@ -78,7 +80,7 @@ def transferred_placements(
 def _pattern_observations(task: Task, goal: Goal, folder: Path) -> Iterator[Observation]:
     for run in task.spec.runs:
         path = folder / "runs" / f"{run.name}.jsonl"
-        if is_external_searcher(run.searcher) or "sharing" in run.searcher.without or not has_lines(path):
+        if is_external_searcher(run.searcher) or "sharing" in run.searcher.without or not first_line(path):
             continue
         for trial in iter_evaluations(read_journal(path), goal):
             score = replace(trial.score, objective=trial.latency_ms)  # schemes are ranked by latency

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
-from harness.results_dir.io import read_json, write_json
+from harness.results_dir.io import read_json
 
 CHANGED_RUN_ADVICE = "use another --out, or --accept-changes to archive these results and start over"
 KEYS_ADDED_LATER = frozenset({"data"})  # missing in records from before 2026-11-23, and ignored for those
@@ -59,22 +59,6 @@ def require_same_fingerprint(path: Path, old: Mapping[str, Any], new: Mapping[st
             + "\n".join(changed)
             + f"\n{CHANGED_RUN_ADVICE}"
         )
-
-
-def record_or_check(
-    path: Path, facts: dict[str, Any], decisive: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-) -> None:
-    """Write the facts of a run when it starts; raise `FingerprintMismatch` if decisive ones changed since.
-
-    Args:
-        path: File of the facts.
-        facts: Facts of the run.
-        decisive: Function that returns the facts that must not change.
-    """
-    if path.exists():
-        require_same_fingerprint(path, decisive(read_json(path)), decisive(facts))
-    else:
-        write_json(path, facts)
 
 
 def read_matching_record(path: Path, basis: Mapping[str, Any]) -> dict[str, Any] | None:

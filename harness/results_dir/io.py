@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,12 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.untrusted import parse_json, read_bounded
 
 _CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
 _CHECKSUM_CHARS = 20
-MAX_JSON_BYTES = 256 * 2**20
-MAX_DIGITS = 300  # of an integer; larger ones cannot be floats
-_LONG_NUMBER = re.compile(rb"\d{%d}" % MAX_DIGITS)
+
+
+class DamagedFile(UserError):
+    """File that is not as a run wrote it.
+
+    Args:
+        path: The file as it is on the disk.
+        problem: Difference from what a run writes.
+        where: Place in the file, such as "line 3"; "" for the whole file.
+        remedy: What the user can do.
+    """
+
+    def __init__(
+        self, path: Path, problem: str, *, where: str = "", remedy: str = "move the file away to have it made again"
+    ) -> None:
+        self.path, self.problem, self.where = path, problem, where
+        super().__init__(f"{path}{', ' if where else ''}{where}: {problem}; {remedy}")
 
 
 def add_checksum(text: str) -> str:
@@ -66,47 +80,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        UserError: The file is damaged.
+        DamagedFile: The file is damaged.
     """
     try:
-        body = parse_json(remove_checksum(read_limited(path)))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error
+        body = parse_json(remove_checksum(read_bounded(path)))
+    except ValueError as error:
+        raise DamagedFile(path, f"cannot be read ({error})") from error
     if not isinstance(body, dict):
-        raise UserError(f"{path}: not a file of qdq-bench; move it away to have it made again")
+        raise DamagedFile(path, "not a file of qdq-bench")
     return body
-
-
-def read_limited(path: Path) -> bytes:
-    """Return the content of a JSON file, which may come from a stranger.
-
-    Raises:
-        ValueError: The file is larger than `MAX_JSON_BYTES`, or is no regular file.
-        OSError: The file cannot be read.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON_BYTES:
-        raise ValueError(f"no regular file of at most {MAX_JSON_BYTES} bytes")
-    return path.read_bytes()
-
-
-def parse_json(raw: bytes | str) -> Any:
-    """Return decoded JSON; lone surrogates, which no file can have, become question marks.
-
-    Raises:
-        ValueError: The text is no JSON, or has an integer of more than `MAX_DIGITS` digits.
-    """
-    raw = raw.encode() if isinstance(raw, str) else raw
-    body = json.loads(raw, parse_int=_parse_int if _LONG_NUMBER.search(raw) else None)
-    if b"\\ud" in raw:
-        body = json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
-    return body
-
-
-def _parse_int(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
 
 
 def write_json(path: Path, body: Any) -> None:

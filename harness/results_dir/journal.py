@@ -7,7 +7,6 @@ has nothing left to write.
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from collections import deque
@@ -18,14 +17,24 @@ from typing import Any, Self
 
 from harness.errors import UserError
 from harness.records import SCHEMA_VERSION, Failed, JournalLine, Proposal, TrialResult, decode_line, encode_line
-from harness.results_dir.fingerprint import require_same_fingerprint
-from harness.results_dir.io import add_checksum, append_line, remove_checksum, truncate_partial_line
-from harness.results_dir.lines import open_lines, restore_lines, stored_path, whole_lines
+from harness.results_dir.fingerprint import diff_leaves, require_same_fingerprint
+from harness.results_dir.io import DamagedFile, read_json
+from harness.results_dir.lines import (
+    CHAINED_SCHEMA,
+    LineLog,
+    first_line,
+    read_lines,
+    scan_lines,
+    shown_path,
+    strip_seal,
+)
+from harness.untrusted import parse_json
 
 _LINE_HEAD = re.compile(rb'\{"kind":"(proposal|result)","number":(\d+),')
 #: Origin of a proposal that repeats a failed one on request; it costs no budget.
 RETRY_ORIGIN = "retry"
 _NO_PROPOSAL = "an outcome without its proposal"
+_REMEDY = "move the file away to start this run anew"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +54,16 @@ class Journal:
     """
 
     def __init__(self, path: Path, fingerprint: Mapping[str, Any]) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        restore_lines(path)
-        if path.exists():
-            truncate_partial_line(path)
-        is_new = not path.exists() or path.stat().st_size == 0
-        self._existing: _IndexedEntries | None = None
-        if not is_new:
-            with open_lines(path) as file:
-                header = _parse_header(next(whole_lines(file, path), b""), path)
+        header = read_header(path)
+        if header is not None:
             require_same_fingerprint(path, header.get("fingerprint", {}), fingerprint)
-            self._existing = _IndexedEntries(path)
+        self._log = LineLog(path, {"fingerprint": dict(fingerprint)})
+        try:
+            self._existing = None if header is None else _IndexedEntries(path)
+        except BaseException:
+            self._log.close()
+            raise
         self.entries: Sequence[JournalEntry] = self._existing or ()
-        self._file = path.open("ab", buffering=0)
-        if is_new:
-            header = {"kind": "header", "schema": SCHEMA_VERSION, "fingerprint": dict(fingerprint)}
-            append_line(self._file, add_checksum(json.dumps(header, separators=(",", ":"), sort_keys=True)), path)
 
     @property
     def elapsed_s(self) -> float:
@@ -74,15 +76,13 @@ class Journal:
         Raises:
             UserError: The disk is full, or the folder is read-only.
         """
-        append_line(
-            self._file, add_checksum(encode_line(_hide_paths(line))), self._path, sync=isinstance(line, TrialResult)
-        )
+        self._log.append(encode_line(_hide_paths(line)), sync=isinstance(line, TrialResult))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._log.close()
         if self._existing is not None:
             self._existing.close()
 
@@ -95,25 +95,22 @@ class _IndexedEntries(Sequence[JournalEntry]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = open_lines(path)
         self._proposal_offsets = array("q")
         self._result_offsets = array("q")
         self._last_result_offset = -1
-        shown, offset = stored_path(path), 0
-        for line_number, raw in enumerate(whole_lines(self._file, shown), 1):
-            where = f"{shown}, line {line_number}"
-            if line_number > 1:  # the first is the header
-                self._add(*_parse_head(raw, where), offset, where)
-            offset += len(raw)
+        for number, offset, body in scan_lines(path):
+            if number > 1:  # the first is the header
+                self._add(*_parse_head(body, path, number), offset, number)
+        self._file = path.open("rb")
 
-    def _add(self, is_result: bool, number: int, offset: int, where: str) -> None:
+    def _add(self, is_result: bool, number: int, offset: int, line_number: int) -> None:
         count = len(self._proposal_offsets)
         if is_result:
             if number >= count or self._result_offsets[number] >= 0:
-                raise UserError(f"{where}: {_NO_PROPOSAL}")
+                raise _damage(self._path, line_number, _NO_PROPOSAL)
             self._result_offsets[number] = self._last_result_offset = offset
         else:
-            _require_number(number, count, where)
+            _require_number(number, count, self._path, line_number)
             self._proposal_offsets.append(offset)
             self._result_offsets.append(-1)
 
@@ -131,39 +128,35 @@ class _IndexedEntries(Sequence[JournalEntry]):
 
     def _read_line(self, offset: int) -> Any:
         self._file.seek(offset)
-        return _decode(self._file.readline(), f"{self._path}, byte {offset}")
+        return _decode(strip_seal(self._file.readline()), self._path, f"byte {offset}")
 
     def close(self) -> None:
         self._file.close()
 
 
-def _parse_head(raw: bytes, where: str) -> tuple[bool, int]:
+def _parse_head(body: bytes, path: Path, line_number: int) -> tuple[bool, int]:
     """Return whether a line is a result, and the number of its proposal, usually without decoding the line."""
-    match = _LINE_HEAD.match(raw)
+    match = _LINE_HEAD.match(body)
     if match is None:
-        line = _decode(raw, where)
+        line = _decode(body, path, f"line {line_number}")
         return isinstance(line, TrialResult), line.number
-    try:
-        remove_checksum(raw)
-    except ValueError as error:
-        raise _damage(where, error) from error
     return match[1] == b"result", int(match[2])
 
 
-def _require_number(number: int, expected: int, where: str) -> None:
+def _require_number(number: int, expected: int, path: Path, line_number: int) -> None:
     if number != expected:
-        raise UserError(f"{where}: proposal {number}, but expected {expected}")
+        raise _damage(path, line_number, f"proposal {number}, but expected {expected}")
 
 
-def _decode(raw: bytes, where: str) -> JournalLine:
+def _decode(body: bytes, path: Path, where: str) -> JournalLine:
     try:
-        return decode_line(remove_checksum(raw))
+        return decode_line(body)
     except ValueError as error:
-        raise _damage(where, error) from error
+        raise DamagedFile(shown_path(path), str(error), where=where, remedy=_REMEDY) from error
 
 
-def _damage(where: str, error: ValueError) -> UserError:
-    return UserError(f"{where}: {error}; move the file away to start this run anew")
+def _damage(path: Path, line_number: int, problem: str) -> DamagedFile:
+    return DamagedFile(shown_path(path), problem, where=f"line {line_number}", remedy=_REMEDY)
 
 
 def _hide_paths(line: JournalLine) -> JournalLine:
@@ -180,40 +173,64 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
     Raises:
         UserError: The file has another schema, or a damaged line.
     """
-    shown, count, waiting, results = str(stored_path(path)), 0, deque[Proposal](), dict[int, TrialResult | None]()
-    with open_lines(path) as file:
-        lines = whole_lines(file, shown)
-        _parse_header(next(lines, b""), path)
-        for line_number, raw in enumerate(lines, 2):
-            where = f"{shown}, line {line_number}"
-            line = _decode(raw, where)
-            if isinstance(line, Proposal):
-                _require_number(line.number, count, where)
-                count += 1
-                waiting.append(line)
-                results[line.number] = None
-            elif results.get(line.number, line) is not None:
-                raise UserError(f"{where}: {_NO_PROPOSAL}")
-            else:
-                results[line.number] = line
-            while waiting and (waiting[0].duplicate_of is not None or results[waiting[0].number] is not None):
-                proposal = waiting.popleft()
-                yield JournalEntry(proposal=proposal, result=results.pop(proposal.number))
+    read_header(path)
+    count, waiting, results = 0, deque[Proposal](), dict[int, TrialResult | None]()
+    for line_number, body in read_lines(path):
+        if line_number == 1:
+            continue
+        line = _decode(body, path, f"line {line_number}")
+        if isinstance(line, Proposal):
+            _require_number(line.number, count, path, line_number)
+            count += 1
+            waiting.append(line)
+            results[line.number] = None
+        elif results.get(line.number, line) is not None:
+            raise _damage(path, line_number, _NO_PROPOSAL)
+        else:
+            results[line.number] = line
+        while waiting and (waiting[0].duplicate_of is not None or results[waiting[0].number] is not None):
+            proposal = waiting.popleft()
+            yield JournalEntry(proposal=proposal, result=results.pop(proposal.number))
     for proposal in waiting:
         yield JournalEntry(proposal=proposal, result=results[proposal.number])
 
 
-def _parse_header(raw: bytes, path: Path) -> Mapping[str, Any]:
+def read_header(path: Path) -> dict[str, Any] | None:
+    """Return the header of a journal, or None if there is no whole line yet.
+
+    Raises:
+        UserError: The file is no journal, or has another schema.
+    """
+    first = first_line(path)
+    if not first:
+        return None
     try:
-        header = json.loads(raw)
-        if header.get("schema") == SCHEMA_VERSION:
-            header = json.loads(remove_checksum(raw))
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a journal of qdq-bench ({error})") from error
+        header = parse_json(first)
+    except ValueError as error:
+        raise DamagedFile(shown_path(path), f"not a journal of qdq-bench ({error})", remedy=_REMEDY) from error
     if not isinstance(header, dict) or header.get("kind") != "header":
-        raise UserError(f"{path}: not a journal of qdq-bench")
-    if header.get("schema") != SCHEMA_VERSION:
+        raise DamagedFile(shown_path(path), "not a journal of qdq-bench", remedy=_REMEDY)
+    if header.get("schema") not in (SCHEMA_VERSION, CHAINED_SCHEMA):
         raise UserError(
-            f"{path}: written with schema {header.get('schema')}, this version reads schema {SCHEMA_VERSION}"
+            f"{shown_path(path)}: written with schema {header.get('schema')}, this version reads schema "
+            f"{CHAINED_SCHEMA}"
         )
     return header
+
+
+def check_journal(path: Path) -> None:
+    """Compare the header of a search's journal with the inputs of its task; check each line of an earlier version.
+
+    Raises:
+        UserError: The journal is that of another task, or is damaged.
+    """
+    header, task = read_header(path), path.parents[1] / "task.json"
+    if header is None:
+        return
+    fingerprint, facts = dict(header.get("fingerprint") or {}), read_json(task) if task.exists() else {}
+    shared = {key: facts[key] for key in facts.keys() & fingerprint.keys()}
+    for difference in diff_leaves({key: fingerprint[key] for key in shared}, shared):
+        raise _damage(path, 1, f"damaged: the journal of another task or run ({difference})")
+    if header["schema"] != CHAINED_SCHEMA:
+        for _ in read_journal(path):
+            pass

@@ -16,10 +16,9 @@ from harness.errors import UserError
 from harness.paths import describe_process, keeps_host
 from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch, json_equal
 from harness.results_dir.io import next_backup_path, write_text
-from harness.results_dir.manifest import reopen_results, require_links_inside
+from harness.results_dir.manifest import EXPERIMENT_FILE, reopen_results, require_unchanged_experiment
 
 LOCK_FILE = ".lock"
-EXPERIMENT_FILE = "experiment.yaml"
 INPUTS_FOLDER = "inputs"
 """Folder of models and arrays that a Python program passed; written before the run."""
 _IGNORED_FILES = {LOCK_FILE, "experiment.tmp", INPUTS_FOLDER}
@@ -40,32 +39,34 @@ def owned_results_dir(out: Path, experiment: Experiment, accept_changes: bool = 
         accept_changes: Take the folder over from another version of the experiment, whose file is archived.
 
     Yields:
-        Description of the added work, or "".
+        Description of the added work, and the file that is missing or damaged and is written again; or "".
 
     Raises:
         UserError: Another process uses the folder, it belongs to another experiment, or it cannot be written.
     """
-    _require_own_dir(out)
+    text = to_yaml(experiment)
+    is_recorded, solved = _require_own_dir(out, text)
     with exclusive_lock(out, "running this experiment"):
-        file = out / EXPERIMENT_FILE
-        if not file.exists():
-            reopen_results(out)
-            write_text(file, to_yaml(experiment))
-            yield ""
-            return
-        changed, added = _compare_experiments(file, experiment, accept_changes)
-        reopen_results(out)  # not before: a refused experiment must leave the digests of the finished files
-        if changed:
-            write_text(next_backup_path(file), file.read_text(encoding="utf-8"))  # a copy: the file is never missing
-            write_text(file, to_yaml(experiment))
-        yield added
+        file, added = out / EXPERIMENT_FILE, ""
+        if is_recorded or not file.exists():
+            write_text(file, text)
+        else:
+            changed, added = _compare_experiments(file, experiment, accept_changes)
+            if changed:
+                reopen_results(out)  # not before: a refused experiment must leave the digests of the finished files
+                write_text(next_backup_path(file), file.read_text(encoding="utf-8"))  # a copy: it is never missing
+                write_text(file, text)
+        reopen_results(out, [file])
+        yield "; ".join(filter(None, (solved, added)))
 
 
 def check_ownership(out: Path, experiment: Experiment, accept_changes: bool = False) -> str:
     """Return what `owned_results_dir` would yield, or raise its error, without writing or locking anything."""
-    _require_own_dir(out)
     file = out / EXPERIMENT_FILE
-    return _compare_experiments(file, experiment, accept_changes)[1] if file.exists() else ""
+    is_recorded, solved = _require_own_dir(out, to_yaml(experiment))
+    if is_recorded or not file.exists():
+        return solved
+    return _compare_experiments(file, experiment, accept_changes)[1]
 
 
 @contextmanager
@@ -105,13 +106,15 @@ def _acquire_lock(lock: FileIO, folder: Path, action: str) -> None:
         lock.write(describe_process(keeps_host()).encode())
 
 
-def _require_own_dir(out: Path) -> None:
+def _require_own_dir(out: Path, text: str) -> tuple[bool, str]:
+    """Check that a folder may be used; return what `require_unchanged_experiment` returns."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file, not a folder; use another --out")
-    owned = not out.exists() or (out / EXPERIMENT_FILE).exists()
+    is_recorded, solved = require_unchanged_experiment(out, text)
+    owned = is_recorded or not out.exists() or (out / EXPERIMENT_FILE).exists()
     if not owned and any(entry.name not in _IGNORED_FILES for entry in out.iterdir()):
         raise UserError(f"{out}: is not empty and holds no experiment; use another --out")
-    require_links_inside(out)
+    return is_recorded, solved
 
 
 def _compare_experiments(file: Path, experiment: Experiment, accept_changes: bool) -> tuple[list[str], str]:

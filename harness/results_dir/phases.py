@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from harness.results_dir.io import read_json, write_json
+from harness.results_dir.io import read_json
+from harness.results_dir.manifest import write_record
 
 PHASES_FILE = "phases.json"
 SEARCH_SHARE = 0.5
@@ -50,7 +51,7 @@ class PhaseClock:
     def write(self, phase: str) -> None:
         """End the current phase, write the file and start another phase."""
         self.start(phase)
-        write_json(self._path, self._seconds)
+        write_record(self._path, self._seconds)
 
 
 def read_phases(folder: Path) -> Mapping[str, float]:

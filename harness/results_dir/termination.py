@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,8 @@ from harness.errors import DoesNotHold, UserError
 from harness.paths import hide_paths
 from harness.records import Failed
 from harness.results_dir.io import write_text
+from harness.results_dir.manifest import TASK_ERROR_FILE, recorded
 
-TASK_ERROR_FILE = "stopped.txt"
 #: Suffixes next to the journal of a search. A file of a failed searcher may end with a traceback.
 TERMINATED_SUFFIX, FAILED_SUFFIX = ".ended.txt", ".failed.txt"
 MAX_REASON_CHARS = 4000
@@ -38,8 +39,9 @@ class Termination:
 
 def write_task_error(folder: Path, reason: str) -> None:
     """Record why a task stopped; ignored on a full disk, as the terminal shows the reason too."""
-    with suppress(UserError):
-        write_text(folder / TASK_ERROR_FILE, f"{hide_paths(reason)}\n")
+    path = folder / TASK_ERROR_FILE
+    with suppress(UserError), recorded(path):
+        write_text(path, f"{hide_paths(reason)}\n")
 
 
 def clear_task_error(folder: Path) -> None:
@@ -62,7 +64,8 @@ def write_termination(journal: Path, reason: str, failure: Failed | None) -> Ter
     reason = hide_paths(_encodable(reason))
     suffix, other = (TERMINATED_SUFFIX, FAILED_SUFFIX) if failure is None else (FAILED_SUFFIX, TERMINATED_SUFFIX)
     path, traceback = journal.with_suffix(suffix), "" if failure is None else failure.without_paths().log_tail
-    write_text(path, f"{reason}\n" + (_encodable(f"\n{traceback}\n") if traceback else ""))
+    with recorded(path):
+        write_text(path, f"{reason}\n" + (_encodable(f"\n{traceback}\n") if traceback else ""))
     _remove_file(journal.with_suffix(other))
     return Termination(reason=reason, failed=failure is not None, traceback_file=path if traceback else None)
 
@@ -90,8 +93,9 @@ def _encodable(text: str) -> str:
 
 
 def _remove_file(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
+    if os.path.lexists(path):
+        with recorded(path), suppress(OSError):
+            path.unlink()
 
 
 def _read_text(path: Path) -> str:

@@ -13,7 +13,7 @@ from statistics import median
 
 from harness.records import Failed, Measured, Outcome
 from harness.results_dir.journal import RETRY_ORIGIN, JournalEntry, read_journal
-from harness.results_dir.lines import COMPRESSED_SUFFIX, has_lines
+from harness.results_dir.lines import COMPRESSED_SUFFIX, first_line
 from harness.results_dir.termination import Termination, read_termination
 from harness.search_loop.journal_reader import Evaluation, is_new_incumbent, iter_counted, iter_evaluations
 from harness.search_loop.objective import Goal
@@ -103,7 +103,7 @@ def read_searches(
     logs = [
         read_search(path, match["searcher"], int(match["seed"]), goal, metric, readings)
         for path, match in named
-        if has_lines(path)
+        if first_line(path)
     ]
     shown = {step.digest for log in logs for step in log.incumbents} | {
         trial.digest for log in logs for trial in log.scored

@@ -23,13 +23,15 @@ from harness.graph.io.digests import digest_file
 from harness.progress import Observer
 from harness.results_dir.artifacts import FLOAT_ROW, FinalistSet
 from harness.results_dir.fingerprint import read_matching_record
-from harness.results_dir.io import read_json, write_json
-from harness.results_dir.lines import read_lines, stored_path
+from harness.results_dir.io import DamagedFile, read_json
+from harness.results_dir.lines import first_line, read_lines, shown_path
+from harness.results_dir.manifest import write_record
 from harness.selection.paired_timing import PairedComparison, read_comparison, run_comparison, warn_if_disturbed
 from harness.timing.confirmation import MAX_GROUP_ROWS, TimedRow, summarize_turns
 from harness.timing.turn_log import TWIN, Turn, TurnEvent, decode_turn_event, encode_turn_event
 from harness.timing.workers.engines import WorkerSpec
 from harness.timing.workers.execution_target import SpecEngineFactory
+from harness.untrusted import parse_json
 from search.space import edges_digest
 
 CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirmation.jsonl", "noise_floor.json"
@@ -97,7 +99,7 @@ def measure_noise_floor(  # noqa: PLR0913 - what, where, and how
     )
     warn_if_disturbed(comparison.name, events, observer)
     own = {FLOAT_ROW, TWIN}
-    write_json(
+    write_record(
         path,
         {
             "noise_floor": noise_floor,
@@ -215,11 +217,13 @@ def read_begun_plan(folder: Path) -> Confirmation | None:
         UserError: The log of the confirmation is damaged.
     """
     path = folder / CONFIRMATION_LOG_NAME
-    header = next((line for _, line in read_lines(path)), None) if stored_path(path) is not None else None
+    if not first_line(path):
+        return None
     try:
-        return None if header is None else Confirmation(**json.loads(header)["plan"])
+        return Confirmation(**parse_json(next(read_lines(path))[1])["plan"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}, line 1: no plan ({error}); move the file away to have it timed anew") from error
+        remedy = "move the file away to have it timed anew"
+        raise DamagedFile(shown_path(path), f"no plan ({error})", where="line 1", remedy=remedy) from error
 
 
 def read_events(folder: Path) -> tuple[TurnEvent, ...]:

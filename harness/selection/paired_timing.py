@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from harness.config.sections import TurnSchedule
-from harness.errors import UserError
 from harness.progress import Observer
-from harness.results_dir.io import add_checksum, append_line, archive_existing, truncate_partial_line
-from harness.results_dir.lines import read_lines, restore_lines, stored_path
+from harness.results_dir.fingerprint import json_equal
+from harness.results_dir.io import DamagedFile, archive_existing
+from harness.results_dir.lines import LineLog, read_lines, restore_lines, shown_path, stored_path
+from harness.results_dir.manifest import recorded, recorded_log
 from harness.timing.confirmation import MAX_GROUP_ROWS, EngineFactory, TimedRow, confirm
 from harness.timing.turn_log import (
     TWIN,
@@ -27,6 +28,7 @@ from harness.timing.turn_log import (
     disturbance_note,
     encode_turn_event,
 )
+from harness.untrusted import parse_json
 
 FINAL_SELECTION_LOG_NAME = "final_selection.jsonl"  # in the folder of a task
 TURN_ORDER_SEED = 0  # independent of the seeds of searches
@@ -72,14 +74,13 @@ def run_comparison(
     Raises:
         UserError: The baseline fails, or the log cannot be written.
     """
-    header = add_checksum(json.dumps({"kind": "header", **comparison.header}, sort_keys=True))
-    known = () if comparison.path is None else _continue_log(comparison.path, header)
+    known = () if comparison.path is None else _continue_log(comparison.path, comparison.header)
     events = [event for event in known if not (retry_failed and isinstance(event, RowFailure))]
     first, schedule = comparison.first_build, comparison.schedule
     left = _remaining_turns(comparison, events)
     failures: dict[str, list[str]] = {}  # rows with each failure, as every build of a row fails
     title = f"{comparison.name}: {len(comparison.rows)} rows" if comparison.rows else comparison.name
-    with _open_log(comparison.path, header) as write, observer.work(title, len(left)) as step:
+    with _open_log(comparison.path, comparison.header) as write, observer.work(title, len(left)) as step:
         for timed in confirm(
             comparison.rows,
             comparison.baseline,
@@ -107,28 +108,27 @@ def run_comparison(
     return tuple(events)
 
 
-def _continue_log(path: Path, header: str) -> tuple[TurnEvent, ...]:
+def _continue_log(path: Path, header: Mapping[str, Any]) -> tuple[TurnEvent, ...]:
     """Return the events of an interrupted comparison; archive the log if it has another header."""
-    restore_lines(path)
-    if not path.exists():
+    if stored_path(path) is None:
         return ()
-    truncate_partial_line(path)
-    there = path.read_text(encoding="utf-8").partition("\n")[0]
-    if there and there != header:
-        archive_existing(path)
+    _, first = next(read_lines(path), (0, b""))
+    own = dict.fromkeys(("kind", "schema", "name", "id"))  # of the file, not of the comparison
+    if first and not json_equal({**parse_json(first), **own}, {**json.loads(json.dumps(header)), **own}):
+        with recorded(path):
+            restore_lines(path)
+            archive_existing(path)
     return read_comparison(path)
 
 
 @contextmanager
-def _open_log(path: Path | None, header: str) -> Iterator[Callable[[TurnEvent], None]]:
+def _open_log(path: Path | None, header: Mapping[str, Any]) -> Iterator[Callable[[TurnEvent], None]]:
     """Yield a function that appends an event to the log, or does nothing without a log."""
     if path is None:
         yield lambda event: None
         return
-    with path.open("ab", buffering=0) as file:
-        if file.tell() == 0:
-            append_line(file, header, path)
-        yield lambda event: append_line(file, add_checksum(encode_turn_event(event)), path, sync=False)
+    with LineLog(path, header) as log, recorded_log(path):
+        yield lambda event: log.append(encode_turn_event(event), sync=False)
 
 
 def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer) -> None:
@@ -141,15 +141,16 @@ def read_comparison(path: Path) -> tuple[TurnEvent, ...]:
     """Return the events of a log without a partial last line, or none if the log does not exist.
 
     Raises:
-        UserError: A line is damaged.
+        DamagedFile: A line is damaged.
     """
-    if stored_path(path) is None:
-        return ()
-    number = 1
-    try:
-        return tuple(decode_turn_event(line) for number, line in read_lines(path) if number > 1)
-    except ValueError as error:
-        raise UserError(f"{path}, line {number}: {error}; move the file away to have it timed anew") from error
+    events = []
+    for number, line in read_lines(path) if stored_path(path) is not None else ():
+        try:
+            events += [decode_turn_event(line)] if number > 1 else []
+        except ValueError as error:
+            remedy = "move the file away to have it timed anew"
+            raise DamagedFile(shown_path(path), str(error), where=f"line {number}", remedy=remedy) from error
+    return tuple(events)
 
 
 def turn_speedups(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[int, int], float]]:

@@ -30,9 +30,10 @@ from harness.benchmark_table import (
 from harness.errors import UserError
 from harness.progress import Observer
 from harness.records import Failed
-from harness.results_dir.fingerprint import record_or_check, require_same_fingerprint
+from harness.results_dir.fingerprint import require_same_fingerprint
 from harness.results_dir.io import explain_write_errors
 from harness.results_dir.journal import Journal
+from harness.results_dir.manifest import record_or_check
 from harness.results_dir.ownership import owned_results_dir
 from harness.search_loop.loop import COLD_START_EVALUATIONS, InitialPlacement, SearchTask, TrialEvent, run_search
 from harness.search_loop.objective import AccuracyGate, Goal

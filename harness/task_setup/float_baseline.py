@@ -29,7 +29,8 @@ from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.fingerprint import read_matching_record
-from harness.results_dir.io import explain_write_errors, write_json
+from harness.results_dir.io import explain_write_errors
+from harness.results_dir.manifest import write_record
 from harness.timing.confirmation import TimedRow, confirm, summarize_turns
 from harness.timing.turn_log import TurnEvent, encode_turn_event
 from harness.timing.workers.engines import WorkerSpec
@@ -149,7 +150,7 @@ def select_float_baseline(
         record = read_matching_record(folder / "float.json", basis)
         if record is None:
             record = _measure_precisions(offered, model_file, folder, open_engines, observer)
-            write_json(folder / "float.json", {**record, **basis})
+            write_record(folder / "float.json", {**record, **basis})
         fastest = str(record["fastest"])
     others = {precision: use for precision, use in offered.items() if precision != fastest}
     return {MAIN_BENCHMARKER: offered[fastest], **others}

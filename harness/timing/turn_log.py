@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from harness.records import Count, Failed, LatencyMs, from_json
-from harness.results_dir.io import parse_json
+from harness.untrusted import parse_json
 
 TWIN = "A/A twin"  # name of the row with the second build of the baseline
 NOTED_DISTURBED_SHARE = 0.10  # medians over turns are robust against a smaller share of disturbed turns

@@ -17,7 +17,8 @@ from harness.paths import hide_paths
 from harness.progress import Observer, ProgressTask
 from harness.records import MAIN_BENCHMARKER, Failed, first_problem
 from harness.results_dir.artifacts import ExportedModel, FinalistSet, read_finalists
-from harness.results_dir.io import read_json, write_json
+from harness.results_dir.io import read_json
+from harness.results_dir.manifest import write_record
 from harness.timing.workers.engines import Engines, ScoringCallback
 from search.space import edges_digest
 
@@ -143,7 +144,7 @@ class AccuracyStore:
             texts = {name: text for name, text in (("mixable", mixable), ("note", result.note)) if text}
             score = {"metrics": dict(result.metrics), **details, **texts}
         self._scores[key] = {"evaluator": self._evaluator, **score}
-        write_json(self._path, self._scores)
+        write_record(self._path, self._scores)
         return result
 
     def _stored_score(self, key: str) -> Accuracy | None:

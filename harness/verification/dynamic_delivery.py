@@ -16,7 +16,8 @@ from harness.graph.io.files import move_model
 from harness.graph.model import Model
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, ExportedModel, FinalistSet
-from harness.results_dir.io import explain_write_errors, read_json, write_json
+from harness.results_dir.io import explain_write_errors, read_json
+from harness.results_dir.manifest import write_record
 from harness.verification.dynamic_check import (
     CHECK_INPUT_COUNT,
     DynamicCheckFiles,
@@ -131,7 +132,7 @@ def write_dynamic_rows(
                     "remark": result and result.remark,
                 }
             step.advance()
-    write_json(path, records)
+    write_record(path, records)
     written = sum(records[row.id]["file"] is not None for row in rows)
     observer.say(
         f"{written} of {len(rows)} quantized models are written with their dynamic axes too: {DYNAMIC_AXES_FILE}"

@@ -1,13 +1,14 @@
 """Stored records as tests read and change them: JSON lines, plain or compressed, with their checksums."""
 
+import gzip
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.results_dir.io import add_checksum, read_json, write_json
-from harness.results_dir.lines import open_lines, read_lines, restore_lines
-from harness.results_dir.manifest import reopen_task
+from harness.results_dir.io import read_json, write_json
+from harness.results_dir.lines import read_lines, restore_lines, seal_line, stored_path
+from harness.results_dir.manifest import MANIFEST_FILE
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -15,19 +16,36 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_text(path: Path) -> str:
-    with open_lines(path) as file:
-        return file.read().decode()
+    stored = stored_path(path)
+    return (gzip.decompress(stored.read_bytes()) if stored.suffix == ".gz" else stored.read_bytes()).decode()
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any] | str]) -> None:
     """Write records, as objects or as JSON text, into a plain file."""
     texts = (record if isinstance(record, str) else json.dumps(record, separators=(",", ":")) for record in records)
-    path.write_text("".join(f"{add_checksum(text)}\n" for text in texts))
+    write_lines(path, texts)
+
+
+def write_lines(path: Path, texts: Iterable[str], *, chained: bool = True) -> None:
+    """Write JSON texts as the lines of a plain file, chained or as earlier versions did."""
+    last, lines = "" if chained else None, []
+    for text in texts:
+        line, last = seal_line(text, last)
+        lines.append(f"{line}\n")
+    path.write_text("".join(lines))
+
+
+def forget_task(folder: Path) -> None:
+    """Remove a task from the manifest, so that its files are compared with nothing."""
+    path = folder.parent / MANIFEST_FILE
+    manifest = read_json(path)
+    manifest["tasks"].pop(folder.name, None)
+    write_json(path, manifest)
 
 
 def unpack(folder: Path) -> None:
     """Make a finished task one that a run was killed in: plain logs, no manifest."""
-    reopen_task(folder)
+    forget_task(folder)
     for path in (*folder.glob("*.jsonl.gz"), *folder.glob("runs/*.jsonl.gz")):
         restore_lines(path.with_suffix(""))
 

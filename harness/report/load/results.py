@@ -23,7 +23,7 @@ from harness.report.load.stored_experiment import (
 )
 from harness.results_dir.artifacts import FLOAT_ROW, RECOVERY_FILE, Choice, ExportedModel, read_finalists, recovered_row
 from harness.results_dir.io import read_json
-from harness.results_dir.manifest import require_unchanged_results
+from harness.results_dir.manifest import MANIFEST_FILE, require_unchanged_results
 from harness.results_dir.phases import PHASES_FILE, read_phases
 from harness.results_dir.termination import read_task_error
 from harness.search_loop.objective import Goal
@@ -236,7 +236,7 @@ def load(folder: Path) -> Results:
         raise UserError(f"{folder}: a file, not the results folder of an experiment")
     if (folder / "autotuner_state.yaml").exists():
         raise UserError(f"{folder}: contains output of ModelOpt's procedure, not results of an experiment (qdq run)")
-    if not file.exists():
+    if not (file.exists() or (folder / MANIFEST_FILE).exists()):
         raise UserError(f"{folder}: no results here (no experiment.yaml); qdq run EXPERIMENT.yaml --out {folder}")
     require_unchanged_results(folder)
     stored = read_stored_experiment(file)

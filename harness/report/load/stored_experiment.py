@@ -6,7 +6,6 @@ JSON files that a report reads are, as the files may come from a stranger, with 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,8 +21,9 @@ from harness.config.yaml_loader import read_experiment_yaml
 from harness.errors import UserError
 from harness.records import SCHEMA_VERSION, first_problem
 from harness.registry import is_program_object
-from harness.results_dir.io import read_json, read_limited
-from harness.results_dir.lines import has_lines, read_lines
+from harness.results_dir.io import read_json
+from harness.results_dir.lines import first_line, read_lines
+from harness.untrusted import parse_json, read_bounded
 from harness.verification.accuracy_store import read_scores
 
 
@@ -297,7 +297,7 @@ def read_task_facts(folder: Path) -> Mapping[str, Any]:
 
 def _read_schema(path: Path) -> Any:
     """Return the schema number without a comparison of the checksum, which files of other schemas lack."""
-    facts = read_or_explain(path, lambda: json.loads(read_limited(path)))
+    facts = read_or_explain(path, lambda: parse_json(read_bounded(path)))
     return facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
 
 
@@ -314,9 +314,9 @@ def read_environment(path: Path) -> Mapping[str, Any]:
 
 def read_builds(path: Path) -> int | None:
     """Return the planned builds of a confirmation log, or None if it has no header with them."""
-    if not has_lines(path):
+    if not first_line(path):
         return None
-    header = read_or_explain(path, lambda: json.loads(next(read_lines(path))[1]))
+    header = read_or_explain(path, lambda: parse_json(next(read_lines(path))[1]))
     plan = header.get("plan") if isinstance(header, dict) else None
     builds = plan.get("builds") if isinstance(plan, dict) else None
     return builds if isinstance(builds, int) else None

@@ -20,8 +20,8 @@ from harness.records import from_json
 from harness.report.load.results import TaskResults
 from harness.results_dir.artifacts import ExportedModel
 from harness.results_dir.fingerprint import json_equal
-from harness.results_dir.io import read_json, write_json
-from harness.results_dir.manifest import record_files
+from harness.results_dir.io import read_json
+from harness.results_dir.manifest import write_record
 from harness.statistics import Interval
 
 GRAPH_FILE = "graph.json"
@@ -173,8 +173,7 @@ def write_attribution(report: AttributionReport, task: Path) -> Path:
         UserError: The file cannot be written.
     """
     path = task / "explain" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', report.row)}.json"
-    write_json(path, {"schema": ATTRIBUTION_SCHEMA, **_nan_to_none(asdict(report))})
-    record_files(task, [path])
+    write_record(path, {"schema": ATTRIBUTION_SCHEMA, **_nan_to_none(asdict(report))})
     return path
 
 
@@ -258,8 +257,7 @@ def write_graph(task: TaskResults, graph: Mapping[str, Any]) -> None:
     body = {"schema": GRAPH_SCHEMA, "rows": rows, **graph}
     path = task.folder / GRAPH_FILE
     if not path.exists() or not json_equal(read_json(path), json.loads(json.dumps(body))):
-        write_json(path, body)
-        record_files(task.folder, [path])
+        write_record(path, body)
 
 
 def sizes_of(task: TaskResults) -> Mapping[str, int]:

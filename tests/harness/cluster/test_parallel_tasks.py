@@ -8,11 +8,10 @@ import threading
 import time
 
 import pytest
-from stored import read_text
+from stored import forget_task, read_text
 
 from harness.errors import UserError
 from harness.results_dir.io import read_json, write_json
-from harness.results_dir.manifest import reopen_task
 from harness.search_loop.objective import PROXY
 
 pytestmark = pytest.mark.slow
@@ -98,7 +97,7 @@ def test_results_of_another_machine_resume_if_accepted(cluster, place, monkeypat
     executor = "{use: ray, workers: 1, window: 1}"
     first = place.run("moved", executor, ONE_TASK)
     (path,) = first.out.glob("*/env.json")
-    reopen_task(path.parent)
+    forget_task(path.parent)
     facts = read_json(path)
     write_json(path, {**facts, "packages": {**facts["packages"], "numpy": "1.0"}})
     monkeypatch.setattr(ray_pool, "RAY_START_LIMIT_S", 5.0)

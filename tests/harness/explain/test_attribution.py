@@ -33,7 +33,7 @@ from harness.report.load.task_files import (
 from harness.report.plots.plot_files import draw_attribution
 from harness.results_dir.artifacts import recovered_row
 from harness.results_dir.io import read_json, write_json
-from harness.results_dir.manifest import record_files
+from harness.results_dir.manifest import recorded, write_record
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.statistics import Interval
 from search.space import Edge, Placement
@@ -242,14 +242,13 @@ def test_recovered_row_is_explained_by_the_placement_it_was_made_from(done, foun
 def test_changed_model_is_refused(done):
     path = done / TASK / "task.json"
     before = path.read_text()
-    write_json(path, {**json.loads(before), "model_sha256": "0" * 64})
-    record_files(done / TASK, [path])
+    write_record(path, {**json.loads(before), "model_sha256": "0" * 64})
     try:
         with pytest.raises(UserError, match="the model has changed"):
             attribute_row(done, "random", base=done.parent, observer=NullProgress())
     finally:
-        path.write_text(before)
-        record_files(done / TASK, [path])
+        with recorded(path):
+            path.write_text(before)
 
 
 def test_tensor_names_are_escaped(found):

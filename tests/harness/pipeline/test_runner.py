@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 import pytest
 from small import qdq, save_small
-from stored import read_records, unpack, write_records
+from stored import forget_task, read_records, unpack, write_records
 
 from harness.config.experiment import load_experiment
 from harness.graph.io.digests import digest_file
@@ -22,7 +22,7 @@ from harness.report.plots.plot_files import draw_plots
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import read_journal
-from harness.results_dir.manifest import read_manifest, reopen_task
+from harness.results_dir.manifest import read_manifest
 from harness.results_dir.ownership import owned_results_dir
 from harness.selection.confirmation import read_events
 from harness.timing.confirmation import summarize_turns
@@ -81,7 +81,7 @@ def test_a_finished_experiment_run_again_measures_nothing(done, folder):
     before = {p: p.read_bytes() for p in done.glob("*/*.jsonl.gz")} | {p: p.read_bytes() for p in done.glob("*/runs/*")}
     assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
     assert before == {p: p.read_bytes() for p in before}
-    reopen_task(done / "net-simulated-int8")
+    forget_task(done / "net-simulated-int8")
     assert qdq("run", str(folder / "small.yaml"), "--out", str(done)) == 0
     assert before == {p: p.read_bytes() for p in before}
 
@@ -221,7 +221,7 @@ def copy(done, tmp_path):
 
 
 def test_resume_on_other_machine_or_version_is_refused(copy, folder, capsys):
-    reopen_task(copy / "net-simulated-int8")
+    forget_task(copy / "net-simulated-int8")
     path = copy / "net-simulated-int8" / "env.json"
     facts = read_json(path)
     facts["cpu"]["model"], facts["packages"]["numpy"], facts["load_average"] = "i486", "1.0", [99, 99, 99]
@@ -240,7 +240,7 @@ def test_resume_on_other_machine_or_version_is_refused(copy, folder, capsys):
 
 
 def test_resume_with_changed_task_is_refused(copy, folder, capsys):
-    reopen_task(copy / "net-simulated-int8")
+    forget_task(copy / "net-simulated-int8")
     path = copy / "net-simulated-int8" / "task.json"
     facts = read_json(path)
     facts["backend"]["version"] = "0"

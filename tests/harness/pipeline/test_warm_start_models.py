@@ -5,7 +5,7 @@ import onnx
 import pandas as pd
 import pytest
 from small import qdq, save_chain
-from stored import read_records
+from stored import forget_task, read_records
 
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load
@@ -14,7 +14,6 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.pipeline.final_selection import rank_finalists
 from harness.results_dir.artifacts import read_finalists
-from harness.results_dir.manifest import reopen_task
 from harness.search_loop.journal_reader import Evaluation
 from harness.task_setup.methods import WarmStartModel
 
@@ -134,7 +133,7 @@ def test_duplicate_initial_placement_counts_as_evaluated(folder, tmp_path):
 
 def test_repeated_run_selects_same_model_without_timing(fast, folder):
     record = (fast / TASK / "final_selection.jsonl.gz").read_bytes()
-    reopen_task(fast / TASK)
+    forget_task(fast / TASK)
     run(folder, "fast", out=fast)
     assert (fast / TASK / "final_selection.jsonl.gz").read_bytes() == record
     assert choices(fast)["random", 12].row == "mine"

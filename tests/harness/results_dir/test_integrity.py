@@ -200,7 +200,7 @@ def test_log_above_decompressed_size_limit_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"0" * 2**21))
     monkeypatch.setattr(lines, "MAX_UNPACKED_BYTES", 2**20)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: unpacks to more"):
-        next(lines.read_lines(tmp_path / "a.jsonl"))
+        lines.restore_lines(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("stored", ["a.jsonl", "a.jsonl.gz"])

@@ -46,6 +46,7 @@ def test_results_from_before_a_key_existed_have_its_default(tmp_path):
     own(tmp_path, experiment)
     file = tmp_path / "out" / "experiment.yaml"
     old = file.read_text()
+    (tmp_path / "out" / "manifest.json").unlink()
     file.write_text("".join(line for line in old.splitlines(keepends=True) if "memory_gb" not in line))
     assert file.read_text() != old
     own(tmp_path, experiment)
@@ -71,7 +72,7 @@ def test_run_check_reports_ownership_and_writes_nothing(tmp_path, capsys):
     assert qdq(*command) == 2
     assert "(different: backends)" in capsys.readouterr().err
     assert (out / "experiment.yaml").read_text() == before
-    assert {path.name for path in out.iterdir()} <= {"experiment.yaml", ".lock"}
+    assert {path.name for path in out.iterdir()} <= {"experiment.yaml", "manifest.json", ".lock"}
 
 
 @pytest.mark.parametrize(

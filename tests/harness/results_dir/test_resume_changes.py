@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from small import qdq, save_chain
-from stored import read_records, read_text
+from stored import forget_task, read_records, read_text
 
 from harness.config.experiment import load_experiment
 from harness.paths import HOST_VARIABLE
@@ -21,8 +21,7 @@ from harness.report.load.results import load
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import RETRY_ORIGIN, read_journal
-from harness.results_dir.lines import has_lines
-from harness.results_dir.manifest import reopen_task
+from harness.results_dir.lines import first_line
 from harness.results_dir.ownership import owned_results_dir
 from harness.timing.workers.trial_pool import WorkerLost
 
@@ -62,7 +61,7 @@ def copy(done, tmp_path):
 
 def age(copy: Path) -> None:
     """As if the results were begun with another version of NumPy."""
-    reopen_task(copy / "out" / TASK)
+    forget_task(copy / "out" / TASK)
     path = copy / "out" / TASK / "env.json"
     facts = read_json(path)
     facts["packages"]["numpy"] = "1.0"
@@ -106,7 +105,7 @@ def test_added_seeds_continue_existing_results(copy, capsys):
     assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
     assert "seeds: 1 added: continuing from the existing results" in capsys.readouterr().err
     assert read_text(copy / "out" / TASK / "runs" / "random-0.jsonl") == before
-    assert has_lines(copy / "out" / TASK / "runs" / "random-1.jsonl")
+    assert first_line(copy / "out" / TASK / "runs" / "random-1.jsonl")
     assert not (copy / "out" / f"{TASK}.1").exists(), "nothing that was measured became another thing"
     assert "seeds:\n- 0\n" in (copy / "out" / "experiment.1.yaml").read_text()
 

@@ -20,7 +20,7 @@ from harness.records import Failed, TrialResult
 from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.results_dir.journal import read_journal
-from harness.results_dir.lines import has_lines
+from harness.results_dir.lines import first_line
 
 KILLS = int(os.environ.get("QDQ_KILLS", "6"))
 WORKER_KILLS = int(os.environ.get("QDQ_WORKER_KILLS", "0"))
@@ -33,7 +33,7 @@ def told(out: Path) -> dict[str, dict[int, Any]]:
     """Outcomes by journal and number, as they stand on the disk."""
     found = {}
     for path in sorted(out.glob("*/runs/*.jsonl*")):
-        if has_lines(path):
+        if first_line(path):
             found[path.name.removesuffix(".gz")] = {
                 e.proposal.number: e.result for e in read_journal(path) if e.result is not None
             }

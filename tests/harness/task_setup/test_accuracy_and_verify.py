@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import yaml
 from small import save_chain
-from stored import read_records, unpack, write_records
+from stored import forget_task, read_records, unpack, write_records
 
 from harness.cli.main import main
 from harness.graph.pattern_cache_io import read_cache
 from harness.pipeline.verify import speedup_agrees
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import read_journal
-from harness.results_dir.manifest import reopen_results, reopen_task
+from harness.results_dir.manifest import reopen_results
 from harness.search_loop.objective import PROXY
 from harness.statistics import Interval
 
@@ -221,7 +221,7 @@ def test_verify_confirms_every_exported_file(front, folder, capsys):
 
 
 def changed(path: Path, change: Any) -> None:
-    reopen_task(path.parent)
+    forget_task(path.parent)
     body = read(path)
     change(body)
     write_json(path, body)

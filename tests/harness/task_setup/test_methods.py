@@ -9,7 +9,7 @@ from stored import read_records
 from harness.graph.builder import GraphBuilder
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.journal import read_journal
-from harness.results_dir.lines import has_lines
+from harness.results_dir.lines import first_line
 from harness.results_dir.termination import Termination, read_termination
 
 EXPERIMENT = """
@@ -237,7 +237,7 @@ def test_external_searcher_is_journalled_and_resumed(folder, capsys):
     )
     (task / "confirmation.jsonl.gz").unlink()
     assert qdq("run", str(folder / "peer.yaml"), "--out", str(folder / "peer")) == 0
-    assert has_lines(task / "confirmation.jsonl")
+    assert first_line(task / "confirmation.jsonl")
     assert journal(task, "peer-0") == entries
     assert (folder / "told.txt").read_text() == 2 * before, "a resumed external searcher is told the same again"
 

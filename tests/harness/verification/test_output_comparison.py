@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from small import qdq, save_chain
+from stored import forget_task
 
 from harness.api import Candidate
 from harness.config.sections import Limits
@@ -20,7 +21,7 @@ from harness.records import Failed
 from harness.report.load.results import load
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.io import read_json
-from harness.results_dir.manifest import read_manifest, reopen_task
+from harness.results_dir.manifest import read_manifest
 from harness.timing.workers.engines import BuiltEngine
 from harness.verification.output_comparison import compare_float, compare_with_file
 from search.space import edges_digest
@@ -136,7 +137,7 @@ def test_resumed_run_keeps_selection_and_checks(folder):
     kept = {
         name: (task / name).read_bytes() for name in ("rows.json", "final_selection.jsonl.gz", "runtime_check.json")
     }
-    reopen_task(task)
+    forget_task(task)
     assert qdq("run", str(folder / "faulty.yaml"), "--out", str(folder / "out")) == 0
     assert {name: (task / name).read_bytes() for name in kept} == kept
     assert read_manifest(task.parent)["complete"]
@@ -146,7 +147,7 @@ def test_results_without_runtime_checks_are_readable(folder, tmp_path):
     import shutil
 
     shutil.copytree(folder / "out", tmp_path / "out")
-    reopen_task(tmp_path / "out" / TASK)
+    forget_task(tmp_path / "out" / TASK)
     (tmp_path / "out" / TASK / "runtime_check.json").unlink()
     task = load(tmp_path / "out").task(TASK)
     assert not task.checks
