@@ -17,7 +17,7 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from harness.text import printable_lines
+from harness.text import printable_lines, shorten_values
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class UserError(Exception):
     """Mistake that the user can correct; the message names the place, the problem and the remedy, as printable text."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable_lines(str(message)))
+        super().__init__(shorten_values(printable_lines(str(message))))
 
 
 class DoesNotHold(UserError):

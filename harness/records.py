@@ -23,6 +23,9 @@ LatencyMs = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
+#: Lists in records. Validation stops at the first wrong entry, because an error about an entry takes 1 kB.
+Readings = Annotated[tuple[LatencyMs, ...], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 T = TypeVar("T")
 
 
@@ -56,24 +59,24 @@ class Measured:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     status: Literal["measured"] = "measured"
-    samples_ms: tuple[LatencyMs, ...]
+    samples_ms: Readings
     build_s: Seconds
     measure_s: Seconds
     release_s: Seconds = 0.0
     evaluate_s: Seconds = 0.0
     metrics: Mapping[str, Finite] = field(default_factory=dict)
-    per_item: tuple[Finite, ...] = ()
+    per_item: Annotated[tuple[Finite, ...], Field(fail_fast=True)] = ()
     mixable: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
-    discarded_ms: tuple[LatencyMs, ...] = ()
+    discarded_ms: Readings = ()
     disturbance: str = ""
-    rebuilt_ms: tuple[tuple[LatencyMs, ...], ...] = ()
+    rebuilt_ms: Annotated[tuple[Readings, ...], Field(fail_fast=True)] = ()
     warmup: Count = 0
     stable: bool = True
     saved: Count = 0
     conditions: Mapping[str, Finite] = field(default_factory=dict)
-    raw_ms: tuple[LatencyMs, ...] = ()
-    reference_ms: tuple[LatencyMs, ...] = ()
+    raw_ms: Readings = ()
+    reference_ms: Readings = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,7 @@ class Proposal:
 
     kind: Literal["proposal"] = "proposal"
     number: Count
-    choices: tuple[Count, ...]
+    choices: Annotated[tuple[Count, ...], Field(fail_fast=True)]
     digest: str
     origin: str
     duplicate_of: Count | None = None

@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection
 
 MAX_FILE_NAME_CHARS = 100
-MAX_VALUE_CHARS = 200
+MAX_VALUE_CHARS, MAX_LINE_CHARS = 200, 2000  # of a value in a message, and of a line of one
+_LONG_WORD = re.compile(rf"([^\s/]{{{MAX_VALUE_CHARS}}})[^\s/]{{56,}}")  # 255 bytes: limit of a file name
 MAX_NAMES_SHOWN = 5
 _LATEX_ESCAPES = str.maketrans(
     {
@@ -44,6 +45,20 @@ def shorten(value: object) -> str:
     """Return a value of a user as text for a message, cut after `MAX_VALUE_CHARS`; a text stays as it is."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
+
+
+def shorten_values(text: str) -> str:
+    """Return a message whose words and lines are cut: it may quote a value of any length.
+
+    Words that may be paths are cut only if a name in them is longer than any file name.
+    """
+    text = _LONG_WORD.sub(r"\1...", text)
+    if len(text) <= MAX_LINE_CHARS:
+        return text
+    head, tail = MAX_LINE_CHARS * 3 // 4, MAX_LINE_CHARS // 5
+    return "\n".join(
+        line if len(line) <= MAX_LINE_CHARS else f"{line[:head]} ... {line[-tail:]}" for line in text.split("\n")
+    )
 
 
 def escape_markdown(text: str) -> str:

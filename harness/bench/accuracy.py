@@ -7,7 +7,6 @@ were recorded with.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from harness.benchmark_table import BenchmarkTable, TableEntry, TableMetadata, r
 from harness.errors import UserError
 from harness.records import Measured
 from harness.results_dir.io import explain_write_errors
+from harness.untrusted import parse_json, read_text
 
 ACCURACY_FILE = "scores/accuracy.parquet"  # in a subfolder, as tables are found by their suffix
 ACCURACY_SCHEMA = pa.schema([
@@ -114,9 +114,9 @@ def _read(path: Path, _changed_ns: int) -> Mapping[ScoreKey, PlacementAccuracy]:
 
 def read_parts(path: Path) -> Iterator[PlacementAccuracy]:
     """Yield the accuracies of an interrupted scoring; a line that was cut off is skipped."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in read_text(path, "accuracies of placements").splitlines() if path.is_file() else ():
         try:
-            yield PlacementAccuracy(**json.loads(line))
+            yield PlacementAccuracy(**parse_json(line))
         except (ValueError, TypeError):
             continue
 

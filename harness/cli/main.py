@@ -334,6 +334,9 @@ def main(arguments: list[str] | None = None) -> None:
         echo(f"qdq: {error}", err=True)
         sys.exit(ExitStatus.DOES_NOT_HOLD if isinstance(error, DoesNotHold) else ExitStatus.USAGE)
     except Exception as error:  # the exit status of Python would be that of a result that does not hold
+        if isinstance(error, OSError) and error.filename is not None:  # of a file that no reader or writer explains
+            echo(f"qdq: {error.filename}: {error.strerror}", err=True)
+            sys.exit(ExitStatus.USAGE)
         echo(f"{traceback.format_exc()}qdq: internal error, please report it: {type(error).__name__}", err=True)
         sys.exit(ExitStatus.INTERNAL)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sized
 from dataclasses import dataclass
 
 from harness import registry
@@ -10,6 +12,7 @@ from harness.config.sections import ModelSpec, PluginSpec, SearcherSpec
 from harness.errors import UserError
 
 MIXED_PRECISIONS = ("int8", "fp8")
+MAX_COMBINATIONS = 10_000  # of models, backends and precisions, or of searchers and seeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,8 @@ def plan_tasks(experiment: Experiment) -> tuple[TaskSpec, ...]:
         UserError: Two tasks would share a folder.
     """
     backends = tuple(map(with_base_dir, experiment.backends))
+    require_countable("models, backends, precision", experiment.models, backends, experiment.precision)
+    require_countable("searchers, seeds", experiment.searchers, experiment.seeds)
     runs = tuple(SearchSpec(searcher=s, seed=seed) for seed in experiment.seeds for s in experiment.searchers)
     tasks = tuple(
         TaskSpec(model=model, backend=backend, precision=precision, runs=runs)
@@ -72,6 +77,12 @@ def plan_tasks(experiment: Experiment) -> tuple[TaskSpec, ...]:
             raise UserError(f"models and backends: two tasks would be called {task.name!r}; choose other labels")
         names.add(task.name)
     return tasks
+
+
+def require_countable(keys: str, *lists: Sized) -> None:
+    """Raise `UserError` if lists have more than `MAX_COMBINATIONS` combinations, which would not fit into memory."""
+    if (count := math.prod(map(len, lists))) > MAX_COMBINATIONS:
+        raise UserError(f"{keys}: {count} combinations, but at most {MAX_COMBINATIONS}; divide the experiment")
 
 
 def with_base_dir(backend: PluginSpec) -> PluginSpec:

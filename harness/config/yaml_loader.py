@@ -5,20 +5,22 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from harness.errors import UserError, describe_type
-from harness.paths import check_path
+from harness.text import shorten
+from harness.untrusted import MAX_BYTES, read_text
 
 MATRIX_LISTS = ("models", "backends", "searchers")
 MAX_FILE_BYTES = 4_000_000
 MAX_NESTING_LEVELS = 50
-MAX_MATRIX_ENTRIES = 10_000  # a few lines could ask for more entries than fit into memory
+MAX_NODES, MAX_CACHE_NODES = 100_000, 300_000  # values and keys; an error about one takes 1 kB, a model 2 kB
 #: Plain scalars that are no text: tag, pattern and possible first characters (YAML 1.2.2, section 10.3.2, core schema).
 CORE_SCHEMA = (
     ("null", r"null|Null|NULL|~|", "nN~"),
@@ -32,30 +34,23 @@ CORE_SCHEMA = (
 )
 
 
-def read_text_file(path: Path, kind: str) -> str:
-    """Return the text of a file.
+def read_text_file(path: Path, kind: str, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Return the text of a YAML file.
 
     Args:
         kind: Description of the file for messages, such as "an experiment file".
 
     Raises:
-        UserError: The file is missing, no text, an ONNX model, or larger than `MAX_FILE_BYTES`.
+        UserError: The file cannot be read, is no text, is an ONNX model, or is larger than `max_bytes`.
     """
-    check_path(path)
-    try:
-        if path.suffix == ".onnx" and path.is_file():
-            raise UserError(f"{path}: this is an ONNX model, not {kind}; {kind} names the model by a key")
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise UserError(f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} for {kind}")
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file ({path.resolve()})") from error
-    except IsADirectoryError as error:
-        raise UserError(f"{path}: this is a folder, not {kind}; name the file in it") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: this is not text, so not {kind}") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if path.suffix == ".onnx" and os.path.isfile(path):
+        raise UserError(f"{path}: this is an ONNX model, not {kind}; {kind} names the model by a key")
+    return read_text(path, kind, max_bytes)
+
+
+def read_cache_file(path: Path, kind: str) -> dict[str, Any]:
+    """Read a YAML mapping that a program wrote, see `read_yaml_mapping`; it may be larger than a user's file."""
+    return read_yaml_mapping(read_text_file(path, kind, MAX_BYTES), str(path), kind, MAX_CACHE_NODES)
 
 
 def read_experiment_yaml(text: str, source: str) -> dict[str, Any]:
@@ -71,81 +66,127 @@ def read_experiment_yaml(text: str, source: str) -> dict[str, Any]:
     return _expand_matrix(read_yaml_mapping(text, source, "an experiment"), source)
 
 
-def read_yaml_mapping(text: str, source: str, kind: str) -> dict[str, Any]:
+def read_yaml_mapping(text: str, source: str, kind: str, max_nodes: int = MAX_NODES) -> dict[str, Any]:
     """Read YAML text that is a mapping.
 
     Args:
         source: Name of the file in messages.
         kind: Description of the file for messages, such as "an experiment".
+        max_nodes: Largest number of values and keys.
 
     Raises:
-        UserError: The text is not YAML, not a mapping, too deeply nested, or has an alias or a duplicate key.
+        UserError: The text is not YAML, not a mapping, too large or too deeply nested, or has an alias or a duplicate
+            key.
     """
     try:
-        raw = parse_yaml(text)
+        raw = parse_yaml(text, max_nodes)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         problem = " ".join(part for part in (error.context and f"{error.context},", error.problem) if part)
         raise UserError(f"{source}: not valid YAML: {place}{problem}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or tagged number
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{source}: not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{source}: {kind} is a mapping of keys, but {describe_type(raw)}")
     return raw
 
 
-def parse_yaml(text: str) -> Any:
-    """Return the value of YAML 1.2 text.
+def parse_yaml(text: str, max_nodes: int = MAX_NODES) -> Any:
+    """Return the value of YAML 1.2 text in the core schema.
+
+    Values are made from events, because the nodes of PyYAML take 1 kB each. PyYAML itself implements YAML 1.1, in which
+    `1:30` is 90, `010` is 8, `no` is false and `1e-3` is text.
 
     Raises:
-        yaml.YAMLError: The text is not YAML, or has an alias, a duplicate key or too many levels.
+        yaml.YAMLError: The text is not YAML, or has an alias (which allows exponential expansion), a tag of another
+            type than the core schema has, a duplicate key, a key that is no plain name, or too many values or levels.
         ValueError: A number has too many digits.
     """
-    depth = 0
-    for event in yaml.parse(text, Loader=_StrictLoader):
+    documents: list[Any] = []
+    stack: list[Any] = [documents]
+    keys: list[Any] = [_NO_KEY]
+    nodes = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            stack.pop()
+            keys.pop()
+            continue
         if isinstance(event, yaml.AliasEvent):
-            raise _problem("aliases (*name) are not allowed here", event.start_mark)
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > MAX_NESTING_LEVELS:
-            raise _problem(f"nested more than {MAX_NESTING_LEVELS} levels deep", event.start_mark)
-    return yaml.load(text, Loader=_StrictLoader)
+            raise _problem("aliases (*name) are not allowed here", event)
+        if not isinstance(event, yaml.NodeEvent):
+            continue
+        nodes += 1
+        if nodes > max_nodes:
+            raise _problem(f"more than {max_nodes} values and keys", event)
+        value = _make_value(event)
+        _add_value(stack[-1], keys, value, event)
+        if isinstance(value, dict | list):
+            stack.append(value)
+            keys.append(_NO_KEY)
+            if len(stack) > MAX_NESTING_LEVELS + 1:
+                raise _problem(f"nested more than {MAX_NESTING_LEVELS} levels deep", event)
+    if len(documents) > 1:
+        raise yaml.YAMLError("expected a single document")
+    return documents[0] if documents else None
+
+
+def _make_value(event: Any) -> Any:
+    """Return the value of a scalar, or an empty list or mapping."""
+    tag = None if event.tag == "!" else event.tag
+    if isinstance(event, yaml.CollectionStartEvent):
+        kind = dict if isinstance(event, yaml.MappingStartEvent) else list
+        if tag not in (None, _TAG_PREFIX + ("map" if kind is dict else "seq")):
+            raise _problem(f"the tag {shorten(tag)!r} is not allowed here", event)
+        return kind()
+    text, plain = event.value, event.implicit[0] and event.tag is None
+    if tag is None:
+        schema = (name for name, pattern, _ in _PLAIN_SCALARS if pattern.fullmatch(text)) if plain else iter(())
+        tag = _TAG_PREFIX + next(schema, "str")
+    make = _CONSTRUCTORS.get(tag.removeprefix(_TAG_PREFIX) if tag.startswith(_TAG_PREFIX) else "")
+    if make is None:
+        raise _problem(f"the tag {shorten(tag)!r} is not allowed here", event)
+    return make(text)
+
+
+def _add_value(parent: Any, keys: list[Any], value: Any, event: Any) -> None:
+    """Append a value to a list, or set it as the next key of a mapping or as the value of that key."""
+    if isinstance(parent, list):
+        parent.append(value)
+    elif keys[-1] is not _NO_KEY:
+        parent[keys[-1]], keys[-1] = value, _NO_KEY
+    elif isinstance(value, dict | list):
+        raise _problem("a key is a plain name, but this is a list or a mapping", event)
+    elif value in parent:
+        raise _problem(f"duplicate key {shorten(repr(value))}", event)
+    else:
+        keys[-1] = value
+
+
+def _parse_int(text: str) -> int:
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+def _parse_float(text: str) -> float:
+    return float(text.replace(".", "") if text[-1].isalpha() else text)  # .inf and .nan
+
+
+_NO_KEY = object()
+_TAG_PREFIX = "tag:yaml.org,2002:"
+_PLAIN_SCALARS = [(name, re.compile(pattern), first) for name, pattern, first in CORE_SCHEMA]
+_CONSTRUCTORS: Mapping[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": _parse_int,
+    "float": _parse_float,
+    "str": str,
+}
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a PyYAML that was built without libyaml has none
 
 
 def dump_yaml(value: Any) -> str:
     """Return YAML text that both YAML 1.1 and YAML 1.2 read as the value; keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a PyYAML that was built without libyaml has none
-
-
-class _StrictLoader(_SafeLoader):  # type: ignore[misc]
-    """SafeLoader for the core schema of YAML 1.2 that rejects duplicate keys and keys that are no scalars.
-
-    The caller rejects aliases (which allow exponential expansion) and deep nesting, before values are constructed.
-    PyYAML itself implements YAML 1.1, in which `1:30` is 90, `010` is 8, `no` is false and `1e-3` is text.
-    """
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # declared so by PyYAML
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise _problem(f"a key is a plain name, but got {key!r}", key_node.start_mark)
-            if key in seen:
-                raise _problem(f"duplicate key {key!r}", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-    def construct_integer(self, node: Any) -> int:
-        text = self.construct_scalar(node)
-        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -158,14 +199,17 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_integer)
-for _tag, _pattern, _first in CORE_SCHEMA:
-    for _class in (_StrictLoader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})\\Z"), [*_first, ""])
+def quote_core_schema(dumper: Any) -> None:
+    """Let a dumper of PyYAML quote text that YAML 1.2 would read as another type."""
+    for tag, pattern, first in CORE_SCHEMA:
+        dumper.add_implicit_resolver(f"{_TAG_PREFIX}{tag}", re.compile(f"(?:{pattern})\\Z"), [*first, ""])
 
 
-def _problem(text: str, mark: Any) -> yaml.constructor.ConstructorError:
-    return yaml.constructor.ConstructorError(None, None, text, mark)
+quote_core_schema(_Dumper)
+
+
+def _problem(text: str, event: Any) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, text, event.start_mark)
 
 
 def _expand_matrix(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -189,11 +233,20 @@ def _expand_matrix(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         entries = body.get(head)
         if not isinstance(entries, list):
             raise UserError(f"{source}: matrix.{head}.*: there is no list {head!r} to vary")
-        copies = len(entries) * math.prod(len(values) for values in changes.values())
-        if copies > MAX_MATRIX_ENTRIES:
-            raise UserError(f"{source}: matrix.{head}.*: asks for {copies} {head}, but at most {MAX_MATRIX_ENTRIES}")
+        combinations = math.prod(len(values) for values in changes.values())
+        largest = _count_values(entries) + sum(
+            len(entries) * max(map(_count_values, each)) for each in changes.values()
+        )
+        if combinations * largest > MAX_NODES:  # a few lines could ask for more than fits into memory
+            copies = f"{len(entries) * combinations} {head} with {combinations * largest} values"
+            raise UserError(f"{source}: matrix.{head}.*: asks for {copies}, but at most {MAX_NODES}")
         body[head] = [each for entry in entries for each in _expand_entry(entry, changes, f"{source}: matrix.{head}")]
     return body
+
+
+def _count_values(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_count_values, inner))
 
 
 def _expand_entry(entry: Any, changes: Mapping[str, list[Any]], where: str) -> Iterator[dict[str, Any]]:

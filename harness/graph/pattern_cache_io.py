@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from harness.config.validation_errors import to_user_error
-from harness.errors import UserError, describe_type
+from harness.config.yaml_loader import quote_core_schema, read_cache_file
+from harness.errors import UserError
 from harness.graph.pattern_cache import (
     MAX_SCHEMES,
     MIN_DISTANCE_POINTS,
@@ -23,12 +24,10 @@ from harness.graph.pattern_cache import (
     parse_point,
 )
 from harness.paths import replacing
+from harness.text import shorten
 
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _FILE_KIND = "qdq pattern cache"
-_MAX_BYTES = 16 << 20
-_MAX_NESTING_DEPTH = 16
 
 
 def read_cache(path: Path) -> PatternCache:
@@ -37,7 +36,7 @@ def read_cache(path: Path) -> PatternCache:
     Raises:
         UserError: The file cannot be read, is too large, or is not a pattern cache of qdq-bench.
     """
-    body = read_plain_yaml(path, _MAX_BYTES)
+    body = read_cache_file(path, "a pattern cache")
     if "pattern_schemes" in body:
         raise UserError(
             f"{path}: a pattern cache of ModelOpt; its signatures name other patterns than ours, so nothing in it "
@@ -63,31 +62,6 @@ def write_cache(cache: PatternCache, path: Path) -> None:
     write_plain_yaml({"kind": _FILE_KIND, "schema": 1, **limits, "patterns": patterns}, path)
 
 
-def read_plain_yaml(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read a YAML mapping of plain values from an untrusted file.
-
-    Raises:
-        UserError: The file cannot be read, is larger than `max_bytes`, no YAML mapping, or has aliases or deep nesting.
-    """
-    try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise UserError(f"{path}: {size} bytes, but at most {max_bytes} are read; not written by qdq-bench")
-        text = path.read_bytes().decode("utf-8")
-        _reject_aliases_and_nesting(yaml.parse(text, Loader=_Loader), path)
-        body = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(body, dict):
-        raise UserError(
-            f"{path}: a mapping of keys, but {describe_type(body)}: not written by qdq-bench: "
-            "name another file, or move this one away"
-        )
-    return body
-
-
 def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
     """Write a YAML file atomically, with lists of plain values on one line each; folders are created.
 
@@ -107,16 +81,7 @@ class _AliasFreeDumper(_SafeDumper):  # type: ignore[misc]
         return True
 
 
-def _reject_aliases_and_nesting(events: Iterable[Any], path: Path) -> None:
-    """Raise `UserError` for aliases, which may expand exponentially, and for deep nesting, before values are built."""
-    depth = 0
-    for event in events:
-        line = event.start_mark.line + 1
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent):
-            raise UserError(f"{path}, line {line}: aliases (*name) are not allowed here")
-        if depth > _MAX_NESTING_DEPTH:
-            raise UserError(f"{path}, line {line}: nested more than {_MAX_NESTING_DEPTH} levels deep")
+quote_core_schema(_AliasFreeDumper)
 
 
 def _scheme_to_dict(scheme: CachedScheme) -> dict[str, Any]:
@@ -132,7 +97,7 @@ def _scheme_to_dict(scheme: CachedScheme) -> dict[str, Any]:
 
 def _parse_point_field(value: Any) -> CachedPoint:
     if not isinstance(value, str):
-        raise ValueError(f"a point is a text such as node_input/4.0/int8, but got {value!r}")
+        raise ValueError(f"a point is a text such as node_input/4.0/int8, but got {shorten(repr(value))}")
     return parse_point(value)
 
 
@@ -151,7 +116,7 @@ class _SchemeRecord(_StrictModel):
     backend: _ShortText
     precision: _ShortText
     device: _ShortText = ""
-    points: Annotated[list[_PointField], Field(max_length=10_000)]
+    points: Annotated[list[_PointField], Field(max_length=10_000), Field(fail_fast=True)]
 
     def to_scheme(self) -> CachedScheme:
         return CachedScheme(
@@ -165,7 +130,7 @@ class _SchemeRecord(_StrictModel):
 class _PatternRecord(_StrictModel):
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     size: Annotated[int, Field(ge=0)]
-    schemes: Annotated[list[_SchemeRecord], Field(max_length=1000)]
+    schemes: Annotated[list[_SchemeRecord], Field(max_length=1000), Field(fail_fast=True)]
 
 
 class _CacheRecord(_StrictModel):
@@ -173,7 +138,7 @@ class _CacheRecord(_StrictModel):
     schema_: Annotated[Literal[1], Field(alias="schema")]
     minimum_distance: Annotated[int, Field(ge=0, le=1000)] = MIN_DISTANCE_POINTS
     maximum_schemes: Annotated[int, Field(ge=0, le=1000)] = MAX_SCHEMES
-    patterns: Annotated[list[_PatternRecord], Field(max_length=100_000)]
+    patterns: Annotated[list[_PatternRecord], Field(max_length=100_000), Field(fail_fast=True)]
 
     @model_validator(mode="after")
     def _check_distinct_signatures(self) -> _CacheRecord:

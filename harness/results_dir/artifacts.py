@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from harness.api import Candidate
 from harness.errors import UserError
 from harness.records import MAIN_BENCHMARKER, from_json
 from harness.results_dir.io import read_json
+from harness.text import MAX_FILE_NAME_CHARS, shorten
 from search.space import Placement, Space, edges_digest
 
 FLOAT_ROW = "float"
@@ -50,13 +54,13 @@ class ExportedModel:
     sha256: str
     pairs: int
     benchmarker: str = MAIN_BENCHMARKER
-    choices: tuple[int, ...] | None = None
+    choices: Annotated[tuple[int, ...], Field(fail_fast=True)] | None = None
     timed: bool = True
 
     def __post_init__(self) -> None:
         for key, name in (("id", self.id), ("file", self.file)):  # rows.json may come from a stranger
-            if Path(name).name != name or name == "..":
-                raise ValueError(f"{key}: a name without a folder, but got {name!r}")
+            if Path(name).name != name or name == ".." or len(name) > MAX_FILE_NAME_CHARS:
+                raise ValueError(f"{key}: a short name without a folder, but got {shorten(repr(name))}")
 
     @property
     def digest(self) -> str:

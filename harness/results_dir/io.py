@@ -32,7 +32,7 @@ class DamagedFile(UserError):
         path: The file as it is on the disk.
         problem: Difference from what a run writes.
         where: Place in the file, such as "line 3"; "" for the whole file.
-        remedy: What the user can do.
+        remedy: Advice to the user.
     """
 
     def __init__(

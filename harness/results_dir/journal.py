@@ -28,6 +28,7 @@ from harness.results_dir.lines import (
     shown_path,
     strip_seal,
 )
+from harness.text import shorten
 from harness.untrusted import parse_json
 
 _LINE_HEAD = re.compile(rb'\{"kind":"(proposal|result)","number":(\d+),')
@@ -212,7 +213,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
         raise DamagedFile(shown_path(path), "not a journal of qdq-bench", remedy=_REMEDY)
     if header.get("schema") not in (SCHEMA_VERSION, CHAINED_SCHEMA):
         raise UserError(
-            f"{shown_path(path)}: written with schema {header.get('schema')}, this version reads schema "
+            f"{shown_path(path)}: written with schema {shorten(header.get('schema'))}, this version reads schema "
             f"{CHAINED_SCHEMA}"
         )
     return header

@@ -33,11 +33,12 @@ from harness.results_dir.io import (
     truncate_partial_line,
 )
 from harness.text import shorten
-from harness.untrusted import open_regular, parse_json
+from harness.untrusted import check_parsed_size, open_regular, parse_json
 
 COMPRESSED_SUFFIX = ".gz"
 CHAINED_SCHEMA = 3  # of headers; files of schema 2 are not chained
 MAX_LINE_BYTES = 32 * 2**20  # several readings of each of 100,000 inferences, and the accuracy of as many images
+MAX_PARSED_LINE_BYTES = 64 * 2**20
 MAX_UNPACKED_BYTES = 4 * 2**30  # 20 times the journal of 100,000 evaluations; a few kB of gzip may unpack to any size
 _SEAL = re.compile(rb',?"(?:chain":"([0-9a-f]{16})|crc32":"([0-9a-f]{8}))"\}\n?\Z')
 _SEAL_BYTES = 40
@@ -184,6 +185,7 @@ def scan_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     digest: str | None = ""
     for number, raw in enumerate(_whole_lines(shown), 1):
         try:
+            check_parsed_size(raw, MAX_PARSED_LINE_BYTES)
             body, digest = _unseal(raw, digest)
             if number == 1 and digest is not None:
                 _check_name(body, path)
@@ -195,7 +197,7 @@ def scan_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 def _check_name(header: bytes, path: Path) -> None:
     """Raise `ValueError` if a header names another file; archived files have a number behind the name."""
-    facts, own = parse_json(header), path.name.removesuffix(".jsonl")
+    facts, own = parse_json(header), path.name.removesuffix(COMPRESSED_SUFFIX).removesuffix(".jsonl")
     name = str(facts.get("name", own) if isinstance(facts, dict) else own)
     if not re.fullmatch(rf"{re.escape(name)}(\.\d+)?", own):
         raise ValueError(f"damaged: this is the file {shorten(name)!r} of a run")

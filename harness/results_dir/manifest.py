@@ -343,7 +343,8 @@ def _task_problems(folder: Path, entry: Mapping[str, Any], whole: bool) -> Itera
         if name in entry["files"]:
             continue
         if not entry["complete"]:
-            yield from _check_content(path)
+            if whole or not name.startswith(OPTIONAL_FILES):  # a report leaves out damaged ones
+                yield from _check_content(path)
         elif whole or name.startswith("runs/") or path.suffix in (".json", ".jsonl", COMPRESSED_SUFFIX):
             yield FileProblem(path=path, problem=UNLISTED)
 

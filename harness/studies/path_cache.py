@@ -25,10 +25,10 @@ COLUMNS = pa.schema([
     *((name, pa.string()) for name in _TEXT_COLUMNS),
     ("seed", pa.int32()), ("budget", pa.int32()), ("walk", pa.list_(pa.int32())),
 ])  # fmt: skip
-# A cache may come from another machine, so its size is limited before it is decompressed: ten thousand seeds of sixteen
-# searchers on ten tables, with two hundred evaluations each.
-MAX_BYTES = 2**30
-MAX_LINES, MAX_EVALUATIONS = 2**21, 2**29
+# A cache may come from another machine, so its memory is limited before it is decompressed: 16,000 seeds of sixteen
+# searchers, with 128 evaluations each.
+MAX_BYTES = 2**28
+MAX_LINES, MAX_EVALUATIONS = 2**18, 2**25
 MAX_NAME_BYTES, MAX_NAME_CHARS = 2**25, 1000  # bytes of all distinct names, characters of one name
 LINES_PER_BATCH = 32  # equal names are stored once, so the size of the file does not limit that of a batch
 

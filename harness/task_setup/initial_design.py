@@ -311,9 +311,6 @@ def tensorrt_guide_placement(space: Space, model: Model) -> Placement:
     return Placement(tuple(choices))
 
 
-MAX_PRIOR_BYTES = 64 * 2**20
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScreenedUnit:
     """Names of dimensions that reduce the latency if only they are quantized, to `precision`, by `qdq sensitivity`."""
@@ -331,13 +328,11 @@ def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
         UserError: The file is damaged, or of another kind.
     """
     try:
-        if path.stat().st_size > MAX_PRIOR_BYTES:
-            raise ValueError(f"it has more than {MAX_PRIOR_BYTES} bytes")
         body = read_json(path)
         if (body.get("kind"), body.get("schema")) != ("sensitivity", SCHEMA_VERSION):
             raise ValueError(f"no sensitivities of schema {SCHEMA_VERSION}")
         return tuple(_units_with_gain(body["units"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a file of 'qdq sensitivity' that can be read: {error}") from error
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from harness.records import Count, Failed, LatencyMs, from_json
+from harness.records import Count, Failed, LatencyMs, Readings, from_json
 from harness.untrusted import parse_json
 
 TWIN = "A/A twin"  # name of the row with the second build of the baseline
@@ -41,8 +41,8 @@ class Turn:
     group: Count
     round: Count
     row: str
-    samples_ms: Annotated[tuple[LatencyMs, ...], Field(min_length=1)]
-    discarded_ms: tuple[LatencyMs, ...] = ()
+    samples_ms: Annotated[Readings, Field(min_length=1)]
+    discarded_ms: Readings = ()
     disturbed: str = ""
     worker: Count = 0
     parts_ms: Mapping[str, LatencyMs] = field(default_factory=dict)

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from stored import write_records
+from stored import JOURNAL_HEADER, write_records
 
 from harness.config.experiment import parse_experiment, to_yaml
 from harness.records import SCHEMA_VERSION, Failed, Measured, Outcome, Proposal, TrialResult, encode_line
 from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel
-from harness.results_dir.io import add_checksum, write_json
-from harness.results_dir.journal import Journal
+from harness.results_dir.io import write_json
+from harness.results_dir.lines import seal_line
 from harness.search_loop.objective import Goal
 from harness.timing.turn_log import TWIN, Turn, encode_turn_event
 
@@ -76,16 +76,17 @@ def write_long_results(folder: Path, evaluations: int) -> Path:
 
 def _write_journal(path: Path, evaluations: int) -> Path:
     rng = np.random.default_rng(evaluations)
-    with Journal(path, {}):
-        pass
+    text, digest = seal_line(JOURNAL_HEADER, "")
     asked = [_template(Proposal(number=-1, choices=_choices(rng), digest="-2", origin="searcher")) for _ in range(99)]
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
         for number in range(evaluations):
             if number % TEMPLATES == 0:  # anew, a little faster than before
                 told = [_told(rng, 10.0 * 0.5 ** (number / evaluations), n) for n in range(TEMPLATES)]
             line = asked[number % 99] if number else _template(_float())
             for text in (line % (number, f'"{number:016x}"'), told[number % TEMPLATES] % (number, number / 2)):
-                file.write(add_checksum(text) + "\n")
+                line, digest = seal_line(text, digest)
+                file.write(line + "\n")
     return path
 
 

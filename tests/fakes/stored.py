@@ -10,6 +10,8 @@ from harness.results_dir.io import read_json, write_json
 from harness.results_dir.lines import read_lines, restore_lines, seal_line, stored_path
 from harness.results_dir.manifest import MANIFEST_FILE
 
+JOURNAL_HEADER = '{"kind":"header","schema":3,"fingerprint":{}}'
+
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for _, line in read_lines(path)]

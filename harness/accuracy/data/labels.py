@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import UserError, suggest_names
+from harness.untrusted import read_text
 
 MAX_PIXELS = 1e9  # limit of coordinates; no image is larger
+MAX_LABEL_BYTES = 2**30  # those of COCO's training images have 450 MB
 MAX_ID = 2**63  # pycocotools stores ids as int64
 logger = logging.getLogger(__name__)
 
@@ -45,10 +47,7 @@ def read_labels(path: Path) -> LabelFile:
     """
     if path.suffix not in (".json", ".txt"):
         raise UserError(f"{path}: labels are a .json file (COCO) or a .txt file (lines 'FILENAME CLASS')")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+    text = read_text(path, "labels", MAX_LABEL_BYTES)
     labels = _parse_coco(text, path) if path.suffix == ".json" else _parse_classes(text, path)
     if not labels.files:
         raise UserError(f"{path}: lists no images")

@@ -12,10 +12,11 @@ from typing import IO, Any
 from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.regions import Region, RegionType, from_graph
 from harness.compat.modelopt_autotune.settings import AutotunerError
-from harness.errors import UserError
+from harness.errors import UserError, prefix_file
 from harness.graph.io.files import to_proto
 from harness.graph.model import Model, Node, read_nodes
 from harness.graph.partition.regions import discover_regions, find_boundary, find_readers
+from harness.untrusted import read_text
 
 __all__ = [
     "CombinedRegionSearch", "RegionPartitioner", "RegionSearchBase", "TopDownRegionBuilder", "get_node_filter_list",
@@ -187,16 +188,8 @@ def get_node_filter_list(node_filter_list_path: str | None) -> list[str] | None:
     if not node_filter_list_path:
         return None
     path = Path(node_filter_list_path)
-    try:
-        if path.stat().st_size > MAX_FILTER_BYTES:
-            raise UserError(
-                f"--node_filter_list {path}: larger than {MAX_FILTER_BYTES} bytes, so it is not a list of wildcards"
-            )
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise UserError(f"--node_filter_list {path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--node_filter_list {path}: cannot be read: it is no text") from error
+    with prefix_file("--node_filter_list"):
+        lines = [line.strip() for line in read_text(path, "a list of wildcards", MAX_FILTER_BYTES).splitlines()]
     wildcards = [line for line in lines if line and not line.startswith("#")]
     if not wildcards:
         raise UserError(f"--node_filter_list {path}: there is no wildcard in it; one a line, such as *conv*")

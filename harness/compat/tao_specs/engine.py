@@ -30,11 +30,11 @@ from harness.graph.load import Dims, ModelSignature
 from harness.random_inputs import InputTypes
 from harness.results_dir.io import file_sha256
 from harness.text import safe_file_name
+from harness.untrusted import parse_json, read_bounded
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-MAX_FACTS_BYTES = 1 << 20
 TENSORRT = "tensorrt"
 TENSORRT_SUFFIXES = (".trt", ".engine", ".plan")
 TENSORRT_PRECISIONS: Mapping[str, str] = {"FP16": "f16", "BF16": "bf16", "TF32": "tf32", "FP32": "f32"}
@@ -237,13 +237,11 @@ def read_facts(path: Path) -> EngineFacts | None:
     if not file.exists():
         return None
     try:
-        if file.stat().st_size > MAX_FACTS_BYTES:
-            raise ValueError("too large")
-        body = json.loads(file.read_text(encoding="utf-8"))
+        body = parse_json(read_bounded(file))
         if body.pop("schema") != SCHEMA_VERSION:
             raise ValueError("another schema")
         facts = TypeAdapter(EngineFacts).validate_python(body)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         problem = " ".join(str(error).split())
         raise UserError(f"{file}: damaged ({problem}); build the engine again with qdq gen-trt-engine") from error
     if facts.sha256 != file_sha256(path):

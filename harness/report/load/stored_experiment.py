@@ -10,19 +10,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.accuracy.metrics.intervals import check_consistency, decode_accuracy
-from harness.config.plan import TaskSpec
+from harness.config.plan import TaskSpec, require_countable
 from harness.config.sections import ModelSpec, PluginSpec
-from harness.config.yaml_loader import read_experiment_yaml
-from harness.errors import UserError
-from harness.records import SCHEMA_VERSION, first_problem
+from harness.config.yaml_loader import read_experiment_yaml, read_text_file
+from harness.errors import UserError, prefix_file
+from harness.records import SCHEMA_VERSION, Texts, first_problem
 from harness.registry import is_program_object
 from harness.results_dir.io import read_json
 from harness.results_dir.lines import first_line, read_lines
+from harness.text import shorten
 from harness.untrusted import parse_json, read_bounded
 from harness.verification.accuracy_store import read_scores
 
@@ -54,14 +55,14 @@ class TaskFacts(_ReportedRecord):
     higher_is_better: bool = True
     inputs: dict[str, list[Any]] = {}
     calibration: dict[str, Any] = {}
-    calibration_remarks: list[str] = []
-    cache_remarks: list[str] = []
+    calibration_remarks: Texts = []
+    cache_remarks: Texts = []
     tool_methods: dict[str, str] = {}
 
 
 class _Processor(_ReportedRecord):
     model: str | None = None
-    flags: list[str] = []
+    flags: Texts = []
 
 
 class Environment(_ReportedRecord):
@@ -70,7 +71,7 @@ class Environment(_ReportedRecord):
     cpu: _Processor = _Processor()
     packages: dict[str, str | None] = {}
     limits: dict[str, Any] = {}
-    gpus: list[dict[str, Any]] = []
+    gpus: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = []
     git_commit: str | None = None
 
 
@@ -88,7 +89,7 @@ class _Step(_ReportedRecord):
 
 
 class _FloatGroup(_ReportedRecord):
-    nodes: list[str] = Field(min_length=1)
+    nodes: Annotated[Texts, Field(min_length=1)]
     alone_db: float
     at_outputs: bool = False
 
@@ -105,8 +106,8 @@ class _RecoveredPlacement(_ReportedRecord):
     label: str = ""
     sha256: str = ""
     seconds: float = 0.0
-    steps: list[_Step] = []
-    left_float: list[_FloatGroup | _FloatNode] = []
+    steps: Annotated[list[_Step], Field(fail_fast=True)] = []
+    left_float: Annotated[list[_FloatGroup | _FloatNode], Field(fail_fast=True)] = []
     loss: float | None = None
     loss_before: float | None = None
 
@@ -138,9 +139,7 @@ def validate_record(schema: type[BaseModel], body: Mapping[str, Any]) -> None:
 
 T = TypeVar("T")
 REPAIR_HINT = "move it away and repeat qdq run, which makes it again, or restore it"
-MAX_EXPERIMENT_BYTES = 4_000_000
 FOLDER_NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
-MAX_SHOWN_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +174,14 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
     Raises:
         UserError: The file cannot be read, or is no YAML mapping.
     """
-    try:
-        if path.stat().st_size > MAX_EXPERIMENT_BYTES:
-            raise UserError(f"{path}: larger than {MAX_EXPERIMENT_BYTES} bytes, so it is not an experiment")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+    text = read_text_file(path, "an experiment file")
     body = read_experiment_yaml(text, str(path))
     precisions = [str(precision) for precision in _list_at(body, "precision")] or ["int8"]
     uses = dict(_searcher_params(body))
+    with prefix_file(path):
+        require_countable(
+            "models, backends, precision", _list_at(body, "models"), _list_at(body, "backends"), precisions
+        )
     tasks = tuple(
         TaskSpec(
             model=ModelSpec.model_construct(use=model["use"], label=model["label"]),
@@ -197,7 +195,7 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
     )
     for task in tasks:
         if not FOLDER_NAME.fullmatch(task.name):  # the file may come from a stranger
-            raise UserError(f"{path}: a task is called {task.name[:MAX_SHOWN_CHARS]!r}, which is no folder name")
+            raise UserError(f"{path}: a task is called {shorten(task.name)!r}, which is no folder name")
     return StoredExperiment(
         name=str(body.get("experiment", path.parent.name)),
         description=str(body.get("description") or ""),
@@ -287,7 +285,7 @@ def read_task_facts(folder: Path) -> Mapping[str, Any]:
     schema = _read_schema(path)
     if schema != SCHEMA_VERSION:
         raise UserError(
-            f"{folder}: written with schema {schema}, this version reads schema {SCHEMA_VERSION}; "
+            f"{path}: written with schema {shorten(schema)}, this version reads schema {SCHEMA_VERSION}; "
             "render it with the version that wrote it, or run the experiment again into another folder"
         )
     facts = read_json(path)

@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from harness.api import Layer
 from harness.errors import UserError
@@ -27,7 +29,6 @@ from harness.statistics import Interval
 GRAPH_FILE = "graph.json"
 ATTRIBUTION_SCHEMA = 2
 GRAPH_SCHEMA = 1  # increase it when the layout or the marks change; otherwise reports keep the graphs they stored
-MAX_ATTRIBUTION_BYTES, MAX_GRAPH_BYTES = 20_000_000, 50_000_000
 logger = logging.getLogger(__name__)
 
 
@@ -85,7 +86,7 @@ class MinimalPlacement:
         tests: Number of placements that were built to find it.
     """
 
-    points: tuple[str, ...]
+    points: Annotated[tuple[str, ...], Field(fail_fast=True)]
     pairs: int
     ratio: Interval
     speedup: Interval
@@ -106,7 +107,7 @@ class MeasuredStep:
 
     title: str
     noise_floor: float
-    aa_ratios: tuple[float, ...]
+    aa_ratios: Annotated[tuple[float, ...], Field(fail_fast=True)]
     ratios: Mapping[str, Interval]
 
 
@@ -153,16 +154,16 @@ class AttributionReport:
     pairs: int
     speedup: Interval
     noise_floor: float
-    patterns: tuple[PartEffect, ...]
-    points: tuple[PartEffect, ...]
+    patterns: Annotated[tuple[PartEffect, ...], Field(fail_fast=True)]
+    points: Annotated[tuple[PartEffect, ...], Field(fail_fast=True)]
     minimal: MinimalPlacement | None
-    before: tuple[Layer, ...] = ()
-    after: tuple[Layer, ...] = ()
-    edges: tuple[EdgeFusion, ...] = ()
+    before: Annotated[tuple[Layer, ...], Field(fail_fast=True)] = ()
+    after: Annotated[tuple[Layer, ...], Field(fail_fast=True)] = ()
+    edges: Annotated[tuple[EdgeFusion, ...], Field(fail_fast=True)] = ()
     latency_ms: float | None = None
     metric: str | None = None
     drop: Interval | None = None
-    steps: tuple[MeasuredStep, ...] = ()
+    steps: Annotated[tuple[MeasuredStep, ...], Field(fail_fast=True)] = ()
     recovery: str = ""
 
 
@@ -210,8 +211,6 @@ def read_attribution(path: Path) -> AttributionReport:
         UserError: The file is damaged.
     """
     try:
-        if path.stat().st_size > MAX_ATTRIBUTION_BYTES:
-            raise ValueError(f"larger than {MAX_ATTRIBUTION_BYTES} bytes")
         body = json.loads(json.dumps(read_json(path)), object_hook=_restore_nan)
         if body.pop("schema") != ATTRIBUTION_SCHEMA:
             raise OtherSchemaError(f"{path}: not of schema {ATTRIBUTION_SCHEMA}, so not shown; explain the row again")
@@ -237,7 +236,7 @@ def read_graph(task: TaskResults) -> dict[str, Any] | None:
     """
     path = task.folder / GRAPH_FILE
     try:
-        if not path.exists() or path.stat().st_size > MAX_GRAPH_BYTES:
+        if not path.exists():
             return None
         body = read_json(path)
         if body["schema"] != GRAPH_SCHEMA:

@@ -7,7 +7,6 @@ samples/common/sampleOptions.cpp of 10.16 and 11.1).
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
 from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
 from harness.runtimes.tensorrt.options import BuildOptions, ShapeProfile, format_shape
+from harness.untrusted import parse_json, read_bounded
 
 RESERVED_FLAGS = (
     "--onnx", "--saveEngine", "--loadEngine", "--exportTimes", "--exportOutput", "--exportLayerInfo", "--exportProfile",
@@ -36,7 +36,6 @@ WEAK_TYPING_FLAGS = (
 )  # fmt: skip
 """Flags of 10 that make 11 fail as unknown."""
 SAFETY_FLAG = "--remoteAutoTuningConfig"
-MAX_EXPORT_BYTES = 2**28
 
 
 def parse_version(text: str) -> str:
@@ -199,10 +198,8 @@ def _shape_flag(profiles: Mapping[str, ShapeProfile], key: str) -> str:
 
 def _read_json_export(path: Path, what: str) -> Any:
     try:
-        if path.stat().st_size > MAX_EXPORT_BYTES:
-            raise MeasureFailed(f"trtexec's {what}: more than {MAX_EXPORT_BYTES >> 20} MiB")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return parse_json(read_bounded(path, "output of trtexec"))
+    except (UserError, ValueError) as error:
         raise MeasureFailed(f"trtexec's {what} cannot be read: {error}") from error
 
 

@@ -172,7 +172,7 @@ STARTS = MINIMAL + "initial: [{}]"
         ("- a\n- b", "an experiment is a mapping of keys, but got list"),
         ("a: [", "not valid YAML"),
         ("!!python/object/apply:os.system ['true']", "not valid YAML"),
-        (MINIMAL + "? [1]\n: 2", r"not valid YAML: line 3, column 3: a key is a plain name, but got \[1\]"),
+        (MINIMAL + "? [1]\n: 2", r"not valid YAML: line 3, column 3: a key is a plain name"),
         (MINIMAL + "x: " + "[" * 9999, "not valid YAML: line 3, column 53: nested more than 50 levels deep"),
         (MINIMAL + f"x: {'1' * 5000}", "not valid YAML: Exceeds the limit"),
     ],

@@ -140,4 +140,4 @@ def test_a_damaged_record_is_refused_with_the_remedy(folder, tmp_path, capsys):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], '{"kind": "turn"}\n', *lines[2:]]))
     assert qdq("run", str(folder / "6.yaml"), "--out", str(out)) == 2
-    assert "move the file away to have it made again" in capsys.readouterr().err.replace("\n", " ")
+    assert "or move it away: qdq run measures it again" in capsys.readouterr().err.replace("\n", " ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from contextlib import suppress
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from incumbents import iter_incumbents
+from stored import read_records, write_lines
 
 from harness.api import Candidate
 from harness.errors import UserError
@@ -231,10 +233,10 @@ def test_cold_search_stops_if_first_trials_all_fail(tmp_path, window):
 def test_a_journal_that_two_runs_wrote_is_refused(tmp_path):
     path = tmp_path / "j.jsonl"
     search(path, 0, window=1)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines, lines[1]]))
+    lines = [json.dumps(each) for each in read_records(path)]
+    write_lines(path, [*lines, lines[1]])
     with pytest.raises(UserError, match=r"line \d+: proposal 0, but expected \d+"):
         list(read_journal(path))
-    path.write_text("".join([*lines, lines[2]]))
+    write_lines(path, [*lines, lines[2]])
     with pytest.raises(UserError, match=r"line \d+: an outcome without its proposal"):
         list(read_journal(path))

@@ -79,7 +79,7 @@ def test_a_task_without_time_left_still_delivers_a_confirmed_file(tmp_path, caps
     assert "3 of 8 rounds, because of the time limit" in capsys.readouterr().err
     rows, _ = read_finalists(folder)
     assert len(rows) == 2, "the float model and the baseline"
-    assert '"rounds": 4' in read_text(folder / "confirmation.jsonl")
+    assert '"rounds":4' in read_text(folder / "confirmation.jsonl")
     begun = read_begun_plan(folder)
     assert begun is not None
     assert (begun.builds, begun.rounds) == (3, 4)

@@ -223,7 +223,7 @@ def test_partial_lines_render(folder, keep):
 @pytest.mark.parametrize("name", ["task.json", "rows.json", "accuracy.json"])
 def test_a_damaged_file_is_named(folder, name):
     (folder / TASK / name).write_text("{")
-    with pytest.raises(UserError, match=rf"{name}: (damaged|cannot be read) \(.*\); move"):
+    with pytest.raises(UserError, match=rf"{name}: (damaged|cannot be read) \(.*\); restore a copy"):
         load_results(folder)
 
 
@@ -244,7 +244,7 @@ def test_another_schema_is_refused(folder, schema, named):
 
 def test_another_schema_of_a_journal_is_refused(folder):
     path = folder / TASK / "runs" / "random-0.jsonl"
-    path.write_text(path.read_text().replace('"schema":2', '"schema":0', 1))
+    path.write_text(path.read_text().replace('"schema":3', '"schema":0', 1))
     with pytest.raises(UserError, match=r"random-0\.jsonl.*schema 0"):
         load_results(folder)
 

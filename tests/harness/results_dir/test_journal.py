@@ -14,6 +14,7 @@ from harness.errors import UserError
 from harness.records import Failed, Measured, Proposal, TrialResult, decode_line, encode_line
 from harness.results_dir.io import append_line
 from harness.results_dir.journal import Journal, JournalEntry, read_journal
+from harness.results_dir.lines import seal_line
 
 FINGERPRINT = {"model": "abc", "seed": 1}
 
@@ -182,6 +183,7 @@ import resource, sys
 from pathlib import Path
 from harness.errors import UserError
 from harness.records import Failed, Proposal, TrialResult
+from harness.results_dir.lines import seal_line
 from harness.results_dir.journal import Journal
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (4500, resource.RLIM_INFINITY))
@@ -213,3 +215,46 @@ def test_append_line_names_the_file_on_a_full_disk(path):
         open("/dev/full", "ab", buffering=0) as file,
     ):
         append_line(file, "{}", path)
+
+
+SEALED = [seal_line(encode_line(line), "")[0] + "\n" for line in (result(0, 9.0), proposal(0))]
+EDITS = {
+    "swapped": lambda lines: [lines[0], lines[2], lines[1], *lines[3:]],
+    "dropped": lambda lines: [*lines[:3], *lines[5:]],
+    "repeated": lambda lines: [*lines, lines[-1]],
+    "changed with its own digest": lambda lines: [
+        *lines[:2],
+        seal_line(encode_line(result(0, 9.0)), "")[0] + "\n",
+        *lines[3:],
+    ],
+    "of another journal": lambda lines: [lines[0], SEALED[1], *lines[2:]],
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_edited_lines_are_refused_by_reader_and_journal(path, kind):
+    write(path, 3)
+    path.write_text("".join(EDITS[kind](path.read_text().splitlines(keepends=True))))
+    for read in (lambda: list(read_journal(path)), lambda: Journal(path, FINGERPRINT)):
+        with pytest.raises(UserError, match=r"j\.jsonl, line \d: damaged"):
+            read()
+
+
+def test_journal_under_another_name_is_refused(path):
+    write(path, 1)
+    archived, other = path.with_name("j.1.jsonl"), path.with_name("k.jsonl")
+    for copy in (archived, other):
+        copy.write_bytes(path.read_bytes())
+    assert len(list(read_journal(archived))) == 1
+    with pytest.raises(UserError, match=r"k\.jsonl, line 1: damaged: this is the file 'j'"):
+        list(read_journal(other))
+
+
+def test_journal_of_earlier_version_is_continued_in_its_form(path):
+    header = json.dumps({"kind": "header", "schema": 2, "fingerprint": FINGERPRINT})
+    write_lines(path, [header, encode_line(proposal(0)), encode_line(result(0))], chained=False)
+    with Journal(path, FINGERPRINT) as journal:
+        journal.append(proposal(1))
+        journal.append(result(1))
+    assert [entry.result for entry in read_journal(path)] == [result(0), result(1)]
+    assert '"chain"' not in path.read_text()

@@ -66,9 +66,7 @@ def test_oversized_file_is_refused_unread(tmp_path, reader):
 
 def test_a_matrix_that_asks_for_millions_of_tasks_is_refused():
     axes = "".join(f"  backends.params.p{n}: [{', '.join(map(str, range(100)))}]\n" for n in range(9))
-    with pytest.raises(
-        UserError, match=r"e\.yaml: matrix\.backends\.\*: asks for 1000000000000000000 backends, but at"
-    ):
+    with pytest.raises(UserError, match=r"e\.yaml: matrix\.backends\.\*: asks for 1000000000000000000 backends with"):
         parse_experiment(f"{EXPERIMENT_YAML.partition('matrix')[0]}matrix:\n{axes}", "e.yaml")
 
 

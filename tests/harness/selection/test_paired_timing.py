@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from stored import JOURNAL_HEADER, write_lines
 from turns import Instant, Listening, row
 
 from harness.api import Candidate
 from harness.config.sections import Sampling, TurnSchedule
+from harness.errors import UserError
 from harness.progress import NullProgress
 from harness.records import MAIN_BENCHMARKER, Failed
+from harness.results_dir.lines import compress_lines
 from harness.selection.paired_timing import (
     PairedComparison,
     read_comparison,
@@ -110,3 +113,15 @@ def test_disturbance_is_reported_and_recorded(tmp_path, disturbed):
     assert all("confirmation" in said and "100%" in said for said in observer.said)
     assert read_comparison(tmp_path / "confirmation.jsonl") == events
     assert {event.disturbed for event in events} == {disturbed}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_damaged_turn_is_named_with_its_line_and_file(tmp_path, packed):
+    path = tmp_path / "turns.jsonl"
+    turn = '{"kind":"turn","build":0,"group":0,"round":0,"row":"a","samples_ms":[1.0]}'
+    write_lines(path, [JOURNAL_HEADER, turn, turn, turn.replace("1.0", "-1.0"), turn])
+    if packed:
+        compress_lines(path)
+    name = r"turns\.jsonl\.gz" if packed else r"turns\.jsonl"
+    with pytest.raises(UserError, match=rf"{name}, line 4: .*samples_ms"):
+        read_comparison(path)

@@ -17,13 +17,13 @@ from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import AutotunerError, InvalidSchemeError
+from harness.config.yaml_loader import read_cache_file
 from harness.graph import pattern_cache as engine
-from harness.graph.pattern_cache_io import read_cache, read_plain_yaml, write_cache, write_plain_yaml
+from harness.graph.pattern_cache_io import read_cache, write_cache, write_plain_yaml
 from harness.graph.qdq.import_placement import map_to_float_tensors
 from harness.records import first_problem
 
 _logger = logging.getLogger(__name__)
-_MAX_STATE_BYTES = 256 << 20
 _CONFIG_CHANGES = {
     "calibration_data": "written models have the scales of the new data",
     "calibration_samples": "written models have the scales of the new samples",
@@ -296,7 +296,7 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:
     """
     if not path.exists():
         raise FileNotFoundError(path)
-    body = read_plain_yaml(path, _MAX_STATE_BYTES)
+    body = read_cache_file(path, "a state of the autotuner")
     remedy = "remove the file to start over, or use another --output_dir"
     if body.get("kind") != "qdq autotuner state" or body.get("schema") != 1:
         raise AutotunerError(f"{path}: no state of this autotuner (ModelOpt's cannot be read); {remedy}")

@@ -6,8 +6,8 @@ import pytest
 
 from harness.cli.main import main
 from harness.compat.modelopt_autotune.benchmark import Benchmark, _current_benchmarks, init_benchmark_instance
+from harness.config.yaml_loader import read_cache_file
 from harness.graph.builder import GraphBuilder
-from harness.graph.pattern_cache_io import read_plain_yaml
 from harness.records import Failed, Measured
 from harness.runtimes.simulated import SimulatedBenchmarker
 
@@ -113,7 +113,7 @@ def tune(folder, runtime, capsys):
 @pytest.fixture
 def measured(folder):
     """What the state of a run has by digest."""
-    return lambda out="out": read_plain_yaml(folder / out / "autotuner_state.yaml", 1 << 24)["measured"]
+    return lambda out="out": read_cache_file(folder / out / "autotuner_state.yaml", "a state")["measured"]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from harness.cli.main import main
 from harness.compat.modelopt_autotune.benchmark import init_benchmark_instance, is_noisy
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
-from harness.graph.pattern_cache_io import read_plain_yaml
+from harness.config.yaml_loader import read_cache_file
 from harness.records import Failed, Measured
 
 BACKEND = '''
@@ -71,7 +71,7 @@ def run(*more: str) -> None:
 def test_noisy_machine_interleaves_models_with_the_float_model(machine, capsys):
     run("--max_evals", "6")
     said = capsys.readouterr().err
-    kept = read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)
+    kept = read_cache_file(machine / "out/autotuner_state.yaml", "a state")
     scale = kept["baseline_latency_ms"]
     assert kept["interleaved"] is True
     assert f"timed in turns with the float model, whose {scale:.3f} ms set the scale" in said
@@ -90,7 +90,7 @@ def test_noisy_machine_interleaves_models_with_the_float_model(machine, capsys):
 def test_interleaving_ends_with_the_workflow(machine):
     with closing(init_benchmark_instance(backend="restless:Restless")) as benchmark:
         region_pattern_autotuning_workflow("model.onnx", "out", num_schemes_per_region=1)
-        assert read_plain_yaml(machine / "out/autotuner_state.yaml", 1 << 24)["interleaved"] is True
+        assert read_cache_file(machine / "out/autotuner_state.yaml", "a state")["interleaved"] is True
         benchmark.run("model.onnx", machine / "after.log")
     assert "reference_ms: [" in next((machine / "out/logs").glob("start_*.log")).read_text()
     assert "reference_ms: [" not in (machine / "after.log").read_text()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from small_results import TASK, edit_json, measured, write_search
+from stored import JOURNAL_HEADER, write_lines
 
 from harness.errors import UserError
 from harness.records import Failed, Measured, Proposal, TrialResult, encode_line
@@ -16,7 +17,6 @@ from harness.report.frames.main_frame import main_frame
 from harness.report.load.results import load
 from harness.report.tables.catalog import build_tables
 from harness.report.tables.cost import cost_frame
-from harness.results_dir.io import add_checksum
 from harness.results_dir.journal import RETRY_ORIGIN, Journal
 from harness.search_loop.objective import Goal
 from harness.search_loop.search_log import read_search
@@ -122,15 +122,13 @@ def test_a_damaged_goal_is_named_with_its_file(folder):
 
 def test_raw_samples_are_not_kept_in_memory(tmp_path):
     path, count = tmp_path / "random-0.jsonl", 400
-    with Journal(path, {}):
-        pass
-    with path.open("a") as file:
-        for number in range(count):
-            asked = Proposal(number=number, choices=(number % 2,) * 60, digest=str(number), origin="searcher")
-            samples_ms = tuple(5.0 + (number * sample) % 997 / 1000 for sample in range(500))
-            outcome = Measured(samples_ms=samples_ms, build_s=0.1, measure_s=0.1)
-            result = TrialResult(number=number, outcome=outcome, elapsed_s=float(number))
-            file.write("".join(f"{add_checksum(encode_line(line))}\n" for line in (asked, result)))
+    lines = [JOURNAL_HEADER]
+    for number in range(count):
+        asked = Proposal(number=number, choices=(number % 2,) * 60, digest=str(number), origin="searcher")
+        samples_ms = tuple(5.0 + (number * sample) % 997 / 1000 for sample in range(500))
+        outcome = Measured(samples_ms=samples_ms, build_s=0.1, measure_s=0.1)
+        lines += map(encode_line, (asked, TrialResult(number=number, outcome=outcome, elapsed_s=float(number))))
+    write_lines(path, lines)
     tracemalloc.start()
     search = read_search(path, "random", 0, Goal(), None, defaultdict(list))
     kept, peak = tracemalloc.get_traced_memory()

@@ -2,12 +2,20 @@
 
 import json
 import re
-import shutil
 from dataclasses import asdict
 
 import pandas as pd
 import pytest
-from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_one_table, write_task
+from small_results import (
+    TASK,
+    edit_json,
+    read_note,
+    read_table,
+    write_confirmation,
+    write_journal,
+    write_one_table,
+    write_task,
+)
 from stored import read_records, replace_text, write_records
 
 from harness.accuracy.metrics.closeness import WORST_PREFIX
@@ -435,7 +443,7 @@ def add_tpe_choice(folder, change=lambda pick: pick, **facts) -> None:
         **facts,
     }
     edit_json(folder / TASK / "rows.json", lambda body: body["picks"].append(lucky))
-    shutil.copy(folder / TASK / "runs" / "random-0.jsonl", folder / TASK / "runs" / "tpe-0.jsonl")
+    write_journal(folder / TASK / "runs" / "tpe-0.jsonl")
     raw_main(folder)
 
 

@@ -1,0 +1,172 @@
+"""Files of few bytes that describe many values: a reader takes little memory, whether it uses or refuses them."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from stored import JOURNAL_HEADER, write_lines
+
+from harness.compat.tao_specs.spec import read_spec
+from harness.config.experiment import load_experiment
+from harness.config.plan import plan_tasks
+from harness.errors import UserError
+from harness.graph.pattern_cache_io import read_cache
+from harness.report.load.stored_experiment import read_environment
+from harness.results_dir.deploy_folder import read_bundle
+from harness.results_dir.io import add_checksum
+from harness.results_dir.journal import read_journal
+from harness.results_dir.manifest import read_manifest
+from harness.selection.paired_timing import read_comparison
+from harness.studies.path_cache import COLUMNS, PathCache
+
+ALLOWED_MB = 300
+PROPOSAL = '{"kind":"proposal","number":0,"choices":[0],"digest":"d","origin":"searcher"}'
+RESULT = (
+    '{"kind":"result","number":0,"elapsed_s":1.0,"outcome":'
+    '{"status":"measured","build_s":1.0,"measure_s":1.0,"samples_ms":[1.0],"%s":%s}}'
+)
+TURN = '{"kind":"turn","build":0,"group":0,"round":0,"row":"float","samples_ms":%s}'
+Reader = Callable[[], object]
+
+
+def peak_growth_mb(read: Reader) -> tuple[str, float]:
+    """Read in a fork; return the error, or "used", and the growth of the memory at its peak in MB."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if not child:
+        gc.freeze()  # finalizers of the parent's objects may wait for threads that a fork lacks
+        said = "inf broken"
+        try:
+            before_mb = status_mb("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far: proc(5)
+            try:
+                read()
+                said = "used"
+            except UserError as error:
+                said = str(error)
+            said = f"{status_mb('VmHWM') - before_mb} {said}"
+        finally:
+            os.write(send, said.encode(errors="replace")[:4000])
+            os._exit(0)
+    os.close(send)
+    with os.fdopen(receive, "rb") as pipe:
+        growth, _, said = pipe.read().decode(errors="replace").partition(" ")
+    os.waitpid(child, 0)
+    return said, float(growth)
+
+
+def status_mb(key: str) -> float:
+    (kib,) = re.findall(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kib) / 1024
+
+
+def repeated(text: str, count: int) -> str:
+    return "[" + ",".join([text] * count) + "]"
+
+
+def mapping(value: str, count: int) -> str:
+    return "{" + ",".join(f'"{number}":{value}' for number in range(count)) + "}"
+
+
+def journal(field: str, values: str) -> Callable[[Path], Reader]:
+    def make(folder: Path) -> Reader:
+        write_lines(folder / "j.jsonl", [JOURNAL_HEADER, PROPOSAL, RESULT % (field, values)])
+        return lambda: list(read_journal(folder / "j.jsonl"))
+
+    return make
+
+
+def packed_journal(folder: Path) -> Reader:
+    """Write a line of 128 MB in 130 kB."""
+    with gzip.open(folder / "j.jsonl.gz", "wb") as file:
+        for _ in range(64):
+            file.write(b"1," * 2**20)
+    return lambda: list(read_journal(folder / "j.jsonl"))
+
+
+def turn_log(folder: Path) -> Reader:
+    write_lines(folder / "t.jsonl", [JOURNAL_HEADER, TURN % repeated("1.5", 1_800_000)])
+    return lambda: read_comparison(folder / "t.jsonl")
+
+
+def yaml(read: Callable[[Path], object], text: str) -> Callable[[Path], Reader]:
+    def make(folder: Path) -> Reader:
+        (folder / "f.yaml").write_text(text)
+        return lambda: read(folder / "f.yaml")
+
+    return make
+
+
+def record(name: str, read: Callable[[Path], object], body: str) -> Callable[[Path], Reader]:
+    def make(folder: Path) -> Reader:
+        (folder / name).write_text(add_checksum(body))
+        return lambda: read(folder / name)
+
+    return make
+
+
+def shipped(folder: Path) -> Reader:
+    raw = add_checksum('{"schema":1,"runtime":' + mapping("[]", 100_000) + "}").encode()
+    (folder / "ship.json").write_bytes(raw)
+    (folder / "SHA256SUMS").write_text(f"{hashlib.sha256(raw).hexdigest()}  ship.json\n")
+    return lambda: read_bundle(folder)
+
+
+def submitted(folder: Path) -> Reader:
+    """Write more evaluations than a submission may have, in few bytes."""
+    walks = pa.ListArray.from_arrays([0, *([2**25 + 2**19] * 1)], pa.repeat(pa.scalar(1, pa.int32()), 2**25 + 2**19))
+    columns = [pa.array([text]) for text in "tsam"]
+    numbers = [pa.array([0], pa.int32()), pa.array([1], pa.int32())]
+    pq.write_table(pa.table([*columns, *numbers, walks], schema=COLUMNS), folder / "walks.parquet", compression="zstd")
+    return lambda: PathCache(folder)
+
+
+EXPERIMENT, CACHE = "experiment: e\nmodels: ", "kind: qdq pattern cache\nschema: 1\n"
+FILES: dict[str, Callable[[Path], Reader]] = {
+    "journal, numbers": journal("raw_ms", repeated("1.5", 1_800_000)),
+    "journal, wrong texts": journal("raw_ms", repeated('"a"', 600_000)),
+    "journal, wrong lists": journal("rebuilt_ms", repeated("1.5", 1_800_000)),
+    "journal, wrong keys": journal("metrics", mapping('"x"', 50_000)),
+    "journal, levels": journal("info", "[" * 100_000 + "]" * 100_000),
+    "journal, packed": packed_journal,
+    "turn log": turn_log,
+    "manifest": record(
+        "manifest.json", lambda path: read_manifest(path.parent), '{"files":' + mapping("[]", 90_000) + "}"
+    ),
+    "environment": record("env.json", read_environment, '{"cpu":{"flags":' + repeated("1.5", 3_000_000) + "}}"),
+    "experiment, models": yaml(load_experiment, EXPERIMENT + repeated("[]", 99_000)),
+    "experiment, 4 MB": yaml(load_experiment, EXPERIMENT + repeated("a", 1_900_000)),
+    "experiment, matrix": yaml(
+        load_experiment,
+        f"{EXPERIMENT}[{{use: a, dims: {{{', '.join(f'd{n}: 1' for n in range(30_000))}}}}}]\n"
+        f"matrix: {{models.label: [{', '.join(f'l{n}' for n in range(9_999))}]}}",
+    ),
+    "experiment, tasks": yaml(
+        lambda path: plan_tasks(load_experiment(path)),
+        f"{EXPERIMENT}[{', '.join(f'm{n}' for n in range(3_000))}]\n"
+        f"backends: [{', '.join(f'{{use: simulated, label: b{n}}}' for n in range(3_000))}]",
+    ),
+    "pattern cache, 16 MB": yaml(read_cache, f"{CACHE}patterns: {repeated('a', 8_000_000)}"),
+    "pattern cache, keys": yaml(read_cache, CACHE + "".join(f"k{n}: 1\n" for n in range(149_000))),
+    "spec file": yaml(read_spec, "quantize:\n" + "".join(f"  k{n}: 1\n" for n in range(49_000))),
+    "ship facts": shipped,
+    "submission": submitted,
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_file_of_many_values_takes_little_memory(tmp_path, kind):
+    said, growth_mb = peak_growth_mb(FILES[kind](tmp_path))
+    assert growth_mb < ALLOWED_MB, said[:300]
+    if said != "used":
+        assert str(tmp_path) in said or kind == "experiment, tasks"
+        assert all(len(line) < 2_000 for line in said.splitlines())

@@ -1,0 +1,95 @@
+"""A path that is no readable file gives one error with the path, whichever reader opens it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from harness.accuracy.data.labels import read_labels
+from harness.compat.tao_specs.spec import read_spec
+from harness.config.experiment import load_experiment
+from harness.errors import UserError
+from harness.graph.pattern_cache_io import read_cache
+from harness.report.load.stored_experiment import read_stored_experiment
+from harness.results_dir.io import explain_write_errors, read_json
+from harness.results_dir.journal import Journal, read_journal
+from harness.results_dir.lines import first_line, read_lines
+from harness.task_setup.initial_design import read_prior
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "labels": read_labels,
+    "spec": read_spec,
+    "experiment": load_experiment,
+    "stored experiment": read_stored_experiment,
+    "cache": read_cache,
+    "record": read_json,
+    "sensitivities": read_prior,
+    "journal": lambda path: list(read_journal(path)),
+    "opened journal": lambda path: Journal(path, {}),
+    "lines": lambda path: list(read_lines(path)),
+    "first line": first_line,
+}
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def make_pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def make_link(path: Path) -> Path:
+    path.symlink_to("nothing")
+    return path
+
+
+def make_loop(path: Path) -> Path:
+    path.symlink_to(path.name)
+    return path
+
+
+def below_file(path: Path) -> Path:
+    path.write_text("")
+    return path / path.name
+
+
+PATHS: dict[str, Callable[[Path], Path]] = {
+    "folder": make_folder, "pipe": make_pipe, "link to nothing": make_link, "loop": make_loop,
+    "below a file": below_file, "long name": lambda path: path.with_name("x" * 300 + path.name),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PATHS)
+@pytest.mark.parametrize("reader", READERS)
+def test_unreadable_path_is_refused_with_the_path(tmp_path, reader, kind):
+    path = PATHS[kind](tmp_path / ("a.json" if reader in ("labels", "record", "sensitivities") else "a.jsonl"))
+    may_be_new = kind in ("below a file", "long name") and reader in ("journal", "opened journal", "first line")
+    with suppress(UserError) if may_be_new else pytest.raises(UserError, match=str(tmp_path)):
+        READERS[reader](path)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_file_without_permission_is_refused_with_the_path(tmp_path, monkeypatch, reader):
+    path = tmp_path / ("a.json" if reader in ("labels", "record", "sensitivities") else "a.jsonl")
+    path.write_text("{}\n")
+
+    def refuse(file, *_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+
+    monkeypatch.setattr("harness.untrusted.os.open", refuse)
+    with pytest.raises(UserError, match=rf"{path}: cannot be read: Permission denied"):
+        READERS[reader](path)
+
+
+def test_full_disk_names_the_file(tmp_path):
+    path = tmp_path / "a.json"
+    with pytest.raises(UserError, match=r"a\.json: cannot be written \(No space left"), explain_write_errors(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
