@@ -135,7 +135,7 @@ def find_entry_point(kind: str, use: str) -> EntryPoint:
         if ENTRY_POINT_PATTERN.fullmatch(use) is None:
             raise UserError(f"{kind} {use!r}: neither a name nor package.module:Class")
         module, _, attribute = use.partition(":")
-        if module == "__main__" and not hasattr(sys.modules[module], attribute):
+        if module == "__main__" and not hasattr(sys.modules[module], attribute.partition(".")[0]):
             raise UserError(
                 f"{kind} {use!r} is part of a Python program, which no other process can load: make the same call in "
                 f"that program, or put it into a module and name it module:{attribute}"

@@ -301,7 +301,7 @@ def _with_origin(purpose: str, origin: str) -> str:
 
 def _print_entries(entries: Sequence[tuple[str, str]]) -> None:
     """Print names with their texts behind them, wrapped at 80 columns."""
-    width = max(len(name) for name, _ in entries) + 2
+    width = min(40, max((len(name) for name, _ in entries), default=0) + 2)
     for name, text in entries:
         lines = textwrap.wrap(printable(text), LIST_WIDTH - width) or [""]
         echo(f"\n{' ' * width}".join([f"{name:<{width}}{lines[0]}", *lines[1:]]))

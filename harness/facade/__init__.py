@@ -294,14 +294,11 @@ class RunResult:
             UserError: No file is confirmed yet, or the runtime computes the float model wrongly.
         """
         from harness.report.load.task_files import exported
-        from harness.report.next_steps import best_row
-        from harness.results_dir.artifacts import FLOAT_ROW
+        from harness.report.next_steps import answer_row
         from harness.results_dir.deploy_folder import read_bundle
 
         for task in self._results.tasks:
-            floating = self._main[self._main["task"].eq(task.name) & self._main["row"].eq(FLOAT_ROW)].to_dict("records")
-            usable = floating if task.complete and not task.wrong(FLOAT_ROW) else []
-            if row := best_row(task, self._main) or next(iter(usable), None):
+            if row := answer_row(task, self._main):
                 drop = row["drop"]
                 return TunedFile(
                     path=exported(task, task.rows[row["row"]]),

@@ -91,8 +91,8 @@ def compare_frame(first: Results, second: Results) -> pd.DataFrame:
 def differing_rows(first: Results, second: Results, frame: pd.DataFrame) -> list[str]:
     """Return the rows with different results, as TASK/METHOD, and the tasks that only one folder has.
 
-    A row differs if its latency does beyond noise, if its verdict over float does, or if the same file has another
-    score. A searcher may choose another placement.
+    A row differs if its latency does beyond noise, if it changed between faster and slower than float, or if the same
+    file has another score. A searcher may choose another placement.
 
     Args:
         first: Results of the first folder.
@@ -103,15 +103,17 @@ def differing_rows(first: Results, second: Results, frame: pd.DataFrame) -> list
         f"{row['task']}/{row['method']}"
         for row in frame_rows(frame)
         if row["verdict"] in ("faster", "slower")
-        or _differ(row, "verdict")
-        or (row["same_file"] is True and _differ(row, "score"))
+        or {row["verdict_1"], row["verdict_2"]} == {"faster", "slower"}
+        or (row["same_file"] is True and _scores_differ(row["score_1"], row["score_2"]))
     ]
     return rows + sorted({task.name for task in first.tasks} ^ {task.name for task in second.tasks})
 
 
-def _differ(row: Row, key: str) -> bool:
-    one, two = row[f"{key}_1"], row[f"{key}_2"]
-    return one != two and not (is_missing(one) and is_missing(two))
+def _scores_differ(one: Any, two: Any) -> bool:
+    """Return whether two scores differ by more than the rounding of other processors."""
+    if is_missing(one) or is_missing(two):
+        return is_missing(one) != is_missing(two)
+    return not math.isclose(one, two, rel_tol=1e-3, abs_tol=1e-4)
 
 
 def _main_rows_with_key(results: Results) -> pd.DataFrame:

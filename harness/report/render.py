@@ -218,7 +218,8 @@ def _input_digests(folder: Path) -> tuple[str, dict[str, str]]:
     code = Path(__file__).parents[1]
     for path in (path for path in sorted(code.rglob("*")) if path.suffix in CODE_SUFFIXES):
         common.update(f"{path.relative_to(code)} {_content_digest(path)}\n".encode())
-    common.update(_content_digest(folder / "experiment.yaml").encode())
+    for path in (folder / "experiment.yaml", *sorted(folder.glob("ship/*/SHA256SUMS"))):  # the page names the folders
+        common.update(f"{path.relative_to(folder)} {_content_digest(path)}\n".encode())
     tasks = {}
     for task in sorted({path.parent for name in TASK_FOLDER_FILES for path in folder.glob(f"*/{name}")}):
         own = common.copy()

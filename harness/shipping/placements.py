@@ -133,6 +133,7 @@ def apply_experiment(
     stored, shipped = facts["experiment"], os.path.relpath(folder / facts["file"], base_dir)
     models = stored.get("models")
     stored_model = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    stored_model = {key: value for key, value in stored_model.items() if key != "expect"}  # of the other weights
     stored_calibration = stored_model.get("calibration", {})
     if not stored_model or not isinstance(stored_calibration, dict):
         raise UserError(f"{folder / FACTS_FILE}: experiment: has no model, so the settings of the run are unknown")

@@ -222,9 +222,9 @@ def _format_ratio(ratio: Interval, digits: int) -> str:
     return f"{value}x [{low}, {high}]"
 
 
-def short_version(version: str | None) -> str:
+def short_version(version: object) -> str:
     """Return a version without the name of its commit."""
-    return "".join(re.findall(r"^[\w.]+", version or "")) or "unknown"
+    return "".join(re.findall(r"^[\w.]+", str(version or ""))) or "unknown"
 
 
 def _read_outputs(path: Path) -> dict[str, Array]:

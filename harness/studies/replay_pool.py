@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -114,6 +115,20 @@ def search_curves(
     )
 
 
+@contextmanager
+def _safe_import_path() -> Iterator[None]:
+    """Keep the working folder out of the import path of processes that start meanwhile."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
 def _replay_unordered(batches: Sequence[ReplayBatch], workers: int) -> Iterator[ReplayBatch]:
     """Replay batches, in this process if one worker is enough, and yield each when it is done."""
     if min(workers, len(batches)) < 2:
@@ -121,9 +136,11 @@ def _replay_unordered(batches: Sequence[ReplayBatch], workers: int) -> Iterator[
             _replay_batch(batch)
             yield batch
         return
-    os.environ["PYTHONSAFEPATH"] = "1"  # so that workers import no module of the working folder
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker) as pool:
+    with (
+        _safe_import_path(),
+        ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker) as pool,
+    ):
         waiting = {pool.submit(_replay_batch, batch): batch for batch in batches}
         try:
             for done in as_completed(waiting):

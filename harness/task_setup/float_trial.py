@@ -61,6 +61,8 @@ def try_float_model(
     if evaluator is None or not isinstance(source, Mapping) or source.get("use") not in ALLOWED_DATA_KEYS:
         return "", None
     total = min(len(data.open(source, spec.base_dir)), evaluator.params.get("samples") or MAX_COUNT)
+    if "samples" in evaluator.params:
+        evaluator = evaluator.model_copy(update={"params": {**evaluator.params, "samples": SAMPLE_COUNT}})
     use, every = _with_few_samples(evaluator, source, total)
     samples = -(-total // every)
     counted = f"{samples} of {total} samples"

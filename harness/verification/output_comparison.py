@@ -200,7 +200,7 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
             limit_db = min(required_db, noise_db) - MARGIN_DB
             wrong = engine_db < limit_db and file_db >= MIN_FILE_SQNR_DB
             check = _make_check(wrong, name, part, engine_db, file_db, noise_db)
-            # A right output without pairs is no news; the distances of the others are.
+            # An exact output without pairs is not reported as the worst one.
             checks.append((math.inf if name in exact and not wrong else engine_db - limit_db, check))
     return _worst_output(checks, file, skipped)
 

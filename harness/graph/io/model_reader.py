@@ -54,7 +54,7 @@ def require_encodable(proto: onnx.ModelProto, source: str) -> None:
     constants = (node for node in proto.graph.node if node.op_type == "Constant")
     main = [*proto.graph.initializer, *(attribute.t for node in constants for attribute in node.attribute)]
     if sum(map(encoded_size_bytes, _iter_tensors(proto))) - sum(map(encoded_size_bytes, main)) > MAX_ENCODED_BYTES:
-        names = {tensor.name for tensor in main}
+        names = {tensor.name for tensor in main} - {""}  # tensors of attributes have no names as a rule
         inner = (tensor for tensor in _iter_tensors(proto) if tensor.name not in names)
         largest = max(inner, key=encoded_size_bytes, default=onnx.TensorProto())
         size = encoded_size_bytes(largest) / 1e9

@@ -174,6 +174,9 @@ class _ConstantTable(Mapping[str, TensorProto]):
                 self._stored[each] = numpy_helper.from_array(np.asarray(value), each)
         return self._stored[name]
 
+    def __contains__(self, name: object) -> bool:  # that of Mapping would compute the constant
+        return name in self._stored or name in self._makers
+
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys((*self._stored, *self._makers)))
 
@@ -183,8 +186,10 @@ class _ConstantTable(Mapping[str, TensorProto]):
 
 def _check_result_size(node: onnx.NodeProto, arrays: Sequence[Any]) -> None:
     """Raise `ValueError` if the result of a node is large and larger than its inputs together."""
-    if node.op_type in ("ConstantOfShape", "Expand"):
-        elements = math.prod(arrays[-1].ravel().tolist()) * arrays[0].size
+    if node.op_type == "ConstantOfShape":
+        elements = math.prod(arrays[0].ravel().tolist())
+    elif node.op_type == "Expand":
+        elements = math.prod(np.broadcast_shapes(arrays[0].shape, tuple(arrays[1].ravel().tolist())))
     elif node.op_type in _BROADCASTING_OPS:
         elements = math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
     else:

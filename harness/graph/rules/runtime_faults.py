@@ -94,7 +94,9 @@ def _has_rounded_bound(model: Model, node: Node) -> bool:
     """
     given = zip((*node.inputs[1:], "", ""), (-np.inf, np.inf), strict=False)
     bounds = [model.constant_array(name) if name else np.array(limit) for name, limit in given]
-    low, high = (np.nan if bound is None else bound.item() for bound in bounds)
+    if any(bound is None or bound.size != 1 for bound in bounds):  # computed, so unknown
+        return True
+    low, high = (bound.item() for bound in bounds if bound is not None)
     if low > 0 or high < 0:
         return True
     if not any(math.isfinite(bound) and bound for bound in (low, high)):

@@ -286,7 +286,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
             folder / FINAL_SELECTION_LOG_NAME, lambda: read_speedups(folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
         ),
         scores=scores,
-        file_scores={row: score for row, score in file_scores.items() if row != FLOAT_ROW},
+        file_scores={row: score for row, score in file_scores.items() if not is_float_row(row)},
         recovery=read_or_explain(folder / RECOVERY_FILE, lambda: _read_recovery(folder / RECOVERY_FILE)),
         events=events,
         summaries={} if summary is None else _with_checks(summary.rows, checks),
@@ -326,11 +326,17 @@ def _differing_scores(
         if not all("metrics" in record.get(row, {}) for record in (scores, file_scores)):
             continue
         by_file, by_runtime = decode_accuracy(file_scores[row]), decode_accuracy(scores[row])
-        precision = str(facts["backend"].get("float_precision", "")) if row == FLOAT_ROW else None
+        own = row.removeprefix(FLOAT_ROW).removeprefix("-") or str(facts["backend"].get("float_precision", ""))
+        precision = own if is_float_row(row) else None
         if reason := score_difference(by_runtime, by_file, metric, precision):
             previous = checks.get(row, OutputCheck(verdict="right", runtime=str(facts["backend"].get("name", ""))))
             differing[row] = replace(previous, verdict="wrong result", reason=reason)
     return differing
+
+
+def is_float_row(row: str) -> bool:
+    """Return whether a row is the float model, at the precision of the baseline or at another one."""
+    return row == FLOAT_ROW or row.startswith(f"{FLOAT_ROW}-")
 
 
 def _with_checks(summaries: Mapping[str, RowSummary], checks: Mapping[str, OutputCheck]) -> dict[str, RowSummary]:

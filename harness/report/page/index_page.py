@@ -106,17 +106,15 @@ def render_index(
 
 def _answers(results: Results, main: pd.DataFrame) -> dict[str, Any]:
     """Return the file to take of each finished task, the commands to deploy and to verify it, and other steps."""
-    folders = [ship_path(results.folder, task.name).parent for task in results.tasks]
-    paths = [hide_paths(str(folder)) for folder in folders if folder.exists()]
-    inputs = next(iter(results.tasks[0].facts.get("inputs", {})), "NAME") if results.tasks else "NAME"
+    commands = []
+    for task in results.tasks:
+        if (folder := ship_path(results.folder, task.name).parent).exists():
+            path, name = hide_paths(str(folder)), next(iter(task.facts.get("inputs", {})), "NAME")
+            commands += [["python", f"{path}/deploy.py", "--input", f"{name}=FILE.npy"], ["qdq", "verify", path]]
     steps = [step.split("\n- ") for step in describe_next_steps(results, main)]
     return {
         "lines": [hide_paths(line) for line in describe_answers(results, main)],
-        "commands": [
-            shlex.join(words)
-            for path in paths
-            for words in (["python", f"{path}/deploy.py", "--input", f"{inputs}=FILE.npy"], ["qdq", "verify", path])
-        ],
+        "commands": list(map(shlex.join, commands)),
         "steps": [(head, remedies) for head, *remedies in steps],
     }
 

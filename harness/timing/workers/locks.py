@@ -82,7 +82,7 @@ def _hold_lock(name: str, folder: Path | None, waits: list[float] | None) -> Ite
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _wait_for_lock(handle, path, [] if waits is None else waits)
+            _wait_for_lock(handle, [] if waits is None else waits)
         with suppress(OSError):  # a full disk
             os.ftruncate(handle, 0)
             os.pwrite(handle, describe_process(with_host=True).encode(), 0)
@@ -91,7 +91,7 @@ def _hold_lock(name: str, folder: Path | None, waits: list[float] | None) -> Ite
         os.close(handle)
 
 
-def _wait_for_lock(handle: int, path: Path, waits: list[float]) -> None:
+def _wait_for_lock(handle: int, waits: list[float]) -> None:
     """Lock an open file that another process has locked; report its owner after some seconds.
 
     A thread waits in the kernel's queue, because a process that polls may never find the lock free. Time for which

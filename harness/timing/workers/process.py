@@ -38,7 +38,8 @@ def python_command(code: str, *arguments: str) -> list[str]:
     The child has the import path of this process, and by the environment its trust in plug-ins. Option -P keeps the
     working folder out of the path from the start, because modules in it would replace those of Python.
     """
-    path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+    entries = (os.path.abspath(entry) if not entry or os.path.exists(entry) else entry for entry in sys.path)
+    path = json.dumps(list(entries))  # entries that do not exist may be marks of finders
     start = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     return [sys.executable, "-P", "-u", "-c", start + code, path, *arguments]
 

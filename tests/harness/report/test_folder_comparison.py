@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from harness.cli.main import app
 from harness.errors import UserError
-from harness.report.folder_comparison import compare_frame, describe_differences
+from harness.report.folder_comparison import compare_frame, describe_differences, differing_rows
 from harness.report.load.results import load
 from harness.results_dir.io import write_json
 
@@ -113,3 +113,22 @@ def test_tasks_of_one_folder_are_named_and_none_in_common_is_an_error(folder, ot
     (other / TASK).rename(other / "mine-openvino-int8")
     with pytest.raises(UserError, match=r"no task in common \(tasks: net-openvino-int8, net.*; mine-openvino-int8\)"):
         compare(folder, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "differs"),
+    [
+        ({"verdict": "faster"}, {"verdict": "tie"}, False),
+        ({"verdict": "faster"}, {"verdict": "slower"}, True),
+        ({"score": 41.2371}, {"score": 41.2379}, False),
+        ({"score": 0.78}, {"score": 0.77}, True),
+        ({"score": 0.78}, {"score": None}, True),
+    ],
+)
+def test_a_row_differs_beyond_noise_and_rounding(folder, one, two, differs):
+    results = load(folder)
+    frame = compare_frame(results, results).head(1)
+    for side, changes in ((1, one), (2, two)):
+        for key, value in changes.items():
+            frame[f"{key}_{side}"] = [value]
+    assert bool(differing_rows(results, results, frame)) == differs

@@ -325,6 +325,14 @@ def test_a_tool_makes_the_file_of_the_new_model(tmp_path):
     assert (list(experiment.baselines), list(experiment.initial)) == (["ort_dynamic"], [])
 
 
+def test_the_expected_score_of_the_old_weights_is_not_applied(tmp_path):
+    export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
+    stored = stored_experiment()
+    stored["models"][0]["expect"] = 0.78
+    seal_bundle(tmp_path / "ship/net", experiment=stored)
+    assert apply_experiment(tmp_path / "ship/net", tmp_path / "net.onnx", {}, tmp_path).models[0].expect is None
+
+
 def test_a_shipped_float_model_has_no_placement_to_apply(tmp_path):
     export_all(save_small(tmp_path / "net.onnx"), tmp_path / "ship/net/net.onnx")
     seal_bundle(tmp_path / "ship/net", experiment=stored_experiment(), method="float")

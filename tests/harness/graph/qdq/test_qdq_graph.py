@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.graph.qdq.qdq_graph import diff_edges, read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph, diff_edges, read_qdq_edges
 from harness.graph.qdq.reduce_model import PairRemover
 from search.space import Edge
 
@@ -117,3 +118,22 @@ def test_pair_remover_separates_nodes_with_equal_names(tmp_path):
     assert remover.quantized_nodes == ("relu", "relu_1")
     read = {kept: inputs_of(remover, {kept}, "Relu", tmp_path) for kept in remover.quantized_nodes}
     assert read == {"relu": ["first", "h"], "relu_1": ["x", "second"]}
+
+
+def test_expanded_constants_are_computed_and_looked_up_without_being_computed():
+    nodes = [
+        helper.make_node("Expand", ["column", "sizes"], ["expanded"]),
+        helper.make_node("ConstantOfShape", ["large"], ["filled"]),
+        helper.make_node("Add", ["x", "expanded"], ["y"]),
+    ]
+    constants = [
+        numpy_helper.from_array(np.ones((2048, 1), np.float32), "column"),
+        numpy_helper.from_array(np.array([2048, 1024]), "sizes"),
+        numpy_helper.from_array(np.array([2**20, 2**20]), "large"),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2048, 1024]) for name in "xy")
+    graph = QDQGraph(helper.make_model(helper.make_graph(nodes, "net", [x], [y], constants)))
+    assert "filled" in graph.constants, "a lookup computes nothing"
+    with pytest.raises(ValueError, match="filled"):
+        graph.values("filled")
+    assert graph.values("expanded").shape == (2048, 1024)
