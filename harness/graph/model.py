@@ -19,7 +19,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from harness.graph.protos import copy_message, find_captures, is_standard_op, opset_versions
+from harness.graph.protos import copy_message, find_captures, find_random_nodes, is_standard_op, opset_versions
 
 _Fact = TypeVar("_Fact")
 _GRAPH_TYPES = frozenset({onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS})
@@ -42,7 +42,8 @@ class Node:
         name: Name, unique in the model and never empty.
         inputs: Tensor names; "" for an omitted optional input.
         attributes: Plain Python values or NumPy arrays by attribute; graph-valued attributes are absent.
-        opaque: Whether the node has a subgraph or is no operator of ONNX; such nodes stay float.
+        opaque: Whether the node has a subgraph, is no operator of ONNX or is random
+            (`harness.graph.protos.find_random_nodes`); such nodes stay float.
         captures: Tensors that the node's subgraphs read from outside, not among `inputs`, in an order independent of
             names.
         body: Digest of the subgraphs; "" without subgraphs.
@@ -165,11 +166,11 @@ class Model:
 
 def read_nodes(proto: onnx.ModelProto) -> tuple[Node, ...]:
     """Return the nodes of the main graph of a cleaned model, in the order of the graph."""
-    opsets = opset_versions(proto)
-    return tuple(_read_node(index, node, opsets) for index, node in enumerate(proto.graph.node))
+    opsets, random = opset_versions(proto), find_random_nodes(proto)
+    return tuple(_read_node(index, node, opsets, index in random) for index, node in enumerate(proto.graph.node))
 
 
-def _read_node(index: int, node: onnx.NodeProto, opsets: dict[str, int]) -> Node:
+def _read_node(index: int, node: onnx.NodeProto, opsets: dict[str, int], is_random: bool) -> Node:
     body = _digest_subgraphs(node)
     unreached = find_captures(node).difference(body.captures)  # by what no output of the subgraph depends on
     return Node(
@@ -180,7 +181,7 @@ def _read_node(index: int, node: onnx.NodeProto, opsets: dict[str, int]) -> Node
         inputs=tuple(node.input),
         outputs=tuple(node.output),
         attributes={a.name: _attribute_value(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
-        opaque=bool(body.digest) or not is_standard_op(node, opsets),
+        opaque=is_random or bool(body.digest) or not is_standard_op(node, opsets),
         captures=(*body.captures, *sorted(unreached)),
         body=body.digest,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +30,10 @@ _BITS_BY_DTYPE = {
     if name in _DTYPE_CODES
 }
 _MAX_SMALL_BYTES = 1 << 20  # larger tensors are not encoded to find their size
+RANDOM_OPS = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+"""Operators that always draw random numbers."""
 _DTYPE_BY_CONSTANT_ATTRIBUTE = {"float": np.float32, "int": np.int64, "string": object}
 
 
@@ -55,6 +59,14 @@ def iter_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     for body in (proto.graph, *proto.functions):
         for part in iter_graphs(body):
             yield from part.node
+
+
+def iter_with_inner(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """Yield a node and all nodes of its subgraphs."""
+    yield node
+    for graph in iter_subgraphs(node):
+        for each in graph.node:
+            yield from iter_with_inner(each)
 
 
 def find_captures(node: onnx.NodeProto) -> frozenset[str]:
@@ -83,9 +95,9 @@ def input_values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     return [value for value in graph.input if value.name not in constants]
 
 
-def constants_by_name(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+def constants_by_name(graph: onnx.GraphProto | onnx.FunctionProto) -> dict[str, onnx.TensorProto]:
     """Return initializers and values of Constant nodes by tensor name, without sparse ones."""
-    found = {tensor.name: tensor for tensor in graph.initializer}
+    found = {tensor.name: tensor for tensor in graph.initializer} if isinstance(graph, onnx.GraphProto) else {}
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute:
             given = node.attribute[0]
@@ -121,6 +133,58 @@ def encoded_size_bytes(tensor: onnx.TensorProto) -> int:
     return values if values is not None and values > _MAX_SMALL_BYTES else tensor.ByteSize()
 
 
+def find_random_nodes(proto: onnx.ModelProto) -> dict[int, str]:
+    """Return the nodes of the main graph whose results change from run to run, each with its random operator.
+
+    That is one of `RANDOM_OPS`, or a Dropout in training mode (Monte-Carlo dropout, or a model exported for training),
+    and it may be in a subgraph or a function. The result has the text "Dropout 'drop'" by index of the node.
+    """
+    functions = {(each.domain, each.name): each.node for each in proto.functions}
+    graphs = [graph for body in (proto.graph, *proto.functions) for graph in iter_graphs(body)]
+    constants = {name: tensor for graph in graphs for name, tensor in constants_by_name(graph).items()}
+    found: dict[int, str] = {}
+    for index, node in enumerate(proto.graph.node):
+        stack = [*iter_with_inner(node)]
+        while stack and index not in found:
+            each = stack.pop()
+            if is_random(each, constants):
+                found[index] = f"{each.op_type} {each.name or node.name or each.output[0]!r}"
+            called = functions.get((each.domain, each.op_type), ())
+            stack += [inner for part in called for inner in iter_with_inner(part)]
+    return found
+
+
+def is_random(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
+    """Return whether an operator draws random numbers; a Dropout may if no constant says that it drops nothing.
+
+    Args:
+        node: Node, whose subgraphs are not considered.
+        constants: Constants by name.
+    """
+    if node.op_type != "Dropout" or node.domain:
+        return node.op_type in RANDOM_OPS
+    ratio, training = [*node.input, "", ""][1:3]
+    known = [constants[name] for name in (ratio, training) if name in constants]
+    stored = [tensor for tensor in known if tensor.data_location != onnx.TensorProto.EXTERNAL]
+    return bool(training) and all(numpy_helper.to_array(tensor).any() for tensor in stored)
+
+
+def dependent_tensors(graph: onnx.GraphProto, tensors: Iterable[str]) -> set[str]:
+    """Return some tensors and all tensors that nodes compute from them; nodes must be in topological order."""
+    found = set(tensors)
+    for node in graph.node:
+        if not found.isdisjoint(tensors_read(node)):
+            found.update(filter(None, node.output))
+    return found
+
+
+def find_random_outputs(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Return the outputs of a model that change from run to run; see `find_random_nodes`."""
+    made = [name for index in find_random_nodes(proto) for name in proto.graph.node[index].output]
+    behind = dependent_tensors(proto.graph, made) if made else set()
+    return tuple(value.name for value in proto.graph.output if value.name in behind)
+
+
 def attribute_value(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
     """Return the value of an attribute, text as `str`, or the default if the node does not have it."""
     value = next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
@@ -132,7 +196,7 @@ def opset_versions(proto: onnx.ModelProto) -> dict[str, int]:
     return {opset.domain: opset.version for opset in proto.opset_import}
 
 
-def is_standard_op(node: onnx.NodeProto, opsets: dict[str, int]) -> bool:
+def is_standard_op(node: onnx.NodeProto, opsets: Mapping[str, int]) -> bool:
     """Return whether ONNX defines this operator at the version of its domain in `opsets`, version 1 by default."""
     return bool(onnx.defs.has(node.op_type, opsets.get(node.domain, 1), node.domain))
 
@@ -144,6 +208,13 @@ def dtype_name(element: int) -> str:
         ValueError: There is no such type.
     """
     return str(onnx.TensorProto.DataType.Name(element)).lower()
+
+
+def element_type(kind: onnx.TypeProto) -> onnx.TypeProto:
+    """Return the type of the elements of a sequence or of an optional, at any depth, or another type itself."""
+    while (container := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        kind = getattr(kind, container).elem_type
+    return kind
 
 
 def copy_message(message: AnyMessage) -> AnyMessage:

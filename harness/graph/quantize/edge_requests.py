@@ -112,7 +112,7 @@ class EdgeRequests:
                 "the placement was made for another model, or for other static shapes"
             )
         if node.opaque or (edge.slot > 1 and node.op in self._dialect.linear_ops):
-            what = "has a subgraph or is unknown to ONNX" if node.opaque else "takes its bias there"
+            what = "has a subgraph, is random or is unknown to ONNX" if node.opaque else "takes its bias there"
             raise UserError(f"{self._model.source}: {_describe_edge(edge)} stays float: {node.op} {what}")
         if node.op in self._dialect.linear_ops and edge.tensor in self._model.cached_analysis(
             find_unquantizable_constants

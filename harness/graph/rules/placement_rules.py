@@ -208,7 +208,11 @@ def _splits_convolutions(dialect: Dialect, precision: str) -> bool:
 
 
 PLACEMENT_RULES: tuple[PlacementRule, ...] = (
-    PlacementRule("opaque", "A node with a subgraph or of an unknown operator stays float.", lambda s: s.node.opaque),
+    PlacementRule(
+        "opaque",
+        "A node that has a subgraph, is random or is of an unknown operator stays float.",
+        lambda s: s.node.opaque,
+    ),
     PlacementRule(
         "operator",
         "The dialect offers no point at this operator.",
