@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import onnx
@@ -31,14 +31,18 @@ from harness.graph.protos import (
     attribute_value,
     copy_message,
     dtype_name,
+    element_type,
     encoded_size_bytes,
     input_values,
+    iter_graphs,
+    iter_subgraphs,
     replace_field,
 )
 
 logger = logging.getLogger(__name__)
 
 _OPS_TYPED_LIKE_FIRST_INPUT = frozenset({"GroupNormalization"})  # onnx 1.21 infers no type for their result
+_UNTYPED_OP = "qdq.untyped"  # unknown to onnx, in place of operators whose results get no type
 _PLAIN_YAML_KEY = re.compile(r"[A-Za-z_][\w.]*")
 # Sizes for the example in an error message; the first ones that the model accepts are used.
 EXAMPLE_IMAGE_SIZES = (224, 32)
@@ -102,8 +106,9 @@ def has_dynamic_inputs(graph: onnx.GraphProto) -> bool:
 def infer_types(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     """Return the model with the types of all tensors that ONNX can infer, in `value_info` and in the outputs.
 
-    Declared types of tensors that unknown operators compute are kept; all others are inferred. If an operator
-    contradicts its inputs, this is logged, and tensors that depend on it stay untyped.
+    Declared types of tensors that unknown operators compute are kept; all others are inferred. Declared shapes of
+    outputs and in subgraphs that contradict an operator are dropped. If an operator contradicts its inputs all the
+    same, this is logged, and its results stay untyped, like tensors whose type depends on them.
 
     Raises:
         UserError: An operator has inputs of wrong element types.
@@ -114,7 +119,8 @@ def infer_types(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     kept = [value for value in proto.graph.value_info if value.name in made_by_unknown and not _is_dynamic(value)]
     replace_field(proto.graph.value_info, kept)
     shown, replaced = _replace_uninferable_ops(proto)
-    inferred, problem = call_in_helper_process(f"{source}: shape inference", _infer_shapes, shown, source)
+    what = f"{source}: shape inference"
+    inferred, problem = call_in_helper_process(what, _infer_shapes, shown, source, bool(made_by_unknown))
     if problem:
         logger.warning("%s: some shapes cannot be inferred: %s", source, problem)
     for index, node in replaced.items():
@@ -123,32 +129,60 @@ def infer_types(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
 
 
 def _replace_uninferable_ops(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[int, onnx.NodeProto]]:
-    """Return a copy with Identity for operators without type inference, and these operators by index."""
+    """Return a copy with other nodes in place of those that onnx infers no or a wrong type for, and these by index."""
     shown, replaced = copy_message(proto), {}
     for index, node in enumerate(proto.graph.node):
         if node.op_type in _OPS_TYPED_LIKE_FIRST_INPUT and not node.domain:
             replaced[index] = node
             identity = onnx.NodeProto(op_type="Identity", name=node.name, input=node.input[:1], output=node.output)
             shown.graph.node[index].CopyFrom(identity)
+        elif str(attribute_value(node, "auto_pad")).startswith("SAME"):
+            # ONNX Runtime (1.24.4) ignores `ceil_mode` then, and onnx (1.21) does not; with an output padding, both
+            # have formulas of their own.
+            replaced[index], stand_in = node, shown.graph.node[index]
+            replace_field(stand_in.attribute, [each for each in node.attribute if each.name != "ceil_mode"])
+            if any(attribute_value(node, "output_padding", ())):
+                stand_in.op_type = _UNTYPED_OP
     return shown, replaced
 
 
-def _infer_shapes(proto: onnx.ModelProto, source: str) -> tuple[onnx.ModelProto, str]:
-    """Return the model with all types and "", or with those that can be inferred and the reason for the others."""
+def _infer_shapes(proto: onnx.ModelProto, source: str, has_unknown: bool) -> tuple[onnx.ModelProto, str]:
+    """Return the model with all types and "", or with those that can be inferred and the reason for the others.
+
+    Args:
+        has_unknown: Whether an operator is unknown; onnx (1.21) reports no contradiction behind one.
+    """
     problem = ""
-    for _ in range(2):
+    # Runtimes only warn of wrong declarations. Those of subgraphs are kept if possible: a Scan may need them.
+    declared = [list(proto.graph.output), list(_iter_subgraph_values(proto.graph))]
+    for values in ([*chain(*declared)],) if has_unknown and any(declared[1]) else ([], *declared):
+        for value in values:
+            _clear_shape(value)
         try:
             return shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True), ""
         except shape_inference.InferenceError as error:
-            problem = " ".join(str(error).split())
-            # Runtimes only warn of wrongly declared outputs, so their declared sizes are ignored.
-            for value in proto.graph.output:
-                _clear_shape(value)
+            problem = str(error)
+    shown = copy_message(proto)
+    for node in shown.graph.node:  # inference without strict mode gives some results of such nodes a wrong shape
+        if f"node name: {node.name})" in problem:
+            node.op_type, node.domain = _UNTYPED_OP, ""
+    problem = " ".join(problem.split())
     try:
-        return shape_inference.infer_shapes(proto, data_prop=True), problem
+        inferred = shape_inference.infer_shapes(shown, data_prop=True)
     except shape_inference.InferenceError as error:  # wrong element types are always an error
         text = " ".join(str(error).split())
         raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error
+    replace_field(inferred.graph.node, proto.graph.node)
+    return inferred, problem
+
+
+def _iter_subgraph_values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    """Yield inputs and outputs of all subgraphs; ONNX Runtime requires shapes of a Loop's iteration and condition."""
+    for each in iter_graphs(graph):
+        for node in each.node:
+            for inner in iter_subgraphs(node):
+                yield from inner.input[2 if node.op_type == "Loop" else 0 :]
+                yield from inner.output
 
 
 def static_types(graph: onnx.GraphProto) -> dict[str, TensorType]:
@@ -164,8 +198,10 @@ def static_types(graph: onnx.GraphProto) -> dict[str, TensorType]:
 
 
 def _clear_shape(value: onnx.ValueInfoProto) -> None:
-    if value.type.HasField("tensor_type"):
-        value.type.tensor_type.ClearField("shape")
+    """Remove the shape of a tensor, or of the tensors in a sequence or an optional."""
+    kind = element_type(value.type)
+    if kind.HasField("tensor_type"):
+        kind.tensor_type.ClearField("shape")
 
 
 def _is_dynamic(value: onnx.ValueInfoProto) -> bool:

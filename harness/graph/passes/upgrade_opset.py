@@ -31,7 +31,9 @@ def upgrade_opset(proto: onnx.ModelProto, version: int, wanted: int, source: str
     Raises:
         UserError: The model has no equivalent in the newer opset; the message starts with `source`.
     """
-    metadata, declared = list(proto.metadata_props), list(proto.graph.value_info)
+    metadata, declared, outputs = (
+        list(each) for each in (proto.metadata_props, proto.graph.value_info, proto.graph.output)
+    )
     try:
         _refuse_unconvertible(proto.graph, version)
         if version < _SINGLE_AXIS_SOFTMAX_OPSET:
@@ -51,6 +53,8 @@ def upgrade_opset(proto: onnx.ModelProto, version: int, wanted: int, source: str
         # The converter writes shapes that are not always right (onnx 1.21: rank 0 after Softmax).
         del graph.value_info[:]
     proto.graph.value_info.extend(declared)
+    for value, before in zip(proto.graph.output, outputs, strict=True):
+        value.type.CopyFrom(before.type)
     return proto
 
 
