@@ -26,15 +26,25 @@ from harness.graph.passes.normalize import (
     restore_custom_ops,
     restore_weights,
 )
-from harness.graph.passes.simplify import fold_and_prune, fold_shape_ops, remove_noops
+from harness.graph.passes.simplify import fold_and_prune, fold_shape_ops, inline_branches, remove_noops
 from harness.graph.passes.static_shapes import infer_types, static_types
 from harness.graph.passes.upgrade_opset import EXPLICIT_RESIZE_OPSET, upgrade_opset
-from harness.graph.protos import is_standard_op, iter_graphs, iter_subgraphs, opset_versions, replace_field
+from harness.graph.protos import (
+    attribute_value,
+    find_random_nodes,
+    is_standard_op,
+    iter_graphs,
+    iter_nodes,
+    iter_subgraphs,
+    opset_versions,
+    replace_field,
+)
 
 logger = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")
 
 FLOAT16_QUANTIZE_OPSET = 19  # first opset whose QuantizeLinear accepts float16 (ONNX operator schemas)
+_TRAINING_OUTPUTS = 3  # of a BatchNormalization in training mode
 MIN_IR_VERSION = 4  # first IR version whose initializers need not be inputs
 
 
@@ -98,12 +108,13 @@ def prepare_passes(min_opset: int) -> tuple[Pass, ...]:
         Pass(_split_off_weights),
         Pass(_inline_local_functions),
         Pass(_normalize_opsets),
-        Pass(_isolate_custom_ops),
+        Pass(_isolate_custom_ops, requires=_require_inference_mode),
         Pass(_simplify, ensures=_require_valid),
         Pass(lambda draft: _upgrade(draft, min_opset), requires=_require_known_opset),
         Pass(lambda draft: restore_custom_ops(draft.proto), ensures=_require_valid_custom_ops),
         Pass(_infer_types),
         Pass(_remove_shape_ops_and_noops),
+        Pass(_report_float_nodes),
         Pass(lambda draft: restore_weights(draft.proto.graph, draft.weights)),
         Pass(lambda draft: fold_batch_norms(draft.proto.graph)),
     )
@@ -143,9 +154,33 @@ def _isolate_custom_ops(draft: ModelDraft) -> None:
     if draft.custom_ops:
         names = ", ".join(draft.custom_ops)
         logger.warning("%s: operators that ONNX does not define stay float: %s", draft.source, names)
+
+
+def _require_inference_mode(draft: ModelDraft) -> None:
+    """Report each BatchNormalization in training mode; raise `UserError` if it is no valid one."""
+    for node in iter_nodes(draft.proto):
+        if node.op_type == "BatchNormalization" and not node.domain and attribute_value(node, "training_mode"):
+            what = (
+                f"{draft.source}: BatchNormalization {node.name or node.output[0]!r} is in training mode, in which it "
+                "normalizes each batch by its own mean; export the model for inference (PyTorch: model.eval())"
+            )
+            if sum(map(bool, node.output)) < _TRAINING_OUTPUTS:
+                raise UserError(what)
+            logger.warning("%s", what)
+
+
+def _report_float_nodes(draft: ModelDraft) -> None:
     nested = sorted({node.op_type for node in draft.proto.graph.node if any(iter_subgraphs(node))})
     if nested:
         logger.warning("%s: subgraphs of %s stay float", draft.source, ", ".join(nested))
+    if random := ", ".join(sorted(set(find_random_nodes(draft.proto).values()))):
+        remedy = "; if Dropout is in training mode by mistake, export for inference (PyTorch: model.eval())"
+        logger.warning(
+            "%s: a random model, whose results change from run to run: %s%s",
+            draft.source,
+            random,
+            remedy if "Dropout" in random else "",
+        )
 
 
 def _simplify(draft: ModelDraft) -> None:
@@ -163,7 +198,7 @@ def _infer_types(draft: ModelDraft) -> None:
 
 
 def _remove_shape_ops_and_noops(draft: ModelDraft) -> None:
-    while fold_shape_ops(draft.proto.graph) | remove_noops(draft.proto.graph):
+    while fold_shape_ops(graph := draft.proto.graph) | inline_branches(graph) | remove_noops(graph):
         _simplify(draft)
         _infer_types(draft)
 

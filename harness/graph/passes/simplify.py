@@ -6,7 +6,7 @@ Constants are computed by ONNX Runtime, in the helper process.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,25 +22,25 @@ from harness.graph.protos import (
     copy_message,
     encoded_size_bytes,
     find_captures,
+    is_random,
     is_standard_op,
+    iter_graphs,
     iter_subgraphs,
+    iter_with_inner,
     replace_field,
+    tensors_read,
 )
 
 MAX_COMPUTED_BYTES = 1 << 31  # largest intermediate constant, which ONNX Runtime would also compute at each start
 
 TensorValues = dict[str, np.ndarray[Any, Any]]
 
-_OPAQUE_DOMAIN = "qdq.box"  # domain for nodes with subgraphs and operators that ONNX does not define
 # ONNX Runtime returns results of other types, such as FLOAT8 and sequences, without their type.
 _FOLDABLE_DTYPES = frozenset(
     onnx.TensorProto.DataType.Value(name)
     for name in ("FLOAT DOUBLE FLOAT16 INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 BOOL STRING").split()  # noqa: SIM905
 )
-_UNFOLDABLE_OPS = frozenset(
-    {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "RandomNormal", "RandomUniform",
-     "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
-)  # fmt: skip
+_UNFOLDABLE_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
 # If the result has the shape of the first input, it equals that input.
 _ORDER_PRESERVING_OPS = frozenset(
     {"DepthToSpace", "Expand", "Flatten", "Reshape", "SpaceToDepth", "Squeeze", "Tile", "Unsqueeze"}
@@ -54,15 +54,13 @@ class _ConstantTooLarge(Exception):
 def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weights, source: str) -> None:
     """Sort nodes topologically, compute constants, and remove unused nodes and initializers, in place.
 
-    Nodes with subgraphs and unknown operators are not folded, and tensors that their subgraphs read count as inputs.
-    Attributes, types and weights are not changed. Node names must be unique. `opsets` has the imported version of each
-    domain.
+    Unknown and random operators are not folded, nor are nodes with them in a subgraph. Attributes, types and weights
+    are not changed. Node names must be unique. `opsets` has the imported version of each domain.
 
     Raises:
         UserError: The graph has a cycle, or computes a constant of more than `MAX_COMPUTED_BYTES`.
     """
-    opaque = {node.name for node in graph.node if any(iter_subgraphs(node)) or not is_standard_op(node, opsets)}
-    nodes = [_opaque_node(node) if node.name in opaque else node for node in graph.node]
+    nodes = list(graph.node)
     if not _is_sorted(nodes):  # a valid order is kept, because it is the author's
         order = _sorted_names(graph, source)
         nodes.sort(key=lambda node: order[node.name])
@@ -70,26 +68,20 @@ def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weig
     outputs = [value.name for value in graph.output]
     computed, values = _fold_constants(nodes, constants, outputs, opsets, source)
     used, kept = set(outputs), []
-    by_name = {node.name: node for node in graph.node}
     for node in reversed(nodes):
         if node.name not in computed and not used.isdisjoint(node.output):
-            used.update(filter(None, node.input))
-            kept.append(by_name[node.name])
+            used.update(tensors_read(node))
+            kept.append(node)
     initializers = [tensor for tensor in graph.initializer if tensor.name in used]
     initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]
     replace_field(graph.node, kept[::-1])
     replace_field(graph.initializer, initializers)
 
 
-def _opaque_node(node: onnx.NodeProto) -> onnx.NodeProto:
-    inputs = [*node.input, *sorted(find_captures(node))]
-    return onnx.NodeProto(name=node.name, op_type=node.op_type, domain=_OPAQUE_DOMAIN, input=inputs, output=node.output)
-
-
 def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
     later = {name for node in nodes for name in node.output if name}
     for node in nodes:
-        if not later.isdisjoint(node.input):
+        if not later.isdisjoint(tensors_read(node)):
             return False
         later.difference_update(node.output)
     return True
@@ -107,22 +99,109 @@ def _sorted_names(graph: onnx.GraphProto, source: str) -> dict[str | None, int]:
     return {node.name: position for position, node in enumerate(sorted_graph)}
 
 
+def inline_branches(graph: onnx.GraphProto) -> bool:
+    """Replace each If with a constant condition by the branch that runs, in place; return whether there was any.
+
+    Tensors and nodes of a branch get the unique name of the If in front. Types in the branch are removed.
+    """
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    taken = _all_names(graph)
+    nodes: list[onnx.NodeProto] = []
+    changed = False
+    for node in graph.node:
+        chosen = _constant_input_values(node, 0, constants) if node.op_type == "If" and not node.domain else None
+        if chosen is None:
+            nodes.append(node)
+        else:
+            branch = attribute_value(node, "then_branch" if chosen[0] else "else_branch")
+            nodes += _inlined_nodes(graph, node, branch, taken)
+            changed = True
+    if changed:
+        replace_field(graph.node, nodes)
+    return changed
+
+
+def _inlined_nodes(
+    graph: onnx.GraphProto, node: onnx.NodeProto, branch: onnx.GraphProto, taken: set[str]
+) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes of a branch of an If with new names, and add its initializers to the graph."""
+    made = {name for inner in branch.node for name in inner.output if name}
+    results = [(value.name, name) for value, name in zip(branch.output, node.output, strict=True) if name]
+    names = {inner: name for inner, name in reversed(results) if inner in made}
+    for name in _defined_names(branch):
+        if name not in names:
+            names[name] = _unused_name(f"{node.name}.{name}", taken)
+            taken.add(names[name])
+    for inner in branch.node:
+        renamed = copy_message(inner)
+        renamed.name = f"{node.name}.{inner.name}" if inner.name else ""
+        _rename_tensors(renamed, names)
+        yield renamed
+    for tensor in (*branch.initializer, *(sparse.values for sparse in branch.sparse_initializer)):
+        tensor.name = names[tensor.name]
+    graph.initializer.extend(branch.initializer)
+    graph.sparse_initializer.extend(branch.sparse_initializer)
+    for inner_name, name in results:
+        source = names.get(inner_name, inner_name)
+        if source != name:  # a tensor from outside, a constant, or a tensor that is a result twice
+            yield helper.make_node("Identity", [source], [name], name=f"{node.name}.{name}")
+
+
+def _all_names(graph: onnx.GraphProto) -> set[str]:
+    return {name for inner in iter_graphs(graph) for name in _defined_names(inner)}
+
+
+def _unused_name(name: str, taken: Container[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _defined_names(graph: onnx.GraphProto) -> list[str]:
+    """Return the names of the tensors that a graph defines, without those of its subgraphs."""
+    tensors = (*graph.input, *graph.initializer, *(sparse.values for sparse in graph.sparse_initializer))
+    made = (name for node in graph.node for name in node.output if name)
+    return list(dict.fromkeys([*(tensor.name for tensor in tensors), *made]))
+
+
+def _rename_tensors(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    """Replace names of tensors in a node and its subgraphs, in place."""
+    for field in (node.input, node.output):
+        field[:] = [names.get(name, name) for name in field]
+    for inner in iter_subgraphs(node):
+        free = {name: new for name, new in names.items() if name not in _defined_names(inner)}
+        for value in inner.output:
+            value.name = free.get(value.name, value.name)
+        for each in inner.node:
+            _rename_tensors(each, free)
+
+
 def fold_shape_ops(graph: onnx.GraphProto) -> bool:
-    """Replace Shape and Size of tensors with a static shape by initializers, in place; return whether any was."""
+    """Replace Shape and Size of tensors with a static shape by initializers, in place; return whether any was.
+
+    A node that computes an output of the model is kept for the output.
+    """
     names = {node.name for node in graph.node if node.op_type in ("Shape", "Size") and not node.domain}
     types, outputs = static_types(graph) if names else {}, {value.name for value in graph.output}
-    rest = []
+    rest, changed = [], False
     for node in graph.node:
-        known = types.get(node.input[0]) if node.name in names else None
-        if known is None or node.output[0] in outputs:
+        known, result = types.get(node.input[0]) if node.name in names else None, next(iter(node.output), "")
+        readers = [each for each in graph.node if result in tensors_read(each)] if known and result in outputs else []
+        if known is None or result in outputs:
             rest.append(node)
+        if known is None or (result in outputs and not readers):
             continue
+        if readers:
+            renamed = {result: _unused_name(f"{result}.value", _all_names(graph))}
+            result = renamed[result]
+            for reader in readers:
+                _rename_tensors(reader, renamed)
         bounds = {a.name: a.i for a in node.attribute}
         sizes = np.array(known.shape[bounds.get("start", 0) : bounds.get("end")], dtype=np.int64)
         value = sizes if node.op_type == "Shape" else np.prod(sizes, dtype=np.int64)
-        graph.initializer.append(numpy_helper.from_array(np.asarray(value), node.output[0]))
-    changed = len(rest) < len(graph.node)
-    if changed:
+        graph.initializer.append(numpy_helper.from_array(np.asarray(value), result))
+        changed = True
+    if len(rest) < len(graph.node):
         replace_field(graph.node, rest)
     return changed
 
@@ -186,21 +265,21 @@ def _fold_constants(
     opsets: Mapping[str, int],
     source: str,
 ) -> tuple[set[str], TensorValues]:
-    """Compute the nodes outside of `_OPAQUE_DOMAIN` that depend only on constants.
+    """Compute the nodes that depend only on constants.
 
     Nodes must be in topological order and have unique names.
 
     Returns:
         Names of the computed nodes, and the values of their results that other nodes need.
     """
-    foldable, needed = _foldable_nodes(nodes, constants)
+    foldable, needed = _foldable_nodes(nodes, constants, opsets)
     if sum(map(encoded_size_bytes, needed.values())) > MAX_COMPUTED_BYTES:  # they are parts of one message
         small = {name: each for name, each in constants.items() if encoded_size_bytes(each) <= MAX_FOLDED_BYTES}
-        foldable, needed = _foldable_nodes(nodes, small)
+        foldable, needed = _foldable_nodes(nodes, small, opsets)
     if not foldable:
         return set(), {}
     computed = {node.name for node in foldable}
-    read = [*(name for node in nodes if node.name not in computed for name in node.input), *outputs]
+    read = [*(name for node in nodes if node.name not in computed for name in tensors_read(node)), *outputs]
     what = f"{source}: the computation of constants"
     try:
         return call_in_helper_process(what, _evaluate_nodes, foldable, read, opsets, needed)
@@ -212,16 +291,19 @@ def _fold_constants(
 
 
 def _foldable_nodes(
-    nodes: Iterable[onnx.NodeProto], constants: Mapping[str, onnx.TensorProto]
+    nodes: Iterable[onnx.NodeProto], constants: Mapping[str, onnx.TensorProto], opsets: Mapping[str, int]
 ) -> tuple[list[onnx.NodeProto], Weights]:
     """Return the nodes that depend only on constants, and the constants that they read."""
-    known = {*constants, ""}
+    known = set(constants)
     foldable = []
     for node in nodes:
-        if known.issuperset(node.input) and node.domain != _OPAQUE_DOMAIN and node.op_type not in _UNFOLDABLE_OPS:
+        if known.issuperset(tensors_read(node)) and all(
+            is_standard_op(each, opsets) and each.op_type not in _UNFOLDABLE_OPS and not is_random(each, constants)
+            for each in iter_with_inner(node)
+        ):
             known.update(node.output)
             foldable.append(node)
-    return foldable, {name: constants[name] for node in foldable for name in node.input if name in constants}
+    return foldable, {name: constants[name] for node in foldable for name in tensors_read(node) if name in constants}
 
 
 def _evaluate_nodes(
@@ -236,9 +318,9 @@ def _evaluate_nodes(
     if any(not _size_bytes(kind) for kind in types.values()) and sum(map(_size_bytes, types.values())) < 1 << 20:
         _check_sizes(_result_types(model, foldable, constants, data_prop=True))  # takes long for large tensors
     plain = [n for n in foldable if all(o in types and types[o].elem_type in _FOLDABLE_DTYPES for o in n.output if o)]
-    nodes = {node.name: node for node in _foldable_nodes(plain, constants)[0]}
+    nodes = {node.name: node for node in _foldable_nodes(plain, constants, opsets)[0]}
     made = {name for node in nodes.values() for name in node.output if name}
-    others = (name for node in foldable if node.name not in nodes for name in node.input)
+    others = (name for node in foldable if node.name not in nodes for name in tensors_read(node))
     wanted = [name for name in dict.fromkeys([*read, *others]) if name in made]
     small = [name for name in wanted if _size_bytes(types[name]) <= MAX_FOLDED_BYTES]
     model.graph.node.extend(nodes.values())
@@ -288,6 +370,6 @@ def _nodes_behind(nodes: Iterable[onnx.NodeProto], tensors: set[str]) -> set[str
     names = set()
     for node in reversed(list(nodes)):
         if not tensors.isdisjoint(node.output):
-            tensors.update(node.input)
+            tensors.update(tensors_read(node))
             names.add(node.name)
     return names

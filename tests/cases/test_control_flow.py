@@ -1,0 +1,159 @@
+"""Preparation runs branches, loops and sizes that static shapes make constant, and writes no shape that is wrong."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import parser
+from onnx_models import run_onnxruntime
+
+from harness.errors import UserError
+from harness.graph.load import load_proto
+from harness.graph.model import Model
+
+CONSTANTS = """int64 zero = {0}, int64 one = {1}, int64 three = {3}, int64[1] first = {0}, int64[1] second = {1},
+bool yes = {1}, bool no = {0}, float half = {0.5}, int64[4] all = {0, 1, 2, 3}"""
+X = np.random.default_rng(0).standard_normal((1, 4, 2, 3)).astype(np.float32)
+
+
+def branch(condition: str, then: str, otherwise: str, output: str = "b", declared: str = "[1,4,2,3]") -> str:
+    """Return an If whose branches compute `t` and `e`, declared with some shape."""
+    return (
+        f"{output} = If({condition}) <then_branch = g1 () => (float{declared} t) {{ {then} }}, "
+        f"else_branch = g2 () => (float{declared} e) {{ {otherwise} }}>"
+    )
+
+
+def model(body: str, outputs: str = "float[N,4,H,W] y", *, inputs: str = "", opset: int = 17) -> onnx.ModelProto:
+    return parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": {opset}]> g (float[N,4,H,W] x{inputs}) => ({outputs})
+        <{CONSTANTS}> {{ r = Relu(x) {body} }}"""
+    )
+
+
+def prepared(proto: onnx.ModelProto, **feeds: np.ndarray) -> Model:
+    """Prepare a model at the shape of X, and check results and shapes of all tensors in ONNX Runtime.
+
+    The runtime optimizes both models, as it does for a user.
+    """
+    given = {"x": X, **feeds}
+    ready = load_proto(proto, source="m.onnx", sha256="0", dims={"N": 1, "H": 2, "W": 3})
+    for want, got in zip(run_onnxruntime(proto, given), run_onnxruntime(ready.proto, given), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    inner = onnx.ModelProto.FromString(ready.proto.SerializeToString())
+    names = [name for node in ready.nodes for name in node.outputs]
+    del inner.graph.output[:], inner.graph.value_info[:]
+    inner.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    shapes = {name: np.shape(value) for name, value in zip(names, run_onnxruntime(inner, given), strict=True)}
+    assert {name: shapes[name] for name in names if name in ready.types} == {
+        name: ready.types[name].shape for name in names if name in ready.types
+    }
+    return ready
+
+
+def operators(proto: onnx.ModelProto, **feeds: np.ndarray) -> list[str]:
+    return [node.op for node in prepared(proto, **feeds).nodes]
+
+
+SIZE = "s = Shape(r)  n = Gather(s, zero)  k = Equal(n, one)"
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (branch("yes", "t = Neg(r)", "e = Abs(r)") + " y = Exp(b)", ["Relu", "Neg", "Exp"]),
+        (branch("no", "t = Neg(r)", "e = Abs(r)") + " y = Exp(b)", ["Relu", "Abs", "Exp"]),
+        (SIZE + branch("k", "t = Neg(r)", "e = Abs(r)") + " y = Exp(b)", ["Relu", "Neg", "Exp"]),
+        # PyTorch's squeeze of an axis: the branches differ in rank.
+        (SIZE + branch("k", "t = Squeeze(r, first)", "e = Identity(r)", declared="") + " y = Unsqueeze(b, first)",
+         ["Relu", "Squeeze", "Unsqueeze"]),
+        (SIZE + branch("k", branch("no", "t = Neg(r)", "e = Ceil(r)", "t0") + " t = Sqrt(t0)", "e = Abs(r)") +
+         " y = Exp(b)", ["Relu", "Ceil", "Sqrt", "Exp"]),
+        (branch("yes", "z = Neg(r) t = Abs(z)", "e = Abs(r)") + branch("yes", "z = Exp(b) t = Add(z, b)", "e = Abs(r)",
+         "y"), ["Relu", "Neg", "Abs", "Exp", "Add"]),
+        (branch("yes", "t = Identity(r)", "e = Abs(r)", "y"), ["Relu", "Identity"]),
+        (branch("yes", "w = Constant<value_floats=[2.0]>() t = Mul(r, w)", "e = Abs(r)", "y"), ["Relu", "Mul"]),
+        # A subgraph inside the branch reads a tensor of the branch.
+        (branch("yes", "z = Neg(r) t = If(q) <then_branch = g3 () => (float[1,4,2,3] u) { u = Abs(z) }, "
+         "else_branch = g4 () => (float[1,4,2,3] v) { v = Exp(z) }>", "e = Abs(r)", "y"), ["Relu", "Neg", "If"]),
+        ("v = Loop(three, yes, half) <body = g3 (int64 i, bool c, float a) => (bool d, float o) "
+         "{ d = Identity(c) o = Add(a, a) }> y = Mul(r, v)", ["Relu", "Mul"]),
+    ],
+)  # fmt: skip
+def test_constant_control_flow_is_inlined_or_computed(body, found):
+    asks = "(q)" in body
+    proto = model(body, inputs=", bool q" if asks else "")
+    assert operators(proto, **({"q": np.array(True)} if asks else {})) == found
+
+
+def test_condition_that_is_an_input_stays():
+    proto = model(branch("q", "t = Neg(r)", "e = Abs(r)", "y"), inputs=", bool q")
+    assert operators(proto, q=np.array(False)) == ["Relu", "If"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "declared"), [("yes", ""), ("yes", "[7]"), ("yes", "[1,4,2,9]"), ("q", ""), ("q", "[]"), ("q", "[7]")]
+)
+def test_wrongly_declared_results_of_branches_are_dropped(condition, declared):
+    body = branch(condition, "t = Neg(r)", "e = Abs(r)", declared=declared) + " y = GlobalAveragePool(b)"
+    ready = prepared(model(body, "float[N,4,1,1] y", inputs=", bool q"), q=np.array(True))
+    assert ready.types["b"].shape == X.shape
+
+
+def test_wrongly_declared_elements_of_an_optional_are_dropped():
+    body = "q = Optional(r)  b = OptionalGetElement(q)  y = GlobalAveragePool(b)"
+    ready = load_proto(
+        model(body, "float[N,4,1,1] y, optional(float) q"), source="m", sha256="0", dims={"H": 2, "W": 3}
+    )
+    assert ready.types["b"].shape == X.shape
+    assert len(run_onnxruntime(ready.proto, {"x": X})) == 2
+
+
+def test_operator_that_contradicts_its_input_leaves_results_untyped(caplog):
+    proto = model("b = Concat<axis=7>(r, r)  c = Neg(b)  y = Shape(c)", "int64[4] y, float[N,4,H,W] r")
+    ready = load_proto(proto, source="m.onnx", sha256="0", dims={"H": 2, "W": 3})
+    assert ready.types.keys() & {"r", "b", "c"} == {"r"}
+    assert "some shapes cannot be inferred" in caplog.text
+
+
+def test_shapes_that_a_loop_needs_stay_declared():
+    """ONNX Runtime 1.24.4 runs no Loop whose iteration number has no declared shape."""
+    body = """b, z = Loop(three, yes, r) <body = g1 (int64 i, bool c, float a) => (bool d, float[] o, float[] u)
+    { d = Identity(c)  o = Exp(a)  u = ReduceMax<axes=[1]>(a) }>  y = Neg(b)"""
+    ready = load_proto(
+        model(body, "float[N,4,H,W] y, float[3,N,1,H,W] z"), source="m", sha256="0", dims={"H": 2, "W": 3}
+    )
+    assert [value.shape for value in run_onnxruntime(ready.proto, {"x": X})] == [X.shape, (3, 1, 1, 2, 3)]
+
+
+def test_size_that_is_an_output_is_constant_for_others():
+    proto = model("s = Shape(r)  z = ConstantOfShape(s)  y = Add(r, z)", "float[N,4,H,W] y, int64[4] s")
+    assert operators(proto) == ["Relu", "Shape", "Add"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "opset"),
+    [
+        ("AveragePool<auto_pad=\"SAME_UPPER\", ceil_mode=1, kernel_shape=[1,1], strides=[2,2]>(r)", 10),
+        ("AveragePool<auto_pad=\"SAME_UPPER\", ceil_mode=1, kernel_shape=[1,1], strides=[2,2]>(r)", 19),
+        ("MaxPool<auto_pad=\"SAME_LOWER\", ceil_mode=1, kernel_shape=[1,1], strides=[3,3]>(r)", 17),
+    ],
+)  # fmt: skip
+def test_sizes_that_onnx_rounds_otherwise_than_onnx_runtime_are_not_used(pool, opset):
+    """onnx 1.21 rounds up where ONNX Runtime 1.24.4 does not, so a size folded from its inference would be wrong."""
+    proto = model(f"p = {pool}  n = Neg(p)  s = Shape(p)  y = Reshape(n, s)", "float[N,4,A,B] y", opset=opset)
+    try:
+        run_onnxruntime(proto, {"x": X}, optimize=False)
+    except onnxruntime.capi.onnxruntime_pybind11_state.RuntimeException:
+        pytest.skip("ONNX Runtime 1.32 refuses a kernel below the stride here")
+    prepared(proto)
+
+
+def test_batch_normalization_in_training_mode_is_named(caplog):
+    ends = """int64[1] one = {1}, float[4] m = {0, 0, 0, 0}, float[4] v = {1, 1, 1, 1}"""
+    text = """<ir_version: 8, opset_import: ["": 15]> g (float[2,4,2,3] x) => (float[2,4,2,3] y) <%s>
+    { [norm] y%s = BatchNormalization<training_mode=1>(x, v, m, m, v) }"""
+    with pytest.raises(UserError, match=r"'norm' is in training mode.*model\.eval\(\)"):
+        load_proto(parser.parse_model(text % (ends, "")), source="m", sha256="0")
+    load_proto(parser.parse_model(text % (ends, ", a, b")), source="m", sha256="0")
+    assert "'norm' is in training mode" in caplog.text
