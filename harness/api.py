@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import numpy.typing as npt
 
 from harness.errors import UserError
@@ -20,6 +21,22 @@ from search.space import Resolved
 Array = npt.NDArray[Any]
 #: Runs the built engine once: input arrays by name to output arrays by name.
 Infer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+
+
+def name_arrays(outputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arrays in the outputs of ONNX Runtime by name; text has a type of fixed length.
+
+    Those of a sequence have the names "boxes[0]", "boxes[1]" and so on, the values of a map are one array, and an empty
+    optional has none.
+    """
+    found: dict[str, Any] = {}
+    for name, value in outputs.items():
+        if isinstance(value, list):
+            found |= name_arrays({f"{name}[{index}]": each for index, each in enumerate(value)})
+        elif value is not None:
+            array = np.asarray(list(value.values()) if isinstance(value, dict) else value)
+            found[name] = array.astype(str) if array.dtype == object else array
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

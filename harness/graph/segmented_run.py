@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from harness.api import Array
+from harness.api import Array, name_arrays
 from harness.graph.protos import copy_message, tensors_read
 from harness.graph.qdq.qdq_graph import unique_node_names
 from harness.timing.provenance import count_cores
@@ -49,8 +49,8 @@ def _run_all(proto: onnx.ModelProto | Path, batches: Sequence[Feeds]) -> Iterato
 
 
 def iter_outputs(path: Path, batches: Sequence[Feeds]) -> list[dict[str, Array]]:
-    """Return the outputs of a model file by name, for each batch of inputs; call it in the helper process."""
-    return [dict(outputs) for outputs in _run_all(path, batches)]
+    """Return the arrays in the outputs of a model file by name, for each batch; call it in the helper process."""
+    return [name_arrays(dict(outputs)) for outputs in _run_all(path, batches)]
 
 
 def sum_outputs(path: Path, batches: Sequence[Feeds]) -> dict[str, float]:

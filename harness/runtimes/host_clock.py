@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array, Layer
+from harness.api import Array, Layer, name_arrays
 from harness.errors import BuildFailed, CandidateError, MeasureFailed
 
 
@@ -106,6 +106,7 @@ def parse_dtype(value: Any) -> np.dtype[Any]:
 
 
 def run_session(session: Any, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-    """Return the outputs of a session by name; floating-point ones as float32."""
+    """Return the arrays in the outputs of a session by name (`name_arrays`); floating-point ones as float32."""
     names = [value.name for value in session.get_outputs()]
-    return {n: to_float32(array) for n, array in zip(names, session.run(names, dict(feeds)), strict=True)}
+    arrays = name_arrays(dict(zip(names, session.run(names, dict(feeds)), strict=True)))
+    return {name: to_float32(array) for name, array in arrays.items()}

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.api import name_arrays
 from harness.runtimes.onnxruntime_web.session import WebSession
 
 MODEL = "model.onnx"  # next to this file
@@ -266,7 +267,7 @@ def main(load: Callable[..., Any]) -> None:
     load_ms = 1000 * (time.perf_counter() - start)
     getattr(run, "warm_up", lambda _: None)(feeds)
     samples_ms = time_runs(run, feeds, max(1, given.repeat))
-    outputs = run(feeds)
+    outputs = name_arrays(run(feeds))
     if given.output is not None:
         np.savez(given.output, **outputs)
     facts: dict[str, Any] = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
+from harness.api import name_arrays
 from harness.graph.protos import dtype_name, input_values
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.random_inputs import numpy_type_name
@@ -145,6 +146,7 @@ def deploy_script(
         deploy_runtime.random_inputs,
         deploy_runtime.peak_memory_mb,
         deploy_runtime.time_runs,
+        name_arrays,
         deploy_runtime.main,
     )
     modules = dict.fromkeys((deploy_runtime.__name__, *(helper.__module__ for helper in target.helpers)))
@@ -178,11 +180,14 @@ def deploy_script(
     return "\n\n".join(parts)
 
 
-def _describe_values(values: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+def _describe_values(values: Any) -> dict[str, tuple[tuple[int, ...], str] | None]:
+    """Return shape and NumPy type by name; None for a value that is no tensor."""
     return {
         value.name: (
             tuple(size.dim_value for size in value.type.tensor_type.shape.dim),
             numpy_type_name(dtype_name(value.type.tensor_type.elem_type)),
         )
+        if value.type.HasField("tensor_type")
+        else None
         for value in values
     }

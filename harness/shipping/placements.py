@@ -316,7 +316,7 @@ def _calibrated(experiment: Experiment, spec: TaskSpec, dialect: Dialect, work: 
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
-    feeds = CalibrationBatches(spec.model, model, input_types(model))
+    feeds = CalibrationBatches(spec.model, model, input_types(model, spec.backend.use))
     runtime = BackendProperties(dialect=dialect, emulated=frozenset(), facts={}, is_in_process=True)
     file, imported = save_to_folder(model, work), load_imported_ranges(experiment.initial, model)
     return calibrate_task(

@@ -51,6 +51,8 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
         with errors.collect(), prefix_key(f"models.{i}", f"model {model.name!r}"):
             loaded = open_model(model, Path())
             require_float_model(loaded)
+            for backend in experiment.backends:
+                input_types(loaded, backend.use)
             found = [*_cast_remarks(experiment, loaded, precisions), _size_remark(model, loaded) or _ort_remark(loaded)]
             remarks += [f"model {model.name!r}: {remark}" for remark in filter(None, found)]
     errors.raise_all()

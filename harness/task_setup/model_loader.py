@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness import registry, zoo
 from harness.accuracy.data.arrays import is_array_data, read_sample_shapes
@@ -14,8 +15,10 @@ from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.errors import UserError, prefix_key
+from harness.graph.equivalence.versions import READABLE_TYPES
 from harness.graph.load import load
 from harness.graph.model import Model
+from harness.graph.protos import dtype_name, element_type, find_random_outputs
 from harness.paths import resolve_path
 from harness.random_inputs import InputTypes, check_types
 from harness.text import safe_file_name
@@ -68,7 +71,8 @@ def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None =
         params["data"] = {**params["data"], "half": half}
     reference = work / f"reference{'' if half is None else f'-{half}'}.npz"
     evaluator = spec.evaluator.model_copy(update={"params": params})
-    return complete_evaluator(evaluator, input_types(model), spec.base_dir, spec.preprocess, reference)
+    random = find_random_outputs(model.proto)
+    return complete_evaluator(evaluator, input_types(model), spec.base_dir, spec.preprocess, reference, random)
 
 
 def complete_evaluator(
@@ -77,6 +81,7 @@ def complete_evaluator(
     base: Path | None,
     preprocess: PluginSpec | None,
     reference: Path | None = None,
+    random_outputs: Sequence[str] = (),
 ) -> PluginSpec:
     """Return an evaluator with the parameters that the harness supplies, such as the inputs of the model.
 
@@ -86,12 +91,15 @@ def complete_evaluator(
         base: Folder from which relative paths start.
         preprocess: Preprocessing of the model, used if the evaluator has none.
         reference: File for outputs of the float model.
+        random_outputs: Outputs that change from run to run.
 
     Raises:
         UserError: A parameter is unknown or missing, or the data do not fit the inputs.
     """
     use, params = evaluator.use, dict(evaluator.params)
-    supplied = {"inputs": inputs, "reference": reference, "base": base}
+    supplied: dict[str, Any] = {"inputs": inputs, "reference": reference, "base": base}
+    if random_outputs:
+        supplied["random_outputs"] = list(random_outputs)
     parameters = registry.plugin_signature("evaluator", use).parameters
     if parameters.keys() & {"input_name", "input_shape"}:
         supplied |= image_input_params(params.get("data"), inputs)
@@ -100,15 +108,33 @@ def complete_evaluator(
     return PluginSpec(use=use, params=evaluator_params(use, params, supplied), label=evaluator.label)
 
 
-def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
+def input_types(model: Model, backend: str = "") -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return element type and shape of each input of a model, by name.
 
     Raises:
-        UserError: An input is no tensor.
+        UserError: An input is no tensor of numbers, or an output is of a type that NumPy or the runtime lacks.
     """
-    for name in model.inputs:
-        if name not in model.types:
-            raise UserError(f"{model.source}: input {name!r} is no tensor, so this model cannot be timed")
+    for value in model.proto.graph.input:
+        if value.name in model.inputs and value.name not in model.types:
+            kind = str(value.type.WhichOneof("value")).removesuffix("_type")
+            raise UserError(
+                f"{model.source}: input {value.name!r} is of type {kind!r}: engines are timed on arrays of fixed "
+                "shape, so this model cannot be timed; export it again with tensors as inputs"
+            )
+    for value in model.proto.graph.output:
+        kind = dtype_name(element_type(value.type).tensor_type.elem_type)
+        container = (value.type.WhichOneof("value") or "tensor_type").removesuffix("_type")
+        where = f"{model.source}: output {value.name!r} is of type"
+        if kind not in READABLE_TYPES:
+            raise UserError(
+                f"{where} {kind!r}, which NumPy lacks, so results cannot be compared; end the model with a Cast to "
+                "float, or export it without this output"
+            )
+        if container != "tensor" and backend in _TENSOR_BACKENDS:
+            raise UserError(
+                f"{where} {container!r}, and backend {backend!r} returns only tensors; use backend 'onnxruntime', or "
+                "export the model without this output"
+            )
     types = {name: (model.types[name].dtype, model.types[name].shape) for name in model.inputs}
     try:
         check_types(types)
@@ -117,6 +143,7 @@ def input_types(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
     return types
 
 
+_TENSOR_BACKENDS = ("openvino", "tensorrt", "tensorrt_rtx", "trtexec")
 _SIMULATED_BACKENDS = ("simulated", "replay")
 _SLOW_BUILD_PREFIXES = ("tensorrt", "trtexec")
 """Prefixes of the names of backends that time kernels in a build."""

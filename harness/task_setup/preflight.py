@@ -59,7 +59,7 @@ CODE_KEYS: Mapping[str, str] = {
     "models.*.calibration.weights": "weight estimator",
 }
 """Kind of plug-in of each key that accepts `module:Class`; "*" is an index. Plug-ins check their own parameters."""
-SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base")
+SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base", "random_outputs")
 """Parameters that the harness supplies to evaluators; see `harness.accuracy.metrics.base.evaluator_params`."""
 
 

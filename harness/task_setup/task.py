@@ -212,7 +212,7 @@ def compose_task(
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
-    feeds = CalibrationBatches(spec.model, model, input_types(model))
+    feeds = CalibrationBatches(spec.model, model, input_types(model, spec.backend.use))
     imported_ranges = load_imported_ranges(experiment.initial, model)
     if feeds.is_random:
         others = " for tensors that no imported file has a range of" if imported_ranges else ""

@@ -14,6 +14,7 @@ from harness.graph.dynamic_axes import write_dynamic
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.io.files import move_model
 from harness.graph.model import Model
+from harness.graph.protos import find_random_outputs
 from harness.progress import Observer
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, ExportedModel, FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json
@@ -84,7 +85,10 @@ def write_dynamic_model(
             types = {name: model.types[name] for name in model.inputs}
             files = DynamicCheckFiles(floating=floating, fixed=file, dynamic=tried)
             samples = data_batches(data, CHECK_INPUT_COUNT)
-            subject = DynamicCheckTarget(axes=axes, types=types, files=files, requested=tuple(shapes), samples=samples)
+            random = frozenset(map(model.outputs.index, find_random_outputs(model.proto)))
+            subject = DynamicCheckTarget(
+                axes=axes, types=types, files=files, requested=tuple(shapes), random=random, samples=samples
+            )
             remark = check_dynamic_model(subject, backend)
         except (UserError, OSError, ValueError) as error:
             return DynamicModel(file=None, remark=f"{target.name} is not written: {error}")

@@ -20,10 +20,10 @@ from harness.random_inputs import MAX_INPUT_ELEMENTS, InputTypes
 
 _OWN_PREFIX = "qdq.own."
 _NUMPY_DTYPE_NAMES = {"float": "float32", "double": "float64", "string": "object"}
-_NUMPY_READABLE_TYPES = frozenset(
-    f"tensor({name})"
-    for name in "bool double float float16 int8 int16 int32 int64 string uint8 uint16 uint32 uint64".split()  # noqa: SIM905
+READABLE_TYPES = frozenset(
+    "bool double float float16 int8 int16 int32 int64 string uint8 uint16 uint32 uint64 undefined".split()  # noqa: SIM905
 )
+"""Element types of which NumPy has arrays; "undefined" is that of an output without a known type, or of a map."""
 _ORT_ERROR_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (This is an invalid model\. )?")
 _MAX_SINGLE_THREAD_BYTES = 4_000_000  # smaller models run in one thread
 MAX_ERROR_CHARS = 200
@@ -124,7 +124,8 @@ class ModelVersion:
         Outputs of types that NumPy lacks are left out.
         """
         kinds = {value.name: value.type for value in session.get_outputs()}
-        names = [n for n in names or kinds if kinds[n] in _NUMPY_READABLE_TYPES or not kinds[n].startswith("tensor(")]
+        readable = {f"tensor({kind})" for kind in READABLE_TYPES}
+        names = [n for n in names or kinds if kinds[n] in readable or not kinds[n].startswith("tensor(")]
         try:
             return dict(zip(names, session.run(names, dict(feeds)), strict=True)) if names else {}
         except Exception as error:

@@ -105,7 +105,7 @@ def test_model_that_needs_other_values_is_not_refused(tmp_path, threshold, value
 
 @pytest.mark.parametrize(("kind", "words"), [
     (onnx.helper.make_tensor_value_info("y", onnx.TensorProto.STRING, ("h",)), "is of type 'string'"),
-    (onnx.helper.make_tensor_sequence_value_info("y", onnx.TensorProto.FLOAT, None), "is no tensor"),
+    (onnx.helper.make_tensor_sequence_value_info("y", onnx.TensorProto.FLOAT, None), "is of type 'sequence'"),
 ])  # fmt: skip
 def test_model_with_inputs_that_cannot_be_timed_is_refused(tmp_path, kind, words):
     model = rows_of(8, 1, "h").build()
