@@ -15,9 +15,9 @@ from typing import Any, Literal
 from harness import registry
 from harness.api import Array, Candidate, capabilities_of
 from harness.config.sections import Limits, PluginSpec
-from harness.errors import UserError
+from harness.errors import EvaluationFailed, UserError
 from harness.graph.io.digests import IR_SUFFIX, digest_file
-from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy
+from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, find_random_tensors, write_7bit_copy
 from harness.progress import NullProgress, Observer
 from harness.random_inputs import feeds_digest
 from harness.records import MAIN_BENCHMARKER, Failed
@@ -98,6 +98,21 @@ def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ComparedPart:
+    """Part of the models of a task that is compared.
+
+    Attributes:
+        outputs: Names of the tensors that are its outputs; none: the part is the whole model.
+        drawn: By sample, values of tensors that are inputs of the part.
+        skipped: Names of outputs that are not compared.
+    """
+
+    outputs: tuple[str, ...] = ()
+    drawn: tuple[Mapping[str, Array], ...] = ()
+    skipped: frozenset[str] = frozenset()
+
+
 class RuntimeChecker:
     """Checker of the models of one task; a context manager, because it opens a worker process for ONNX Runtime.
 
@@ -152,8 +167,12 @@ class RuntimeChecker:
         if isinstance(found, Failed):
             found = not_checked(found.reason)
         facts = self._engines.describe(benchmarker)
+        operators = self._random[2] and f"compared with equal random values of {self._random[2]}"
         found = replace(
-            found, runtime=f"{facts['name']} {facts['version']}", seconds=round(time.monotonic() - started_s, 3)
+            found,
+            runtime=f"{facts['name']} {facts['version']}",
+            reason="; ".join(filter(None, (found.reason, operators if found.verdict != "not checked" else ""))),
+            seconds=round(time.monotonic() - started_s, 3),
         )
         self._record[key] = found
         write_record(
@@ -170,9 +189,9 @@ class RuntimeChecker:
         Raises:
             EvaluationFailed: The float model does not run in ONNX Runtime.
         """
-        skipped, sources = self._compared_outputs
         outputs = require_outputs(self._float_outputs(""), FLOAT_REFERENCE_LABEL)[0]
-        return not skipped and not sources and all(array.dtype.kind == "f" for array in outputs.values())
+        whole = not self._part.skipped and not self._part.outputs
+        return whole and all(array.dtype.kind == "f" for array in outputs.values())
 
     def check_rows(self, table: FinalistSet, again: bool = False) -> None:
         """Check the unchecked rows of a table, and report those that cannot be checked.
@@ -233,15 +252,15 @@ class RuntimeChecker:
             floats=require_outputs(self._float_outputs(""), FLOAT_REFERENCE_LABEL),
             engine_float=None if isinstance(own, Failed) else own,
             precision=str(self._engines.describe(benchmarker).get("float_precision", "")),
-            skipped=self._compared_outputs[0],
+            skipped=self._part.skipped,
             reference=self._file_outputs,
-            engine=lambda path: self._run(self._truncated_model(path), self._feeds, benchmarker),
+            engine=lambda path: self._run(*self._compared_part(path), benchmarker),
         )
 
     def _file_outputs(self, path: Path) -> Outputs | Failed:
         """Return the outputs of the reference execution: an ONNX file in ONNX Runtime, an IR in OpenVINO in float."""
         if path.suffix != IR_SUFFIX:
-            return self._reference(self._truncated_model(path), self._feeds)
+            return self._reference(*self._compared_part(path))
         params = {"integer_kernels": False, "precision": "f32", "threads": 1}
         worker = WorkerSpec(
             benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="openvino", params=params)}, workdir=self._scratch
@@ -250,25 +269,62 @@ class RuntimeChecker:
             return _run_model(engines, path, self._feeds)
 
     @cached_property
-    def _compared_outputs(self) -> tuple[frozenset[str], tuple[str, ...]]:
-        """Return the names of outputs that are not compared, and of tensors to compare if no output is left.
+    def _random(self) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+        return find_random_tensors(self._plan.float_file)
+
+    @cached_property
+    def _part(self) -> _ComparedPart:
+        """Return what is compared of each model.
+
+        Every model gets the same values, those of one run of the float model, in place of the results of random
+        operators; the inputs of these operators are compared too. If all outputs depend on indices, the tensors that
+        the indices are computed from are compared instead.
 
         Raises:
-            EvaluationFailed: The float model does not run in ONNX Runtime.
+            EvaluationFailed: The float model does not run in ONNX Runtime, or has only random outputs.
         """
-        skipped, sources = find_index_outputs(self._plan.float_file)
-        outputs = require_outputs(self._reference(self._plan.float_file, self._feeds), FLOAT_REFERENCE_LABEL)
-        if any(array.dtype.kind == "f" and name not in skipped for name, array in outputs[0].items()):
-            return skipped, ()
-        return (frozenset(), sources) if sources else (skipped, ())
+        results, sources, operators = self._random
+        path, target, part = self._plan.float_file, self._scratch / "float.onnx", _ComparedPart()
+        if results:
+            graph = ModelGraph(path)
+            kept = (value.name for value in graph.proto.graph.output if value.name not in results)
+            if not (outputs := tuple(dict.fromkeys([*kept, *sources]))):
+                raise EvaluationFailed(f"every output is the result of a random operator ({operators})")
+            inputs = graph.write_submodel(target, results)
+            read = [{name: sample[name] for name in inputs} for sample in self._feeds]
+            drawn = require_outputs(self._reference(target, read), FLOAT_REFERENCE_LABEL)
+            if drawn[0].keys() != set(results):
+                raise EvaluationFailed(f"no values can replace those of {operators}, which are no tensors")
+            part = _ComparedPart(outputs=outputs, drawn=tuple(map(graph.with_types, drawn)))
+        floats, feeds = self._write_part(part, path, target)
+        skipped, indexed = find_index_outputs(floats)
+        found = require_outputs(self._reference(floats, feeds), FLOAT_REFERENCE_LABEL)
+        if indexed and not any(a.dtype.kind == "f" and name not in skipped for name, a in found[0].items()):
+            return replace(part, outputs=indexed)
+        return replace(part, skipped=skipped)
 
-    def _truncated_model(self, path: Path) -> Path:
-        """Return the file, or a copy without the nodes that select by index if every output depends on them."""
-        if not self._compared_outputs[1] or path.suffix == IR_SUFFIX:
-            return path
-        target = self._scratch / "cut.onnx"
-        ModelGraph(path).write_submodel(target, self._compared_outputs[1])
-        return target
+    def _compared_part(self, path: Path) -> tuple[Path, Sequence[Mapping[str, Array]]]:
+        """Return the file, or a copy of the part of it that is compared, with its inputs.
+
+        Raises:
+            EvaluationFailed: The file lacks a tensor whose values would be replaced.
+        """
+        if path.suffix != IR_SUFFIX:
+            return self._write_part(self._part, path, self._scratch / "cut.onnx")
+        if self._part.drawn:
+            raise EvaluationFailed(f"an OpenVINO IR, in which no values can replace those of {self._random[2]}")
+        return path, self._feeds
+
+    def _write_part(self, part: _ComparedPart, path: Path, target: Path) -> tuple[Path, Sequence[Mapping[str, Array]]]:
+        if not part.outputs:
+            return path, self._feeds
+        graph = ModelGraph(path)
+        drawn = part.drawn or ({},) * len(self._feeds)
+        if not graph.producer.keys() >= drawn[0].keys():
+            raise EvaluationFailed(f"no values can replace those of {self._random[2]}, whose results have other names")
+        inputs = graph.write_submodel(target, part.outputs, graph.with_types(drawn[0]))
+        given = ({**sample, **values} for sample, values in zip(self._feeds, drawn, strict=True))
+        return target, [{name: sample[name] for name in inputs} for sample in given]
 
     def _locate_fault(self, found: OutputCheck, path: Path, digest: str, benchmarker: str) -> OutputCheck:
         """Return the check with the operator that differs; without one, a suspect model counts as right."""
@@ -277,9 +333,10 @@ class RuntimeChecker:
                 found,
                 reason=f"its operator is not searched for: only those of the first {MAX_REPORTS} wrong results are",
             )
+        part, feeds = self._compared_part(path)
         suspect = SuspectModel(
-            path=self._truncated_model(path),
-            feeds=self._feeds,
+            path=part,
+            feeds=feeds,
             output=found.output,
             most_db=found.noise_db or 0.0,
             proven=found.is_wrong,
@@ -314,9 +371,9 @@ class RuntimeChecker:
         """Return the outputs of the float model in a runtime, or in the reference execution if `benchmarker` is ""."""
         if benchmarker not in self._floats:
             self._floats[benchmarker] = (
-                self._run(self._truncated_model(self._plan.floats[benchmarker]), self._feeds, benchmarker)
+                self._run(*self._compared_part(self._plan.floats[benchmarker]), benchmarker)
                 if benchmarker
-                else self._reference(self._truncated_model(self._plan.float_file), self._feeds)
+                else self._reference(*self._compared_part(self._plan.float_file))
             )
         return self._floats[benchmarker]
 

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.metrics.sqnr import output_sqnr
+from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, output_sqnr
 from harness.api import Array
 from harness.errors import DoesNotHold, UserError
 from harness.graph.io.files import copy_model
 from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
+from harness.graph.protos import find_random_outputs
+from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.reduce_model import write_with_edges, write_without_pairs
 from harness.progress import Observer
 from harness.results_dir.deploy_folder import read_bundle
@@ -48,7 +50,7 @@ class RuntimeComparison:
         noise_floor: Relative gain of the first environment over its own repetition.
         verdict: "faster", "tie" or "slower": the second environment relative to the first.
         latencies_ms: Median latency in each environment.
-        sqnr_db: SQNR between the outputs, in dB, of the output that agrees least.
+        sqnr_db: SQNR between the outputs, in dB, of the output that agrees least; None if every output is random.
         versions: Version of the runtime in each environment; None if the runtime does not report it.
         recorded_version: Version of the runtime with which the file was measured.
         recorded_gain: Speedup over the float model in that measurement.
@@ -59,7 +61,7 @@ class RuntimeComparison:
     noise_floor: float
     verdict: str
     latencies_ms: tuple[float, float]
-    sqnr_db: float
+    sqnr_db: float | None
     versions: tuple[str | None, str | None]
     recorded_version: str
     recorded_gain: Interval
@@ -83,7 +85,8 @@ class RuntimeComparison:
     @property
     def holds(self) -> bool:
         """Return whether the second environment is not slower, outputs agree, and the gain over float is not lost."""
-        return self.verdict != "slower" and not self.lost_gain and self.sqnr_db >= MIN_SQNR_DB
+        agrees = self.sqnr_db is None or self.sqnr_db >= MIN_SQNR_DB
+        return self.verdict != "slower" and not self.lost_gain and agrees
 
     def lines(self) -> Iterator[str]:
         """Yield a line with the versions, a line for latency and a line for outputs, with verdicts."""
@@ -111,6 +114,9 @@ class RuntimeComparison:
         if self.verdict == "tie" and speed.low < NARROW:
             lost = 100 * (1 - speed.low)
             yield f"remark: a loss of {lost:.0f} % is not excluded; narrower on an idle machine, by more --builds"
+        if self.sqnr_db is None:
+            yield "outputs: not compared: every output depends on random operators"
+            return
         word = "ok" if self.sqnr_db >= MIN_SQNR_DB else "MISMATCH"
         yield f"outputs: {word}: they agree to {self.sqnr_db:.1f} dB (at least {MIN_SQNR_DB:g})"
 
@@ -151,7 +157,8 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
                 run = partial(run_script_in, places[name], script, facts, *repeat, str(without_pairs))
                 runs[f"{name} float"] = run
         results = run_in_turns(runs, builds, f"compare environments on {folder.name}", observer)
-        sqnr_db = _least_agreement(*(_read_outputs(outputs[name]) for name in ("this", "other")))
+        random = frozenset(find_random_outputs(read_qdq_graph(Path(model)).proto))
+        sqnr_db = _least_agreement(_read_outputs(outputs["this"]), _read_outputs(outputs["other"]), random)
     medians_ms = {name: [float(run["latency_ms"]) for run in each] for name, each in results.items()}
     versions = {name: each[-1]["version"] for name, each in results.items()}
     ratios = np.divide(medians_ms["this"], medians_ms["twin"])
@@ -232,8 +239,8 @@ def _read_outputs(path: Path) -> dict[str, Array]:
         return {name: found[name] for name in found.files}
 
 
-def _least_agreement(one: Mapping[str, Array], two: Mapping[str, Array]) -> float:
-    """Return the smallest SQNR in dB of an output of one environment relative to the other.
+def _least_agreement(one: Mapping[str, Array], two: Mapping[str, Array], random: frozenset[str]) -> float | None:
+    """Return the smallest SQNR in dB of an output of one environment relative to the other; None if all are random.
 
     Raises:
         DoesNotHold: The outputs differ in names or shapes.
@@ -241,9 +248,12 @@ def _least_agreement(one: Mapping[str, Array], two: Mapping[str, Array]) -> floa
     shapes = [{name: array.shape for name, array in each.items()} for each in (one, two)]
     if shapes[0] != shapes[1]:
         raise DoesNotHold(f"the environments give different outputs: {shapes[0]} and {shapes[1]}")
-    floats = [name for name, array in one.items() if array.dtype.kind == "f"]
-    same = all(np.array_equal(one[name], two[name]) for name in one if name not in floats)
-    return min([0.0] * (not same) + [output_sqnr(one[name], two[name]).sqnr_db for name in floats], default=0.0)
+    compared = [name for name in one if name not in random]
+    if one and not compared:
+        return None
+    floats = [name for name in compared if one[name].dtype.kind == "f"]
+    same = all(np.array_equal(one[name], two[name]) for name in compared if name not in floats)
+    return min([0.0] * (not same) + [output_sqnr(one[name], two[name]).sqnr_db for name in floats], default=MAX_SQNR_DB)
 
 
 COST_SOURCE = "measured: the shipped file with these inputs quantized too, in turns with it in fresh processes"

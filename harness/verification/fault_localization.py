@@ -144,7 +144,8 @@ class SuspectModel:
         self, tensor: str, feeds: Sequence[Mapping[str, Array]], inputs: Mapping[str, Array] | None = None
     ) -> tuple[Outputs, Outputs, OutputCheck] | None:
         """Return outputs of file and engine at a tensor, and their comparison; None if a run fails."""
-        self.graph.write_submodel(self._part_file, [tensor], inputs)
+        read = self.graph.write_submodel(self._part_file, [tensor], inputs)
+        feeds = [{name: sample[name] for name in read} for sample in feeds]
         self.graph.write_submodel(self._inner_values_file, [tensor], inputs, without_pairs=True)
         file, floats = self.reference(self._part_file, feeds), self.reference(self._inner_values_file, feeds)
         engine = file if isinstance(file, Failed) else self.engine(self._part_file, feeds)
@@ -159,8 +160,10 @@ class SuspectModel:
         feeds = self.feeds[:LOCALIZATION_SAMPLE_COUNT]
         values: Outputs | Failed = [{} for _ in feeds]
         if inner:
-            self.graph.write_submodel(self._inner_values_file, inner)
-            values = self.reference(self._inner_values_file, feeds)
+            read = self.graph.write_submodel(self._inner_values_file, inner)
+            values = self.reference(
+                self._inner_values_file, [{name: sample[name] for name in read} for sample in feeds]
+            )
         if isinstance(values, Failed):
             return None
         return [

@@ -32,7 +32,8 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
 
     An evaluator receives the parameters of `supplied` that its constructor names. The harness offers `input_name` and
     `input_shape` (of the image input), `inputs` (ONNX type in lower case and shape of every input), `reference` (path
-    for the outputs of the float model, one per evaluator) and `base` (folder of the experiment).
+    for the outputs of the float model, one per evaluator), `base` (folder of the experiment) and, for a random model,
+    `random_outputs` (names of the outputs that change from run to run).
 
     Args:
         use: Name or `package.module:Class`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from harness.accuracy.metrics.closeness import (
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.api import Accuracy, Array, Infer
-from harness.errors import UserError
+from harness.errors import EvaluationFailed, UserError
 from harness.random_inputs import random_feeds
+from harness.text import format_names
 from harness.timing.workers.inference import infer_all
 
 FIGURES_VERSION = 2
@@ -55,6 +56,7 @@ class Fidelity:
         samples: Maximum number of samples, None: all; for random data the number of batches, None: 16.
         sqnr_only: Whether to compute only sqnr_db, which takes less time.
         base: Set by the harness: folder that relative paths start from.
+        random_outputs: Set by the harness: outputs that change from run to run, which are not compared.
 
     Raises:
         UserError: An argument is invalid, or the data do not fit the inputs of the model.
@@ -72,13 +74,14 @@ class Fidelity:
         samples: int | None = None,
         base: Path | None = None,
         sqnr_only: bool = False,
+        random_outputs: Sequence[str] = (),
     ) -> None:
         if samples is not None and samples < 1:
             raise UserError(f"fidelity: samples: a whole number from 1, but got {samples}")
         self._reference = Path(reference)
         self._inputs = dict(inputs)
         self._samples = RANDOM_BATCH_COUNT if samples is None else samples
-        self._sqnr_only = sqnr_only
+        self._sqnr_only, self._random = sqnr_only, frozenset(random_outputs)
         self._batches: InputBatches | None = None
         self._kept: list[dict[str, Array]] = []
         facts: list[Any] = [FIGURES_VERSION, samples if data is not None else self._samples, list(self._inputs.items())]
@@ -86,6 +89,8 @@ class Fidelity:
             opened = open_data(data, base, samples)
             self._batches = make_batches(opened, preprocess, self._inputs)
             facts += [opened.fingerprint, None if preprocess is None else preprocess_fingerprint(preprocess)]
+        if self._random:
+            facts.append(sorted(self._random))
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -111,7 +116,7 @@ class Fidelity:
         Raises:
             EvaluationFailed: The float model itself gives NaN or infinite values.
         """
-        samples = [dict(require_finite(o, f"sample {i}")) for i, o in enumerate(infer_all(infer, self.feeds()))]
+        samples = [self._comparable(o, f"sample {i}") for i, o in enumerate(infer_all(infer, self.feeds()))]
         arrays: dict[str, Array] = {
             f"{i}/{name}": array for i, sample in enumerate(samples) for name, array in sample.items()
         }
@@ -130,17 +135,32 @@ class Fidelity:
             found = compare_outputs(self._output_pairs(reference, infer), layout, sqnr_only=self._sqnr_only)
         metrics = found.metrics
         worst = f"{WORST_PREFIX}{found.worst}" if found.worst and metrics["sqnr_db"] < MAX_SQNR_DB else ""
+        random = f"fidelity leaves out outputs that change from run to run: {format_names(sorted(self._random))}"
         return Accuracy(
             metrics=metrics,
             per_item=tuple(found.figures["sqnr_db"]),
             evidence=encode_evidence("mean", found.figures),
-            note=". ".join(filter(None, (layout.note, worst))),
+            note=". ".join(filter(None, (layout.note, random if self._random else "", worst))),
         )
+
+    def _comparable(self, outputs: Mapping[str, Array], item: str) -> dict[str, Array]:
+        """Return the outputs that do not change from run to run.
+
+        Raises:
+            EvaluationFailed: There are none, or one has NaN or infinite values.
+        """
+        found = {name: array for name, array in require_finite(outputs, item).items() if name not in self._random}
+        if outputs and not found:
+            raise EvaluationFailed(
+                "every output depends on random operators, so none can be compared with the float model's; score the "
+                "model with a metric on labelled data, or export it without them (model.eval() removes a Dropout)"
+            )
+        return found
 
     def _output_pairs(self, reference: Any, infer: Infer) -> Iterator[tuple[dict[str, Array], Mapping[str, Array]]]:
         """Yield the float model's outputs and the engine's for each batch."""
         for i, found in enumerate(infer_all(infer, self.feeds())):
-            outputs, prefix = require_finite(found, f"sample {i}"), f"{i}/"
+            outputs, prefix = self._comparable(found, f"sample {i}"), f"{i}/"
             yield {k.removeprefix(prefix): reference[k] for k in reference.files if k.startswith(prefix)}, outputs
 
 

@@ -18,14 +18,18 @@ from onnx.reference import ReferenceEvaluator
 from harness.api import Array
 from harness.graph.io.files import write_model
 from harness.graph.io.model_reader import read_model, refuse_damage
-from harness.graph.protos import constants_by_name, copy_message, input_values, tensors_read
+from harness.graph.protos import (
+    constants_by_name,
+    copy_message,
+    dependent_tensors,
+    find_random_nodes,
+    input_values,
+    tensors_read,
+)
 from harness.graph.qdq.qdq_graph import CAST_OPS, DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name, read_qdq_graph
 from search.space import Edge
 
-# Operators whose result is discontinuous, or random.
-DISCONTINUOUS_OPS = frozenset(
-    {"ArgMax", "ArgMin", "Bernoulli", "Hardmax", "Multinomial", "NonMaxSuppression", "NonZero", "TopK", "Unique"}
-) | {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+DISCONTINUOUS_OPS = frozenset({"ArgMax", "ArgMin", "Hardmax", "NonMaxSuppression", "NonZero", "TopK", "Unique"})
 GRAPH = onnx.AttributeProto.GRAPH
 NARROWING_DIVISOR = 2  # divisor of 8-bit integers, so that they have 7 bits
 NARROWED_SUFFIX = "_narrowed"
@@ -98,8 +102,8 @@ class ModelGraph(QDQGraph):
         inputs: Mapping[str, Array] | None = None,
         *,
         without_pairs: bool = False,
-    ) -> None:
-        """Write the model that computes some tensors.
+    ) -> list[str]:
+        """Write the model that computes some tensors, and return the names of its inputs.
 
         Args:
             path: File to write.
@@ -124,6 +128,15 @@ class ModelGraph(QDQGraph):
         opsets, functions = self.proto.opset_import, self.proto.functions
         part = helper.make_model(made, opset_imports=opsets, ir_version=self.proto.ir_version, functions=functions)
         onnx.save(part, path)
+        return [value.name for value in made.input]
+
+    def with_types(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return arrays with the element types of the tensors with these names, as far as the file declares them."""
+        kinds = {value.name: value.type.tensor_type.elem_type for value in self.proto.graph.value_info}
+        return {
+            name: array.astype(helper.tensor_dtype_to_np_dtype(kinds[name]), copy=False) if kinds.get(name) else array
+            for name, array in arrays.items()
+        }
 
     def _bypass_pairs(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
         """Yield nodes with an Identity instead of each DequantizeLinear after a QuantizeLinear."""
@@ -152,18 +165,25 @@ class ModelGraph(QDQGraph):
 
 
 def find_index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the outputs that depend on discontinuous operators (TopK, ...), and these operators' computed inputs."""
-    graph = onnx.load(path, load_external_data=False).graph
-    made = {name for node in graph.node for name in node.output}
-    jumping: set[str] = set()
-    sources: dict[str, None] = {}
-    for node in graph.node:
-        if any(name in jumping for name in tensors_read(node)):
-            jumping.update(node.output)
-        elif node.op_type in DISCONTINUOUS_OPS:
-            jumping.update(node.output[1:] if node.op_type == "TopK" else node.output)
-            sources.update((name, None) for name in node.input if name in made)
-    return frozenset(value.name for value in graph.output if value.name in jumping), tuple(sources)
+    """Return the outputs that depend on discontinuous (TopK, ...) or random operators, and their computed inputs."""
+    proto = onnx.load(path, load_external_data=False)
+    graph, random = proto.graph, find_random_nodes(proto)
+    jumping = [n for i, n in enumerate(graph.node) if i in random or n.op_type in DISCONTINUOUS_OPS]
+    behind = dependent_tensors(graph, [name for n in jumping for name in n.output[1 if n.op_type == "TopK" else 0 :]])
+    computed = {name for node in graph.node for name in node.output}
+    sources = dict.fromkeys(name for node in jumping for name in tensors_read(node) if name in computed - behind)
+    return frozenset(value.name for value in graph.output if value.name in behind), tuple(sources)
+
+
+def find_random_tensors(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return the results of random operators, their other computed inputs, and these operators as text."""
+    proto = onnx.load(path, load_external_data=False)
+    found = find_random_nodes(proto)
+    nodes = [proto.graph.node[index] for index in found]
+    results = tuple(name for node in nodes for name in node.output if name)
+    computed = {name for node in proto.graph.node for name in node.output}.difference(results)
+    sources = dict.fromkeys(name for node in nodes for name in tensors_read(node) if name in computed)
+    return results, tuple(sources), ", ".join(dict.fromkeys(found.values()))
 
 
 def find_exact_outputs(path: Path) -> frozenset[str]:

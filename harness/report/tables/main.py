@@ -284,10 +284,13 @@ def _check_notes(task: TaskResults) -> Iterator[str]:
         check = task.checks[row]
         example = f"; {task.name}/{check.model} reproduces it, with a description next to it" if check.model else ""
         yield f"{name} of {task.name}: {check}{example}."
-    named = ((task.checks[row], name) for name, row in _rows_by_label(task).items() if row in task.checks)
-    reasons = group_names((check.reason, name) for check, name in named if check.verdict == "not checked")
-    for reason, names in reasons.items():
-        yield f"Not compared with their files, {task.name}: {names} ({reason})."
+    named = [(task.checks[row], name) for name, row in _rows_by_label(task).items() if row in task.checks]
+    for verdict, said in (("not checked", "Not compared"), ("right", "Compared")):
+        reasons = group_names(
+            (check.reason, name) for check, name in named if check.verdict == verdict and check.reason
+        )
+        for reason, names in reasons.items():
+            yield f"{said} with their files, {task.name}: {names} ({reason})."
 
 
 def wrong_result_rows(task: TaskResults) -> dict[str, str]:

@@ -153,7 +153,10 @@ TEXT_PARAMS = {
         "module_dir", "node", "chromium", "timing_cache_file", "plugins", "path", "extra", "profiles", "table", "base",
         "target",
     },
-    "evaluator": {"data", "preprocess", "decode", "function", "reference", "inputs", "output", "base", "input_name"},
+    "evaluator": {
+        "data", "preprocess", "decode", "function", "reference", "inputs", "output", "base", "input_name",
+        "random_outputs",
+    },
     "searcher": {"members", "searcher", "params", "strategy", "optimizer", "sampler", "method"},
     "external searcher": {"qdq_baseline"},
     "decoder": {"outputs"},
