@@ -234,7 +234,7 @@ class ModelSpec(_InputSizes):
     preprocess: PreprocessSpec | None = None
     calibration: Calibration = Calibration()
     evaluator: PluginSpec | None = None
-    expect: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    expect: Annotated[float, Field(ge=-MAX_COUNT, le=MAX_COUNT, allow_inf_nan=False)] | None = None
 
     @model_serializer(mode="wrap")
     def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from harness.gpu_validation.kit import check_steps, run_validation
 from harness.gpu_validation.measures import check_prescreening, check_timer, compare_with_trtexec
 from harness.gpu_validation.steps import Step, list_steps
 from harness.graph.builder import GraphBuilder
+from harness.graph.io import helper_process
 from harness.graph.io.helper_process import HelperCallFailed
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.manifest import find_changed_files
@@ -52,6 +53,7 @@ def machine(folder, monkeypatch):
     monkeypatch.syspath_prepend(str(FAKES / "gpu_machine"))
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tensorrt", "cuda")]:
         monkeypatch.delitem(sys.modules, name)
+    helper_process._process_helper(os.getpid())._stop()  # it may have imported an installed package of that name
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tensorrt", "cuda")]:
         del sys.modules[name]  # PyTorch asks each module of this name for its specification
