@@ -37,6 +37,7 @@ from harness.report.next_steps import describe_answers, ship_path
 from harness.results_dir.artifacts import read_finalists
 from harness.results_dir.deploy_folder import check_bundle, find_bundle, read_bundle
 from harness.results_dir.io import read_json, write_json
+from harness.results_dir.manifest import reopen_results
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
@@ -448,12 +449,13 @@ def test_verify_reports_unlisted_entries_of_a_results_folder(folder, tmp_path, c
     results = tmp_path / "results"
     results.mkdir()
     write_folder(results)
+    reopen_results(results)
     folder.parent.rename(results / "ship")
     assert qdq("verify", str(results)) == 0
     for name in ("ship/numpy.py", "ship/net/numpy.py"):
         (results / name).touch()
         assert qdq("verify", str(results)) == 1
-        assert str(results / name) in capsys.readouterr().out
+        assert f"results/{name}" in capsys.readouterr().out  # relative or absolute, whichever is shorter
         (results / name).unlink()
     (results / "ship/other").symlink_to(results / "ship/net")
     assert qdq("verify", str(results)) == 1

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import yaml
 from small import save_chain
-from stored import forget_task, read_records, unpack, write_records
+from stored import forget_task, read_records, replace_text, unpack, write_records
 
 from harness.cli.main import main
 from harness.graph.pattern_cache_io import read_cache
 from harness.pipeline.verify import speedup_agrees
 from harness.results_dir.io import read_json, write_json
 from harness.results_dir.journal import read_journal
+from harness.results_dir.lines import restore_lines
 from harness.results_dir.manifest import reopen_results
 from harness.search_loop.objective import PROXY
 from harness.statistics import Interval
@@ -227,9 +228,17 @@ def changed(path: Path, change: Any) -> None:
     write_json(path, body)
 
 
+def set_bound(task: Path, bound: float) -> None:
+    """Change the bound of a stored task, also in the headers of its journals."""
+    changed(task / "task.json", lambda body: body["goal"].update(max_drop=bound))
+    for stored in sorted((task / "runs").glob("*.jsonl.gz")):
+        restore_lines(stored.with_suffix(""))
+        replace_text(stored.with_suffix(""), '"max_drop":null', f'"max_drop":{bound}')
+
+
 @pytest.mark.parametrize(("bound", "expected"), [(0.0, "beyond the bound 0"), (0.9, "within the bound 0.9")])
 def test_verify_compares_drop_with_bound(copy, folder, capsys, bound, expected):
-    changed(copy / "task.json", lambda body: body["goal"].update(max_drop=bound))
+    set_bound(copy, bound)
     scores = read(copy / "accuracy.json")
     rows = [row for row in read(copy / "rows.json")["rows"] if row["choices"] is not None]
     worst = min(rows, key=lambda row: scores[f"{row['sha256']} main"]["metrics"]["cosine"])
@@ -266,7 +275,7 @@ def test_verify_max_drop_without_evaluator_is_refused(copy, folder, capsys):
 
 
 def test_verify_reports_unscored_row_as_bound_violation(copy, folder, capsys):
-    changed(copy / "task.json", lambda body: body["goal"].update(max_drop=0.9))
+    set_bound(copy, 0.9)
     placement = next(row["id"] for row in read(copy / "rows.json")["rows"] if row["choices"] is not None)
     changed(copy / "task.json", lambda body: body.update(metric="other"))
     assert qdq("verify", str(models(copy)[placement]), "--base", str(folder)) == 1
