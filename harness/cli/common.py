@@ -233,6 +233,7 @@ def report_check(check: OutputCheck, path: Path, remedies: Sequence[str], *, as_
     Raises:
         typer.Exit: The file is not usable.
     """
+    from harness.timing.provenance import describe_installed
     from harness.verification.output_comparison import wrong_result_remedies
 
     if check.is_usable:
@@ -240,7 +241,9 @@ def report_check(check: OutputCheck, path: Path, remedies: Sequence[str], *, as_
             echo(check.summary)
         return
     cause = f"; the runtime fails for the float model, too ({check.float_verdict})" if check.float_verdict else ""
-    steps = [*([] if check.float_verdict else remedies), *wrong_result_remedies([check])]
+    runtime = check.runtime.partition(" ")[0]
+    known = wrong_result_remedies([check], runtime, describe_installed(runtime))
+    steps = [*([] if check.float_verdict else remedies), *known]
     steps.append("--no-run, if the file is for another runtime or processor than those of this machine")
     echo("\n- ".join([f"qdq: {check.summary}{cause}; the file is kept as {path}. Remedies:", *steps]), err=True)
     raise typer.Exit(ExitStatus.DOES_NOT_HOLD)

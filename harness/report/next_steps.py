@@ -265,7 +265,7 @@ def _reasons(task: TaskResults, results: Results, main: pd.DataFrame, base: Path
     slow = [row for row in rows if row["verdict"] in ("tie", "slower")]
     if wrong := wrong_result_rows(task):
         reason = f"the results of {task.facts['backend'].get('name')} contradict the files of {', '.join(wrong)}"
-        return {reason: list(_wrong_result_steps(task))}
+        return {reason: [*_wrong_result_steps(task), *_search_steps(task, results.stored)]}
     ties = [row for row in slow if row["verdict"] == "tie" and row["speedup"] > 1 and task.obeys(row["row"])]
     if beyond and ties:
         steps = [
@@ -342,7 +342,8 @@ def _names(searches: Iterable[SearchLog]) -> str:
 def _wrong_result_steps(task: TaskResults) -> Iterator[str]:
     for model in sorted({check.model for check in task.checks.values() if check.model}):
         yield f"a bug report on the runtime: {task.folder / model} reproduces it (description next to it)"
-    yield from wrong_result_remedies(task.checks.values())
+    backend = task.facts["backend"]
+    yield from wrong_result_remedies(task.checks.values(), backend.get("name", ""), backend)
 
 
 def _accuracy_reason(task: TaskResults, rows: Sequence[Row]) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ def check_structure(experiment: Experiment) -> None:
     if not experiment.initial:  # a tool makes the file
         return
     spec = plan_tasks(experiment)[0]
-    dialect = load_dialect(_dialect_name(spec.backend))
+    dialect = _load_dialect_of(spec.backend)
     shipped = resolve_path(experiment.initial[0].params["path"], experiment.base_dir)
     with tempfile.TemporaryDirectory(prefix="qdq-apply-") as scratch:
         transfer_placement(
@@ -234,7 +235,7 @@ def insert_placement(
         UserError: An argument cannot be used, or the placement does not fit the model.
     """
     precision, ranges = described.pop("precision"), described.pop("ranges", False)
-    entry, dialect = _initial_entry(placement, ranges), load_dialect(_dialect_name(backend))
+    entry, dialect = _initial_entry(placement, ranges), _load_dialect_of(backend)
     foreign = Path(entry["params"]["path"]) if entry["use"] == "import" else None
     if foreign is not None and dialect.channel_activations and read_qdq_graph(foreign).has_channel_activations:
         described["calibration"] = {**described.get("calibration", {}), "depthwise": "channel"}
@@ -381,16 +382,15 @@ def _check_rule(placement: str, path: Path) -> None:
         )
 
 
-def _dialect_name(backend: PluginSpec) -> str:
-    """Return the dialect name of a benchmarker on this machine, or its default one if runtime or device is absent."""
+def _load_dialect_of(backend: PluginSpec) -> Dialect:
+    """Return the dialect of a benchmarker on this machine, or its default one if runtime or device is absent."""
+    facts: Mapping[str, Any] = {}
     try:
         benchmarker = create_plugin("benchmarker", backend.use, backend.params)
     except UserError as error:
         if not isinstance(error.__cause__, ImportError):
             raise
-        return dialect_name_for(load_plugin("benchmarker", backend.use), backend.use, {})
-    try:
+        return load_dialect(dialect_name_for(load_plugin("benchmarker", backend.use), backend.use, facts), facts)
+    with suppress(UserError):
         facts = benchmarker.describe()
-    except UserError:
-        facts = {}
-    return dialect_name_for(benchmarker, backend.use, facts)
+    return load_dialect(dialect_name_for(benchmarker, backend.use, facts), facts)

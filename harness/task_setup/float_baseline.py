@@ -246,7 +246,7 @@ def read_runtime(backend: PluginSpec, facts: Mapping[str, Any] | None = None) ->
     facts = benchmarker.describe() if facts is None else facts
     capabilities = capabilities_of(benchmarker)
     return BackendProperties(
-        dialect=load_dialect(dialect_name_for(benchmarker, backend.use, facts)),
+        dialect=load_dialect(dialect_name_for(benchmarker, backend.use, facts), facts),
         emulated=capabilities.emulated,
         facts=facts,
         is_in_process=capabilities.in_process,

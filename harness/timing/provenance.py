@@ -91,6 +91,13 @@ def machine_lacks_vnni() -> bool:
     return lacks_vnni({"cpu": _or_none(_cpu_facts) or {}})
 
 
+def describe_installed(package: str) -> dict[str, str]:
+    """Return version and device of a runtime that is installed here, as a benchmarker describes them; {} without it."""
+    versions = _package_versions()
+    version = versions.get(package, versions.get(f"{package}-gpu"))
+    return {} if version is None else {"version": version, "device": machine_processor_label()}
+
+
 def git_commit() -> str | None:
     """Return the commit of this code, with "+changes" if files differ; None for a wheel or if git cannot tell.
 

@@ -9,7 +9,8 @@ operator with a wrong result is found (`harness.verification.fault_localization`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from harness.api import Array
 from harness.errors import EvaluationFailed
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.qdq.reduce_model import find_exact_outputs
+from harness.graph.rules.runtime_faults import known_faults
 from harness.records import Failed
 from harness.results_dir.artifacts import ExportedModel
 from harness.results_dir.io import read_json
@@ -134,16 +136,23 @@ class OutputCheck:
         return f"{text}; {self.reason}" if self.reason else text
 
 
-def wrong_result_remedies(checks: Iterable[OutputCheck]) -> Iterator[str]:
-    """Yield the remedies for wrong or refused results, each for all of them."""
+def wrong_result_remedies(checks: Collection[OutputCheck], runtime: str, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the remedies for wrong or refused results, each for all of them.
+
+    Args:
+        runtime: Name of the benchmarker.
+        facts: Version and device of its runtime, see `RuntimeFault.affects`.
+    """
     if any(check.verdict == "saturates" for check in checks):
         yield "weights of 7 bits (reduce_range: true), or a processor with VNNI"
-    yield "another version of the runtime"
+    operators = set(re.findall(r"\w+", " ".join(check.operator for check in checks)))
+    for fault in known_faults(runtime):
+        if fault.right_in and fault.operators & operators and fault.affects(facts):
+            yield f"{runtime} {fault.right_in}, without this known fault: {fault.text}"
 
 
 def wrong_float_remedies(backend: Mapping[str, Any]) -> Iterator[str]:
     """Yield the remedies if a runtime computes the float model wrongly; `backend` are the facts of its benchmarker."""
-    yield "another version of the runtime"
     if others := [name for name in backend.get("float_params", {}) if name != backend.get("float_precision")]:
         yield f"another float precision: precision: {' or '.join(others)}"
     yield "another export of the model, without the operator that differs"

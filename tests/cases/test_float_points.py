@@ -1,13 +1,12 @@
 """Inputs and weights that must not be rounded, or that a runtime computes wrongly, stay float."""
 
 import warnings
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from fidelity_of import run_openvino, write_quantized
+from fidelity_of import write_quantized
 from onnx_models import run_onnxruntime
 
 from harness.errors import UserError
@@ -17,7 +16,6 @@ from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, Dialect
-from harness.graph.rules.placement_rules import first_violated_rule
 from harness.graph.rules.points import float_inputs_with_rule
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
@@ -123,47 +121,6 @@ def test_inputs_before_a_guarded_root_have_points():
         ("Add", 0),
         ("Div", 0),
     }
-
-
-def faulty(g: GraphBuilder, kind: str) -> str:
-    if kind == "Pad":
-        x = g.op("Relu", g.input("x", (1, 3, 6, 6)))
-        return g.op("Relu", g.op("Pad", x, g.const([0, 0, 1, 1, 0, 0, 1, 1]), g.const(np.float32(0.7))))
-    if kind == "LayerNormalization":
-        return g.op(kind, g.input("x", (2, 5, 16)), g.const(np.ones(16, np.float32)), epsilon=10.0)
-    if kind == "Clip":  # the root of values of which many are at the lower bound
-        x = g.op("Mul", g.op("Relu", g.input("x", (4, 64))), g.const(np.float32(2)))
-        return g.op("Sqrt", g.op("Clip", g.op("Transpose", x), g.const(np.float32(1e-2)), g.const(np.float32(6))))
-    if kind == "Softmax":
-        return g.op("Softmax", g.op("Tanh", g.input("x", (4, 1))), axis=1)
-    if kind == "GlobalAveragePool":
-        return g.op(kind, g.input("x", (4, 2, 8)))
-    x = g.input("x", (2, 16, 24))
-    return g.op("ReduceMean", x, axes=[1]) if kind == "ReduceMean" else g.op("ReduceSum", x, g.const([1]))
-
-
-FAULTS = [
-    ("Pad", OPENVINO, "padding value"), ("LayerNormalization", OPENVINO, "epsilon"),
-    ("Softmax", ONNXRUNTIME, "softmax of one"), ("Clip", OPENVINO, "clip bound"),
-    ("GlobalAveragePool", OPENVINO, "batched reduction"), ("ReduceMean", OPENVINO, "batched reduction"),
-    ("ReduceSum", OPENVINO, "batched reduction"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "dialect", "rule"), FAULTS)
-def test_operators_with_runtime_faults_stay_float(kind, dialect, rule, tmp_path):
-    """Everything that is legal is within 20 dB of the file's own result; these were 0 to 10 dB off."""
-    g = GraphBuilder("m")
-    model = finish(g, faulty(g, kind))
-    node = next(node for node in model.nodes if node.op == kind)
-    broken = first_violated_rule(model, dialect, node, 0)
-    assert broken.name == rule
-    shape = model.types["x"].shape
-    feed: dict[str, Any] = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
-    path = write_quantized(model, dialect, [feed], tmp_path)
-    (exact,) = run_onnxruntime(path, feed, optimize=False)
-    (found,) = (run_openvino if dialect is OPENVINO else run_onnxruntime)(path, feed)
-    assert np.linalg.norm(found - exact) < 0.1 * np.linalg.norm(exact)
 
 
 RANGES = {name: (-1.0, 1.0) for name in ("x", "y", "z")}

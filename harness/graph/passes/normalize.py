@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import onnx
 from onnx import checker, helper, numpy_helper
 
+from harness.graph.passes.static_shapes import static_types
 from harness.graph.protos import (
     attribute_value,
     constant_value,
@@ -189,6 +190,62 @@ def fold_batch_norms(graph: onnx.GraphProto) -> int:
     if folded:
         _rewrite_graph(graph, constants, frozenset(folded))
     return len(folded)
+
+
+def normalize_resizes(graph: onnx.GraphProto) -> None:
+    """Write each Resize in a form that ONNX Runtime accepts after its optimizations; the results do not change.
+
+    Scales or sizes of all axes replace the attribute `axes`, which versions 1.24.4 and 1.32.0 ignore when they change
+    the layout around quantized convolutions. Sizes replace scales whose products with the sizes of the data are just
+    below an integer: version 1.32.0 then infers another size than it computes.
+    """
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    uses = Counter(name for node in graph.node for name in tensors_read(node))
+    types, changed = static_types(graph), False
+    for node in graph.node:
+        if node.op_type != "Resize" or node.domain or not {node.input[0], node.output[0]} <= types.keys():
+            continue
+        shape, result = (np.array(types[name].shape) for name in (node.input[0], node.output[0]))
+        inputs = _resize_inputs_of_all_axes(node, shape, result, constants)
+        if inputs:
+            names = ["", "roi", "scales", "sizes"]
+            for slot, values in inputs.items():
+                names[slot] = _store_constant(values, "", f"{node.name}_{names[slot]}", constants, uses)
+            replace_field(node.input, [node.input[0], *(names[slot] if slot in inputs else "" for slot in (1, 2, 3))])
+            kept = [a for a in node.attribute if a.name not in ("axes", "keep_aspect_ratio_policy")]
+            replace_field(node.attribute, kept)
+            changed = True
+    if changed:
+        _rewrite_graph(graph, constants, frozenset())
+
+
+def _resize_inputs_of_all_axes(
+    node: onnx.NodeProto, shape: npt.NDArray[Any], result: npt.NDArray[Any], constants: Mapping[str, onnx.TensorProto]
+) -> dict[int, npt.NDArray[Any]]:
+    """Return new constant inputs of a Resize by number; empty if the node stays as it is."""
+    given = [numpy_helper.to_array(constants[name]) if name in constants else np.empty(0) for name in node.input[1:]]
+    region, scales, sizes = [*given, *[np.empty(0)] * 3][:3]
+    named = attribute_value(node, "axes", None)
+    axes = np.array(range(len(shape)) if named is None else named, int) % len(shape)
+    found: dict[int, npt.NDArray[Any]] = {}
+    if named is not None and len(sizes) == len(axes):
+        policy, ratios = attribute_value(node, "keep_aspect_ratio_policy", "stretch"), sizes / shape[axes]
+        ratio = {"not_larger": ratios.min(), "not_smaller": ratios.max()}.get(policy, ratios)
+        if np.allclose(ratio * shape[axes], result[axes], rtol=1e-6):  # else the ratio of sizes is not the scale
+            found[3] = result
+    elif len(scales) == len(axes):
+        every = np.ones(len(shape), np.float32)
+        every[axes] = scales
+        exact = (result / shape).astype(np.float32)
+        if (np.floor(every.astype(np.float64) * shape) != result).any() and np.array_equal(every, exact):
+            found[3] = result
+        elif named is not None:
+            found[2] = every
+    if found and len(region):
+        found[1] = np.repeat(np.array([0, 1], region.dtype), len(shape))
+        found[1][[*axes, *(axes + len(shape))]] = region
+    is_computed = any(node.input[1:2]) and node.input[1] not in constants
+    return {} if is_computed else dict(sorted(found.items()))
 
 
 def _is_inference_batch_norm(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> bool:

@@ -23,6 +23,7 @@ from harness.graph.passes.normalize import (
     isolate_custom_ops,
     lower_constants,
     name_nodes,
+    normalize_resizes,
     restore_custom_ops,
     restore_weights,
 )
@@ -116,6 +117,7 @@ def prepare_passes(min_opset: int) -> tuple[Pass, ...]:
         Pass(_remove_shape_ops_and_noops),
         Pass(_report_float_nodes),
         Pass(lambda draft: restore_weights(draft.proto.graph, draft.weights)),
+        Pass(lambda draft: normalize_resizes(draft.proto.graph)),
         Pass(lambda draft: fold_batch_norms(draft.proto.graph)),
     )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from harness.graph.model import Model
@@ -20,8 +21,8 @@ from harness.graph.qdq.import_placement import require_float_model
 from harness.graph.rules.agreements import find_agreements
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.operator_sets import QUANTIZABLE_FLOAT_TYPES
-from harness.graph.rules.points import QuantizationPoint, find_points, weighted_ops_without_points
-from harness.graph.rules.precision_sensitive import find_unquantizable_constants
+from harness.graph.rules.points import QuantizationPoint, add_required_edges, find_points, weighted_ops_without_points
+from harness.graph.rules.precision_sensitive import find_cache_nodes, find_unquantizable_constants
 from search.space import FLOAT, Dimension, Edge, PointKind, Space
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ def build_space(
     for kind in _KINDS:
         if kind in wanted:
             drafts += drafter.draft_dimensions(kind, patterns)
-    found = _distinct_dimensions(drafts, precisions, sum(point.macs for points in drafter.points for point in points))
+    macs = sum(point.macs for points in drafter.points for point in points)
+    found = _distinct_dimensions(drafts, precisions, macs, partial(add_required_edges, model, dialect, drafter.points))
     found.sort(key=lambda pair: (pair[0].start, _KINDS.index(pair[0].kind), pair[0].place))
     agreements = find_agreements(model, dialect) if dialect.operands_agree and len(precisions) > 1 else ()
     return Space(tuple(dimension for _, dimension in found), agreements)
@@ -124,7 +126,8 @@ class _SpaceBuilder:
         self._model = model
         self._sharing = sharing
         # A subgraph would read the quantized value, where the model asks for the output alone.
-        ends = frozenset(model.outputs) - model.captured
+        cached = {name for i in model.cached_analysis(find_cache_nodes) for name in model.nodes[i].outputs}
+        ends = model.output_names - model.captured - cached
         self._ends = ends if dialect.quantize_outputs else frozenset()
         self._types = QUANTIZABLE_FLOAT_TYPES if dialect.float16 else QUANTIZABLE_FLOAT_TYPES - {"float16"}
         self._by_edge = {(p.node, e.slot): p for found in points for p in found for e in p.edges}
@@ -193,17 +196,23 @@ class _SpaceBuilder:
 
 
 def _distinct_dimensions(
-    drafts: Iterable[DimensionDraft], precisions: Sequence[str], macs: int
+    drafts: Iterable[DimensionDraft],
+    precisions: Sequence[str],
+    macs: int,
+    complete: Callable[[Iterable[Edge]], set[Edge]],
 ) -> list[tuple[DimensionDraft, Dimension]]:
     """Return the dimensions without those that have the same set of edges as an earlier one.
 
     Patterns are sorted by name first, because their order depends on the file.
+
+    Args:
+        complete: Function that adds the edges that must be quantized with the given ones.
     """
     found: list[tuple[DimensionDraft, Dimension]] = []
     known: set[frozenset[Edge]] = set()
     for draft in sorted(drafts, key=lambda draft: (_KINDS.index(draft.kind), draft.group, draft.place)):
         legal = tuple(p for p in precisions if all(p in point.precisions for point in draft.points))
-        edges = sorted({edge for point in draft.points for edge in point.edges} | set(draft.ends))
+        edges = sorted(complete({edge for point in draft.points for edge in point.edges} | set(draft.ends)))
         if not legal or frozenset(edges) in known:
             continue
         known.add(frozenset(edges))

@@ -10,6 +10,8 @@ from harness import registry
 from harness.api import capabilities_of
 from harness.errors import UserError
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, POINT_OPS
+from harness.graph.rules.runtime_faults import RuntimeFault, known_faults
+from harness.timing.provenance import describe_installed
 
 _SPACE_FIELDS = (
     "faults", "zero_points", "channel_activations", "operands_agree", "float_kernels", "max_fp8_filter",
@@ -48,7 +50,7 @@ class Dialect:
         absorbed: Activations that the runtime computes by the clipping of the pair after them. A pair before such an
             activation is illegal if no other node reads the tensor.
         bare_products: Whether a product of a matrix and weights without a bias may be INT8.
-        faults: Names in `runtime_faults.RUNTIME_FAULTS` of operators that the runtime computes wrongly at INT8.
+        faults: Known faults of the runtime at INT8, see `load_dialect`.
         quantize_outputs: Whether the runtime fuses a linear operator only if its output is quantized too.
         operands_agree: Whether the runtime refuses a linear operator whose operands have pairs of different precisions,
             also before operators that only move values.
@@ -79,7 +81,7 @@ class Dialect:
     between_conv_and_activation: bool = True
     absorbed: frozenset[str] = frozenset()
     bare_products: bool = True
-    faults: frozenset[str] = frozenset()
+    faults: tuple[RuntimeFault, ...] = ()
     quantize_outputs: bool = False
     operands_agree: bool = False
     float_kernels: frozenset[tuple[str, str]] = frozenset()
@@ -154,7 +156,7 @@ OPENVINO = Dialect(
     affine_ops=CONVOLUTION_OPS,
     linear_ops=LINEAR_OPS | {"Einsum"},
     bare_products=False,
-    faults=frozenset({"batched reduction", "clip bound", "epsilon", "padding value"}),
+    faults=known_faults("openvino"),
     precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
     channel_activations=True,
 )
@@ -186,7 +188,7 @@ ONNXRUNTIME = Dialect(
     absorbed=frozenset({"Clip", "Relu"}),
     quantize_outputs=True,
     unit_softmax=True,
-    faults=frozenset({"cubic resize", "softmax of one"}),
+    faults=known_faults("onnxruntime"),
     float16=False,
 )
 
@@ -218,8 +220,14 @@ BUILTIN_DIALECTS = {
 }  # fmt: skip
 
 
-def load_dialect(use: str) -> Dialect:
+def load_dialect(use: str, facts: Mapping[str, Any] | None = None) -> Dialect:
     """Return the dialect with a name in `qdq.dialects`, or the one at a `package.module:Attribute`.
+
+    It has only those known faults that the version of the runtime and the processor have; all where these are unknown.
+
+    Args:
+        use: The name.
+        facts: Description of the benchmarker on the device that runs the files; None: the runtime installed here.
 
     Raises:
         UserError: The name is unknown, or the attribute is no `Dialect`.
@@ -227,7 +235,8 @@ def load_dialect(use: str) -> Dialect:
     found: object = registry.load_plugin("dialect", use)
     if not isinstance(found, Dialect):
         raise UserError(f"dialect {use!r}: a harness.graph.rules.dialects.Dialect, but got {found!r}")
-    return found
+    faults = (f for f in found.faults if f.affects(describe_installed(f.runtime) if facts is None else facts))
+    return replace(found, faults=tuple(faults)) if found.faults else found
 
 
 def dialect_name_for(benchmarker: object, use: str, facts: Mapping[str, Any]) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from harness.graph.model import Model, Node
-from harness.graph.rules.dialects import Dialect
+
+if TYPE_CHECKING:
+    from harness.graph.rules.dialects import Dialect
 
 VALUE_PRESERVING_OPS = frozenset({
     "MaxPool", "Reshape", "Transpose", "Flatten", "Slice", "Split", "Squeeze", "Unsqueeze", "Expand", "Tile",

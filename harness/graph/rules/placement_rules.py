@@ -18,12 +18,13 @@ from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.kernel_fusion import find_inner_tensors, follows_convolution, is_fusible_operand
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS
 from harness.graph.rules.precision_sensitive import (
+    find_cache_nodes,
     find_parameter_inputs,
     find_pole_inputs,
     find_sentinel_constants,
     find_unquantizable_constants,
 )
-from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, find_affected_nodes
+from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, RuntimeFault, find_affected_nodes
 
 
 class _InputSite(NamedTuple):
@@ -173,9 +174,11 @@ def _find_first_activations(model: Model) -> Mapping[int, float]:
 
 def _is_absorbed(site: _InputSite) -> bool:
     model, tensor, inputs = site.model, site.tensor, site.node.inputs
+    maker = model.producer_node(tensor)
     if (
         site.slot
         or site.node.op not in site.dialect.absorbed
+        or (maker is not None and maker.op in site.dialect.absorbed)
         or tensor in model.output_names
         or tensor in model.captured
     ):
@@ -195,12 +198,12 @@ def _has_large_fp8_filter(site: _InputSite) -> bool:
     return weight is not None and math.prod(weight.shape[2:]) > site.dialect.max_fp8_filter
 
 
-def _meets_fault(name: str, site: _InputSite) -> bool:
-    return site.node.index in site.model.cached_analysis(find_affected_nodes)[name]
+def _meets_fault(fault: RuntimeFault, site: _InputSite) -> bool:
+    return site.node.index in site.model.cached_analysis(find_affected_nodes)[fault.id]
 
 
-def _has_fault(name: str, dialect: Dialect, precision: str) -> bool:
-    return precision == "int8" and name in dialect.faults
+def _has_fault(fault: RuntimeFault, dialect: Dialect, precision: str) -> bool:
+    return precision == "int8" and fault in dialect.faults
 
 
 def _splits_convolutions(dialect: Dialect, precision: str) -> bool:
@@ -282,6 +285,11 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         lambda s: (s.node.index, s.slot) in s.model.cached_analysis(find_pole_inputs),
     ),
     PlacementRule(
+        "cache",
+        "The values of an input that an output of the model returns, as those of a KV cache, are not rounded.",
+        lambda s: s.node.index in s.model.cached_analysis(find_cache_nodes),
+    ),
+    PlacementRule(
         "scalar",
         "A tensor without dimensions is not quantized.",
         lambda s: s.type is not None and not s.type.shape,
@@ -310,8 +318,9 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         lambda dialect, precision: bool(dialect.absorbed),
     ),
     *(
-        PlacementRule(name, fault.text, partial(_meets_fault, name), partial(_has_fault, name))
-        for name, fault in RUNTIME_FAULTS.items()
+        PlacementRule(fault.id, fault.rule, partial(_meets_fault, fault), partial(_has_fault, fault))
+        for fault in RUNTIME_FAULTS
+        if not fault.both_sides
     ),
     PlacementRule(
         "float kernel",

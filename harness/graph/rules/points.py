@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -14,6 +14,7 @@ from harness.graph.model import Model, Node
 from harness.graph.protos import iter_graphs, iter_subgraphs
 from harness.graph.rules.agreements import jointly_quantized_inputs
 from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.movement import find_repeated_input
 from harness.graph.rules.operator_sets import (
     ACTIVATION_OPS,
     CONVOLUTION_OPS,
@@ -25,6 +26,7 @@ from harness.graph.rules.operator_sets import (
     SOFTMAX_OPS,
 )
 from harness.graph.rules.placement_rules import PlacementRule, applicable_rules, first_violated_rule
+from harness.graph.rules.runtime_faults import find_affected_nodes
 from harness.text import format_names
 from search.space import Edge
 
@@ -75,6 +77,26 @@ def find_points(
         tuple(_node_points(model, dialect, node, rules)) if node.op in operators and not node.opaque else ()
         for node in model.nodes
     )
+
+
+def add_required_edges(
+    model: Model, dialect: Dialect, points: Sequence[Sequence[QuantizationPoint]], edges: Iterable[Edge]
+) -> set[Edge]:
+    """Return edges, and those that must be quantized with them because of faults of the runtime (`both_sides`).
+
+    Args:
+        points: Result of `find_points`; an input without a point stays float.
+    """
+    found, affected = set(edges), model.cached_analysis(find_affected_nodes)
+    queue, faults = [edge.tensor for edge in found], [affected[f.id] for f in dialect.faults if f.both_sides]
+    while queue and faults:
+        maker = model.producer_node(queue.pop())
+        if maker is not None and any(maker.index in nodes for nodes in faults):
+            repeated = find_repeated_input(model, maker)
+            added = {edge for point in points[maker.index] for edge in point.edges} - found
+            found |= added
+            queue += [edge.tensor for edge in added] if repeated is None else [maker.inputs[repeated]]
+    return found
 
 
 def float_inputs_with_rule(

@@ -122,6 +122,26 @@ def _inputs_leading_to(
     return frozenset(found)
 
 
+def find_cache_nodes(model: Model) -> frozenset[int]:
+    """Return the indices of the nodes that extend a cache: an input whose values an output of the model returns.
+
+    They are the Concat, ScatterND and similar nodes, and the movements of values between input and output.
+    """
+    floats = {name for name, kind in model.types.items() if kind.dtype in QUANTIZABLE_FLOAT_TYPES}
+    joined: dict[str, bool] = dict.fromkeys(floats.intersection(model.inputs), False)
+    for node in model.nodes:
+        moved = [joined[name] for name in node.inputs if name in joined]
+        if moved and not node.opaque and node.op in _VALUE_PRESERVING_OPS:
+            joined.update((name, any(moved) or node.op in _JOIN_OPS) for name in node.outputs if name in floats)
+    returned = {name for name in model.outputs if joined.get(name, False)}
+    found = set()
+    for node in reversed(model.nodes):
+        if not returned.isdisjoint(node.outputs):
+            found.add(node.index)
+            returned.update(name for name in node.inputs if name in joined)
+    return frozenset(found)
+
+
 def find_pole_inputs(model: Model) -> frozenset[NodeInput]:
     """Return the inputs of operators with a pole at 0, and of operators before them that keep a value at 0.
 

@@ -21,7 +21,7 @@ from harness.graph.partition.patterns import Pattern, find_patterns
 from harness.graph.partition.regions import Region, RegionType, discover_regions
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import BUILTIN_DIALECTS
+from harness.graph.rules.dialects import BUILTIN_DIALECTS, load_dialect
 from harness.report.load.results import TaskResults
 from harness.report.load.task_files import exported, read_graph
 from harness.report.page.html_document import render_html
@@ -296,11 +296,10 @@ def load_task_graph(task: TaskResults) -> dict[str, Any] | None:
 def _task_dimensions(task: TaskResults, model: Model, root: Region) -> tuple[Dimension, ...]:
     """Return the insertion points of the task's dialect, if it is built in: a report imports no plug-in."""
     name = str(task.facts.get("dialect_use"))
-    dialect = BUILTIN_DIALECTS.get(name)
-    if dialect is None:
+    if name not in BUILTIN_DIALECTS:
         logger.warning("%s: no insertion points on the page: %s is not a dialect of qdq-bench", task.name, name)
         return ()
-    precisions = quantized_precisions(str(task.facts["precision"]))
+    dialect, precisions = load_dialect(name, task.facts["backend"]), quantized_precisions(str(task.facts["precision"]))
     return build_space(model, dialect, precisions=precisions, root=root).dimensions
 
 
