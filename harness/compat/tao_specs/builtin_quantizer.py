@@ -22,7 +22,7 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from harness.graph.rules.placement_rules import first_violated_rule
-from harness.graph.rules.points import QuantizationPoint, find_points
+from harness.graph.rules.points import QuantizationPoint, add_required_edges, find_points
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +146,8 @@ class _LayerSelector:
         if self._dialect.quantize_outputs:
             for edge, precision in self._output_edges(assigned, selected, skipped):
                 selected.setdefault(edge, precision)
+        required = add_required_edges(self._model, self._dialect, self._points, selected)
+        selected |= dict.fromkeys(required - selected.keys(), "int8")
         self._warn_forbidden(request.layers, assigned, {edge.consumer for edge in selected})
         if not selected:
             raise UserError(f"{request.source}: nothing is left to quantize; check layers and skip_names")

@@ -76,7 +76,7 @@ class ScaleLinks:
         self._parents: dict[str, str] = {}
         for node in model.nodes:
             fixed = node.op not in dialect.operators and find_repeated_input(model, node) == 0
-            moves = fixed or is_value_preserving(node, dialect)
+            moves = fixed or is_value_preserving(node, interpolated=dialect.quantize_outputs)
             kind = model.types.get(node.inputs[0]) if node.inputs else None
             if node.opaque or not (moves or node.op == "Concat") or (kind and kind.dtype not in QUANTIZABLE_DTYPES):
                 continue
@@ -157,6 +157,7 @@ class ActivationScales:
         self._clipped = {name for node in model.nodes if node.op in dialect.absorbed for name in node.outputs}
         self._clipped.update(name for name, source in self.links.source.items() if source in self._clipped)
         self._unit = _softmax_results(model, dialect, self.links) if dialect.unit_softmax else frozenset()
+        self._own_zeros = not dialect.shares_zero_points and any(node.op == "Pad" for node in model.nodes)
         self._affine: set[str] = set()
         chained: set[str] = set()  # each is followed once: chains may be long, and have many readers
         for tensor in (node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops):
@@ -243,8 +244,10 @@ class ActivationScales:
             name = f"{tensor}{NAME_PREFIX}{precision}{'.shared' if tie and tie.members else ''}"
             source = tensor if final is None else tensor + FLOAT_BIAS_PREFIX
             output = tensor if final == precision else f"{name}.dq"
-            # Zero points are few and shared; scales are one per tensor.
-            grid = {f"{name}.scale": scale, f"{NAME_PREFIX}zero.{zero.dtype}.{float(zero):g}": zero}
+            # Zero points are few and shared, except where the runtime would change them; scales are one per tensor.
+            own = self._own_zeros and zero.any()
+            zero_name = f"{name}.zero" if own else f"{NAME_PREFIX}zero.{zero.dtype}.{float(zero):g}"
+            grid = {f"{name}.scale": scale, zero_name: zero}
             self._pairs[key] = _encode_pair(name, source, output, grid)
         return self._pairs[key]
 

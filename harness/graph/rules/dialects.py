@@ -15,7 +15,7 @@ from harness.timing.provenance import describe_installed
 
 _SPACE_FIELDS = (
     "faults", "zero_points", "channel_activations", "operands_agree", "float_kernels", "max_fp8_filter",
-    "generates_kernels",
+    "generates_kernels", "shares_zero_points",
 )  # fmt: skip
 """Fields that show in the space, or only limit numeric choices."""
 INT8_MAX_LEVEL, INT7_MAX_LEVEL = 127, 64
@@ -49,7 +49,6 @@ class Dialect:
         between_conv_and_activation: Whether a pair between Conv, BatchNormalization and activation is legal.
         absorbed: Activations that the runtime computes by the clipping of the pair after them. A pair before such an
             activation is illegal if no other node reads the tensor.
-        bare_products: Whether a product of a matrix and weights without a bias may be INT8.
         faults: Known faults of the runtime at INT8, see `load_dialect`.
         quantize_outputs: Whether the runtime fuses a linear operator only if its output is quantized too.
         operands_agree: Whether the runtime refuses a linear operator whose operands have pairs of different precisions,
@@ -62,6 +61,7 @@ class Dialect:
         precisions: Quantized precisions of the runtime.
         zero_points: Whether INT8 activations may have a zero point other than 0.
         channel_activations: Whether the INT8 data of a depthwise Conv may have one scale for each channel.
+        shares_zero_points: Whether pairs share constants of equal zero points in a model with Pad.
     """
 
     name: str
@@ -80,7 +80,6 @@ class Dialect:
     constant_operands: frozenset[str] = frozenset()
     between_conv_and_activation: bool = True
     absorbed: frozenset[str] = frozenset()
-    bare_products: bool = True
     faults: tuple[RuntimeFault, ...] = ()
     quantize_outputs: bool = False
     operands_agree: bool = False
@@ -92,6 +91,7 @@ class Dialect:
     precisions: frozenset[str] = frozenset({"int8"})
     zero_points: bool = True
     channel_activations: bool = False
+    shares_zero_points: bool = True
 
     def opset(self, precisions: Iterable[str]) -> int:
         """Return the lowest opset of the default domain that a model with these precisions needs.
@@ -148,17 +148,18 @@ TENSORRT_RTX = replace(
 # OpenVINO turns Q/DQ pairs into FakeQuantize when it reads the model; FP8 runs, for accuracy alone on a CPU. An
 # Einsum of two operands becomes a MatMul before that.
 # Measured on 2026.4 with AVX512-VNNI: a Conv is up to a fifth faster with UINT8 than with INT8 data, at any zero point,
-# and its result is wrong by a fifth with INT8 data after a Concat; a zero point makes a MatMul a tenth slower. A matrix
-# (not a stack of them) times weights without the bias of a Gemm is wrong by a factor of 1e9 if its result is quantized.
+# and its result is wrong by a fifth with INT8 data after a Concat; a zero point makes a MatMul a tenth slower. Behind a
+# pair with a zero point, a Pad of one axis replaces the constant of the zero point by one with the shape of this axis,
+# for all pairs that read it: other results are wrong (0 to 10 dB), or the model is refused (PadTransformation).
 OPENVINO = Dialect(
     name="openvino",
     unsigned_positive=True,
     affine_ops=CONVOLUTION_OPS,
     linear_ops=LINEAR_OPS | {"Einsum"},
-    bare_products=False,
     faults=known_faults("openvino"),
     precisions=frozenset({"int8", "fp8", "fp8e5m2"}),
     channel_activations=True,
+    shares_zero_points=False,
 )
 
 _FLOAT_ONLY_CONSUMERS = frozenset({

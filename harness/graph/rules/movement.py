@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from harness.graph.model import Model, Node
-
-if TYPE_CHECKING:
-    from harness.graph.rules.dialects import Dialect
 
 VALUE_PRESERVING_OPS = frozenset({
     "MaxPool", "Reshape", "Transpose", "Flatten", "Slice", "Split", "Squeeze", "Unsqueeze", "Expand", "Tile",
@@ -28,13 +24,14 @@ _REDUCTION_OPS = frozenset(
 )
 
 
-def is_value_preserving(node: Node, dialect: Dialect) -> bool:
+def is_value_preserving(node: Node, *, interpolated: bool) -> bool:
     """Return whether an operator only moves or selects values of its first input.
 
-    Interpolated values count too if the runtime has integer kernels for the operator.
+    Args:
+        interpolated: Whether interpolated values count, because the runtime has integer kernels for Resize.
     """
     if node.op == "Resize":
-        modes = ("nearest", "linear") if dialect.quantize_outputs else ("nearest",)
+        modes = ("nearest", "linear") if interpolated else ("nearest",)
         return node.attributes.get("mode", "nearest") in modes
     return node.op in VALUE_PRESERVING_OPS
 

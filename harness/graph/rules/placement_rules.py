@@ -122,16 +122,6 @@ def _has_bad_operand(site: _InputSite) -> bool:
     return not (fits and is_float(model, first) and is_float(model, second))
 
 
-def _is_bare_product(site: _InputSite) -> bool:
-    """Return whether the node multiplies a matrix, not a stack of them, by weights without a bias."""
-    if site.is_convolution or not site.is_linear:
-        return False
-    data, weight, *rest = site.node.inputs
-    known, bias = site.model.types.get(data), site.model.types.get(rest[0]) if rest else None
-    flat = known is not None and len(known.shape) == 2 and weight in site.model.constants
-    return flat and not (bias and len(bias.shape) == 1)
-
-
 def _is_vector_product(site: _InputSite) -> bool:
     if site.is_convolution or not site.is_linear:
         return False
@@ -251,12 +241,6 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
         "vector",
         "A product with a vector stays float: it is no product of matrices for INT8 kernels.",
         _is_vector_product,
-    ),
-    PlacementRule(
-        "bare product",
-        "The runtime computes wrong results for a matrix times weights without a bias of its own.",
-        _is_bare_product,
-        lambda dialect, precision: precision == "int8" and not dialect.bare_products,
     ),
     PlacementRule(
         "constant",

@@ -48,8 +48,11 @@ _NONNEGATIVE_OPS = _POSITIVE_OPS | {
 }  # fmt: skip
 _POLE_OPS = frozenset(POLE_SLOTS) | {"Pow"}
 _EVEN_OPS = frozenset({"Abs", "GlobalLpPool", "LpPool", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
-_MIN_GUARD_VALUE = 1e-3
-"""Smallest value that keeps a denominator away from 0: results become at most a thousand times as large."""
+_MIN_GUARD_VALUE = 0.1
+"""Smallest value that guards a denominator: small values that round to 0 become at most ten times as large by it.
+
+A guard behind a Sqrt may be smaller, 0.01; the 1e-5 or 1e-3 that a normalization adds to its variance is no guard.
+"""
 
 _Demand = tuple[float, bool]
 """What keeps the input of a node away from its pole.
@@ -123,9 +126,9 @@ def _inputs_leading_to(
 
 
 def find_cache_nodes(model: Model) -> frozenset[int]:
-    """Return the indices of the nodes that extend a cache: an input whose values an output of the model returns.
+    """Return the indices of the nodes that extend a cache and return it as an output.
 
-    They are the Concat, ScatterND and similar nodes, and the movements of values between input and output.
+    A cache is an input whose values are joined with others, by Concat or ScatterND, and read by the rest of the model.
     """
     floats = {name for name, kind in model.types.items() if kind.dtype in QUANTIZABLE_FLOAT_TYPES}
     joined: dict[str, bool] = dict.fromkeys(floats.intersection(model.inputs), False)
@@ -133,12 +136,18 @@ def find_cache_nodes(model: Model) -> frozenset[int]:
         moved = [joined[name] for name in node.inputs if name in joined]
         if moved and not node.opaque and node.op in _VALUE_PRESERVING_OPS:
             joined.update((name, any(moved) or node.op in _JOIN_OPS) for name in node.outputs if name in floats)
-    returned = {name for name in model.outputs if joined.get(name, False)}
-    found = set()
-    for node in reversed(model.nodes):
-        if not returned.isdisjoint(node.outputs):
-            found.add(node.index)
-            returned.update(name for name in node.inputs if name in joined)
+    found: set[int] = set()
+    for output in filter(joined.get, model.outputs):
+        path, queue = set(), [output]
+        while queue:
+            maker = model.producer_node(queue.pop())
+            if maker is not None and maker.index not in path:
+                path.add(maker.index)
+                queue += [name for name in maker.inputs if name in joined]
+        joins = (model.nodes[index] for index in path if model.nodes[index].op in _JOIN_OPS)
+        readers = {reader for join in joins for name in join.outputs for reader, _ in model.consumers.get(name, ())}
+        if not readers <= path:
+            found |= path
     return frozenset(found)
 
 
@@ -198,10 +207,10 @@ def _is_guarded(model: Model, node: Node, constants: list[npt.NDArray[np.float64
     if node.op not in ("Add", "Max", "Sum") or not any((values >= least).all() for values in constants):
         return False
     others = (name for name in node.inputs if name not in model.constants)
-    return node.op == "Max" or model.cached_analysis(_find_nonnegative_tensors).issuperset(others)
+    return node.op == "Max" or model.cached_analysis(find_nonnegative_tensors).issuperset(others)
 
 
-def _find_nonnegative_tensors(model: Model) -> frozenset[str]:
+def find_nonnegative_tensors(model: Model) -> frozenset[str]:
     """Return the results of nodes that are never negative, in one pass through the graph."""
     found: set[str] = set()
     for node in model.nodes:

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.graph.model import Model, Node
 from harness.graph.rules.movement import find_repeated_input
-from harness.graph.rules.operator_sets import ARITHMETIC_OPS, MOVEMENT_OPS
+from harness.graph.rules.operator_sets import (
+    ACTIVATION_OPS,
+    ARITHMETIC_OPS,
+    LINEAR_OPS,
+    MOVEMENT_OPS,
+    POINT_OPS,
+    SOFTMAX_OPS,
+)
+from harness.graph.rules.precision_sensitive import find_nonnegative_tensors
 
 MAX_EPSILON = 1e-3
 """Of a normalization; wrong results are 43 dB from right ones there, for data with a deviation of 0.3."""
@@ -35,10 +43,9 @@ class RuntimeFault:
         text: The rule as a sentence.
         operators: Types of operators that may have the fault.
         matches: Function that returns whether a node of these types has the fault if its data are quantized.
-        also_behind: Operators with one activation or a Concat through which the fault passes, besides
-            `_INTEGER_PRESERVING_OPS`.
         both_sides: Whether the node has the fault only if its result is quantized and its data are not; then a pair
             behind it comes with one in front, see `points.add_required_edges`, and no input stays float.
+        is_passed: Whether nodes that pass stored integers on to such a node are affected too.
         instructions: Label in `provenance.INT8_INSTRUCTION_SETS`, if only processors have the fault whose fastest INT8
             instructions these are; "": all processors.
         right_in: Version that is right; "" if all checked versions have the fault.
@@ -49,10 +56,10 @@ class RuntimeFault:
     text: str
     operators: frozenset[str]
     matches: Callable[[Model, Node], bool]
-    also_behind: frozenset[str] = frozenset()
     both_sides: bool = False
     instructions: str = ""
     right_in: str = ""
+    is_passed: bool = True
 
     @property
     def rule(self) -> str:
@@ -76,7 +83,13 @@ def _release(version: str) -> list[int]:
 
 
 def _reduces_batch(model: Model, node: Node) -> bool:
-    """OpenVINO 2026.4.1: a mean or sum of [N > 1, C, L] over C, or over L alone with C < N, is 0 to 20 dB off."""
+    """OpenVINO 2026.4.1: a mean or sum of [N > 1, C, L] over C, or over L alone with C < N, is 0 to 20 dB off.
+
+    So is a LeakyRelu of it whose data are quantized, as both become one kernel, which scales the stored integers.
+    """
+    if node.op in ("LeakyRelu", "PRelu"):
+        reduction = model.producer_node(node.inputs[0])
+        return reduction is not None and reduction.op in _BATCH_REDUCTIONS and _reduces_batch(model, reduction)
     known = model.types.get(node.inputs[0])
     if known is None or len(known.shape) != 3:
         return False
@@ -85,6 +98,9 @@ def _reduces_batch(model: Model, node: Node) -> bool:
     if batch == 1 or (axes is not None and 0 in axes):
         return False
     return axes is None or 1 in axes or channels < batch
+
+
+_BATCH_REDUCTIONS = frozenset({"GlobalAveragePool", "ReduceMean", "ReduceSum"})
 
 
 def _reduction_axes(model: Model, node: Node) -> set[int] | None:
@@ -111,6 +127,110 @@ def _pads_with_value(model: Model, node: Node) -> bool:
 def _has_large_epsilon(model: Model, node: Node) -> bool:
     """OpenVINO 2026.4.1 normalizes the stored integers with the same epsilon (5 dB with 0.1, for data as above)."""
     return float(node.attributes.get("epsilon", 1e-5)) > 1.001 * MAX_EPSILON
+
+
+_EXTREMUM_OPS = frozenset({"GlobalMaxPool", "ReduceMax", "ReduceMin"})
+_ELEMENTWISE_OPS = ACTIVATION_OPS | ARITHMETIC_OPS | SOFTMAX_OPS | {"Abs", "Exp", "Neg", "Sign"}
+_RESHAPING_OPS = frozenset({"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_SCALING_OPS = frozenset({"Add", "Div", "Mul", "Sub"})
+_PRODUCT_OPS = frozenset({"Einsum", "Gemm", "MatMul"})
+_SEQUENCE_OPS = _ELEMENTWISE_OPS | {"Cast", "Dropout", "Identity"}
+
+
+def _has_constant_operand(model: Model, node: Node) -> bool:
+    return sum(map(model.is_activation, node.inputs)) == 1
+
+
+def _reads_extremum(model: Model, node: Node) -> bool:
+    return not model.cached_analysis(_find_extrema).isdisjoint(node.inputs)
+
+
+def _find_extrema(model: Model) -> frozenset[str]:
+    """OpenVINO 2026.4.1 collects in the type of the kernel's result: 8 bits if it is quantized (8 to 20 dB).
+
+    Operators of one operand become part of the kernel, and the pair behind a Concat is moved in front of it.
+    """
+    found: set[str] = set()
+    for node in model.nodes:
+        fused = node.op == "Concat" or (
+            node.op in _ELEMENTWISE_OPS | _RESHAPING_OPS and _has_constant_operand(model, node)
+        )
+        if not node.opaque and (node.op in _EXTREMUM_OPS or (fused and not found.isdisjoint(node.inputs))):
+            found.update(node.outputs)
+    return frozenset(found)
+
+
+def _pools_border(model: Model, node: Node) -> bool:
+    """OpenVINO 2026.4.1: the border is 0 in stored integers; unsigned data with a zero point are -7 to 15 dB off."""
+    padded = any(node.attributes.get("pads", ())) or str(node.attributes.get("auto_pad", "")).startswith("SAME")
+    counted = bool(node.attributes.get("count_include_pad", 0)) and padded
+    return counted and node.inputs[0] not in model.cached_analysis(find_nonnegative_tensors)
+
+
+def _drops_border(model: Model, node: Node) -> bool:
+    """OpenVINO 2026.4.1 replaces it by a MaxPool with the strides of the Conv and a Conv without strides."""
+    known, given = model.types.get(node.inputs[1]), node.attributes.get
+    point = known is not None and set(known.shape[2:]) == {1}
+    return point and any(given("pads", ())) and any(stride > 1 for stride in given("strides", ()))
+
+
+MAX_SEQUENCE_ROWS, MAX_SEQUENCE_WIDTH = 8, 256
+"""Largest data and weights of products that OpenVINO 2026.4.1 computes with others in one kernel."""
+
+
+def _is_in_sequence(model: Model, node: Node) -> bool:
+    return node.index in model.cached_analysis(_find_sequences)
+
+
+def _find_sequences(model: Model) -> frozenset[int]:
+    """OpenVINO 2026.4.1 generates one kernel for small products with weights and elementwise operators behind them.
+
+    With pairs in it, or behind it, results are off by a factor of up to 1e9 (a product without a bias of its own,
+    factors by channel), by 0 to 30 dB (four products of which some are quantized), or refused for a lack of registers.
+    Right are up to three products with biases and activations between them, if only products have pairs.
+    """
+    members: set[int] = set()
+    behind: set[int] = set()
+    right: set[int] = set()
+    for node in model.nodes:
+        if node.index in members or not _is_small_product(model, node):
+            continue
+        chain = [node]
+        while len(readers := model.consumers.get(chain[-1].outputs[0], ())) == 1:
+            reader = model.nodes[readers[0][0]]
+            if reader.opaque or not (_is_small_product(model, reader) or reader.op in _SEQUENCE_OPS):
+                break
+            chain.append(reader)
+        products = [each for each in chain if _is_small_product(model, each)]
+        if len(products) > 1:
+            members.update(each.index for each in chain)
+            behind.update(index for index, _ in readers)
+            others = [each for each in chain if each not in products]
+            if len(products) < 4 and all(_has_bias(model, each) for each in products) and _are_activations(others):
+                right.update(each.index for each in products)
+    return frozenset(members - right | behind)
+
+
+def _are_activations(nodes: Iterable[Node]) -> bool:
+    return all(node.op in (ACTIVATION_OPS | SOFTMAX_OPS) - {"Mish"} for node in nodes)
+
+
+def _has_bias(model: Model, node: Node) -> bool:
+    """Return whether a Gemm adds a constant with one value for each column to its unscaled product."""
+    scaled = node.attributes.get("alpha", 1.0) != 1 or not node.attributes.get("beta", 1.0)
+    if len(node.inputs) < 3 or node.inputs[2] not in model.constants or scaled:
+        return False
+    bias, width = model.types[node.inputs[2]].shape, model.types[node.outputs[0]].shape[1]
+    return bias in ((width,), (1, width))
+
+
+def _is_small_product(model: Model, node: Node) -> bool:
+    """Return whether a node multiplies a small matrix, not a stack of them, by constant weights."""
+    if node.op not in _PRODUCT_OPS or len(node.inputs) < 2 or node.inputs[1] not in model.constants:
+        return False
+    known = [model.types.get(name) for name in (*node.inputs[:2], node.outputs[0])]
+    shapes = [kind.shape for kind in known if kind is not None and len(kind.shape) == 2]
+    return len(shapes) == 3 and shapes[2][0] <= MAX_SEQUENCE_ROWS and max(shapes[1]) <= MAX_SEQUENCE_WIDTH
 
 
 def _is_softmax_of_one(model: Model, node: Node) -> bool:
@@ -229,8 +349,39 @@ RUNTIME_FAULTS = (
         id="batched reduction",
         runtime="openvino",
         text="The runtime computes a mean or sum over the rows of several matrices wrongly.",
-        operators=frozenset({"GlobalAveragePool", "ReduceMean", "ReduceSum"}),
+        operators=_BATCH_REDUCTIONS | {"LeakyRelu", "PRelu"},
         matches=_reduces_batch,
+    ),
+    RuntimeFault(
+        id="reduced extremum",
+        runtime="openvino",
+        text="The runtime collects a maximum or minimum in the 8 bits of its quantized result.",
+        operators=LINEAR_OPS | POINT_OPS,
+        matches=_reads_extremum,
+        is_passed=False,
+    ),
+    RuntimeFault(
+        id="pooled border",
+        runtime="openvino",
+        text="The runtime pools a border of stored zeros, which are not 0 if the data have a zero point.",
+        operators=frozenset({"AveragePool"}),
+        matches=_pools_border,
+    ),
+    RuntimeFault(
+        id="strided border",
+        runtime="openvino",
+        text="The runtime drops the border of a Conv with strides and a kernel of one element.",
+        operators=frozenset({"Conv"}),
+        matches=_drops_border,
+        is_passed=False,
+    ),
+    RuntimeFault(
+        id="product sequence",
+        runtime="openvino",
+        text="The runtime computes wrong results in a sequence of small products with weights.",
+        operators=LINEAR_OPS | POINT_OPS | {"Einsum"},
+        matches=_is_in_sequence,
+        is_passed=False,
     ),
     RuntimeFault(
         id="padding value",
@@ -252,7 +403,6 @@ RUNTIME_FAULTS = (
         text="The runtime rounds the bounds of a Clip to steps of the pair in front, past 0 or the integer of a Floor.",
         operators=frozenset({"Clip"}),
         matches=_has_rounded_bound,
-        also_behind=frozenset({"Add", "Concat", "Div", "Mul", "Sub"}),
     ),
     RuntimeFault(
         id="softmax of one",
@@ -273,7 +423,7 @@ RUNTIME_FAULTS = (
     RuntimeFault(
         id="half tile",
         runtime="onnxruntime",
-        text="The runtime loses results with AMX if the last 32 columns of a product are more than half full, not full.",
+        text="The runtime loses columns of a product with AMX if the last 17 to 31 are no full block of 32.",
         operators=frozenset({"Conv", "Gemm", "MatMul"}),
         matches=_fills_half_tile,
         instructions="AMX",
@@ -336,8 +486,18 @@ def known_faults(runtime: str) -> tuple[RuntimeFault, ...]:
 
 _STEP_OPS = frozenset({"Ceil", "Floor", "Mod", "Round", "Sign"})
 _FLOAT_TYPES = frozenset({"bfloat16", "double", "float", "float16"})
-_INTEGER_PRESERVING_OPS = MOVEMENT_OPS | {"LeakyRelu", "MaxPool", "PRelu", "Relu"}
-"""Operators behind which a runtime dequantizes instead of in front of them."""
+_PASSING_OPS: Mapping[str, frozenset[str]] = {
+    "onnxruntime": MOVEMENT_OPS | {"LeakyRelu", "MaxPool", "PRelu", "Relu"},
+    "openvino": MOVEMENT_OPS
+    | _BATCH_REDUCTIONS
+    | {"AveragePool", "Clip", "Concat", "LeakyRelu", "MaxPool", "PRelu", "ReduceMax", "ReduceMin", "Relu"},
+}
+"""Operators behind which a runtime dequantizes instead of in front of them; OpenVINO also behind `_SCALING_OPS`."""
+
+
+def _passes_integers(model: Model, node: Node, runtime: str) -> bool:
+    scaling = runtime == "openvino" and node.op in _SCALING_OPS and _has_constant_operand(model, node)
+    return scaling or node.op in _PASSING_OPS[runtime]
 
 
 def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
@@ -351,15 +511,17 @@ def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
     nodes = [node for node in model.nodes if not node.opaque and node.inputs]
     repeated = {node.index: find_repeated_input(model, node) for node in nodes}
     for fault in RUNTIME_FAULTS:
-        passing = _PROPAGATING_OPS if fault.both_sides else _INTEGER_PRESERVING_OPS
         for node in nodes if fault.both_sides else reversed(nodes):
-            slot, activations = repeated[node.index], [name for name in node.inputs if model.is_activation(name)]
-            alone = node.op == "Concat" or len(activations) == 1
-            data = activations if alone and not fault.both_sides else [node.inputs[slot or 0]]
-            before, behind = (data, node.outputs) if fault.both_sides else (node.outputs, data)
-            passes = slot is not None or node.op in passing or (alone and node.op in fault.also_behind)
+            slot = repeated[node.index]
+            if fault.both_sides:
+                before, behind = [node.inputs[slot or 0]], list(node.outputs)
+                passes = slot is not None or node.op in _PROPAGATING_OPS
+            else:
+                before, behind = list(node.outputs), list(filter(model.is_activation, node.inputs))
+                passes = slot is not None or _passes_integers(model, node, fault.runtime)
             affected = passes and not tensors[fault.id].isdisjoint(before)
             if affected or (node.op in fault.operators and fault.matches(model, node)):
                 found[fault.id].add(node.index)
-                tensors[fault.id].update(behind)
+                if fault.is_passed:
+                    tensors[fault.id].update(behind)
     return {name: frozenset(indices) for name, indices in found.items()}

@@ -230,7 +230,7 @@ def test_a_tie_within_the_bound_is_named_beside_faster_rows_beyond_it(folder):
     [
         ("wrong result", "soft (Softmax)", "1.24.4", "- onnxruntime 1.32.0, without this known fault: "),
         ("wrong result", "soft (Softmax)", "1.32.0", ""),
-        ("wrong result", "conv (Relu)", "1.24.4", ""),
+        ("wrong result", "tanh (Tanh)", "1.24.4", ""),
         ("saturates", "", "1.24.4", "- weights of 7 bits (reduce_range: true), or a processor with VNNI"),
     ],
 )
