@@ -10,7 +10,8 @@ from collections.abc import Collection
 
 MAX_FILE_NAME_CHARS = 100
 MAX_VALUE_CHARS, MAX_LINE_CHARS = 200, 2000  # of a value in a message, and of a line of one
-_LONG_WORD = re.compile(rf"([^\s/]{{{MAX_VALUE_CHARS}}})[^\s/]{{56,}}")  # 255 bytes: limit of a file name
+#: Longer than 255 bytes, the limit of a file name.
+_LONG_WORD = re.compile(rf"([^\s/]{{{MAX_VALUE_CHARS}}})[^\s/]{{55,}}?(:?)(?=[\s/]|\Z)")
 MAX_NAMES_SHOWN = 5
 _LATEX_ESCAPES = str.maketrans(
     {
@@ -52,7 +53,7 @@ def shorten_values(text: str) -> str:
 
     Words that may be paths are cut only if a name in them is longer than any file name.
     """
-    text = _LONG_WORD.sub(r"\1...", text)
+    text = _LONG_WORD.sub(r"\1...\2", text)
     if len(text) <= MAX_LINE_CHARS:
         return text
     head, tail = MAX_LINE_CHARS * 3 // 4, MAX_LINE_CHARS // 5

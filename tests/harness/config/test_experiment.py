@@ -9,6 +9,7 @@ from harness.config.experiment import load_experiment, parse_experiment, to_yaml
 from harness.config.plan import plan_tasks
 from harness.config.yaml_loader import dump_yaml
 from harness.errors import UserError
+from harness.text import shorten_values
 
 MINIMAL = "experiment: e\nmodels: [zoo:resnet18]\n"
 
@@ -236,5 +237,5 @@ def test_files_that_are_no_experiments_are_rejected(tmp_path, name, message):
     (tmp_path / "odd.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError) as caught:
         load_experiment(tmp_path / name)
-    assert str(caught.value).startswith(f"{tmp_path / name}: {message}")
+    assert str(caught.value).startswith(f"{shorten_values(str(tmp_path / name))}: {message}")
     assert "Errno" not in str(caught.value)

@@ -103,7 +103,8 @@ def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy):
         path = copy / TASK / name
         whole = path.read_bytes()
         path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-        assert shown(copy).startswith(f"refused: {path}: damaged"), name
+        assert shown(copy).startswith(f"refused: {path}"), name
+        assert ": damaged" in shown(copy), name
         path.write_bytes(whole)
 
 
