@@ -228,7 +228,9 @@ def check_journal(path: Path) -> None:
     header, task = read_header(path), path.parents[1] / "task.json"
     if header is None:
         return
-    fingerprint, facts = dict(header.get("fingerprint") or {}), read_json(task) if task.exists() else {}
+    fingerprint, facts = header.get("fingerprint") or {}, read_json(task) if task.exists() else {}
+    if not (isinstance(fingerprint, dict) and isinstance(facts, dict)):
+        raise _damage(path, 1, "damaged: its fingerprint, or that of the task, is no mapping")
     shared = {key: facts[key] for key in facts.keys() & fingerprint.keys()}
     for difference in diff_leaves({key: fingerprint[key] for key in shared}, shared):
         raise _damage(path, 1, f"damaged: the journal of another task or run ({difference})")

@@ -74,7 +74,8 @@ class LineLog:
         if not first:
             head = {"kind": "header", "schema": CHAINED_SCHEMA, "name": path.name.removesuffix(".jsonl")}
             head["id"] = secrets.token_hex(4)  # otherwise logs of two runs of one experiment have equal headers
-            self.append(json.dumps({**head, **header}, separators=(",", ":"), sort_keys=True))
+            content = {**head, **header, "name": head["name"]}  # a header may have the name of a runtime
+            self.append(json.dumps(content, separators=(",", ":"), sort_keys=True))
 
     def append(self, text: str, *, sync: bool = True) -> None:
         """Append a JSON object; it is on the disk when this returns, unless `sync` is False.

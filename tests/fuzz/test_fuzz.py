@@ -46,6 +46,7 @@ from mutations import (
 )
 from PIL import Image
 from small_results import TASK, write_folder
+from stored import write_lines
 
 from harness import registry
 from harness.accuracy.data.arrays import read_rows
@@ -74,6 +75,7 @@ from harness.report.load.results import load as load_results
 from harness.results_dir.deploy_folder import read_bundle
 from harness.results_dir.io import add_checksum, remove_checksum, write_json
 from harness.results_dir.journal import read_journal
+from harness.results_dir.lines import strip_seal
 from harness.results_dir.manifest import check_results, close_results, complete_task, describe_files
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.shipping.bundle import generated_script
@@ -287,8 +289,11 @@ def deployed_files() -> list[bytes]:
 def seal(path: Path, raw: bytes) -> None:
     """Write a JSON file, or lines of JSON, whose checksums are right, as those of a stranger are."""
     with suppress(ValueError):
-        lines = raw.decode().splitlines()
-        raw = "".join(f"{add_checksum(json.dumps(json.loads(line)))}\n" for line in lines).encode()
+        lines = [json.dumps(json.loads(line)) for line in raw.decode().splitlines()]
+        if path.suffix == ".jsonl":
+            write_lines(path, lines)
+            return
+        raw = "".join(f"{add_checksum(line)}\n" for line in lines).encode()
     path.write_bytes(raw)
 
 
@@ -325,7 +330,7 @@ def result_files() -> list[bytes]:
 def _content(path: Path) -> str:
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     lines = raw.splitlines()
-    return "\n".join(remove_checksum(line).decode() for line in lines if line)
+    return "\n".join(strip_seal(line).decode() for line in lines if line)
 
 
 def refilled_record(raw: bytes, rng: random.Random) -> bytes:

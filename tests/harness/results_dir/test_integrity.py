@@ -114,7 +114,7 @@ def test_missing_file_is_reported(copy, capsys):
     assert str(path) in shown(copy)
     assert [text.split("; ")[0] for text in check_results(copy).problems] == [f"{path}: missing"]
     assert qdq("verify", str(copy)) == 1
-    assert f"{path}: missing" in capsys.readouterr().out
+    assert f"{path.name}: missing" in capsys.readouterr().out
     assert qdq("verify", str(copy), "--json") == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert problem.startswith(f"{path}: missing")

@@ -236,7 +236,7 @@ def test_invalid_label_files_are_refused(folder):
         ("labels.csv", b"0.png,1", r"labels are a .json file \(COCO\) or a .txt file"),
         ("labels.json", b"{", "labels.json: not valid JSON"),
         ("labels.json", b"[]", "COCO labels have a list 'images'"),
-        ("labels.txt", b"\xff\xfe", "labels.txt: cannot be read"),
+        ("labels.txt", b"\xff\xfe", "labels.txt: this is not text"),
     ):
         (folder / name).write_bytes(content)
         with pytest.raises(UserError, match=message):
