@@ -23,20 +23,18 @@ from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
-from harness.graph.rules import dialects
+from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.results_dir.lines import read_lines
 from search.space import Resolved
 
 FILE = Path(__file__).with_name("digests.json")
 DIALECTS = {
-    "tensorrt": dialects.TENSORRT,
-    "openvino": dialects.OPENVINO,
-    "openvino_7bit": dialects.OPENVINO_7BIT,
-    "onnxruntime": dialects.ONNXRUNTIME,
-    "onnxruntime_s8": dialects.ONNXRUNTIME_S8,
-    "onnxruntime_7bit": dialects.ONNXRUNTIME_7BIT,
-    "onnxruntime_s8_7bit": dialects.ONNXRUNTIME_S8_7BIT,
-}
+    name: load_dialect(name, {"device": "a processor without AMX"})
+    for name in (
+        "tensorrt", "openvino", "openvino_7bit", "onnxruntime", "onnxruntime_s8", "onnxruntime_7bit",
+        "onnxruntime_s8_7bit",
+    )
+}  # fmt: skip
 OF_ZOO = ("tensorrt", "openvino", "onnxruntime")
 """Dialects in which models of the zoo are exported, at INT8; small models are in all, at every precision."""
 LARGE = {"resnet50", "encoder48"}
@@ -85,7 +83,7 @@ def model_digests(folder: Path) -> Iterator[tuple[str, str]]:
                 yield from _exports(f"{name} {label} {precision}", model, dialect, precision)
 
 
-def _exports(name: str, model: Model, dialect: dialects.Dialect, precision: str) -> Iterator[tuple[str, str]]:
+def _exports(name: str, model: Model, dialect: Dialect, precision: str) -> Iterator[tuple[str, str]]:
     space = build_space(model, dialect, precisions=[precision])
     inserter = Inserter(model, dialect, _ranges(model))
     rng = np.random.default_rng(0)
