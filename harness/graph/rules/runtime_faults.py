@@ -281,7 +281,10 @@ def _feeds_subgraph(model: Model, node: Node) -> bool:
 
 def _has_unused_output(model: Model, node: Node) -> bool:
     """ONNX Runtime 1.24.4 and 1.32.0 count pairs: two behind one result, of Relu and of others, become two results."""
-    return any(name not in model.consumers and name not in model.output_names | model.captured for name in node.outputs)
+    readers = [[model.nodes[index].op for index, _ in model.consumers.get(name, ())] for name in node.outputs]
+    unused = model.output_names.union(model.captured).isdisjoint
+    is_short = any(not ops and unused([name]) for name, ops in zip(node.outputs, readers, strict=True))
+    return is_short and any(len(ops) > 1 and not {"Clip", "Relu"}.isdisjoint(ops) for ops in readers)
 
 
 def _is_dilated(model: Model, node: Node) -> bool:
@@ -471,7 +474,7 @@ RUNTIME_FAULTS = (
     RuntimeFault(
         id="unused result",
         runtime="onnxruntime",
-        text="The runtime exchanges results of a Split if one of them has no reader.",
+        text="The runtime exchanges results of a Split with an unread result and one that a Relu and others read.",
         operators=frozenset({"Split"}),
         matches=_has_unused_output,
     ),
