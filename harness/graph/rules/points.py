@@ -200,7 +200,7 @@ def _product_cause(model: Model, node: Node, rule: PlacementRule | None) -> str:
         "operands": "split it into products of two operands",
         "operator": f"export the model without {node.op}, {other}",
         "vector": "give the data a batch, so that they have two dimensions or more",
-        "bare product": f"give the product a bias, {other}",
+        "product sequence": f"give the products biases, {other}",
     }
     return f"stay float by rule {name!r} ({text}): {remedies.get(name, f'take another precision, {other}')}"
 

@@ -273,11 +273,18 @@ def test_openvino_treats_two_operand_einsum_as_linear():
     (point,) = found(model, OPENVINO, "Einsum")
     assert ([edge.slot for edge in point.edges], point.role, point.macs) == ([0, 1], "linear", 2 * 4 * 8 * 2 * 3)
     verdicts = sorted(rule(model, OPENVINO, "Einsum", number=n) for n in range(3))
-    assert verdicts == ["bare product", "legal", "operands"]
+    assert verdicts == ["legal", "legal", "operands"]
     assert {rule(model, dialect, "Einsum") for dialect in (TENSORRT, ONNXRUNTIME)} == {"operator"}
 
 
-def test_openvino_vector_and_bias_free_products_stay_float():
+def sequence(bias: int | None):
+    """Return a graph of two small products, the first with a bias of this length or without one, and its result."""
+    g, x = start((4, 8))
+    weight, biases = g.const(np.ones((8, 8), np.float32)), [] if bias is None else [g.const(np.ones(bias, np.float32))]
+    return g, g.op("Gemm", g.op("Gemm", x, weight, *biases), weight, g.const(np.ones(8, np.float32)))
+
+
+def test_openvino_products_with_vectors_and_in_a_sequence_without_bias_stay_float():
     g, x = start((4, 8))
     weight = g.const(np.ones((8, 8), np.float32))
     bias, row = g.const(np.ones(8, np.float32)), g.const(np.ones((1, 8), np.float32))
@@ -285,8 +292,10 @@ def test_openvino_vector_and_bias_free_products_stay_float():
     y = g.op("Gemm", g.op("Gemm", y, weight, bias), weight, row)
     model = finish(g, g.op("MatMul", g.op("ReduceMean", y, axes=[0], keepdims=0), weight))
     found = [rule(model, OPENVINO, "MatMul", number=n) for n in range(3)]
-    assert found == ["bare product", "legal", "vector"]
-    assert [rule(model, OPENVINO, "Gemm", number=n) for n in range(3)] == ["legal", "legal", "bare product"]
+    assert found == ["legal", "legal", "vector"]
+    bare = finish(*sequence(bias=None))
+    assert [rule(bare, OPENVINO, "Gemm", number=n) for n in range(2)] == ["product sequence"] * 2
+    assert [rule(finish(*sequence(bias=8)), OPENVINO, "Gemm", number=n) for n in range(2)] == ["legal"] * 2
     assert rule(model, OPENVINO, "MatMul", precision="fp8") == rule(model, TENSORRT, "MatMul") == "legal"
 
 
