@@ -72,9 +72,9 @@ class LineLog:
                 self._last = _last_digest(path)
             self._file = path.open("ab", buffering=0)
         if not first:
-            head = {"kind": "header", "schema": CHAINED_SCHEMA, "name": path.name.removesuffix(".jsonl")}
+            head = {"kind": "header", "schema": CHAINED_SCHEMA, "log": path.name.removesuffix(".jsonl")}
             head["id"] = secrets.token_hex(4)  # otherwise logs of two runs of one experiment have equal headers
-            content = {**head, **header, "name": head["name"]}  # a header may have the name of a runtime
+            content = {**head, **header}
             self.append(json.dumps(content, separators=(",", ":"), sort_keys=True))
 
     def append(self, text: str, *, sync: bool = True) -> None:
@@ -188,18 +188,21 @@ def scan_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
         try:
             check_parsed_size(raw, MAX_PARSED_LINE_BYTES)
             body, digest = _unseal(raw, digest)
-            if number == 1 and digest is not None:
-                _check_name(body, path)
+            if number == 1:
+                _check_header(body, path, is_chained=digest is not None)
         except ValueError as error:
             raise DamagedFile(shown, str(error), where=f"line {number}") from error
         yield number, offset, body
         offset += len(raw)
 
 
-def _check_name(header: bytes, path: Path) -> None:
-    """Raise `ValueError` if a header names another file; archived files have a number behind the name."""
+def _check_header(header: bytes, path: Path, *, is_chained: bool) -> None:
+    """Raise `ValueError` if a header needs a chain, or names another file; archived files have a number added."""
     facts, own = parse_json(header), path.name.removesuffix(COMPRESSED_SUFFIX).removesuffix(".jsonl")
-    name = str(facts.get("name", own) if isinstance(facts, dict) else own)
+    facts = facts if isinstance(facts, dict) else {}
+    if not is_chained and facts.get("schema") == CHAINED_SCHEMA:
+        raise ValueError("damaged: its lines are not chained")
+    name = str(facts.get("log", own))
     if not re.fullmatch(rf"{re.escape(name)}(\.\d+)?", own):
         raise ValueError(f"damaged: this is the file {shorten(name)!r} of a run")
 

@@ -113,7 +113,7 @@ def _continue_log(path: Path, header: Mapping[str, Any]) -> tuple[TurnEvent, ...
     if stored_path(path) is None:
         return ()
     _, first = next(read_lines(path), (0, b""))
-    own = dict.fromkeys(("kind", "schema", "name", "id"))  # of the file, not of the comparison
+    own = dict.fromkeys(("kind", "schema", "log", "id"))  # of the file, not of the comparison
     if first and not json_equal({**parse_json(first), **own}, {**json.loads(json.dumps(header)), **own}):
         with recorded(path):
             restore_lines(path)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stored import write_lines
+from stored import JOURNAL_HEADER, write_lines
 
 from harness.errors import UserError
 from harness.records import Failed, Measured, Proposal, TrialResult, decode_line, encode_line
@@ -258,3 +258,9 @@ def test_journal_of_earlier_version_is_continued_in_its_form(path):
         journal.append(result(1))
     assert [entry.result for entry in read_journal(path)] == [result(0), result(1)]
     assert '"chain"' not in path.read_text()
+
+
+def test_lines_of_current_schema_must_be_chained(path):
+    write_lines(path, [JOURNAL_HEADER, encode_line(proposal(0))], chained=False)
+    with pytest.raises(UserError, match=r"line 1: damaged: its lines are not chained"):
+        list(read_journal(path))

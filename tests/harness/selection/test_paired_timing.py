@@ -125,3 +125,14 @@ def test_damaged_turn_is_named_with_its_line_and_file(tmp_path, packed):
     name = r"turns\.jsonl\.gz" if packed else r"turns\.jsonl"
     with pytest.raises(UserError, match=rf"{name}, line 4: .*samples_ms"):
         read_comparison(path)
+
+
+def test_log_of_another_runtime_is_archived(tmp_path):
+    path, plan = tmp_path / "final_selection.jsonl", TurnSchedule(builds=1, rounds=2, samples=3)
+    for name in ("openvino", "openvino", "onnxruntime"):
+        contest = PairedComparison(
+            name="race", path=path, header={"name": name}, baseline=row("float"), rows=(row("a"),), schedule=plan
+        )
+        run_comparison(contest, Busy("").open, NullProgress())
+    assert path.with_name("final_selection.1.jsonl").exists()
+    assert not path.with_name("final_selection.2.jsonl").exists()
