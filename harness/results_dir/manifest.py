@@ -323,8 +323,7 @@ def find_problems(root: Path, task: str | None = None, *, whole: bool = True) ->
         manifest, found = _read_manifest(root)
         if task is None:
             found += find_changed_files(root, manifest["files"], models=whole)
-            begun = {path.parent.name for name in ("env.json", "task.json") for path in root.glob(f"*/{name}")}
-            names = sorted({*manifest["tasks"], *begun})
+            names = sorted({*manifest["tasks"], *_begun_tasks(root)})
         else:
             names = [task]
         for name in names:
@@ -378,7 +377,12 @@ def require_unchanged_experiment(root: Path, text: str) -> tuple[bool, str]:
 
 def _missing_manifest(root: Path) -> list[FileProblem]:
     path = root / MANIFEST_FILE
-    return [] if os.path.lexists(path) else [FileProblem(path=path, problem=MISSING)]
+    is_missing = not os.path.lexists(path) and any(_begun_tasks(root))
+    return [FileProblem(path=path, problem=MISSING)] if is_missing else []
+
+
+def _begun_tasks(root: Path) -> set[str]:
+    return {path.parent.name for name in ("env.json", "task.json") for path in root.glob(f"*/{name}")}
 
 
 def require_unchanged_task(folder: Path, say: Callable[[str], None]) -> None:
