@@ -1,6 +1,7 @@
 """The space of a model: which dimensions there are, and what each acts on."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from harness.graph.model import Model
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
-from harness.graph.rules.points import find_points
+from harness.graph.rules.points import add_required_edges, find_points
 from harness.zoo import transformer
 from search.space import Edge, Space
 
@@ -48,12 +49,16 @@ def edges_of(space: Space) -> set[Edge]:
 @settings(max_examples=60)
 @given(spec=st.lists(node, min_size=1, max_size=25), dialect=st.sampled_from(DIALECTS))
 def test_node_inputs_partition_the_legal_edges(make_model, spec, dialect):
+    """Each edge belongs to one dimension, beside those that a fault of the runtime adds to others (`both_sides`)."""
     model = make_model(spec)
-    legal = [edge for points in find_points(model, dialect) for point in points for edge in point.edges]
+    points = find_points(model, dialect)
+    legal = [edge for found in points for point in found for edge in point.edges]
     for sharing in ("pattern", "region"):
         space = build_space(model, dialect, sharing=sharing, kinds=("node_input",))
-        acted = [edge for dimension in space.dimensions for edge in dimension.edges]
+        acted = Counter(edge for dimension in space.dimensions for edge in dimension.edges)
         assert sorted(acted) == sorted(legal)
+        required = {edge for each in legal for edge in add_required_edges(model, dialect, points, [each]) - {each}}
+        assert {edge for edge, count in acted.items() if count > 1} <= required
     space = build_space(model, dialect, kinds=ALL_KINDS)
     assert len({frozenset(d.edges) for d in space.dimensions}) == len(space)
     assert {edge for edge in edges_of(space) if edge.consumer} == set(legal)
