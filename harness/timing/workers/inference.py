@@ -146,7 +146,10 @@ def _feeds_key(feeds: Mapping[str, Array]) -> object:
     if all(map(_is_frozen, feeds.values())):
         places = {name: array.__array_interface__ for name, array in feeds.items()}
         return tuple((name, at["data"][0], at["shape"], at["typestr"]) for name, at in sorted(places.items()))
-    return hashlib.blake2b(b"".join(np.ascontiguousarray(feeds[name]).tobytes() for name in sorted(feeds))).digest()
+    digest = hashlib.blake2b(repr([(name, array.shape) for name, array in sorted(feeds.items())]).encode())
+    for name in sorted(feeds):
+        digest.update(np.ascontiguousarray(feeds[name]).tobytes())
+    return digest.digest()
 
 
 def _is_frozen(array: Array) -> bool:
