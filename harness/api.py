@@ -52,6 +52,8 @@ class Candidate:
         shape: Label of the input shape that the file is built at, if the task has several; "" otherwise. A simulated
             latency depends on it.
         alone: Whether only this file is built in a task with several shapes; otherwise one file per shape is built.
+        dynamic: Whether inputs of the file may have dynamic axes, for engines that are not timed; only benchmarkers
+            whose capabilities have `dynamic` build such a file.
     """
 
     digest: str
@@ -59,6 +61,7 @@ class Candidate:
     source: Callable[[], Path]
     shape: str = ""
     alone: bool = False
+    dynamic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +152,7 @@ class Capabilities:
         emulated: Precisions that the device emulates: such models are built and scored, but not timed.
         interleaved: Whether turns of two engines can be interleaved, which removes drift of the machine.
         compile_only: Whether the benchmarker only compiles models and has no latency, so that no search can use it.
+        dynamic: Whether it builds candidates with dynamic axes, so that samples are scored at their own sizes.
     """
 
     dialect: str | None = None
@@ -156,6 +160,7 @@ class Capabilities:
     emulated: frozenset[str] = frozenset()
     interleaved: bool = True
     compile_only: bool = False
+    dynamic: bool = False
 
 
 @runtime_checkable

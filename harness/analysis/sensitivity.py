@@ -142,6 +142,7 @@ def measure_sensitivities(
         benchmarkers={MAIN_BENCHMARKER: worker.benchmarkers[MAIN_BENCHMARKER]},
         workdir=worker.workdir,
         evaluators={PROXY_EVALUATOR: proxy},
+        sizes=task.sizes,
     )
     units = quantization_units(task.space, by)
     with open_engines(worker, study.experiment.limits) as engines:

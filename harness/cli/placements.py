@@ -39,7 +39,8 @@ DEFAULT_SAMPLES = 48
 DEFAULT_BUILDS = 5
 
 CalibrationOption = Annotated[
-    Path | None, typer.Option(help="Calibration data: a .npy or .npz file, or a folder of images.")
+    Path | None,
+    typer.Option(help="Calibration data: a .npy or .npz file, a folder of such files, or a folder of images."),
 ]
 PreprocessOption = Annotated[str | None, typer.Option(help="Preprocessing of images; see qdq list.")]
 MethodOption = Annotated[

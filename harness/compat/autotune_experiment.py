@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.data.arrays import array_names
+from harness.accuracy.data.arrays import array_kind, array_names
 from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.objective import validate_bound
@@ -57,9 +57,9 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
     calibration: dict[str, Any] = {"method": options.calibration_method, "weights": options.weight_method,
                                    "depthwise": options.depthwise, "symmetric": options.symmetric}  # fmt: skip
     if options.calibration_data is not None:
-        suffix = Path(options.calibration_data).suffix.lstrip(".")
-        calibration["data"] = {"use": suffix, "path": options.calibration_data, "spread": True}
-        if suffix == "npz" and options.test_labels in array_names(Path(options.calibration_data)):
+        kind = array_kind(Path(options.calibration_data))
+        calibration["data"] = {"use": kind, "path": options.calibration_data, "spread": True}
+        if kind == "npz" and options.test_labels in array_names(Path(options.calibration_data)):
             calibration["data"]["labels"] = options.test_labels  # the calibration data are the labelled test data
         calibration["samples"] = options.calibration_samples or MAX_COUNT
     model: dict[str, Any] = {

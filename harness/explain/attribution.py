@@ -165,6 +165,7 @@ class _RowExplainer:
             workdir=self.task.work,
             evaluators=self.scoring.evaluators,
             adapt=self.shapes,
+            sizes=self.task.sizes,
         )
 
     def _ablation_timer(self) -> AblationTimer:

@@ -29,7 +29,8 @@ __all__ = ["RunResult", "TunedFile", "UserError", "autotune", "insert", "load_re
 Plugin = str | Mapping[str, Any] | type
 """A name, `{"use": NAME, "params": {...}}`, or a class of this program."""
 Samples = Any
-"""An array, a mapping of input names to arrays, an iterable of either, a file, or a data mapping of an experiment."""
+"""An array, a mapping of input names to arrays, an iterable of either, a file, a folder of files, or a data mapping of
+an experiment. The arrays of an iterable are batches, whose samples may differ in length."""
 
 
 @without_inner_errors

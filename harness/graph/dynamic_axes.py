@@ -19,7 +19,7 @@ from harness.graph.io.files import write_model
 from harness.graph.io.model_reader import read_model
 from harness.graph.load import prepare_model
 from harness.graph.model import Model
-from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
+from harness.graph.passes.dimension_sizes import Axes, InputSizes
 from harness.graph.protos import copy_message, input_values, replace_field, tensors_read
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
     if given is None or twin is None or model.origin is None:
         raise TransferError(f"{model.source}: its inputs are static")
     made = transfer_changes(model.proto, onnx.load(file), twin.proto)
-    inputs = input_values(given.graph)
-    for ours, theirs in ((made.graph.input, inputs), (made.graph.output, given.graph.output)):
+    for ours, theirs in ((made.graph.input, input_values(given.graph)), (made.graph.output, given.graph.output)):
         for own, value in zip(ours, theirs, strict=True):
             if (own.name, own.type) != (value.name, value.type):
                 raise TransferError(
@@ -83,7 +82,7 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
     write_model(made, target)
     source = model.origin.model
     floating = source if isinstance(source, Path) else write_model(given, target.with_name("float.onnx"))
-    return floating, {value.name: axes_of(value) for value in inputs if value.name in model.types}
+    return floating, {name: axes for name, axes in model.origin.axes.items() if name in model.types}
 
 
 def transfer_file(fixed: onnx.ModelProto, file: Path, other: onnx.ModelProto, target: Path) -> Path:

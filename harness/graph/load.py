@@ -96,7 +96,7 @@ def load(
     """
     source = source or str(path)
     proto, sha256 = read_model(path, source)
-    origin = DynamicOriginal(model=path, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
+    origin = _dynamic_original(path, proto, min_opset)
     sizes = InputSizes(shapes=shapes, dims=dims, samples=samples)
     model = prepare_model(proto, path.absolute(), source, sha256, sizes, min_opset)
     return replace(model, origin=origin)
@@ -122,9 +122,16 @@ def load_proto(
         source: Name of the model in messages and tables.
     """
     check_functions(proto, source)
-    origin = DynamicOriginal(model=proto, min_opset=min_opset) if has_dynamic_inputs(proto.graph) else None
+    origin = _dynamic_original(proto, proto, min_opset)
     model = prepare_model(copy_message(proto), proto, source, sha256, InputSizes(shapes=shapes, dims=dims), min_opset)
     return replace(model, origin=origin)
+
+
+def _dynamic_original(model: Path | onnx.ModelProto, proto: onnx.ModelProto, min_opset: int) -> DynamicOriginal | None:
+    if not has_dynamic_inputs(proto.graph):
+        return None
+    tensors = (value for value in input_values(proto.graph) if value.type.HasField("tensor_type"))
+    return DynamicOriginal(model=model, min_opset=min_opset, axes={value.name: axes_of(value) for value in tensors})
 
 
 def save_to_folder(model: Model, folder: Path) -> Path:

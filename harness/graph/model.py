@@ -71,10 +71,12 @@ class DynamicOriginal:
     Attributes:
         model: File of the original, or the original itself if it has no file.
         min_opset: Version of the default operator set to which an older original is upgraded.
+        axes: Declared dimensions of each tensor input by name; None: all dimensions of the input are dynamic.
     """
 
     model: Path | onnx.ModelProto = field(hash=False)
     min_opset: int
+    axes: Mapping[str, tuple[int | str | None, ...] | None] = field(hash=False)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from harness.records import MAIN_BENCHMARKER, Failed
 from harness.results_dir.artifacts import FinalistSet
 from harness.results_dir.io import explain_write_errors, read_json
 from harness.results_dir.manifest import write_record
+from harness.runtimes.sample_sizes import SampleSizes
 from harness.task_setup.float_baseline import available_precisions
 from harness.task_setup.task import Task
 from harness.timing.provenance import count_cores, machine_lacks_vnni
@@ -31,6 +32,7 @@ from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.in_process import as_outcome
 from harness.timing.workers.sandbox import open_engines
 from harness.verification.fault_localization import LOCALIZATION_LIMIT_S, SuspectModel, find_fault, write_report
+from harness.verification.input_shapes import resize_array
 from harness.verification.output_comparison import (
     CHECK_FILE_NAME,
     Comparison,
@@ -67,12 +69,14 @@ class CheckPlan:
     Attributes:
         float_file: File of the float model in FP32.
         floats: File of the float model by name of each benchmarker of the engines.
-        feeds: Calibration samples; the first `CHECK_SAMPLE_COUNT` are used.
+        feeds: Calibration samples; the first `CHECK_SAMPLE_COUNT` are used, and the first one resized to the inputs if
+            none of them has their sizes.
         folder: Folder of the record `runtime_check.json` and of small models.
         work: Scratch folder, created at the first use.
         limits: Limits of the process that runs ONNX Runtime.
         saturates: Whether the processor adds products of 8-bit integers in 16 bits.
         search_limit_s: Time limit of the search for the operator of a wrong result.
+        sizes: See `harness.task_setup.task.Task`.
     """
 
     float_file: Path
@@ -83,6 +87,7 @@ class CheckPlan:
     limits: Limits
     saturates: bool = False
     search_limit_s: float = LOCALIZATION_LIMIT_S
+    sizes: SampleSizes | None = None
 
 
 def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -> CheckPlan:
@@ -95,6 +100,7 @@ def make_check_plan(task: Task, folder: Path, limits: Limits, saturates: bool) -
         work=task.work / "check",
         limits=limits,
         saturates=saturates,
+        sizes=task.sizes,
     )
 
 
@@ -233,7 +239,7 @@ class RuntimeChecker:
         path, compare = candidate.source(), self._comparison(benchmarker)
         if candidate.digest == edges_digest(()):
             outputs = require_outputs(self._float_outputs(benchmarker), "the engine")
-            return compare_float(compare.floats, outputs, compare.precision, compare.skipped)
+            return compare_float(compare.floats, outputs, compare.precision, compare.skipped, compare.groups)
         found = compare.judge(path)
         if path.suffix == IR_SUFFIX:
             return replace(found, reason=_IR_REASON) if found.is_wrong else found
@@ -253,6 +259,7 @@ class RuntimeChecker:
             engine_float=None if isinstance(own, Failed) else own,
             precision=str(self._engines.describe(benchmarker).get("float_precision", "")),
             skipped=self._part.skipped,
+            groups=[] if self._part.outputs else [tuple(a.shape for a in sample.values()) for sample in self._feeds],
             reference=self._file_outputs,
             engine=lambda path: self._run(*self._compared_part(path), benchmarker),
         )
@@ -266,7 +273,7 @@ class RuntimeChecker:
             benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="openvino", params=params)}, workdir=self._scratch
         )
         with open_engines(worker, self._plan.limits) as engines:
-            return _run_model(engines, path, self._feeds)
+            return _run_model(engines, path, self._fixed_feeds)
 
     @cached_property
     def _random(self) -> tuple[tuple[str, ...], tuple[str, ...], str]:
@@ -291,7 +298,7 @@ class RuntimeChecker:
             if not (outputs := tuple(dict.fromkeys([*kept, *sources]))):
                 raise EvaluationFailed(f"every output is the result of a random operator ({operators})")
             inputs = graph.write_submodel(target, results)
-            read = [{name: sample[name] for name in inputs} for sample in self._feeds]
+            read = [{name: sample[name] for name in inputs} for sample in self._fixed_feeds]
             drawn = require_outputs(self._reference(target, read), FLOAT_REFERENCE_LABEL)
             if drawn[0].keys() != set(results):
                 raise EvaluationFailed(f"no values can replace those of {operators}, which are no tensors")
@@ -313,17 +320,17 @@ class RuntimeChecker:
             return self._write_part(self._part, path, self._scratch / "cut.onnx")
         if self._part.drawn:
             raise EvaluationFailed(f"an OpenVINO IR, in which no values can replace those of {self._random[2]}")
-        return path, self._feeds
+        return path, self._fixed_feeds
 
     def _write_part(self, part: _ComparedPart, path: Path, target: Path) -> tuple[Path, Sequence[Mapping[str, Array]]]:
         if not part.outputs:
             return path, self._feeds
         graph = ModelGraph(path)
-        drawn = part.drawn or ({},) * len(self._feeds)
+        drawn = part.drawn or ({},) * len(self._fixed_feeds)
         if not graph.producer.keys() >= drawn[0].keys():
             raise EvaluationFailed(f"no values can replace those of {self._random[2]}, whose results have other names")
         inputs = graph.write_submodel(target, part.outputs, graph.with_types(drawn[0]))
-        given = ({**sample, **values} for sample, values in zip(self._feeds, drawn, strict=True))
+        given = ({**sample, **values} for sample, values in zip(self._fixed_feeds, drawn, strict=True))
         return target, [{name: sample[name] for name in inputs} for sample in given]
 
     def _locate_fault(self, found: OutputCheck, path: Path, digest: str, benchmarker: str) -> OutputCheck:
@@ -334,6 +341,8 @@ class RuntimeChecker:
                 reason=f"its operator is not searched for: only those of the first {MAX_REPORTS} wrong results are",
             )
         part, feeds = self._compared_part(path)
+        if self._plan.sizes is not None:
+            feeds = list(filter(self._plan.sizes.fit, feeds))
         suspect = SuspectModel(
             path=part,
             feeds=feeds,
@@ -360,7 +369,16 @@ class RuntimeChecker:
 
     @cached_property
     def _feeds(self) -> Sequence[Mapping[str, Array]]:
-        return tuple(islice(self._plan.feeds, CHECK_SAMPLE_COUNT))
+        found, sizes = tuple(islice(self._plan.feeds, CHECK_SAMPLE_COUNT)), self._plan.sizes
+        if sizes is None or any(map(sizes.fit, found)):
+            return found
+        return *found, _resize(found[0], sizes)
+
+    @cached_property
+    def _fixed_feeds(self) -> Sequence[Mapping[str, Array]]:
+        """Return the samples at the sizes of the inputs, for files that have no form with dynamic axes."""
+        sizes = self._plan.sizes
+        return self._feeds if sizes is None else [_resize(sample, sizes) for sample in self._feeds]
 
     @cached_property
     def _scratch(self) -> Path:
@@ -392,7 +410,7 @@ class RuntimeChecker:
         use = PluginSpec(
             use="onnxruntime", params={"optimization": "disabled", "threads": min(REFERENCE_THREADS, count_cores())}
         )
-        worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=self._scratch)
+        worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=self._scratch, sizes=self._plan.sizes)
         return self._stack.enter_context(open_engines(worker, self._plan.limits))
 
     def _read_record(self) -> dict[str, OutputCheck]:
@@ -406,7 +424,13 @@ class RuntimeChecker:
 
 
 def check_file(
-    file: Path, float_file: Path, feeds: Iterable[Mapping[str, Array]], use: PluginSpec, *, quantized: bool = True
+    file: Path,
+    float_file: Path,
+    feeds: Iterable[Mapping[str, Array]],
+    use: PluginSpec,
+    *,
+    quantized: bool = True,
+    sizes: SampleSizes | None = None,
 ) -> OutputCheck:
     """Compare a written file in a runtime with its own meaning, as a run does.
 
@@ -419,10 +443,13 @@ def check_file(
         feeds: Samples; the first `CHECK_SAMPLE_COUNT` are used.
         use: Benchmarker of the runtime with its parameters.
         quantized: Whether the file has Q/DQ pairs.
+        sizes: Form of the float model with dynamic axes, if samples have other sizes than `file`.
     """
     plugin = registry.load_plugin("benchmarker", use.use)
     if capabilities_of(plugin).in_process or capabilities_of(plugin).compile_only:
         return not_checked(f"backend {use.use!r} runs no model")
+    if sizes is not None and not capabilities_of(plugin).dynamic:
+        feeds, sizes = [_resize(sample, sizes) for sample in islice(feeds, CHECK_SAMPLE_COUNT)], None
     digest = digest_file(file)[:16] if quantized else edges_digest(())
     try:
         # A runtime that reads cast files gets the file as it is.
@@ -438,9 +465,11 @@ def check_file(
                 limits=Limits(),
                 saturates=machine_lacks_vnni(),
                 search_limit_s=FILE_SEARCH_LIMIT_S,
+                sizes=sizes,
             )
+            worker = WorkerSpec(benchmarkers=benchmarkers, workdir=plan.work, sizes=sizes)
             with (
-                open_engines(WorkerSpec(benchmarkers=benchmarkers, workdir=plan.work), plan.limits) as engines,
+                open_engines(worker, plan.limits) as engines,
                 RuntimeChecker(plan, engines, NullProgress()) as checker,
             ):
                 candidate = Candidate(digest=digest, edges=(), source=lambda: file)
@@ -450,6 +479,10 @@ def check_file(
     name, found = min(checks.items(), key=lambda check: (check[1].is_usable, check[1].verdict == "right"))
     where = found.runtime if name == MAIN_BENCHMARKER else f"{found.runtime} {name}"
     return replace(found, runtime=where, model="")  # a small model is gone with the scratch folder
+
+
+def _resize(sample: Mapping[str, Array], sizes: SampleSizes) -> dict[str, Array]:
+    return {name: resize_array(array, sizes.shapes[name]) for name, array in sample.items()}
 
 
 def runs_no_model(use: PluginSpec) -> bool:

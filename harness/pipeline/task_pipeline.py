@@ -179,6 +179,7 @@ class TaskPipeline:
             evaluators=scoring.evaluators,
             reference=task.model_file,
             adapt=shapes,
+            sizes=task.sizes,
         )
         limit = None if minutes is None else TimeLimit(seconds=minutes * 60, clock=clock)
         return _Setup(clock=clock, limit=limit, task=task, scoring=scoring, shapes=shapes, worker=worker)

@@ -163,7 +163,9 @@ class _Reproduction:
         yield self._check_edges(task)
         evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN_BENCHMARKER}
         shapes = make_shape_set(task, self.scratch, self._open_engines, observer)
-        worker = WorkerSpec(benchmarkers=benchmarkers, workdir=task.work, evaluators=evaluators, adapt=shapes)
+        worker = WorkerSpec(
+            benchmarkers=benchmarkers, workdir=task.work, evaluators=evaluators, adapt=shapes, sizes=task.sizes
+        )
         score = self.results.scores.get(self.row.id, {})
         if evaluators and ("metrics" in score or self.bound is not None):
             with self._open_engines(worker) as engines:

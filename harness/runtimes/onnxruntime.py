@@ -7,6 +7,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -79,6 +80,8 @@ class ONNXRuntimeBenchmarker:
         ValueError: There are more threads than cores, or a parameter has an unknown value.
     """
 
+    capabilities = Capabilities(dynamic=True)
+
     def __init__(  # noqa: PLR0913 - one option, one parameter
         self,
         threads: int = 1,
@@ -107,7 +110,7 @@ class ONNXRuntimeBenchmarker:
             if unfused
             else DIALECT_BY_ACTIVATION[activation] + "_7bit" * self._reduced
         )
-        self.capabilities = Capabilities(dialect=self._dialect)
+        self.capabilities = replace(self.capabilities, dialect=self._dialect)
         self._threads = validate_threads(threads)
         self._optimization, self._provider, self._activation = optimization, provider, activation
         self._profile = profile
@@ -134,7 +137,8 @@ class ONNXRuntimeBenchmarker:
             session = self._create_session(
                 str(wide or path), quantized=quantized, profile=workdir if self._profile else None
             )
-        require_static_shapes(path.name, {value.name: value.shape for value in session.get_inputs()})
+        if not candidate.dynamic:
+            require_static_shapes(path.name, {value.name: value.shape for value in session.get_inputs()})
         return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST_NOTE})
 
     def save(self, candidate: Candidate, path: Path) -> None:
@@ -284,6 +288,8 @@ class _ONNXRuntimeProbe:
     def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], device: str) -> None:
         self._session = session
         self._errors = errors
+        if not all(isinstance(size, int) for v in session.get_inputs() for size in v.shape):
+            return  # an engine with dynamic axes, which is not timed
         arrays = make_fixed_inputs({v.name: (parse_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
         self._inputs = {name: ort.OrtValue.ortvalue_from_numpy(array, device, 0) for name, array in arrays.items()}
         self._binding = session.io_binding()

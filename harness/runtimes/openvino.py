@@ -71,7 +71,7 @@ class OpenVINOBenchmarker:
     """
 
     # CPUs have no FP8 kernels: OpenVINO converts to float and back, so scores are true and latencies are not.
-    capabilities = Capabilities(emulated=frozenset({"fp8", "fp8e5m2"}))
+    capabilities = Capabilities(emulated=frozenset({"fp8", "fp8e5m2"}), dynamic=True)
 
     def __init__(
         self,
@@ -123,9 +123,10 @@ class OpenVINOBenchmarker:
             # External weights would stay mapped in the engine, and rewriting their file would end it (SIGBUS).
             model = self._core.read_model(path, config={"ENABLE_MMAP": False})
             compiled = self._core.compile_model(model, "CPU", self._options)
-        require_static_shapes(
-            path.name, {port.any_name: _dimension_sizes(port.partial_shape) for port in compiled.inputs}
-        )
+        if not candidate.dynamic:
+            require_static_shapes(
+                path.name, {port.any_name: _dimension_sizes(port.partial_shape) for port in compiled.inputs}
+            )
         counts = Counter(layer.precision for layer in _read_executed_layers(compiled))
         return Artifact(engine=compiled, info={"layers": dict(sorted(counts.items()))})
 
@@ -214,6 +215,8 @@ class _OpenVINOProbe:
             self._queue = ov.AsyncInferQueue(compiled, streams)
             self._queue.set_callback(lambda *_: self._ends_ns.append(time.perf_counter_ns()))
         self._scored: Any = None
+        if any(port.partial_shape.is_dynamic for port in compiled.inputs):
+            return  # an engine with dynamic axes, which is not timed
         types = {
             port.any_name: (_port_dtype(port), tuple(int(size) for size in port.shape)) for port in compiled.inputs
         }

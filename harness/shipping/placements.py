@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.data.arrays import array_kind
 from harness.accuracy.data.batching import RANDOM_DATA
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
@@ -85,7 +86,7 @@ def calibration_config(
     """Return the keys `calibration` and `preprocess` of a model in an experiment.
 
     Args:
-        data: `.npy` or `.npz` file, or a folder of images; None: random data.
+        data: `.npy` or `.npz` file, a folder of them, or a folder of images; None: random data.
         preprocess: Name of the preprocessing of images, which is required for them.
         samples: Maximum number of samples; None leaves out the key.
         method: Range estimator; None leaves out the key.
@@ -98,14 +99,15 @@ def calibration_config(
     if data is None:
         return {"calibration": options} if options else {}
     path = os.path.relpath(data, base_dir)  # results have no absolute paths
-    if data.is_dir():
+    kind = array_kind(data)
+    if data.is_dir() and not kind:
         if preprocess is None:
             raise UserError(
                 f"--calibration {data}: images need --preprocess, the preprocessing of the model (qdq list)"
             )
         source: dict[str, Any] = {"use": "images", "images": path}
     else:
-        source = {"use": data.suffix.removeprefix(".") or "npy", "path": path}
+        source = {"use": kind or "npy", "path": path}
     found: dict[str, Any] = {"calibration": {"data": source, **options}}
     return found | ({"preprocess": preprocess} if preprocess is not None else {})
 
@@ -282,7 +284,9 @@ def insert_placement(
         check = not_checked("the run is switched off")
         if run:
             with observer.work(f"compare {out.name} in {backend.use} with its meaning", 1) as step:
-                check = check_file(result, task.float_file, task.feeds, backend, quantized=bool(resolved))
+                check = check_file(
+                    result, task.float_file, task.feeds, backend, quantized=bool(resolved), sizes=task.sizes
+                )
                 step.advance()
         path = out
         written = read_qdq_graph(result)

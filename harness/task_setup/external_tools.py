@@ -66,6 +66,7 @@ class QuantizationRequest:
         data: Calibration batches, which are read only if no cached model exists.
         data_key: Text that differs if the model, the data or the preprocessing differ; part of the key of the cache.
         options: Keyword arguments of the tool besides `metric`.
+        own_sizes: Whether batches differ in shape from the inputs of the model, which no tool accepts.
         metric: Evaluator and bound of the search, for tools that keep a bound; None without a bound.
     """
 
@@ -74,6 +75,7 @@ class QuantizationRequest:
     data: Iterable[Mapping[str, Array]]
     data_key: str
     options: PtqOptions
+    own_sizes: bool = False
     metric: MetricRequest | None = None
 
 
@@ -94,6 +96,8 @@ def run_external_tool(name: str, request: QuantizationRequest, observer: Observe
     options, tool = request.options, TOOLS[name]
     metric = request.metric if tool.controls_accuracy else None
     reason = unavailable_reason(name, options.get("precision", "int8"))
+    if request.own_sizes:
+        reason = reason or "it takes samples of one size; pad or cut the calibration samples, or leave the tool out"
     if tool.controls_accuracy and metric is None:
         reason = reason or "keeps a bound on accuracy, but the objective has none"
     elif metric is not None and uses_objects(metric.evaluator.use, metric.evaluator.params):

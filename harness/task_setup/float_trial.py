@@ -18,7 +18,8 @@ from harness.graph.load import save_to_folder
 from harness.graph.model import Model
 from harness.records import MAIN_BENCHMARKER, Failed
 from harness.report.load.display_names import UNIT_INTERVAL_METRICS, metric_name
-from harness.task_setup.model_loader import evaluator_spec
+from harness.runtimes.sample_sizes import make_sample_sizes
+from harness.task_setup.model_loader import evaluator_spec, need_own_sizes
 from harness.timing.workers.engines import Engines, WorkerSpec
 from harness.timing.workers.sandbox import open_engines
 from search.space import edges_digest
@@ -66,13 +67,15 @@ def try_float_model(
     use, every = _with_few_samples(evaluator, source, total)
     samples = -(-total // every)
     counted = f"{samples} of {total} samples"
+    file = save_to_folder(model, work)
     worker = WorkerSpec(
         benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="onnxruntime", params={"optimization": "basic"})},
         workdir=work / "tryout",
         evaluators={MAIN_BENCHMARKER: use},
+        sizes=make_sample_sizes(model, file) if need_own_sizes(spec, model) else None,
     )
     with open_engines(worker, limits) as engines:
-        found, seconds = _score(engines, save_to_folder(model, work), compares="reference" in use.params)
+        found, seconds = _score(engines, file, compares="reference" in use.params)
     if isinstance(found, Failed):
         raise UserError(f"{use.use!r}: the float model cannot be scored; {found.stage}: {found.reason}")
     factory: Any = registry.load_plugin("evaluator", use.use)

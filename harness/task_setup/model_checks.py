@@ -24,7 +24,7 @@ from harness.registry import create_plugin
 from harness.runtimes.rtx_compile.compiler import compile_file, import_compiler
 from harness.task_setup.external_tools import PTQ_FUNCTIONS
 from harness.task_setup.float_baseline import cast_problems, runtime_input_file
-from harness.task_setup.model_loader import calibration_batches, input_types, open_model
+from harness.task_setup.model_loader import calibration_batches, input_types, open_model, require_own_sizes
 from harness.verification.size_check import TrialInputs, check_input_sizes
 
 COMPILED_DIALECTS = ("tensorrt", "tensorrt_rtx")
@@ -53,6 +53,7 @@ def check_models(experiment: Experiment) -> tuple[str, ...]:
             require_float_model(loaded)
             for backend in experiment.backends:
                 input_types(loaded, backend.use)
+                require_own_sizes(model, loaded, backend, experiment.executor.use)
             found = [*_cast_remarks(experiment, loaded, precisions), _size_remark(model, loaded) or _ort_remark(loaded)]
             remarks += [f"model {model.name!r}: {remark}" for remark in filter(None, found)]
     errors.raise_all()
@@ -81,7 +82,7 @@ def _cast_remarks(experiment: Experiment, model: Model, precisions: Sequence[str
 def _size_remark(model: ModelSpec, loaded: Model) -> str:
     types, sample = input_types(loaded), None
     if loaded.origin is not None and model.calibration.data is not None:
-        sample = next(iter(calibration_batches(model, types, DatasetCache())))
+        sample = next(iter(calibration_batches(model, loaded, DatasetCache())))
     given = InputSizes(shapes=model.shapes, dims=model.dims)
     return check_input_sizes(loaded, TrialInputs(types=types, sample=sample), given)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry, zoo
-from harness.accuracy.data.arrays import is_array_data, read_sample_shapes
+from harness.accuracy.data.arrays import UNNAMED_ARRAY, is_array_data, read_sample_shapes
 from harness.accuracy.data.batching import InputBatches, make_batches
 from harness.accuracy.data.datasets import DatasetCache
 from harness.accuracy.metrics.base import evaluator_params, image_input_params
+from harness.api import capabilities_of
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import ModelSpec, PluginSpec
@@ -18,6 +19,7 @@ from harness.errors import UserError, prefix_key
 from harness.graph.equivalence.versions import READABLE_TYPES
 from harness.graph.load import load
 from harness.graph.model import Model
+from harness.graph.passes.dimension_sizes import Axes
 from harness.graph.protos import dtype_name, element_type, find_random_outputs
 from harness.paths import resolve_path
 from harness.random_inputs import InputTypes, check_types
@@ -72,16 +74,18 @@ def evaluator_spec(spec: ModelSpec, model: Model, work: Path, half: str | None =
     reference = work / f"reference{'' if half is None else f'-{half}'}.npz"
     evaluator = spec.evaluator.model_copy(update={"params": params})
     random = find_random_outputs(model.proto)
-    return complete_evaluator(evaluator, input_types(model), spec.base_dir, spec.preprocess, reference, random)
+    axes = None if model.origin is None else model.origin.axes
+    return complete_evaluator(evaluator, input_types(model), spec.base_dir, spec.preprocess, reference, random, axes)
 
 
-def complete_evaluator(
+def complete_evaluator(  # noqa: PLR0913 - what the harness supplies
     evaluator: PluginSpec,
     inputs: InputTypes,
     base: Path | None,
     preprocess: PluginSpec | None,
     reference: Path | None = None,
     random_outputs: Sequence[str] = (),
+    axes: Mapping[str, Axes | None] | None = None,
 ) -> PluginSpec:
     """Return an evaluator with the parameters that the harness supplies, such as the inputs of the model.
 
@@ -92,12 +96,15 @@ def complete_evaluator(
         preprocess: Preprocessing of the model, used if the evaluator has none.
         reference: File for outputs of the float model.
         random_outputs: Outputs that change from run to run.
+        axes: Declared dimensions of each input of a model with dynamic axes.
 
     Raises:
         UserError: A parameter is unknown or missing, or the data do not fit the inputs.
     """
     use, params = evaluator.use, dict(evaluator.params)
     supplied: dict[str, Any] = {"inputs": inputs, "reference": reference, "base": base}
+    if axes:
+        supplied["axes"] = dict(axes)
     if random_outputs:
         supplied["random_outputs"] = list(random_outputs)
     parameters = registry.plugin_signature("evaluator", use).parameters
@@ -257,8 +264,39 @@ def _format_duration(low_s: float, high_s: float) -> str:
     return f"roughly {low} to {high} {unit}" if float(low) else f"up to {high} {unit}"
 
 
-def calibration_batches(model: ModelSpec, types: InputTypes, data: DatasetCache) -> InputBatches:
-    """Return the batches of a model's calibration data, which must be given, for inputs of these types.
+def need_own_sizes(spec: ModelSpec, model: Model) -> bool:
+    """Return whether array data of a model with dynamic axes have samples of other sizes than its inputs."""
+    given = None if spec.evaluator is None else spec.evaluator.params.get("data")
+    arrays = [data for data in (spec.calibration.data, given) if isinstance(data, Mapping) and is_array_data(data)]
+    inputs = {name: model.types[name].shape for name in model.inputs}
+    return model.origin is not None and any(
+        own not in (shape, shape[1:])
+        for data in arrays
+        for pick in (min, max)
+        for name, own in read_sample_shapes(data, spec.base_dir, pick).items()
+        for shape in (inputs.values() if name == UNNAMED_ARRAY else [inputs.get(name, own)])
+    )
+
+
+def require_own_sizes(spec: ModelSpec, model: Model, backend: PluginSpec, executor: str = "local") -> None:
+    """Raise `UserError` if samples have other sizes than the inputs, and backend or executor run no other sizes."""
+    capabilities = capabilities_of(registry.load_plugin("benchmarker", backend.use))
+    able = capabilities.dynamic or capabilities.in_process
+    if (able and executor == "local") or not need_own_sizes(spec, model):
+        return
+    shapes = ", ".join(f"{name} {'x'.join(map(str, model.types[name].shape))}" for name in model.inputs)
+    where, other = (f"executor {executor!r}", "executor local") if able else (
+        f"backend {backend.use!r}",
+        "backend onnxruntime or openvino",
+    )  # fmt: skip
+    raise UserError(
+        f"{model.source}: samples have other sizes than the inputs ({shapes}), and {where} runs no other sizes than "
+        f"these; pad or cut the samples to these sizes, or use {other}"
+    )
+
+
+def calibration_batches(model: ModelSpec, loaded: Model, data: DatasetCache) -> InputBatches:
+    """Return the batches of a model's calibration data, which must be given.
 
     Raises:
         UserError: The data or the preprocessing are invalid, or do not fit the inputs.
@@ -266,4 +304,5 @@ def calibration_batches(model: ModelSpec, types: InputTypes, data: DatasetCache)
     with prefix_key("calibration"):
         preprocess = None if model.preprocess is None else model.preprocess.mapping
         opened = data.open(model.calibration.data or {}, model.base_dir)
-        return make_batches(opened, preprocess, types, model.calibration.samples)
+        axes = None if loaded.origin is None else loaded.origin.axes
+        return make_batches(opened, preprocess, input_types(loaded), model.calibration.samples, axes)

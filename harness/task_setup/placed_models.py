@@ -171,8 +171,12 @@ def open_placer(
         count: Number of batches, for the progress bar.
 
     Raises:
-        UserError: The dialect does not offer a combination.
+        UserError: The dialect does not offer a combination, or samples have other sizes than the inputs of the model.
     """
+    if task.sizes is not None and not all(map(task.sizes.fit, batches)):
+        raise UserError(
+            f"{task.model.source}: recovery takes calibration samples of the timed size; pad or cut the others"
+        )
     for choices in combinations:
         choices.adapt_dialect(task.dialect)  # raises before minutes of calibration
     tensors = sorted({e.tensor for d in task.space.dimensions for e in d.edges if e.tensor not in task.model.constants})

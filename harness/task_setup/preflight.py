@@ -59,7 +59,7 @@ CODE_KEYS: Mapping[str, str] = {
     "models.*.calibration.weights": "weight estimator",
 }
 """Kind of plug-in of each key that accepts `module:Class`; "*" is an index. Plug-ins check their own parameters."""
-SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base", "random_outputs")
+SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base", "random_outputs", "axes")
 """Parameters that the harness supplies to evaluators; see `harness.accuracy.metrics.base.evaluator_params`."""
 
 
@@ -250,7 +250,7 @@ def _inspect_model(
         if model.shapes or model.dims:
             _check_channels(loaded)
         if model.calibration.data is not None:
-            batches = calibration_batches(model, input_types(loaded), data)
+            batches = calibration_batches(model, loaded, data)
             with prefix_key("calibration"):
                 next(iter(batches))
         remarks += _sample_remarks(model, data, objective)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.accuracy.data.arrays import UNNAMED_ARRAY, array_kind
 from harness.accuracy.metrics.custom import source_digest
 from harness.api import Accuracy
 from harness.errors import MAX_COUNT, EvaluationFailed, UserError
@@ -206,59 +208,96 @@ def data_mapping(samples: Any, stem: Path) -> dict[str, Any]:
     """Return data in the form of an experiment file, and write arrays to a file.
 
     Args:
-        samples: An array, a mapping of input names to arrays, an iterable of either, a file, or a data mapping.
-        stem: Path of the file without suffix.
+        samples: An array, a mapping of input names to arrays, an iterable of either, a file or folder of files, or a
+            data mapping. Batches whose samples differ in shape become a folder with a file for each batch.
+        stem: Path of the file without suffix, or of the folder.
 
     Raises:
-        UserError: The type is unsupported, there are no samples, or they have different shapes.
+        UserError: The type is unsupported, there are no samples, or they have different numbers of axes.
     """
     if isinstance(samples, Mapping) and isinstance(samples.get("use"), str):
         return dict(samples)
     if isinstance(samples, str | Path):
-        return {"use": Path(samples).suffix.removeprefix("."), "path": str(samples)}
+        return {"use": array_kind(Path(samples)), "path": str(samples)}
     if not (isinstance(samples, Mapping) or hasattr(samples, "__array__")):
         if not isinstance(samples, Iterable):
             raise UserError(f"{stem.name}: an array, batches of arrays or a file, but got {type(samples).__name__}")
-        samples = _joined(samples, stem.name)
+        return _save_batches(_batch_arrays(samples, stem.name), stem)
+    if isinstance(samples, Mapping) and any(map(_differ_in_shape, samples.values())):
+        return _save_batches(_batch_arrays(_split_samples(samples, stem.name), stem.name), stem)
+    return _save_arrays(samples, stem)
+
+
+def _save_batches(batches: Sequence[Mapping[str, np.ndarray[Any, Any]]], stem: Path) -> dict[str, Any]:
+    shapes = [{name: array.shape[1:] for name, array in batch.items()} for batch in batches]
+    if all(each == shapes[0] for each in shapes):
+        return _save_arrays({name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}, stem)
+    if stem.exists():
+        shutil.rmtree(stem)
+    saved = [_save_arrays(batch, stem / f"{number:06}") for number, batch in enumerate(batches)]
+    return {"use": saved[0]["use"], "path": str(stem)}
+
+
+def _save_arrays(samples: Any, stem: Path) -> dict[str, Any]:
+    """Write an array, or a mapping of arrays by the name of the input, to a file; see `data_mapping`."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(samples, Mapping):
+    if isinstance(samples, Mapping) and UNNAMED_ARRAY not in samples:
         path = stem.with_suffix(".npz")
         arrays: dict[str, Any] = {name: _to_array(array, stem.name, name) for name, array in samples.items()}
         np.savez(path, **arrays)
     else:
         path = stem.with_suffix(".npy")
-        np.save(path, _to_array(samples, stem.name))
+        np.save(path, _to_array(samples[UNNAMED_ARRAY] if isinstance(samples, Mapping) else samples, stem.name))
     return {"use": path.suffix.removeprefix("."), "path": str(path)}
 
 
-def _joined(batches: Iterable[Any], what: str) -> Any:
-    """Return batches, each an array or a mapping of arrays, joined along the first axis.
+def _differ_in_shape(samples: Any) -> bool:
+    try:
+        return isinstance(samples, list | tuple) and len({np.shape(sample) for sample in samples}) > 1
+    except ValueError:  # a sample is no array; `_to_array` reports it
+        return False
+
+
+def _split_samples(samples: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
+    """Return a batch for each sample of a mapping of input names to samples.
 
     Raises:
-        UserError: There are none, or a batch differs from the first one in its inputs or in the shape of a sample.
+        UserError: Inputs have different numbers of samples.
     """
-    found = list(batches)
+    counts = {name: len(array) for name, array in samples.items()}
+    if len(set(counts.values())) != 1:
+        raise UserError(f"{what}: every input has as many samples as the others, but their numbers are {counts}")
+    return [
+        {name: _to_array(array[i], what, name)[None] for name, array in samples.items()}
+        for i in range(next(iter(counts.values())))
+    ]
+
+
+def _batch_arrays(batches: Iterable[Any], what: str) -> list[dict[str, np.ndarray[Any, Any]]]:
+    """Return batches, each an array or a mapping of arrays, as arrays by the name of the input, "" for the only one.
+
+    Raises:
+        UserError: There are none, or a batch differs from the first one in its inputs or in the number of axes.
+    """
+    found = [batch if isinstance(batch, Mapping) else {UNNAMED_ARRAY: batch} for batch in batches]
     if not found:
         raise UserError(f"{what}: there are no samples")
-    named = [batch if isinstance(batch, Mapping) else {"": batch} for batch in found]
-    for number, batch in enumerate(named, start=1):
-        if batch.keys() != named[0].keys():
-            inputs, first = (", ".join(map(repr, each)) for each in (batch, named[0]))
+    for number, batch in enumerate(found, start=1):
+        if batch.keys() != found[0].keys():
+            inputs, first = (", ".join(map(repr, each)) for each in (batch, found[0]))
             raise UserError(f"{what}: batch {number} has the inputs {inputs}, but batch 1 has {first}")
-    joined = {name: _join_arrays([batch[name] for batch in named], what, name) for name in named[0]}
-    return joined if isinstance(found[0], Mapping) else joined[""]
-
-
-def _join_arrays(batches: Sequence[Any], what: str, name: str) -> np.ndarray[Any, Any]:
-    arrays = [_to_array(batch, what, name) for batch in batches]
-    if not all(array.ndim for array in arrays):
-        raise UserError(f"{what}: a batch{_of_input(name)} is a single number; its first axis counts the samples")
-    samples = 1
-    for array in arrays:
-        if array.shape[1:] != arrays[0].shape[1:]:
-            raise _other_shape(what, name, samples, array.shape[1:], arrays[0].shape[1:])
-        samples += len(array)
-    return np.concatenate(arrays)
+    arrays = [{name: _to_array(array, what, name) for name, array in batch.items()} for batch in found]
+    for number, named in enumerate(arrays, start=1):
+        for name, array in named.items():
+            if not array.ndim:
+                raise UserError(
+                    f"{what}: a batch{_of_input(name)} is a single number; its first axis counts the samples"
+                )
+            if array.ndim != arrays[0][name].ndim:
+                raise _other_shape(
+                    what, f"batch {number}{_of_input(name)}", array.shape, "batch 1", arrays[0][name].shape
+                )
+    return arrays
 
 
 def _to_array(value: Any, what: str, name: str = "") -> np.ndarray[Any, Any]:
@@ -269,19 +308,18 @@ def _to_array(value: Any, what: str, name: str = "") -> np.ndarray[Any, Any]:
         shapes = [np.shape(sample) for sample in value] if isinstance(value, Sequence) else []
         for number, shape in enumerate(shapes, start=1):
             if shape != shapes[0]:
-                raise _other_shape(what, name, number, shape, shapes[0]) from error
+                raise _other_shape(what, f"sample {number}{_of_input(name)}", shape, "sample 1", shapes[0]) from error
         raise UserError(f"{what}: the samples{_of_input(name)} cannot be read as an array: {error}") from error
     if array.dtype.hasobject:
         raise UserError(f"{what}: the samples{_of_input(name)} are objects of Python, not numbers of one shape")
     return array
 
 
-def _other_shape(what: str, name: str, number: int, shape: Sequence[int], first: Sequence[int]) -> UserError:
-    sizes = [" x ".join(map(str, each)) or "a single number" for each in (shape, first)]
+def _other_shape(what: str, item: str, shape: Sequence[int], first: str, first_shape: Sequence[int]) -> UserError:
+    sizes = [" x ".join(map(str, each)) or "a single number" for each in (shape, first_shape)]
     return UserError(
-        f"{what}: sample {number}{_of_input(name)} is {sizes[0]}, but sample 1 is {sizes[1]}; a placement is "
-        "calibrated, scored and compared at one size: pad or cut the samples to the size that you deploy, or leave out "
-        "the others"
+        f"{what}: {item} is {sizes[0]}, but {first} is {sizes[1]}; pad or cut the samples to one size, or give samples "
+        "of different length as batches of one, each an array whose first axis is 1"
     )
 
 

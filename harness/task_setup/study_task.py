@@ -136,6 +136,7 @@ def prepare_study(study: StudyTask, folder: Path, observer: Observer) -> tuple[T
         workdir=task.work,
         evaluators=evaluators,
         reference=task.model_file,
+        sizes=task.sizes,
     )
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from harness import registry
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.accuracy.calibration.ptq import MetricRequest
 from harness.accuracy.calibration.ranges import cached_ranges
 from harness.accuracy.calibration.usable_ranges import (
+    EMPTY_RANGE,
     Ranges,
     finite_ranges,
     range_warnings,
@@ -35,6 +37,7 @@ from harness.graph.rules.points import explain_no_points
 from harness.progress import Observer
 from harness.records import MAIN_BENCHMARKER
 from harness.results_dir.io import explain_write_errors
+from harness.runtimes.sample_sizes import SampleSizes, make_sample_sizes
 from harness.search_loop.loop import InitialPlacement
 from harness.task_setup.external_tools import (
     PTQ_FUNCTIONS,
@@ -55,7 +58,14 @@ from harness.task_setup.initial_design import (
     load_imported_models,
     load_imported_ranges,
 )
-from harness.task_setup.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
+from harness.task_setup.model_loader import (
+    MIN_OPSET,
+    evaluator_spec,
+    input_types,
+    need_own_sizes,
+    open_model,
+    require_own_sizes,
+)
 from search.space import Placement, Resolved, Space
 
 Facts = Mapping[str, Any]
@@ -91,6 +101,8 @@ class Task:
         cast: Model of `model_file` if it differs from `model`, or None.
         facts: Versions, device and options of the backend: the result of the benchmarker's `describe`.
         feeds: Calibration batches.
+        sizes: Form of the float model with dynamic axes, on which samples of other sizes run; None: all have those of
+            the inputs.
     """
 
     spec: TaskSpec
@@ -114,6 +126,7 @@ class Task:
     facts: Facts = field(default_factory=dict)
     feeds: Iterable[Mapping[str, Array]] = ()
     choices: NumericChoices = DEFAULT_CHOICES
+    sizes: SampleSizes | None = None
 
     def with_benchmarkers(self, benchmarkers: Mapping[str, PluginSpec]) -> Task:
         """Return the task with the backend at its float precisions, the result of `select_float_baseline`.
@@ -213,6 +226,7 @@ def compose_task(
     if not len(space):
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
     feeds = CalibrationBatches(spec.model, model, input_types(model, spec.backend.use))
+    require_own_sizes(spec.model, model, spec.backend, experiment.executor.use)
     imported_ranges = load_imported_ranges(experiment.initial, model)
     if feeds.is_random:
         others = " for tensors that no imported file has a range of" if imported_ranges else ""
@@ -228,6 +242,7 @@ def compose_task(
         source=model.source,
         data=feeds,
         data_key=repr(feeds.cache_key),
+        own_sizes=feeds.own_sizes,
         options={**feeds.ptq_options(dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
         metric=_metric_request(experiment.objective, spec.model, model, work),
     )
@@ -253,6 +268,7 @@ def compose_task(
         ),
         placements={name: placement for each in placements.values() for name, placement in each.items()},
         external_models=external,
+        sizes=task.sizes if experiment.executor.use == "local" else None,
         cache_remarks=(*design.foreign_origin_notes(entries), *notes),
     )
 
@@ -293,7 +309,8 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
     """
     choices = feeds.numeric_choices
     choices.adapt_dialect(runtime.dialect)  # raises before minutes of calibration
-    calibrated = _calibrate_ranges(space, model, model_file, feeds, observer, uncalibrated_abs_max)
+    sizes = _make_sample_sizes(spec.model, model, model_file, feeds)
+    calibrated = _calibrate_ranges(space, model, model_file, feeds, observer, uncalibrated_abs_max, sizes)
     used = {name: pair for name, pair in (known_ranges or {}).items() if name in calibrated}
     known = sum(not channel_tensor(name) for name in used)
     whole = used.keys() - set(map(channel_tensor, used))  # these have one scale in the file
@@ -317,25 +334,53 @@ def calibrate_task(  # noqa: PLR0913 - what, and with what
         facts=runtime.facts,
         feeds=feeds,
         choices=choices,
+        sizes=sizes,
     )
 
 
-def _calibrate_ranges(
+def _make_sample_sizes(
+    spec: ModelSpec, model: Model, model_file: Path, feeds: CalibrationBatches
+) -> SampleSizes | None:
+    """Return the model with dynamic axes if samples need it, or may need it because a metric has data of its own.
+
+    Raises:
+        UserError: Samples need it, and the model cannot be prepared with dynamic axes.
+    """
+    needed = feeds.own_sizes or need_own_sizes(spec, model)
+    own_data = spec.evaluator is not None and "data" not in registry.plugin_signature(
+        "evaluator", spec.evaluator.use
+    ).parameters  # fmt: skip
+    if model.origin is None or not (needed or own_data):
+        return None
+    try:
+        return make_sample_sizes(model, model_file)
+    except UserError as error:
+        if not needed:
+            return None
+        raise UserError(
+            f"samples of other sizes need the dynamic axes of the model; pad or cut them: {error}"
+        ) from error
+
+
+def _calibrate_ranges(  # noqa: PLR0913 - what, and with what
     space: Space,
     model: Model,
     model_file: Path,
     feeds: CalibrationBatches,
     observer: Observer,
     uncalibrated_abs_max: float,
+    sizes: SampleSizes | None,
 ) -> Ranges:
     tensors = {e.tensor for d in space.dimensions for e in d.edges if e.tensor not in model.constants}
+    absent = tensors - sizes.tensors if sizes is not None and feeds.own_sizes else set()
+    tensors -= absent
     if not tensors:
-        return {}
+        return dict.fromkeys(absent, EMPTY_RANGE)
     try:
         with observer.work(f"calibrate {model.source}", feeds.count) as step:
             ranges = cached_ranges(
                 feeds.cache_key,
-                model_file,
+                sizes.dynamic if sizes is not None and feeds.own_sizes else model_file,
                 sorted(tensors),
                 feeds,
                 channels=depthwise_inputs(model) if feeds.numeric_choices.depthwise == "channel" else None,
@@ -349,6 +394,7 @@ def _calibrate_ranges(
             f"{model.source}: every scale is {uncalibrated_abs_max / 127:g}, for the calibration cannot run it: {error}"
         )
         return dict.fromkeys(tensors, (-uncalibrated_abs_max, uncalibrated_abs_max))
+    ranges = {**ranges, **dict.fromkeys(absent, EMPTY_RANGE)}
     for remark in range_warnings(ranges):
         observer.say(f"{model.source}: {remark}")
     return ranges

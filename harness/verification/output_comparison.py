@@ -172,6 +172,7 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
     precision: str = "f32",
     skipped: Collection[str] = (),
     exact: Collection[str] = (),
+    groups: Sequence[object] = (),
     most_db: float = MAX_REQUIRED_SQNR_DB,
     whole: bool = False,
 ) -> OutputCheck:
@@ -185,12 +186,14 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
         precision: Float precision of the runtime, such as "f32"; see `min_sqnr_db`.
         skipped: Names of outputs that are not compared.
         exact: Names of outputs that no Q/DQ pair of the file changes.
+        groups: Shapes of the inputs by sample; an output is compared if its shape depends on nothing else. (): all
+            samples have the same.
         most_db: Highest SQNR that is required, in dB.
         whole: Compare whole outputs, even if their slices differ in scale.
     """
     least = min_sqnr_db(precision)
     checks = []
-    for name, masks in _finite_masks(floats, skipped, file).items():
+    for name, masks in _finite_masks(floats, skipped, file, groups).items():
         float_samples, file_samples, engine_samples = (
             _masked_samples(outputs, name, masks) for outputs in (floats, file, engine)
         )
@@ -214,11 +217,17 @@ def compare_with_file(  # noqa: PLR0913 - four sets of outputs, and what limits 
     return _worst_output(checks, file, skipped)
 
 
-def compare_float(floats: Outputs, engine: Outputs, precision: str, skipped: Collection[str] = ()) -> OutputCheck:
+def compare_float(
+    floats: Outputs,
+    engine: Outputs,
+    precision: str,
+    skipped: Collection[str] = (),
+    groups: Sequence[object] = (),
+) -> OutputCheck:
     """Return the check of the float model's engine against ONNX Runtime; see `compare_with_file` for the arguments."""
     least = min_sqnr_db(precision)
     checks = []
-    for name, masks in _finite_masks(floats, skipped, floats).items():
+    for name, masks in _finite_masks(floats, skipped, floats, groups).items():
         float_samples, engine_samples = _masked_samples(floats, name, masks), _masked_samples(engine, name, masks)
         for part in split_output([array for array in float_samples if array is not None]) or (None,):
             engine_db = _mean_sqnr_db(float_samples, engine_samples, part)
@@ -239,6 +248,7 @@ class Comparison:
     engine_float: Outputs | None
     precision: str
     skipped: frozenset[str]
+    groups: Sequence[object]
     reference: Callable[[Path], Outputs | Failed]
     engine: Callable[[Path], Outputs | Failed]
 
@@ -252,6 +262,7 @@ class Comparison:
         engine = require_outputs(self.engine(path), "the engine")
         exact = frozenset() if path.suffix == IR_SUFFIX else find_exact_outputs(path)
         limits: dict[str, Any] = {"precision": self.precision, "skipped": self.skipped, "exact": exact}
+        limits["groups"] = self.groups
         return compare_with_file(self.floats, file, engine, self.engine_float, **limits)
 
 
@@ -290,7 +301,9 @@ def _worst_output(checks: Sequence[tuple[float, OutputCheck]], file: Outputs, sk
     return not_checked(f"no output of floating type{names}")
 
 
-def _finite_masks(floats: Outputs, skipped: Collection[str], file: Outputs) -> dict[str, list[Array]]:
+def _finite_masks(
+    floats: Outputs, skipped: Collection[str], file: Outputs, groups: Sequence[object]
+) -> dict[str, list[Array]]:
     """Return for each comparable output and each sample a mask of the values that are finite in model and file."""
     masks_by_output = {}
     for name, array in floats[0].items():
@@ -301,7 +314,12 @@ def _finite_masks(floats: Outputs, skipped: Collection[str], file: Outputs) -> d
             for first, second in zip(floats, file, strict=True)
             if name in first and name in second
         ]
-        if len(pairs) == len(floats) and {a.shape for pair in pairs for a in pair} == {array.shape}:
+        if len(pairs) < len(floats):
+            continue
+        shapes = {
+            (group, a.shape) for group, pair in zip(groups or [()] * len(pairs), pairs, strict=True) for a in pair
+        }
+        if len(shapes) == len(set(groups) or {()}):
             masks = [
                 (np.abs(first) < OVERFLOW_MAGNITUDE) & (np.abs(second) < OVERFLOW_MAGNITUDE) for first, second in pairs
             ]

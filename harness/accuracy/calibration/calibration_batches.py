@@ -53,7 +53,8 @@ class CalibrationBatches:
             self.fingerprint = "random feeds 1"
         else:
             dataset = open_data(spec.calibration.data, spec.base_dir, self.settings.samples, spread=spread)
-            self._batches = make_batches(dataset, self._preprocess, self._types)
+            axes = None if spread or model.origin is None else model.origin.axes
+            self._batches = make_batches(dataset, self._preprocess, self._types, axes=axes)
             self.description = pluralize(len(dataset), "sample")
             self.fingerprint = dataset.fingerprint
             if spread:
@@ -67,6 +68,11 @@ class CalibrationBatches:
     def count(self) -> int:
         """Return the number of batches."""
         return len(self._batches)
+
+    @property
+    def own_sizes(self) -> bool:
+        """Return whether a batch has other sizes than the inputs of the model."""
+        return self._batches.own_sizes
 
     def __iter__(self) -> Iterator[Mapping[str, Array]]:
         return iter(self._batches)

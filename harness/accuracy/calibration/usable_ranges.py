@@ -76,7 +76,8 @@ def range_warnings(ranges: Ranges) -> tuple[str, ...]:
     said = []
     if unseen:
         said.append(
-            f"behind plug-in operators, which calibration cannot run, so they stay float: {format_names(unseen)}"
+            "behind plug-in operators, which calibration cannot run, or not there at the sizes of the samples, so they "
+            f"stay float: {format_names(unseen)}"
         )
     if broken:
         said.append(f"NaN, infinite or huge on calibration data, so they stay float: {format_names(broken)}")

@@ -22,6 +22,8 @@ from harness.paths import resolve_path
 UNNAMED_ARRAY = ""
 """Name of the array of a `.npy` file, which is for the only input of a model."""
 MAX_ARRAY_BYTES = 8 * 2**30
+Header = tuple[tuple[int, ...], bool, "np.dtype[Any]"]
+"""Shape, whether in column order, and type of an array."""
 RowSelector = Callable[[int], Sequence[int]]
 """Function of the number of samples that returns the ascending indices of those to read."""
 SubsetSelector = Callable[[Sequence[int]], Sequence[int]]
@@ -33,13 +35,15 @@ class ArrayDataset:
     """Model inputs by name, the samples along the first axis.
 
     Attributes:
-        arrays: Arrays by the name of the input.
+        arrays: Arrays by the name of the input. If samples differ in shape, the array has the type object and one
+            dimension, and its elements are the arrays of the samples.
         fingerprint: Digest of the specification, the file and the labels.
         source: Name of the file for messages.
-        labels: One row for each sample; None: no labels.
+        labels: One row for each sample, in the form of `arrays`; None: no labels.
         rows: Row in the file of each sample.
         total: Number of rows of the file.
         available: Number of samples before a limit was applied; None: unknown.
+        files: Name of the file and row in it of each row, if `source` is a folder.
     """
 
     arrays: Mapping[str, Array]
@@ -49,18 +53,23 @@ class ArrayDataset:
     rows: Sequence[int] = ()
     total: int = 0
     available: int | None = None
+    files: Sequence[tuple[str, int]] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def sample_name(self, i: int) -> str:
         """Return the name of sample i for messages."""
-        return f"row {self.rows[i]}"
+        if not self.files:
+            return f"row {self.rows[i]}"
+        name, row = self.files[self.rows[i]]
+        return f"row {row} of {name}"
 
 
 def array_names(path: Path) -> frozenset[str]:
-    """Return the names of the arrays of a `.npz` file; empty if there is no such file or it cannot be read."""
+    """Return the names of the arrays of a `.npz` file, or of the first one of a folder; empty if none can be read."""
     try:
+        path = next(iter(array_files(path, "npz")), path) if path.is_dir() else path
         if not path.is_file():
             return frozenset()
         with zipfile.ZipFile(path) as archive:
@@ -69,15 +78,20 @@ def array_names(path: Path) -> frozenset[str]:
         return frozenset()
 
 
-def read_sample_shapes(spec: Mapping[str, Any], base: Path | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of one sample of each array of a data mapping's file, by name; empty if it cannot be read."""
+def read_sample_shapes(
+    spec: Mapping[str, Any], base: Path | None = None, pick: Callable[[int, int], int] = max
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of one sample of each array of a data mapping's file, by name; empty if it cannot be read.
+
+    Samples in a folder may differ in shape; `pick` chooses between two sizes of an axis.
+    """
     try:
         path = resolve_path(read_text_key(spec, "path"), base)
-        if path.suffix == ".npy":
-            with path.open("rb") as file:
-                return {UNNAMED_ARRAY: _read_header(file)[0][1:]}
-        with zipfile.ZipFile(path) as archive:
-            return {name.removesuffix(".npy"): _read_header(archive.open(name))[0][1:] for name in archive.namelist()}
+        found: dict[str, tuple[int, ...]] = {}
+        for file in array_files(path, str(spec.get("use"))) if path.is_dir() else (path,):
+            for name, (shape, _, _) in _read_headers(file).items():
+                found[name] = tuple(map(pick, found.get(name, shape[1:]), shape[1:]))
+        return found
     except (
         UserError,
         OSError,
@@ -86,6 +100,26 @@ def read_sample_shapes(spec: Mapping[str, Any], base: Path | None = None) -> dic
         zipfile.BadZipFile,
     ):  # damaged; `read_arrays` reports it
         return {}
+
+
+def _read_headers(path: Path) -> dict[str, Header]:
+    if path.suffix == ".npy":
+        with path.open("rb") as file:
+            return {UNNAMED_ARRAY: _read_header(file)}
+    with zipfile.ZipFile(path) as archive:
+        return {name.removesuffix(".npy"): _read_header(archive.open(name)) for name in archive.namelist()}
+
+
+def array_files(folder: Path, kind: str) -> list[Path]:
+    """Return the `.npz` or `.npy` files (`kind` without the dot) of a folder in the order of their names."""
+    return sorted(path for path in folder.iterdir() if path.suffix == f".{kind}")
+
+
+def array_kind(path: Path) -> str:
+    """Return the kind of data of a file, the suffix, or of a folder: "npz", "npy", or "" without such a file."""
+    if not path.is_dir():
+        return path.suffix.removeprefix(".")
+    return next((kind for kind in ("npz", "npy") if array_files(path, kind)), "")
 
 
 def is_array_data(data: object) -> bool:
@@ -107,8 +141,10 @@ def open_arrays(
         UserError: The file or its labels are invalid, or the selection is beyond the end.
     """
     path = resolve_path(read_text_key(spec, "path"), base)
-    if path.suffix != f".{spec['use']}":
-        raise UserError(f"data.path: use: {spec['use']} takes a .{spec['use']} file, but got {path.name}")
+    files = array_files(path, spec["use"]) if path.is_dir() else ()
+    if not files and path.suffix != f".{spec['use']}":
+        kind = f"a .{spec['use']} file" + " or a folder of them" * path.is_dir()
+        raise UserError(f"data.path: use: {spec['use']} takes {kind}, but got {path.name}")
     available: Sequence[int] = ()
 
     def choose(total: int) -> Sequence[int]:
@@ -116,7 +152,7 @@ def open_arrays(
         available = select_rows(spec, [f"row {i}" for i in range(total)], path.name)
         return cut(available)
 
-    found = read_arrays(path, choose)
+    found = _read_folder(path, files, choose) if files else read_arrays(path, choose)
     digest = hashlib.sha256(canonical_json(spec) + found.fingerprint.encode())
     if spec.get("labels") is not None:
         name = read_text_key(spec, "labels")
@@ -131,6 +167,55 @@ def open_arrays(
             found = replace(found, labels=rows[list(found.rows)])
             digest.update(file.read_bytes())
     return replace(found, fingerprint=digest.hexdigest(), available=len(available))
+
+
+def _read_folder(folder: Path, files: Sequence[Path], choose: RowSelector) -> ArrayDataset:
+    """Read some samples of the files of a folder, whose samples may differ in shape.
+
+    Raises:
+        UserError: A file is invalid, or has other arrays, types or numbers of dimensions than the first one.
+    """
+    by_file: dict[Path, list[int]] = {}
+    places: list[tuple[str, int]] = []
+    for file in files:
+        with _translate_read_errors(file):
+            count = _check_lengths(file, {name: header[0] for name, header in _read_headers(file).items()})
+        places += [(file.name, row) for row in range(count)]
+    rows = choose(len(places))
+    for name, row in (places[row] for row in rows):
+        by_file.setdefault(folder / name, []).append(row)
+    samples: dict[str, list[Array]] = {}
+    names, first = hashlib.sha256(), dict[str, tuple[Any, int]]()
+    for file, own_rows in by_file.items():
+        part = read_arrays(file, lambda _, own_rows=own_rows: own_rows)  # type: ignore[misc]
+        own = {name: (array.dtype, array.ndim) for name, array in part.arrays.items()}
+        if own != (first := first or own):
+            shown = [", ".join(f"{n!r} of {t} with {d} axes" for n, (t, d) in each.items()) for each in (own, first)]
+            raise UserError(
+                f"{file}: the files of a folder have equal names, types and numbers of axes, but this one has "
+                f"{shown[0]}, and {next(iter(by_file)).name} has {shown[1]}"
+            )
+        names.update(f"{file.name}\0{part.fingerprint}\n".encode())
+        for name, array in part.arrays.items():
+            samples.setdefault(name, []).extend(np.array(array))  # a mapped file would stay open
+    return ArrayDataset(
+        arrays={name: stack_samples(arrays) for name, arrays in samples.items()},
+        fingerprint=names.hexdigest(),
+        source=str(folder),
+        rows=rows,
+        total=len(places),
+        files=places,
+    )
+
+
+def stack_samples(samples: Sequence[Array]) -> Array:
+    """Return samples as an array, which has the type object and the samples as elements if they differ in shape."""
+    if len({sample.shape for sample in samples}) == 1:
+        return np.stack(samples)
+    found = np.empty(len(samples), object)
+    for i, sample in enumerate(samples):  # NumPy would broadcast a list
+        found[i] = sample
+    return found
 
 
 def _label_path(name: str, base: Path | None, data: ArrayDataset) -> Path:
@@ -263,9 +348,6 @@ def _unpack_arrays(path: Path, choose: RowSelector) -> tuple[dict[str, Array], s
             found[name] = rows[_select_within_span(chosen)]
     sums = "".join(f"{member.filename}\0{member.CRC}\n" for member in members)
     return found, hashlib.sha256(sums.encode()).hexdigest()
-
-
-Header = tuple[tuple[int, ...], bool, "np.dtype[Any]"]
 
 
 def _read_header(file: IO[bytes]) -> Header:

@@ -22,6 +22,7 @@ from harness.accuracy.data.preprocess import (
 )
 from harness.api import Array
 from harness.errors import UserError, suggest_names
+from harness.graph.passes.dimension_sizes import Axes
 from harness.random_inputs import InputTypes, check_types, random_feed
 from harness.text import pluralize
 
@@ -39,12 +40,14 @@ class InputBatches:
         make: Function that returns the batch with an index.
         size: Number of samples in a batch.
         batch_label: Function that returns the name of a batch for messages: a file, or the images.
+        own_sizes: Whether a batch has other sizes than the inputs of the model.
     """
 
     count: int
     make: Callable[[int], dict[str, Array]]
     size: int = 1
     batch_label: Callable[[int], str] = field(default=lambda _: "")
+    own_sizes: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -156,14 +159,20 @@ def make_batches(
     preprocess: str | Mapping[str, Any] | None,
     inputs: InputTypes,
     count: int | None = None,
+    axes: Mapping[str, Axes | None] | None = None,
 ) -> InputBatches:
     """Return model inputs in batches of the model's batch size; the last sample is repeated in the last batch.
+
+    Arrays whose samples have other sizes than the inputs give batches of one sample at its own sizes, where the axes
+    are dynamic.
 
     Args:
         data: Images, or arrays for all inputs.
         preprocess: Preprocessing of images, by name or as `{use: NAME, params: {...}, layout: ...}`; not for arrays.
         inputs: Element type and shape of each input of the model.
         count: Maximum number of samples; None: all.
+        axes: Declared dimensions of each input in the original file, see `harness.graph.model.DynamicOriginal`; None:
+            all are fixed.
 
     Raises:
         UserError: Images have no valid preprocessing or the model has several inputs, or arrays do not match the inputs
@@ -173,7 +182,7 @@ def make_batches(
     if total == 1:
         logger.warning("there is one sample: other samples may leave its ranges, and have other outputs; give more")
     if isinstance(data, ArrayDataset):
-        return make_array_batches(data, inputs, total)
+        return make_array_batches(data, inputs, total, axes)
     if preprocess is None:
         raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
     name = image_input(inputs)
@@ -191,7 +200,9 @@ def make_batches(
     return InputBatches(count=-(-total // batch), make=make, size=batch, batch_label=label)
 
 
-def make_array_batches(data: ArrayDataset, inputs: InputTypes, total: int) -> InputBatches:
+def make_array_batches(
+    data: ArrayDataset, inputs: InputTypes, total: int, axes: Mapping[str, Axes | None] | None = None
+) -> InputBatches:
     """Return batches of the first `total` samples of arrays; see `make_batches`, also for errors."""
     if UNNAMED_ARRAY in data.arrays:
         if len(inputs) > 1:
@@ -201,17 +212,17 @@ def make_array_batches(data: ArrayDataset, inputs: InputTypes, total: int) -> In
             )
         data = replace(data, arrays=dict.fromkeys(inputs, data.arrays[UNNAMED_ARRAY]))
     arrays = data.arrays
-    for name in arrays:
-        if name not in inputs:
-            remedy = f"an array of labels is named by 'labels: {name}' next to its path"
-            if data.labels is not None:
-                remedy = "the labels are read from elsewhere: leave it out of the file, or give it the name of an input"
-            raise UserError(f"{data.source}: the model has no input {name!r}; {suggest_names(name, inputs)}; {remedy}")
+    _check_names(data, inputs)
     dtypes = check_types(inputs)
     for name, dtype in dtypes.items():
         if name not in arrays:
             raise UserError(f"{data.source}: there is no array for the input {name!r}")
         _check_type(data, name, dtype)
+    fixed = {name: inputs[name][1] for name in dtypes}
+    if _have_own_sizes(arrays, fixed, axes):
+        return _make_single_batches(
+            data, dtypes, [_own_shapes(data, i, fixed, axes or {}) for i in range(total)], fixed
+        )
     sizes = {name: _batch_size(data, name, inputs[name][1]) for name in dtypes}
     if len(set(sizes.values())) > 1:
         raise UserError(
@@ -226,8 +237,85 @@ def make_array_batches(data: ArrayDataset, inputs: InputTypes, total: int) -> In
     return InputBatches(count=-(-total // batch), make=make, size=batch, batch_label=lambda _: data.source)
 
 
+def _check_names(data: ArrayDataset, inputs: InputTypes) -> None:
+    for name in data.arrays:
+        if name not in inputs:
+            remedy = f"an array of labels is named by 'labels: {name}' next to its path"
+            if data.labels is not None:
+                remedy = "the labels are read from elsewhere: leave it out of the file, or give it the name of an input"
+            raise UserError(f"{data.source}: the model has no input {name!r}; {suggest_names(name, inputs)}; {remedy}")
+
+
+def _have_own_sizes(
+    arrays: Mapping[str, Array], fixed: Mapping[str, tuple[int, ...]], axes: Mapping[str, Axes | None] | None
+) -> bool:
+    """Return whether samples differ in shape, or from an input that has dynamic axes."""
+    if any(array.dtype.hasobject for array in arrays.values()):
+        return True
+    return bool(axes) and any(arrays[n].shape[1:] not in (fixed[n], fixed[n][1:]) for n in fixed)
+
+
+def _make_single_batches(
+    data: ArrayDataset,
+    dtypes: Mapping[str, np.dtype[Any]],
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    fixed: Mapping[str, tuple[int, ...]],
+) -> InputBatches:
+    """Return a batch for each sample, with the given shapes of the inputs; `fixed` are those of the model."""
+
+    def make(i: int) -> dict[str, Array]:
+        own = {name: np.asarray(data.arrays[name][i]) for name in dtypes}
+        return {name: array.astype(dtypes[name], copy=False).reshape(shapes[i][name]) for name, array in own.items()}
+
+    return InputBatches(
+        count=len(shapes),
+        make=make,
+        batch_label=lambda i: f"{data.source}, {data.sample_name(i)}",
+        own_sizes=any(shape != fixed for shape in shapes),
+    )
+
+
+def _own_shapes(
+    data: ArrayDataset, i: int, inputs: Mapping[str, tuple[int, ...]], axes: Mapping[str, Axes | None]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the inputs for one sample alone.
+
+    Raises:
+        UserError: The sample has another size than a fixed axis, or two sizes for one symbol.
+    """
+    found, symbols = {}, dict[str, tuple[int, str]]()
+    for name, fixed in inputs.items():
+        where = f"{data.source}: {data.sample_name(i)}"
+        own = data.arrays[name][i].shape
+        shape = own if len(own) == len(fixed) else (1, *own)
+        if len(shape) != len(fixed):
+            raise UserError(
+                f"{where}: array {name!r} is {_format_dimensions(own)}, but the input takes "
+                f"{_format_dimensions(fixed)}, the batch first"
+            )
+        for axis, (size, known) in enumerate(zip(shape, fixed, strict=True)):
+            declared = axes.get(name, fixed)
+            symbol = None if declared is None else declared[axis]
+            if isinstance(symbol, int) and size != known:
+                one = "samples of different sizes are run one at a time" if axis == 0 and size == 1 else ""
+                raise UserError(
+                    f"{where}: array {name!r} has {size} in axis {axis} of the input, which the model fixes to {known}"
+                    f"{one and f' ({one})'}; pad or cut the samples to {_format_dimensions(fixed)}, or export the "
+                    "model with this axis dynamic"
+                )
+            other, first = symbols.setdefault(symbol, (size, name)) if isinstance(symbol, str) else (size, name)
+            if other != size:
+                raise UserError(
+                    f"{where}: array {name!r} has {size} in axis {axis}, but array {first!r} has {other} of the same "
+                    f"dimension {symbol!r}; the arrays of a sample have one size of it"
+                )
+        found[name] = shape
+    return found
+
+
 def _check_type(data: ArrayDataset, name: str, dtype: np.dtype[Any]) -> None:
     array = data.arrays[name]
+    array = array[0] if array.dtype.hasobject else array
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise UserError(f"{data.source}: array {name!r} holds {array.dtype}, but the input takes {dtype}")
     if array.dtype.kind in "iu" and dtype.kind == "f":

@@ -11,7 +11,8 @@ Labels of images are a `.json` file in COCO's form or a `.txt` file with lines "
 that the file lists, in its order. Without labels they are all images of the folder, by name. `masks` is a folder of PNG
 files (`harness.accuracy.data.masks`). `classes` lists the names of the model's classes in the order of its outputs;
 without it they are the categories of the labels by ascending id. An `.npz` file has one array per input of the model,
-the samples along the first axis; a `.npy` file is for a model with one input. `labels` of arrays are the name of an
+the samples along the first axis; a `.npy` file is for a model with one input. `path` may be a folder of such files,
+whose samples may differ in shape. `labels` of arrays are the name of an
 array in the `.npz` file, or a `.npy`, `.npz`, `.csv` or `.txt` file with one row per sample.
 
 `start` and `count` select a part of the samples, and `half` one half of this part: "search" to choose placements, or

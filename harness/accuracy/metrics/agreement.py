@@ -18,6 +18,7 @@ from harness.accuracy.metrics.base import PreparedArrays, PreparedImages, open_s
 from harness.accuracy.metrics.closeness import open_reference, write_reference
 from harness.api import Accuracy, Infer
 from harness.errors import EvaluationFailed, UserError
+from harness.graph.passes.dimension_sizes import Axes
 from harness.random_inputs import InputTypes
 
 MIN_OVERLAP = 0.5
@@ -41,6 +42,7 @@ class FloatAgreement:
         output: Name of the output with the logits of a classifier; not needed if there is one output.
         min_score: Boxes with a lower score are ignored.
         base: Set by the harness: folder that relative paths start from.
+        axes: Set by the harness: declared dimensions of each input of a model with dynamic axes.
 
     Raises:
         UserError: An argument is invalid.
@@ -59,8 +61,9 @@ class FloatAgreement:
         output: str | None = None,
         min_score: float = 0.3,
         base: Path | None = None,
+        axes: Mapping[str, Axes | None] | None = None,
     ) -> None:
-        self.samples = open_samples(data, preprocess, inputs, base)
+        self.samples = open_samples(data, preprocess, inputs, base, axes)
         self._reference, self._output, self._min_score = Path(reference), output, min_score
         self._decode = None if decode is None else _open_decoder(decode)
         if decode is not None and isinstance(self.samples, PreparedArrays):

@@ -20,6 +20,7 @@ from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
+from harness.graph.passes.dimension_sizes import Axes
 from harness.random_inputs import InputTypes
 from harness.timing.workers.inference import infer_all
 
@@ -31,7 +32,8 @@ def evaluator_params(use: str, params: Mapping[str, Any], supplied: Mapping[str,
     """Return the parameters of an evaluator: those of the experiment, and those that the harness supplies.
 
     An evaluator receives the parameters of `supplied` that its constructor names. The harness offers `input_name` and
-    `input_shape` (of the image input), `inputs` (ONNX type in lower case and shape of every input), `reference` (path
+    `input_shape` (of the image input), `inputs` (ONNX type in lower case and shape of every input), `axes` (declared
+    dimensions of every input of a model with dynamic axes: a size, a symbol or None), `reference` (path
     for the outputs of the float model, one per evaluator), `base` (folder of the experiment) and, for a random model,
     `random_outputs` (names of the outputs that change from run to run).
 
@@ -159,14 +161,21 @@ class PreparedArrays:
         data: A mapping for `harness.accuracy.data.arrays.open_arrays`.
         inputs: Element type and shape of each input of the model.
         base: Folder that relative paths start from; None: the working folder.
+        axes: Declared dimensions of each input, see `harness.accuracy.data.batching.make_batches`.
 
     Raises:
         UserError: The data are invalid or do not fit the inputs.
     """
 
-    def __init__(self, data: Mapping[str, Any], inputs: InputTypes, base: Path | None = None) -> None:
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        inputs: InputTypes,
+        base: Path | None = None,
+        axes: Mapping[str, Axes | None] | None = None,
+    ) -> None:
         self.data: ArrayDataset = open_arrays(data, base)
-        self._batches = make_batches(self.data, None, inputs)
+        self._batches = make_batches(self.data, None, inputs, axes=axes)
         self.fingerprint = self.data.fingerprint
 
     @property
@@ -193,6 +202,7 @@ def open_samples(
     preprocess: str | Mapping[str, Any] | None,
     inputs: InputTypes,
     base: Path | None = None,
+    axes: Mapping[str, Axes | None] | None = None,
 ) -> PreparedImages | PreparedArrays:
     """Open labelled data for an evaluator: images with a preprocessing, or arrays.
 
@@ -201,12 +211,13 @@ def open_samples(
         preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
         inputs: Element type and shape of each input of the model.
         base: Folder that relative paths start from.
+        axes: Declared dimensions of each input, see `harness.accuracy.data.batching.make_batches`.
 
     Raises:
         UserError: An argument is invalid, or the data do not fit the inputs.
     """
     if is_array_data(data):
-        return PreparedArrays(data, inputs, base)
+        return PreparedArrays(data, inputs, base, axes)
     if not isinstance(data, Mapping):
         raise UserError(f"data: a mapping such as {{use: npz, path: data.npz, labels: y}}, but got {data!r}")
     if preprocess is None:

@@ -15,6 +15,7 @@ from harness.accuracy.metrics.base import open_samples, select_output, select_ou
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
+from harness.graph.passes.dimension_sizes import Axes
 from harness.random_inputs import InputTypes
 
 SHIFTED_SHARE = 0.5
@@ -34,6 +35,7 @@ class Top1:
         output: Name of the output with the logits; not needed if there is one output.
         base: Set by the harness: folder that relative paths start from.
         inputs: Set by the harness: ONNX type in lower case and shape of each input.
+        axes: Set by the harness: declared dimensions of each input of a model with dynamic axes.
 
     Raises:
         UserError: An argument is invalid, or there are no class labels.
@@ -51,9 +53,10 @@ class Top1:
         output: str | None = None,
         base: Path | None = None,
         inputs: InputTypes | None = None,
+        axes: Mapping[str, Axes | None] | None = None,
     ) -> None:
         types = inputs or {input_name: ("float", tuple(input_shape))}
-        self.images = open_samples(data, preprocess, types, base)
+        self.images = open_samples(data, preprocess, types, base, axes)
         self.fingerprint = self.images.fingerprint
         self.labels = _sample_classes(self.images.data.labels, self.metric, is_array_data(data))
         self._output = output
@@ -165,6 +168,11 @@ def _sample_classes(labels: Array | None, metric: str, arrays: bool) -> list[int
     if labels is None:
         images, rows = "a .txt file with lines 'FILENAME CLASS'", "an array of the .npz file, by its name, or a file"
         raise UserError(f"{metric}: data.labels: classes are needed, from {rows if arrays else images}")
+    if labels.dtype.hasobject:
+        raise UserError(
+            f"{metric}: data.labels: one class a sample, but the rows differ in shape; score labels of every position "
+            "by a function of your own (evaluator metric)"
+        )
     flat = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if flat.ndim != 1:
         raise UserError(

@@ -14,6 +14,7 @@ from harness import registry
 from harness.accuracy.metrics.base import open_samples, select_output
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
+from harness.graph.passes.dimension_sizes import Axes
 from harness.random_inputs import InputTypes
 
 
@@ -21,6 +22,7 @@ class Metric:
     """Metric that a Python function `(outputs, labels)` computes; higher is better (`Loss`: lower is better).
 
     The function receives the outputs of all samples, joined along the first axis, and their labels, one row per sample.
+    Outputs, or labels, of different shapes are a list with an array for each sample.
     It returns one number, or one number per sample: then the metric is their mean and has a confidence interval.
 
     Args:
@@ -30,6 +32,7 @@ class Metric:
         preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
         output: Name of the output that the function receives. None: the only output, or a mapping of all by name.
         base: Set by the harness: folder that relative paths start from.
+        axes: Set by the harness: declared dimensions of each input of a model with dynamic axes.
 
     Raises:
         UserError: An argument is invalid, or the data have no labels.
@@ -38,7 +41,7 @@ class Metric:
     metric = "metric"
     higher_is_better = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one option, one parameter
         self,
         data: Mapping[str, Any],
         function: str,
@@ -46,12 +49,13 @@ class Metric:
         preprocess: str | Mapping[str, Any] | None = None,
         output: str | None = None,
         base: Path | None = None,
+        axes: Mapping[str, Axes | None] | None = None,
     ) -> None:
         self._name, self._output = function, output
         if ":" not in function:
             raise UserError(f"{self.metric}: function: a name of the form module:function, but got {function!r}")
         self._function: Any = registry.load_plugin("function", function)
-        self.samples = open_samples(data, preprocess, inputs, base)
+        self.samples = open_samples(data, preprocess, inputs, base, axes)
         if self.samples.data.labels is None:
             raise UserError(f"{self.metric}: data.labels: labels are needed, one row for each sample")
         self.fingerprint = f"{self.samples.fingerprint} {function} {source_digest(self._function)}"
@@ -83,10 +87,16 @@ class Metric:
         return Accuracy(metrics={self.metric: float(found.mean())}, per_item=per_item)
 
     def _evaluate_function(self, rows: Sequence[Mapping[str, Array]]) -> Any:
-        joined: Any = {name: np.concatenate([np.atleast_1d(row[name]) for row in rows]) for name in rows[0]}
+        joined: Any = {name: _join([np.atleast_1d(row[name]) for row in rows]) for name in rows[0]}
         if self._output is not None or len(joined) == 1:
             joined = select_output(joined, self._output, f"{self.metric}: output")
-        return self._function(joined, self.samples.data.labels)
+        labels = self.samples.data.labels
+        return self._function(joined, list(labels) if labels is not None and labels.dtype.hasobject else labels)
+
+
+def _join(outputs: Sequence[Array]) -> Array | Sequence[Array]:
+    """Return outputs joined along the first axis, or as they are if their other axes differ."""
+    return np.concatenate(outputs) if len({output.shape[1:] for output in outputs}) == 1 else outputs
 
 
 class Loss(Metric):

@@ -27,6 +27,7 @@ from harness.accuracy.metrics.intervals import encode_evidence
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.api import Accuracy, Array, Infer
 from harness.errors import EvaluationFailed, UserError
+from harness.graph.passes.dimension_sizes import Axes
 from harness.random_inputs import random_feeds
 from harness.text import format_names
 from harness.timing.workers.inference import infer_all
@@ -57,6 +58,7 @@ class Fidelity:
         sqnr_only: Whether to compute only sqnr_db, which takes less time.
         base: Set by the harness: folder that relative paths start from.
         random_outputs: Set by the harness: outputs that change from run to run, which are not compared.
+        axes: Set by the harness: declared dimensions of each input of a model with dynamic axes.
 
     Raises:
         UserError: An argument is invalid, or the data do not fit the inputs of the model.
@@ -75,6 +77,7 @@ class Fidelity:
         base: Path | None = None,
         sqnr_only: bool = False,
         random_outputs: Sequence[str] = (),
+        axes: Mapping[str, Axes | None] | None = None,
     ) -> None:
         if samples is not None and samples < 1:
             raise UserError(f"fidelity: samples: a whole number from 1, but got {samples}")
@@ -87,7 +90,7 @@ class Fidelity:
         facts: list[Any] = [FIGURES_VERSION, samples if data is not None else self._samples, list(self._inputs.items())]
         if data is not None:
             opened = open_data(data, base, samples)
-            self._batches = make_batches(opened, preprocess, self._inputs)
+            self._batches = make_batches(opened, preprocess, self._inputs, axes=axes)
             facts += [opened.fingerprint, None if preprocess is None else preprocess_fingerprint(preprocess)]
         if self._random:
             facts.append(sorted(self._random))

@@ -244,8 +244,8 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "Quantization": {
         "--quant_type": {"choices": QUANT_TYPES, "default": "int8", "help": _DEFAULT},
         "--calibration_data --calibration": {
-            "help": ".npz file with an array for each input, samples first; .npy for one input; all samples count "
-            "(default: random data)"
+            "help": ".npz file with an array for each input, samples first; .npy for one input; all samples count; "
+            "in qdq autotune also a folder of such files, with samples of different length (default: random data)"
         },
         "--calibration_samples": {
             "type": int,
@@ -273,7 +273,10 @@ _FLAGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "metavar": "POINTS",
             "help": "largest loss of the metric in points (0.5 is 0.005): the run is that of qdq run, with recovery",
         },
-        "--test_data": {"metavar": "FILE", "help": ".npz file with labelled samples for --max_drop"},
+        "--test_data": {
+            "metavar": "FILE",
+            "help": ".npz file, or folder of them, of labelled samples for --max_drop",
+        },
         "--test_labels": {"default": "labels", "help": f"array of --test_data with the labels {_DEFAULT}"},
         "--metric": {"default": "top1", "help": f"evaluator, see qdq list {_DEFAULT}"},
     },

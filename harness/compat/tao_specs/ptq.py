@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from harness.accuracy.data.arrays import array_kind
 from harness.compat.tao_specs.dataset import calibration_feeds, open_calibration_data, sample_shapes
 from harness.compat.tao_specs.layers import PRESETS, describe_defaults, match_skip_names
 from harness.compat.tao_specs.model_file import ShapeOptionNames, name_write_errors, open_onnx_file, static_inputs
@@ -75,10 +76,10 @@ def run_ptq(given: Sequence[str]) -> QuantizationResult | list[str]:
     target = _output_path(options, path)
     place = options.calibration_data
     if place is not None and Path(place).is_dir():
-        raise UserError(
-            f"--calibration_data: a .npy or an .npz file, but {place} is a folder; "
-            f"'qdq calib-data {place} -o calib.npy --preprocess NAME' writes one from it"
-        )
+        remedy = f"'qdq calib-data {place} -o calib.npy --preprocess NAME' writes one from its images"
+        if array_kind(Path(place)):
+            remedy = "ModelOpt takes samples of one size: pad or cut them, or use qdq insert for others"
+        raise UserError(f"--calibration_data: a .npy or an .npz file, but {place} is a folder; {remedy}")
     dataset = DatasetSection(calibration_data=place, samples=None)  # all samples, as ModelOpt's command
     data = open_calibration_data(dataset, Path.cwd(), "--calibration_data")
     types = static_inputs(

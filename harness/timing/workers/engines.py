@@ -49,6 +49,7 @@ class WorkerSpec:
         evaluators: Evaluators by name, constructed at the first use.
         reference: File of the float model, if candidates may be timed in turns with it; None: without a reference.
         adapt: Function that replaces each benchmarker, for instance by one for several shapes; it can be pickled.
+        sizes: Function that replaces each benchmarker, before `adapt`, by one that runs samples at their own sizes.
         concurrent_scoring: Whether evaluators may use all cores, because nothing is timed at the same time.
         kills: Number of consecutive calls during which a worker was killed, by digest of the candidate and method, for
             all workers of this specification.
@@ -60,6 +61,7 @@ class WorkerSpec:
     evaluators: Mapping[str, PluginSpec] = field(default_factory=dict)
     reference: Path | None = None
     adapt: Callable[[Benchmarker], Benchmarker] | None = None
+    sizes: Callable[[Benchmarker], Benchmarker] | None = None
     concurrent_scoring: bool = True
     kills: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
     lock_waits: list[float] = field(default_factory=list, compare=False, repr=False)

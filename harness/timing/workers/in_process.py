@@ -105,8 +105,8 @@ class InProcess(Engines):
         for name, plugin in spec.benchmarkers.items():
             require_timing(plugin.use, self._plain[name])
         self._benchmarkers = self._plain
-        if spec.adapt is not None:
-            self._benchmarkers = {name: spec.adapt(each) for name, each in self._plain.items()}
+        for adapt in filter(None, (spec.sizes, spec.adapt)):
+            self._benchmarkers = {name: adapt(each) for name, each in self._benchmarkers.items()}
         self._spec = spec
         self._scorer = Scorer(spec.evaluators)
         self._engines: dict[int, _OpenEngine] = {}

@@ -262,9 +262,10 @@ def test_arrays_and_batches_become_files(samples, shapes, tmp_path):
 @pytest.mark.parametrize(
     ("samples", "facts"),
     [
-        ([{"x": np.zeros((2, 6, 4))}, {"x": np.zeros((1, 5, 4))}], ("sample 3", "'x'", "5 x 4", "6 x 4", "pad or cut")),
-        ([np.zeros((1, 6)), np.zeros((1, 5))], ("sample 2", "is 5", "is 6", "pad or cut")),
-        ({"x": [np.zeros((6, 4)), np.zeros((5, 4))]}, ("sample 2", "'x'", "5 x 4", "6 x 4", "pad or cut")),
+        ([{"x": np.zeros((2, 6, 4))}, {"x": np.zeros((5, 4))}], ("batch 2", "'x'", "5 x 4", "6 x 4", "pad or cut")),
+        ([[np.zeros(6), np.zeros(5)]], ("sample 2", "is 5", "is 6", "pad or cut")),
+        ({"x": [np.zeros((6, 4)), np.zeros(5)]}, ("batch 2", "'x'", "is 1 x 5", "1 x 6 x 4", "pad or cut")),
+        ({"x": [np.zeros(6), np.zeros(5)], "y": np.zeros((3, 2))}, ("'x': 2", "'y': 3")),
         ([{"x": np.zeros((1, 6))}, {"y": np.zeros((1, 6))}], ("batch 2", "'y'", "'x'")),
         ([np.float32(1), np.float32(2)], ("single number",)),
         ({"x": [None, None]}, ("'x'", "objects")),
@@ -275,6 +276,25 @@ def test_samples_that_do_not_fit_together_are_refused_by_name(samples, facts, tm
     with pytest.raises(UserError) as refused:
         data_mapping(samples, tmp_path / "calibration")
     assert all(fact in str(refused.value) for fact in ("calibration: ", *facts))
+
+
+@pytest.mark.parametrize(
+    ("samples", "use", "shapes"),
+    [
+        ([{"x": np.zeros((2, 6, 4))}, {"x": np.zeros((1, 5, 4))}], "npz", [(2, 6, 4), (1, 5, 4)]),
+        ([np.zeros((1, 6)), np.zeros((1, 5))], "npy", [(1, 6), (1, 5)]),
+        ({"x": [np.zeros((6, 4)), np.zeros((5, 4))]}, "npz", [(1, 6, 4), (1, 5, 4)]),
+        ({"x": [[1, 2, 3], [4, 5]]}, "npz", [(1, 3), (1, 2)]),
+    ],
+)
+def test_batches_of_different_shapes_become_a_folder_of_files(samples, use, shapes, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "older.npz").touch()
+    data = data_mapping(samples, tmp_path / "data")
+    assert data == {"use": use, "path": str(tmp_path / "data")}
+    found = [np.load(path) for path in sorted((tmp_path / "data").iterdir())]
+    assert [(array if use == "npy" else array["x"]).shape for array in found] == shapes
+    assert data_mapping(tmp_path / "data", tmp_path / "other") == data
 
 
 def test_data_mappings_and_file_paths_are_kept(tmp_path):

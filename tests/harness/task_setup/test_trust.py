@@ -155,7 +155,7 @@ TEXT_PARAMS = {
     },
     "evaluator": {
         "data", "preprocess", "decode", "function", "reference", "inputs", "output", "base", "input_name",
-        "random_outputs",
+        "random_outputs", "axes",
     },
     "searcher": {"members", "searcher", "params", "strategy", "optimizer", "sampler", "method"},
     "external searcher": {"qdq_baseline"},

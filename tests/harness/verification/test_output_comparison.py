@@ -469,3 +469,17 @@ def test_autotune_delivers_no_wrong_model(folder, tmp_path, monkeypatch, capsys)
     assert "DequantizeLinear" in made_by.values(), "the next right one"
     assert "left out" in (tmp_path / "out" / "logs" / "final.log").read_text()
     assert list((tmp_path / "out" / "wrong_result").glob("*.onnx"))
+
+
+def test_outputs_whose_shape_follows_that_of_the_inputs_are_compared():
+    """Without groups of samples, a shape that differs between them is one that depends on values."""
+    rng = np.random.default_rng(0)
+    floats = [{"y": rng.standard_normal((1, n, 4)).astype(np.float32)} for n in (3, 5, 3)]
+    groups = [sample["y"].shape for sample in floats]
+    for db, verdict in ((50, "right"), (10, "wrong result")):
+        engine = noisy(rng, floats, db)
+        assert compare_with_file(floats, noisy(rng, floats, 40), engine, groups=groups).verdict == verdict
+        assert compare_float(floats, engine, "f32", groups=groups).verdict == verdict
+        assert compare_float(floats, engine, "f32").verdict == "not checked"
+    other = [floats[0], floats[1], {"y": floats[2]["y"][:, :2]}]
+    assert compare_float(other, other, "f32", groups=groups).verdict == "not checked"
