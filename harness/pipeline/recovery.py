@@ -332,7 +332,7 @@ def _known_model(facts: Mapping[str, Any] | None, trial: Evaluation) -> WarmStar
 def _read_known(running: TaskRun) -> dict[str, dict[str, Any]]:
     """Return the records of placements whose files still exist, by digest."""
     path = running.folder / RECOVERY_FILE
-    known = read_json(path)["placements"] if path.exists() else {}
+    known = read_json(path, {"placements": {}})["placements"]
     found = {}
     for digest, facts in known.items():
         file = running.task.work / "recovered" / facts.get("file", "")
@@ -348,6 +348,6 @@ def _read_known(running: TaskRun) -> dict[str, dict[str, Any]]:
 def _write_known(running: TaskRun, digest: str, facts: Mapping[str, Any]) -> None:
     path = running.folder / RECOVERY_FILE
     finite = {key: value for key, value in facts.items() if not isinstance(value, float) or math.isfinite(value)}
-    placements = {**(read_json(path)["placements"] if path.exists() else {}), digest: finite}
+    placements = {**read_json(path, {"placements": {}})["placements"], digest: finite}
     estimated = estimate_recorded_losses(placements)
     write_record(path, {"schema": SCHEMA_VERSION, "placements": placements, "estimated_losses": estimated})

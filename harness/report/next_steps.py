@@ -27,8 +27,7 @@ from harness.report.report_table import frame_rows
 from harness.report.table_spec import Row, is_missing
 from harness.report.tables.main import wrong_result_rows
 from harness.report.tables.notes import limit_reached, without_vnni
-from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, FLOAT_ROW
-from harness.results_dir.io import read_json
+from harness.results_dir.artifacts import DYNAMIC_MODEL_SUFFIX, FLOAT_ROW, read_dynamic_axes
 from harness.results_dir.phases import SEARCH_SHARE
 from harness.search_loop.search_log import SearchLog
 from harness.statistics import Interval
@@ -65,7 +64,7 @@ def _kept(task: TaskResults, row: Row) -> tuple[bool, bool, float, float, float]
     is_float = row["method"] == FLOAT_ROW
     fixed = not is_float and task.rows[row["row"]].choices is None
     loss = 0.0 if is_missing(row["drop"]) else float(row["drop"])
-    no_axes = dynamic_axes_facts(task, row["row"]).get("file") is None
+    no_axes = read_dynamic_axes(task.folder).get(row["row"], {}).get("file") is None
     return no_axes, fixed, 0 if is_float else row["pairs"] or math.inf, loss, -row["speedup"]
 
 
@@ -216,18 +215,11 @@ def _format_change(row: Row, *, higher_is_better: bool) -> str:
 
 def _dynamic_axes_note(task: TaskResults, row: str, file: Path) -> str:
     """Return the result of the check of dynamic axes, with the model named as the file next to `file`."""
-    note = str(dynamic_axes_facts(task, row).get("remark") or "")
+    note = read_dynamic_axes(task.folder).get(row, {}).get("remark") or ""
     written, _, _ = note.partition(": ")
     summary = written if " keeps " in written else note
     named = summary.replace(row + DYNAMIC_MODEL_SUFFIX, file.stem + DYNAMIC_MODEL_SUFFIX)
     return f"; {named}" if note else ""
-
-
-def dynamic_axes_facts(task: TaskResults, row: str) -> dict[str, Any]:
-    """Return the record of a row's form with dynamic axes; empty without one."""
-    path = task.folder / DYNAMIC_AXES_FILE
-    found: dict[str, Any] = (read_json(path) if path.exists() else {}).get(row, {})
-    return found
 
 
 def describe_next_steps(results: Results, main: pd.DataFrame, base: Path | None = None) -> Iterator[str]:

@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from harness.api import Candidate
 from harness.errors import UserError
-from harness.records import MAIN_BENCHMARKER, from_json
-from harness.results_dir.io import read_json
+from harness.records import MAIN_BENCHMARKER, first_problem, from_json
+from harness.results_dir.io import DamagedFile, read_json
 from harness.text import MAX_FILE_NAME_CHARS, shorten
 from search.space import Placement, Space, edges_digest
 
 FLOAT_ROW = "float"
 #: Record by row of the file with the dynamic axes of the original model, or of the reason why there is none.
 DYNAMIC_AXES_FILE = "dynamic.json"
+_DYNAMIC_AXES = TypeAdapter(dict[str, dict[str, str | None]])
 DYNAMIC_MODEL_SUFFIX = ".dynamic.onnx"  # of an exported model with dynamic axes
 #: Recovered placements of a task with their steps and gains.
 RECOVERY_FILE = "recovery.json"
@@ -148,6 +149,19 @@ class FinalistSet:
             edges=resolved,
             source=lambda: self.folder / "models" / row.file,
         )
+
+
+def read_dynamic_axes(folder: Path) -> dict[str, dict[str, str | None]]:
+    """Return the records of `DYNAMIC_AXES_FILE` by row id; empty without the file.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    path = folder / DYNAMIC_AXES_FILE
+    try:
+        return _DYNAMIC_AXES.validate_python(read_json(path, {}))
+    except ValidationError as error:
+        raise DamagedFile(path, f"damaged ({first_problem(error)})") from error
 
 
 def read_finalists(folder: Path) -> tuple[tuple[ExportedModel, ...], tuple[Choice, ...]]:

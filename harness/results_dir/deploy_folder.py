@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harness.errors import UserError
 from harness.records import first_problem
 from harness.results_dir.io import file_sha256, read_json
+from harness.untrusted import read_text
 
 SHIP_FOLDER = "ship"
 FACTS_FILE, MANIFEST_FILE, REPORT_FILE, SCRIPT_FILE = "ship.json", "SHA256SUMS", "report.md", "deploy.py"
-MAX_MANIFEST_BYTES = 100_000
 
 
 class StoredFacts(BaseModel):
@@ -131,17 +131,16 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 def _recorded_digests(folder: Path) -> dict[str, str]:
     path = folder / MANIFEST_FILE
-    try:
-        if not _is_regular(path) or path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"no regular file of at most {MAX_MANIFEST_BYTES} bytes")
-        *lines, rest = path.read_bytes().decode().split("\n")
-        found = [re.fullmatch(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]*)", line) for line in lines]
-        recorded = {each[2]: each[1] for each in found if each is not None}
-        if rest or len(recorded) < len(lines) or len({name.lower() for name in recorded}) < len(lines):
-            raise ValueError("a line is damaged, or two lines have the same name")
-        return recorded
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no manifest of a folder to deploy ({error})") from error
+    if path.is_symlink():
+        raise UserError(f"{path}: no manifest of a folder to deploy (a link)")
+    text = read_text(path, "a manifest of a folder to deploy")
+    lines = re.findall(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]*)\n", text)
+    whole = sum(len(digest) + len(name) + 3 for digest, name in lines) == len(text)
+    if not whole or len({name.lower() for _, name in lines}) < len(lines):
+        raise UserError(
+            f"{path}: no manifest of a folder to deploy (a line is damaged, or two lines have the same name)"
+        )
+    return {name: digest for digest, name in lines}
 
 
 def is_bundle(path: Path) -> bool:

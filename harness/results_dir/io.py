@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -76,12 +76,18 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read a JSON object.
+
+    Args:
+        missing: Result if there is no file; None: an error. A link to nothing is an error too.
 
     Raises:
         DamagedFile: The file is damaged.
+        UserError: It cannot be read.
     """
+    if missing is not None and not os.path.lexists(path):
+        return dict(missing)
     try:
         body = parse_json(remove_checksum(read_bounded(path)))
     except ValueError as error:

@@ -228,7 +228,7 @@ def check_journal(path: Path) -> None:
     header, task = read_header(path), path.parents[1] / "task.json"
     if header is None:
         return
-    fingerprint, facts = header.get("fingerprint") or {}, read_json(task) if task.exists() else {}
+    fingerprint, facts = header.get("fingerprint") or {}, read_json(task, {})
     if not (isinstance(fingerprint, dict) and isinstance(facts, dict)):
         raise _damage(path, 1, "damaged: its fingerprint, or that of the task, is no mapping")
     shared = {key: facts[key] for key in facts.keys() & fingerprint.keys()}

@@ -37,8 +37,8 @@ from harness.untrusted import check_parsed_size, open_regular, parse_json
 
 COMPRESSED_SUFFIX = ".gz"
 CHAINED_SCHEMA = 3  # of headers; files of schema 2 are not chained
-MAX_LINE_BYTES = 32 * 2**20  # several readings of each of 100,000 inferences, and the accuracy of as many images
-MAX_PARSED_LINE_BYTES = 64 * 2**20
+#: Of a parsed line: several readings of each of 100,000 inferences, and the accuracy of as many images.
+MAX_LINE_BYTES = 64 * 2**20
 MAX_UNPACKED_BYTES = 4 * 2**30  # 20 times the journal of 100,000 evaluations; a few kB of gzip may unpack to any size
 _SEAL = re.compile(rb',?"(?:chain":"([0-9a-f]{16})|crc32":"([0-9a-f]{8}))"\}\n?\Z')
 _SEAL_BYTES = 40
@@ -186,7 +186,7 @@ def scan_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     digest: str | None = ""
     for number, raw in enumerate(_whole_lines(shown), 1):
         try:
-            check_parsed_size(raw, MAX_PARSED_LINE_BYTES)
+            check_parsed_size(raw, MAX_LINE_BYTES)
             body, digest = _unseal(raw, digest)
             if number == 1:
                 _check_header(body, path, is_chained=digest is not None)

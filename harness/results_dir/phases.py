@@ -56,9 +56,6 @@ class PhaseClock:
 
 def read_phases(folder: Path) -> Mapping[str, float]:
     """Return the seconds of each phase in their order; empty without a valid record."""
-    path = folder / PHASES_FILE
-    phases = read_json(path) if path.exists() else {}
-    valid = isinstance(phases, dict) and all(
-        isinstance(value, int | float) and 0 <= value < math.inf for value in phases.values()
-    )
+    phases = read_json(folder / PHASES_FILE, {})
+    valid = all(isinstance(value, int | float) and 0 <= value < math.inf for value in phases.values())
     return phases if valid else {}

@@ -28,6 +28,7 @@ from harness.results_dir.io import append_line, truncate_partial_line
 from harness.search_loop.loop import TrialEvent
 from harness.search_loop.objective import Goal
 from harness.statistics import median_ci
+from harness.untrusted import parse_json
 from search.space import Space
 
 OPTUNA_JOURNAL_NAME = "optuna.journal"
@@ -84,7 +85,7 @@ def _read_studies(path: Path) -> tuple[list[str], Counter[int]]:
             if (trial := _TRIAL.match(raw)) is not None:
                 trials[int(trial[1])] += 1
                 continue
-            log = json.loads(raw)
+            log = parse_json(raw)
             if log["op_code"] == _CREATE_STUDY and log["study_name"] not in names:
                 names.append(log["study_name"])
             elif log["op_code"] == _DELETE_STUDY:

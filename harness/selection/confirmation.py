@@ -117,7 +117,7 @@ def read_noise_floor(folder: Path) -> float:
         UserError: The file is damaged, or its floor is not a number of at least 0.
     """
     path = folder / NOISE_FLOOR_FILE_NAME
-    floor = read_json(path).get("noise_floor", 0.0) if path.exists() else 0.0
+    floor = read_json(path, {}).get("noise_floor", 0.0)
     if not isinstance(floor, int | float) or not 0 <= floor < math.inf:
         raise UserError(f"{path}: noise_floor: a number of at least 0, but got {floor!r}; remove the file to repeat it")
     return float(floor)

@@ -14,9 +14,9 @@ from harness.report.frames.confirmation import valid_turns
 from harness.report.load.results import Results, TaskResults
 from harness.report.load.stored_experiment import StoredExperiment
 from harness.report.load.task_files import exported
-from harness.report.next_steps import answer_row, best_row, dynamic_axes_facts, format_answer, format_float, row_runtime
+from harness.report.next_steps import answer_row, best_row, format_answer, format_float, row_runtime
 from harness.report.table_spec import Row, is_missing
-from harness.results_dir.artifacts import FLOAT_ROW
+from harness.results_dir.artifacts import FLOAT_ROW, read_dynamic_axes
 from harness.results_dir.deploy_folder import SHIP_FOLDER
 from harness.shipping.bundle import Shipment, remove_bundle, shipment_facts, write_bundle
 from harness.shipping.deploy_script import find_target
@@ -92,7 +92,7 @@ def _row_facts(task: TaskResults, row: Row, results: Results, main: pd.DataFrame
             "ranges": facts.get("ranges"),
         },
         model={"source": facts["source"], "sha256": facts["model_sha256"]},
-        dynamic_remark=str(dynamic_axes_facts(task, row["row"]).get("remark", "")),
+        dynamic_remark=read_dynamic_axes(task.folder).get(row["row"], {}).get("remark") or "",
         experiment=experiment_excerpt(results.stored, task.name),
     )
 

@@ -187,7 +187,7 @@ def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Ma
 
 def _read_stored_scores(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / ACCURACY_FILE_NAME
-    records = read_json(path) if path.exists() else {}
+    records = read_json(path, {})
     try:
         _SCORES.validate_python(records)
     except ValidationError as error:

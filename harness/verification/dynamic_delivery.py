@@ -16,8 +16,14 @@ from harness.graph.io.files import move_model
 from harness.graph.model import Model
 from harness.graph.protos import find_random_outputs
 from harness.progress import Observer
-from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, DYNAMIC_MODEL_SUFFIX, ExportedModel, FinalistSet
-from harness.results_dir.io import explain_write_errors, read_json
+from harness.results_dir.artifacts import (
+    DYNAMIC_AXES_FILE,
+    DYNAMIC_MODEL_SUFFIX,
+    ExportedModel,
+    FinalistSet,
+    read_dynamic_axes,
+)
+from harness.results_dir.io import explain_write_errors
 from harness.results_dir.manifest import write_record
 from harness.verification.dynamic_check import (
     CHECK_INPUT_COUNT,
@@ -119,7 +125,7 @@ def write_dynamic_rows(
     """
     if model.origin is None:
         return
-    records = {} if not (path := table.folder / DYNAMIC_AXES_FILE).exists() else read_json(path)
+    records: dict[str, dict[str, Any]] = {**read_dynamic_axes(table.folder)}
     rows = [row for row in table.rows if row.pairs and not row.file.endswith(IR_SUFFIX)]
     models = table.folder / "models"
     outdated = {row.id for row in rows if not _is_current(records.get(row.id, {}), row, models)}
@@ -136,7 +142,7 @@ def write_dynamic_rows(
                     "remark": result and result.remark,
                 }
             step.advance()
-    write_record(path, records)
+    write_record(table.folder / DYNAMIC_AXES_FILE, records)
     written = sum(records[row.id]["file"] is not None for row in rows)
     observer.say(
         f"{written} of {len(rows)} quantized models are written with their dynamic axes too: {DYNAMIC_AXES_FILE}"

@@ -361,7 +361,7 @@ def read_checks(folder: Path, rows: Mapping[str, ExportedModel]) -> dict[str, Ou
         UserError: The record cannot be read.
     """
     path = folder / CHECK_FILE_NAME
-    checks: dict[str, Any] = read_json(path)["checks"] if path.exists() else {}
+    checks: dict[str, Any] = read_json(path, {"checks": {}})["checks"]
     return {name: OutputCheck(**checks[row.key]) for name, row in rows.items() if row.key in checks}
 
 

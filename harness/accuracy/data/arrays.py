@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import math
 import zipfile
+from array import array as number_array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +16,13 @@ from typing import IO, Any
 
 import numpy as np
 
+from harness.accuracy.data.labels import MAX_LABEL_BYTES
 from harness.accuracy.data.subsets import canonical_json, read_text_key, select_rows
 from harness.api import Array
 from harness.errors import UserError
 from harness.paths import resolve_path
+from harness.text import shorten
+from harness.untrusted import read_text
 
 UNNAMED_ARRAY = ""
 """Name of the array of a `.npy` file, which is for the only input of a model."""
@@ -255,22 +260,25 @@ def read_rows(path: Path) -> Array:
 
 
 def _read_numbers(path: Path) -> Array:
-    text = path.read_text(encoding="utf-8-sig")
-    lines = list(csv.reader(text.splitlines())) if path.suffix == ".csv" else [row.split() for row in text.splitlines()]
-    rows: list[list[float]] = []
-    for number, line in enumerate(lines, 1):
+    lines = io.StringIO(read_text(path, "labels", MAX_LABEL_BYTES).removeprefix("\ufeff"), newline=None)
+    values, widths = number_array("d"), set[int]()  # a list would take 60 bytes for each number
+    for number, line in enumerate(csv.reader(lines) if path.suffix == ".csv" else map(str.split, lines), 1):
         if not any(cell.strip() for cell in line):
             continue
         try:
-            rows.append([float(cell) for cell in line])
+            values.extend([float(cell) for cell in line])
         except ValueError:
-            if rows or number > 1:
-                raise UserError(f"{path}, line {number}: numbers are needed, but got {','.join(line)!r}") from None
-    widths = {len(row) for row in rows}
+            if widths or number > 1:
+                shown = shorten(",".join(line))
+                raise UserError(f"{path}, line {number}: numbers are needed, but got {shown!r}") from None
+        else:
+            widths.add(len(line))
     if len(widths) != 1:
-        raise UserError(f"{path}: rows of one length are needed, but they have {sorted(widths) or 'no'} numbers")
-    array = np.array(rows)
-    whole = array.astype(np.int64) if np.isfinite(array).all() and (array == np.rint(array)).all() else array
+        raise UserError(
+            f"{path}: rows of one length are needed, but they have {shorten(sorted(widths) or 'no')} numbers"
+        )
+    found = np.array(values).reshape(-1, *widths)
+    whole = found.astype(np.int64) if np.isfinite(found).all() and (found == np.rint(found)).all() else found
     return whole[:, 0] if widths == {1} else whole
 
 

@@ -17,6 +17,7 @@ from harness.untrusted import read_text
 
 MAX_PIXELS = 1e9  # limit of coordinates; no image is larger
 MAX_LABEL_BYTES = 2**30  # those of COCO's training images have 450 MB
+MAX_CLASS_DIGITS = 9
 MAX_ID = 2**63  # pycocotools stores ids as int64
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def _parse_classes(text: str, path: Path) -> LabelFile:
         if not line.strip():
             continue
         file, _, index = line.strip().rpartition(" ")
-        if not file or not index.isascii() or not index.isdecimal():
+        if not file or not index.isascii() or not index.isdecimal() or len(index) > MAX_CLASS_DIGITS:
             raise UserError(f"{path}, line {number}: 'FILENAME CLASS' with a class from 0, but got {line!r}")
         files.append(file.strip())
         classes.append(int(index))

@@ -234,7 +234,7 @@ def read_facts(path: Path) -> EngineFacts | None:
         UserError: The file is damaged, or belongs to another engine.
     """
     file = _facts_path(path)
-    if not file.exists():
+    if not os.path.lexists(file):
         return None
     try:
         body = parse_json(read_bounded(file))

@@ -308,7 +308,7 @@ def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
 
 def _read_recovery(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return the record of each recovered placement by digest, with `estimate` and `estimate_before` if known."""
-    record = read_json(path) if path.exists() else {"placements": {}}
+    record = read_json(path, {"placements": {}})
     validate_record(RecoveryRecord, record)
     estimates, placements = record.get("estimated_losses", {}), dict[str, Mapping[str, Any]]()
     for digest, facts in record["placements"].items():

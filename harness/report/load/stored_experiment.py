@@ -305,7 +305,7 @@ def read_environment(path: Path) -> Mapping[str, Any]:
     Raises:
         UserError: The file is damaged.
     """
-    environment = read_json(path) if path.exists() else {}
+    environment = read_json(path, {})
     read_or_explain(path, lambda: validate_record(Environment, environment))
     return environment
 

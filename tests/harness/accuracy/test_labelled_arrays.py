@@ -111,7 +111,7 @@ def test_labels_that_count_from_1_are_refused(folder):
         (two("x", "inputs.npz"), "one class a sample"),
         (two("halves.csv", "inputs.npz"), "whole numbers from 0"),
         (two("labels.json", "inputs.npz"), "a .npy, .npz, .csv or .txt file"),
-        (two("binary.csv", "inputs.npz"), "binary.csv: cannot be read as labels"),
+        (two("binary.csv", "inputs.npz"), "binary.csv: this is not text"),
         (two("two.npz", "inputs.npz"), "holds x, mask, y; labels are a file with one array"),
         (two("ragged.txt", "inputs.npz"), "rows of one length are needed, but they have [1, 2] numbers"),
         (two("empty.csv", "inputs.npz"), "but they have no numbers"),

@@ -15,13 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 from stored import JOURNAL_HEADER, write_lines
 
+from harness.accuracy.data.arrays import read_rows
+from harness.accuracy.data.labels import read_labels
+from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
 from harness.config.plan import plan_tasks
 from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
 from harness.report.load.stored_experiment import read_environment
-from harness.results_dir.deploy_folder import read_bundle
+from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes
+from harness.results_dir.deploy_folder import MANIFEST_FILE, read_bundle
 from harness.results_dir.io import add_checksum
 from harness.results_dir.journal import read_journal
 from harness.results_dir.manifest import read_manifest
@@ -98,20 +102,20 @@ def turn_log(folder: Path) -> Reader:
     return lambda: read_comparison(folder / "t.jsonl")
 
 
-def yaml(read: Callable[[Path], object], text: str) -> Callable[[Path], Reader]:
+def text(name: str, read: Callable[[Path], object], content: str) -> Callable[[Path], Reader]:
     def make(folder: Path) -> Reader:
-        (folder / "f.yaml").write_text(text)
-        return lambda: read(folder / "f.yaml")
-
-    return make
-
-
-def record(name: str, read: Callable[[Path], object], body: str) -> Callable[[Path], Reader]:
-    def make(folder: Path) -> Reader:
-        (folder / name).write_text(add_checksum(body))
+        (folder / name).write_text(content)
         return lambda: read(folder / name)
 
     return make
+
+
+def yaml(read: Callable[[Path], object], content: str) -> Callable[[Path], Reader]:
+    return text("f.yaml", read, content)
+
+
+def record(name: str, read: Callable[[Path], object], body: str) -> Callable[[Path], Reader]:
+    return text(name, read, add_checksum(body))
 
 
 def shipped(folder: Path) -> Reader:
@@ -158,6 +162,17 @@ FILES: dict[str, Callable[[Path], Reader]] = {
     "pattern cache, 16 MB": yaml(read_cache, f"{CACHE}patterns: {repeated('a', 8_000_000)}"),
     "pattern cache, keys": yaml(read_cache, CACHE + "".join(f"k{n}: 1\n" for n in range(149_000))),
     "spec file": yaml(read_spec, "quantize:\n" + "".join(f"  k{n}: 1\n" for n in range(49_000))),
+    "spec file, levels": yaml(read_spec, "quantize: " + "[" * 100_000 + "]" * 100_000),
+    "spec file, aliases": yaml(read_spec, "quantize: [&a [1, 1], " + "*a, " * 50_000 + "]"),
+    "spec file, digits": yaml(read_spec, "quantize: " + "9" * 3_000_000),
+    "state of the autotuner": yaml(
+        lambda path: read_state(path, {}),
+        "kind: qdq autotuner state\nschema: 1\nfacts: {}\npatterns: " + repeated("{}", 290_000),
+    ),
+    "dynamic axes": record(DYNAMIC_AXES_FILE, lambda path: read_dynamic_axes(path.parent), mapping("[]", 90_000)),
+    "manifest to deploy": text(MANIFEST_FILE, lambda path: read_bundle(path.parent), "0" * 64 + "\n" * 2**23),
+    "labels of arrays": text("rows.csv", read_rows, "1\n" * 1_500_000),
+    "label of many digits": text("labels.txt", read_labels, "a.png " + "9" * 100_000),
     "ship facts": shipped,
     "submission": submitted,
 }

@@ -10,12 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.labels import read_labels
+from harness.compat.modelopt_autotune.engine.storage import read_state
+from harness.compat.modelopt_autotune.region_search import get_node_filter_list
+from harness.compat.tao_specs.engine import read_facts
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
 from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
 from harness.report.load.stored_experiment import read_stored_experiment
+from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes
+from harness.results_dir.deploy_folder import MANIFEST_FILE, read_bundle
 from harness.results_dir.io import explain_write_errors, read_json
 from harness.results_dir.journal import Journal, read_journal
 from harness.results_dir.lines import first_line, read_lines
@@ -33,7 +39,20 @@ READERS: dict[str, Callable[[Path], object]] = {
     "opened journal": lambda path: Journal(path, {}),
     "lines": lambda path: list(read_lines(path)),
     "first line": first_line,
+    "state of the autotuner": lambda path: read_state(path, {}),
+    "wildcards": lambda path: get_node_filter_list(str(path)),
+    "numbers": read_rows,
+    "facts of an engine": lambda path: read_facts(path.with_suffix("")),
+    "dynamic axes": lambda path: read_dynamic_axes(path.parent),
+    "manifest to deploy": lambda path: read_bundle(path.parent),
 }
+#: By reader: name of its file if that decides on the kind, or is the only one that it reads.
+NAMES = {
+    "labels": "a.json", "record": "a.json", "sensitivities": "a.json", "numbers": "a.csv",
+    "facts of an engine": "a.json", "dynamic axes": DYNAMIC_AXES_FILE, "manifest to deploy": MANIFEST_FILE,
+}  # fmt: skip
+#: Readers that take a path without a file as a new or an absent one.
+OPTIONAL = ("journal", "opened journal", "first line", "state of the autotuner", "facts of an engine", "dynamic axes")
 
 
 def make_folder(path: Path) -> Path:
@@ -70,15 +89,15 @@ PATHS: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("kind", PATHS)
 @pytest.mark.parametrize("reader", READERS)
 def test_unreadable_path_is_refused_with_the_path(tmp_path, reader, kind):
-    path = PATHS[kind](tmp_path / ("a.json" if reader in ("labels", "record", "sensitivities") else "a.jsonl"))
-    may_be_new = kind in ("below a file", "long name") and reader in ("journal", "opened journal", "first line")
-    with suppress(UserError) if may_be_new else pytest.raises(UserError, match=str(tmp_path)):
+    path = PATHS[kind](tmp_path / NAMES.get(reader, "a.jsonl"))
+    may_be_new = kind in ("below a file", "long name") and reader in OPTIONAL
+    with suppress(UserError, FileNotFoundError) if may_be_new else pytest.raises(UserError, match=str(tmp_path)):
         READERS[reader](path)
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_file_without_permission_is_refused_with_the_path(tmp_path, monkeypatch, reader):
-    path = tmp_path / ("a.json" if reader in ("labels", "record", "sensitivities") else "a.jsonl")
+    path = tmp_path / NAMES.get(reader, "a.jsonl")
     path.write_text("{}\n")
 
     def refuse(file, *_, **__):

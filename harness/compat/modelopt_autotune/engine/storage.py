@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -294,7 +295,7 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:
         FileNotFoundError: The file does not exist.
         AutotunerError: The file is not a state file, is damaged, or has other facts; the text lists them.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         raise FileNotFoundError(path)
     body = read_cache_file(path, "a state of the autotuner")
     remedy = "remove the file to start over, or use another --output_dir"
