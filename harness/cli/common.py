@@ -133,7 +133,7 @@ def study_of(
     dim: Sequence[str] | None,
     **more: Any,
 ) -> StudyTask:
-    """Return the study of a model or of an experiment file, from the options of a command.
+    """Return the study of a model or of an experiment file, from the options of a command; print remarks on it.
 
     The folder of an experiment file is added to `sys.path`, see `add_to_sys_path`.
 
@@ -153,7 +153,9 @@ def study_of(
 
     if Path(model).suffix in (".yaml", ".yml"):
         add_to_sys_path(Path(model).resolve().parent)
-    return make_study(model, backend=backend, params=parse_params(param), **parse_sizes(shape, dim), **more)
+    study = make_study(model, backend=backend, params=parse_params(param), **parse_sizes(shape, dim), **more)
+    print_remarks(study.remarks)
+    return study
 
 
 def backend_spec(backend: str, param: Sequence[str] | None) -> PluginSpec:

@@ -70,7 +70,7 @@ def autotune(context: typer.Context) -> None:
         if options.wait is not None:
             os.environ[WAIT_VARIABLE] = f"{options.wait}"
         config = command_experiment(options)
-        print_remarks(check_experiment(config))
+        print_remarks(check_experiment(config, Path(options.output_dir)))
         with replace_change_advice("--output_dir"):
             run_and_report(config, Path(options.output_dir), anytime=True, as_json=options.json)
         return

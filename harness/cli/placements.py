@@ -189,7 +189,7 @@ def apply(
     changes = calibration_config(calibration, preprocess, samples, method, start)
     with explain_relative_paths(start):
         config = apply_experiment(short_path(find_bundle(result)), model, changes, start, builds=builds)
-        print_remarks(check_experiment(config))
+        print_remarks(check_experiment(config, out))
         check_structure(config)
     with replace_change_advice():
         run_and_report(config, out, as_json=as_json)

@@ -84,10 +84,10 @@ def run(
         raise UserError("--compile: only with --check")
     config = load_experiment(experiment)
     add_to_sys_path(config.base_dir)
-    with prefix_file(experiment):
-        remarks, score_s = check_and_time(config)
-        print_remarks(remarks)
     folder = out or Path("results") / config.experiment
+    with prefix_file(experiment):
+        remarks, score_s = check_and_time(config, None if check or accept_changes else folder)
+        print_remarks(remarks)
     if check:
         _show_plan(experiment, config, folder, score_s, accept_changes)
         if compile_models:
@@ -206,7 +206,7 @@ def reproduce(
     config = load_experiment(file, (base or Path.cwd()).resolve())
     add_to_sys_path(config.base_dir)
     with explain_relative_paths(config.base_dir), prefix_file(file):
-        print_remarks(check_experiment(config))
+        print_remarks(check_experiment(config, again))
 
     def show() -> None:
         show_report(again, ship=True, original=folder, base=base, as_json=as_json)

@@ -126,7 +126,7 @@ def autotune(  # noqa: PLR0913 - one setting, one parameter
     with config.name_arguments("qdq.autotune", {**arguments, "precision": "precision", "seeds": "seed"}):
         experiment = config.autotune_experiment(described, "qdq.autotune", **{**settings, **keys})
     with TerminalProgress() if progress else nullcontext(NullProgress()) as observer:
-        for remark in check_experiment(experiment):
+        for remark in check_experiment(experiment, None if accept_changes else folder):
             observer.say(remark)
         try:
             run_experiment(

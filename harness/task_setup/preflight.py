@@ -47,6 +47,7 @@ from harness.task_setup.initial_design import check_files
 from harness.task_setup.methods import is_external_searcher
 from harness.task_setup.model_checks import COMPILED_DIALECTS, offered_precisions
 from harness.task_setup.model_loader import calibration_batches, evaluator_spec, input_types, open_model
+from harness.verification.accuracy_store import has_float_score
 from search.api import CONTRACT
 from search.synthetic_problem import synthetic_space
 
@@ -63,13 +64,16 @@ SUPPLIED_PARAMS = ("input_name", "input_shape", "inputs", "reference", "base", "
 """Parameters that the harness supplies to evaluators; see `harness.accuracy.metrics.base.evaluator_params`."""
 
 
-def check_experiment(experiment: Experiment) -> tuple[str, ...]:
+def check_experiment(experiment: Experiment, results: Path | None = None) -> tuple[str, ...]:
     """Run all fast checks of every task, and return remarks; see `check_and_time`."""
-    return check_and_time(experiment)[0]
+    return check_and_time(experiment, results)[0]
 
 
-def check_and_time(experiment: Experiment) -> tuple[tuple[str, ...], Mapping[str, float]]:
+def check_and_time(experiment: Experiment, results: Path | None = None) -> tuple[tuple[str, ...], Mapping[str, float]]:
     """Run all fast checks of every task.
+
+    Args:
+        results: Results folder of a run that continues, which has the scores of float models; they are not scored here.
 
     Returns:
         Remarks on settings that are allowed but may be unintended, one line each. Seconds of a score of the float model
@@ -79,7 +83,8 @@ def check_and_time(experiment: Experiment) -> tuple[tuple[str, ...], Mapping[str
         UserError: A setting cannot be used; the message has a line for each such setting with the allowed values.
     """
     _require_trust(experiment)
-    plan_tasks(experiment)
+    tasks = plan_tasks(experiment)
+    scored = {task.model.name for task in tasks if results is not None and has_float_score(results / task.name)}
     precisions, errors, runs_models = offered_precisions(experiment), ErrorCollector(), False
     for i, method in enumerate(experiment.searchers):
         with errors.collect(), prefix_key(f"searchers.{i}"):
@@ -110,7 +115,8 @@ def check_and_time(experiment: Experiment) -> tuple[tuple[str, ...], Mapping[str
                 _check_model(model, data)
             remarks += _check_objective(experiment.objective, model)
             with prefix_key(f"models.{i}", f"model {model.name!r}"):
-                found, seconds = _inspect_model(model, data, experiment.objective, limits)
+                trial_limits = None if model.name in scored else limits
+                found, seconds = _inspect_model(model, data, experiment.objective, trial_limits)
             remarks += [f"model {model.name!r}: {remark}" for remark in found]
             score_s |= {} if seconds is None else {model.name: seconds}
     errors.raise_all()
@@ -235,7 +241,8 @@ def _inspect_model(
 
     Args:
         objective: Objective, with the bound and the use of halves of the evaluator's data.
-        limits: Limits of the worker that scores the float model; None: no backend runs models, so it is not scored.
+        limits: Limits of the worker that scores the float model; None: it is not scored, as it has a score, or as no
+            backend runs models.
 
     Raises:
         UserError: Shapes or data do not fit the model, or the float model cannot be scored or scores 0.

@@ -35,10 +35,11 @@ SAFE_FOLDER_NAME = re.compile(r"[A-Za-z0-9._=-]{0,60}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyTask:
-    """Task of a study and its experiment."""
+    """Task of a study and its experiment, with remarks on settings that may be unintended."""
 
     experiment: Experiment
     spec: TaskSpec
+    remarks: tuple[str, ...]
 
 
 def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
@@ -86,7 +87,7 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
             {**model, "evaluator": model["evaluator"] or "fidelity"} for model in described["models"]
         ]
     experiment = _parse_experiment(described, experiment.base_dir)
-    check_experiment(experiment)
+    remarks = check_experiment(experiment)
     tasks = plan_tasks(experiment)
     if len(tasks) > 1:
         names = ", ".join(task.name for task in tasks)
@@ -96,7 +97,7 @@ def make_study(  # noqa: PLR0913 - sizes come by input and by symbol
             f"{text}: shape_set: a study times one shape; remove the key, and name the shape by `dims` or `shapes` of "
             "the model"
         )
-    return StudyTask(experiment=experiment, spec=tasks[0])
+    return StudyTask(experiment=experiment, spec=tasks[0], remarks=remarks)
 
 
 def study_name(study: StudyTask, placement: str) -> str:

@@ -185,6 +185,15 @@ def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Ma
     return {row: score for row, score in by_row.items() if score is not None}
 
 
+def has_float_score(folder: Path) -> bool:
+    """Return whether a task has scores; that of the float model is the first.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    return any(score.get("metrics") for score in _read_stored_scores(folder).values())
+
+
 def _read_stored_scores(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / ACCURACY_FILE_NAME
     records = read_json(path, {})

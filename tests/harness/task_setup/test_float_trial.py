@@ -11,15 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
+from harness.cli.main import app
 from harness.config.experiment import Experiment, parse_experiment, to_yaml
+from harness.config.plan import plan_tasks
 from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.progress import NullProgress
+from harness.results_dir.io import write_json
 from harness.results_dir.ownership import check_ownership, owned_results_dir
 from harness.task_setup.accuracy import Scoring, make_scoring
 from harness.task_setup.model_loader import open_model
 from harness.task_setup.preflight import check_and_time, check_experiment
+from harness.task_setup.study_task import make_study
+from harness.verification.accuracy_store import ACCURACY_FILE_NAME
 
 COUNT = 40
 
@@ -69,6 +75,28 @@ def test_a_score_of_0_is_refused_unless_it_is_plausible(folder, wrong, expect, i
         pytest.raises(UserError, match=r"evaluator .*top-1 0 on \d+ of 40.*preprocess") if is_refused else nullcontext()
     ):
         check_experiment(experiment(folder, **({} if expect is None else {"expect": expect})))
+
+
+def test_a_run_that_continues_does_not_repeat_the_trial(folder, monkeypatch):
+    """The score of the float model is in the results folder, where its task was stopped later."""
+    write_labels(folder, COUNT)  # a trial refuses them
+    config, out = experiment(folder), folder / "out"
+    (folder / "e.yaml").write_text(to_yaml(config))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("harness.cli.run.run_and_report", lambda *_, **__: None)
+    command = ["run", "e.yaml", "--out", "out"]
+    refused = CliRunner().invoke(app, command)
+    assert "top-1 0 on" in str(refused.exception)
+    score = {"evaluator": "", "metrics": {"top1": 0.0}, "per_item": [], "evidence": ""}
+    write_json(out / plan_tasks(config)[0].name / ACCURACY_FILE_NAME, {"float": score})
+    assert CliRunner().invoke(app, command, catch_exceptions=False).exit_code == 0
+    for repeated in (["--check"], ["--accept-changes"]):
+        assert CliRunner().invoke(app, [*command, *repeated]).exit_code != 0
+
+
+def test_a_study_keeps_the_remarks_of_the_check(folder):
+    (folder / "study.yaml").write_text(to_yaml(experiment(folder)))
+    assert any("random data is used" in remark for remark in make_study(str(folder / "study.yaml")).remarks)
 
 
 @pytest.mark.parametrize("key", ["evaluator", "calibration"])
