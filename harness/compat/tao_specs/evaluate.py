@@ -15,6 +15,7 @@ from typing import Any
 from harness import registry
 from harness.accuracy.data.batching import image_input, image_size
 from harness.accuracy.data.decode_boxes import suggest_decoder
+from harness.accuracy.data.preprocess import Layout, parse_preprocess
 from harness.accuracy.metrics.base import low_reference_warning
 from harness.api import Accuracy, Candidate, Evaluator, NeedsPreparation
 from harness.compat.tao_specs.dataset import data_keys, labelled_data, map_error_keys
@@ -230,7 +231,9 @@ def _evaluator_use(
         )
     params, preprocess = {"data": data, **use.params}, dataset.preprocess if "images" in data else None
     if "images" in data:
-        layout = suggest_layout(target.inputs, target.outputs)
+        given = params.get("preprocess") if preprocess is None else preprocess.mapping
+        axes = None if given is None else parse_preprocess(given)[2]
+        layout = suggest_layout(target.inputs, target.outputs, axes)
         if preprocess is None and "preprocess" not in params:
             preprocess = PreprocessSpec(use=_require_plugin(layout, "dataset.preprocess", "preprocessing"))
         if use.use == "coco_map":
@@ -241,13 +244,16 @@ def _evaluator_use(
     return complete_evaluator(use.model_copy(update={"params": params}), target.inputs, base, preprocess)
 
 
-def suggest_layout(inputs: InputTypes, outputs: Mapping[str, Dims]) -> str | None:
+def suggest_layout(inputs: InputTypes, outputs: Mapping[str, Dims], axes: Layout | None = None) -> str | None:
     """Return the name that decoder and preprocessing of a detector share, by the shapes of its image input and outputs.
 
     None if the shapes fit no decoder or several.
+
+    Args:
+        axes: Order of the axes of the image input, if the preprocessing states it.
     """
     name = image_input(inputs)
-    return suggest_decoder(outputs, image_size(name, inputs[name][1]))
+    return suggest_decoder(outputs, image_size(name, inputs[name][1], axes))
 
 
 def _require_plugin(name: str | None, key: str, kind: str) -> str:

@@ -363,6 +363,21 @@ def test_a_yolo_of_80_classes_goes_through_every_workflow(tmp_path, coco, data, 
     assert "decode (now 'ultralytics'" in message
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_layout_decides_where_two_axes_have_three_elements(layout, tmp_path):
+    g = GraphBuilder("square")
+    x = g.op("ReduceMean", g.input("images", (1, 3, 8, 3)), axes=[1, 2] if layout == "nhwc" else [2, 3], keepdims=0)
+    g.output(x, name="logits")
+    (tmp_path / "images").mkdir()
+    for i in range(3):
+        size, colour = (8, 3) if layout == "nhwc" else (3, 8), tuple(255 if j == i else 0 for j in range(3))
+        Image.new("RGB", size, colour).save(tmp_path / f"images/{i}.png")
+    (tmp_path / "labels.txt").write_text("".join(f"{i}.png {i}\n" for i in range(3)))
+    text = LABELLED.replace("preprocess: array", f"preprocess: {{use: array, layout: {layout}}}")
+    text = target(text.replace("batch_size: 2", "batch_size: 1"), onnx_file=g.save(tmp_path / "net.onnx"))
+    assert evaluate_spec(text, tmp_path).accuracy.metrics["top1"] == 1.0
+
+
 def test_evaluate_scores_labelled_arrays(tmp_path):
     builder = GraphBuilder("net", seed=1)
     product = builder.op("Mul", builder.input("x", ("N", 8)), builder.input("m", ("N", 8)))
