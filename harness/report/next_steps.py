@@ -34,6 +34,7 @@ from harness.statistics import Interval
 from harness.timing.provenance import format_options
 from harness.verification.output_comparison import wrong_float_remedies, wrong_result_remedies
 
+NEAR_MISS = 1.5  # relative to the bound; a larger loss is not named as a near miss
 MAX_SUGGESTED_DROP_SHARE = 0.1  # relative to the float model's metric; a looser bound than this is not suggested
 
 
@@ -47,17 +48,17 @@ def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
     fastest = next((row for row in able if row["best"]), None)
     if fastest is None:
         return None
-    chosen = min(able, key=lambda row: _kept(task, row))
+    chosen = min(able, key=lambda row: (_kept(task, row), row["row"] != fastest["row"]))
     if chosen["row"] == fastest["row"]:
         return fastest
-    reasons = ("dynamic axes", "a placement", "fewer Q/DQ pairs", "a lower loss", "")
+    reasons = ("dynamic axes", "a placement", "fewer Q/DQ pairs", "a lower loss")
     differs = (one != other for one, other in zip(_kept(task, chosen), _kept(task, fastest), strict=True))
     keeps = next(reason for reason, differ in zip(reasons, differs, strict=True) if differ)
     return {**chosen, "decision": f"{chosen['decision']}: tie with {fastest['method']}, but {keeps}"}
 
 
-def _kept(task: TaskResults, row: Row) -> tuple[bool, bool, float, float, float]:
-    """Return the sort key of a row by what it gives up: dynamic axes, a placement, then Q/DQ pairs, loss and time.
+def _kept(task: TaskResults, row: Row) -> tuple[bool, bool, float, float]:
+    """Return the sort key of a row by what it gives up: dynamic axes, a placement, then Q/DQ pairs and loss.
 
     A tool's file such as `ort_dynamic` has no placement that other commands can change.
     """
@@ -65,7 +66,7 @@ def _kept(task: TaskResults, row: Row) -> tuple[bool, bool, float, float, float]
     fixed = not is_float and task.rows[row["row"]].choices is None
     loss = 0.0 if is_missing(row["drop"]) else float(row["drop"])
     no_axes = read_dynamic_axes(task.folder).get(row["row"], {}).get("file") is None
-    return no_axes, fixed, 0 if is_float else row["pairs"] or math.inf, loss, -row["speedup"]
+    return no_axes, fixed, 0 if is_float else row["pairs"] or math.inf, loss
 
 
 def answer_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
@@ -115,7 +116,7 @@ def describe_answers(results: Results, main: pd.DataFrame, base: Path | None = N
             yield f"{task.name}: {path} is damaged, do not ship it: qdq verify {results.folder} says how to repair it"
             continue
         file = shipped if shipped.exists() and digest_file(shipped) == stored.sha256 else path
-        asked = _other_precision(task, row, main)
+        asked = _other_precision(task, row, main) + _near_miss(task, row, main, reason or "")
         if is_kept:
             where = f" ({file})" if file.exists() else ""
             yield f"{prefix}keep the float model at {format_float(task, row, main)}{where}, because {reason}{asked}"
@@ -149,6 +150,38 @@ def _other_precision(task: TaskResults, answer: Row, main: pd.DataFrame) -> str:
     within = "" if task.allowed is None else ", within the bound"
     speed = f"{fastest['speedup']:.2f}x [{fastest['speedup_low']:.2f}, {fastest['speedup_high']:.2f}]"
     return f"; {str(fastest['precision']).upper()} alone: {speed}{within}; you asked for {own}"
+
+
+def _near_miss(task: TaskResults, answer: Row, main: pd.DataFrame, reason: str) -> str:
+    """Return the fastest row that is faster than the answer and exceeds the bound by little, as text; or "".
+
+    That is a loss of at most `NEAR_MISS` bounds, or one whose interval includes the bound.
+
+    Args:
+        reason: Why no file is the answer; a row that it names is left out.
+    """
+    bound = task.allowed
+    if bound is None:
+        return ""
+    rows = frame_rows(main[main["task"].eq(task.name) & main["status"].eq(RowStatus.INACCURATE)])
+    if not task.facts["backend"].get("float_open", True):
+        rows = [row for row in rows if row["method"] != FLOAT_ROW]
+    near = [
+        row
+        for row in rows
+        if row["verdict"] == "faster"
+        and row["speedup"] > answer["speedup"]
+        and (row["drop"] <= NEAR_MISS * bound or _or_nan(row["drop_low"]) <= bound)
+    ]
+    if not near or f"least: {(best := _fastest_row(near))['method']}," in reason:
+        return ""
+    speed = f"{best['speedup']:.2f}x [{best['speedup_low']:.2f}, {best['speedup_high']:.2f}]"
+    loss = f"{metric_name(task.metric)} {format_drop(_drop_interval(best), task.metric)}"
+    return f"; near miss: {best['method']}, {speed}, loses {loss}, more than the bound {bound:g}"
+
+
+def _drop_interval(row: Row) -> Interval:
+    return Interval(value=row["drop"], low=_or_nan(row["drop_low"]), high=_or_nan(row["drop_high"]))
 
 
 def ship_path(folder: Path, task: str) -> Path:
@@ -340,10 +373,9 @@ def _wrong_result_steps(task: TaskResults) -> Iterator[str]:
 
 def _accuracy_reason(task: TaskResults, rows: Sequence[Row]) -> str:
     least = _least_lossy_row(rows)
-    drop = Interval(value=least["drop"], low=_or_nan(least["drop_low"]), high=_or_nan(least["drop_high"]))
     return (
         f"the faster rows lose more {metric_name(task.metric)} than the bound {task.allowed or 0.0:g} "
-        f"(least: {least['method']}, {least['speedup']:.2f}x, {format_drop(drop, task.metric)}, "
+        f"(least: {least['method']}, {least['speedup']:.2f}x, {format_drop(_drop_interval(least), task.metric)}, "
         f"{task.goal.loss_excess(least['drop']):.2g} too much)"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pandas as pd
 import pytest
@@ -68,6 +69,50 @@ def test_among_ties_the_row_that_keeps_more_is_the_answer(folder, choices, pairs
     row = best_row(task, main_frame(load(folder)))
     assert row["method"] == chosen
     assert ("tie with all" in row["decision"]) == (chosen == "random")
+
+
+def test_ties_that_keep_the_same_end_with_the_fastest(folder):
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
+    write_confirmation(folder / TASK, LATENCY_MS | {"all": 3.99, "aa": 3.99})
+    rows = read_json(folder / TASK / "rows.json")
+    for row in rows["rows"]:
+        row["choices"], row["pairs"] = [1], 5
+    edit_json(folder / TASK / "rows.json", **rows)
+    edit_json(folder / TASK / "accuracy.json", **{"sha of all main": {"metrics": {"top1": 0.79}, "per_item": []}})
+    results = load(folder)
+    for main in (main_frame(results), main_frame(results)[::-1]):
+        assert best_row(results.tasks[0], main)["decision"] == "fastest, no bound on accuracy"
+
+
+@pytest.mark.parametrize(
+    ("bound", "score", "bf16_ms", "answer", "named"),
+    [
+        (0.01, 0.786, 10.0, "take .*2.00x .*random", "all, 4.00x"),
+        (0.01, 0.784, 10.0, "take .*2.00x .*random", ""),
+        (0.01, 0.79, 10.0, "take .*4.00x .*all", ""),
+        (0.008, 0.79, 7.0, "take .*1.14x .*float", "all, 4.00x"),
+        (0.008, 0.789, 10.0, "keep the float model .*least: random", "all, 4.00x"),
+        (0.008, 0.795, 1.0, "take .*8.00x .*float", ""),
+    ],
+)
+def test_a_faster_row_that_misses_the_bound_by_little_is_named(  # noqa: PLR0913 - the cases
+    folder, monkeypatch, bound, score, bf16_ms, answer, named
+):
+    backend = read_json(folder / TASK / "task.json")["backend"]
+    goal = asdict(Goal(metric="top1", reference=0.8, max_drop=bound))
+    edit_json(folder / TASK / "task.json", goal=goal, backend={**backend, "float_open": True})
+    scores = {"sha of all main": {"metrics": {"top1": score}, "per_item": []}}
+    edit_json(folder / TASK / "accuracy.json", **scores)
+    write_confirmation(folder / TASK, LATENCY_MS | {"bb": 12.0, "float-bf16": bf16_ms})
+    results = load(folder)
+    (folder / TASK / "models").mkdir()
+    for row in results.tasks[0].rows.values():
+        (folder / TASK / "models" / row.file).touch()
+    monkeypatch.setattr("harness.report.next_steps.digest_file", lambda path: ANY)
+    (line,) = describe_answers(results, main_frame(results))
+    assert re.match(answer, line)
+    found = re.search(r"; near miss: (\w+, [\d.]+x) .*loses top-1 .*more than the bound ([\d.]+)$", line)
+    assert (found.groups() if found else ("", str(bound))) == (named, str(bound))
 
 
 @pytest.mark.parametrize(("is_open", "bf16_ms"), [(False, 2.0), (False, 9.0), (True, 12.0)])
