@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from harness import registry
 from harness.accuracy.data.arrays import UNNAMED_ARRAY, ArrayDataset
 from harness.accuracy.data.datasets import ImageDataset
 from harness.accuracy.data.preprocess import (
     FloatArray,
+    ImagePreprocessor,
     Layout,
     Prepared,
     RgbImage,
     Size,
-    open_preprocess,
     parse_preprocess,
 )
 from harness.api import Array
@@ -102,7 +103,9 @@ def image_preparer(
     Raises:
         UserError: The preprocessing is invalid, or the input takes no images.
     """
-    opened, layout = open_preprocess(preprocess), image_layout(input_name, shape, parse_preprocess(preprocess)[2])
+    use, params, given = parse_preprocess(preprocess)
+    opened: ImagePreprocessor = registry.create_plugin("preprocessing", use, params)
+    layout = image_layout(input_name, shape, given)
     size = image_size(input_name, shape, layout)
 
     def prepare_channels_last(image: RgbImage) -> Prepared:
