@@ -218,13 +218,15 @@ serve_request({"scoring": scoring}, sys.argv[1])
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_tool_finds_the_plugins_of_the_experiment_only_if_they_are_trusted(model, tmp_path, monkeypatch, trusted):
-    program, folder = tmp_path / "program.py", tmp_path / "experiment"
+    program, folder, working = (tmp_path / name for name in ("program.py", "experiment", "working"))
     program.write_text(EVALUATING_PROGRAM.replace("{programs!r}", repr(str(catalog._PROGRAMS))))
     folder.mkdir()
+    working.mkdir()  # another folder, so that only the import path of the child finds the plug-in
     (folder / "own_metric.py").write_text(PLUGIN)
-    (folder / "offset.txt").write_text("0.25")
-    (folder / "json.py").write_text("raise SystemExit('imported from the working folder')")
-    monkeypatch.chdir(folder)
+    (working / "offset.txt").write_text("0.25")
+    for each in (folder, working):
+        (each / "json.py").write_text("raise SystemExit('imported in place of a standard module')")
+    monkeypatch.chdir(working)
     monkeypatch.setattr(ptq, "TOOLS", {"scoring": PtqTool(modules=(), methods=("minmax",), program=program)})
     monkeypatch.delenv(TRUST_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
