@@ -24,6 +24,11 @@ _LATEX_ESCAPES = str.maketrans(
 _CSV_FORMULA = re.compile(r"\s*([=@]|[+-](?!$|[\d.]+(e[+-]?\d+)?$))")  # a signed number is no formula
 
 
+def short_version(version: object) -> str:
+    """Return a version without the name of its commit; it has only letters, digits, "_" and ".", or nothing."""
+    return re.split(r"[^\w.]", str(version or ""), maxsplit=1)[0]
+
+
 def printable(text: str, keep: str = "") -> str:
     r"""Return text on one line without control, bidirectional and invisible characters (Unicode C*, Z*).
 

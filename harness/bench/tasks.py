@@ -26,6 +26,7 @@ from harness.studies.recorded_landscape import Floats, Landscape
 from harness.studies.replay import read_paths, reading_rng
 from harness.studies.simulated_selection import recorded_duration_s
 from harness.studies.study_file import BudgetStudy, ReplayedSearcher
+from harness.text import short_version
 from search.api import Failure
 from search.space import Placement, Space
 
@@ -166,7 +167,7 @@ def describe_task(name: str) -> dict[str, str]:
     return {
         "task": name,
         "family": settings.family,
-        "runtime": f"{backend['name']} {str(backend['version']).partition('-')[0]}",
+        "runtime": f"{backend['name']} {short_version(backend['version'])}",
         "processor": str(backend["device"]),
         "threads": str(backend.get("options", {}).get("threads", "")),
         "precision": metadata.precision,

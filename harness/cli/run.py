@@ -304,8 +304,9 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
     """
     from harness.results_dir.deploy_folder import read_bundle
     from harness.shipping.bundle import run_bundle
-    from harness.shipping.runtime_comparison import compare_runtimes, short_version
+    from harness.shipping.runtime_comparison import compare_runtimes
     from harness.terminal_progress import TerminalProgress
+    from harness.text import short_version
 
     try:
         facts = read_bundle(folder)
@@ -320,7 +321,8 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
             print_json({"files": "ok", "run": values, "recorded_ms": recorded_ms})
         else:
             echo(f"run: ok: {values['latency_ms']:.3f} ms in one process ({recorded_ms:.3f} ms recorded, not compared)")
-            here, measured = (short_version(each) for each in (values["version"], facts["runtime"].get("version")))
+            versions = (values["version"], facts["runtime"].get("version"))
+            here, measured = (short_version(each) or "unknown" for each in versions)
             if here != measured:
                 echo(
                     f"version: {here}, but the file was measured with {measured}, so speed and outputs may differ; "

@@ -21,6 +21,7 @@ from harness.runtimes.onnxruntime_web.session import WebSession
 from harness.runtimes.openvino import engine_properties
 from harness.runtimes.tensorrt.builder import TIMING_RUNS_PER_TACTIC, weak_typing_flags
 from harness.shipping import deploy_runtime
+from harness.text import short_version
 
 Facts = Mapping[str, Any]
 _IMPORTS = re.compile(r"^(?:import|from) (?!__future__|harness).*$", re.MULTILINE)
@@ -126,7 +127,7 @@ def deploy_script(
         shapes: Shape of each input by the label of the timed shape, if there is a file with dynamic axes.
     """
     graph = read_qdq_graph(model).proto.graph
-    version = "".join(re.findall(r"^[\w.]+", str(facts.get("version", ""))))
+    version = short_version(facts.get("version"))
     reshapes = "shapes" in inspect.signature(target.load).parameters
     values = {
         "MODEL": model.name,

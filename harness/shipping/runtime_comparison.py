@@ -6,7 +6,6 @@ not depend on the values of scales, so these inputs get the scale of another ten
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from harness.results_dir.deploy_folder import read_bundle
 from harness.shipping.bundle import generated_script, run_script
 from harness.shipping.deploy_script import find_target
 from harness.statistics import Interval, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
+from harness.text import short_version
 from harness.timing.workers.locks import timing_lock
 from search.space import Edge
 
@@ -90,7 +90,8 @@ class RuntimeComparison:
 
     def lines(self) -> Iterator[str]:
         """Yield a line with the versions, a line for latency and a line for outputs, with verdicts."""
-        this, other, recorded = (short_version(version) for version in (*self.versions, self.recorded_version))
+        versions = (*self.versions, self.recorded_version)
+        this, other, recorded = (short_version(version) or "unknown" for version in versions)
         remarks = [f"the file was measured with {recorded}"] * (this != recorded)
         remarks += ["the versions are equal"] * (this == other)
         yield "; ".join((f"versions: {this} in this environment, {other} in the other one", *remarks))
@@ -227,11 +228,6 @@ def run_script_in(python: str, script: Path, facts: Mapping[str, Any], *argument
 def _format_ratio(ratio: Interval, digits: int) -> str:
     value, low, high = (f"{each:.{digits}f}" for each in (ratio.value, ratio.low, ratio.high))
     return f"{value}x [{low}, {high}]"
-
-
-def short_version(version: object) -> str:
-    """Return a version without the name of its commit."""
-    return "".join(re.findall(r"^[\w.]+", str(version or ""))) or "unknown"
 
 
 def _read_outputs(path: Path) -> dict[str, Array]:

@@ -26,6 +26,7 @@ from harness.graph.rules.runtime_faults import known_faults
 from harness.records import Failed
 from harness.results_dir.artifacts import ExportedModel
 from harness.results_dir.io import read_json
+from harness.text import short_version
 
 CHECK_FILE_NAME = "runtime_check.json"
 """Name of the record in the folder of a task."""
@@ -117,8 +118,7 @@ class OutputCheck:
             against = "float" if self.file_db is None else f"float, {self.engine_db:.0f} dB from the file"
             nearest = self.engine_db if self.file_db is None else self.file_db
             found = f"{nearest:.0f} dB from {against} (output {self.output!r})"
-        runtime = " ".join(word.partition("-")[0] for word in self.runtime.split(" "))  # without the name of a commit
-        return f"checked in {runtime}: {found}"
+        return f"checked in {' '.join(map(short_version, self.runtime.split(' ')))}: {found}"
 
     def __str__(self) -> str:
         if self.engine_db is None:  # nothing was compared, or the verdict comes from different scores
