@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.calibration.usable_ranges import Ranges
 from harness.accuracy.data.arrays import array_kind
 from harness.accuracy.data.batching import RANDOM_DATA
 from harness.config.experiment import Experiment, parse_experiment
@@ -23,7 +25,12 @@ from harness.errors import UserError, suggest_names
 from harness.graph.io.files import move_model, set_model_aside
 from harness.graph.load import save_to_folder
 from harness.graph.qdq.import_differences import find_differences, summarize_reasons
-from harness.graph.qdq.import_placement import ImportDifference, read_placement, transfer_placement
+from harness.graph.qdq.import_placement import (
+    ImportDifference,
+    ImportedPlacement,
+    read_placement,
+    transfer_placement,
+)
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
@@ -39,6 +46,7 @@ from harness.task_setup.float_baseline import BackendProperties
 from harness.task_setup.initial_design import (
     InitialDesign,
     find_qdq_file,
+    initial_file,
     is_exported,
     load_imported_models,
     load_imported_ranges,
@@ -258,12 +266,13 @@ def insert_placement(
     )
     spec = plan_tasks(experiment)[0]
     with tempfile.TemporaryDirectory(prefix="qdq-insert-") as scratch:
-        task = _calibrated(experiment, spec, dialect, Path(scratch), observer)
+        task, read = _calibrated(experiment, spec, dialect, Path(scratch), observer)
         design = InitialDesign(
             spec=spec,
             space=task.space,
             model=task.model,
             external_models=load_imported_models(experiment.initial),
+            read=read,
             observer=observer,
             facts={"name": backend.use},
         )
@@ -271,7 +280,7 @@ def insert_placement(
         if placed is None:
             raise UserError(f"--placement {placement}: its placement cannot be read back, as said above")
         resolved = task.space.resolve(placed)
-        theirs = None if foreign is None else read_placement(foreign, task.model)
+        theirs = None if foreign is None else read(initial_file(experiment.initial[0]))
         if not resolved and placement != "float":
             if theirs is None:
                 causes = explain_float_products(task.model, dialect, spec.precisions[0])
@@ -279,7 +288,8 @@ def insert_placement(
             else:
                 facts = summarize_reasons(theirs, task.space, dialect)
             raise UserError(f"--placement {placement}: quantizes nothing of {model}, so no file is written{facts}")
-        calibrated_on = _report_ranges(task, resolved, experiment, observer)
+        imported = load_imported_ranges(experiment.initial, read)
+        calibrated_on = _report_ranges(task, resolved, imported, observer)
         result = task.inserter.export(resolved, Path(scratch) / out.name)
         check = not_checked("the run is switched off")
         if run:
@@ -315,23 +325,26 @@ def insert_placement(
         )
 
 
-def _calibrated(experiment: Experiment, spec: TaskSpec, dialect: Dialect, work: Path, observer: Observer) -> Task:
-    """Calibrate a model in a dialect, and return its task; the machine may lack the runtime."""
+def _calibrated(
+    experiment: Experiment, spec: TaskSpec, dialect: Dialect, work: Path, observer: Observer
+) -> tuple[Task, Callable[[Path], ImportedPlacement]]:
+    """Calibrate a model in a dialect, and return its task and the reader of files; the machine may lack the runtime."""
     model = open_model(spec.model, work, max(MIN_OPSET, dialect.opset(spec.precisions)))
     space = build_space(model, dialect, precisions=spec.precisions, sharing=experiment.sharing)
     if not len(space):
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
     feeds = CalibrationBatches(spec.model, model, input_types(model, spec.backend.use))
     runtime = BackendProperties(dialect=dialect, emulated=frozenset(), facts={}, is_in_process=True)
-    file, imported = save_to_folder(model, work), load_imported_ranges(experiment.initial, model)
-    return calibrate_task(
+    file, read = save_to_folder(model, work), cache(partial(read_placement, model=model))
+    imported = load_imported_ranges(experiment.initial, read)
+    task = calibrate_task(
         spec, model, file, space, runtime=runtime, feeds=feeds, observer=observer, known_ranges=imported
     )
+    return task, read
 
 
-def _report_ranges(task: Task, resolved: Resolved, experiment: Experiment, observer: Observer) -> str:
+def _report_ranges(task: Task, resolved: Resolved, imported: Ranges, observer: Observer) -> str:
     """Return the source of the ranges of a placement as text, and report ranges of random data."""
-    imported = load_imported_ranges(experiment.initial, task.model)
     tensors = {edge.tensor for edge, _ in resolved} & task.ranges.keys()
     random = sorted(tensors - imported.keys()) if task.calibrated_on.startswith(RANDOM_DATA) else []
     if random:

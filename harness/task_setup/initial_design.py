@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,7 @@ from harness.graph.passes.static_shapes import copy_with_static_inputs
 from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
 from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.import_differences import find_differences, summarize_differences
-from harness.graph.qdq.import_placement import (
-    import_placement,
-    import_ranges,
-    read_placement,
-    require_pairs,
-    transfer_placement,
-)
+from harness.graph.qdq.import_placement import ImportedPlacement, require_pairs, transfer_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.latency_predictor import propose_fast_placements, runtime_key
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, count_pairs, read_qdq_graph
@@ -112,12 +106,14 @@ def is_exported(path: Path) -> bool:
     return any(NAME_PREFIX in node.output[0] for node in nodes if node.op_type in QDQ_OPS)
 
 
-def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str, tuple[float, float]]:
+def load_imported_ranges(
+    starts: Sequence[PluginSpec], read: Callable[[Path], ImportedPlacement]
+) -> dict[str, tuple[float, float]]:
     """Return the ranges (lowest, highest) by tensor of the files of entries of `initial` with `ranges: true`.
 
     Args:
         starts: Entries of the experiment's key `initial`.
-        model: The float model.
+        read: Reader of the placement of a file.
 
     Raises:
         UserError: A file does not exist or cannot be read.
@@ -125,7 +121,7 @@ def load_imported_ranges(starts: Sequence[PluginSpec], model: Model) -> dict[str
     found: dict[str, tuple[float, float]] = {}
     for start in starts:
         if start.params.get("ranges"):
-            found |= import_ranges(initial_file(start), model)
+            found |= read(initial_file(start)).ranges
     return found
 
 
@@ -151,6 +147,7 @@ class InitialDesign:
 
     Attributes:
         external_models: Models of PTQ tools and imported models, by name.
+        read: Reader of the placement of a file, which keeps what it has read.
         facts: Description of the benchmarker.
     """
 
@@ -158,6 +155,7 @@ class InitialDesign:
     space: Space
     model: Model
     external_models: Mapping[str, ExternalModel]
+    read: Callable[[Path], ImportedPlacement]
     observer: Observer
     facts: Mapping[str, Any]
 
@@ -194,7 +192,7 @@ class InitialDesign:
         if path is None:
             return
         try:
-            yield name, self.space.nearest(import_placement(path, self.model))
+            yield name, self.space.nearest(self.read(path).edges)
         except UserError as error:
             self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
 
@@ -205,7 +203,7 @@ class InitialDesign:
             UserError: The structures of file and model differ, or the space lacks an edge of an exported file.
         """
         if not is_exported(path):
-            return self.space.nearest(import_placement(path, self.model))
+            return self.space.nearest(self.read(path).edges)
         edges = transfer_placement(path, self.model)
         placement = self.space.nearest(edges)
         missing = set(edges.items()).symmetric_difference(self.space.resolve(placement))
@@ -236,7 +234,7 @@ class InitialDesign:
             placed = placements[start.name].get(start.name)
             if start.use not in ("import", "placement") or placed is None or is_exported(initial_file(start)):
                 continue
-            theirs = read_placement(initial_file(start), self.model)
+            theirs = self.read(initial_file(start))
             resolved, ranges = self.space.resolve(placed), bool(start.params.get("ranges"))
             written = QDQGraph(inserter.insert(resolved) if resolved else self.model.proto)
             found = find_differences(theirs, self.space, dialect, resolved, written, ranges=ranges)

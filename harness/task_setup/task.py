@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from harness.errors import UserError
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model, require_all_nodes
+from harness.graph.qdq.import_placement import read_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, channel_tensor, depthwise_inputs
@@ -227,7 +229,8 @@ def compose_task(
         raise UserError(explain_no_points(model, dialect, spec.precisions[0]))
     feeds = CalibrationBatches(spec.model, model, input_types(model, spec.backend.use))
     require_own_sizes(spec.model, model, spec.backend, experiment.executor.use)
-    imported_ranges = load_imported_ranges(experiment.initial, model)
+    read_import = cache(partial(read_placement, model=model))
+    imported_ranges = load_imported_ranges(experiment.initial, read_import)
     if feeds.is_random:
         others = " for tensors that no imported file has a range of" if imported_ranges else ""
         observer.say(
@@ -253,7 +256,13 @@ def compose_task(
     if any(start.use == FULLY_QUANTIZED for start in entries):
         external[FULLY_QUANTIZED] = fully_quantized_symmetric(model, dialect, task.ranges, work, task.space)
     design = InitialDesign(
-        spec=spec, space=task.space, model=model, external_models=external, observer=observer, facts=facts
+        spec=spec,
+        space=task.space,
+        model=model,
+        external_models=external,
+        read=read_import,
+        observer=observer,
+        facts=facts,
     )
     placements = design.placements(entries)
     notes = tuple(design.import_notes(entries, placements, task.inserter, dialect))

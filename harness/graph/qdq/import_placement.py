@@ -62,11 +62,6 @@ def import_placement(source: Path | onnx.ModelProto, model: Model) -> dict[Edge,
     return dict(read_placement(source, model).edges)
 
 
-def import_ranges(source: Path, model: Model) -> dict[str, tuple[float, float]]:
-    """Return the ranges of the Q/DQ pairs of a file; see `ImportedPlacement.ranges` and `read_placement`."""
-    return read_placement(source, model).ranges
-
-
 @dataclass(frozen=True, slots=True)
 class ImportDifference:
     """Difference between the Q/DQ file of another tool and its placement here.

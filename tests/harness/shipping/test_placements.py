@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load
 from harness.graph.model import Model
+from harness.graph.qdq import import_placement
 from harness.graph.qdq.import_differences import find_differences
-from harness.graph.qdq.import_placement import import_ranges, read_placement, transfer_placement
+from harness.graph.qdq.import_placement import read_placement, transfer_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import count_pairs, read_qdq_graph
 from harness.graph.qdq.space import build_space
@@ -69,7 +71,14 @@ def test_search_starts_from_an_imported_file(tmp_path, monkeypatch, capsys):
     theirs = quantize_by_ort(tmp_path / "net.onnx", tmp_path / "theirs.onnx")
     assert qdq("import", "net.onnx", "net.onnx", "-o", "start.onnx") == 2
     assert "no Q/DQ pair" in capsys.readouterr().err
+    opened = list[str]()
+    read = import_placement.read_model
+    monkeypatch.setattr(
+        import_placement, "read_model", lambda path, name: [*read(path, name), opened.append(name)][:-1]
+    )
     assert qdq("import", "theirs.onnx", "net.onnx", "--ranges", "-o", "start.onnx") == 0
+    assert len(opened) == 1
+    opened.clear()
     printed, reported = capsys.readouterr()
     space = build_space(model, OPENVINO, precisions=("int8",))
     placed = tuple(transfer_placement(tmp_path / "start.onnx", model).items())
@@ -85,7 +94,7 @@ def test_search_starts_from_an_imported_file(tmp_path, monkeypatch, capsys):
     assert [(each["kind"], each["edge"]["consumer"], each["reason"]) for each in listed] == [
         (each.kind, each.edge.consumer, each.reason) for each in found
     ]
-    ranges = import_ranges(theirs, model)
+    ranges = read_placement(theirs, model).ranges
     scales = {float(read_qdq_graph(theirs).values(node.input[1])) for node in quantizers(theirs)}
     assert {np.float32((high - low) / 255) for low, high in ranges.values()} <= {np.float32(each) for each in scales}
     assert {edge.tensor for dimension in space.dimensions for edge in dimension.edges} & ranges.keys()
@@ -93,7 +102,9 @@ def test_search_starts_from_an_imported_file(tmp_path, monkeypatch, capsys):
     (entry,) = re.findall(r"initial: (.*)\]", printed)
     foreign = "{use: import, params: {path: theirs.onnx}, label: foreign}"
     Path("e.yaml").write_text(f"{SIMULATED_RUN}initial: {entry}, {foreign}]\n", encoding="utf-8")
+    opened.clear()
     assert qdq("run", "e.yaml", "--out", "out") == 0
+    assert len({*opened}) == len(opened) > 0
     facts = load_results(tmp_path / "out").tasks[0].facts
     (remark,) = facts["cache_remarks"]
     assert f"{len(missing)} not expressed" in remark
@@ -379,7 +390,10 @@ def read_initial(path: Path, model: Model) -> dict[Edge, str]:
     entry = PluginSpec(use="placement", params={"path": str(path)}, label="mine")
     check_files([entry])
     unused: Any = None
-    design = InitialDesign(spec=unused, space=space, model=model, external_models={}, observer=NullProgress(), facts={})
+    design = InitialDesign(
+        spec=unused, space=space, model=model, external_models={}, read=partial(read_placement, model=model),
+        observer=NullProgress(), facts={},
+    )  # fmt: skip
     return dict(space.resolve(design.placements([entry])["mine"]["mine"]))
 
 

@@ -1,5 +1,7 @@
 """What searches start from, on a small residual net: by name, from a file, or from nothing."""
 
+from functools import partial
+
 import onnx
 import pytest
 
@@ -13,6 +15,7 @@ from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, build_cache
 from harness.graph.pattern_cache_io import write_cache
+from harness.graph.qdq.import_placement import read_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
@@ -76,7 +79,8 @@ def seeding(folder, model, space, initial, foreign=(), observer=None):
     experiment = parse_experiment(text, "starts.yaml", folder)
     made = InitialDesign(
         spec=plan_tasks(experiment)[0], space=space, model=model, external_models=dict(foreign),
-        observer=observer or NullProgress(), facts={"name": "simulated", "device": "simulated"},
+        read=partial(read_placement, model=model), observer=observer or NullProgress(),
+        facts={"name": "simulated", "device": "simulated"},
     )  # fmt: skip
     return made.placements(experiment.initial)
 

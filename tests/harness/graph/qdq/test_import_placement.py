@@ -16,7 +16,7 @@ from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.import_placement import import_placement, import_ranges
+from harness.graph.qdq.import_placement import import_placement, read_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
@@ -136,7 +136,7 @@ def test_import_from_the_pt2e_program_in_the_docs(tmp_path, monkeypatch):
     convolutions = [node.name for node in model.nodes if node.op == "Conv"]
     edges = import_placement(Path("theirs.onnx"), model)
     assert {(name, slot) for name in convolutions for slot in (0, 1)} <= ends(edges)
-    assert len(import_ranges(Path("theirs.onnx"), model)) >= len(convolutions)
+    assert len(read_placement(Path("theirs.onnx"), model).ranges) >= len(convolutions)
 
 
 def test_a_tensor_and_operator_match_where_node_names_are_lost(model):
