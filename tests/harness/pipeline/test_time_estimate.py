@@ -1,26 +1,32 @@
-"""The estimate of `--check` is compared with the time of a run."""
+"""The estimate of `--check` is compared with the steps of a run."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from harness.config.experiment import parse_experiment
+from harness.config.experiment import Experiment, parse_experiment
+from harness.config.plan import plan_tasks
 from harness.graph.builder import GraphBuilder
 from harness.pipeline.runner import run_experiment
 from harness.progress import NullProgress
+from harness.results_dir.io import read_json
+from harness.results_dir.journal import read_journal
+from harness.selection.paired_timing import read_comparison
 from harness.task_setup.model_loader import describe_workload, estimate_time_s
-from harness.task_setup.preflight import check_and_time
+from harness.timing.turn_log import decode_turn_event
 
 COUNT = 64
+EVALUATIONS = 4
+SHORTEST_S, LONGEST_S = (1.0, 0.1, 0.03, 0.5), (60.0, 2.0, 0.3, 2.0)
+"""Durations that the estimate assumes: of the set-up, a build, a turn, and a score relative to the known one."""
 FACTOR = 3
-"""Factor by which a run may leave the printed range, on a machine that is busy or fast."""
+"""Most that a run has more or fewer steps than the smallest estimate; the estimate cannot know which are scored."""
 
 
 def described(**changes: Any) -> dict[str, Any]:
@@ -32,7 +38,7 @@ def described(**changes: Any) -> dict[str, Any]:
         "searchers": ["random"],
         "initial": ["float", "all"],
         "baselines": [],
-        "budget": {"evaluations": [4]},
+        "budget": {"evaluations": [EVALUATIONS]},
         "objective": {"top1_drop": 0.1},
         "sampling": {"warmup_ms": 1, "max_ms": 20, "interleave": "never"},
         "confirmation": {"builds": 3, "rounds": 2},
@@ -57,17 +63,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_takes_about_as_long_as_estimated(folder, tmp_path):
-    experiment = parse_experiment(json.dumps(described()), "e.yaml", folder)
-    _, score_s = check_and_time(experiment)
-    said = describe_workload(experiment, score_s)
-    found = re.search(r"(?:roughly (\d+)|up) to (\d+) minutes$", said)
-    assert found, said
-    started_s = time.monotonic()
-    run_experiment(experiment, out=tmp_path / "out", observer=NullProgress())
-    spent_s = time.monotonic() - started_s
-    low, high = (60 * int(minutes or 0) for minutes in found.groups())
-    assert low / FACTOR <= spent_s <= high * FACTOR
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, Path]:
+    """An experiment, and the folder of its finished task."""
+    experiment, out = parse_experiment(json.dumps(described()), "e.yaml", folder), tmp_path_factory.mktemp("run")
+    run_experiment(experiment, out=out, observer=NullProgress())
+    return experiment, out / plan_tasks(experiment)[0].name
+
+
+def clock_s(task: Path, known_s: float, durations_s: tuple[float, ...]) -> float:
+    """Return the seconds of a run's steps on a clock of given durations, which does not depend on the machine."""
+    set_up_s, build_s, turn_s, share = durations_s
+    noise = tuple(decode_turn_event(json.dumps(each)) for each in read_json(task / "noise_floor.json")["events"])
+    logs = [noise, *(read_comparison(task / f"{name}.jsonl") for name in ("final_selection", "confirmation"))]
+    turns = [(number, turn) for number, log in enumerate(logs) for turn in log]
+    assert {number for number, _ in turns} >= {0, 2}
+    trials = [each.result for each in read_journal(task / "runs" / "random-0.jsonl") if each.result is not None]
+    assert len(trials) == EVALUATIONS
+    builds = len({(number, turn.build, turn.row) for number, turn in turns}) + len(trials)
+    scores = len(read_json(task / "accuracy.json")) + sum(bool(each.outcome.metrics) for each in trials)
+    return set_up_s + builds * build_s + len(turns) * turn_s + scores * share * known_s
+
+
+@pytest.mark.parametrize("score_s", [0.0, 1.0, 1000.0])
+def test_the_steps_of_a_run_are_those_of_the_estimate(finished, score_s):
+    experiment, folder = finished
+    low, high = estimate_time_s(experiment, {"net": score_s})
+    assert low / FACTOR <= clock_s(folder, score_s, SHORTEST_S) <= low * FACTOR
+    assert low <= clock_s(folder, score_s, LONGEST_S) <= high
+    assert re.search(r"(roughly|up to) .*(minutes|hours)$", describe_workload(experiment, {"net": score_s}))
 
 
 def test_scores_and_recovery_are_part_of_the_estimate(folder):
