@@ -21,7 +21,7 @@ from harness.benchmark_table import BenchmarkTable, TableEntry, TableMetadata, r
 from harness.errors import UserError
 from harness.records import Measured
 from harness.results_dir.io import explain_write_errors
-from harness.untrusted import parse_json, read_text
+from harness.untrusted import open_regular, parse_json, read_text
 
 ACCURACY_FILE = "scores/accuracy.parquet"  # in a subfolder, as tables are found by their suffix
 ACCURACY_SCHEMA = pa.schema([
@@ -93,13 +93,13 @@ def read_accuracy(path: Path) -> Mapping[ScoreKey, PlacementAccuracy]:
     Raises:
         UserError: The file is not a file of accuracies, or is damaged.
     """
-    return _read(path, path.stat().st_mtime_ns) if path.is_file() else {}
+    return _read(path, path.lstat().st_mtime_ns) if os.path.lexists(path) else {}
 
 
 @lru_cache(maxsize=4)
 def _read(path: Path, _changed_ns: int) -> Mapping[ScoreKey, PlacementAccuracy]:
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with open_regular(path) as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
             if not file.schema_arrow.remove_metadata().equals(ACCURACY_SCHEMA):
                 raise ValueError("other columns")
             lines = list(read_rows(path, file, MAX_ROWS))
@@ -114,7 +114,7 @@ def _read(path: Path, _changed_ns: int) -> Mapping[ScoreKey, PlacementAccuracy]:
 
 def read_parts(path: Path) -> Iterator[PlacementAccuracy]:
     """Yield the accuracies of an interrupted scoring; a line that was cut off is skipped."""
-    for line in read_text(path, "accuracies of placements").splitlines() if path.is_file() else ():
+    for line in read_text(path, "accuracies of placements").splitlines() if os.path.lexists(path) else ():
         try:
             yield PlacementAccuracy(**parse_json(line))
         except (ValueError, TypeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 from harness.errors import UserError
 from harness.paths import replacing
 from harness.studies.search_key import SearchKey
+from harness.untrusted import open_regular
 
 Indices = npt.NDArray[np.int32]
 FILE, PARTS_FOLDER = "walks.parquet", "walks"
@@ -102,7 +104,7 @@ class PathCache:
         """Read all files; parts replace searches in the file, as they are replayed only if those cannot be used."""
         found: dict[SearchKey, dict[int, SearchPath]] = {}
         for path in [self._folder / FILE, *self._part_files()]:
-            for key, seed, walk in _read_lines(path) if path.exists() else ():
+            for key, seed, walk in _read_lines(path) if os.path.lexists(path) else ():
                 found.setdefault(key, {})[seed] = walk
         return found
 
@@ -143,7 +145,7 @@ def _read_lines(path: Path) -> Iterator[tuple[SearchKey, int, SearchPath]]:
         UserError: The file is no cache of searches, or decompresses to more than any study has.
     """
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with open_regular(path) as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
             if not file.schema_arrow.remove_metadata().equals(COLUMNS):
                 raise ValueError("other columns")
             _limit_size(path, file.metadata)

@@ -24,6 +24,7 @@ from harness.graph.passes.normalize import inline_functions
 from harness.graph.protos import attribute_value, constants_by_name, dtype_name, iter_subgraphs, opset_versions
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.operator_sets import LINEAR_OPS
+from harness.untrusted import open_regular
 from search.space import Edge, Resolved
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
@@ -53,7 +54,8 @@ _EXTERNAL_TOOL_SUFFIXES = ("_quantized", "_QuantizeLinear_Input")  # of ONNX Run
 def read_qdq_graph(path: Path) -> QDQGraph:
     """Read the structure of a model file; raise `UserError` if it cannot be read or is no ONNX file."""
     try:
-        proto = onnx.load(path, load_external_data=False)
+        with open_regular(path, "an ONNX model") as file:
+            proto = onnx.load_from_string(file.read())
     except (OSError, DecodeError) as error:
         raise UserError(f"{path}: no ONNX model ({error})") from error
     with refuse_damage(path):

@@ -12,6 +12,7 @@ import pytest
 
 from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.labels import read_labels
+from harness.bench.accuracy import read_accuracy
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.compat.modelopt_autotune.region_search import get_node_filter_list
 from harness.compat.tao_specs.engine import read_facts
@@ -19,12 +20,14 @@ from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
 from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
+from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.report.load.stored_experiment import read_stored_experiment
 from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes
 from harness.results_dir.deploy_folder import MANIFEST_FILE, read_bundle
 from harness.results_dir.io import explain_write_errors, read_json
 from harness.results_dir.journal import Journal, read_journal
 from harness.results_dir.lines import first_line, read_lines
+from harness.studies.path_cache import FILE, PathCache
 from harness.task_setup.initial_design import read_prior
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -45,14 +48,19 @@ READERS: dict[str, Callable[[Path], object]] = {
     "facts of an engine": lambda path: read_facts(path.with_suffix("")),
     "dynamic axes": lambda path: read_dynamic_axes(path.parent),
     "manifest to deploy": lambda path: read_bundle(path.parent),
+    "Q/DQ file": read_qdq_graph,
+    "searches of a submission": lambda path: PathCache(path.parent),
+    "accuracies": read_accuracy,
 }
 #: By reader: name of its file if that decides on the kind, or is the only one that it reads.
 NAMES = {
     "labels": "a.json", "record": "a.json", "sensitivities": "a.json", "numbers": "a.csv",
     "facts of an engine": "a.json", "dynamic axes": DYNAMIC_AXES_FILE, "manifest to deploy": MANIFEST_FILE,
+    "searches of a submission": FILE, "accuracies": "a.parquet",
 }  # fmt: skip
 #: Readers that take a path without a file as a new or an absent one.
-OPTIONAL = ("journal", "opened journal", "first line", "state of the autotuner", "facts of an engine", "dynamic axes")
+OPTIONAL = ("journal", "opened journal", "first line", "state of the autotuner", "facts of an engine", "dynamic axes",
+            "searches of a submission", "accuracies")  # fmt: skip
 
 
 def make_folder(path: Path) -> Path:
