@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker
 from harness.progress import NullProgress
 from harness.random_inputs import random_feeds
 from harness.records import MAIN_BENCHMARKER, Failed
+from harness.timing.provenance import describe_installed
 from harness.timing.workers.engines import BuiltEngine, WorkerSpec
 from harness.timing.workers.sandbox import Sandbox, open_engines
 from search.space import Edge
@@ -76,9 +76,7 @@ def candidate(make: Callable[[GraphBuilder], str], folder: Path) -> Candidate:
     ],
 )
 def test_runtime_crash_fails_one_candidate(make, backend, package, version, tmp_path):
-    names = {package, f"{package}-gpu"}
-    installed = {dist.version for dist in metadata.distributions() if dist.metadata["Name"] in names}
-    if version not in installed:
+    if describe_installed(package).get("version") != version:
         pytest.skip(f"seen with {package} {version}")
     spec = WorkerSpec(benchmarkers={"main": PluginSpec(use=backend)}, evaluators={}, workdir=tmp_path)
     with Sandbox(spec, Limits()) as sandbox:
