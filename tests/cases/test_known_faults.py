@@ -6,6 +6,7 @@ import faulthandler
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -37,7 +38,7 @@ MIN_SQNR_DB = 25
 """Of a runtime against the meaning of its file; the faults give 0 to 20 dB."""
 ONE = np.float32(1)
 STATE = ort.capi.onnxruntime_pybind11_state
-REFUSALS = (STATE.Fail, STATE.InvalidArgument, STATE.InvalidGraph, STATE.RuntimeException)
+REFUSALS = (STATE.Fail, STATE.InvalidArgument, STATE.InvalidGraph, STATE.RuntimeException, RuntimeError)
 FAULTS = {fault.id: fault for fault in RUNTIME_FAULTS}
 
 Maker = Callable[[GraphBuilder], str]
@@ -64,14 +65,30 @@ def bounded(g: GraphBuilder) -> str:
     return g.op("Sqrt", clip(g, g.op("Mul", g.op("Relu", g.input("x", (4, 64))), g.const(2 * ONE)), 1e-2, 6))
 
 
-def resizing(g: GraphBuilder) -> str:
-    """A Resize between two Clip, so that its result has the scale of its data."""
-    data = clip(g, g.input("x", (1, 3, 8, 8)), 0, 0.5)
-    return clip(g, g.op("Resize", data, "", g.const(np.array([1, 1, 2, 2], np.float32)), mode="cubic"), 0, 0.5)
+def resized(g: GraphBuilder, x: str, scale: float, mode: str = "nearest") -> str:
+    return g.op("Resize", x, "", g.const(np.array([1, 1, scale, scale], np.float32)), mode=mode)
+
+
+def smaller(g: GraphBuilder) -> str:
+    """A Resize between convolutions."""
+    return g.conv(resized(g, g.conv(g.input("x", (1, 4, 8, 8)), 4, 3), 0.5, "cubic"), 4, 3)
+
+
+def not_smaller(g: GraphBuilder) -> str:
+    """A Resize whose attribute `axes` cannot be replaced: the ratio of its sizes, 11 to 8, is not its scale, 4 to 3."""
+    x = g.conv(g.input("x", (1, 4, 6, 8)), 4, 3)
+    x = g.op("Resize", x, "", "", g.const([8, 8]), axes=[2, 3], keep_aspect_ratio_policy="not_smaller")
+    return g.conv(x, 4, 3)
 
 
 def scaled_bias(g: GraphBuilder) -> str:
     return g.op("Gemm", g.input("x", (4, 2)), g.input("w", (2, 4)), g.const(random(4)), alpha=-2.0)
+
+
+def scaled_bias_of_slice(g: GraphBuilder) -> str:
+    """A Gemm whose weights are float in the file while its data, behind a Slice, are quantized."""
+    part = g.op("Slice", g.op("Tanh", g.input("x", (12, 16))), g.const([5]), g.const([12]), g.const([0]))
+    return g.op("Gemm", part, g.const(random(16, 16)), g.const(random(1)), alpha=-2.0)
 
 
 def cached(g: GraphBuilder) -> str:
@@ -127,10 +144,40 @@ def strided_border(g: GraphBuilder) -> str:
     return g.op("Conv", g.input("x", (1, 4, 12, 12)), g.const(random(6, 4, 1, 1)), pads=[1] * 4, strides=[2, 2])
 
 
+def later_strides(g: GraphBuilder) -> str:
+    x = g.op("Conv", g.input("x", (1, 4, 12, 12)), g.const(random(6, 4, 1, 1)), pads=[1] * 4)
+    return g.op("Conv", g.op("Relu", x), g.const(random(5, 6, 1, 1)), strides=[2, 2])
+
+
+def factor(g: GraphBuilder, op: str) -> str:
+    """A Conv without a bias, an activation, and a negative factor."""
+    x = g.op("Conv", g.input("x", (1, 4, 8, 8)), g.const(random(6, 4, 3, 3)))
+    x = g.op("LeakyRelu" if op == "Div" else "Relu", x)
+    if op == "Sub":
+        return g.op("Sub", g.op("Conv", "x", g.const(random(6, 4, 3, 3))), x)
+    return g.op(op, x) if op == "Neg" else g.op(op, x, g.const(random(6, 1, 1)))
+
+
+def columns(g: GraphBuilder) -> str:
+    weights = random(8, 8) * np.logspace(-1, 1, 8, dtype=np.float32)
+    return g.op("MatMul", g.input("x", (1, 4, 8, 8)), g.const(weights))
+
+
+def swish_of_maximum(g: GraphBuilder) -> str:
+    x = g.input("x", (4, 16))
+    most = g.op("ReduceMax", x, axes=[1])
+    return g.op("Add", x, g.op("Mul", most, g.op("Sigmoid", most)))
+
+
 def two_products(g: GraphBuilder, bias: int = 32, alpha: float = 1.0) -> str:
     """Two products that OpenVINO computes in one kernel, the first scaled or with a bias of another length."""
     x = g.op("Gemm", g.input("x", (4, 16)), g.const(random(16, 32)), g.const(random(bias)), alpha=alpha)
     return g.op("Gemm", g.op("Relu", x), g.const(random(32, 8)), g.const(random(8)))
+
+
+def rounded_products(g: GraphBuilder) -> str:
+    x = g.op("Round", g.op("MatMul", g.input("x", (1, 16)), g.const(random(16, 16))))
+    return g.op("Div", g.op("MatMul", g.op("Neg", x), g.const(random(16, 8))), g.const(3 * ONE))
 
 
 MODELS: Mapping[str, tuple[Maker, ...]] = {
@@ -142,17 +189,30 @@ MODELS: Mapping[str, tuple[Maker, ...]] = {
     "reduced extremum": (
         lambda g: g.conv(g.op("ReduceMax", g.input("x", (1, 4, 12, 12)), axes=[1]), 6, 3, pad=1),
         lambda g: g.conv(g.op("Neg", g.op("ReduceMin", g.input("x", (1, 4, 12, 12)), axes=[1])), 6, 3, pad=1),
+        swish_of_maximum,
     ),
     "pooled border": (pooled_border,),
-    "strided border": (strided_border,),
-    "product sequence": (lambda g: two_products(g, alpha=2.0), lambda g: two_products(g, bias=1)),
+    "strided border": (strided_border, later_strides),
+    "negated activation": tuple(partial(factor, op=op) for op in ("Neg", "Mul", "Div", "Sub")),
+    "pooled columns": (
+        lambda g: g.op("MaxPool", columns(g), kernel_shape=[2, 2], strides=[2, 2]),
+        lambda g: g.op("AveragePool", columns(g), kernel_shape=[3, 3], pads=[1] * 4),
+        lambda g: g.op("Tanh", resized(g, columns(g), 2)),
+        lambda g: g.op("Conv", g.op("Sigmoid", columns(g)), g.const(random(4, 4, 1, 1)), strides=[2, 2]),
+    ),
+    "product sequence": (
+        lambda g: two_products(g, alpha=2.0),
+        lambda g: two_products(g, bias=1),
+        rounded_products,
+    ),
     "padding value": (lambda g: g.op("Pad", g.input("x", (1, 8)), g.const([1, 0, 0, 0]), g.const(3 * ONE)),),
     "epsilon": (
         lambda g: g.op("LayerNormalization", g.input("x", (2, 5, 16)), g.const(np.ones(16, np.float32)), epsilon=10.0),
     ),
-    "clip bound": (bounded,),
+    "clip bound": (bounded, lambda g: clip(g, g.op("Mul", g.input("x", (4, 64)), g.const(40 * ONE)), -0.5, 0.5)),
     "softmax of one": (of("Softmax", (4, 1), axis=1),),
-    "cubic resize": (resizing,),
+    "cubic resize": (smaller, not_smaller),
+    "linear resize": (lambda g: g.op("GlobalAveragePool", resized(g, g.input("x", (1, 3, 6, 8)), 1.5, "linear")),),
     "half tile": (
         lambda g: g.conv(g.input("x", (1, 3, 8, 8)), 24, 3),
         lambda g: g.op("MatMul", g.input("x", (40, 8)), g.const(random(8, 56))),
@@ -161,7 +221,7 @@ MODELS: Mapping[str, tuple[Maker, ...]] = {
         lambda g: g.op("AveragePool", g.input("x", (1, 2, 8)), kernel_shape=[2], dilations=[2]),
         lambda g: g.op("AveragePool", g.input("x", (1, 2, 8)), kernel_shape=[2], dilations=[1]),
     ),
-    "scaled bias": (scaled_bias,),
+    "scaled bias": (scaled_bias, scaled_bias_of_slice),
     "transposed output": (cached, cached_further),
     "redundant clip": (
         lambda g: clip(g, g.op("Add", g.input("x", (4, 8)), g.input("y", (4, 8))), *BOUNDS),
@@ -181,7 +241,7 @@ CASES = [
 
 
 def made(make: Maker, fault: RuntimeFault | None = None) -> Model:
-    g = GraphBuilder("m", opset=19 if fault == FAULTS["dilated pool"] else 17)
+    g = GraphBuilder("m", opset=19 if fault in (FAULTS["dilated pool"], FAULTS["cubic resize"]) else 17)
     g.output(make(g))
     return loaded(g)
 
