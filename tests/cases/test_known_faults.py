@@ -103,6 +103,13 @@ def cached_further(g: GraphBuilder) -> str:
     return g.op("Sigmoid", g.op("Unsqueeze", g.op("Transpose", keys), g.const([0])))
 
 
+def cached_rectified(g: GraphBuilder) -> str:
+    """A pair behind the Relu computes it, and is repeated in front of the Transpose."""
+    keys = g.op("Tanh", g.input("x", (4, 8)))
+    g.output(keys)
+    return g.op("Sigmoid", g.op("Relu", g.op("Transpose", keys)))
+
+
 def captured(g: GraphBuilder, x: str) -> str:
     """An If whose branches read a tensor; the input `x` of the model decides."""
     branches = []
@@ -144,6 +151,11 @@ def strided_border(g: GraphBuilder) -> str:
     return g.op("Conv", g.input("x", (1, 4, 12, 12)), g.const(random(6, 4, 1, 1)), pads=[1] * 4, strides=[2, 2])
 
 
+def border_of_quotient(g: GraphBuilder) -> str:
+    x = g.op("Div", g.input("x", (2, 8, 8, 8)), g.const(3 * ONE))
+    return g.op("Conv", x, g.const(random(4, 8, 1, 1)), pads=[1] * 4, strides=[2, 2])
+
+
 def later_strides(g: GraphBuilder) -> str:
     x = g.op("Conv", g.input("x", (1, 4, 12, 12)), g.const(random(6, 4, 1, 1)), pads=[1] * 4)
     return g.op("Conv", g.op("Relu", x), g.const(random(5, 6, 1, 1)), strides=[2, 2])
@@ -156,6 +168,23 @@ def factor(g: GraphBuilder, op: str) -> str:
     if op == "Sub":
         return g.op("Sub", g.op("Conv", "x", g.const(random(6, 4, 3, 3))), x)
     return g.op(op, x) if op == "Neg" else g.op(op, x, g.const(random(6, 1, 1)))
+
+
+def divided_concat(g: GraphBuilder) -> str:
+    x = g.op("Conv", g.input("x", (1, 4, 8, 8)), g.const(random(8, 4, 3, 3)), g.const(random(8)))
+    x = g.op("Concat", x, g.op("Tanh", x), axis=1)
+    g.output(g.op("Conv", x, g.const(random(16, 1, 3, 3)), group=16))
+    return g.op("DepthToSpace", x, blocksize=2)
+
+
+def negated_product(g: GraphBuilder) -> str:
+    x = g.op("Relu", g.op("MatMul", g.input("x", (1, 8, 12)), g.const(random(12, 4))))
+    return g.op("MatMul", g.op("Neg", x), g.const(random(4, 8)))
+
+
+def difference(g: GraphBuilder) -> str:
+    x = g.op("Relu", g.op("Conv", g.input("x", (1, 4, 8, 8)), g.const(random(6, 4, 1, 1))))
+    return g.conv(g.op("Sub", g.const(ONE), x), 8, 3)
 
 
 def columns(g: GraphBuilder) -> str:
@@ -192,11 +221,16 @@ MODELS: Mapping[str, tuple[Maker, ...]] = {
         swish_of_maximum,
     ),
     "pooled border": (pooled_border,),
-    "strided border": (strided_border, later_strides),
-    "negated activation": tuple(partial(factor, op=op) for op in ("Neg", "Mul", "Div", "Sub")),
+    "strided border": (strided_border, border_of_quotient, later_strides),
+    "divided concat": (divided_concat,),
+    "negated activation": (
+        negated_product,
+        difference,
+        *(partial(factor, op=op) for op in ("Neg", "Mul", "Div", "Sub")),
+    ),
     "pooled columns": (
         lambda g: g.op("MaxPool", columns(g), kernel_shape=[2, 2], strides=[2, 2]),
-        lambda g: g.op("AveragePool", columns(g), kernel_shape=[3, 3], pads=[1] * 4),
+        lambda g: g.op("AveragePool", g.op("Neg", columns(g)), kernel_shape=[3, 3], pads=[1] * 4),
         lambda g: g.op("Tanh", resized(g, columns(g), 2)),
         lambda g: g.op("Conv", g.op("Sigmoid", columns(g)), g.const(random(4, 4, 1, 1)), strides=[2, 2]),
     ),
@@ -222,7 +256,7 @@ MODELS: Mapping[str, tuple[Maker, ...]] = {
         lambda g: g.op("AveragePool", g.input("x", (1, 2, 8)), kernel_shape=[2], dilations=[1]),
     ),
     "scaled bias": (scaled_bias, scaled_bias_of_slice),
-    "transposed output": (cached, cached_further),
+    "transposed output": (cached, cached_further, cached_rectified),
     "redundant clip": (
         lambda g: clip(g, g.op("Add", g.input("x", (4, 8)), g.input("y", (4, 8))), *BOUNDS),
         lambda g: g.op("Relu", g.op("Relu", g.conv(g.input("x", (1, 3, 8, 8)), 8, 3))),
@@ -315,7 +349,7 @@ def test_file_without_the_rule_is_wrong_where_the_table_lists_the_runtime(fault,
     assert wrong == fault.affects(describe_installed(fault.runtime))
 
 
-@pytest.mark.parametrize("make", [cached, cached_further, captured_transpose])
+@pytest.mark.parametrize("make", [cached, cached_further, cached_rectified, captured_transpose])
 def test_pair_behind_a_transpose_of_what_others_read_comes_with_one_in_front(make):
     dimensions = build_space(made(make), ONNXRUNTIME).dimensions
     (moved,) = (

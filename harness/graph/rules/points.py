@@ -93,6 +93,8 @@ def add_required_edges(
         maker = model.producer_node(queue.pop())
         if maker is not None and any(maker.index in nodes for nodes in faults):
             repeated = find_repeated_input(model, maker)
+            if maker.op in dialect.absorbed and not points[maker.index]:
+                repeated = 0
             added = {edge for point in points[maker.index] for edge in point.edges} - found
             found |= added
             queue += [edge.tensor for edge in added] if repeated is None else [maker.inputs[repeated]]

@@ -172,10 +172,21 @@ def _pools_border(model: Model, node: Node) -> bool:
 def _drops_border(model: Model, node: Node) -> bool:
     """OpenVINO 2026.4.1 replaces it by a MaxPool with the strides of the Conv and a Conv without strides.
 
-    It also moves the strides of a Conv behind it, and of elementwise operators between them, to the Conv in front.
+    It also moves the strides of a Conv behind it to the Conv in front, past elementwise operators. A pair in front of
+    elementwise operators before the Conv has the same effect.
     """
-    strided = _has_strides(node) or node.outputs[0] in model.cached_analysis(_find_strided)
-    return strided and _is_point(model, node) and any(node.attributes.get("pads", ()))
+    inner = node.op in _ELEMENTWISE_OPS and node.outputs[0] in model.cached_analysis(_find_borders)
+    return inner or _is_strided_border(model, node)
+
+
+def _find_borders(model: Model) -> frozenset[str]:
+    return _tensors_before(model, lambda node: _is_strided_border(model, node), _ELEMENTWISE_OPS)
+
+
+def _is_strided_border(model: Model, node: Node) -> bool:
+    if node.op != "Conv" or not any(node.attributes.get("pads", ())) or not _is_point(model, node):
+        return False
+    return _has_strides(node) or node.outputs[0] in model.cached_analysis(_find_strided)
 
 
 def _find_strided(model: Model) -> frozenset[str]:
@@ -211,15 +222,22 @@ def _pools_columns(model: Model, node: Node) -> bool:
     return node.inputs[1] in model.constants and node.outputs[0] in pooled
 
 
+_COLUMN_OPS = frozenset({"Div", "Dropout", "Identity", "Mul", "Neg", "Pad", "Squeeze", "Unsqueeze"})
+
+
 def _find_pooled(model: Model) -> frozenset[str]:
-    return _tensors_before(
-        model, _copies_or_pools, frozenset({"Div", "Dropout", "Identity", "Mul", "Squeeze", "Unsqueeze"})
-    )
+    return _tensors_before(model, _copies_or_pools, _COLUMN_OPS)
 
 
 def _copies_or_pools(node: Node) -> bool:
     nearest = node.op == "Resize" and node.attributes.get("mode", "nearest") == "nearest"
     return nearest or node.op in ("AveragePool", "MaxPool")
+
+
+def _divides_concat(model: Model, node: Node) -> bool:
+    """OpenVINO 2026.4.1 refuses it ("DepthToSpaceTransformation") if a Conv reads the quantized Concat as well."""
+    maker = model.producer_node(node.inputs[0])
+    return maker is not None and maker.op == "Concat"
 
 
 def _is_negated(model: Model, node: Node) -> bool:
@@ -238,7 +256,7 @@ def _find_negated_activations(model: Model) -> frozenset[str]:
 
 def _negates(model: Model, node: Node) -> bool:
     factors = [model.constant_array(name) for name in node.inputs if node.op in ("Div", "Mul")]
-    difference = node.op == "Sub" and not _has_constant_operand(model, node)
+    difference = node.op == "Sub" and model.is_activation(node.inputs[1])
     return node.op == "Neg" or difference or any(values is not None and bool((values < 0).any()) for values in factors)
 
 
@@ -454,15 +472,22 @@ RUNTIME_FAULTS = (
         id="strided border",
         runtime="openvino",
         text="The runtime drops the border of a Conv with strides and a kernel of one element.",
-        operators=frozenset({"Conv"}),
+        operators=_ELEMENTWISE_OPS | {"Conv"},
         matches=_drops_border,
         is_passed=False,
     ),
     RuntimeFault(
+        id="divided concat",
+        runtime="openvino",
+        text="The runtime refuses a DepthToSpace of a Concat that a Conv reads as well.",
+        operators=frozenset({"DepthToSpace"}),
+        matches=_divides_concat,
+    ),
+    RuntimeFault(
         id="negated activation",
         runtime="openvino",
-        text="The runtime exchanges an activation and a negative factor behind a Conv without a bias.",
-        operators=frozenset({"Conv"}),
+        text="The runtime exchanges an activation and a negative factor behind a product without a bias.",
+        operators=LINEAR_OPS | {"Einsum"},
         matches=_is_negated,
         is_passed=False,
     ),
@@ -610,7 +635,8 @@ def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
     """Return the indices of affected nodes by id of the fault.
 
     These are the nodes with the fault, and nodes that pass stored integers to them. If pairs are needed on both sides,
-    they are the nodes with the fault, and nodes in front of which the runtime repeats the pair behind them.
+    they are the nodes with the fault, and nodes in front of which the runtime repeats the pair behind them, also a Clip
+    or Relu that the pair computes.
     """
     found: dict[str, set[int]] = {fault.id: set() for fault in RUNTIME_FAULTS}
     tensors: dict[str, set[str]] = {fault.id: set() for fault in RUNTIME_FAULTS}
@@ -621,7 +647,7 @@ def find_affected_nodes(model: Model) -> Mapping[str, frozenset[int]]:
             slot = repeated[node.index]
             if fault.both_sides:
                 before, behind = [node.inputs[slot or 0]], list(node.outputs)
-                passes = slot is not None or node.op in _PROPAGATING_OPS
+                passes = slot is not None or node.op in _PROPAGATING_OPS | {"Clip", "Relu"}
             else:
                 before, behind = list(node.outputs), list(filter(model.is_activation, node.inputs))
                 passes = slot is not None or _passes_integers(model, node, fault.runtime)
