@@ -152,7 +152,11 @@ def strided_border(g: GraphBuilder) -> str:
 
 
 def border_of_quotient(g: GraphBuilder) -> str:
-    x = g.op("Div", g.input("x", (2, 8, 8, 8)), g.const(3 * ONE))
+    x = g.op(
+        "Squeeze",
+        g.op("Unsqueeze", g.op("Div", g.input("x", (2, 8, 8, 8)), g.const(3 * ONE)), g.const([1])),
+        g.const([1]),
+    )
     return g.op("Conv", x, g.const(random(4, 8, 1, 1)), pads=[1] * 4, strides=[2, 2])
 
 

@@ -132,6 +132,7 @@ def _has_large_epsilon(model: Model, node: Node) -> bool:
 _EXTREMUM_OPS = frozenset({"GlobalMaxPool", "ReduceMax", "ReduceMin"})
 _ELEMENTWISE_OPS = ACTIVATION_OPS | ARITHMETIC_OPS | SOFTMAX_OPS | {"Abs", "Exp", "Neg", "Sign"}
 _RESHAPING_OPS = frozenset({"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_STRIDED_OPS = _ELEMENTWISE_OPS | {"Dropout", "Identity", "Squeeze", "Unsqueeze"}
 _SCALING_OPS = frozenset({"Add", "Div", "Mul", "Sub"})
 _PRODUCT_OPS = frozenset({"Einsum", "Gemm", "MatMul"})
 _SEQUENCE_OPS = _ELEMENTWISE_OPS | {"Cast", "Ceil", "Dropout", "Floor", "Identity", "Log", "Mod", "Reciprocal", "Round"}
@@ -172,15 +173,15 @@ def _pools_border(model: Model, node: Node) -> bool:
 def _drops_border(model: Model, node: Node) -> bool:
     """OpenVINO 2026.4.1 replaces it by a MaxPool with the strides of the Conv and a Conv without strides.
 
-    It also moves the strides of a Conv behind it to the Conv in front, past elementwise operators. A pair in front of
-    elementwise operators before the Conv has the same effect.
+    It also moves the strides of a Conv behind it to the Conv in front, past elementwise operators and axes of length 1.
+    A pair in front of such operators before the Conv has the same effect.
     """
-    inner = node.op in _ELEMENTWISE_OPS and node.outputs[0] in model.cached_analysis(_find_borders)
+    inner = node.op in _STRIDED_OPS and node.outputs[0] in model.cached_analysis(_find_borders)
     return inner or _is_strided_border(model, node)
 
 
 def _find_borders(model: Model) -> frozenset[str]:
-    return _tensors_before(model, lambda node: _is_strided_border(model, node), _ELEMENTWISE_OPS)
+    return _tensors_before(model, lambda node: _is_strided_border(model, node), _STRIDED_OPS)
 
 
 def _is_strided_border(model: Model, node: Node) -> bool:
@@ -190,7 +191,7 @@ def _is_strided_border(model: Model, node: Node) -> bool:
 
 
 def _find_strided(model: Model) -> frozenset[str]:
-    return _tensors_before(model, lambda node: _has_strides(node) and _is_point(model, node), _ELEMENTWISE_OPS)
+    return _tensors_before(model, lambda node: _has_strides(node) and _is_point(model, node), _STRIDED_OPS)
 
 
 def _has_strides(node: Node) -> bool:
@@ -472,7 +473,7 @@ RUNTIME_FAULTS = (
         id="strided border",
         runtime="openvino",
         text="The runtime drops the border of a Conv with strides and a kernel of one element.",
-        operators=_ELEMENTWISE_OPS | {"Conv"},
+        operators=_STRIDED_OPS | {"Conv"},
         matches=_drops_border,
         is_passed=False,
     ),
