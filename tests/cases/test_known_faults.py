@@ -174,6 +174,14 @@ def factor(g: GraphBuilder, op: str) -> str:
     return g.op(op, x) if op == "Neg" else g.op(op, x, g.const(random(6, 1, 1)))
 
 
+def rows(g: GraphBuilder, op: str, reduction: str) -> str:
+    """A reduction of the rows of two matrices whose channels were scaled."""
+    x = g.op(op, g.input("x", (2, 8, 12)), g.const(random(4, 8, 1) if op == "Conv" else random(1, 8, 1)))
+    if reduction == "ReduceSum":
+        return g.op("Sigmoid", g.op(reduction, x, g.const([2])))
+    return g.op(reduction, x) if reduction.startswith("Global") else g.op(reduction, g.op("Relu", x), axes=[2])
+
+
 def divided_concat(g: GraphBuilder) -> str:
     x = g.op("Conv", g.input("x", (1, 4, 8, 8)), g.const(random(8, 4, 3, 3)), g.const(random(8)))
     x = g.op("Concat", x, g.op("Tanh", x), axis=1)
@@ -223,6 +231,10 @@ MODELS: Mapping[str, tuple[Maker, ...]] = {
         lambda g: g.conv(g.op("ReduceMax", g.input("x", (1, 4, 12, 12)), axes=[1]), 6, 3, pad=1),
         lambda g: g.conv(g.op("Neg", g.op("ReduceMin", g.input("x", (1, 4, 12, 12)), axes=[1])), 6, 3, pad=1),
         swish_of_maximum,
+    ),
+    "scaled rows": tuple(
+        partial(rows, op=op, reduction=reduction)
+        for op, reduction in (("Mul", "ReduceSum"), ("Conv", "ReduceMax"), ("Conv", "GlobalAveragePool"))
     ),
     "pooled border": (pooled_border,),
     "strided border": (strided_border, border_of_quotient, later_strides),

@@ -115,6 +115,32 @@ def _reduction_axes(model: Model, node: Node) -> set[int] | None:
     return {int(axis) % 3 for axis in given or everything}
 
 
+def _scales_rows(model: Model, node: Node) -> bool:
+    """OpenVINO 2026.4.1: a reduction of [N > 1, C, L] over L is -2 to 26 dB off if factors of channels move behind it.
+
+    Such factors are the scales of a quantized Conv, or those of a Mul with a pair in front or behind the reduction.
+    """
+    rows = model.cached_analysis(_find_reduced_rows)
+    if node.op in ("Conv", "ConvTranspose", "Div", "Mul") and node.outputs[0] in rows:
+        return True
+    reductions = [maker for name in node.inputs if (maker := model.producer_node(name)) and _reduces_rows(model, maker)]
+    factors = [model.producer_node(reduction.inputs[0]) for reduction in reductions]
+    return any(factor is not None and factor.op in ("Div", "Mul") for factor in factors)
+
+
+def _find_reduced_rows(model: Model) -> frozenset[str]:
+    passing = frozenset({"Div", "Dropout", "Identity", "LeakyRelu", "Mul", "Neg", "PRelu", "Relu"})
+    return _tensors_before(model, lambda node: _reduces_rows(model, node), passing)
+
+
+def _reduces_rows(model: Model, node: Node) -> bool:
+    if node.op not in _BATCH_REDUCTIONS | _EXTREMUM_OPS:
+        return False
+    known = model.types.get(node.inputs[0])
+    axes = {2} if node.op.startswith("Global") else _reduction_axes(model, node)
+    return known is not None and len(known.shape) == 3 and known.shape[0] > 1 and (axes is None or 2 in axes)
+
+
 def _pads_with_value(model: Model, node: Node) -> bool:
     """OpenVINO 2026.4.1: a constant other than 0 is scaled like the data, so the borders are wrong (2 to 19 dB)."""
     if node.attributes.get("mode", "constant") != "constant":
@@ -453,6 +479,14 @@ RUNTIME_FAULTS = (
         text="The runtime computes a mean or sum over the rows of several matrices wrongly.",
         operators=_BATCH_REDUCTIONS | {"LeakyRelu", "PRelu"},
         matches=_reduces_batch,
+    ),
+    RuntimeFault(
+        id="scaled rows",
+        runtime="openvino",
+        text="The runtime reduces rows of several matrices wrongly if their channels are scaled.",
+        operators=LINEAR_OPS | POINT_OPS,
+        matches=_scales_rows,
+        is_passed=False,
     ),
     RuntimeFault(
         id="reduced extremum",
