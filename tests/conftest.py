@@ -12,8 +12,8 @@ import pytest
 import typer.main
 from hypothesis import HealthCheck, settings
 
-from harness.graph.io.helper_process import _process_helper
-from harness.registry import without_module
+from harness.plugins.registry import without_module
+from harness.workers.helper_process import _process_helper
 
 with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes seconds
     import onnxruntime.quantization  # noqa: F401

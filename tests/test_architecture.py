@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.progress import NullProgress
 from harness.config.experiment import load_experiment
 from harness.graph.builder import GraphBuilder
-from harness.pipeline.runner import run_experiment
-from harness.progress import NullProgress
+from harness.run.runner import run_experiment
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +107,7 @@ NATIVE_MODULES = {
     "graph.builder", "graph.equivalence.versions", "graph.passes.normalize", "graph.passes.pipeline",
     "graph.passes.simplify", "graph.passes.static_shapes", "graph.segmented_run",
     "runtimes.onnxruntime", "runtimes.openvino", "runtimes.tensorrt.model_checks", "runtimes.tensorrt_rtx",
-    "shipping.deploy_runtime", "verification.dynamic_check", "verification.size_check",
+    "run.prepare.size_check", "run.verify.dynamic_check", "ship.deploy_runtime",
 }  # fmt: skip
 """Modules whose native code is run in the helper process, a worker or a tool's process, or on models made by code."""
 

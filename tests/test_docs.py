@@ -3,7 +3,6 @@
 import inspect
 import re
 import shlex
-import sys
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from cheap_runs import cheap_runs  # noqa: F401
 from small import save_chain
 from typer.testing import CliRunner
 
-from harness import facade
 from harness.cli.main import COMMANDS, app
 from harness.config.experiment import parse_experiment, to_yaml
 
@@ -139,7 +137,6 @@ def test_the_programs_of_the_python_page_run(tmp_path, monkeypatch):
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reference/python.md").read_text(), flags=re.DOTALL)
     save_chain(tmp_path / "model.onnx", (8, 12))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "qdq", facade)
     shorter = {
         '"use": "openvino"': '"use": "here:OpenVINO"',
         "evaluations=25": f"evaluations=4, progress=False, **{QUICK_RUN}",

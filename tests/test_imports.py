@@ -11,7 +11,7 @@ from small import qdq
 
 import harness
 import search
-from harness.report.load.results import load
+from harness.results.folder import load
 
 DEMO = Path(__file__).parents[1] / "experiments" / "demo.yaml"
 MODULES = [

@@ -5,14 +5,11 @@ import getpass
 import json
 import re
 import socket
-import sys
 from pathlib import Path
 
 import matplotlib as mpl
 import pytest
 from cheap_runs import cheap_runs  # noqa: F401
-
-from harness import facade
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "docs/notebooks").glob("*.ipynb"))
 MAX_BYTES = 300_000
@@ -37,7 +34,6 @@ def cells(notebook, kind):
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "qdq", facade)
     monkeypatch.setitem(mpl.rcParams, "backend", "agg")
     values = {"__name__": "__main__"}
     for cell in cells(notebook, "code"):

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from harness.base.errors import UserError
 from harness.cli.common import ExitStatus, JsonOption, count_option, echo, print_json, print_table
-from harness.errors import UserError
 
 TierOption = Annotated[
     Literal["lite", "full", "extended"], typer.Option(help="Tier: fixed set of tasks, seeds and budgets.")
@@ -22,7 +22,7 @@ def bench_tasks(as_json: JsonOption = False) -> None:
 
     Example: `qdq bench tasks`
     """
-    from harness.bench.tasks import describe_task, read_catalogue
+    from harness.replay.bench.tasks import describe_task, read_catalogue
 
     rows = [describe_task(name) for name in read_catalogue().tasks]
     print_table(tuple(rows[0]) if rows else ("task",), [tuple(row.values()) for row in rows], as_json=as_json)
@@ -52,10 +52,10 @@ def bench_run(
 
     Example: `qdq bench run auto --tier lite --out out/mine`
     """
-    from harness.bench.submission import run_searchers
+    from harness.base.terminal_progress import TerminalProgress
     from harness.config.yaml_loader import parse_params
-    from harness.studies.study_file import ReplayedSearcher
-    from harness.terminal_progress import TerminalProgress
+    from harness.replay.bench.submission import run_searchers
+    from harness.replay.study_file import ReplayedSearcher
 
     if len(searcher) > 1 and (param or label):
         raise UserError(f"--param and --label are of one searcher, but got {len(searcher)}")
@@ -87,8 +87,8 @@ def bench_check(
 
     Example: `qdq bench check out/mine`
     """
-    from harness.bench.submission import check_submission
-    from harness.terminal_progress import TerminalProgress
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.replay.bench.submission import check_submission
 
     with TerminalProgress() as terminal:
         checks = check_submission(folder, searches=searches, seed=seed, observer=terminal)
@@ -123,11 +123,11 @@ def bench_score(
 
     Example: `qdq bench score experiments/bench_accuracy.yaml results/tables/resnet18-onnxruntime.parquet`
     """
-    from harness.bench.accuracy import ACCURACY_FILE
-    from harness.bench.scoring import score_tables
-    from harness.bench.tasks import data_folder
+    from harness.base.terminal_progress import TerminalProgress
     from harness.config.experiment import load_experiment
-    from harness.terminal_progress import TerminalProgress
+    from harness.replay.bench.accuracy import ACCURACY_FILE
+    from harness.replay.bench.scoring import score_tables
+    from harness.replay.bench.tasks import data_folder
 
     path = out or (table[0].parent if table[0].suffix == ".parquet" else data_folder()) / ACCURACY_FILE
     with TerminalProgress() as terminal:
@@ -137,7 +137,7 @@ def bench_score(
 
 def _table_file(given: Path) -> Path:
     """Return the file of a table that is given as a file or as the name of a task."""
-    from harness.bench.tasks import table_path
+    from harness.replay.bench.tasks import table_path
 
     return given if given.suffix == ".parquet" else table_path(str(given))
 
@@ -151,8 +151,8 @@ def bench_surrogate(
 
     Example: `qdq bench surrogate results/tables/yolox_nano-onnxruntime.parquet --out out/yolox.onnx`
     """
-    from harness.analysis.table_surrogate import write_surrogate
-    from harness.benchmark_table import read_table
+    from harness.replay.table_surrogate import write_surrogate
+    from harness.runtimes.benchmark_table import read_table
 
     error = dataclasses.asdict(write_surrogate(read_table(_table_file(table)), out))
     print_table(tuple(error), [tuple(f"{value:.3g}" for value in error.values())], as_json=as_json)
@@ -169,8 +169,8 @@ def bench_leaderboard(
 
     Example: `qdq bench leaderboard results/bench out/mine --out out/leaderboard.md`
     """
-    from harness.bench.leaderboard import compare_searchers, read_results
-    from harness.bench.page import write_page
+    from harness.replay.bench.leaderboard import compare_searchers, read_results
+    from harness.replay.bench.page import write_page
     from harness.report.report_table import table_json
 
     board = compare_searchers(read_results(folder, tier), tier)
@@ -192,7 +192,7 @@ def bench_export(
 
     Example: `qdq bench export out/t4 --format t4`
     """
-    from harness.bench.export import write_croissant, write_t4
+    from harness.replay.bench.export import write_croissant, write_t4
 
     for path in (write_t4 if form == "t4" else write_croissant)(out):
         echo(str(path))

@@ -16,16 +16,16 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.errors import MAX_COUNT, UserError
-from harness.paths import RelativePathMissing, plugins_trusted
-from harness.text import printable, printable_lines
+from harness.base.errors import MAX_COUNT, UserError
+from harness.base.paths import RelativePathMissing, plugins_trusted
+from harness.base.text import printable, printable_lines
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from harness.config.sections import PluginSpec
-    from harness.task_setup.study_task import StudyTask
-    from harness.verification.output_comparison import OutputCheck
+    from harness.results.output_check import OutputCheck
+    from harness.run.prepare.study_task import StudyTask
 
 ModelArgument = Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH.")]
 StudyArgument = Annotated[
@@ -92,7 +92,7 @@ def replace_change_advice(option: str = "--out") -> Iterator[None]:
     Args:
         option: Name of the option of the results folder.
     """
-    from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE
+    from harness.results.fingerprint import CHANGED_RUN_ADVICE
 
     try:
         yield
@@ -149,7 +149,7 @@ def study_of(
         UserError: An option or the file is invalid.
     """
     from harness.config.yaml_loader import parse_params
-    from harness.task_setup.study_task import make_study
+    from harness.run.prepare.study_task import make_study
 
     if Path(model).suffix in (".yaml", ".yml"):
         add_to_sys_path(Path(model).resolve().parent)
@@ -235,8 +235,8 @@ def report_check(check: OutputCheck, path: Path, remedies: Sequence[str], *, as_
     Raises:
         typer.Exit: The file is not usable.
     """
-    from harness.timing.provenance import describe_installed
-    from harness.verification.output_comparison import wrong_result_remedies
+    from harness.measure.provenance import describe_installed
+    from harness.results.output_check import wrong_result_remedies
 
     if check.is_usable:
         if not as_json:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.base.errors import UserError, prefix_file
 from harness.cli.common import (
     ExitStatus,
     JsonOption,
@@ -27,7 +28,6 @@ from harness.cli.common import (
     short_path,
 )
 from harness.cli.run import run_and_report
-from harness.errors import UserError, prefix_file
 
 if TYPE_CHECKING:
     from harness.compat.tao_specs.quantize import QuantizationResult
@@ -48,12 +48,12 @@ def autotune(context: typer.Context) -> None:
     With a loss of at most half a point:
     `qdq autotune --onnx_path model.onnx --max_drop 0.5 --test_data test.npz --calibration_data c.npz`
     """
+    from harness.base.paths import WAIT_VARIABLE
+    from harness.base.terminal_progress import TerminalProgress
     from harness.compat.autotune_experiment import command_experiment, region_flags
     from harness.compat.modelopt_autotune.__main__ import autotune as run_regions
     from harness.compat.modelopt_autotune.settings import check_counts, get_parser, parse_arguments
-    from harness.paths import WAIT_VARIABLE
-    from harness.task_setup.preflight import check_experiment
-    from harness.terminal_progress import TerminalProgress
+    from harness.run.prepare.preflight import check_experiment
 
     prog = "qdq autotune"
     if not HELP_OPTIONS.isdisjoint(context.args):
@@ -111,8 +111,8 @@ def quantize(
 
 def _print_hand_over(model: Path, command: str, shapes: Mapping[str, str] | None = None) -> None:
     """Print on a machine without a GPU the results of the compiler, and the command for a machine with one."""
-    from harness.explain.file_check import hand_over_lines
-    from harness.timing.provenance import describe_environment
+    from harness.insight.file_check import hand_over_lines
+    from harness.measure.provenance import describe_environment
 
     if not describe_environment().get("gpus"):
         for line in hand_over_lines(model, command, shapes or {}):
@@ -231,10 +231,10 @@ def evaluate(
 
     For a classifier: `qdq evaluate experiments/specs/evaluate_classifier.yaml`
     """
+    from harness.base.terminal_progress import TerminalProgress
     from harness.compat.tao_specs.comparison import advise_native_layers, compare_evaluations
     from harness.compat.tao_specs.evaluate import evaluate as run
     from harness.compat.tao_specs.spec import read_spec
-    from harness.terminal_progress import TerminalProgress
 
     specs_by_path = {path: read_spec(path) for path in specs}
     for path in specs:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from packaging.requirements import Requirement
 
+from harness.base.errors import CandidateError, UserError, install_hint, suggest_names
+from harness.base.text import printable
 from harness.cli.common import ExitStatus, JsonOption, echo, print_json, print_table, replace_change_advice, short_path
-from harness.errors import CandidateError, UserError, install_hint, suggest_names
-from harness.text import printable
 
 #: Imported module and installation command by name of the package.
 INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -82,7 +82,7 @@ def validate_gpu(
 
     Example: `qdq validate-gpu out/gpu`
     """
-    from harness.gpu_validation.kit import check_steps, run_validation
+    from harness.insight.gpu_validation.kit import check_steps, run_validation
 
     if check:
         print_table(("step", "state", "detail"), list(check_steps(out)), as_json=as_json)
@@ -168,7 +168,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _benchmarkers() -> Iterator[Row]:
-    from harness import registry
+    from harness.plugins import registry
 
     for plugin in registry.installed_plugins("benchmarker"):
         what = f"benchmarker {plugin.name}"
@@ -185,14 +185,14 @@ def _benchmarkers() -> Iterator[Row]:
 
 
 def _describe(benchmarker: str) -> dict[str, Any]:
-    from harness import registry
+    from harness.plugins import registry
 
     return dict(registry.create_plugin("benchmarker", benchmarker, {}).describe())
 
 
 def _broken_plugins() -> Iterator[Row]:
     """Yield the plug-ins of other kinds that cannot be loaded."""
-    from harness import registry
+    from harness.plugins import registry
 
     for kind in registry.ENTRY_POINT_GROUPS:
         for plugin in registry.installed_plugins(kind):
@@ -227,7 +227,7 @@ def _tools() -> Iterator[Row]:
 
 
 def _machine() -> Iterator[Row]:
-    from harness.timing.provenance import describe_environment, lacks_vnni
+    from harness.measure.provenance import describe_environment, lacks_vnni
 
     facts = describe_environment()
     gpus = facts.pop("gpus", [])
@@ -259,7 +259,7 @@ def _format_value(value: Any) -> str:
 
 
 if TYPE_CHECKING:
-    from harness.registry import Plugin
+    from harness.plugins.registry import Plugin
 
 
 def list_plugins(
@@ -271,7 +271,7 @@ def list_plugins(
     Example: `qdq list searcher`
     """
     from harness import zoo
-    from harness.registry import ENTRY_POINT_GROUPS, installed_plugins
+    from harness.plugins.registry import ENTRY_POINT_GROUPS, installed_plugins
 
     kinds = [*ENTRY_POINT_GROUPS, ZOO_KIND]
     asked = kind.replace("_", " ").replace("-", " ").removesuffix("s")

@@ -17,6 +17,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from harness.base.errors import DoesNotHold, UserError
+from harness.base.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugins
 from harness.cli.bench import (
     bench_check,
     bench_export,
@@ -34,8 +36,6 @@ from harness.cli.placements import apply, export_recipe, import_placement, inser
 from harness.cli.report import compare, report, trace
 from harness.cli.run import reproduce, run, verify
 from harness.cli.studies import agreement, noise, record, recover, replay, sensitivity, study
-from harness.errors import DoesNotHold, UserError
-from harness.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugins
 
 #: Commands in the order of the help text; the first of two words is a group. Commands import modules inside their
 #: functions, to keep `qdq --help` fast.

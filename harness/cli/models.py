@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from harness.base.errors import UserError
+from harness.base.paths import check_path
+from harness.base.text import printable
 from harness.cli.common import (
     BaseOption,
     DimOption,
@@ -25,12 +28,9 @@ from harness.cli.common import (
     print_json,
     short_path,
 )
-from harness.errors import UserError
-from harness.paths import check_path
-from harness.text import printable
 
 if TYPE_CHECKING:
-    from harness.explain.compiled import CompiledReport
+    from harness.insight.compiled import CompiledReport
 
 
 def regions(
@@ -56,8 +56,8 @@ def regions(
 
     Example: `qdq regions zoo:resnet18 --html resnet18.html`
     """
-    from harness.analysis.region_report import inspect_regions
     from harness.graph.partition.summary import TreeOptions
+    from harness.insight.region_report import inspect_regions
 
     report = inspect_regions(model, **parse_sizes(shape, dim), dialect=dialect, max_sequence_size=max_sequence_size)
     if html is not None:
@@ -109,9 +109,8 @@ def explain(
     if row is not None or Path(model).is_dir():
         _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve(), as_json=as_json)
         return
-    from harness.api import capabilities_of
     from harness.config.yaml_loader import parse_params
-    from harness.explain.model_report import (
+    from harness.insight.model_report import (
         change_lines,
         choose_backend,
         compare_reports,
@@ -120,7 +119,8 @@ def explain(
         report_data,
         report_lines,
     )
-    from harness.registry import load_plugin
+    from harness.plugins.api import capabilities_of
+    from harness.plugins.registry import load_plugin
 
     params = parse_params([*(param or ()), *([f"target={target}"] if target else ())])
     spec, sizes = choose_backend(Path(model), backend, params), parse_sizes(shape, dim)
@@ -144,7 +144,7 @@ def explain(
 
 def _explain_compiled(reports: Sequence[CompiledReport], top: int, *, as_json: bool, html: Path | None) -> None:
     """Print the report of one model, or of the second model with the differences to the first."""
-    from harness.explain.model_report import compare_reports
+    from harness.insight.model_report import compare_reports
 
     before, after = reports[0], reports[-1]
     if html is not None:
@@ -169,7 +169,7 @@ def check(
 
     Example: `qdq check model.onnx --dialect tensorrt`
     """
-    from harness.explain.file_check import check_file
+    from harness.insight.file_check import check_file
 
     check_path(Path(model))
     verdict = check_file(model, dialect, target or "sm89", **parse_sizes(shape, dim))
@@ -187,8 +187,8 @@ def _print_report(values: Any, lines: Iterable[str], *, as_json: bool) -> None:
 
 
 def _explain_row(folder: Path, row: str | None, base: Path, *, as_json: bool) -> None:
-    from harness.explain.render import explain_and_save
-    from harness.terminal_progress import TerminalProgress
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.insight.render import explain_and_save
 
     if row is None:
         raise UserError(f"{folder}: a results folder needs a row: qdq explain {folder} ROW (see qdq report)")

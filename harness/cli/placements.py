@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from harness.base.errors import UserError
+from harness.base.paths import check_path
 from harness.cli.common import (
     BaseOption,
     DimOption,
@@ -29,8 +31,6 @@ from harness.cli.common import (
     short_path,
 )
 from harness.cli.run import run_and_report
-from harness.errors import UserError
-from harness.paths import check_path
 
 if TYPE_CHECKING:
     from harness.config.sections import PluginSpec
@@ -121,15 +121,15 @@ def import_placement(
 
 
 def _ranges_config(calibration: Path | None, preprocess: str | None, samples: int, method: str) -> dict[str, Any]:
-    from harness.shipping.placements import calibration_config
+    from harness.ship.placements import calibration_config
 
     return calibration_config(calibration, preprocess, samples, method, Path.cwd())
 
 
 def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_json: bool, **described: Any) -> None:
     """Write a model with a placement, and print its facts and the differences from another tool's file."""
-    from harness.shipping.placements import insert_placement
-    from harness.terminal_progress import TerminalProgress
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.ship.placements import insert_placement
 
     check_path(Path(model))
     if output.exists() and output.resolve() == Path(model).resolve():
@@ -178,9 +178,9 @@ def apply(
 
     Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`
     """
-    from harness.results_dir.deploy_folder import find_bundle
-    from harness.shipping.placements import apply_experiment, calibration_config, check_structure
-    from harness.task_setup.preflight import check_experiment
+    from harness.results.deploy_folder import find_bundle
+    from harness.run.prepare.preflight import check_experiment
+    from harness.ship.placements import apply_experiment, calibration_config, check_structure
 
     if not model.is_file():
         raise UserError(f"{model}: no such file")
@@ -195,7 +195,7 @@ def apply(
         run_and_report(config, out, as_json=as_json)
     if config.searchers and not as_json:
         from harness.report.accuracy_notes import recovery_notes
-        from harness.report.load.results import load
+        from harness.results.folder import load
 
         notes = [note for task in load(out).tasks for note in recovery_notes(task)]
         echo("\n".join(notes or ["Recovery: nothing was gained, so the file is the placement as calibrated."]))
@@ -220,10 +220,10 @@ def export_recipe(
 
     Example: `qdq export-recipe out/mine/ship/NAME --for ort --measure -o quantize.py`
     """
-    from harness.results_dir.deploy_folder import find_bundle, read_bundle
-    from harness.shipping.recipes import export_recipe as export
-    from harness.shipping.runtime_comparison import COST_SOURCE, measure_edge_costs
-    from harness.terminal_progress import TerminalProgress
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.results.deploy_folder import find_bundle, read_bundle
+    from harness.ship.recipes import export_recipe as export
+    from harness.ship.runtime_comparison import COST_SOURCE, measure_edge_costs
 
     folder = find_bundle(result)
     facts = read_bundle(folder)

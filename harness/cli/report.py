@@ -50,7 +50,7 @@ def _import_pandas_alone() -> None:
     pandas always imports an installed pyarrow. Without it, pandas cannot read Parquet in this process, which reads
     none.
     """
-    from harness.registry import without_module
+    from harness.plugins.registry import without_module
 
     with without_module("pyarrow"):
         import pandas  # noqa: F401
@@ -63,7 +63,7 @@ def report_afterwards(show: Callable[[], None]) -> Iterator[None]:
     If the body raises `SearcherFailures`, `show` is called too, and the error is raised again afterwards. After any
     other error it is not called.
     """
-    from harness.results_dir.termination import SearcherFailures
+    from harness.results.termination import SearcherFailures
 
     try:
         yield
@@ -96,16 +96,16 @@ def show_report(
     Raises:
         typer.Exit: The results differ from those of `original`.
     """
+    from harness.base.terminal_progress import TerminalProgress
     from harness.report.next_steps import describe_answers, describe_next_steps
     from harness.report.render import current_report, report_renderable, report_text, write_report
     from harness.report.tables.overview import summary_table
-    from harness.terminal_progress import TerminalProgress
 
     folder, task_plots = short_path(folder), False if ship else task_plots
     if ship:  # before the page, which shows the commands of the folders
         from harness.report.frames.main_frame import main_frame
-        from harness.report.load.results import load
-        from harness.shipping.results_bundle import ship_results
+        from harness.results.folder import load
+        from harness.ship.results_bundle import ship_results
 
         with TerminalProgress() as terminal:
             ship_results(found := load(folder), main_frame(found), terminal)
@@ -170,7 +170,7 @@ def compare(
 def _comparison(first: Path, second: Path) -> tuple[ReportTable, list[str], list[str]]:
     """Return the table of matching rows, the rows that differ, and lines about differences of the environment."""
     from harness.report.folder_comparison import comparison_table, describe_differences, differing_rows
-    from harness.report.load.results import load
+    from harness.results.folder import load
 
     one, two = load(first), load(second)
     table = comparison_table(one, two)
@@ -196,7 +196,7 @@ def trace(
     Example: `qdq trace results/quickstart linear:speedup`
     """
     from harness.report import trace as tracing
-    from harness.report.load.results import load
+    from harness.results.folder import load
 
     traced = tracing.trace_cell(load(short_path(folder)), cell, table)
     lines = [line for source in traced.sources for line in (source.lines() if raw else source.brief(last))]

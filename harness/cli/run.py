@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.base.errors import DoesNotHold, UserError, prefix_file
 from harness.cli.common import (
     BaseOption,
     ExitStatus,
@@ -26,7 +27,6 @@ from harness.cli.common import (
     short_path,
 )
 from harness.cli.report import report_afterwards, show_report
-from harness.errors import DoesNotHold, UserError, prefix_file
 
 if TYPE_CHECKING:
     from harness.config.experiment import Experiment
@@ -78,7 +78,7 @@ def run(
     Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
     """
     from harness.config.experiment import load_experiment
-    from harness.task_setup.preflight import check_and_time
+    from harness.run.prepare.preflight import check_and_time
 
     if compile_models and not check:
         raise UserError("--compile: only with --check")
@@ -115,10 +115,10 @@ def run_and_report(
     as_json: bool = False,
 ) -> None:
     """Run an experiment, print its tables and write the folder to deploy; for the arguments see `run`."""
-    from harness.pipeline.early_answer import EarlyAnswer
-    from harness.pipeline.runner import run_experiment
-    from harness.shipping.tuned_model import ship_answer
-    from harness.terminal_progress import EventProgress, TerminalProgress
+    from harness.base.terminal_progress import EventProgress, TerminalProgress
+    from harness.run.early_answer import EarlyAnswer
+    from harness.run.runner import run_experiment
+    from harness.ship.tuned_model import ship_answer
 
     progress = EventProgress() if events else TerminalProgress()
     started_s, answer = time.monotonic(), ""
@@ -155,10 +155,10 @@ def _show_plan(
 ) -> None:
     """Check the models and the results folder, and print the tasks, the bounds and an estimate of the time."""
     from harness.config.plan import plan_tasks
-    from harness.results_dir.ownership import check_ownership
-    from harness.task_setup.bounds import bound_lines
-    from harness.task_setup.model_checks import check_models
-    from harness.task_setup.model_loader import describe_workload
+    from harness.results.ownership import check_ownership
+    from harness.run.prepare.bounds import bound_lines
+    from harness.run.prepare.model_checks import check_models
+    from harness.run.prepare.model_loader import describe_workload
 
     with prefix_file(file):
         print_remarks(check_models(config))
@@ -170,9 +170,9 @@ def _show_plan(
 
 
 def _compile_models(file: Path, config: Experiment, target: str | None) -> None:
-    from harness.explain.compiled import SCOPE_NOTE
+    from harness.insight.compiled import SCOPE_NOTE
+    from harness.run.prepare.model_checks import compile_tasks
     from harness.runtimes.rtx_compile.compiler import DEFAULT_TARGET
-    from harness.task_setup.model_checks import compile_tasks
 
     with prefix_file(file):
         for line in compile_tasks(config, target or DEFAULT_TARGET):
@@ -192,11 +192,11 @@ def reproduce(
 
     Example: `qdq reproduce results/quickstart --out out/again`
     """
+    from harness.base.terminal_progress import TerminalProgress
     from harness.config.experiment import load_experiment
-    from harness.pipeline.runner import run_experiment
-    from harness.report.load.results import load
-    from harness.task_setup.preflight import check_experiment
-    from harness.terminal_progress import TerminalProgress
+    from harness.results.folder import load
+    from harness.run.prepare.preflight import check_experiment
+    from harness.run.runner import run_experiment
 
     load(folder)  # fails before hours are spent on results that cannot be compared
     again = folder.resolve().with_name(f"{folder.resolve().name}-again") if out is None else out
@@ -261,7 +261,7 @@ def verify(
 
     For a new version of the runtime: `qdq verify out/mine/ship/NAME --runtime-python new/bin/python`
     """
-    from harness.results_dir.deploy_folder import SHIP_FOLDER, find_bundle, is_bundle
+    from harness.results.deploy_folder import SHIP_FOLDER, find_bundle, is_bundle
 
     if file.name == SHIP_FOLDER or is_bundle(file) or runtime_python is not None:
         if row is not None:
@@ -269,10 +269,10 @@ def verify(
         raise typer.Exit(_verify_bundle(short_path(find_bundle(file)), runtime_python, builds, as_json=as_json))
     if file.is_dir() and row is None:
         raise typer.Exit(_check_folder(short_path(file), as_json=as_json))
+    from harness.base.terminal_progress import TerminalProgress
     from harness.config.objective import parse_bound
-    from harness.pipeline.verify import verify as verify_model
     from harness.report.exported_row import find_exported_row
-    from harness.terminal_progress import TerminalProgress
+    from harness.run.verify.verify import verify as verify_model
 
     model = find_exported_row(short_path(file), row) if file.is_dir() else file
     if not file.exists():
@@ -302,11 +302,11 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
     Raises:
         DoesNotHold: The folder is damaged, or its model does not run.
     """
-    from harness.results_dir.deploy_folder import read_bundle
-    from harness.shipping.bundle import run_bundle
-    from harness.shipping.runtime_comparison import compare_runtimes
-    from harness.terminal_progress import TerminalProgress
-    from harness.text import short_version
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.base.text import short_version
+    from harness.results.deploy_folder import read_bundle
+    from harness.ship.bundle import run_bundle
+    from harness.ship.runtime_comparison import compare_runtimes
 
     try:
         facts = read_bundle(folder)
@@ -340,8 +340,8 @@ def _verify_bundle(folder: Path, python: Path | None, builds: int, *, as_json: b
 
 def _check_folder(folder: Path, *, as_json: bool) -> ExitStatus:
     """Print the damaged files of a results folder, and return the exit status."""
-    from harness.results_dir.deploy_folder import SHIP_FOLDER, check_bundle
-    from harness.results_dir.manifest import check_results
+    from harness.results.deploy_folder import SHIP_FOLDER, check_bundle
+    from harness.results.manifest import check_results
 
     check = check_results(folder)
     repair = f"remove the folder; qdq run writes {SHIP_FOLDER} again"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from harness.base.errors import UserError
 from harness.cli.common import (
     DimOption,
     JsonOption,
@@ -25,10 +26,9 @@ from harness.cli.common import (
     short_path,
     study_of,
 )
-from harness.errors import UserError
 
 if TYPE_CHECKING:
-    from harness.studies.study_file import BudgetStudy
+    from harness.replay.study_file import BudgetStudy
 
 
 def sensitivity(
@@ -57,8 +57,8 @@ def sensitivity(
 
     Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
     """
-    from harness.analysis.reports import sensitivity_report
-    from harness.terminal_progress import TerminalProgress
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.insight.reports import sensitivity_report
 
     task = study_of(model, backend, param, shape, dim, precision=precision)
     folder = short_path(out or Path(f"sensitivity-{task.spec.name}"))
@@ -106,9 +106,9 @@ def recover(
 
     Example: `qdq recover mobilenet.yaml --method mean --step bias_correction`
     """
-    from harness.analysis.recovery_study import RecoveryRequest, recovery_report
-    from harness.results_dir.deploy_folder import bundle_model
-    from harness.terminal_progress import TerminalProgress
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.insight.recovery_study import RecoveryRequest, recovery_report
+    from harness.results.deploy_folder import bundle_model
 
     if Path(placement).exists():
         placement = str(bundle_model(Path(placement)))
@@ -145,8 +145,8 @@ def agreement(
 
     The figures are those of the evaluators agreement and fidelity. Example: `qdq agreement mobilenet.yaml`
     """
-    from harness.analysis.agreement_study import agreement_report
-    from harness.terminal_progress import TerminalProgress
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.insight.agreement_study import agreement_report
 
     task = study_of(model, backend, param, None, None)
     folder = short_path(out or Path(f"agreement-{task.spec.name}"))
@@ -193,10 +193,10 @@ def record(
 
     Example: `qdq record zoo:resnet18 --dimensions 11 --param precision=f32`
     """
-    from harness.benchmark_table import read_table
-    from harness.studies.record_table import record as record_table
-    from harness.studies.replay_report import table_lines
-    from harness.terminal_progress import TerminalProgress
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.replay.record_table import record as record_table
+    from harness.replay.replay_report import table_lines
+    from harness.runtimes.benchmark_table import read_table
 
     task = study_of(model, backend, param, shape, dim, fidelity=fidelity)
     path = out or Path(f"{task.spec.name}.parquet")
@@ -225,8 +225,8 @@ def replay(
 
     Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
     """
-    from harness.bench.tasks import read_scored_table
-    from harness.studies.replay_report import ReplayRequest, replay_all, table_lines
+    from harness.replay.bench.tasks import read_scored_table
+    from harness.replay.replay_report import ReplayRequest, replay_all, table_lines
 
     table = read_scored_table(recorded)
     request = ReplayRequest(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
@@ -263,10 +263,10 @@ def study(
 
     Example: `qdq study experiments/studies/budgets.yaml --out out/budgets`
     """
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.measure.provenance import count_cores
+    from harness.replay.budget_study import study_budgets
     from harness.report.report_table import render_markdown, render_note_markdown
-    from harness.studies.budget_study import study_budgets
-    from harness.terminal_progress import TerminalProgress
-    from harness.timing.provenance import count_cores
 
     options: dict[str, Mapping[str, Any]] = {
         "--searcher": {"searchers": [{"use": name} for name in searcher]} if searcher else {},
@@ -286,7 +286,7 @@ def study(
 
 def _load_budget_study(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> BudgetStudy:
     """Return the study of a study file, or of tables and the keys of options."""
-    from harness.studies.study_file import BudgetStudy, load_study
+    from harness.replay.study_file import BudgetStudy, load_study
 
     if what[0].suffix not in (".yaml", ".yml"):
         keys = {key: value for option in options.values() for key, value in option.items()}
@@ -320,10 +320,10 @@ def noise(
 
     Example: `qdq noise zoo:resnet18 --param precision=f32`
     """
-    from harness.analysis.noise import NestedDesign
-    from harness.analysis.reports import noise_report
-    from harness.task_setup.study_task import study_name
-    from harness.terminal_progress import TerminalProgress
+    from harness.base.terminal_progress import TerminalProgress
+    from harness.insight.noise import NestedDesign
+    from harness.insight.reports import noise_report
+    from harness.run.prepare.study_task import study_name
 
     task = study_of(model, backend, param, shape, dim)
     design = NestedDesign(processes=processes, builds=builds, readings=readings)

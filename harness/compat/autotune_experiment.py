@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.accuracy.data.arrays import array_kind, array_names
+from harness.base.errors import MAX_COUNT, UserError, suggest_names
 from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.objective import validate_bound
 from harness.config.yaml_loader import dump_yaml, parse_params
-from harness.errors import MAX_COUNT, UserError, suggest_names
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
-from harness.shipping.placements import file_entry
-from harness.task_setup.study_task import model_label
+from harness.run.prepare.study_task import model_label
+from harness.ship.placements import file_entry
 
 DEFAULT_EVALUATIONS = 50
 PROXY_SAMPLES = 8

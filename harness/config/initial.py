@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from harness.base.errors import suggest_names
 from harness.config.sections import PluginSpec
-from harness.errors import suggest_names
 from search.heuristics import HEURISTIC_RULES
 
 _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
@@ -24,7 +24,7 @@ MAX_FILE_PLACEMENTS = 32
 
 DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TOOLS)
 DEFAULT_BASELINES = ("all", "linear", *_COMMON_TOOLS)
-#: Stress test: everything quantized symmetrically; see `harness.task_setup.external_tools`.
+#: Stress test: everything quantized symmetrically; see `harness.run.prepare.external_tools`.
 FULLY_QUANTIZED = "extreme"
 _FP8_SUFFIX = "-fp8"
 _FLOAT_ROW_NAME = re.compile(r"float-(f|bf|fp|tf)\d+")

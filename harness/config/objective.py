@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from harness.base.errors import MAX_COUNT, UserError
 from harness.config.sections import ConfigSection
-from harness.errors import MAX_COUNT, UserError
 
 Minimize = Literal["latency", "pareto", "accuracy"]
 PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?) ?%")

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sized
 from dataclasses import dataclass
 
-from harness import registry
+from harness.base.errors import UserError
 from harness.config.experiment import Experiment
 from harness.config.sections import ModelSpec, PluginSpec, SearcherSpec
-from harness.errors import UserError
+from harness.plugins import registry
 
 MIXED_PRECISIONS = ("int8", "fp8")
 MAX_COMBINATIONS = 10_000  # of models, backends and precisions, or of searchers and seeds

@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from harness import registry
-from harness.errors import MAX_COUNT, UserError
+from harness.base.errors import MAX_COUNT, UserError
+from harness.plugins import registry
 
 # Further limits, see MAX_COUNT.
 MAX_DIMENSION = 2**31 - 1

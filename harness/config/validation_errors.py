@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from harness.errors import UserError, suggest_names
+from harness.base.errors import UserError, suggest_names
 
 SUGGESTION_PREFIX = "did you mean"
 QUOTED_NAME = re.compile(r"'([^']+)'")

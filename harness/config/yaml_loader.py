@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from harness.errors import UserError, describe_type
-from harness.text import shorten
-from harness.untrusted import MAX_BYTES, read_text
+from harness.base.errors import UserError, describe_type
+from harness.base.text import shorten
+from harness.base.untrusted import MAX_BYTES, read_text
 
 MATRIX_LISTS = ("models", "backends", "searchers")
 MAX_FILE_BYTES = 4_000_000

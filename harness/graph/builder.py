@@ -169,7 +169,7 @@ class GraphBuilder(GraphBuilderBase):
         super().__init__(name, opset)
         self._rng = np.random.default_rng(seed)
 
-    def conv(  # noqa: PLR0913 (a convolution has that many)
+    def conv(
         self,
         x: str,
         channels: int,

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 from onnx import numpy_helper
 
-from harness.api import Array
 from harness.graph.model import Model, Node, TensorType, read_nodes
 from harness.graph.protos import copy_message
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.quantize.weights import bias_place
+from harness.plugins.api import Array
 
 _OWN_BIAS_SUFFIX = "#bias"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import onnx
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.io.files import write_model
 from harness.graph.io.model_reader import read_model
 from harness.graph.load import prepare_model

@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from harness.base.errors import UserError
+from harness.base.paths import replacing
+from harness.base.text import shorten
 from harness.config.validation_errors import to_user_error
 from harness.config.yaml_loader import quote_core_schema, read_cache_file
-from harness.errors import UserError
 from harness.graph.pattern_cache import (
     MAX_SCHEMES,
     MIN_DISTANCE_POINTS,
@@ -23,8 +25,6 @@ from harness.graph.pattern_cache import (
     merge_caches,
     parse_point,
 )
-from harness.paths import replacing
-from harness.text import shorten
 
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _FILE_KIND = "qdq pattern cache"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx
 
-from harness.errors import BuildFailed
+from harness.base.errors import BuildFailed
 from harness.graph.io.files import write_model
 from harness.graph.load import load_proto
 from harness.graph.passes.static_shapes import infer_types

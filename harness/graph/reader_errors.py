@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from harness.api import Array
 from harness.graph.model import Model
 from harness.graph.protos import copy_message
 from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS
+from harness.plugins.api import Array
 from search.space import Edge
 
 _NAME_PREFIX = "#form."

@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from harness.api import Array, name_arrays
 from harness.graph.protos import copy_message, tensors_read
 from harness.graph.qdq.qdq_graph import unique_node_names
-from harness.timing.provenance import count_cores
-from harness.timing.workers.inference import MAX_CONCURRENCY, ConcurrentInfer, infer_all
+from harness.measure.provenance import count_cores
+from harness.plugins.api import Array, name_arrays
+from harness.workers.inference import MAX_CONCURRENCY, ConcurrentInfer, infer_all
 
 Feeds = Mapping[str, Array]
 

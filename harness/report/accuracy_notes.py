@@ -13,13 +13,13 @@ import numpy as np
 
 from harness.accuracy.metrics.average_precision import resampled_map
 from harness.accuracy.metrics.intervals import decode_accuracy, decode_evidence
-from harness.api import Accuracy
-from harness.report.load.display_names import metric_name
-from harness.report.load.results import TaskResults
+from harness.plugins.api import Accuracy
 from harness.report.report_table import MISSING_CELL, format_interval
-from harness.results_dir.artifacts import FLOAT_ROW, NOT_TRIED, RECOVERED_PREFIX, recovered_row
-from harness.results_dir.journal import read_journal
-from harness.selection.cross_fitting import FOLDS, cross_fitted_drop
+from harness.results.artifacts import FLOAT_ROW, NOT_TRIED, RECOVERED_PREFIX, recovered_row
+from harness.results.cross_fitting import FOLDS, cross_fitted_drop
+from harness.results.display_names import metric_name
+from harness.results.folder import TaskResults
+from harness.results.journal import read_journal
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.errors import UserError
-from harness.report.load.results import TaskResults, load
+from harness.base.errors import UserError
 from harness.report.trace import find_main_row
+from harness.results.folder import TaskResults, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

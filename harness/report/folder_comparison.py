@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from harness.base.errors import UserError
+from harness.base.files import diff_leaves
+from harness.base.statistics import Interval, speedup_verdict
 from harness.config.yaml_loader import read_experiment_yaml
-from harness.errors import UserError
+from harness.measure.turn_log import TWIN, disturbance_note
 from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import NOISY_FLOOR, Results, TaskResults
 from harness.report.report_table import MISSING_CELL, ReportTable, frame_rows
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.results_dir.fingerprint import diff_leaves
-from harness.statistics import Interval, speedup_verdict
-from harness.timing.turn_log import TWIN, disturbance_note
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.folder import NOISY_FLOOR, Results, TaskResults
 
 ROW_KEY = ["task", "method", "float_precision"]
 FINGERPRINT_KEYS = (

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from harness.accuracy.metrics.intervals import RESAMPLES
-from harness.records import Measured, TrialResult
+from harness.base.statistics import block_ci
+from harness.measure.records import Measured, TrialResult
+from harness.measure.turn_log import Turn, TurnMatrix
 from harness.report.frames.confirmation import valid_turns
-from harness.report.load.display_names import METRIC_CAPS, METRIC_FORMATS
-from harness.report.load.results import TaskResults
 from harness.report.table_spec import Row, is_missing
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.results_dir.journal import read_journal
-from harness.results_dir.lines import shown_path
-from harness.selection.confirmation import CONFIRMATION_LOG_NAME
-from harness.statistics import block_ci
-from harness.timing.turn_log import Turn, TurnMatrix
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.display_names import METRIC_CAPS, METRIC_FORMATS
+from harness.results.folder import TaskResults
+from harness.results.journal import read_journal
+from harness.results.lines import shown_path
+from harness.results.turns import CONFIRMATION_LOG_NAME
 
 FIRST_EVENT_LINE = 2  # after the header
 SCORE_HEADINGS = ("drop", "metric", *(name for name, _, _ in METRIC_FORMATS.values()))

@@ -12,15 +12,14 @@ import pandas as pd
 from rich.console import Group
 from rich.text import Text
 
-from harness.errors import UserError
-from harness.paths import user_key
-from harness.progress import NullProgress, Observer
+from harness.base.errors import UserError
+from harness.base.files import explain_write_errors, file_sha256, write_json, write_text
+from harness.base.paths import user_key
+from harness.base.progress import NullProgress, Observer
+from harness.base.text import printable
 from harness.report.frames.confirmation import sample_frame, variance_frame
 from harness.report.frames.curves import curve_frame, hypervolume_frame
 from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
-from harness.report.load.results import Results, TaskResults
-from harness.report.load.results import load as load_results
-from harness.report.load.task_files import GRAPH_FILE, exported, read_graph, sizes_of, write_graph
 from harness.report.page.index_page import render_index
 from harness.report.plots.plot_files import PlotCache, draw_plots
 from harness.report.report_table import ReportTable, drop_repeated_lines, render_plain_text, write_table
@@ -34,9 +33,10 @@ from harness.report.tables.paired_choices import ablation_frame, fixed_frame
 from harness.report.tables.searchers import pair_frame, score_frame
 from harness.report.tables.tools import tool_frame
 from harness.report.tables.transfer import transfer_frame
-from harness.results_dir.io import explain_write_errors, file_sha256, write_json, write_text
-from harness.results_dir.manifest import MANIFEST_FILE, describe_files, find_changed_files, list_files, read_manifest
-from harness.text import printable
+from harness.results.folder import Results, TaskResults
+from harness.results.folder import load as load_results
+from harness.results.manifest import MANIFEST_FILE, describe_files, find_changed_files, list_files, read_manifest
+from harness.results.task_files import GRAPH_FILE, exported, read_graph, sizes_of, write_graph
 
 MAX_TASKS_WITH_PLOTS = 20
 """Number of tasks up to which plots that the page draws itself are by default written as files too."""
@@ -188,7 +188,7 @@ def current_report(folder: Path, *, task_plots: bool | None = None) -> tuple[Res
         task_plots: See `write_report`.
 
     Raises:
-        UserError: See `harness.report.load.results.load`.
+        UserError: See `harness.results.folder.load`.
     """
     out = folder / "report"
     try:

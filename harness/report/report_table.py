@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
-from harness.text import escape_csv, escape_latex, escape_markdown, printable
+from harness.base.text import escape_csv, escape_latex, escape_markdown, printable
 
 MISSING_CELL = "-"
 COLUMNS_SHOWN_ONCE = ("task", "model", "device", "batch")

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
-from harness.text import pluralize
+from harness.base.statistics import MIN_CLAIMED_GAIN, Interval, block_ci
+from harness.base.text import pluralize
 
 MIN_BLOCKS = 3  # for the interval of a mean and for Friedman's test
 MIN_BLOCKS_FOR_WILCOXON = 6  # Wilcoxon's test can then be significant at 5 %, see `smallest_p_value`

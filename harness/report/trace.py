@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import UserError, suggest_names
+from harness.base.errors import UserError, suggest_names
 from harness.report import provenance_lines
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import Results, TaskResults
 from harness.report.provenance_lines import ValueSource
 from harness.report.report_table import ReportTable, frame_rows
 from harness.report.table_spec import Row, is_missing
 from harness.report.tables.catalog import SPECS, build_tables
 from harness.report.tables.overview import MEAN_LABEL
-from harness.results_dir.lines import shown_path
-from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME
+from harness.results.folder import Results, TaskResults
+from harness.results.lines import shown_path
+from harness.results.turns import FINAL_SELECTION_LOG_NAME
 
 ROW_LABEL_COLUMNS = (
     "task", "searcher", "first", "second", "reference", "budget", "variant", "model", "row", "found on", "found in",

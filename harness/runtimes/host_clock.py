@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array, Layer, name_arrays
-from harness.errors import BuildFailed, CandidateError, MeasureFailed
+from harness.base.errors import BuildFailed, CandidateError, MeasureFailed
+from harness.plugins.api import Array, Layer, name_arrays
 
 
 def time_calls(run: Callable[[], object], n: int) -> list[float]:

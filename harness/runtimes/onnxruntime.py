@@ -14,10 +14,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from harness.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
+from harness.base.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.config.precision_names import normalize_float_precision
-from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
+from harness.measure.provenance import (
+    count_cores,
+    describe_environment,
+    machine_lacks_vnni,
+    machine_processor_label,
+    validate_threads,
+)
+from harness.measure.sampling import make_fixed_inputs
+from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
 from harness.runtimes.host_clock import (
     one_line_error,
     parse_dtype,
@@ -27,14 +35,6 @@ from harness.runtimes.host_clock import (
     time_calls,
     translate_errors,
 )
-from harness.timing.provenance import (
-    count_cores,
-    describe_environment,
-    machine_lacks_vnni,
-    machine_processor_label,
-    validate_threads,
-)
-from harness.timing.sampling import make_fixed_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class ONNXRuntimeBenchmarker:
 
     capabilities = Capabilities(dynamic=True)
 
-    def __init__(  # noqa: PLR0913 - one option, one parameter
+    def __init__(
         self,
         threads: int = 1,
         optimization: Optimization = "all",

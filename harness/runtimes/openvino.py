@@ -18,12 +18,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator
 
-from harness.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
+from harness.base.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.config.precision_names import normalize_float_precision
-from harness.errors import BuildFailed, MeasureFailed, UserError, install_hint
+from harness.measure.provenance import count_cores, machine_lacks_vnni, machine_processor_label, validate_threads
+from harness.measure.sampling import make_fixed_inputs
+from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
 from harness.runtimes.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
-from harness.timing.provenance import count_cores, machine_lacks_vnni, machine_processor_label, validate_threads
-from harness.timing.sampling import make_fixed_inputs
 
 logger = logging.getLogger(__name__)
 PRECISIONS = ("auto", "f32", "bf16")

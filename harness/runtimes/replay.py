@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array, Artifact, Candidate, Capabilities
-from harness.benchmark_table import read_table
-from harness.errors import BuildFailed, CandidateError, EvaluationFailed, MeasureFailed
-from harness.paths import resolve_path
-from harness.records import Failed
+from harness.base.errors import BuildFailed, CandidateError, EvaluationFailed, MeasureFailed
+from harness.base.paths import resolve_path
+from harness.measure.records import Failed
+from harness.plugins.api import Array, Artifact, Candidate, Capabilities
+from harness.runtimes.benchmark_table import read_table
 
 ERROR_BY_STAGE: Mapping[str, type[CandidateError]] = {"measure": MeasureFailed, "evaluate": EvaluationFailed}
 

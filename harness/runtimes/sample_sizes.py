@@ -14,7 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.api import (
+from harness.base.errors import BuildFailed, UserError
+from harness.graph.dynamic_axes import load_dynamic, transfer_file
+from harness.graph.io.digests import IR_SUFFIX
+from harness.graph.io.files import write_model
+from harness.graph.io.model_reader import read_model
+from harness.graph.model import Model
+from harness.plugins.api import (
     Array,
     Artifact,
     Benchmarker,
@@ -26,12 +32,6 @@ from harness.api import (
     ReportsConditions,
     capabilities_of,
 )
-from harness.errors import BuildFailed, UserError
-from harness.graph.dynamic_axes import load_dynamic, transfer_file
-from harness.graph.io.digests import IR_SUFFIX
-from harness.graph.io.files import write_model
-from harness.graph.io.model_reader import read_model
-from harness.graph.model import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from harness.api import Array, Artifact, Benchmarker, Candidate, Capabilities, Probe, ReportsConditions, capabilities_of
-from harness.errors import BuildFailed, UserError
+from harness.base.errors import BuildFailed, UserError
 from harness.graph.dynamic_axes import transfer_file
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.io.model_reader import read_model
+from harness.plugins.api import (
+    Array,
+    Artifact,
+    Benchmarker,
+    Candidate,
+    Capabilities,
+    Probe,
+    ReportsConditions,
+    capabilities_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

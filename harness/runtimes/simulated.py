@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from harness.api import Array, Artifact, Candidate, Capabilities
-from harness.errors import BuildFailed, EvaluationFailed
+from harness.base.errors import BuildFailed, EvaluationFailed
+from harness.plugins.api import Array, Artifact, Candidate, Capabilities
 from search.space import Edge, Resolved
 
-# Ranges of parameters, checked by `harness.registry.create_plugin`.
+# Ranges of parameters, checked by `harness.plugins.registry.create_plugin`.
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]

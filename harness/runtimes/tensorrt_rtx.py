@@ -14,12 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.api import Array, Artifact, Candidate, Capabilities
-from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.base.errors import BuildFailed, MeasureFailed, UserError
+from harness.measure.sampling import make_fixed_inputs
+from harness.plugins.api import Array, Artifact, Candidate, Capabilities
 from harness.runtimes.cuda.device import CudaRuntime, Device, GpuMonitor, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
 from harness.runtimes.host_clock import parse_dtype, require_static_shapes, run_session, translate_errors
-from harness.timing.sampling import make_fixed_inputs
 
 LICENCE_NOTE = (
     "experimental; figures of TensorRT-RTX are never pooled with TensorRT's, and its licence may restrict publishing "

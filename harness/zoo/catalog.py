@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from harness.errors import UserError, suggest_names
+from harness.base.errors import UserError, suggest_names
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import write_without_output_transpose
 from harness.zoo import cnn, detector, transformer

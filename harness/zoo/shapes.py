@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from harness.errors import UserError, suggest_names
+from harness.base.errors import UserError, suggest_names
 
 IMAGE_SIZE_PX = 128
 """Height and width of every image, in pixels."""

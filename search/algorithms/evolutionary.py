@@ -43,7 +43,7 @@ class EvolutionarySearcher(ArchiveSearcher):
         significance: Number of combined standard errors that a child must gain to displace a parent.
     """
 
-    def __init__(  # noqa: PLR0913 - the settings of a searcher are the keywords of its constructor
+    def __init__(
         self,
         space: Space,
         *,

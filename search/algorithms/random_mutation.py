@@ -41,7 +41,7 @@ class RandomMutationSearcher(ArchiveSearcher):
             (in scope "joint" the search) ends.
     """
 
-    def __init__(  # noqa: PLR0913 - the settings of a searcher are the keywords of its constructor
+    def __init__(
         self,
         space: Space,
         *,

@@ -66,8 +66,8 @@ import json, resource, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from harness.config.experiment import load_experiment
-from harness.pipeline.runner import run_experiment
-from harness.progress import NullProgress
+from harness.run.runner import run_experiment
+from harness.base.progress import NullProgress
 from timed import SPENT
 folder, out = Path(sys.argv[1]), Path(sys.argv[2])
 
@@ -100,7 +100,7 @@ def folder(tmp_path_factory):
 
 def test_harness_time_per_trial(benchmark, folder):
     if benchmark.disabled:
-        pytest.skip("tests/harness/pipeline runs shorter ones; enable benchmarks to take the time of a long one")
+        pytest.skip("tests/harness/run runs shorter ones; enable benchmarks to take the time of a long one")
     outs = [folder / f"out-{number}" for number in range(DRIVERS)]
 
     def drive() -> tuple[float, list[list[float]]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.report.load.results import load
 from harness.report.tables.cost import cost_frame
+from harness.results.folder import load
 
 pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).parents[2] / "results" / "latency_cpu"

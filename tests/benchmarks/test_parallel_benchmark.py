@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.base.files import read_json
+from harness.base.progress import NullProgress
+from harness.base.statistics import median_ci
 from harness.config.experiment import parse_experiment
-from harness.pipeline.runner import run_experiment
-from harness.progress import NullProgress
-from harness.records import Measured
-from harness.results_dir.io import read_json
-from harness.results_dir.journal import read_journal
-from harness.statistics import median_ci
-from harness.timing.provenance import count_cores
+from harness.measure.provenance import count_cores
+from harness.measure.records import Measured
+from harness.results.journal import read_journal
+from harness.run.runner import run_experiment
 
 pytestmark = pytest.mark.slow
 EVALUATIONS = 41
@@ -76,9 +76,7 @@ def pace(executor: str, out: Path) -> Pace:
 
 def test_parallel_build_throughput_and_latency(benchmark, tmp_path):
     if benchmark.disabled:
-        pytest.skip(
-            "tests/harness/pipeline/test_proposal_window.py has the behaviour; enable benchmarks to take the time"
-        )
+        pytest.skip("tests/harness/run/test_proposal_window.py has the behaviour; enable benchmarks to take the time")
     pytest.importorskip("openvino")
     if count_cores() < 2:
         pytest.skip("builds ahead need a second core")

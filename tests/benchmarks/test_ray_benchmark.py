@@ -19,15 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.api import Candidate
-from harness.cluster import RAY_ENVIRONMENT, open_execution_target
+from harness.base.progress import NullProgress
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec, Sampling
-from harness.progress import NullProgress
-from harness.records import MAIN_BENCHMARKER
-from harness.results_dir.journal import Journal
-from harness.search_loop.loop import SearchTask, run_search
-from harness.search_loop.trial import make_trial_fn
-from harness.timing.workers.engines import WorkerSpec
+from harness.graph.io.files import model_files
+from harness.measure.records import MAIN_BENCHMARKER
+from harness.plugins.api import Candidate
+from harness.results.journal import Journal
+from harness.run.search.loop import SearchTask, run_search
+from harness.run.search.trial import make_trial_fn
+from harness.workers.engines import WorkerSpec
+from harness.workers.ray import RAY_ENVIRONMENT, open_execution_target
 from search.api import Observation, Placement
 from search.synthetic_problem import synthetic_space
 
@@ -66,7 +67,10 @@ class Driver:
 
     def trial_s(self, executor: ExecutorSpec, cost_s: float, trials: int) -> list[float]:
         """Wall-clock of a trial, once for each round; the workers are warm."""
-        with open_execution_target(executor, Limits(), None, NullProgress()) as site, self._lanes(site, cost_s) as lane:
+        with (
+            open_execution_target(executor, Limits(), None, NullProgress(), model_files) as site,
+            self._lanes(site, cost_s) as lane,
+        ):
             return [self._search(lane, executor.max_pending, trials, number) for number in range(ROUNDS)]
 
     def on_ray(self, workers: int) -> ExecutorSpec:
@@ -123,7 +127,7 @@ def driver(tmp_path_factory):
 
 def test_ray_overhead_per_trial(benchmark, request):
     if benchmark.disabled:
-        pytest.skip("tests/harness/cluster runs a cluster; enable benchmarks to take its time")
+        pytest.skip("tests/harness/workers/ray runs a cluster; enable benchmarks to take its time")
     driver: Driver = request.getfixturevalue("driver")
     here = driver.trial_s(ExecutorSpec(), 0.0, SHORT)
     there = benchmark.pedantic(lambda: driver.trial_s(driver.on_ray(1), 0.0, SHORT), rounds=1)
@@ -137,7 +141,7 @@ def test_ray_overhead_per_trial(benchmark, request):
 
 def test_ray_speedup_of_second_worker(benchmark, request):
     if benchmark.disabled:
-        pytest.skip("tests/harness/cluster runs a cluster; enable benchmarks to take its time")
+        pytest.skip("tests/harness/workers/ray runs a cluster; enable benchmarks to take its time")
     driver: Driver = request.getfixturevalue("driver")
     one = driver.trial_s(driver.on_ray(1), BUILD_S, LONG)
     two = benchmark.pedantic(lambda: driver.trial_s(driver.on_ray(2), BUILD_S, LONG), rounds=1)

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from harness.api import Candidate
 from harness.config.sections import Limits, PluginSpec, Sampling
-from harness.timing.sampling import Samples
-from harness.timing.workers.engines import BuiltEngine, WorkerSpec
-from harness.timing.workers.sandbox import Sandbox
+from harness.measure.sampling import Samples
+from harness.plugins.api import Candidate
+from harness.workers.engines import BuiltEngine, WorkerSpec
+from harness.workers.sandbox import Sandbox
 from harness.zoo import write_model
 
 pytestmark = pytest.mark.slow
@@ -30,9 +30,7 @@ def sandbox(tmp_path_factory):
 
 def test_sandbox_overhead_is_below_5_percent_of_trial(benchmark, tmp_path, request):
     if benchmark.disabled:
-        pytest.skip(
-            "tests/harness/timing/workers/test_sandbox.py has the behaviour; enable benchmarks to take the time"
-        )
+        pytest.skip("tests/harness/workers/test_sandbox.py has the behaviour; enable benchmarks to take the time")
     sandbox: Sandbox = request.getfixturevalue("sandbox")
     path = write_model("resnet18", tmp_path / "resnet18.onnx")
     candidate = Candidate(digest="float", edges=(), source=lambda: path)
@@ -58,7 +56,7 @@ def test_sandbox_overhead_is_below_5_percent_of_trial(benchmark, tmp_path, reque
 def test_sandbox_start_time(benchmark, tmp_path):
     """What a crash, or a build of the confirmation, costs beside its work."""
     if benchmark.disabled:
-        pytest.skip("tests/harness/timing/workers/test_sandbox.py starts many; enable benchmarks to take the time")
+        pytest.skip("tests/harness/workers/test_sandbox.py starts many; enable benchmarks to take the time")
     pytest.importorskip("openvino")
     spec = WorkerSpec(benchmarkers={"main": PluginSpec(use="openvino")}, workdir=tmp_path)
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from large_report import write_experiment
 
+from harness.base.files import read_json, write_json
 from harness.graph.builder import GraphBuilder
-from harness.results_dir.io import read_json, write_json
 
 pytestmark = pytest.mark.slow
 TASKS = int(os.environ.get("QDQ_TASKS", "40"))
@@ -41,7 +41,7 @@ figures()
 START = """
 import os
 from harness.cli.main import main
-from harness.results_dir.journal import Journal
+from harness.results.journal import Journal
 def append(self, *_, **__):
     figures()
     os._exit(0)
@@ -50,8 +50,8 @@ main(["run", str(folder / "many.yaml"), "--out", str(folder / "started")])
 """
 RUN = """
 from harness.config.experiment import load_experiment
-from harness.pipeline.runner import run_experiment
-from harness.progress import NullProgress
+from harness.run.runner import run_experiment
+from harness.base.progress import NullProgress
 run_experiment(load_experiment(folder / sys.argv[2]), out=folder / "out" / sys.argv[2], observer=NullProgress())
 figures()
 """

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from harness.report.load.results import TaskResults, load
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.results_dir.journal import read_journal
-from harness.results_dir.lines import stored_path
-from harness.search_loop.journal_reader import iter_evaluations
-from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, read_speedups
-from harness.statistics import MIN_CLAIMED_GAIN
-from harness.timing.racing_test import build_variance_slack
+from harness.base.statistics import MIN_CLAIMED_GAIN
+from harness.measure.elimination import build_variance_slack
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.folder import TaskResults, load
+from harness.results.journal import read_journal
+from harness.results.journal_reader import iter_evaluations
+from harness.results.lines import stored_path
+from harness.results.turns import FINAL_SELECTION_LOG_NAME, read_speedups
 
 pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).parents[2] / "results"

@@ -9,11 +9,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, parser
 
-from harness import registry
-from harness.api import Candidate
+from harness.base.progress import NullProgress
 from harness.compat.tao_specs.comparison import rank_layers
 from harness.graph.qdq.upcast import write_float32_copy
-from harness.progress import NullProgress
+from harness.plugins import registry
+from harness.plugins.api import Candidate
 
 COUNT = 4096
 VALUES = np.random.default_rng(0).normal(size=COUNT).astype(ml_dtypes.bfloat16).astype(np.float32)

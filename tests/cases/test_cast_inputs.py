@@ -11,14 +11,14 @@ from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
 from typer.testing import CliRunner
 
+from harness.base.errors import UserError
+from harness.base.files import read_json
 from harness.cli.main import app
-from harness.errors import UserError
 from harness.graph.load import load, save_to_folder
 from harness.graph.qdq.cast_insert import CastInserter
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
-from harness.results_dir.io import read_json
 from harness.runtimes.tensorrt.model_checks import cast_model
 
 SHAPE = [1, 3, 8, 8]

@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 import pytest
 
-from harness import registry
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.api import Accuracy, Candidate, Infer
+from harness.base.progress import NullProgress
 from harness.compat.tao_specs.comparison import rank_layers
 from harness.graph.builder import GraphBuilder
-from harness.progress import NullProgress
+from harness.plugins import registry
+from harness.plugins.api import Accuracy, Candidate, Infer
 
 SIZE = 16
 

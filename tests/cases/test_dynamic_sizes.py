@@ -10,13 +10,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from harness.analysis.region_report import inspect_regions
+from harness.base.errors import UserError
 from harness.cli.main import main
 from harness.compat.modelopt_autotune.region_inspect import main as region_inspect
 from harness.config.experiment import parse_experiment
-from harness.errors import UserError
 from harness.graph.load import load
-from harness.task_setup.model_loader import open_model
+from harness.insight.region_report import inspect_regions
+from harness.run.prepare.model_loader import open_model
 
 Shape = tuple[int | str | None, ...]
 

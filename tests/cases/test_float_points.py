@@ -9,7 +9,7 @@ import pytest
 from fidelity_of import write_quantized
 from onnx_models import run_onnxruntime
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.model import Model

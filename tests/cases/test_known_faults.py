@@ -19,6 +19,7 @@ from onnx import helper
 from onnx_models import loaded, run_onnxruntime
 
 from harness.accuracy.calibration.ranges import calibrate
+from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
@@ -30,8 +31,7 @@ from harness.graph.rules.dialects import BUILTIN_DIALECTS, ONNXRUNTIME, Dialect,
 from harness.graph.rules.placement_rules import first_violated_rule
 from harness.graph.rules.points import find_points
 from harness.graph.rules.runtime_faults import RUNTIME_FAULTS, RuntimeFault
-from harness.random_inputs import random_feeds
-from harness.timing.provenance import describe_installed
+from harness.measure.provenance import describe_installed
 from search.space import Edge, Placement
 
 MIN_SQNR_DB = 25

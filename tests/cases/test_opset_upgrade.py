@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 from onnx_models import run_onnxruntime
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model
 

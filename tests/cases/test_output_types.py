@@ -8,14 +8,14 @@ import onnx
 import pytest
 from onnx import helper, parser
 
-from harness.api import name_arrays
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.load import load, load_proto, save_to_folder
+from harness.plugins.api import name_arrays
+from harness.run.prepare.model_loader import input_types
+from harness.run.verify.dynamic_delivery import write_dynamic_model
 from harness.runtimes.host_clock import run_session
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
-from harness.shipping.deploy_script import deploy_script, find_target
-from harness.task_setup.model_loader import input_types
-from harness.verification.dynamic_delivery import write_dynamic_model
+from harness.ship.deploy_script import deploy_script, find_target
 
 X = np.array([[1.0, -2.0]], np.float32)
 WANTED = {"q[0]": [[1, 0]], "q[1]": [[-1, 2]], "o": [[1, 0]], "s": [["one", "two"]], "m[0]": [1, 0]}

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from harness.accuracy.calibration.ptq import quantize
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
+from harness.base.errors import BuildFailed, UserError
 from harness.cli.main import app
 from harness.compat.modelopt_autotune import Config, QDQAutotuner
-from harness.errors import BuildFailed, UserError
 from harness.graph.load import load, save_to_folder
 from harness.runtimes.tensorrt.model_checks import cast_model
 

@@ -8,9 +8,11 @@ from onnx import helper, numpy_helper, parser
 
 from harness.accuracy.metrics.fidelity import Fidelity
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
-from harness.api import Candidate
+from harness.base.errors import EvaluationFailed
+from harness.base.progress import NullProgress
+from harness.base.random_inputs import random_feeds
+from harness.base.statistics import Interval
 from harness.config.sections import Limits
-from harness.errors import EvaluationFailed
 from harness.graph.load import load, load_proto, save_to_folder
 from harness.graph.protos import find_random_nodes, find_random_outputs
 from harness.graph.qdq.insert import Inserter
@@ -19,15 +21,13 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.agreements import passed_slot
 from harness.graph.rules.dialects import ONNXRUNTIME
 from harness.graph.rules.movement import find_repeated_input
-from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker
-from harness.progress import NullProgress
-from harness.random_inputs import random_feeds
-from harness.records import MAIN_BENCHMARKER
+from harness.measure.records import MAIN_BENCHMARKER
+from harness.plugins.api import Candidate
+from harness.run.verify.dynamic_delivery import write_dynamic_model
+from harness.run.verify.runtime_checker import CheckPlan, RuntimeChecker
 from harness.runtimes.host_clock import run_session
-from harness.shipping.runtime_comparison import RuntimeComparison, _least_agreement
-from harness.statistics import Interval
-from harness.timing.workers.engines import BuiltEngine
-from harness.verification.dynamic_delivery import write_dynamic_model
+from harness.ship.runtime_comparison import RuntimeComparison, _least_agreement
+from harness.workers.engines import BuiltEngine
 from search.space import edges_digest
 
 DROPOUT = "c = Dropout(b, half, yes)"

@@ -12,20 +12,20 @@ from machine import CPU_FLAGS, exact_int8
 from onnx import helper, numpy_helper
 
 from harness.accuracy.calibration.ranges import calibrate
-from harness.api import Candidate
+from harness.base.progress import NullProgress
+from harness.base.random_inputs import random_feeds
 from harness.config.sections import Limits, PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto, save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
-from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker
-from harness.progress import NullProgress
-from harness.random_inputs import random_feeds
-from harness.records import MAIN_BENCHMARKER, Failed
-from harness.timing.provenance import describe_installed
-from harness.timing.workers.engines import BuiltEngine, WorkerSpec
-from harness.timing.workers.sandbox import Sandbox, open_engines
+from harness.measure.provenance import describe_installed
+from harness.measure.records import MAIN_BENCHMARKER, Failed
+from harness.plugins.api import Candidate
+from harness.run.verify.runtime_checker import CheckPlan, RuntimeChecker
+from harness.workers.engines import BuiltEngine, WorkerSpec
+from harness.workers.sandbox import Sandbox, open_engines
 from search.space import Edge
 
 

@@ -13,7 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.accuracy.data.batching import make_batches
 from harness.accuracy.data.datasets import open_data
-from harness.api import Candidate
+from harness.base.errors import UserError
+from harness.base.progress import NullProgress
 from harness.compat.autotune_experiment import command_experiment
 from harness.compat.modelopt_autotune.settings import parse_arguments
 from harness.compat.tao_specs.ptq import run_ptq
@@ -21,23 +22,22 @@ from harness.config.experiment import Experiment, parse_experiment
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import dump_yaml
-from harness.errors import UserError
 from harness.graph.load import save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
-from harness.progress import NullProgress
-from harness.records import MAIN_BENCHMARKER, Failed
-from harness.registry import create_plugin, register_object
+from harness.measure.records import MAIN_BENCHMARKER, Failed
+from harness.plugins.api import Candidate
+from harness.plugins.registry import create_plugin, register_object
+from harness.run.prepare.external_tools import QuantizationRequest, run_external_tool
+from harness.run.prepare.model_loader import evaluator_spec, input_types, need_own_sizes, open_model, require_own_sizes
+from harness.run.prepare.placed_models import list_choices, open_placer
+from harness.run.prepare.program_objects import data_mapping
+from harness.run.prepare.task import Task, compose_task
 from harness.runtimes.sample_sizes import make_sample_sizes
-from harness.shipping.placements import calibration_config
-from harness.task_setup.external_tools import QuantizationRequest, run_external_tool
-from harness.task_setup.model_loader import evaluator_spec, input_types, need_own_sizes, open_model, require_own_sizes
-from harness.task_setup.placed_models import list_choices, open_placer
-from harness.task_setup.program_objects import data_mapping
-from harness.task_setup.task import Task, compose_task
-from harness.timing.workers.engines import WorkerSpec
-from harness.timing.workers.in_process import InProcess
+from harness.ship.placements import calibration_config
+from harness.workers.engines import WorkerSpec
+from harness.workers.in_process import InProcess
 
 RUNTIMES = ("openvino", "onnxruntime")
 LENGTHS = (5, 12, 8, 5)

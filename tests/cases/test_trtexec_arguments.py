@@ -9,8 +9,8 @@ import fake_trtexec
 import pytest
 from fake_machine import Trtexec11
 
-from harness import registry
-from harness.api import Candidate
+from harness.base.errors import UserError
+from harness.base.progress import NullProgress
 from harness.compat.modelopt_autotune.__main__ import autotune
 from harness.compat.modelopt_autotune.benchmark import (
     TrtExecBenchmark,
@@ -19,9 +19,9 @@ from harness.compat.modelopt_autotune.benchmark import (
     init_benchmark_instance,
 )
 from harness.config.sections import PluginSpec
-from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.progress import NullProgress
+from harness.plugins import registry
+from harness.plugins.api import Candidate
 
 REMOTE = ["--remoteAutoTuningConfig=ssh://user@board", "--safe", "--skipInference"]
 

@@ -11,11 +11,11 @@ from fidelity_of import quantizer, scales
 
 from harness.accuracy.calibration.ranges import CalibrationKey, cached_ranges, calibrate
 from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings, require_quantizable
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT
 from harness.graph.rules.sentinels import MagnitudeHistogram, holds_sentinel
-from harness.registry import installed_plugins
+from harness.plugins.registry import installed_plugins
 from search.space import Space
 
 TOKENS, WIDTH, HEADS = 16, 32, 4

@@ -14,7 +14,7 @@ from small import qdq, save_small
 from harness.compat.tao_specs import quantize as spec_file
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import model_files, set_model_aside
-from harness.verification.output_comparison import OutputCheck, not_checked
+from harness.results.output_check import OutputCheck, not_checked
 
 program = importlib.import_module("qdq")  # `qdq` is the command here
 
@@ -25,8 +25,8 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from harness.api import Artifact, Capabilities
-from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.plugins.api import Artifact, Capabilities
+from harness.base.errors import BuildFailed, MeasureFailed, UserError
 
 
 class Probe:

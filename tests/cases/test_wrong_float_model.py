@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 from cheap_runs import cheap_runs
+from qdq import load_result
 from small import qdq
 
-from harness.errors import UserError
-from harness.facade import load_result
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 
 __all__ = ["cheap_runs"]
@@ -19,7 +19,7 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from harness.api import Capabilities
+from harness.plugins.api import Capabilities
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 

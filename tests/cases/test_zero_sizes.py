@@ -10,17 +10,17 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
+from harness.base.errors import EvaluationFailed, UserError
+from harness.base.progress import NullProgress
 from harness.compat.tao_specs.dataset import sample_shape
 from harness.compat.tao_specs.model_file import SampleShapes, static_inputs
 from harness.config.sections import PluginSpec
-from harness.errors import EvaluationFailed, UserError
 from harness.graph.load import load, read_signature
 from harness.graph.quantize.weights import quantize_weight
-from harness.progress import NullProgress
+from harness.run.prepare.input_shapes import DynamicDimensions, nearby_shapes, other_shapes, resize_array
 from harness.runtimes.tensorrt.model_checks import read_input_shapes
 from harness.runtimes.tensorrt.options import read_profiles
-from harness.shipping.placements import insert_placement
-from harness.verification.input_shapes import DynamicDimensions, nearby_shapes, other_shapes, resize_array
+from harness.ship.placements import insert_placement
 
 Shape = tuple[int | str | None, ...]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from warm_python import WARM_PYTHON
 
-from harness.timing.machine_noise import MachineSnapshot
-from harness.timing.workers.in_process import InProcess
+from harness.measure.machine_noise import MachineSnapshot
+from harness.workers.in_process import InProcess
 
 
 class QuietMachine:
@@ -33,11 +33,11 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if not getattr(request.module, "FULL_TURNS", False):
-            patch.setattr("harness.timing.confirmation.MIN_CONFIRMATION_TURN_MS", 1.0)
-            patch.setattr("harness.timing.confirmation.TURN_WARMUP_MS", 0.0)
-            patch.setattr("harness.selection.racing.TURNS_PER_RACING_ROUND", (4, 4, 4))
+            patch.setattr("harness.run.confirm.rounds.MIN_CONFIRMATION_TURN_MS", 1.0)
+            patch.setattr("harness.run.confirm.rounds.TURN_WARMUP_MS", 0.0)
+            patch.setattr("harness.run.select.racing.TURNS_PER_RACING_ROUND", (4, 4, 4))
         if not getattr(request.module, "MONITORED", False):
-            patch.setattr("harness.timing.workers.in_process.MachineMonitor", QuietMachine)
+            patch.setattr("harness.workers.in_process.MachineMonitor", QuietMachine)
         if not getattr(request.module, "DRAWN", False):
             patch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
         if not getattr(request.module, "ALL_FORMATS", False):
@@ -48,5 +48,5 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         if not getattr(request.module, "REAL_TOOLS", False):
             patch.setattr("harness.accuracy.calibration.ptq._child_command", WARM_PYTHON.tool_command)
         if not getattr(request.module, "REAL_WORKERS", False):
-            patch.setattr("harness.timing.workers.sandbox.Sandbox", lambda spec, _: InProcess(spec))
+            patch.setattr("harness.workers.sandbox.Sandbox", lambda spec, _: InProcess(spec))
         yield

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.api import Accuracy, Array, Artifact, Candidate, Capabilities, Infer
-from harness.errors import UserError
+from harness.base.errors import UserError
+from harness.plugins.api import Accuracy, Array, Artifact, Candidate, Capabilities, Infer
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 __all__ = ["Costly", "Elsewhere", "Filed", "Hangs", "Scored", "Where"]

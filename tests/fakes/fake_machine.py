@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from fake_cuda import FakeCuda
 from fake_trt import FakeTensorRT
 
-from harness.api import Capabilities
-from harness.errors import UserError
+from harness.base.errors import UserError
+from harness.plugins.api import Capabilities
 from harness.runtimes.cuda.device import CudaRuntime, Device
 from harness.runtimes.tensorrt import benchmarker as tensorrt
 from harness.runtimes.tensorrt.library import TimingCache, open_library

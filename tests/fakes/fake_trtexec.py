@@ -42,7 +42,7 @@ def install(folder: Path, setenv: Callable[[str, str], None], major: int) -> Pat
     return log
 
 
-def main() -> int:  # noqa: C901 - one option after the other
+def main() -> int:
     major = int(os.environ["FAKE_TRTEXEC"])
     print(BANNER[major], "#", *sys.argv)
     options = dict((argument.partition("=")[0], argument.partition("=")[2]) for argument in sys.argv[1:])

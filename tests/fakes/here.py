@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from harness.api import Artifact, Candidate
+from harness.plugins.api import Artifact, Candidate
 from harness.runtimes.openvino import OpenVINOBenchmarker
 
 __all__ = ["OpenVINO"]

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from harness.results_dir.journal import JournalEntry
-from harness.search_loop.journal_reader import Evaluation, is_new_incumbent, iter_evaluations
-from harness.search_loop.objective import Goal
+from harness.results.goal import Goal
+from harness.results.journal import JournalEntry
+from harness.results.journal_reader import Evaluation, is_new_incumbent, iter_evaluations
 
 
 def iter_incumbents(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Evaluation]:

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from stored import JOURNAL_HEADER, write_records
 
+from harness.base.files import write_json
 from harness.config.experiment import parse_experiment, to_yaml
-from harness.records import SCHEMA_VERSION, Failed, Measured, Outcome, Proposal, TrialResult, encode_line
-from harness.results_dir.artifacts import FLOAT_ROW, Choice, ExportedModel
-from harness.results_dir.io import write_json
-from harness.results_dir.lines import seal_line
-from harness.search_loop.objective import Goal
-from harness.timing.turn_log import TWIN, Turn, encode_turn_event
+from harness.measure.records import SCHEMA_VERSION, Failed, Measured, Outcome, Proposal, TrialResult, encode_line
+from harness.measure.turn_log import TWIN, Turn, encode_turn_event
+from harness.results.artifacts import FLOAT_ROW, Choice, ExportedModel
+from harness.results.goal import Goal
+from harness.results.lines import seal_line
 
 __all__ = ["TASK", "write_long_results"]
 

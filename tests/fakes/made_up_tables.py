@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.benchmark_table import BenchmarkTable, TableEntry, TableMetadata, TableSubspace, read_table, write_table
-from harness.records import Measured, Outcome
+from harness.measure.records import Measured, Outcome
+from harness.runtimes.benchmark_table import (
+    BenchmarkTable,
+    TableEntry,
+    TableMetadata,
+    TableSubspace,
+    read_table,
+    write_table,
+)
 from search.space import Placement, Space
 from search.synthetic_problem import synthetic_space
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stored import read_records, write_records
 
+from harness.base.files import file_sha256, read_json, write_json
 from harness.config.experiment import parse_experiment, to_yaml
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.files import write_model
@@ -17,15 +18,14 @@ from harness.graph.load import load_proto
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
-from harness.records import SCHEMA_VERSION, Failed, Measured, Outcome, Proposal, TrialResult
-from harness.report.load.results import load
+from harness.measure.records import SCHEMA_VERSION, Failed, Measured, Outcome, Proposal, TrialResult
+from harness.measure.turn_log import TWIN, RowFailure, Turn, encode_turn_event
 from harness.report.report_table import write_table
 from harness.report.tables.catalog import build_tables
-from harness.results_dir.artifacts import Choice, ExportedModel
-from harness.results_dir.io import file_sha256, read_json, write_json
-from harness.results_dir.journal import Journal
-from harness.search_loop.objective import Goal
-from harness.timing.turn_log import TWIN, RowFailure, Turn, encode_turn_event
+from harness.results.artifacts import Choice, ExportedModel
+from harness.results.folder import load
+from harness.results.goal import Goal
+from harness.results.journal import Journal
 
 EXPERIMENT = """
 experiment: small

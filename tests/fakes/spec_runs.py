@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from harness.base.progress import Observer
 from harness.compat.tao_specs.engine import EngineFacts, build_engine
 from harness.compat.tao_specs.evaluate import EvaluationResult, evaluate
 from harness.compat.tao_specs.quantize import QuantizationResult, quantize
 from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.config.sections import PluginSpec
-from harness.progress import Observer
 
 __all__ = ["E4M3", "E5M2", "INT8", "NATIVE", "build_spec", "evaluate_spec", "layer", "quantize_model", "quantize_spec"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.results_dir.io import read_json, write_json
-from harness.results_dir.lines import read_lines, restore_lines, seal_line, stored_path
-from harness.results_dir.manifest import MANIFEST_FILE
+from harness.base.files import read_json, write_json
+from harness.results.lines import read_lines, restore_lines, seal_line, stored_path
+from harness.results.manifest import MANIFEST_FILE
 
 JOURNAL_HEADER = '{"kind":"header","schema":3,"fingerprint":{}}'
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.api import Array, Artifact, Capabilities
+from harness.plugins.api import Array, Artifact, Capabilities
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 __all__ = ["Bench", "Near"]

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.api import Candidate
+from harness.base.progress import NullProgress
 from harness.config.sections import Sampling
-from harness.progress import NullProgress
-from harness.records import MAIN_BENCHMARKER, Failed
-from harness.timing.confirmation import TimedRow
-from harness.timing.sampling import Samples
-from harness.timing.workers.engines import BuiltEngine, Engines
+from harness.measure.records import MAIN_BENCHMARKER, Failed
+from harness.measure.sampling import Samples
+from harness.plugins.api import Candidate
+from harness.run.confirm.rounds import TimedRow
+from harness.workers.engines import BuiltEngine, Engines
 
 
 class Instant:

@@ -26,7 +26,7 @@ MODULES = {"modelopt": "modelopt.onnx.quantization", "nncf": "nncf"}
 SERVER = """
 import atexit, importlib, json, os, runpy, socket, sys, tempfile
 import harness.accuracy.calibration.ptq_child
-from harness.timing.workers.process import die_with_parent
+from harness.workers.process import die_with_parent
 
 def run(request, descriptors):
     for target, descriptor in enumerate(descriptors):

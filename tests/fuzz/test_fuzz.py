@@ -48,17 +48,14 @@ from PIL import Image
 from small_results import TASK, write_folder
 from stored import write_lines
 
-from harness import registry
 from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.datasets import open_data
-from harness.bench.accuracy import PlacementAccuracy, read_accuracy, write_accuracy
-from harness.bench.submission import check_submission, run_searchers
-from harness.bench.tasks import DATA_VARIABLE
-from harness.benchmark_table import DIGEST_KEY, METADATA_KEY, read_table, read_table_metadata
+from harness.base.errors import CandidateError, UserError
+from harness.base.files import add_checksum, remove_checksum, write_json
+from harness.base.progress import NullProgress
 from harness.cli.main import app
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.config.experiment import load_experiment
-from harness.errors import CandidateError, UserError
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
 from harness.graph.load import load, load_proto, read_signature
@@ -69,19 +66,22 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
-from harness.progress import NullProgress
+from harness.plugins import registry
+from harness.replay.bench.accuracy import PlacementAccuracy, read_accuracy, write_accuracy
+from harness.replay.bench.submission import check_submission, run_searchers
+from harness.replay.bench.tasks import DATA_VARIABLE
+from harness.replay.path_cache import PathCache, SearchPath, write_part
+from harness.replay.search_key import SearchKey
+from harness.replay.study_file import ReplayedSearcher
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import load as load_results
-from harness.results_dir.deploy_folder import read_bundle
-from harness.results_dir.io import add_checksum, remove_checksum, write_json
-from harness.results_dir.journal import read_journal
-from harness.results_dir.lines import strip_seal
-from harness.results_dir.manifest import check_results, close_results, complete_task, describe_files
+from harness.results.deploy_folder import read_bundle
+from harness.results.folder import load as load_results
+from harness.results.journal import read_journal
+from harness.results.lines import strip_seal
+from harness.results.manifest import check_results, close_results, complete_task, describe_files
+from harness.runtimes.benchmark_table import DIGEST_KEY, METADATA_KEY, read_table, read_table_metadata
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
-from harness.shipping.bundle import generated_script
-from harness.studies.path_cache import PathCache, SearchPath, write_part
-from harness.studies.search_key import SearchKey
-from harness.studies.study_file import ReplayedSearcher
+from harness.ship.bundle import generated_script
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
 SEED = int(os.environ.get("QDQ_SEED", "7"))

@@ -23,16 +23,16 @@ from scipy.special import ndtr
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
 from harness.accuracy.metrics.intervals import SURELY_WITHIN, recompute_metric
 from harness.accuracy.recovery.pipeline import create_steps, recover, split_held_out
-from harness.api import Accuracy
-from harness.progress import NullProgress
-from harness.selection.cross_fitting import MeasuredLoss, estimate_losses
-from harness.task_setup.accuracy import make_scoring
-from harness.task_setup.model_loader import input_types
-from harness.task_setup.placed_models import RECOVERY_STEPS, list_choices, open_placer
-from harness.task_setup.study_task import StudyTask, make_study, prepare_study
-from harness.task_setup.task import Task
-from harness.timing.workers.sandbox import open_engines
-from harness.verification.accuracy_store import AccuracyStore
+from harness.base.progress import NullProgress
+from harness.plugins.api import Accuracy
+from harness.results.cross_fitting import MeasuredLoss, estimate_losses
+from harness.run.prepare.accuracy import make_scoring
+from harness.run.prepare.accuracy_store import AccuracyStore
+from harness.run.prepare.model_loader import input_types
+from harness.run.prepare.placed_models import RECOVERY_STEPS, list_choices, open_placer
+from harness.run.prepare.study_task import StudyTask, make_study, prepare_study
+from harness.run.prepare.task import Task
+from harness.workers.sandbox import open_engines
 from search.space import Resolved
 
 FLOAT_SHARES = (0.1, 0.2, 0.3, 0.5, 0.7)

@@ -20,17 +20,17 @@ from digests import _ranges
 
 from harness import zoo
 from harness.accuracy.calibration.ptq import quantize
-from harness.errors import CandidateError
-from harness.explain.compiled import explain_compilation
+from harness.base.errors import CandidateError
+from harness.base.random_inputs import random_feeds
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, load_dialect
-from harness.pipeline.prescreening import kernels_digest
-from harness.random_inputs import random_feeds
+from harness.insight.compiled import explain_compilation
+from harness.run.prepare.model_loader import input_types
+from harness.run.search.prescreening import kernels_digest
 from harness.runtimes.rtx_compile.compiler import compile_file
-from harness.task_setup.model_loader import input_types
 from search.heuristics import HEURISTIC_RULES
 from search.space import Placement, Space
 

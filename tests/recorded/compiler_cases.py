@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.explain.compiled import GENERATED_KINDS, CompiledReport, explain_compilation
+from harness.insight.compiled import GENERATED_KINDS, CompiledReport, explain_compilation
 from harness.runtimes.rtx_compile.compiler import compile_file
 
 FILE = Path(__file__).with_name("compiler_verdicts.csv")

@@ -24,7 +24,7 @@ from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, load_dialect
-from harness.results_dir.lines import read_lines
+from harness.results.lines import read_lines
 from search.space import Resolved
 
 FILE = Path(__file__).with_name("digests.json")

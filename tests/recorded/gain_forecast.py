@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from harness.benchmark_table import read_table
 from harness.config.sections import PluginSpec
-from harness.studies.recorded_landscape import Landscape
-from harness.studies.replay import read_paths, replay_paths
+from harness.replay.recorded_landscape import Landscape
+from harness.replay.replay import read_paths, replay_paths
+from harness.runtimes.benchmark_table import read_table
 from search.gain_forecast import FIRST_FORECAST, HORIZON, THRESHOLD_SHARE, WORTHWHILE_GAIN, GainForecast, features
 
 STARTS = (("float", "all", "linear"), ())

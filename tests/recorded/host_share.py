@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from harness.base.random_inputs import random_feeds
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.load import load
-from harness.random_inputs import random_feeds
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import load as load_results
+from harness.results.folder import load as load_results
 
 TOOLS = ("nncf", "ort", "modelopt")
 SAMPLES = 8

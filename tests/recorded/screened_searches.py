@@ -17,8 +17,8 @@ from compiled_models import INITIAL, export, model_files
 from harness.graph.load import load
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, load_dialect
-from harness.pipeline.prescreening import kernels_digest
-from harness.registry import create_plugin
+from harness.plugins.registry import create_plugin
+from harness.run.search.prescreening import kernels_digest
 from harness.runtimes.rtx_compile.compiler import Kernel, compile_file
 from search.api import Failure, Observation, Score
 from search.heuristics import HEURISTIC_RULES

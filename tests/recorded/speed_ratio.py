@@ -29,14 +29,14 @@ checkout, scratch, command = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 sys.path.insert(0, str(checkout / "tests" / "benchmarks"))
 import test_discovery_benchmark as discovery, test_insert_benchmark as insertion
 if command == "harness.cli":  # the names of commit 3ca0195
-    from harness.studies.landscape import Landscape
+    from harness.replay.landscape import Landscape
     from harness.tables import read_table
     from search.algorithms.auto import AutoSearcher
 else:
-    from harness.benchmark_table import read_table
-    from harness.studies.recorded_landscape import Landscape
+    from harness.runtimes.benchmark_table import read_table
+    from harness.replay.recorded_landscape import Landscape
     from search.algorithms.model_based import AutoSearcher
-from harness.studies.replay import replay_once
+from harness.replay.replay import replay_once
 from search.algorithms.random import RandomSearcher
 
 def insert(dialect):

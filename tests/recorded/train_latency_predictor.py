@@ -24,21 +24,21 @@ from typing import Any
 import numpy as np
 from scipy.stats import wilcoxon
 
-from harness.bench.tasks import read_catalogue, table_path
-from harness.benchmark_table import BenchmarkTable, read_table, space_digest
+from harness.base.errors import UserError
+from harness.base.files import read_json
 from harness.config.sections import ModelSpec
-from harness.errors import UserError
 from harness.graph.model import Model
 from harness.graph.qdq import latency_predictor
 from harness.graph.qdq.latency_predictor import COLUMNS, FIRST_RULES, PlacementFeatures, choose_portfolio, runtime_key
 from harness.graph.qdq.space import build_space
 from harness.graph.rules import placement_rules
 from harness.graph.rules.dialects import load_dialect
-from harness.records import Measured
-from harness.results_dir.io import read_json
-from harness.results_dir.journal import read_journal
-from harness.studies.recorded_landscape import Landscape
-from harness.task_setup.model_loader import open_model
+from harness.measure.records import Measured
+from harness.replay.bench.tasks import read_catalogue, table_path
+from harness.replay.recorded_landscape import Landscape
+from harness.results.journal import read_journal
+from harness.run.prepare.model_loader import open_model
+from harness.runtimes.benchmark_table import BenchmarkTable, read_table, space_digest
 from search.heuristics import HEURISTIC_RULES
 from search.space import Placement, Space
 

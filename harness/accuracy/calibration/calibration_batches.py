@@ -10,14 +10,14 @@ from harness.accuracy.calibration.ranges import CalibrationKey
 from harness.accuracy.data.batching import RANDOM_DATA, describe_sample_count, make_batches, random_batches
 from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import preprocess_fingerprint
-from harness.api import Array
+from harness.base.errors import MAX_COUNT
+from harness.base.random_inputs import InputTypes
+from harness.base.text import pluralize
 from harness.config.sections import ModelSpec
-from harness.errors import MAX_COUNT
 from harness.graph.model import Model
 from harness.graph.quantize.numeric_choices import NumericChoices
 from harness.graph.rules.dialects import Dialect
-from harness.random_inputs import InputTypes
-from harness.text import pluralize
+from harness.plugins.api import Array
 
 ALL_SAMPLES = MAX_COUNT  # number of samples without a limit
 

@@ -32,10 +32,10 @@ import numpy as np
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
 from harness.accuracy.calibration.range_estimators import RangeBounds, SentinelObserver, join_ranges, min_and_max
-from harness.api import Array
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.segmented_run import open_reference_session
-from harness.registry import without_module
+from harness.plugins.api import Array
+from harness.plugins.registry import without_module
 
 with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes 3 s
     from onnxruntime.quantization.calibrate import HistogramCalibrater, HistogramCollector

@@ -24,14 +24,14 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 
 from harness.accuracy.tools.catalog import TOOLS, tool_python
-from harness.api import Array
+from harness.base.errors import BuildFailed, UserError
 from harness.config.sections import PluginSpec
-from harness.errors import BuildFailed, UserError
 from harness.graph.io.files import copy_model, move_model
-from harness.graph.io.helper_process import RUNTIME_FACTOR, StepLimits
 from harness.graph.plugin_operators import extract_plugin_subgraph
 from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
-from harness.timing.workers.process import python_command, wait_for_output
+from harness.plugins.api import Array
+from harness.workers.helper_process import RUNTIME_FACTOR, StepLimits
+from harness.workers.process import python_command, wait_for_output
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _RUN_PROGRAM = (
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 _CHILD_BOOTSTRAP = (
-    "import os, runpy; from harness.timing.workers.process import die_with_parent; die_with_parent(); " + _RUN_PROGRAM
+    "import os, runpy; from harness.workers.process import die_with_parent; die_with_parent(); " + _RUN_PROGRAM
 )
 _PLAIN_BOOTSTRAP = (  # for interpreters without the harness; does what `die_with_parent` does
     "import fcntl, os, runpy, signal, sys; signal.signal(signal.SIGIO, signal.SIG_DFL); "

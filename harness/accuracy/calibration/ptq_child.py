@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 
 from harness.accuracy.tools.programs.tool_child import UnsupportedOption, serve_request
-from harness.registry import without_module
+from harness.plugins.registry import without_module
 
 with without_module("torch"):  # `onnxruntime.tools` imports PyTorch where it is installed, which takes 3 s
     from onnxruntime.quantization.calibrate import CalibrationDataReader, CalibrationMethod

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from harness import registry
 from harness.accuracy.calibration.usable_ranges import SentinelRange, is_finite
-from harness.api import Array
 from harness.graph.quantize.numeric_choices import channel_name
 from harness.graph.rules.sentinels import MIN_SENTINEL_MAGNITUDE, MagnitudeHistogram
+from harness.plugins import registry
+from harness.plugins.api import Array
 
 _MAX_HALF_MAGNITUDE = 6e4
 RangeBounds = tuple[float, float]

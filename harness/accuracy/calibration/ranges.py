@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.accuracy.calibration.usable_ranges import EMPTY_RANGE, Ranges, SentinelRange, is_finite
-from harness.api import Array
-from harness.errors import UserError
+from harness.base.errors import UserError
+from harness.base.paths import cache_dir, replacing
 from harness.graph.io.files import copy_model
-from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.plugin_operators import truncate_before_plugins
 from harness.graph.quantize.numeric_choices import channel_tensor
-from harness.paths import cache_dir, replacing
+from harness.plugins.api import Array
+from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 
 if TYPE_CHECKING:
     from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
@@ -61,7 +61,7 @@ class CalibrationKey:
     samples: int
 
 
-def calibrate(  # noqa: PLR0913 - one option, one parameter
+def calibrate(
     model_path: Path,
     tensors: Collection[str],
     batches: Iterable[Mapping[str, Array]],
@@ -99,7 +99,7 @@ def calibrate(  # noqa: PLR0913 - one option, one parameter
     return found[method]
 
 
-def calibrate_by_methods(  # noqa: PLR0913 - one option, one parameter
+def calibrate_by_methods(
     model_path: Path,
     tensors: Collection[str],
     batches: Iterable[Mapping[str, Array]],
@@ -238,7 +238,7 @@ def _check_inputs(batch: Mapping[str, Array], batch_name: str) -> None:
             )
 
 
-def cached_ranges(  # noqa: PLR0913 - one option, one parameter
+def cached_ranges(
     key: CalibrationKey,
     model_path: Path,
     tensors: Collection[str],
@@ -250,8 +250,8 @@ def cached_ranges(  # noqa: PLR0913 - one option, one parameter
 ) -> Ranges:
     """Return ranges from the cache on disk, else from `calibrate`; a cache hit reads neither model nor data.
 
-    The cache has one file per key and set of tensors below `harness.paths.cache_dir()`. An unreadable file is replaced,
-    and nothing is cached if the folder is not writable; both are logged.
+    The cache has one file per key and set of tensors below `harness.base.paths.cache_dir()`. An unreadable file is
+    replaced, and nothing is cached if the folder is not writable; both are logged.
 
     Args:
         key: Everything that the ranges depend on, except the tensors.

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from harness.errors import UserError
+from harness.base.errors import UserError
+from harness.base.text import format_names
 from harness.graph.quantize.numeric_choices import channel_tensor
 from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE, MIN_CONSTANT_SCALE
-from harness.text import format_names
 from search.space import Edge, Space
 
 Ranges = Mapping[str, tuple[float, float]]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from harness import registry
 from harness.accuracy.data.arrays import UNNAMED_ARRAY, ArrayDataset
 from harness.accuracy.data.datasets import ImageDataset
 from harness.accuracy.data.preprocess import (
@@ -21,11 +20,12 @@ from harness.accuracy.data.preprocess import (
     Size,
     parse_preprocess,
 )
-from harness.api import Array
-from harness.errors import UserError, suggest_names
+from harness.base.errors import UserError, suggest_names
+from harness.base.random_inputs import InputTypes, check_types, random_feed
+from harness.base.text import pluralize
 from harness.graph.passes.dimension_sizes import Axes
-from harness.random_inputs import InputTypes, check_types, random_feed
-from harness.text import pluralize
+from harness.plugins import registry
+from harness.plugins.api import Array
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class InputBatches:
 
 
 def random_batches(inputs: InputTypes, count: int) -> InputBatches:
-    """Return random inputs, the same in each iteration, as `harness.random_inputs.random_feed` makes them."""
+    """Return random inputs, the same in each iteration, as `harness.base.random_inputs.random_feed` makes them."""
     return InputBatches(count=count, make=lambda index: random_feed(inputs, index), batch_label=lambda _: RANDOM_DATA)
 
 

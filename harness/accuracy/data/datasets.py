@@ -37,9 +37,9 @@ from harness.accuracy.data.labels import LabelFile, order_coco_categories, read_
 from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, open_picture, require_mask_files
 from harness.accuracy.data.preprocess import RgbImage
 from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json, read_int_key, read_text_key, select_rows
+from harness.base.errors import UserError, suggest_names
+from harness.base.paths import resolve_path
 from harness.config.sections import duplicates
-from harness.errors import UserError, suggest_names
-from harness.paths import resolve_path
 from harness.zoo import shapes
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.accuracy.data.preprocess import Prepared, Size
-from harness.api import Array
-from harness.errors import EvaluationFailed
+from harness.base.errors import EvaluationFailed
+from harness.plugins.api import Array
 
 STRIDES = (8, 16, 32)
 MAX_DETECTIONS = 100  # number of boxes per image that COCO's metric counts

@@ -8,8 +8,8 @@ import numpy as np
 
 from harness.accuracy.data.decode import Detections, Floats, format_output_shapes, select_boxes
 from harness.accuracy.data.preprocess import Prepared, Size
-from harness.api import Array
-from harness.errors import EvaluationFailed
+from harness.base.errors import EvaluationFailed
+from harness.plugins.api import Array
 
 STRIDES = (8, 16, 32)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from harness.accuracy.data.preprocess import Size
-from harness.errors import UserError, suggest_names
+from harness.base.errors import UserError, suggest_names
 
 VOID_CLASS = -1
 """Class of pixels that no metric counts."""

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from harness import registry
-from harness.errors import UserError, suggest_names
+from harness.base.errors import UserError, suggest_names
+from harness.plugins import registry
 
 RgbImage = npt.NDArray[np.uint8]
 """Height x width x 3, red first."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.errors import MAX_COUNT, UserError
+from harness.base.errors import MAX_COUNT, UserError
 
 SUBSET_KEYS = ("start", "count", "half", "every")
 HALF_NAMES = ("search", "report")

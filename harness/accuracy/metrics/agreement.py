@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from harness import registry
 from harness.accuracy.data.decode import DetectionDecoder, Detections, box_iou
 from harness.accuracy.data.preprocess import parse_plugin_spec
 from harness.accuracy.metrics.base import PreparedArrays, PreparedImages, open_samples, select_output
 from harness.accuracy.metrics.closeness import open_reference, write_reference
-from harness.api import Accuracy, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.base.random_inputs import InputTypes
 from harness.graph.passes.dimension_sizes import Axes
-from harness.random_inputs import InputTypes
+from harness.plugins import registry
+from harness.plugins.api import Accuracy, Infer
 
 MIN_OVERLAP = 0.5
 """Smallest IoU of two boxes that match, as in AP50."""
@@ -51,7 +51,7 @@ class FloatAgreement:
     metric = "agreement"
     higher_is_better = True
 
-    def __init__(  # noqa: PLR0913 - one option, one parameter
+    def __init__(
         self,
         data: Mapping[str, Any],
         reference: str | Path,

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from harness import registry
 from harness.accuracy.data.arrays import ArrayDataset, is_array_data, open_arrays
 from harness.accuracy.data.batching import image_input, image_preparer, make_batch, make_batches
 from harness.accuracy.data.datasets import ImageDataset, open_images
 from harness.accuracy.data.preprocess import Prepared, preprocess_fingerprint
 from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE
-from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.base.random_inputs import InputTypes
 from harness.graph.passes.dimension_sizes import Axes
-from harness.random_inputs import InputTypes
-from harness.timing.workers.inference import infer_all
+from harness.plugins import registry
+from harness.plugins.api import Accuracy, Array, Infer
+from harness.workers.inference import infer_all
 
 MAX_CACHE_BYTES = 600 * 2**20
 """Largest size of the prepared images that an evaluator keeps, because it scores hundreds of engines on them."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pycocotools import mask
 
 from harness.accuracy.data.decode import Detections
-from harness.errors import UserError
+from harness.base.errors import UserError
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)

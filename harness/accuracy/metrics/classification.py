@@ -13,10 +13,10 @@ import numpy as np
 from harness.accuracy.data.arrays import is_array_data
 from harness.accuracy.metrics.base import open_samples, select_output, select_output_name
 from harness.accuracy.metrics.intervals import encode_evidence
-from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.base.random_inputs import InputTypes
 from harness.graph.passes.dimension_sizes import Axes
-from harness.random_inputs import InputTypes
+from harness.plugins.api import Accuracy, Array, Infer
 
 SHIFTED_SHARE = 0.5
 """Share of images and of classes with the same difference between answer and label that indicates wrong labels."""
@@ -44,7 +44,7 @@ class Top1:
     metric = "top1"
     higher_is_better = True
 
-    def __init__(  # noqa: PLR0913 - what the harness supplies
+    def __init__(
         self,
         data: Mapping[str, Any],
         preprocess: str | Mapping[str, Any] | None = None,

@@ -21,10 +21,10 @@ from harness.accuracy.metrics.sqnr import (
     select_values,
     split_output,
 )
-from harness.api import Array
-from harness.errors import EvaluationFailed
-from harness.paths import replacing
-from harness.text import MAX_NAMES_SHOWN, format_names
+from harness.base.errors import EvaluationFailed
+from harness.base.paths import replacing
+from harness.base.text import MAX_NAMES_SHOWN, format_names
+from harness.plugins.api import Array
 
 WORST_PREFIX = "worst: "
 """Prefix of the last sentence of a note, which names the output, or part of one, with the smallest SQNR."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from harness import registry
 from harness.accuracy.metrics.base import open_samples, select_output
-from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.base.random_inputs import InputTypes
 from harness.graph.passes.dimension_sizes import Axes
-from harness.random_inputs import InputTypes
+from harness.plugins import registry
+from harness.plugins.api import Accuracy, Array, Infer
 
 
 class Metric:
@@ -41,7 +41,7 @@ class Metric:
     metric = "metric"
     higher_is_better = True
 
-    def __init__(  # noqa: PLR0913 - one option, one parameter
+    def __init__(
         self,
         data: Mapping[str, Any],
         function: str,

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from harness import registry
 from harness.accuracy.data.decode import DetectionDecoder, Detections, format_output_shapes
 from harness.accuracy.data.decode_boxes import suggest_decoder
 from harness.accuracy.data.preprocess import Prepared, parse_plugin_spec, parse_preprocess
@@ -17,8 +16,9 @@ from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, m
 from harness.accuracy.metrics.base import LabelledImages
 from harness.accuracy.metrics.box_matching import CategoryMatches, interpolate_precision, match_boxes
 from harness.accuracy.metrics.intervals import MAX_MIXABLE_IMAGES, NEGLIGIBLE_SCORE, encode_evidence
-from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.plugins import registry
+from harness.plugins.api import Accuracy, Array, Infer
 
 MIN_BOX_AP50 = 0.2
 """AP50 without regard to classes above which a model is considered to find the boxes."""

@@ -25,12 +25,12 @@ from harness.accuracy.metrics.closeness import (
 )
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
-from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.base.random_inputs import random_feeds
+from harness.base.text import format_names
 from harness.graph.passes.dimension_sizes import Axes
-from harness.random_inputs import random_feeds
-from harness.text import format_names
-from harness.timing.workers.inference import infer_all
+from harness.plugins.api import Accuracy, Array, Infer
+from harness.workers.inference import infer_all
 
 FIGURES_VERSION = 2
 """Version of the definition of the figures: 2 is the worst output and part; 1 was the mean over outputs."""
@@ -67,7 +67,7 @@ class Fidelity:
     metric = "sqnr_db"
     higher_is_better = True
 
-    def __init__(  # noqa: PLR0913 - one option, one parameter
+    def __init__(
         self,
         reference: str | Path,
         inputs: Mapping[str, tuple[str, tuple[int, ...]]],

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.accuracy.metrics.average_precision import MAP_METRICS, resampled_map
-from harness.api import Accuracy
-from harness.statistics import Interval
+from harness.base.statistics import Interval
+from harness.plugins.api import Accuracy
 
 MIN_IMAGES = 20
 """Smallest number of images for a reliable interval; with fewer, its limits come from very few values."""

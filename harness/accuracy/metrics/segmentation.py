@@ -14,8 +14,8 @@ from harness.accuracy.data.masks import VOID_CLASS, Mask
 from harness.accuracy.data.preprocess import Prepared, Size
 from harness.accuracy.metrics.base import LabelledImages, select_output
 from harness.accuracy.metrics.intervals import MAX_MIXABLE_IMAGES, encode_evidence
-from harness.api import Accuracy, Array, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.plugins.api import Accuracy, Array, Infer
 
 
 class MeanIoU(LabelledImages):

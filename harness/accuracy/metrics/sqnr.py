@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from harness.api import Array
+from harness.plugins.api import Array
 
 MAX_SQNR_DB = 120.0
 """Largest magnitude of an SQNR in dB, for equal outputs; float32 hardly resolves more."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, quantized_layers
 from harness.graph.constant_edits import replace_constants, with_own_biases
-from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import save_to_folder
 from harness.graph.segmented_run import measure_layer_shifts
+from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 
 MAX_SAMPLES = 16
 """Largest number of samples; the activations of all samples are in memory at the same time."""

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel
-from harness.api import Array
 from harness.graph.constant_edits import is_private, replace_constants
-from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model, Node
 from harness.graph.quantize.numeric_choices import is_depthwise
 from harness.graph.segmented_run import channel_maxima
+from harness.plugins.api import Array
+from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 
 _HOMOGENEOUS_OPS = frozenset({"Identity", "LeakyRelu", "Relu"})
 """Operators with f(s x) = s f(x) for s > 0, through which a scale can move."""

@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness import registry
 from harness.accuracy.calibration.ranges import calibrate_by_methods
 from harness.accuracy.calibration.usable_ranges import finite_ranges
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel
 from harness.graph.constant_edits import is_private, replace_constants
 from harness.graph.io.files import write_model
-from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import save_to_folder
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.quantize.numeric_choices import is_depthwise
@@ -26,6 +24,8 @@ from harness.graph.quantize.scales import ScaleLinks
 from harness.graph.quantize.weights import QUANTIZABLE_DTYPES
 from harness.graph.reader_errors import ReaderErrors, read_input_form
 from harness.graph.segmented_run import sum_outputs
+from harness.plugins import registry
+from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from search.space import Edge
 
 MAX_SAMPLES = 6

@@ -9,10 +9,10 @@ from itertools import chain
 import numpy as np
 
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, measure_sqnr_db
-from harness.api import Array
+from harness.base.progress import Observer
 from harness.graph.constant_edits import is_private, replace_constants
 from harness.graph.quantize.weights import bias_place
-from harness.progress import Observer
+from harness.plugins.api import Array
 
 MAX_SAMPLES = 2
 """Number of samples on which each group is measured; few, because each group needs a model of its own."""

@@ -10,13 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
-from harness import registry
 from harness.accuracy.calibration.usable_ranges import Ranges
 from harness.accuracy.metrics.closeness import ComparisonLayout, plan_comparison
 from harness.accuracy.metrics.sqnr import part_sqnr
-from harness.api import Array
-from harness.errors import UserError
-from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
+from harness.base.errors import UserError
+from harness.base.progress import Observer
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model, Node
 from harness.graph.qdq.insert import Inserter
@@ -24,7 +22,9 @@ from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoic
 from harness.graph.quantize.weights import bias_place
 from harness.graph.rules.dialects import Dialect
 from harness.graph.segmented_run import iter_outputs
-from harness.progress import Observer
+from harness.plugins import registry
+from harness.plugins.api import Array
+from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from search.space import Resolved
 
 Feeds = Mapping[str, Array]

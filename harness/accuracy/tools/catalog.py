@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness.errors import UserError, install_hint, suggest_names
-from harness.paths import cache_dir
-from harness.results_dir.io import explain_write_errors
+from harness.base.errors import UserError, install_hint, suggest_names
+from harness.base.files import explain_write_errors
+from harness.base.paths import cache_dir
 
 #: Pinned packages that `pip` installs, by the name of the environment.
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {

@@ -13,6 +13,10 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from harness.base.errors import UserError
+from harness.base.paths import WAIT_VARIABLE, resolve_path
+from harness.base.progress import Observer
+from harness.base.terminal_progress import TerminalProgress
 from harness.compat.modelopt_autotune.benchmark import backend_spec, init_benchmark_instance, split_arguments
 from harness.compat.modelopt_autotune.delivery import AutotuneJob
 from harness.compat.modelopt_autotune.engine.placement_map import untyped_linear_inputs
@@ -31,20 +35,16 @@ from harness.compat.modelopt_autotune.settings import (
 from harness.compat.modelopt_autotune.workflows import run_job
 from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.config.yaml_loader import parse_params
-from harness.errors import UserError
 from harness.graph.load import save_to_folder
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.rules.dialects import TENSORRT
-from harness.paths import WAIT_VARIABLE, resolve_path
-from harness.progress import Observer
-from harness.records import MAIN_BENCHMARKER
-from harness.registry import find_entry_point
-from harness.results_dir.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
-from harness.task_setup.float_baseline import read_runtime, select_float_baseline
-from harness.task_setup.model_loader import open_model
-from harness.terminal_progress import TerminalProgress
-from harness.timing.workers.sandbox import open_engines
+from harness.measure.records import MAIN_BENCHMARKER
+from harness.plugins.registry import find_entry_point
+from harness.results.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.run.prepare.float_baseline import read_runtime, select_float_baseline
+from harness.run.prepare.model_loader import open_model
+from harness.workers.sandbox import open_engines
 
 __all__ = ["MODE_PRESETS", "apply_mode_presets", "autotune", "get_parser", "main"]
 

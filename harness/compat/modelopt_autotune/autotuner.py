@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.api import Candidate
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
 from harness.compat.modelopt_autotune.engine.pattern_search import PatternSearch
 from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
@@ -36,8 +35,9 @@ from harness.config.sections import PluginSpec
 from harness.graph.io.files import digest_model, to_proto
 from harness.graph.load import load_proto
 from harness.graph.model import Model, Node
-from harness.task_setup.float_baseline import read_runtime
-from harness.task_setup.model_loader import MIN_OPSET
+from harness.plugins.api import Candidate
+from harness.run.prepare.float_baseline import read_runtime
+from harness.run.prepare.model_loader import MIN_OPSET
 from search.space import Placement
 
 __all__ = ["QDQAutotuner", "QDQAutotunerBase", "Transform"]

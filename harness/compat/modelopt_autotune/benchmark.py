@@ -16,21 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from harness import registry
-from harness.api import Candidate
+from harness.base.errors import UserError
+from harness.base.paths import trust_plugins
+from harness.base.statistics import median_ci
 from harness.compat.modelopt_autotune.settings import MIN_TIMING_RUNS, AutotunerError
 from harness.config.sections import MAX_SAMPLING_MS, Confirmation, Limits, PluginSpec, Sampling
-from harness.errors import UserError
 from harness.graph.io.digests import digest_file
-from harness.paths import trust_plugins
-from harness.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
-from harness.search_loop.trial import NoisePolicy, make_trial_fn
-from harness.statistics import median_ci
-from harness.timing.confirmation import TimedRow, confirm
-from harness.timing.sampling import Samples
-from harness.timing.turn_log import TurnEvent
-from harness.timing.workers.engines import Engines, WorkerSpec
-from harness.timing.workers.sandbox import open_engines
+from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
+from harness.measure.sampling import Samples
+from harness.measure.turn_log import TurnEvent
+from harness.plugins import registry
+from harness.plugins.api import Candidate
+from harness.run.confirm.rounds import TimedRow, confirm
+from harness.run.search.trial import NoisePolicy, make_trial_fn
+from harness.workers.engines import Engines, WorkerSpec
+from harness.workers.sandbox import open_engines
 
 __all__ = [
     "Benchmark", "TensorRTPyBenchmark", "TrtExecBenchmark", "backend_spec", "benchmark_onnx_model",
@@ -146,7 +146,7 @@ class Benchmark:
     def confirm(self, final: Candidate, baseline: Candidate, builds: int = 3) -> list[TurnEvent]:
         """Return the turns of fresh builds of a model ("final") and of the float model ("baseline").
 
-        See `harness.timing.confirmation`.
+        See `harness.run.confirm.rounds`.
 
         Raises:
             UserError: The baseline fails.
@@ -191,7 +191,7 @@ class TrtExecBenchmark(Benchmark):
         super().__init__(backend_spec("trtexec", options), warmup_runs=warmup_runs, timing_runs=timing_runs)
 
 
-def init_benchmark_instance(  # noqa: PLR0913 - the signature is ModelOpt's
+def init_benchmark_instance(
     use_trtexec: bool = False,
     plugin_libraries: Sequence[str] | None = None,
     timing_cache_file: str | None = None,

@@ -7,26 +7,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.api import Candidate
+from harness.base.errors import UserError
+from harness.base.progress import NullProgress, Observer
 from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
 from harness.compat.modelopt_autotune.benchmark import Benchmark
 from harness.compat.modelopt_autotune.engine.session import export_model
 from harness.compat.modelopt_autotune.settings import Config
 from harness.config.sections import Confirmation, Limits
-from harness.errors import UserError
 from harness.graph.io.files import move_model
 from harness.graph.qdq.qdq_graph import count_pairs
-from harness.pipeline.runtime_checker import CheckPlan, RuntimeChecker, runs_no_model
-from harness.progress import NullProgress, Observer
-from harness.records import MAIN_BENCHMARKER
-from harness.selection.paired_timing import FINAL_SELECTION_LOG_NAME, PairedComparison
-from harness.selection.racing import FIRST_SCHEDULE, select_winner
-from harness.shipping.tuned_model import TunedModel, describe_accuracy, ship_tuned_model
-from harness.timing.confirmation import ConfirmationSummary, TimedRow, summarize_turns
-from harness.timing.provenance import format_options, machine_lacks_vnni
-from harness.timing.racing_test import TURNS_PER_RACING_ROUND
-from harness.verification.dynamic_delivery import DynamicModel, format_fixed_shapes, write_dynamic_model
-from harness.verification.output_comparison import CHECK_FILE_NAME
+from harness.measure.elimination import TURNS_PER_RACING_ROUND
+from harness.measure.provenance import format_options, machine_lacks_vnni
+from harness.measure.records import MAIN_BENCHMARKER
+from harness.measure.turn_statistics import ConfirmationSummary, summarize_turns
+from harness.plugins.api import Candidate
+from harness.results.output_check import CHECK_FILE_NAME
+from harness.results.turns import FINAL_SELECTION_LOG_NAME
+from harness.run.confirm.paired_timing import PairedComparison
+from harness.run.confirm.rounds import TimedRow
+from harness.run.select.racing import FIRST_SCHEDULE, select_winner
+from harness.run.verify.dynamic_delivery import DynamicModel, format_fixed_shapes, write_dynamic_model
+from harness.run.verify.runtime_checker import CheckPlan, RuntimeChecker, runs_no_model
+from harness.ship.tuned_model import TunedModel, describe_accuracy, ship_tuned_model
 from search.space import Placement
 
 __all__ = ["AutotuneJob", "AutotuneResult", "Delivery", "RunContext", "summary_lines"]

@@ -8,16 +8,16 @@ import traceback
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from harness.analysis.region_report import inspect_regions
+from harness.base.errors import MAX_COUNT, UserError
+from harness.base.text import printable_lines
 from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.insertion_points import has_quantizable_operations
 from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import add_sizes
-from harness.errors import MAX_COUNT, UserError
 from harness.graph.partition.summary import TreeOptions
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
-from harness.text import printable_lines
+from harness.insight.region_report import inspect_regions
 
 __all__ = ["inspect_region_search", "main"]
 

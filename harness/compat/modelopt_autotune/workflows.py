@@ -1,6 +1,6 @@
 """Workflow from a float model to an optimized one, under ModelOpt's names.
 
-`AutotuneRun` is a searcher for `harness.search_loop`. It proposes the initial design, then the schemes of one pattern
+`AutotuneRun` is a searcher for `harness.run.search`. It proposes the initial design, then the schemes of one pattern
 after the other, with the best schemes of earlier patterns. The loop builds and times the models.
 """
 
@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.api import Candidate
+from harness.base.errors import UserError
+from harness.base.progress import ProgressTask, format_incumbent
+from harness.base.statistics import Interval, median_ci
 from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
 from harness.compat.modelopt_autotune.benchmark import (
     benchmark_onnx_model,
@@ -28,17 +30,15 @@ from harness.compat.modelopt_autotune.engine.storage import PatternCache
 from harness.compat.modelopt_autotune.region_search import select_regions
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import AutotunerError, AutotunerNotInitializedError, Config
-from harness.errors import UserError
 from harness.graph.load import load
 from harness.graph.pattern_cache import describe_foreign_schemes
 from harness.graph.rules.points import explain_no_points
-from harness.progress import ProgressTask, format_incumbent
-from harness.records import Failed, Outcome
-from harness.results_dir.journal import Journal
-from harness.search_loop.loop import SearchTask, run_search
-from harness.statistics import Interval, median_ci
-from harness.task_setup.model_loader import MIN_OPSET
-from harness.timing.workers.trial_pool import SyncExecutor
+from harness.measure.records import Failed, Outcome
+from harness.plugins.api import Candidate
+from harness.results.journal import Journal
+from harness.run.prepare.model_loader import MIN_OPSET
+from harness.run.search.loop import SearchTask, run_search
+from harness.workers.trial_pool import SyncExecutor
 from search.api import Failure, Observation, Score
 from search.space import Placement
 
@@ -48,7 +48,7 @@ _logger = logging.getLogger(__name__)
 STATE_SAVE_INTERVAL_S = 10.0
 
 
-def region_pattern_autotuning_workflow(  # noqa: PLR0913 - the signature is ModelOpt's
+def region_pattern_autotuning_workflow(
     model_path: Any = None,
     output_dir: Path | None = None,
     num_schemes_per_region: int = 30,

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import registry
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges, range_warnings
-from harness.api import Array
+from harness.base.errors import UserError, suggest_names
 from harness.compat.tao_specs.layers import assign_layers, match_skip_names
 from harness.compat.tao_specs.spec import Dtype, LayerSpec
-from harness.errors import UserError, suggest_names
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model, Node
 from harness.graph.qdq.insert import Inserter
@@ -23,6 +21,8 @@ from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from harness.graph.rules.placement_rules import first_violated_rule
 from harness.graph.rules.points import QuantizationPoint, add_required_edges, find_points
+from harness.plugins import registry
+from harness.plugins.api import Array
 
 logger = logging.getLogger(__name__)
 

@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from harness import registry
 from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
 from harness.accuracy.metrics.intervals import drop_estimate, few_images_note, metric_estimate
-from harness.api import Array, Benchmarker, Candidate
+from harness.base.errors import CandidateError, EvaluationFailed, UserError
+from harness.base.progress import Observer
+from harness.base.random_inputs import InputTypes
+from harness.base.statistics import Interval
 from harness.compat.tao_specs.dataset import calibration_feeds, open_calibration_data
 from harness.compat.tao_specs.evaluate import EvaluationResult, suggest_layout
 from harness.compat.tao_specs.model_file import static_inputs, write_static_copy
 from harness.compat.tao_specs.spec import DatasetSection
 from harness.config.sections import PreprocessSpec
-from harness.errors import CandidateError, EvaluationFailed, UserError
-from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import read_signature
 from harness.graph.qdq.reduce_model import PairRemover
 from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
-from harness.progress import Observer
-from harness.random_inputs import InputTypes
-from harness.statistics import Interval
+from harness.plugins import registry
+from harness.plugins.api import Array, Benchmarker, Candidate
+from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 
 FLOAT32_NOTE = "run in float32, see above"
 #: A larger drop needs other skip_names (TAO documentation, "ModelOpt ONNX Backend", step 5: above 1 to 2 %).

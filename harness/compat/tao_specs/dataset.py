@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from harness import registry
 from harness.accuracy.data.arrays import UNNAMED_ARRAY, ArrayDataset
 from harness.accuracy.data.batching import (
     RANDOM_DATA,
@@ -26,7 +25,8 @@ from harness.accuracy.data.batching import (
     random_batches,
 )
 from harness.accuracy.data.datasets import ImageDataset, open_data, open_images, spread_indices
-from harness.api import Array
+from harness.base.errors import UserError
+from harness.base.random_inputs import InputTypes
 from harness.compat.tao_specs.model_file import (
     SampleShapes,
     ShapeOptionNames,
@@ -36,9 +36,9 @@ from harness.compat.tao_specs.model_file import (
     static_inputs,
 )
 from harness.compat.tao_specs.spec import DatasetSection
-from harness.errors import UserError
 from harness.graph.passes.dimension_sizes import parse_shape
-from harness.random_inputs import InputTypes
+from harness.plugins import registry
+from harness.plugins.api import Array
 
 logger = logging.getLogger(__name__)
 

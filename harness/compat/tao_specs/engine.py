@@ -13,8 +13,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from harness import registry
-from harness.api import Artifact, Benchmarker, Candidate, SupportsSave
+from harness.base.errors import CandidateError, UserError
+from harness.base.files import file_sha256
+from harness.base.random_inputs import InputTypes
+from harness.base.text import safe_file_name
+from harness.base.untrusted import parse_json, read_bounded
 from harness.compat.tao_specs.model_file import (
     name_write_errors,
     open_onnx_file,
@@ -24,13 +27,10 @@ from harness.compat.tao_specs.model_file import (
 )
 from harness.compat.tao_specs.spec import DatasetSection, EngineSection, TensorRTOptions
 from harness.config.sections import PluginSpec
-from harness.errors import CandidateError, UserError
-from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.load import Dims, ModelSignature
-from harness.random_inputs import InputTypes
-from harness.results_dir.io import file_sha256
-from harness.text import safe_file_name
-from harness.untrusted import parse_json, read_bounded
+from harness.plugins import registry
+from harness.plugins.api import Artifact, Benchmarker, Candidate, SupportsSave
+from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import registry
 from harness.accuracy.data.batching import image_input, image_size
 from harness.accuracy.data.decode_boxes import suggest_decoder
 from harness.accuracy.data.preprocess import Layout, parse_preprocess
 from harness.accuracy.metrics.base import low_reference_warning
-from harness.api import Accuracy, Candidate, Evaluator, NeedsPreparation
+from harness.base.errors import CandidateError, UserError
+from harness.base.progress import NullProgress, Observer
+from harness.base.random_inputs import InputTypes
 from harness.compat.tao_specs.dataset import data_keys, labelled_data, map_error_keys
 from harness.compat.tao_specs.engine import (
     TENSORRT,
@@ -36,16 +37,15 @@ from harness.compat.tao_specs.model_file import (
 )
 from harness.compat.tao_specs.spec import DatasetSection, EvaluateSection, Spec, require_section
 from harness.config.sections import PluginSpec, PreprocessSpec
-from harness.errors import CandidateError, UserError
-from harness.graph.io.helper_process import RUNTIME_FACTOR, call_with_reports
 from harness.graph.load import Dims
 from harness.graph.passes.dimension_sizes import parse_shape
-from harness.progress import NullProgress, Observer
-from harness.random_inputs import InputTypes
-from harness.task_setup.model_loader import complete_evaluator
-from harness.timing.workers.engines import ScoringCallback
-from harness.timing.workers.inference import open_infer, with_progress
-from harness.verification.accuracy_store import scoring_progress
+from harness.plugins import registry
+from harness.plugins.api import Accuracy, Candidate, Evaluator, NeedsPreparation
+from harness.run.prepare.accuracy_store import scoring_progress
+from harness.run.prepare.model_loader import complete_evaluator
+from harness.workers.engines import ScoringCallback
+from harness.workers.helper_process import RUNTIME_FACTOR, call_with_reports
+from harness.workers.inference import open_infer, with_progress
 
 logger = logging.getLogger(__name__)
 

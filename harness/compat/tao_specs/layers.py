@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
-from harness.errors import suggest_names
+from harness.base.errors import suggest_names
 
 logger = logging.getLogger(__name__)
 

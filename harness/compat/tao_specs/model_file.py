@@ -9,12 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from harness.errors import UserError, prefix_key, suggest_names
+from harness.base.errors import UserError, prefix_key, suggest_names
+from harness.base.paths import resolve_path
+from harness.base.random_inputs import InputTypes
 from harness.graph.load import Dims, ModelSignature, read_signature
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, format_axes, parse_shape, resolve_shapes
 from harness.graph.passes.static_shapes import copy_with_static_inputs
-from harness.paths import resolve_path
-from harness.random_inputs import InputTypes
 
 PYTORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".tlt", ".safetensors", ".pt2")
 PICKLE_MAGIC, ZIP_MAGIC = b"\x80", b"PK"  # first bytes of files of torch.save, before and since PyTorch 1.6

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from harness.base.errors import UserError, install_hint, suggest_names
+from harness.base.paths import require_trust
 from harness.compat.tao_specs.layers import (
     DEFAULT_LAYERS_WILDCARD,
     DEFAULT_OPERATORS,
@@ -23,9 +25,7 @@ from harness.compat.tao_specs.layers import (
 )
 from harness.compat.tao_specs.spec import Dtype, LayerSpec, QuantizeSection
 from harness.config.precision_names import normalize_float_precision
-from harness.errors import UserError, install_hint, suggest_names
-from harness.paths import require_trust
-from harness.timing.provenance import describe_environment
+from harness.measure.provenance import describe_environment
 
 logger = logging.getLogger(__name__)
 

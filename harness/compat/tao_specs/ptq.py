@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.accuracy.data.arrays import array_kind
+from harness.base.errors import UserError, suggest_names
+from harness.base.paths import resolve_path
 from harness.compat.tao_specs.dataset import calibration_feeds, open_calibration_data, sample_shapes
 from harness.compat.tao_specs.layers import PRESETS, describe_defaults, match_skip_names
 from harness.compat.tao_specs.model_file import ShapeOptionNames, name_write_errors, open_onnx_file, static_inputs
@@ -27,11 +29,9 @@ from harness.compat.tao_specs.quantize import (
     refuse_quantized,
 )
 from harness.compat.tao_specs.spec import DatasetSection
-from harness.errors import UserError, suggest_names
 from harness.graph.load import ModelSignature
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
-from harness.paths import resolve_path
-from harness.pipeline.runtime_checker import CHECK_SAMPLE_COUNT
+from harness.run.verify.runtime_checker import CHECK_SAMPLE_COUNT
 
 logger = logging.getLogger(__name__)
 PROGRAM = "qdq ptq"

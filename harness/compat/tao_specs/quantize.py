@@ -11,9 +11,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from harness import registry
 from harness.accuracy.calibration.ptq import modelopt
-from harness.api import Array
+from harness.base.errors import BuildFailed, UserError
+from harness.base.random_inputs import InputTypes
 from harness.compat.tao_specs.builtin_quantizer import (
     DEFAULT_DIALECT,
     LayerwiseRequest,
@@ -38,13 +38,13 @@ from harness.compat.tao_specs.model_file import (
 from harness.compat.tao_specs.modelopt_arguments import make_modelopt_arguments
 from harness.compat.tao_specs.spec import DatasetSection, LayerSpec, QuantizeSection, TensorDtype
 from harness.config.sections import PluginSpec
-from harness.errors import BuildFailed, UserError
 from harness.graph.io.files import set_model_aside
 from harness.graph.load import ModelSignature, read_signature
 from harness.graph.rules.dialects import ONNXRUNTIME_UNFUSED
-from harness.pipeline.runtime_checker import CHECK_SAMPLE_COUNT, check_file
-from harness.random_inputs import InputTypes
-from harness.verification.output_comparison import OutputCheck, not_checked
+from harness.plugins import registry
+from harness.plugins.api import Array
+from harness.results.output_check import OutputCheck, not_checked
+from harness.run.verify.runtime_checker import CHECK_SAMPLE_COUNT, check_file
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import onnx
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.equivalence.compare import EquivalenceVerdict, compare_runs
 from harness.graph.equivalence.versions import ComparisonTask
 from harness.graph.io.files import is_large, write_model
-from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
 from harness.graph.model import Model, TensorType
 from harness.graph.passes.static_shapes import static_types
 from harness.graph.protos import constants_by_name
+from harness.workers.helper_process import HelperCallFailed, call_in_helper_process
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
+from harness.base.random_inputs import MAX_INPUT_ELEMENTS, InputTypes
 from harness.graph.passes.normalize import name_nodes
 from harness.graph.protos import iter_graphs, replace_field, tensors_read
-from harness.random_inputs import MAX_INPUT_ELEMENTS, InputTypes
 
 _OWN_PREFIX = "qdq.own."
 _NUMPY_DTYPE_NAMES = {"float": "float32", "double": "float64", "string": "object"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.io.digests import ir_weights, may_have_external_data
 from harness.graph.io.model_reader import ExternalTensors, distinct_files, read_external_tensors, rename_external_files
 from harness.graph.protos import copy_message, encoded_size_bytes, iter_graphs

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from onnx import numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.protos import encoded_size_bytes, iter_graphs, iter_nodes, raw_size_bytes
 
 ExternalTensors = list[tuple[onnx.TensorProto, Path]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from harness.errors import UserError, suggest_names
+from harness.base.errors import UserError, suggest_names
 
 Axis = int | str | None
 Axes = tuple[Axis, ...]

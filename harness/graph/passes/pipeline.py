@@ -10,9 +10,8 @@ from typing import TypeVarTuple
 import onnx
 from onnx import checker, helper
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION
-from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.model import TensorType
 from harness.graph.passes.normalize import (
     Weights,
@@ -40,6 +39,7 @@ from harness.graph.protos import (
     opset_versions,
     replace_field,
 )
+from harness.workers.helper_process import call_in_helper_process
 
 logger = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")

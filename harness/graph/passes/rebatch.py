@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.model import TensorType
 from harness.graph.passes.dimension_sizes import parse_shape
 from harness.graph.passes.normalize import externalize_weights, lower_constants, restore_weights

@@ -13,8 +13,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper, shape_inference
 
-from harness.errors import UserError
-from harness.graph.io.helper_process import call_in_helper_process
+from harness.base.errors import UserError
 from harness.graph.passes.normalize import MAX_FOLDED_BYTES, MAX_SHOWN_BYTES, Weights
 from harness.graph.passes.static_shapes import static_types
 from harness.graph.protos import (
@@ -30,6 +29,7 @@ from harness.graph.protos import (
     replace_field,
     tensors_read,
 )
+from harness.workers.helper_process import call_in_helper_process
 
 MAX_COMPUTED_BYTES = 1 << 31  # largest intermediate constant, which ONNX Runtime would also compute at each start
 

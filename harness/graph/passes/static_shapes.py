@@ -12,9 +12,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import shape_inference
 
-from harness.errors import SizesMissing, UserError
+from harness.base.errors import SizesMissing, UserError
 from harness.graph.io.files import write_model
-from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.io.model_reader import read_model
 from harness.graph.model import TensorType
 from harness.graph.passes.dimension_sizes import (
@@ -38,6 +37,7 @@ from harness.graph.protos import (
     iter_subgraphs,
     replace_field,
 )
+from harness.workers.helper_process import call_in_helper_process
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx
 from onnx import helper, numpy_helper, version_converter
 
-from harness.errors import UserError
-from harness.graph.io.helper_process import call_in_helper_process
+from harness.base.errors import UserError
 from harness.graph.protos import attribute_value, constants_by_name, iter_graphs, replace_field
+from harness.workers.helper_process import call_in_helper_process
 
 EXPLICIT_RESIZE_OPSET = 11  # from this opset on, Resize has coordinate modes
 _SINGLE_AXIS_SOFTMAX_OPSET = 13  # from this opset on, Hardmax works along one axis

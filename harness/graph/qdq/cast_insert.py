@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices

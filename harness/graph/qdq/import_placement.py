@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.io.model_reader import read_model, refuse_damage
 from harness.graph.model import Model, Node
 from harness.graph.passes.dimension_sizes import axes_of, format_axes

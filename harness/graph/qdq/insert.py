@@ -18,7 +18,7 @@ from typing import Any
 import onnx
 from onnx import checker
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.io.files import write_model
 from harness.graph.model import Model
 from harness.graph.passes.normalize import check_valid

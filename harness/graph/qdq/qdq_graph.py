@@ -17,14 +17,14 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from harness.errors import UserError
+from harness.base.errors import UserError
+from harness.base.untrusted import open_regular
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.io.model_reader import check_functions, refuse_damage
 from harness.graph.passes.normalize import inline_functions
 from harness.graph.protos import attribute_value, constants_by_name, dtype_name, iter_subgraphs, opset_versions
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.operator_sets import LINEAR_OPS
-from harness.untrusted import open_regular
 from search.space import Edge, Resolved
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"

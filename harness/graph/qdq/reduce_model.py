@@ -15,7 +15,6 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from harness.api import Array
 from harness.graph.io.files import write_model
 from harness.graph.io.model_reader import read_model, refuse_damage
 from harness.graph.protos import (
@@ -27,6 +26,7 @@ from harness.graph.protos import (
     tensors_read,
 )
 from harness.graph.qdq.qdq_graph import CAST_OPS, DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name, read_qdq_graph
+from harness.plugins.api import Array
 from search.space import Edge
 
 DISCONTINUOUS_OPS = frozenset({"ArgMax", "ArgMin", "Hardmax", "NonMaxSuppression", "NonZero", "TopK", "Unique"})

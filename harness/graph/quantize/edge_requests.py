@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import and_
 from typing import Any, NamedTuple
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.model import Model, Node
 from harness.graph.protos import opset_versions
 from harness.graph.quantize.node_variants import RequestBit, VariantTable

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant

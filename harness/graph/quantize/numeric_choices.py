@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.model import Model, Node
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.dialects import Dialect

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
+from harness.base.paths import replacing
 from harness.graph.protos import copy_message
-from harness.paths import replacing
 
 NAME_PREFIX = "@qdq."
 """What follows the name of a tensor of the float model in the names that belong to its Q/DQ pairs."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import numpy_helper
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.model import Model, Node
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.numeric_choices import (

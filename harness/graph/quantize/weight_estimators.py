@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from harness import registry
+from harness.plugins import registry
 
 Rows = npt.NDArray[np.float32]
 _SHRINK_FACTORS = np.linspace(0.5, 1.0, 51)[::-1]

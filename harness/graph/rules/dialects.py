@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from harness import registry
-from harness.api import capabilities_of
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, POINT_OPS
 from harness.graph.rules.runtime_faults import RuntimeFault, known_faults
-from harness.timing.provenance import describe_installed
+from harness.measure.provenance import describe_installed
+from harness.plugins import registry
+from harness.plugins.api import capabilities_of
 
 _SPACE_FIELDS = (
     "faults", "zero_points", "channel_activations", "operands_agree", "float_kernels", "max_fp8_filter",

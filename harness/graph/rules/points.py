@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import onnx
 
+from harness.base.text import format_names
 from harness.graph.model import Model, Node
 from harness.graph.protos import iter_graphs, iter_subgraphs
 from harness.graph.rules.agreements import jointly_quantized_inputs
@@ -27,7 +28,6 @@ from harness.graph.rules.operator_sets import (
 )
 from harness.graph.rules.placement_rules import PlacementRule, applicable_rules, first_violated_rule
 from harness.graph.rules.runtime_faults import find_affected_nodes
-from harness.text import format_names
 from search.space import Edge
 
 _OPS_BY_ROLE: Mapping[str, frozenset[str]] = {

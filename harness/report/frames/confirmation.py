@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from harness.report.load.results import Results, TaskResults
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.statistics import Interval, block_ci, median_ci, paired_ratio_ci, speedup_verdict
-from harness.timing.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix
+from harness.base.statistics import Interval, block_ci, median_ci, paired_ratio_ci, speedup_verdict
+from harness.measure.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.folder import Results, TaskResults
 
 #: Median latency in ms of each turn, by worker (build, group).
 Turns = Mapping[BuildKey, Mapping[int, float]]

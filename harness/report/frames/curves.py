@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from harness.report.load.results import TaskResults
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.search_loop.search_log import SearchLog
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.folder import TaskResults
+from harness.results.search_log import SearchLog
 from search.pareto import front_numbers, hypervolume, insert_nondominated
 
 CURVE_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "speedup"]

@@ -12,16 +12,16 @@ import numpy as np
 import pandas as pd
 
 from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
+from harness.base.statistics import Interval
 from harness.config.plan import TaskSpec
+from harness.measure.provenance import processor_label
+from harness.measure.turn_log import disturbance_note
 from harness.report.frames.confirmation import statistical_ties
 from harness.report.frames.curves import search_float_ms
-from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import frame_rows
-from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
-from harness.search_loop.search_log import SearchLog
-from harness.statistics import Interval
-from harness.timing.provenance import processor_label
-from harness.timing.turn_log import disturbance_note
+from harness.results.artifacts import FLOAT_ROW, Choice, best_choice
+from harness.results.folder import Results, TaskResults
+from harness.results.search_log import SearchLog
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ UNUSABLE = (RowStatus.INACCURATE, RowStatus.NOT_SCORED, RowStatus.WRONG)
 def main_frame(results: Results) -> pd.DataFrame:
     """Return confirmed latency, speedup, accuracy, cost, verdict and decision of each method of each task.
 
-    A searcher has the row of its best seed at the largest budget (`harness.results_dir.artifacts.best_choice`), with
+    A searcher has the row of its best seed at the largest budget (`harness.results.artifacts.best_choice`), with
     confirmed figures. Methods without results have the verdict "missing".
 
     Returns:

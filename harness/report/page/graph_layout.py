@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.base.errors import UserError
 from harness.config.plan import quantized_precisions
-from harness.errors import UserError
 from harness.graph.io.files import model_files
 from harness.graph.load import load
 from harness.graph.model import Model
@@ -22,10 +22,10 @@ from harness.graph.partition.regions import Region, RegionType, discover_regions
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import BUILTIN_DIALECTS, load_dialect
-from harness.report.load.results import TaskResults
-from harness.report.load.task_files import exported, read_graph
 from harness.report.page.html_document import render_html
-from harness.results_dir.artifacts import FLOAT_ROW
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.folder import TaskResults
+from harness.results.task_files import exported, read_graph
 from search.space import Dimension, Edge
 
 NODE_HEIGHT_PX = 20

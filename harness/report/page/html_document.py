@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.text import printable_lines
+from harness.base.text import printable_lines
 
 
 def render_html(template: str, scripts: Sequence[str], data: Any, values: Mapping[str, Any]) -> str:

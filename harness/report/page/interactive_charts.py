@@ -21,10 +21,10 @@ from harness.report.frames.curves import (
     iter_speedup_curves,
     pareto_front,
 )
-from harness.report.load.display_names import metric_name, truncate
-from harness.report.load.results import TaskResults
 from harness.report.plots.result_plots import median_steps, series_style
 from harness.report.report_table import frame_rows
+from harness.results.display_names import metric_name, truncate
+from harness.results.folder import TaskResults
 
 PLOTLY_DASH_BY_LINE = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
 PLOTLY_SYMBOL_BY_MARKER = {

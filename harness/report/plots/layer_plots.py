@@ -12,12 +12,12 @@ from textwrap import fill
 import numpy as np
 import pandas as pd
 
-from harness.api import Layer
-from harness.report.load.display_names import truncate
-from harness.report.load.task_files import AttributionReport, PartEffect
+from harness.base.statistics import Interval
+from harness.plugins.api import Layer
 from harness.report.plots.result_plots import SERIES_COLOURS, figure_file
 from harness.report.report_table import frame_rows
-from harness.statistics import Interval
+from harness.results.display_names import truncate
+from harness.results.task_files import AttributionReport, PartEffect
 
 QDQ_NAME_TAG = "@qdq."  # in the names of nodes of Q/DQ pairs, see `harness.graph.quantize.protobuf_wire`
 NAME_COUNTER = re.compile(r"(?<=[A-Za-z])_\d+$")  # runtimes number the nodes that they add, separately in each model

@@ -10,9 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.errors import UserError
-from harness.progress import NullProgress, Observer
-from harness.records import from_json
+from harness.base.errors import UserError
+from harness.base.progress import NullProgress, Observer
+from harness.base.text import safe_file_name
+from harness.measure.records import from_json
 from harness.report.frames.confirmation import sample_frame
 from harness.report.frames.curves import (
     candidate_frame,
@@ -22,9 +23,6 @@ from harness.report.frames.curves import (
     hypervolume_frame,
 )
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.display_names import metric_name, row_labels
-from harness.report.load.results import Results, TaskResults
-from harness.report.load.task_files import AttributionReport, read_attributions
 from harness.report.plots import layer_plots, result_plots, study_plots
 from harness.report.plots.result_plots import PLOT_FILE_FORMATS
 from harness.report.report_table import frame_rows
@@ -32,8 +30,10 @@ from harness.report.tables.budget import budget_frame
 from harness.report.tables.overview import overview_frame
 from harness.report.tables.searchers import rank_searchers
 from harness.report.tables.transfer import transfer_frame
-from harness.results_dir.manifest import FileTable, find_changed_files, read_manifest
-from harness.text import safe_file_name
+from harness.results.display_names import metric_name, row_labels
+from harness.results.folder import Results, TaskResults
+from harness.results.manifest import FileTable, find_changed_files, read_manifest
+from harness.results.task_files import AttributionReport, read_attributions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

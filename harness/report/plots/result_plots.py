@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter, MaxNLocator
 
+from harness.base.statistics import median_ci
+from harness.base.text import printable_lines
 from harness.report.frames.curves import pareto_front
 from harness.report.report_table import frame_rows
-from harness.statistics import median_ci
-from harness.text import printable_lines
 
 Values = npt.NDArray[Any]
 SERIES_COLOURS = (

@@ -11,10 +11,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from harness.base.text import pluralize
 from harness.report.plots.result_plots import SERIES_COLOURS, add_legend, figure_file, series_style
 from harness.report.report_table import frame_rows
 from harness.report.statistics import Floats, FriedmanRanks
-from harness.text import pluralize
 
 SPEEDUP_TICKS = (1, 1.5, 2, 3, 4, 6, 8)  # in each decade of a logarithmic axis
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from harness.base.statistics import MIN_CLAIMED_GAIN, Interval
 from harness.report.frames.confirmation import confirmed_choices, interval_over_seeds
 from harness.report.frames.curves import median_float_ms
-from harness.report.load.results import Results, TaskResults
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, text_column
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.search_loop.search_log import SearchLog
-from harness.statistics import MIN_CLAIMED_GAIN, Interval
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.folder import Results, TaskResults
+from harness.results.search_log import SearchLog
 
 TARGET_GAIN_SHARES = (0.95, 0.99)
 NEVER_REACHED = "never"

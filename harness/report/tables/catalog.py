@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from harness.report.frames.confirmation import variance_frame
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import Results
 from harness.report.report_table import ReportTable
 from harness.report.table_spec import TableSpec
 from harness.report.tables.budget import BUDGET, TARGETS, budget_frame, target_frame
@@ -28,6 +27,7 @@ from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame
 from harness.report.tables.searchers import PAIRS, SCORE, VOLUME, pair_table, score_frame, volume_table
 from harness.report.tables.tools import FASTEST, TOOLS, fastest_frame, tool_table
 from harness.report.tables.transfer import TRANSFER, TRANSFER_MODELS, transfer_tables
+from harness.results.folder import Results
 
 #: Every table of a results folder by name, in order.
 SPECS: Mapping[str, TableSpec] = {

@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import MISSING_CELL, ReportTable
 from harness.report.table_spec import Row, TableSpec, number_column, text_column
-from harness.search_loop.search_log import SearchLog
+from harness.results.folder import Results, TaskResults
+from harness.results.search_log import SearchLog
 
 
 def _sum(key: str) -> Callable[[Sequence[Row]], str]:

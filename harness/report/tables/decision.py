@@ -10,16 +10,16 @@ from typing import Any
 import pandas as pd
 
 from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
+from harness.measure.turn_statistics import summarize_parts
 from harness.report.frames.main_frame import UNUSABLE, RowStatus, interval_columns, rows_by_task, with_backend_column
-from harness.report.load.display_names import score_column_title
-from harness.report.load.results import Results, TaskResults
-from harness.report.load.stored_experiment import StoredExperiment
-from harness.report.load.task_files import sizes_of
 from harness.report.report_table import ReportTable, frame_rows
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.report.tables.main import DECISION_NOTE, FIGURES, PAIRS, VERDICT
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.timing.confirmation import summarize_parts
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.display_names import score_column_title
+from harness.results.folder import Results, TaskResults
+from harness.results.stored_experiment import StoredExperiment
+from harness.results.task_files import sizes_of
 
 BEST_FOUND = "best found"
 RULE_LABELS = {

@@ -9,9 +9,14 @@ from dataclasses import replace
 import pandas as pd
 
 from harness.accuracy.metrics.closeness import WORST_PREFIX
+from harness.base.statistics import Interval
 from harness.report.accuracy_notes import accuracy_notes
 from harness.report.frames.main_frame import finalist_frame, precision_frame, with_backend_column
-from harness.report.load.display_names import (
+from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
+from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
+from harness.report.tables.notes import float_estimate, group_names, noise_floor_note, partial_note
+from harness.results.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice
+from harness.results.display_names import (
     BEYOND_BOUND_VERDICT,
     METRIC_CAPS,
     UNSCORED_VERDICT,
@@ -22,12 +27,7 @@ from harness.report.load.display_names import (
     score_column_title,
     verdict_label,
 )
-from harness.report.load.results import Results, TaskResults
-from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
-from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
-from harness.report.tables.notes import float_estimate, group_names, noise_floor_note, partial_note
-from harness.results_dir.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice
-from harness.statistics import Interval
+from harness.results.folder import Results, TaskResults
 
 DECISION_NOTE = (
     "Decision: a row is shipped if it is faster than the float baseline beyond the noise and its drop (not the "

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from harness.accuracy.metrics.intervals import Estimate, decode_accuracy, metric_estimate
-from harness.report.load.display_names import METRIC_CAPS
-from harness.report.load.results import NOISY_FLOOR, Results, TaskResults
-from harness.report.load.stored_experiment import StoredExperiment
+from harness.measure.provenance import format_scenario, lacks_vnni, processor_label
+from harness.measure.turn_log import disturbance_note
 from harness.report.report_table import format_interval
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.search_loop.search_log import SearchLog
-from harness.timing.provenance import format_scenario, lacks_vnni, processor_label
-from harness.timing.turn_log import disturbance_note
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.display_names import METRIC_CAPS
+from harness.results.folder import NOISY_FLOOR, Results, TaskResults
+from harness.results.search_log import SearchLog
+from harness.results.stored_experiment import StoredExperiment
 
 T = TypeVar("T")
 MAX_DISTURBED_SHARE = 0.10  # with more disturbed evaluations, a search may have selected a poor placement

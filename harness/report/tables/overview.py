@@ -8,16 +8,16 @@ from typing import Any
 
 import pandas as pd
 
+from harness.base.statistics import Interval
+from harness.base.text import pluralize
 from harness.report.frames.main_frame import UNUSABLE, with_backend_column
-from harness.report.load.display_names import BEYOND_BOUND_VERDICT, format_score, score_column_title, verdict_label
-from harness.report.load.results import Results
 from harness.report.report_table import ReportTable, format_interval, frame_rows
 from harness.report.statistics import geometric_mean
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
 from harness.report.tables.main import FIGURES, PAIRS
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.statistics import Interval
-from harness.text import pluralize
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.display_names import BEYOND_BOUND_VERDICT, format_score, score_column_title, verdict_label
+from harness.results.folder import Results
 
 MEAN_LABEL = "geometric mean"
 OVERVIEW_COLUMNS = (

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from harness.base.statistics import median_ci
+from harness.base.text import pluralize
 from harness.report.frames.confirmation import speedups_at
 from harness.report.frames.curves import Curve, hypervolume_frame, iter_speedup_curves
-from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import ReportTable, format_interval, frame_rows
 from harness.report.statistics import (
     FriedmanRanks,
@@ -20,8 +21,7 @@ from harness.report.statistics import (
     smallest_p_value,
 )
 from harness.report.table_spec import Row, TableSpec, interval_column, number_column, text_column
-from harness.statistics import median_ci
-from harness.text import pluralize
+from harness.results.folder import Results, TaskResults
 
 RANDOM_SEARCHER = "random"
 SEARCH_LATENCY_NOTE = (

@@ -10,15 +10,15 @@ from typing import Any
 import pandas as pd
 
 from harness.accuracy.metrics.intervals import SURELY_WITHIN, decode_accuracy, probability_within
+from harness.base.statistics import Interval
 from harness.report.frames.main_frame import RowStatus, with_backend_column
-from harness.report.load.display_names import format_score, score_column_title
-from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
 from harness.report.statistics import geometric_mean
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, number_column, text_column
 from harness.report.tables.main import FIGURES, VERDICT
-from harness.results_dir.artifacts import FLOAT_ROW
-from harness.statistics import Interval
+from harness.results.artifacts import FLOAT_ROW
+from harness.results.display_names import format_score, score_column_title
+from harness.results.folder import Results, TaskResults
 
 
 def _format_within(row: Row) -> str:

@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 
 from harness.report.frames.main_frame import backend_label
-from harness.report.load.results import Results, TaskResults
 from harness.report.report_table import ReportTable, format_interval, frame_rows
 from harness.report.statistics import rank_values
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
-from harness.results_dir.artifacts import FLOAT_ROW, Choice, best_choice
+from harness.results.artifacts import FLOAT_ROW, Choice, best_choice
+from harness.results.folder import Results, TaskResults
 
 PLACEMENT_ID = re.compile(r"[0-9a-f]{16}")  # row ids of placements and of external models
 MIN_SHARED_ROWS = 4  # minimum number of common rows for a rank correlation
@@ -73,7 +73,7 @@ def transfer_tables(results: Results) -> Iterator[ReportTable]:
 def transfer_frame(results: Results) -> pd.DataFrame:
     """Return the speedup of the best placement of each task on its own and on other backends, and in other models.
 
-    The best is selected before the confirmation, see `harness.results_dir.artifacts.best_choice`. In another task it is
+    The best is selected before the confirmation, see `harness.results.artifacts.best_choice`. In another task it is
     the row "from_BACKEND" or "from_MODEL"; without one, on another backend, the row with the same Q/DQ pairs.
 
     Returns:

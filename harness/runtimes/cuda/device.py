@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import MeasureFailed, UserError, WorkerUnusable, install_hint
+from harness.base.errors import MeasureFailed, UserError, WorkerUnusable, install_hint
 
 INSTALL_HINT = f"{install_hint('tensorrt')} brings cuda-python"
 STICKY_ERROR_CODES = frozenset((214, 700, 702, 710, 714, 715, 716, 717, 718, 719))

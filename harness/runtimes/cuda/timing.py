@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from harness.errors import CandidateError, MeasureFailed
+from harness.base.errors import CandidateError, MeasureFailed
 from harness.runtimes.cuda.device import CudaRuntime
 
 Enqueue = Callable[[int], None]

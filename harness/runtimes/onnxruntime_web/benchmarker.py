@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array, Artifact, Candidate, Capabilities, Layer
-from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.io.model_reader import read_model
+from harness.measure.provenance import cpu_model_name
+from harness.measure.sampling import make_fixed_inputs
+from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.runtimes.host_clock import read_profile, require_static_shapes, to_float32, translate_errors
 from harness.runtimes.onnxruntime_web.session import WebSession
-from harness.timing.provenance import cpu_model_name
-from harness.timing.sampling import make_fixed_inputs
 
 PROGRAM = Path(__file__).with_name("child.mjs").read_text(encoding="utf-8")
 SESSION_OPTIONS: Mapping[str, Any] = {

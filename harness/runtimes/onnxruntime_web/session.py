@@ -1,4 +1,4 @@
-"""Session of onnxruntime-web in a child process; `harness.shipping` copies the class into generated scripts."""
+"""Session of onnxruntime-web in a child process; `harness.ship` copies the class into generated scripts."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.errors import BuildFailed, UserError, install_hint
-from harness.graph.io.helper_process import HelperCallFailed, call_in_helper_process
+from harness.base.errors import BuildFailed, UserError, install_hint
 from harness.graph.io.model_reader import refuse_damage
 from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.rules.dialects import TENSORRT_RTX
+from harness.workers.helper_process import HelperCallFailed, call_in_helper_process
 
 TARGETS: Mapping[str, tuple[int, int]] = {
     "sm75": (7, 5), "sm80": (8, 0), "sm86": (8, 6), "sm89": (8, 9), "sm120": (12, 0), "sm121": (12, 1)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.api import Artifact, Candidate, Capabilities, require_timing
-from harness.errors import BuildFailed
+from harness.base.errors import BuildFailed
+from harness.plugins.api import Artifact, Candidate, Capabilities, require_timing
 from harness.runtimes.rtx_compile.compiler import (
     DEFAULT_TARGET,
     Compilation,

@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness.api import Artifact, Candidate, Capabilities, Layer
-from harness.errors import BuildFailed
-from harness.paths import cache_dir
+from harness.base.errors import BuildFailed
+from harness.base.paths import cache_dir
+from harness.plugins.api import Artifact, Candidate, Capabilities, Layer
 from harness.runtimes.cuda.device import CudaRuntime, Device, GpuMonitor, open_device
 from harness.runtimes.cuda.timing import flush_bytes
 from harness.runtimes.tensorrt.builder import SerializedEngine, build_plan, load_engine
@@ -62,7 +62,7 @@ class TensorRTBenchmarker:
     capabilities = Capabilities(dialect="tensorrt")
     code_params = ("plugins", "timing_cache_file")
 
-    def __init__(  # noqa: PLR0913 - one option, one parameter
+    def __init__(
         self,
         *,
         precision: Precision = "auto",
@@ -167,7 +167,7 @@ class TensorRTBenchmarker:
         return profile_layers(self._load_engine(artifact), PROFILED_RUNS)
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the facts that results record; see `harness.api.Benchmarker`.
+        """Return the facts that results record; see `harness.plugins.api.Benchmarker`.
 
         Raises:
             UserError: There is no GPU, driver or TensorRT here: one sentence that says which and what to do.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import BuildFailed
+from harness.base.errors import BuildFailed
 from harness.runtimes.tensorrt.library import TensorRTLibrary, TimingCache
 from harness.runtimes.tensorrt.options import BuildOptions, ShapeProfile
 

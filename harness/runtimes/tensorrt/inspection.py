@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.api import Layer
-from harness.errors import MeasureFailed
+from harness.base.errors import MeasureFailed
+from harness.plugins.api import Layer
 from harness.runtimes.tensorrt.session import ExecutionSession, LoadedEngine
 
 DATATYPE_KEYS = ("Datatype", "DataType", "Format/Datatype", "Format")

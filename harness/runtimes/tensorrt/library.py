@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.errors import BuildFailed, UserError, install_hint
-from harness.paths import replacing
+from harness.base.errors import BuildFailed, UserError, install_hint
+from harness.base.paths import replacing
 from harness.runtimes.cuda.device import Device
 
 MIN_VERSION = (10, 9)

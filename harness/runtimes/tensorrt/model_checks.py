@@ -17,15 +17,15 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper
 
-from harness.errors import BuildFailed, UserError, install_hint
+from harness.base.errors import BuildFailed, UserError, install_hint
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import move_model, write_model
-from harness.graph.io.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.graph.passes.dimension_sizes import axes_of
 from harness.graph.plugin_operators import find_plugin_nodes, remove_plugins, restore_plugins
 from harness.graph.protos import constants_by_name
 from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.qdq_graph import QDQGraph
+from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 
 Structure: TypeAlias = onnx.ModelProto
 """A model without its external data."""

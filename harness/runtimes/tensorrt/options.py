@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.config.precision_names import normalize_float_precision
-from harness.errors import BuildFailed, MeasureFailed, UserError
 from harness.runtimes.cuda.device import Device
 from harness.runtimes.tensorrt.library import POLICIES, STRONG_TYPING_ONLY_MAJOR, CachePolicy
 from harness.runtimes.tensorrt.model_checks import (
@@ -137,7 +137,7 @@ class BuildOptions:
         }
 
     def describe_float_precision(self, device: Device) -> dict[str, Any]:
-        """Return `float_precision`, `float_open` and `float_params`, see `harness.api.Benchmarker`."""
+        """Return `float_precision`, `float_open` and `float_params`, see `harness.plugins.api.Benchmarker`."""
         offered = [name for name, least in MIN_CAPABILITY_BY_PRECISION.items() if device.capability >= least]
         return {
             "float_precision": self.precision,
@@ -146,7 +146,7 @@ class BuildOptions:
         }
 
 
-def read_options(  # noqa: PLR0913 - one option, one parameter
+def read_options(
     precision: str,
     typing: Typing,
     profiles: Mapping[str, Any] | None,

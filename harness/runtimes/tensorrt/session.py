@@ -11,14 +11,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from harness.api import Array
-from harness.errors import MeasureFailed
+from harness.base.errors import MeasureFailed
+from harness.measure.sampling import make_fixed_inputs
+from harness.plugins.api import Array
 from harness.runtimes.cuda.device import CudaRuntime, GpuMonitor
 from harness.runtimes.cuda.timing import GpuTimer
 from harness.runtimes.host_clock import to_float32
 from harness.runtimes.tensorrt.library import TensorRTLibrary
 from harness.runtimes.tensorrt.options import Shape, ShapeProfile, format_shape
-from harness.timing.sampling import make_fixed_inputs
 
 NUMPY_TYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "INT32": np.int32, "INT64": np.int64,

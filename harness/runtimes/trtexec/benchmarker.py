@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.api import Array, Artifact, Candidate, Capabilities, Layer
-from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
-from harness.paths import cache_dir
+from harness.base.errors import BuildFailed, CandidateError, MeasureFailed, UserError
+from harness.base.paths import cache_dir
+from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.runtimes.cuda.device import Device, open_device
 from harness.runtimes.host_clock import to_float32
 from harness.runtimes.tensorrt.inspection import read_layers
@@ -100,7 +100,7 @@ class TrtexecBenchmarker:
     code_params = ("plugins", "extra", "timing_cache_file")
     program_params = ("path",)
 
-    def __init__(  # noqa: PLR0913 - one option, one parameter
+    def __init__(
         self,
         *,
         path: str | None = None,
@@ -193,7 +193,7 @@ class TrtexecBenchmarker:
             raise MeasureFailed(f"trtexec wrote no layers: {error}") from error
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the facts that results record; see `harness.api.Benchmarker`.
+        """Return the facts that results record; see `harness.plugins.api.Benchmarker`.
 
         Raises:
             UserError: trtexec or a GPU is missing on this machine; the message has the remedy.

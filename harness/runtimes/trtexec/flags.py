@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import BuildFailed, CandidateError, MeasureFailed, UserError
+from harness.base.errors import BuildFailed, CandidateError, MeasureFailed, UserError
+from harness.base.untrusted import parse_json, read_bounded
 from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
 from harness.runtimes.tensorrt.options import BuildOptions, ShapeProfile, format_shape
-from harness.untrusted import parse_json, read_bounded
 
 RESERVED_FLAGS = (
     "--onnx", "--saveEngine", "--loadEngine", "--exportTimes", "--exportOutput", "--exportLayerInfo", "--exportProfile",

@@ -12,12 +12,12 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from harness import registry
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.detection import CocoMAP
 from harness.accuracy.metrics.intervals import metric_estimate
-from harness.api import Evaluator, Infer
-from harness.paths import resolve_path
+from harness.base.paths import resolve_path
+from harness.plugins import registry
+from harness.plugins.api import Evaluator, Infer
 
 pytestmark = [
     pytest.mark.assets,

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import registry
 from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.subsets import half_of
 from harness.accuracy.metrics.base import evaluator_params, image_input_params
 from harness.accuracy.metrics.intervals import metric_estimate
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.plugins import registry
 
 CLASSES = 4
 ROWS = 30

@@ -15,19 +15,19 @@ from PIL import Image
 
 from harness.accuracy.metrics.classification import Top1
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.api import Accuracy, Artifact, Candidate
+from harness.base.files import read_json
 from harness.cli.main import main
 from harness.config.sections import Limits, PluginSpec
 from harness.graph.builder import GraphBuilder
-from harness.records import Failed, Measured
-from harness.registry import register_object
-from harness.results_dir.io import read_json
-from harness.results_dir.journal import read_journal
-from harness.timing.workers import inference
-from harness.timing.workers.engines import BuiltEngine, WorkerSpec
-from harness.timing.workers.in_process import InProcess
-from harness.timing.workers.locks import timing_lock
-from harness.timing.workers.sandbox import Sandbox
+from harness.measure.records import Failed, Measured
+from harness.plugins.api import Accuracy, Artifact, Candidate
+from harness.plugins.registry import register_object
+from harness.results.journal import read_journal
+from harness.workers import inference
+from harness.workers.engines import BuiltEngine, WorkerSpec
+from harness.workers.in_process import InProcess
+from harness.workers.locks import timing_lock
+from harness.workers.sandbox import Sandbox
 
 EXPERIMENT = """
 experiment: moody
@@ -42,7 +42,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 EVALUATOR = """
-from harness.api import Accuracy
+from harness.plugins.api import Accuracy
 
 class Moody:
     metric, higher_is_better = "mood", True
@@ -94,7 +94,7 @@ def run(experiment: Path, out: Path) -> int:
 PLUGINS = """
 import time
 from contextlib import contextmanager
-from harness.api import Accuracy, Artifact
+from harness.plugins.api import Accuracy, Artifact
 
 class Bench:
     def __init__(self, infer_s=0.2):

@@ -14,18 +14,18 @@ from harness.accuracy.calibration import ptq
 from harness.accuracy.calibration.ptq import MetricRequest, quantize
 from harness.accuracy.tools import catalog
 from harness.accuracy.tools.catalog import TOOLS, PtqTool, environment_python, install_environment, unavailable_reason
-from harness.api import Candidate
+from harness.base.errors import BuildFailed, UserError
+from harness.base.paths import TRUST_VARIABLE
+from harness.base.random_inputs import random_feeds
 from harness.cli.common import add_to_sys_path
 from harness.config.sections import PluginSpec
-from harness.errors import BuildFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model, model_files, move_model
 from harness.graph.qdq.qdq_graph import count_pairs, read_precisions
-from harness.paths import TRUST_VARIABLE
-from harness.random_inputs import random_feeds
+from harness.plugins.api import Candidate
+from harness.run.prepare.model_loader import complete_evaluator
 from harness.runtimes.openvino import OpenVINOBenchmarker
-from harness.task_setup.model_loader import complete_evaluator
 
 REAL_TOOLS = True  # where no fixture says otherwise
 BATCHES = list(random_feeds({"x": ("float", (1, 3, 16, 16))}, 3, 0))

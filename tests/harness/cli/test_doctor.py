@@ -3,9 +3,9 @@
 import pytest
 from small import qdq
 
-from harness import registry
+from harness.base.errors import UserError
 from harness.cli import doctor
-from harness.errors import UserError
+from harness.plugins import registry
 
 GPU = {"name": "NVIDIA H100", "driver_version": "570.1", "memory.total": "81559 MiB"}
 TIMING_FACTS = ("cpu.governor", "cpu.mhz", "cpu.turbo")
@@ -16,7 +16,7 @@ def rows(monkeypatch):
     """Examine a machine with the given facts; rows by name."""
 
     def examine(**facts):
-        monkeypatch.setattr("harness.timing.provenance.describe_environment", lambda: facts)
+        monkeypatch.setattr("harness.measure.provenance.describe_environment", lambda: facts)
         return {what: (state, detail) for what, state, detail in doctor.examine_machine()}
 
     return examine

@@ -5,8 +5,8 @@ import sys
 import pytest
 from small import qdq
 
+from harness.base.errors import DoesNotHold, UserError
 from harness.cli.main import COMMANDS
-from harness.errors import DoesNotHold, UserError
 
 
 @pytest.mark.parametrize("command", COMMANDS)

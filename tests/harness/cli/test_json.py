@@ -9,8 +9,8 @@ import pytest
 from small import qdq
 from small_results import TASK, write_folder
 
+from harness.base.terminal_progress import EventProgress
 from harness.cli.main import COMMANDS
-from harness.terminal_progress import EventProgress
 
 #: Commands that write files and print no table.
 WITHOUT_TABLE = {"record", "calib-data", "gen-trt-engine", "zoo", "bench score", "bench export"}

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from small import qdq, save_chain
 
-from harness import registry
+from harness.base.paths import WAIT_VARIABLE
+from harness.base.terminal_progress import TerminalProgress
 from harness.cli.doctor import plugin_purpose
 from harness.cli.main import COMMANDS, TIMING_COMMANDS
-from harness.paths import WAIT_VARIABLE
-from harness.registry import Plugin
-from harness.results_dir.lines import read_lines
-from harness.terminal_progress import TerminalProgress
+from harness.plugins import registry
+from harness.plugins.registry import Plugin
+from harness.results.lines import read_lines
 
 EXPERIMENT = """
 experiment: small
@@ -32,7 +32,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 MODEL = "{use: net.onnx, calibration: {samples: 2}}"
 SEARCHER = """
-from harness.errors import UserError
+from harness.base.errors import UserError
 from search.space import Placement
 
 class Mine:
@@ -219,9 +219,9 @@ def test_an_interruption_prints_how_to_continue(folder, capsys, monkeypatch, com
 
     (folder / "small.yaml").write_text(EXPERIMENT)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("harness.pipeline.runner.run_experiment", stop)
+    monkeypatch.setattr("harness.run.runner.run_experiment", stop)
     monkeypatch.setattr("harness.zoo.model_names", stop)
-    monkeypatch.setattr("harness.explain.model_report.choose_backend", stop)
+    monkeypatch.setattr("harness.insight.model_report.choose_backend", stop)
     assert qdq(*command) == 130
     assert capsys.readouterr().err == printed
 
@@ -283,7 +283,7 @@ def test_progress_omits_early_estimate_and_short_work(capsys):
 
 def test_a_progress_line_fits_80_columns_and_shows_the_time_left(capsys, monkeypatch):
     clock = iter(range(0, 10_000, 100))
-    monkeypatch.setattr("harness.terminal_progress.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("harness.base.terminal_progress.time.monotonic", lambda: float(next(clock)))
     incumbent = "best 1.500 ms, 2.00x interleaved with float's 3.000 ms"
     with (
         TerminalProgress(every_s=0.0) as terminal,
@@ -301,7 +301,7 @@ def test_a_progress_line_fits_80_columns_and_shows_the_time_left(capsys, monkeyp
 
 def test_the_estimate_grows_while_a_long_step_lasts(monkeypatch):
     now_s = 0.0
-    monkeypatch.setattr("harness.terminal_progress.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("harness.base.terminal_progress.time.monotonic", lambda: now_s)
     with TerminalProgress() as terminal, terminal.work("recover", 5) as step:
         for now_s in (1.0, 2.0, 3.0, 4.0):  # noqa: B007 - read by the clock
             step.advance()

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from small import qdq, save_chain
 
+from harness.base.errors import UserError
 from harness.compat.autotune_experiment import command_experiment, drop_objective, region_flags
 from harness.compat.modelopt_autotune.settings import AutotunerError, parse_arguments
-from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.task_setup.model_loader import open_model
-from harness.task_setup.preflight import check_experiment
+from harness.run.prepare.model_loader import open_model
+from harness.run.prepare.preflight import check_experiment
 
 
 def test_flags_set_keys_and_max_drop_is_in_percentage_points(tmp_path, monkeypatch):

@@ -5,11 +5,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.base.errors import UserError
+from harness.base.text import shorten_values
 from harness.config.experiment import load_experiment, parse_experiment, to_yaml
 from harness.config.plan import plan_tasks
 from harness.config.yaml_loader import dump_yaml
-from harness.errors import UserError
-from harness.text import shorten_values
 
 MINIMAL = "experiment: e\nmodels: [zoo:resnet18]\n"
 

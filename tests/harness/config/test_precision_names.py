@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from harness import registry
+from harness.base.errors import UserError
 from harness.compat.modelopt_autotune import Config
 from harness.compat.modelopt_autotune.settings import get_parser
 from harness.compat.tao_specs import ptq
 from harness.compat.tao_specs.spec import parse_spec
 from harness.config.experiment import parse_experiment
 from harness.config.precision_names import normalize_float_precision
-from harness.errors import UserError
+from harness.plugins import registry
+from harness.run.prepare.preflight import check_experiment
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
-from harness.task_setup.preflight import check_experiment
 
 
 @pytest.mark.parametrize(("text", "name"), [

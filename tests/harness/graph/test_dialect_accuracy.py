@@ -10,11 +10,11 @@ import pytest
 from fidelity_of import run_openvino, write_quantized
 from onnx_models import loaded, run_onnxruntime
 
+from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, Dialect
-from harness.random_inputs import random_feeds
 
 
 def weights(g: GraphBuilder, *shape: int) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper, parser
 from onnx_models import run_onnxruntime
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io import files as write_module
 from harness.graph.io.files import write_model

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
 from onnx_models import activation_ranges, loaded, run_onnxruntime
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter

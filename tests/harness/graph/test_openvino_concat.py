@@ -14,10 +14,10 @@ from fidelity_of import run_openvino, write_quantized
 from machine import CPU_FLAGS, SATURATES, exact_int8
 from onnx_models import loaded, run_onnxruntime
 
+from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
 from harness.graph.model import Model
 from harness.graph.rules.dialects import OPENVINO, OPENVINO_7BIT, Dialect
-from harness.random_inputs import random_feeds
 
 SYMMETRIC = dataclasses.replace(OPENVINO, affine_ops=frozenset(), unsigned_positive=False)
 FEEDS = list(random_feeds({"x": ("float", (1, 8, 16, 16))}, 4))

@@ -17,6 +17,7 @@ from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from harness.accuracy.calibration.ptq import quantize
+from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
@@ -25,7 +26,6 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, TENSORRT
-from harness.random_inputs import random_feeds
 from harness.zoo import transformer, write_model
 from search.space import Edge
 

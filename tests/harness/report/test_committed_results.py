@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from digests import table_digest
 
-from harness.report.load.results import load
 from harness.report.render import write_tables
-from harness.results_dir.manifest import check_results
+from harness.results.folder import load
+from harness.results.manifest import check_results
 
 LATEX = True
 RESULTS = Path(__file__).resolve().parents[3] / "results"

@@ -8,11 +8,11 @@ import yaml
 from small_results import TASK, edit_json, edit_samples, write_confirmation, write_task
 from typer.testing import CliRunner
 
+from harness.base.errors import UserError
+from harness.base.files import write_json
 from harness.cli.main import app
-from harness.errors import UserError
 from harness.report.folder_comparison import compare_frame, describe_differences, differing_rows
-from harness.report.load.results import load
-from harness.results_dir.io import write_json
+from harness.results.folder import load
 
 
 @pytest.fixture

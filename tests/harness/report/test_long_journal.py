@@ -14,11 +14,11 @@ from incumbents import iter_incumbents
 from long_results import TASK, write_long_results
 
 from harness.report.frames.curves import curve_frame
-from harness.report.load.results import load
 from harness.report.plots.result_plots import median_band
-from harness.results_dir.journal import Journal, read_journal
-from harness.search_loop.journal_reader import state_at_budgets
-from harness.search_loop.objective import Goal
+from harness.results.folder import load
+from harness.results.goal import Goal
+from harness.results.journal import Journal, read_journal
+from harness.results.journal_reader import state_at_budgets
 
 pytestmark = pytest.mark.slow
 EVALUATIONS = 20_000

@@ -12,17 +12,17 @@ import pytest
 from small import qdq
 from small_results import LATENCY_MS, TASK, edit_json, write_confirmation
 
-from harness.records import Failed
+from harness.base.files import read_json, write_json
+from harness.measure.records import Failed
+from harness.measure.turn_log import TWIN
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import load
 from harness.report.next_steps import best_row, describe_answers, describe_next_steps, format_answer
 from harness.report.tables.notes import early_end_notes
 from harness.report.trace import find_main_row
-from harness.results_dir.io import read_json, write_json
-from harness.results_dir.termination import write_termination
-from harness.search_loop.objective import Goal
-from harness.timing.turn_log import TWIN
-from harness.verification.output_comparison import CHECK_FILE_NAME, OutputCheck, encode_check
+from harness.results.folder import load
+from harness.results.goal import Goal
+from harness.results.output_check import CHECK_FILE_NAME, OutputCheck, encode_check
+from harness.results.termination import write_termination
 
 STRICT = asdict(Goal(metric="top1", reference=0.8, max_drop=0.005))
 SLOW_MS = {TWIN: 8.0, "float": 8.0, "float-bf16": 10.0, "all": 9.0, "aa": 12.0, "bb": 12.0}
@@ -95,7 +95,7 @@ def test_ties_that_keep_the_same_end_with_the_fastest(folder):
         (0.008, 0.795, 1.0, "take .*8.00x .*float", ""),
     ],
 )
-def test_a_faster_row_that_misses_the_bound_by_little_is_named(  # noqa: PLR0913 - the cases
+def test_a_faster_row_that_misses_the_bound_by_little_is_named(
     folder, monkeypatch, bound, score, bf16_ms, answer, named
 ):
     backend = read_json(folder / TASK / "task.json")["backend"]

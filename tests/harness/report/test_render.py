@@ -15,13 +15,13 @@ from stored import read_records, write_records
 
 import harness.report.render
 from harness.accuracy.metrics.intervals import encode_evidence
+from harness.base.errors import UserError
 from harness.cli.report import show_report
-from harness.errors import UserError
-from harness.report.load.results import load as load_results
+from harness.measure.turn_log import Turn, encode_turn_event
 from harness.report.render import report_renderable, report_text, write_report, write_tables
-from harness.results_dir.termination import clear_task_error, write_task_error
-from harness.search_loop.objective import Goal
-from harness.timing.turn_log import Turn, encode_turn_event
+from harness.results.folder import load as load_results
+from harness.results.goal import Goal
+from harness.results.termination import clear_task_error, write_task_error
 
 DRAWN = ALL_FORMATS = True
 

@@ -7,10 +7,10 @@ import importlib
 import pytest
 from typer.testing import CliRunner
 
+from harness.base.files import read_json, write_json
 from harness.cli.main import app
 from harness.report.plots.plot_files import PLOT_FILE_FORMATS, PlotCache
-from harness.results_dir.io import read_json, write_json
-from harness.results_dir.manifest import describe_files, list_files
+from harness.results.manifest import describe_files, list_files
 
 RENDER = importlib.import_module("harness.report.render")
 TASK = "net-openvino-int8"

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import friedmanchisquare, rankdata, wilcoxon
 
+from harness.base.text import pluralize
 from harness.report.report_table import format_interval
 from harness.report.statistics import (
     compare_pairs,
@@ -20,7 +21,6 @@ from harness.report.statistics import (
     score_against_random,
     smallest_p_value,
 )
-from harness.text import pluralize
 
 # Demšar 2006, table 6: AUC of C4.5 with its parameters m and cf tuned, on 14 data sets.
 DEMSAR = pd.DataFrame(

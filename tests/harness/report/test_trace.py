@@ -9,14 +9,14 @@ from small_results import TASK, edit_json, edit_samples
 from stored import read_records, write_records
 from typer.testing import CliRunner
 
+from harness.base.errors import UserError
 from harness.cli.common import short_path
 from harness.cli.main import app
-from harness.errors import UserError
-from harness.report.load.results import load
 from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
-from harness.results_dir.lines import compress_lines
-from harness.search_loop.objective import Goal
+from harness.results.folder import load
+from harness.results.goal import Goal
+from harness.results.lines import compress_lines
 
 
 def printed(*arguments: object) -> list[str]:

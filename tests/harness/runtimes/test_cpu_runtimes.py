@@ -12,16 +12,17 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness import registry, zoo
-from harness.api import Benchmarker, Candidate, InfersConcurrently
-from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness import zoo
+from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
+from harness.measure.provenance import count_cores
+from harness.plugins import registry
+from harness.plugins.api import Benchmarker, Candidate, InfersConcurrently
 from harness.runtimes.host_clock import parse_dtype, read_profile
-from harness.timing.provenance import count_cores
-from harness.timing.workers.inference import ConcurrentInfer, infer_all
+from harness.workers.inference import ConcurrentInfer, infer_all
 
 NAMES = ("openvino", "onnxruntime", "onnxruntime_web")
 

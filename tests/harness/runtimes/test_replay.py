@@ -5,17 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import registry
-from harness.api import Candidate
-from harness.benchmark_table import TableEntry, TableMetadata, TableSubspace, write_table
+from harness.base.errors import BuildFailed, EvaluationFailed, MeasureFailed, UserError
 from harness.config.experiment import parse_experiment
 from harness.config.plan import plan_tasks
 from harness.config.sections import Limits, PluginSpec, Sampling
-from harness.errors import BuildFailed, EvaluationFailed, MeasureFailed, UserError
-from harness.records import MAIN_BENCHMARKER, Failed, Measured
+from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured
+from harness.plugins import registry
+from harness.plugins.api import Candidate
+from harness.runtimes.benchmark_table import TableEntry, TableMetadata, TableSubspace, write_table
 from harness.runtimes.replay import ReplayBenchmarker
-from harness.timing.workers.engines import WorkerSpec
-from harness.timing.workers.sandbox import open_engines
+from harness.workers.engines import WorkerSpec
+from harness.workers.sandbox import open_engines
 from search.space import Edge, Placement, Resolved, Space, edges_digest
 from search.synthetic_problem import synthetic_space
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from compiler_cases import FP8, INT8, Case, Pair, save
 
+from harness.base.errors import BuildFailed, UserError
 from harness.cli.main import main
-from harness.errors import BuildFailed, UserError
-from harness.gpu_validation.conformance import file_candidate
-from harness.graph.io.helper_process import HelperCallFailed
+from harness.insight.gpu_validation.conformance import file_candidate
 from harness.runtimes.rtx_compile import compiler
 from harness.runtimes.rtx_compile.compiler import read_kernels
 from harness.runtimes.rtx_compile.plugin import RTXCompiler
+from harness.workers.helper_process import HelperCallFailed
 
 INSTALLED = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="needs the extra rtx")
 STRIDES = "Strides: [8,4,1], StrideOrder: [2,1,0], "

@@ -6,17 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import registry
-from harness.api import Candidate
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8
+from harness.measure.provenance import count_cores
+from harness.plugins import registry
+from harness.plugins.api import Candidate
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
-from harness.timing.provenance import count_cores
 from search.space import Space
 
 

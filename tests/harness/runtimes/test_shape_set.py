@@ -11,32 +11,32 @@ import pytest
 from onnx_models import activation_ranges, run_onnxruntime
 from small import qdq
 
-from harness import registry
-from harness.api import Candidate, ReportsParts
+from harness.base.errors import BuildFailed, UserError
+from harness.base.files import read_json
+from harness.base.progress import NullProgress
 from harness.config.experiment import load_experiment, parse_experiment
-from harness.errors import BuildFailed, UserError
-from harness.explain.attribution import attribute_row
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
-from harness.pipeline.early_answer import EarlyAnswer
-from harness.pipeline.runner import run_experiment
-from harness.progress import NullProgress
-from harness.report.load.results import load as load_results
+from harness.insight.attribution import attribute_row
+from harness.measure.turn_statistics import summarize_parts, summarize_turns
+from harness.plugins import registry
+from harness.plugins.api import Candidate, ReportsParts
 from harness.report.tables.catalog import build_tables
-from harness.results_dir.deploy_folder import read_bundle
-from harness.results_dir.io import read_json
+from harness.results.deploy_folder import read_bundle
+from harness.results.folder import load as load_results
+from harness.results.turns import read_events
+from harness.run.early_answer import EarlyAnswer
+from harness.run.runner import run_experiment
+from harness.run.verify.dynamic_delivery import write_dynamic_model
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.runtimes.simulated import SimulatedBenchmarker
-from harness.selection.confirmation import read_events
-from harness.shipping.bundle import Shipment, run_script, write_bundle
-from harness.shipping.deploy_script import deploy_script, find_target
-from harness.shipping.results_bundle import confirmation_facts
-from harness.shipping.tuned_model import ship_answer
-from harness.timing.confirmation import summarize_parts, summarize_turns
-from harness.verification.dynamic_delivery import write_dynamic_model
+from harness.ship.bundle import Shipment, run_script, write_bundle
+from harness.ship.deploy_script import deploy_script, find_target
+from harness.ship.results_bundle import confirmation_facts
+from harness.ship.tuned_model import ship_answer
 
 SHAPES = (TimedShape(label="batch=1", share=0.75, float_ms=2.0), TimedShape(label="batch=4", share=0.25, float_ms=4.0))
 TASK = "net-simulated-int8"

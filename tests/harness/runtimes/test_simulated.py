@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness import registry
-from harness.api import Candidate
+from harness.base.errors import BuildFailed, EvaluationFailed, UserError
+from harness.base.statistics import median_ci
 from harness.config.sections import Sampling
-from harness.errors import BuildFailed, EvaluationFailed, UserError
+from harness.measure.sampling import sample_engine
+from harness.plugins import registry
+from harness.plugins.api import Candidate
 from harness.runtimes.simulated import SimulatedBenchmarker
-from harness.statistics import median_ci
-from harness.timing.sampling import sample_engine
 from search.space import Edge, Resolved, edges_digest
 
 EDGES = tuple(Edge(f"t{number}", f"n{number}", 0) for number in range(9))

@@ -10,9 +10,9 @@ import onnxruntime
 import pytest
 from fake_cuda import FakeCuda
 
-from harness.api import Candidate
-from harness.errors import BuildFailed, UserError
+from harness.base.errors import BuildFailed, UserError
 from harness.graph.builder import GraphBuilder
+from harness.plugins.api import Candidate
 from harness.runtimes.tensorrt_rtx import TensorRTRTXBenchmarker
 
 KERNEL_MS = 0.5

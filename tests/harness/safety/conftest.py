@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from small import save_small
 
+from harness.base.progress import NullProgress
 from harness.config.experiment import Experiment, parse_experiment
-from harness.pipeline.runner import run_experiment
-from harness.progress import NullProgress
+from harness.run.runner import run_experiment
 
 EXPERIMENT = """
 experiment: killed

@@ -13,7 +13,7 @@ import pytest
 from mutations import onnx_files
 from onnx import TensorProto, helper
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.load import load, load_proto, read_signature
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
@@ -151,7 +151,7 @@ def calling_functions(calls: dict[str, list[str]], *, wrapped: bool = False) -> 
 def test_recursive_functions_are_refused_before_native_code(calls, cause, wrapped, tmp_path, monkeypatch):
     proto = calling_functions(calls, wrapped=wrapped)
     onnx.save(proto, tmp_path / "f.onnx")
-    monkeypatch.setattr("harness.graph.io.helper_process._process_helper", None)
+    monkeypatch.setattr("harness.workers.helper_process._process_helper", None)
     for read in (load, read_signature):
         with pytest.raises(UserError, match=rf"f\.onnx: .*{cause}"):
             read(tmp_path / "f.onnx")

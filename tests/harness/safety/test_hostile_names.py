@@ -16,9 +16,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from small_results import read_page_data
 
+from harness.base.text import safe_file_name
 from harness.cli.main import main
 from harness.report.report_table import ReportTable, write_table
-from harness.text import safe_file_name
 
 DRAWN = LATEX = True
 

@@ -18,9 +18,9 @@ import onnx
 import pytest
 from onnx import AttributeProto, TensorProto, defs, helper, numpy_helper
 
-from harness.errors import UserError
-from harness.graph.io import helper_process
+from harness.base.errors import UserError
 from harness.graph.load import load
+from harness.workers import helper_process
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))
 SEED = int(os.environ.get("QDQ_SEED", "7"))

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from mutations import EXPERIMENT_YAML
 
-from harness import registry
-from harness.cluster import open_execution_target
+from harness.base.errors import UserError
+from harness.base.files import read_json
+from harness.base.paths import TRUST_VARIABLE
+from harness.base.progress import NullProgress
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.config.experiment import load_experiment, parse_experiment
 from harness.config.sections import ExecutorSpec, Limits
-from harness.errors import UserError
+from harness.graph.io.files import model_files
 from harness.graph.pattern_cache_io import read_cache
-from harness.paths import TRUST_VARIABLE
-from harness.progress import NullProgress
-from harness.results_dir.io import read_json
+from harness.plugins import registry
+from harness.workers.ray import open_execution_target
 
 PAYLOADS = (
     "!!python/object/apply:os.system ['touch pwned']",
@@ -115,7 +116,7 @@ def test_untrusted_experiment_connects_to_no_cluster(monkeypatch):
     executor = ExecutorSpec(use="ray", address="ray://stranger:10001")
     with (
         pytest.raises(UserError, match=r"executor\.address: .*ray://stranger:10001.*--trust-plugins"),
-        open_execution_target(executor, Limits(), None, NullProgress()),
+        open_execution_target(executor, Limits(), None, NullProgress(), model_files),
     ):
         pass
 
@@ -137,7 +138,7 @@ def test_loading_runtimes_opens_no_connection():
         "import socket, sys\n"
         "def refuse(*a, **k): raise SystemExit('a connection was opened')\n"
         "socket.socket.connect = refuse\nsocket.create_connection = refuse\n"
-        "from harness.registry import load_plugin\n"
+        "from harness.plugins.registry import load_plugin\n"
         "for name in ('openvino', 'onnxruntime', 'simulated'):\n"
         "    load_plugin('benchmarker', name)().describe()\n"
     )

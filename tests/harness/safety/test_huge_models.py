@@ -12,8 +12,8 @@ from google.protobuf.message import EncodeError
 from mutations import onnx_files
 from onnx import TensorProto, helper, numpy_helper
 
+from harness.base.errors import UserError
 from harness.cli.main import main
-from harness.errors import UserError
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
 from harness.graph.load import load

@@ -16,16 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.records import Failed, TrialResult
+from harness.measure.records import Failed, TrialResult
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import load
-from harness.results_dir.journal import read_journal
-from harness.results_dir.lines import first_line
+from harness.results.folder import load
+from harness.results.journal import read_journal
+from harness.results.lines import first_line
 
 KILLS = int(os.environ.get("QDQ_KILLS", "6"))
 WORKER_KILLS = int(os.environ.get("QDQ_WORKER_KILLS", "0"))
 KILLS_PER_RUN = 3  # a task survives that many anywhere
-WORKER_BODY = "harness.timing.workers.sandbox"
+WORKER_BODY = "harness.workers.sandbox"
 SEED = int(os.environ.get("QDQ_SEED", "7"))
 
 

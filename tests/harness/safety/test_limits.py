@@ -13,15 +13,15 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from harness import registry
 from harness.accuracy.data.subsets import read_int_key
+from harness.base.errors import UserError
 from harness.cli.main import app
 from harness.compat.modelopt_autotune.settings import AutotunerError, check_counts, get_parser
 from harness.compat.tao_specs.spec import Spec
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.sections import require_distinct
-from harness.errors import UserError
-from harness.studies.study_file import BudgetStudy
+from harness.plugins import registry
+from harness.replay.study_file import BudgetStudy
 from harness.zoo.shapes import draw_split
 
 UNLIMITED_OPTIONS = {"record --dimensions": "the command itself knows the limit"}

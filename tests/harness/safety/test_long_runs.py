@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.api import Candidate
 from harness.config.sections import PluginSpec, Sampling
-from harness.records import MAIN_BENCHMARKER
-from harness.results_dir.journal import Journal
-from harness.search_loop.loop import SearchTask, run_search
-from harness.search_loop.objective import Goal
-from harness.search_loop.optuna_mirror import mirror_to_optuna
-from harness.search_loop.trial import make_trial_fn
-from harness.timing.workers.engines import WorkerSpec
-from harness.timing.workers.in_process import InProcess
-from harness.timing.workers.trial_pool import SyncExecutor
+from harness.measure.records import MAIN_BENCHMARKER
+from harness.plugins.api import Candidate
+from harness.results.goal import Goal
+from harness.results.journal import Journal
+from harness.run.search.loop import SearchTask, run_search
+from harness.run.search.optuna_mirror import mirror_to_optuna
+from harness.run.search.trial import make_trial_fn
+from harness.workers.engines import WorkerSpec
+from harness.workers.in_process import InProcess
+from harness.workers.trial_pool import SyncExecutor
 from search.api import Observation, Placement
 from search.synthetic_problem import synthetic_space
 

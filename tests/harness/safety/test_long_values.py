@@ -13,18 +13,18 @@ from mutations import AUTOTUNE_STATE, EXPERIMENT_YAML, PATTERN_CACHE
 from small_results import TASK, write_folder
 from stored import JOURNAL_HEADER, write_lines
 
+from harness.base.errors import UserError
+from harness.base.files import read_json, write_json
+from harness.base.text import MAX_LINE_CHARS, MAX_VALUE_CHARS
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
-from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
-from harness.report.load.results import load
-from harness.results_dir.deploy_folder import read_bundle
-from harness.results_dir.io import read_json, write_json
-from harness.results_dir.journal import read_journal
-from harness.results_dir.manifest import read_manifest
-from harness.selection.paired_timing import read_comparison
-from harness.text import MAX_LINE_CHARS, MAX_VALUE_CHARS
+from harness.results.deploy_folder import read_bundle
+from harness.results.folder import load
+from harness.results.journal import read_journal
+from harness.results.manifest import read_manifest
+from harness.results.turns import read_comparison
 
 LONG = "x" * 2**20
 PROPOSAL = {"kind": "proposal", "number": 0, "choices": [0], "digest": "d", "origin": "searcher"}

@@ -17,20 +17,20 @@ from stored import JOURNAL_HEADER, write_lines
 
 from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.labels import read_labels
+from harness.base.errors import UserError
+from harness.base.files import add_checksum
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
 from harness.config.plan import plan_tasks
-from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
-from harness.report.load.stored_experiment import read_environment
-from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes
-from harness.results_dir.deploy_folder import MANIFEST_FILE, read_bundle
-from harness.results_dir.io import add_checksum
-from harness.results_dir.journal import read_journal
-from harness.results_dir.manifest import read_manifest
-from harness.selection.paired_timing import read_comparison
-from harness.studies.path_cache import COLUMNS, PathCache
+from harness.replay.path_cache import COLUMNS, PathCache
+from harness.results.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes
+from harness.results.deploy_folder import MANIFEST_FILE, read_bundle
+from harness.results.journal import read_journal
+from harness.results.manifest import read_manifest
+from harness.results.stored_experiment import read_environment
+from harness.results.turns import read_comparison
 
 ALLOWED_MB = 300
 PROPOSAL = '{"kind":"proposal","number":0,"choices":[0],"digest":"d","origin":"searcher"}'

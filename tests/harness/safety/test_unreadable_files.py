@@ -12,23 +12,23 @@ import pytest
 
 from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.labels import read_labels
-from harness.bench.accuracy import read_accuracy
+from harness.base.errors import UserError
+from harness.base.files import explain_write_errors, read_json
 from harness.compat.modelopt_autotune.engine.storage import read_state
 from harness.compat.modelopt_autotune.region_search import get_node_filter_list
 from harness.compat.tao_specs.engine import read_facts
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
-from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.qdq_graph import read_qdq_graph
-from harness.report.load.stored_experiment import read_stored_experiment
-from harness.results_dir.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes
-from harness.results_dir.deploy_folder import MANIFEST_FILE, read_bundle
-from harness.results_dir.io import explain_write_errors, read_json
-from harness.results_dir.journal import Journal, read_journal
-from harness.results_dir.lines import first_line, read_lines
-from harness.studies.path_cache import FILE, PathCache
-from harness.task_setup.initial_design import read_prior
+from harness.replay.bench.accuracy import read_accuracy
+from harness.replay.path_cache import FILE, PathCache
+from harness.results.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes
+from harness.results.deploy_folder import MANIFEST_FILE, read_bundle
+from harness.results.journal import Journal, read_journal
+from harness.results.lines import first_line, read_lines
+from harness.results.stored_experiment import read_stored_experiment
+from harness.run.prepare.initial_design import read_prior
 
 READERS: dict[str, Callable[[Path], object]] = {
     "labels": read_labels,
@@ -111,7 +111,7 @@ def test_file_without_permission_is_refused_with_the_path(tmp_path, monkeypatch,
     def refuse(file, *_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
-    monkeypatch.setattr("harness.untrusted.os.open", refuse)
+    monkeypatch.setattr("harness.base.untrusted.os.open", refuse)
     with pytest.raises(UserError, match=rf"{path}: cannot be read: Permission denied"):
         READERS[reader](path)
 

@@ -19,7 +19,6 @@ import psutil
 import pytest
 from onnx import helper, numpy_helper
 
-from harness.analysis.region_report import inspect_regions
 from harness.graph.io.files import write_model
 from harness.graph.load import load
 from harness.graph.partition.summary import TreeOptions
@@ -28,6 +27,7 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
+from harness.insight.region_report import inspect_regions
 
 pytestmark = pytest.mark.slow
 TIMED_NODES = int(os.environ.get("QDQ_NODES", "0"))

@@ -8,7 +8,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.zoo import model_names, write_model
 from harness.zoo.transformer import encoder
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pycocotools.coco import COCO
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, draw_split
 
 

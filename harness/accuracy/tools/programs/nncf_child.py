@@ -93,7 +93,7 @@ def _dataset(nncf: Any, request: Mapping[str, Any]) -> Any:
 
 
 def _open_evaluator(request: Mapping[str, Any]) -> Any:
-    from harness import registry  # this program runs in the harness's environment if there is an evaluator
+    from harness.plugins import registry
 
     use = request["evaluator"]
     return registry.create_plugin("evaluator", use["use"], dict(_restore(use["params"])))

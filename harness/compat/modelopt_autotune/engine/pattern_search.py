@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from harness import registry
 from harness.compat.modelopt_autotune.engine.placement_map import PlacementMap
 from harness.compat.modelopt_autotune.engine.storage import Measurement
 from harness.compat.modelopt_autotune.region_pattern import UNMEASURED_MS, InsertionScheme, PatternSchemes
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 from harness.compat.modelopt_autotune.settings import Config
+from harness.plugins import registry
 from search.api import CONTRACT, Failure, Observation, Score, Searcher
 from search.space import Placement, Space
 from search.subspace import SubspaceSearcher

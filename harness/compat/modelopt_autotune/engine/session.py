@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from harness.accuracy.calibration.calibration_batches import ALL_SAMPLES, CalibrationBatches
+from harness.base.progress import NullProgress
 from harness.compat.modelopt_autotune.engine.pattern_search import PatternSearch, scored_observation
 from harness.compat.modelopt_autotune.engine.placement_map import PlacementMap, RegionIndex
 from harness.compat.modelopt_autotune.engine.storage import Measurement
@@ -28,11 +29,10 @@ from harness.graph.model import Model
 from harness.graph.qdq.import_differences import find_differences, summarize_differences
 from harness.graph.qdq.import_placement import map_to_float_tensors, read_placement
 from harness.graph.qdq.qdq_graph import QDQGraph
-from harness.progress import NullProgress
-from harness.records import MAIN_BENCHMARKER
-from harness.task_setup.float_baseline import BackendProperties
-from harness.task_setup.model_loader import input_types
-from harness.task_setup.task import Task, calibrate_task
+from harness.measure.records import MAIN_BENCHMARKER
+from harness.run.prepare.float_baseline import BackendProperties
+from harness.run.prepare.model_loader import input_types
+from harness.run.prepare.task import Task, calibrate_task
 from search.api import Score
 from search.space import Placement, Resolved, Space
 

@@ -22,7 +22,7 @@ from harness.config.yaml_loader import read_cache_file
 from harness.graph import pattern_cache as engine
 from harness.graph.pattern_cache_io import read_cache, write_cache, write_plain_yaml
 from harness.graph.qdq.import_placement import map_to_float_tensors
-from harness.records import first_problem
+from harness.measure.records import first_problem
 
 _logger = logging.getLogger(__name__)
 _CONFIG_CHANGES = {

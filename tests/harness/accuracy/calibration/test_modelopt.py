@@ -14,8 +14,8 @@ from harness.accuracy.calibration.histogram_calibrators import ActivationObserve
 from harness.accuracy.calibration.ptq import quantize
 from harness.accuracy.calibration.ranges import calibrate
 from harness.accuracy.calibration.usable_ranges import Ranges
+from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
-from harness.random_inputs import random_feeds
 
 QUIET_FIRST, LOUD_FIRST = (1, 2, 4), (4, 2, 1)
 

@@ -10,7 +10,7 @@ PROGRAM = """
 import os, resource, sys
 from pathlib import Path
 from harness.accuracy.calibration.ranges import calibrate
-from harness.random_inputs import random_feeds
+from harness.base.random_inputs import random_feeds
 from harness.graph.load import load, save_to_folder
 import tempfile
 

@@ -21,11 +21,11 @@ from onnxruntime.quantization.registry import QDQRegistry
 
 from harness.accuracy.calibration import ptq_child
 from harness.accuracy.calibration.ptq import ptq_fingerprint, quantize
-from harness.errors import BuildFailed
+from harness.base.errors import BuildFailed
+from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, save_to_folder
 from harness.graph.rules.dialects import OPENVINO
-from harness.random_inputs import random_feeds
 
 
 def modelopt_ptq(model: Path, out: Path, batches: Iterable[Mapping[str, Any]], **options: Any) -> Path:
@@ -255,6 +255,6 @@ def test_fingerprint_depends_on_dialect_and_options(monkeypatch):
     seen = {ptq_fingerprint({"dialect_name": name}) for name in ("openvino", "onnxruntime")}
     seen.add(ptq_fingerprint({"dialect_name": "openvino", "method": "entropy"}))
     changed = dataclasses.replace(OPENVINO, bias="int32")
-    monkeypatch.setattr("harness.registry.load_plugin", lambda *_: changed)
+    monkeypatch.setattr("harness.plugins.registry.load_plugin", lambda *_: changed)
     seen.add(ptq_fingerprint({"dialect_name": "openvino"}))
     assert len(seen) == 4

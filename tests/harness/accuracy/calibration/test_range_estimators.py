@@ -11,7 +11,7 @@ from harness.config.sections import Calibration
 from harness.graph.builder import GraphBuilder
 from harness.graph.quantize.numeric_choices import channel_name
 from harness.graph.quantize.weight_estimators import WeightEstimatorContract, load_weight_estimator
-from harness.registry import installed_plugins
+from harness.plugins.registry import installed_plugins
 
 ESTIMATORS = [plugin.name for plugin in installed_plugins("range estimator")]
 

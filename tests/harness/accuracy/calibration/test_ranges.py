@@ -28,10 +28,10 @@ from harness.accuracy.calibration.range_estimators import AbsMaxCalibrator
 from harness.accuracy.calibration.ranges import CalibrationKey, cached_ranges, calibrate
 from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
 from harness.accuracy.data.batching import InputBatches
-from harness.errors import UserError
+from harness.base.errors import UserError
+from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
-from harness.random_inputs import random_feeds
-from harness.registry import installed_plugins
+from harness.plugins.registry import installed_plugins
 
 METHODS = [plugin.name for plugin in installed_plugins("range estimator")]
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from harness.accuracy.calibration.usable_ranges import restrict_space
+from harness.base.progress import NullProgress
 from harness.config.experiment import parse_experiment
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
-from harness.pipeline.runner import run_experiment
-from harness.progress import NullProgress
+from harness.run.runner import run_experiment
 from search.space import Dimension, Edge, Space
 
 POOL = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}

@@ -9,7 +9,7 @@ import pytest
 from harness.accuracy.data.batching import describe_sample_count, image_input, image_preparer, make_batches
 from harness.accuracy.data.datasets import open_data, open_images
 from harness.accuracy.data.preprocess import Shapes
-from harness.errors import UserError
+from harness.base.errors import UserError
 
 SPLIT = {"use": "shapes", "split": "evaluation", "count": 5}
 IMAGE = ("float", (1, 3, 128, 128))

@@ -11,7 +11,7 @@ from harness.accuracy.data import arrays
 from harness.accuracy.data.arrays import ArrayDataset
 from harness.accuracy.data.datasets import ImageDataset, open_data, open_images
 from harness.accuracy.data.subsets import HALF_NAMES, half_of
-from harness.errors import UserError
+from harness.base.errors import UserError
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from harness.accuracy.data import decode
 from harness.accuracy.data.decode import box_iou, decode_nanodet, decode_shapes, decode_yolox, suppress_overlaps
 from harness.accuracy.data.preprocess import Prepared
-from harness.errors import EvaluationFailed
+from harness.base.errors import EvaluationFailed
 
 SIZE = (32, 64)  # cells: 4 x 8, 2 x 4, 1 x 2
 CELLS = 32 + 8 + 2

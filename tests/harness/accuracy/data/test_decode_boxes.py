@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import registry
 from harness.accuracy.data.decode import Detections
 from harness.accuracy.data.decode_boxes import decode_rtdetr, decode_ultralytics
 from harness.accuracy.data.preprocess import Prepared, open_preprocess
-from harness.errors import EvaluationFailed
+from harness.base.errors import EvaluationFailed
+from harness.plugins import registry
 
 SIZE = (320, 640)
 BOX = np.array([[8.0, 16, 40, 96]])  # left, top, right, bottom in pixels of the image

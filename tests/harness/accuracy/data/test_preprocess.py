@@ -15,7 +15,7 @@ from harness.accuracy.data.preprocess import (
     open_preprocess,
     preprocess_fingerprint,
 )
-from harness.errors import UserError
+from harness.base.errors import UserError
 
 
 def plain(height: int, width: int, colour: tuple[int, int, int] = (200, 100, 50)) -> np.ndarray:

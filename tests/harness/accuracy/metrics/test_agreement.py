@@ -4,17 +4,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import registry
 from harness.accuracy.data.decode import Detections
 from harness.accuracy.metrics.agreement import FloatAgreement, matched_share
 from harness.accuracy.metrics.base import evaluator_params
-from harness.analysis.agreement_study import agreement_report
-from harness.api import Evaluator, NeedsPreparation
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.base.files import read_json
+from harness.base.progress import NullProgress
 from harness.graph.builder import GraphBuilder
-from harness.progress import NullProgress
-from harness.results_dir.io import read_json
-from harness.task_setup.study_task import make_study
+from harness.insight.agreement_study import agreement_report
+from harness.plugins import registry
+from harness.plugins.api import Evaluator, NeedsPreparation
+from harness.run.prepare.study_task import make_study
 
 STUDY = """
 experiment: small

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from harness import registry
 from harness.accuracy.metrics.base import evaluator_params, low_reference_warning
 from harness.accuracy.metrics.classification import Top1, Top5
 from harness.accuracy.metrics.intervals import metric_estimate
-from harness.api import Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.plugins import registry
+from harness.plugins.api import Infer
 
 SUPPLIED = {"input_name": "x", "input_shape": (1, 3, 4, 4)}
 

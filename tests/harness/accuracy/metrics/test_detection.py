@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import registry
 from harness.accuracy.data import batching
 from harness.accuracy.data.datasets import open_images
 from harness.accuracy.data.decode import Detections
@@ -14,8 +13,9 @@ from harness.accuracy.metrics import base
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.detection import CocoMAP, coco_metrics
 from harness.accuracy.metrics.intervals import metric_estimate
-from harness.api import Evaluator, Infer
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.plugins import registry
+from harness.plugins.api import Evaluator, Infer
 
 DATA = {"use": "shapes", "split": "evaluation", "count": 6}
 PARAMS = {"data": DATA, "preprocess": "shapes", "decode": "shapes"}

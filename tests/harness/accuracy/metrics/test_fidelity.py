@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import registry
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
 from harness.accuracy.metrics.fidelity import Fidelity
 from harness.accuracy.metrics.intervals import check_consistency, metric_estimate
 from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.plugins import registry
 
 INPUTS = {"x": ("float", (1, 5)), "mask": ("bool", (1, 5))}
 

@@ -25,7 +25,7 @@ from harness.accuracy.metrics.intervals import (
     probability_within,
     surely_within,
 )
-from harness.api import Accuracy
+from harness.plugins.api import Accuracy
 
 
 def scene(seed: int, images: int = 8, classes: int = 3) -> tuple[dict[str, Any], list[Detections]]:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from harness import registry
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import metric_estimate
 from harness.accuracy.metrics.segmentation import MeanIoU
-from harness.errors import EvaluationFailed, UserError
+from harness.base.errors import EvaluationFailed, UserError
+from harness.plugins import registry
 
 DATA = {"use": "images", "images": "images", "masks": "masks"}
 

@@ -24,7 +24,8 @@ from harness.accuracy.recovery.pipeline import (
     split_held_out,
 )
 from harness.accuracy.recovery.rounding import round_compensated
-from harness.errors import UserError
+from harness.base.errors import UserError
+from harness.base.progress import NullProgress
 from harness.graph.builder import GraphBuilder
 from harness.graph.constant_edits import with_own_biases
 from harness.graph.load import load, save_to_folder
@@ -38,9 +39,8 @@ from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.quantize.weights import bias_place, quantize_weight
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, TENSORRT_RTX, Dialect
 from harness.graph.segmented_run import channel_maxima, measure_layer_shifts, sum_outputs
-from harness.progress import NullProgress
-from harness.registry import installed_plugins
-from harness.task_setup.placed_models import list_choices
+from harness.plugins.registry import installed_plugins
+from harness.run.prepare.placed_models import list_choices
 from search.space import Placement
 
 STEPS = [plugin.name for plugin in installed_plugins("recovery step")]

@@ -8,7 +8,7 @@ from harness.cli.main import main
 from harness.compat.modelopt_autotune.benchmark import Benchmark, _current_benchmarks, init_benchmark_instance
 from harness.config.yaml_loader import read_cache_file
 from harness.graph.builder import GraphBuilder
-from harness.records import Failed, Measured
+from harness.measure.records import Failed, Measured
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 

@@ -7,6 +7,7 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 
+from harness.base.errors import UserError
 from harness.compat.modelopt_autotune import (
     AutotunerError,
     AutotunerNotInitializedError,
@@ -23,7 +24,6 @@ from harness.compat.modelopt_autotune import (
     RegionType,
 )
 from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
-from harness.errors import UserError
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from search.algorithms.random_mutation import RandomMutationSearcher
 

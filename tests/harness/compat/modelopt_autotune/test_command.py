@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import pytest
 
+from harness.base.errors import UserError
+from harness.base.paths import WAIT_VARIABLE
 from harness.compat.modelopt_autotune import MODE_PRESETS, get_node_filter_list
 from harness.compat.modelopt_autotune import __main__ as command
 from harness.compat.modelopt_autotune.benchmark import (
@@ -25,10 +27,8 @@ from harness.compat.modelopt_autotune.settings import (
 )
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.config.sections import PluginSpec
-from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.paths import WAIT_VARIABLE
-from harness.records import Failed
+from harness.measure.records import Failed
 
 
 def test_defaults_are_those_of_the_guide():
@@ -289,7 +289,7 @@ def test_tensorrt_options_are_passed_to_supporting_backends(monkeypatch):
     def backend(plugin_libraries=None, timing_cache_file=None, trtexec_args=None):
         raise AssertionError("not made here")
 
-    monkeypatch.setattr("harness.registry.plugin_signature", lambda *_: inspect.signature(backend))
+    monkeypatch.setattr("harness.plugins.registry.plugin_signature", lambda *_: inspect.signature(backend))
     given = {"plugin_libraries": ["a.so"], "timing_cache_file": "t.cache", "trtexec_args": ["--fp16"]}
     assert backend_spec("trtexec", given).params == given
     found = split_arguments("--device=0 --staticPlugins='/my libs/a.so'")

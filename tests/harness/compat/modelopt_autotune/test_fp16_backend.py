@@ -10,8 +10,8 @@ from harness.compat.modelopt_autotune.benchmark import current_benchmark, init_b
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
-from harness.graph.io.helper_process import call_in_helper_process
 from harness.runtimes.tensorrt import benchmarker, model_checks
+from harness.workers.helper_process import call_in_helper_process
 
 
 @pytest.fixture

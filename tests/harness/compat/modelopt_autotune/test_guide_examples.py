@@ -24,7 +24,7 @@ from harness.compat.modelopt_autotune.workflows import (
 from harness.config.sections import Sampling
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_edges
-from harness.timing.workers.sandbox import Sandbox
+from harness.workers.sandbox import Sandbox
 
 PAGE = Path(__file__).parents[4] / "docs/reference/autotune.md"
 GUIDE = {"timing_cache_file": "timing.cache", "warmup_runs": 5, "timing_runs": 20}
@@ -140,7 +140,7 @@ def test_config_accepts_all_settings_of_the_guide():
 
 
 def test_failed_build_has_infinite_latency_and_a_log(tiny, monkeypatch):
-    monkeypatch.setattr("harness.timing.workers.sandbox.Sandbox", Sandbox)  # in a worker, as for a user
+    monkeypatch.setattr("harness.workers.sandbox.Sandbox", Sandbox)  # in a worker, as for a user
     init_benchmark_instance(warmup_runs=0, timing_runs=3)
     assert benchmark_onnx_model(b"no model", "logs/odd.log") == float("inf")
     assert "failed: build: OpenVINO refuses model.onnx" in Path("logs/odd.log").read_text()

@@ -10,7 +10,7 @@ from harness.cli.main import main
 from harness.compat.modelopt_autotune.benchmark import init_benchmark_instance, is_noisy
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.config.yaml_loader import read_cache_file
-from harness.records import Failed, Measured
+from harness.measure.records import Failed, Measured
 
 BACKEND = '''
 """Latencies by formula, on a machine whose pace jumps between 1 and 4: all that is timed at once shares it."""
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from harness.api import Artifact, Capabilities
+from harness.plugins.api import Artifact, Capabilities
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 

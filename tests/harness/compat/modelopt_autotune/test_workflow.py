@@ -9,16 +9,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from harness.base.errors import UserError
+from harness.base.statistics import Interval
 from harness.compat.modelopt_autotune import delivery, workflows
 from harness.compat.modelopt_autotune.benchmark import Benchmark
 from harness.compat.modelopt_autotune.delivery import AutotuneResult, summary_lines
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
-from harness.errors import UserError
 from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.measure.turn_statistics import ConfirmationSummary, RowSummary
 from harness.runtimes.simulated import SimulatedBenchmarker
-from harness.statistics import Interval
-from harness.timing.confirmation import ConfirmationSummary, RowSummary
 
 
 def edges_in(path):

@@ -6,9 +6,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from harness.accuracy.data.preprocess import open_preprocess
+from harness.base.errors import UserError
 from harness.cli.main import app
 from harness.compat.tao_specs.dataset import sample_shape, write_calibration
-from harness.errors import UserError
 
 
 def test_calib_data_command_of_the_docs(coco, tmp_path):

@@ -9,12 +9,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from spec_runs import layer, quantize_model
 
+from harness.base.errors import UserError
+from harness.base.progress import NullProgress
 from harness.compat.tao_specs import ptq as command
 from harness.compat.tao_specs.comparison import rank_layers
 from harness.compat.tao_specs.quantize import QuantizationResult
-from harness.errors import UserError
 from harness.graph.qdq.qdq_graph import read_qdq_edges
-from harness.progress import NullProgress
 
 
 def saved(nodes: list[Any], inputs: list[Any], weights: dict[str, Any], path: Path) -> Path:

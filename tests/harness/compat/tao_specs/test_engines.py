@@ -12,9 +12,10 @@ from small import qdq
 from spec_runs import build_spec, evaluate_spec, layer, quantize_model
 from typer.testing import CliRunner
 
-from harness import registry, zoo
+from harness import zoo
 from harness.accuracy.data.decode_boxes import suggest_decoder
-from harness.api import Accuracy
+from harness.base.errors import BuildFailed, UserError
+from harness.base.progress import NullProgress
 from harness.cli.common import short_path
 from harness.cli.main import app
 from harness.compat.tao_specs import engine as engines
@@ -23,10 +24,10 @@ from harness.compat.tao_specs.engine import EngineFacts, read_facts
 from harness.compat.tao_specs.evaluate import EvaluationResult
 from harness.compat.tao_specs.spec import parse_spec
 from harness.config.sections import PluginSpec
-from harness.errors import BuildFailed, UserError
-from harness.explain import file_check
 from harness.graph.builder import GraphBuilder
-from harness.progress import NullProgress
+from harness.insight import file_check
+from harness.plugins import registry
+from harness.plugins.api import Accuracy
 from harness.runtimes.rtx_compile.compiler import Compilation
 
 LABELLED = """

@@ -10,16 +10,16 @@ import pytest
 from small import qdq
 from spec_runs import E4M3, E5M2, INT8, NATIVE, layer, quantize_spec
 
+from harness.base.errors import UserError
+from harness.base.paths import TRUST_VARIABLE
 from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs import ptq as command
 from harness.compat.tao_specs.dataset import sample_shape
 from harness.compat.tao_specs.layers import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT, PRESETS
 from harness.compat.tao_specs.spec import parse_spec, require_section
-from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import read_signature
 from harness.graph.qdq.qdq_graph import read_qdq_edges
-from harness.paths import TRUST_VARIABLE
 
 
 def arguments(model: Path, layers: str, extra: str = "") -> dict[str, Any]:

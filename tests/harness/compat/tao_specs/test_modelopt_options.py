@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness.base.errors import UserError
 from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs.modelopt_arguments import INT4_ARGUMENTS, check_arguments, modelopt_parameters
 from harness.compat.tao_specs.ptq import get_parser, run_ptq
-from harness.errors import UserError
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs/reference/compatibility.md").read_text(encoding="utf-8")
 SECTION = re.search(r"^## ModelOpt [^\n]*\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)

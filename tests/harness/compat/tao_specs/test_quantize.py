@@ -17,15 +17,15 @@ from onnx_models import run_onnxruntime
 from small import qdq
 from spec_runs import E4M3, E5M2, NATIVE, layer, quantize_model
 
+from harness.base.errors import UserError
 from harness.cli.common import short_path
 from harness.compat.tao_specs.dataset import loader_feeds
 from harness.compat.tao_specs.layers import match_skip_names
 from harness.compat.tao_specs.quantize import QuantizationResult
-from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import read_qdq_edges
-from harness.timing import provenance
-from harness.verification.output_comparison import not_checked
+from harness.measure import provenance
+from harness.results.output_check import not_checked
 
 
 def stored(found: QuantizationResult) -> Mapping[str, str]:

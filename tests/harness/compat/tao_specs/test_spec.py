@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.base.errors import UserError
 from harness.compat.tao_specs.spec import parse_spec, read_spec, require_section
-from harness.errors import UserError
 
 SPECS = Path(__file__).resolve().parents[4] / "experiments/specs"
 LAYER = "{module_name: Conv, weights: {dtype: int8}, activations: {dtype: int8}}"

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from harness.cli.main import app
 from harness.config.experiment import parse_experiment, to_yaml
-from harness.task_setup.preflight import check_experiment
+from harness.run.prepare.preflight import check_experiment
 
 ROOT = Path(__file__).resolve().parents[4]
 RECIPE = ROOT / "experiments/yolo11_recipe.yaml"

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 import harness.graph.equivalence.check as check
 import harness.graph.io.files as files
 import harness.graph.passes.normalize as fold_batch_norm
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.equivalence.compare import (
     EquivalenceVerdict,
     compare_runs,
@@ -22,8 +22,8 @@ from harness.graph.equivalence.compare import (
     threshold_db,
 )
 from harness.graph.equivalence.versions import ComparisonTask
-from harness.graph.io.helper_process import call_in_helper_process
 from harness.graph.load import load, load_proto
+from harness.workers.helper_process import call_in_helper_process
 
 # Nodes after r, and outputs, which show rounding noise and changes of earlier nodes to different degrees.
 ENDS: dict[str, tuple[str, str]] = {

@@ -5,7 +5,7 @@ import pytest
 from onnx import parser
 
 import harness.graph.passes.pipeline as pipeline
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.load import load_proto
 from harness.graph.passes.upgrade_opset import upgrade_opset
 

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx_models import run_onnxruntime
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.passes.rebatch import with_batch_size
 

@@ -8,9 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from harness import registry
-from harness.api import Candidate
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model
@@ -19,6 +17,8 @@ from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
+from harness.plugins import registry
+from harness.plugins.api import Candidate
 from harness.runtimes.tensorrt.model_checks import cast_model, dominant_float_type, read_structure
 from search.space import Edge, edges_digest
 

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from harness.accuracy.calibration.ptq import quantize
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto, save_to_folder
 from harness.graph.model import Model

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from machine import SATURATES, exact_int8
 from onnx_models import activation_ranges, run_onnxruntime
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model

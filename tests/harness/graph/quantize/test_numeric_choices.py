@@ -10,7 +10,7 @@ from onnx import numpy_helper
 from onnx_models import run_onnxruntime
 
 from harness.accuracy.calibration.ranges import calibrate
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.model import Model

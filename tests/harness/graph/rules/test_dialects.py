@@ -14,7 +14,7 @@ from harness.graph.rules.dialects import (
     TENSORRT,
     TENSORRT_RTX,
 )  # fmt: skip
-from harness.registry import load_plugin
+from harness.plugins.registry import load_plugin
 
 SEVEN = [ONNXRUNTIME_7BIT, ONNXRUNTIME_S8_7BIT, OPENVINO_7BIT]
 

@@ -9,18 +9,18 @@ import pytest
 from small_results import TASK, edit_json, measured, write_search
 from stored import write_records
 
-from harness.records import Failed, Measured
+from harness.measure.records import Failed, Measured
+from harness.measure.turn_log import TWIN, Turn, encode_turn_event
 from harness.report.frames.curves import curve_frame, hypervolume_frame
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.display_names import row_labels
-from harness.report.load.results import load
 from harness.report.page.interactive_charts import build_charts
 from harness.report.plots.result_plots import median_band
 from harness.report.render import write_tables
 from harness.report.tables.budget import budget_frame, target_frame
 from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
-from harness.timing.turn_log import TWIN, Turn, encode_turn_event
+from harness.results.display_names import row_labels
+from harness.results.folder import load
 
 FAILED = Failed(stage="build", reason="no", wall_s=1.0)
 

@@ -6,8 +6,8 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from harness.base.errors import UserError
 from harness.cli.main import app
-from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.partition.patterns import find_patterns

@@ -5,8 +5,8 @@ import logging
 import pytest
 from small_results import TASK, edit_json
 
-from harness.report.load.results import load
 from harness.report.page.graph_layout import load_task_graph
+from harness.results.folder import load
 
 
 def points(folder) -> int:

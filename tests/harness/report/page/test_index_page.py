@@ -9,16 +9,16 @@ import pytest
 from small_results import TASK, edit_json, read_page_data, write_task
 from stored import read_records, replace_text, write_records
 
-from harness.paths import hide_paths
+from harness.base.paths import hide_paths
+from harness.base.statistics import Interval
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import load
-from harness.report.load.task_files import AttributionReport, PartEffect, write_attribution
 from harness.report.next_steps import describe_next_steps
 from harness.report.page.graph_layout import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.render import write_report
 from harness.report.tables.catalog import build_tables
-from harness.statistics import Interval
+from harness.results.folder import load
+from harness.results.task_files import AttributionReport, PartEffect, write_attribution
 
 DRAWN = True
 

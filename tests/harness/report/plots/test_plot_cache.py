@@ -6,9 +6,9 @@ import pytest
 from small_results import TASK, write_task
 from stored import replace_text
 
+from harness.base.files import read_json, write_json
 from harness.report.plots import plot_files
 from harness.report.render import current_report, write_report
-from harness.results_dir.io import read_json, write_json
 
 DRAWN = True
 

@@ -11,8 +11,6 @@ from small_results import TASK, edit_json, edit_samples, write_confirmation
 
 from harness.report.frames.curves import pareto_front
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.display_names import row_labels
-from harness.report.load.results import load
 from harness.report.page.interactive_charts import build_charts
 from harness.report.plots import result_plots
 from harness.report.plots.plot_files import draw_plots
@@ -22,7 +20,9 @@ from harness.report.render import write_tables
 from harness.report.report_table import ReportTable, render_markdown, write_table
 from harness.report.statistics import compute_ranks
 from harness.report.tables.budget import budget_frame
-from harness.search_loop.objective import Goal
+from harness.results.display_names import row_labels
+from harness.results.folder import load
+from harness.results.goal import Goal
 
 ALL_FORMATS = LATEX = True
 

@@ -20,18 +20,18 @@ from stored import read_records, replace_text, write_records
 
 from harness.accuracy.metrics.closeness import WORST_PREFIX
 from harness.accuracy.metrics.intervals import encode_evidence
-from harness.records import Measured, Proposal, TrialResult
+from harness.base.files import write_json
+from harness.measure.records import Measured, Proposal, TrialResult
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import load
-from harness.report.load.task_files import read_graph
 from harness.report.next_steps import describe_next_steps
 from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
 from harness.report.tables.catalog import SPECS
-from harness.results_dir.artifacts import recovered_row
-from harness.results_dir.io import write_json
-from harness.results_dir.journal import Journal
-from harness.search_loop.objective import Goal
+from harness.results.artifacts import recovered_row
+from harness.results.folder import load
+from harness.results.goal import Goal
+from harness.results.journal import Journal
+from harness.results.task_files import read_graph
 
 BOUND = {"metric": "top1", "reference": 0.8}
 CONFIRMED_MS = {"A/A twin": 8.0, "float": 8.0, "all": 2.0, "aa": 4.0, "bb": 5.0}

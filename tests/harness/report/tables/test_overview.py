@@ -11,16 +11,16 @@ import pytest
 from small_results import TASK, edit_json, read_note, read_table, write_confirmation, write_one_table, write_task
 
 import harness.report.render
-from harness.report.load.results import load
+from harness.base.files import read_json
+from harness.measure.turn_log import TWIN
 from harness.report.plots import study_plots
 from harness.report.plots.plot_files import draw_plots
 from harness.report.plots.study_plots import draw_speedups
 from harness.report.render import write_tables
 from harness.report.tables.overview import MEAN_LABEL
 from harness.report.trace import trace_cell
-from harness.results_dir.io import read_json
-from harness.search_loop.objective import Goal
-from harness.timing.turn_log import TWIN
+from harness.results.folder import load
+from harness.results.goal import Goal
 
 OTHER = "other-openvino-int8"
 TWO_BACKENDS = """

@@ -7,8 +7,7 @@ import pytest
 from small_results import TASK, edit_json, read_note, read_table, write_choices, write_confirmation, write_one_table
 from stored import read_records, write_records
 
-from harness.report.load.results import load
-from harness.report.load.task_files import read_graph
+from harness.base.statistics import Interval, block_ci
 from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
 from harness.report.statistics import geometric_mean
@@ -16,8 +15,9 @@ from harness.report.tables.catalog import build_tables
 from harness.report.tables.paired_choices import ablation_frame, fixed_frame
 from harness.report.tables.searchers import pair_frame
 from harness.report.trace import trace_cell
-from harness.search_loop.objective import Goal
-from harness.statistics import Interval, block_ci
+from harness.results.folder import load
+from harness.results.goal import Goal
+from harness.results.task_files import read_graph
 
 OTHER = "other-openvino-int8"
 YAML = """

@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 from small_results import TASK, edit_json, measured, read_page_data, write_confirmation, write_task
 
-from harness.api import Layer
-from harness.records import Proposal, TrialResult
+from harness.base.files import read_json, write_json
+from harness.measure.records import Proposal, TrialResult
+from harness.plugins.api import Layer
 from harness.report.frames.curves import hypervolume_frame
-from harness.report.load.results import load
 from harness.report.page.graph_layout import load_task_graph
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_plots
@@ -24,9 +24,9 @@ from harness.report.tables.notes import early_end_notes
 from harness.report.tables.paired_choices import ablation_frame
 from harness.report.tables.searchers import pair_frame, rank_searchers, score_frame
 from harness.report.tables.transfer import similarity_frame, transfer_frame
-from harness.results_dir.artifacts import Choice
-from harness.results_dir.io import read_json, write_json
-from harness.results_dir.journal import Journal
+from harness.results.artifacts import Choice
+from harness.results.folder import load
+from harness.results.journal import Journal
 
 YAML = """
 experiment: small

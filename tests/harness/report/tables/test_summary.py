@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from harness.report.frames.main_frame import main_frame
-from harness.report.load.results import load
 from harness.report.tables.overview import summary_table
+from harness.results.folder import load
 
 RESULTS = Path(__file__).parents[4] / "results"
 

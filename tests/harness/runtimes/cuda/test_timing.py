@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_cuda import FakeCuda, Status
 
-from harness.errors import MeasureFailed, UserError
+from harness.base.errors import MeasureFailed, UserError
 from harness.runtimes.cuda import device, timing
 from harness.runtimes.cuda.device import CudaRuntime, import_runtime, open_device
 from harness.runtimes.cuda.timing import GpuTimer, flush_bytes

@@ -10,15 +10,15 @@ import numpy as np
 import psutil
 import pytest
 
-from harness.api import Candidate, Layer
+from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.config.sections import Limits, PluginSpec, Sampling
-from harness.errors import BuildFailed, MeasureFailed, UserError
-from harness.gpu_validation.conformance import check_benchmarker
 from harness.graph.builder import GraphBuilder
-from harness.records import Failed
+from harness.insight.gpu_validation.conformance import check_benchmarker
+from harness.measure.records import Failed
+from harness.plugins.api import Candidate, Layer
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
-from harness.timing.workers.engines import WorkerSpec
-from harness.timing.workers.sandbox import Sandbox
+from harness.workers.engines import WorkerSpec
+from harness.workers.sandbox import Sandbox
 
 FAKE = Path(__file__).parents[3] / "fakes" / "fake_node.py"
 CHROMIUM = next((name for name in ("chromium", "chromium-browser", "google-chrome") if shutil.which(name)), None)

@@ -9,7 +9,7 @@ import fake_cuda
 import fake_trt
 import pytest
 
-from harness.errors import UserError
+from harness.base.errors import UserError
 from harness.runtimes.cuda.device import import_runtime
 
 ROOT = Path(__file__).parents[4] / "harness"

@@ -13,17 +13,18 @@ import pytest
 from fake_cuda import FakeCuda, Status
 from fake_trt import KERNEL_MS, FakeTensorRT
 
-from harness import registry, zoo
+from harness import zoo
 from harness.accuracy.metrics.detection import CocoMAP
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.api import Array, Candidate
-from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.qdq.file_checks import FP8_CAPABILITY
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
+from harness.plugins import registry
+from harness.plugins.api import Array, Candidate
 from harness.runtimes.cuda.device import open_device
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
 from harness.runtimes.tensorrt.builder import build_plan, load_engine

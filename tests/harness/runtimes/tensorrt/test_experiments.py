@@ -7,7 +7,7 @@ import pytest
 
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.plan import plan_tasks
-from harness.task_setup.preflight import check_experiment
+from harness.run.prepare.preflight import check_experiment
 
 FOLDER = Path(__file__).parents[4] / "experiments"
 

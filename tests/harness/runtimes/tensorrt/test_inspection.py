@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from harness.errors import MeasureFailed
-from harness.explain.layers import classify_layer, is_low_precision
+from harness.base.errors import MeasureFailed
+from harness.insight.layers import classify_layer, is_low_precision
 from harness.runtimes.tensorrt.inspection import read_layers
 
 CONV = "Conv_0 + Relu_0"

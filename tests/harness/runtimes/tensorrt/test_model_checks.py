@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.errors import BuildFailed
+from harness.base.errors import BuildFailed
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter

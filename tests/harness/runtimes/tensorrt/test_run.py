@@ -7,18 +7,18 @@ from typing import Any
 import onnx
 import pytest
 
+from harness.base.errors import UserError
+from harness.base.progress import NullProgress
 from harness.config.experiment import parse_experiment
-from harness.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
-from harness.graph.io.helper_process import call_in_helper_process
-from harness.pipeline.runner import run_experiment
-from harness.pipeline.verify import verify
-from harness.progress import NullProgress
-from harness.results_dir.lines import read_lines
+from harness.results.lines import read_lines
+from harness.run.prepare.preflight import check_experiment
+from harness.run.runner import run_experiment
+from harness.run.verify.verify import verify
 from harness.runtimes.tensorrt import benchmarker, model_checks
 from harness.runtimes.tensorrt.model_checks import read_structure
-from harness.task_setup.preflight import check_experiment
+from harness.workers.helper_process import call_in_helper_process
 
 YAML = """
 experiment: trt
@@ -121,7 +121,7 @@ def test_missing_driver_is_reported_before_the_model_is_opened(tmp_path, monkeyp
     def late(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model was opened first")
 
-    monkeypatch.setattr("harness.task_setup.task.open_model", late)
+    monkeypatch.setattr("harness.run.prepare.task.open_model", late)
     with pytest.raises(UserError, match=r"no NVIDIA driver is loaded on this machine; install one"):
         run(tmp_path, backend="NoDriver", precision="auto", baselines="all, modelopt_ptq")
 

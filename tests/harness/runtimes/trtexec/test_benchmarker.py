@@ -9,10 +9,10 @@ import onnx
 import pytest
 from fake_cuda import FakeCuda
 
-from harness import registry
-from harness.api import Candidate
-from harness.errors import BuildFailed, MeasureFailed, UserError
+from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.builder import GraphBuilder
+from harness.plugins import registry
+from harness.plugins.api import Candidate
 from harness.runtimes.trtexec.benchmarker import TrtexecBenchmarker
 from harness.runtimes.trtexec.flags import parse_version, read_outputs, read_profile, read_times
 

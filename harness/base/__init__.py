@@ -1,0 +1,1 @@
+"""Errors, text, paths, files, progress and statistics that every package uses."""

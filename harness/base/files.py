@@ -1,0 +1,212 @@
+"""Crash-safe reading and writing of files in a results folder.
+
+The last field of each stored JSON object is a checksum: CRC-32 of the text before it. It detects accidental damage, not
+forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from harness.base.errors import UserError
+from harness.base.untrusted import parse_json, read_bounded
+
+_CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
+_CHECKSUM_CHARS = 20
+
+
+class DamagedFile(UserError):
+    """File that is not as a run wrote it.
+
+    Args:
+        path: The file as it is on the disk.
+        problem: Difference from what a run writes.
+        where: Place in the file, such as "line 3"; "" for the whole file.
+        remedy: Advice to the user.
+    """
+
+    def __init__(
+        self, path: Path, problem: str, *, where: str = "", remedy: str = "move the file away to have it made again"
+    ) -> None:
+        self.path, self.problem, self.where = path, problem, where
+        super().__init__(f"{path}{', ' if where else ''}{where}: {problem}; {remedy}")
+
+
+def add_checksum(text: str) -> str:
+    """Return a JSON object, as text without white space around it, with its checksum as the last field."""
+    body = text[:-1]
+    return f'{body}{"," if len(body) > 1 else ""}"crc32":"{zlib.crc32(body.encode()):08x}"}}'
+
+
+def remove_checksum(raw: bytes) -> bytes:
+    """Compare the checksum of a JSON object that `add_checksum` wrote, and return the object without it.
+
+    Raises:
+        ValueError: The checksum is missing or differs.
+    """
+    raw = raw.rstrip(b"\n")
+    match = _CHECKSUM.search(raw, max(0, len(raw) - _CHECKSUM_CHARS))
+    if match is None:
+        raise ValueError("damaged: no checksum")
+    body = raw[: match.start()]
+    if zlib.crc32(body) != int(match[1], 16):
+        raise ValueError("damaged: the checksum differs")
+    return body + b"}"
+
+
+@contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Convert an `OSError` of the body to a `UserError` with advice on how to continue."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}); everything measured before is safe: "
+            "make room, then run the same command again to continue"
+        ) from error
+
+
+def read_json(path: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        missing: Result if there is no file; None: an error. A link to nothing is an error too.
+
+    Raises:
+        DamagedFile: The file is damaged.
+        UserError: It cannot be read.
+    """
+    if missing is not None and not os.path.lexists(path):
+        return dict(missing)
+    try:
+        body = parse_json(remove_checksum(read_bounded(path)))
+    except ValueError as error:
+        raise DamagedFile(path, f"cannot be read ({error})") from error
+    if not isinstance(body, dict):
+        raise DamagedFile(path, "not a file of qdq-bench")
+    return body
+
+
+def write_json(path: Path, body: Any) -> None:
+    """Replace a file with a JSON object and its checksum atomically."""
+    write_text(path, add_checksum(json.dumps(body, separators=(",", ":"), allow_nan=False)) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically; after a crash or an error (`UserError`) it has the old or the new content."""
+    temporary = path.with_suffix(".tmp")
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def append_line(file: FileIO, text: str, path: Path, *, sync: bool = True) -> None:
+    """Append a whole line, or nothing if the disk is full.
+
+    Args:
+        file: Opened with "ab" and without a buffer.
+        text: The line without newline.
+        path: Path of the file, for messages.
+        sync: Return only when the line is on the disk.
+    """
+    with explain_write_errors(path):
+        end = file.seek(0, os.SEEK_END)
+        remaining = memoryview(text.encode() + b"\n")
+        try:
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
+            if sync:
+                os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def truncate_partial_line(path: Path) -> None:
+    """Remove the text after the last newline, which a crash left behind, if there is any."""
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            step = min(65536, end)
+            file.seek(end - step)
+            newline = file.read(step).rfind(b"\n")
+            if newline >= 0:
+                end = end - step + newline + 1
+                break
+            end -= step
+        if end < size:
+            file.truncate(end)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the digest of a file, as `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def archive_existing(path: Path) -> Path:
+    """Rename a file or folder to its `next_backup_path` and return that."""
+    backup = next_backup_path(path)
+    with explain_write_errors(path):
+        path.rename(backup)
+    return backup
+
+
+def next_backup_path(path: Path) -> Path:
+    """Return the first unused path NAME.1, NAME.2, ..., with the number before the suffix of a file."""
+    stem, suffix = (path.stem, path.suffix) if path.is_file() else (path.name, "")
+    names = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+MAX_VALUE_CHARS = 100
+
+
+def diff_leaves(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """Yield each leaf that differs, for instance "backend.version: '2026.3' -> '2026.4'"; a missing one is None.
+
+    Args:
+        old: Value read from JSON.
+        new: Value after a round trip through JSON, where tuples become lists.
+        path: Key path of both values, the prefix of the results.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted({*old, *new}):
+            yield from diff_leaves(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+    elif not json_equal(old, new):
+        yield f"{path}: {_truncate_repr(old)} -> {_truncate_repr(new)}"
+
+
+def json_equal(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal, where NaN equals NaN."""
+    return bool(one == other) or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def facts_digest(facts: Any) -> str:
+    """Return a digest (16 hexadecimal digits) of JSON values and sets, the same in every process."""
+
+    def plain(value: Any) -> Any:
+        return sorted(value) if isinstance(value, Set) else repr(value)
+
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=plain).encode()).hexdigest()[:16]
+
+
+def _truncate_repr(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

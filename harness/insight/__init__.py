@@ -1,0 +1,1 @@
+"""Explanation of a measured model: fused operators, effect of each part, sensitivities, noise."""

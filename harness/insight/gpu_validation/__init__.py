@@ -1,0 +1,1 @@
+"""Validation on a machine with an NVIDIA GPU: steps with records, and one folder to send back."""

@@ -1,0 +1,1 @@
+"""Measurement of latency: sampling, machine noise, statistics of turns, provenance."""

@@ -1,0 +1,1 @@
+"""Contracts of plug-ins, their registry, and checks of their parameters."""

@@ -1,0 +1,1 @@
+"""Recorded tables: their recording, replay of searchers, budget studies, and QDQ-Bench."""

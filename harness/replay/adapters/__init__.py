@@ -1,0 +1,1 @@
+"""Searchers of other libraries, one module for each library."""

@@ -1,0 +1,191 @@
+"""Tables of QDQ-Bench in the formats of others: Kernel Tuner's T4 (version 1.0.0) and Croissant metadata (1.0).
+
+T4: Willemsen et al. 2024, "A methodology for comparing optimization algorithms for auto-tuning", and the schemas in
+`kernel_tuner/schema/T4`. Croissant: Akhtar et al. 2024, "Croissant: A metadata format for ML-ready datasets".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from harness.base.files import explain_write_errors, file_sha256, write_text
+from harness.base.statistics import median_ci
+from harness.measure.records import Failed, Outcome
+from harness.replay.bench.accuracy import ACCURACY_FILE, ACCURACY_SCHEMA, join_accuracy, read_accuracy
+from harness.replay.bench.tasks import ARCHIVE_FILE, data_folder, describe_task, read_catalogue, table_path
+from harness.runtimes.benchmark_table import TABLE_SCHEMA, BenchmarkTable, read_table
+
+T4_VERSION = "1.0.0"
+T4_INVALIDITY = {"build": "compile", "timeout": "timeout", "evaluate": "correctness"}
+CROISSANT_TERMS = (
+    "column", "dataType", "extract", "field", "fileObject", "fileProperty", "fileSet", "format", "includes", "jsonPath",
+    "key", "md5", "parentField", "path", "recordSet", "references", "regex", "repeated", "replace", "separator",
+    "source", "subField", "transform", "citeAs", "isLiveDataset", "samplingRate", "equivalentProperty",
+)  # fmt: skip
+SCORES = (
+    "accuracy of the placements of all tables by model, precision, dialect and digest, as the Q/DQ file describes it"
+)
+ARCHIVED = "tables of the tier `extended`"
+LICENCE = "https://www.apache.org/licenses/LICENSE-2.0"
+DESCRIPTION = (
+    "Recorded latencies of every placement of Q/DQ pairs in some dimensions of an ONNX model, on one runtime and one "
+    "processor for each table; every row has the raw samples of a placement. Tables of transformers on ONNX Runtime "
+    "are of files with float biases, of which that runtime computes fewer operators in INT8 than of today's files."
+)
+
+
+def write_t4(out: Path) -> list[Path]:
+    """Write the results and the metadata of every table for Kernel Tuner to the folder `out`; return the files."""
+    scores = read_accuracy(data_folder() / ACCURACY_FILE)
+    return [
+        path
+        for name in read_catalogue().tasks
+        for path in _write_t4_table(name, join_accuracy(read_table(table_path(name)), scores), out)
+    ]
+
+
+def _write_t4_table(name: str, table: BenchmarkTable, out: Path) -> Iterator[Path]:
+    space, timestamp = table.subspace.space, datetime.fromtimestamp(table_path(name).stat().st_mtime, UTC).isoformat()
+    results = []
+    for placement in table.subspace.placements():
+        choices = zip(space.dimensions, placement.choices, strict=True)
+        configuration = {dimension.name: dimension.choices[choice] for dimension, choice in choices}
+        results.append(
+            {"timestamp": timestamp, "configuration": configuration, "objectives": ["time"]}
+            | _t4_outcome(table.row(placement).outcome)
+        )
+    facts = table.metadata
+    packages = [f"{key}=={value}" for key, value in facts.environment.get("packages", {}).items()]
+    hardware = {
+        "hardware_description": [facts.backend | {"cpu": facts.environment.get("cpu")}],
+        "operating_system": str(facts.environment.get("system", "")),
+    }
+    environment = {"device_query": {"device": facts.backend["device"]}, "requirements": packages}
+    documents = {
+        "T4": {"schema_version": T4_VERSION, "results": results},
+        "metadata": {
+            "schema_version": T4_VERSION,
+            "metadata": {"zenodo": {}, "hardware": hardware, "environment": environment},
+        },
+    }
+    for kind, document in documents.items():
+        yield _write_json(out / f"{name}-{kind}.json", document)
+
+
+def _t4_outcome(outcome: Outcome) -> dict[str, Any]:
+    """Return times in milliseconds, validity and measurements of a placement."""
+    unused = {"framework": 0.0, "search_algorithm": 0.0, "validation": 0.0}
+    if isinstance(outcome, Failed):
+        invalidity = T4_INVALIDITY.get(outcome.stage, "runtime")
+        times: dict[str, Any] = {"compilation_time": 1000 * outcome.wall_s, "runtimes": []}
+        return {"times": times | unused, "invalidity": invalidity, "correctness": 0, "measurements": []}
+    metrics = [{"name": name, "value": value, "unit": ""} for name, value in outcome.metrics.items()]
+    return {
+        "times": {"compilation_time": 1000 * outcome.build_s, "runtimes": list(outcome.samples_ms)}
+        | unused
+        | {"validation": 1000 * outcome.evaluate_s},
+        "invalidity": "correct",
+        "correctness": 1,
+        "measurements": [{"name": "time", "value": median_ci(outcome.samples_ms).value, "unit": "ms"}, *metrics],
+    }
+
+
+def write_croissant(out: Path) -> list[Path]:
+    """Write `croissant.json`, the metadata of all tables with their digests, and return the file."""
+    names, scores = list(read_catalogue().tasks), data_folder() / ACCURACY_FILE
+    files = {data_folder() / ARCHIVE_FILE: ARCHIVED, scores: SCORES}
+    document = {
+        "@context": {
+            "@language": "en",
+            "@vocab": "https://schema.org/",
+            "sc": "https://schema.org/",
+            "cr": "http://mlcommons.org/croissant/",
+            "rai": "http://mlcommons.org/croissant/RAI/",
+            "dct": "http://purl.org/dc/terms/",
+            "conformsTo": "dct:conformsTo",
+            "data": {"@id": "cr:data", "@type": "@json"},
+            "examples": {"@id": "cr:examples", "@type": "@json"},
+            **{term: f"cr:{term}" for term in CROISSANT_TERMS},
+            "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+        },
+        "@type": "sc:Dataset",
+        "name": "qdq-bench",
+        "conformsTo": "http://mlcommons.org/croissant/1.0",
+        "description": DESCRIPTION,
+        "license": LICENCE,
+        "url": "https://pypi.org/project/qdq-bench/",
+        "version": "0.1.0",
+        "datePublished": "2026-11-26",
+        "citeAs": "QDQ-Bench: recorded placements of Q/DQ pairs (CITATION.cff)",
+        "distribution": [
+            *(_croissant_file(path, said) for path, said in files.items() if path.is_file()),
+            *map(_croissant_table, names),
+        ],
+        "recordSet": [
+            *(_croissant_records(name, f"{name}.parquet", TABLE_SCHEMA) for name in names),
+            *([_croissant_records("accuracy", scores.name, ACCURACY_SCHEMA)] if scores.is_file() else []),
+        ],
+    }
+    return [_write_json(out / "croissant.json", document)]
+
+
+def _croissant_table(name: str) -> dict[str, Any]:
+    facts, path = describe_task(name), table_path(name)
+    facts_text = ", ".join(facts[key] for key in ("family", "runtime", "processor", "split"))
+    entry = _croissant_file(path, f"{facts_text}; threads: {facts['threads']}")
+    return entry if path.is_relative_to(data_folder()) else entry | {"containedIn": {"@id": ARCHIVE_FILE}}
+
+
+def _croissant_file(path: Path, description: str) -> dict[str, Any]:
+    inside = path.is_relative_to(data_folder())
+    return {
+        "@type": "cr:FileObject",
+        "@id": path.name,
+        "name": path.name,
+        "description": description,
+        "contentUrl": path.relative_to(data_folder()).as_posix() if inside else path.name,
+        "contentSize": f"{path.stat().st_size} B",
+        "encodingFormat": "application/zip" if path.suffix == ".zip" else "application/x-parquet",
+        "sha256": file_sha256(path),
+    }
+
+
+def _croissant_records(name: str, file: str, schema: pa.Schema) -> dict[str, Any]:
+    fields = [
+        {
+            "@type": "cr:Field",
+            "@id": f"{name}/{column.name}",
+            "name": column.name,
+            "dataType": _croissant_type(column.type),
+            "source": {"fileObject": {"@id": file}, "extract": {"column": column.name}},
+        }
+        | ({"repeated": True} if pa.types.is_list(column.type) else {})
+        for column in schema
+        if not pa.types.is_map(column.type)
+    ]
+    return {"@type": "cr:RecordSet", "@id": name, "name": name, "field": fields}
+
+
+def _croissant_type(kind: pa.DataType) -> str:
+    inner = kind.value_type if pa.types.is_list(kind) else kind
+    for test, found in (
+        (pa.types.is_boolean, "Boolean"),
+        (pa.types.is_integer, "Integer"),
+        (pa.types.is_floating, "Float"),
+    ):
+        if test(inner):
+            return f"sc:{found}"
+    return "sc:Text"
+
+
+def _write_json(path: Path, document: Any) -> Path:
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(document, indent=1) + "\n")
+    return path

@@ -1,0 +1,179 @@
+"""Simulated final selection of replayed searches, and random search.
+
+A search on a machine does not select by the lowest of many noisy readings: its best placements are rebuilt and timed in
+turns, and those readings decide (`harness.run.select.final_selection`). Replays simulate this; selection by the lowest
+reading would favour readings that are low by chance, unlike `qdq run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.config.sections import Confirmation
+from harness.measure.elimination import TURNS_PER_RACING_ROUND, race_winner
+from harness.measure.records import Failed, Outcome
+from harness.replay.recorded_landscape import Floats, Landscape
+from harness.run.select.racing import SAMPLES_PER_TURN
+from search.space import Placement
+
+Indices = npt.NDArray[np.intp]
+DEFAULT_FINALISTS = Confirmation().candidates
+TURNS_PER_BATCH = 2**24  # number of turns drawn at a time
+TURNS_PER_RACE = sum(TURNS_PER_RACING_ROUND)  # number of turns of a candidate that is not eliminated
+RANDOM_SEARCHES = 10_000  # their mean is ten times as precise as that of a hundred seeds
+RANDOM_LABEL = f"random, {RANDOM_SEARCHES} searches"  # differs from the name of the searcher `random`
+READINGS_PER_MODEL = 1_000  # readings of each model that the random searches share
+MAX_RACES = 250  # races of each model that the random searches share; fewer if there are many models
+NUMBERS_PER_BATCH = 2**22  # number of random numbers drawn at a time
+MAX_TURNS_IN_MEMORY = 2**26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPaths:
+    """Evaluations of several searches, in order; both arrays have the shape (searches, evaluations).
+
+    Attributes:
+        seeds: Seed of each search.
+        indices: Indices of the placements on the landscape; -1 after the end of a search.
+        readings_ms: Readings that the search received; infinite for failures and missed bounds.
+    """
+
+    seeds: tuple[int, ...]
+    indices: npt.NDArray[np.int64]
+    readings_ms: npt.NDArray[np.float64]
+
+    def latency_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
+        """Return the recorded latency in ms of the final choice after each evaluation, (searches, evaluations).
+
+        Until a search has an allowed placement, it is the latency of the slowest allowed placement of `landscape`.
+        """
+        at_once = max(1, TURNS_PER_BATCH // (self.indices.shape[1] * TURNS_PER_RACE))
+        starts = range(0, len(self.seeds), at_once)
+        place = np.vstack([self._selected_evaluations(landscape, slice(start, start + at_once)) for start in starts])
+        chosen = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
+        return np.where(place < 0, landscape.latency_ms.max(), landscape.latency_ms[chosen])
+
+    def _selected_evaluations(self, landscape: Landscape, some: slice) -> Indices:
+        indices, readings_ms = self.indices[some], self.readings_ms[some]
+        log_ms = np.full((*indices.shape, TURNS_PER_RACE), np.inf, dtype=np.float32)
+        for row, seed in enumerate(self.seeds[some]):
+            rng = np.random.default_rng([seed, 0x0FF])
+            for column in np.flatnonzero(np.isfinite(readings_ms[row])):
+                log_ms[row, column] = draw_turns(landscape, int(indices[row, column]), rng)
+        return simulate_selection(readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
+
+    def found_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
+        """Return the recorded latency in ms of the fastest placement up to each evaluation, (searches, evaluations).
+
+        Until a search has an allowed placement, it is the latency of the slowest allowed placement of `landscape`.
+        """
+        evaluated = np.where(np.isfinite(self.readings_ms), landscape.latency_ms[self.indices], np.inf)
+        found: Floats = np.minimum(np.minimum.accumulate(evaluated, axis=1), landscape.latency_ms.max())
+        return found
+
+    def elapsed_s(self, landscape: Landscape) -> npt.NDArray[np.float64]:
+        """Return the recorded wall-clock up to each evaluation, (searches, evaluations); constant after the end."""
+        spent_s = np.array([*(recorded_duration_s(outcome) for outcome in landscape.outcomes), 0.0])
+        return np.cumsum(spent_s[self.indices], axis=1)
+
+
+def draw_turns(landscape: Landscape, index: int, rng: np.random.Generator, races: int = 1) -> Floats:
+    """Return the logarithms of a placement's readings in the turns of races, [race, turn]."""
+    turns_ms = landscape.readings_ms(index, rng, races * TURNS_PER_RACE, SAMPLES_PER_TURN)
+    read: Floats = np.log(turns_ms).reshape(races, TURNS_PER_RACE)
+    return read
+
+
+def simulate_selection(
+    readings_ms: Floats, log_ms_of: Callable[[Indices, Indices], npt.NDArray[np.floating]]
+) -> Indices:
+    """Return the evaluation that each search would choose after each of its evaluations.
+
+    Args:
+        readings_ms: Readings of the searches, [search, evaluation]; infinite for what may not be chosen.
+        log_ms_of: Returns the logarithms of the readings in a race, [row, candidate, turn], for some searches, [row],
+            and some evaluations of each, [row, candidate].
+
+    Returns:
+        [search, evaluation]: the winner of a race among the evaluations with the lowest readings so far (the earlier
+        first if equal), as many as a final selection has candidates; -1 if there is none.
+    """
+    searches, evaluations = readings_ms.shape
+    place = np.full((searches, evaluations), -1, dtype=np.intp)
+    finalists = np.full((searches, DEFAULT_FINALISTS), -1, dtype=np.intp)
+    wins = np.full(searches, -1, dtype=np.intp)
+    for latest in range(evaluations):
+        contenders = np.column_stack([finalists, np.full(searches, latest)])
+        contenders = np.where(np.isfinite(_values_at(readings_ms, contenders)), contenders, -1)
+        lowest = np.argsort(_values_at(readings_ms, contenders), axis=1, kind="stable")[:, :DEFAULT_FINALISTS]
+        before, finalists = finalists, np.take_along_axis(contenders, lowest, axis=1)
+        rows = np.flatnonzero((finalists != before).any(axis=1))  # without a new finalist the race would be the same
+        if len(rows):
+            race_ms = np.where(
+                (finalists[rows] >= 0)[..., None], log_ms_of(rows, np.maximum(finalists[rows], 0)), np.inf
+            )
+            wins[rows] = finalists[rows, race_winner(race_ms)]
+        place[:, latest] = wins
+    return place
+
+
+def _values_at(figures: Floats, evaluations: npt.NDArray[np.intp]) -> Floats:
+    """Return the figures of some evaluations of each search; infinite for -1."""
+    taken: Floats = np.where(evaluations >= 0, np.take_along_axis(figures, evaluations, axis=1), np.inf)
+    return taken
+
+
+def recorded_duration_s(outcome: Outcome) -> float:
+    """Return the recorded seconds of build, measurement and scoring of a placement, or until its failure."""
+    if isinstance(outcome, Failed):
+        return outcome.wall_s
+    return outcome.build_s + outcome.measure_s + outcome.evaluate_s
+
+
+def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placement] = ()) -> Floats:
+    """Simulate `RANDOM_SEARCHES` searches like `harness.replay.replay.replay_once`, at once and without a searcher.
+
+    A search evaluates the initial placements `first`, at the same cost as other searches, and then the others in a
+    random order, without replacement; a model that several placements give comes that much sooner, and once. Failures
+    cost an evaluation. So the searcher `random` has this mean for every table, noise and initial design; it enumerates
+    spaces of up to 4096 placements, and draws from larger ones less evenly.
+
+    Returns:
+        [search, evaluation]: recorded latency of the choice; the last one's if the table has no more models, the
+        slowest that is allowed if there is none yet.
+    """
+    rng = np.random.default_rng(0)
+    names, models, copies = np.unique(landscape.identity, return_index=True, return_counts=True)
+    start = [int(np.searchsorted(names, landscape.identity[landscape.index(placement)])) for placement in first]
+    start = list(dict.fromkeys(start))[:evaluations]
+    remaining = np.setdiff1d(np.arange(len(models)), start)
+    readings = np.full((len(models), READINGS_PER_MODEL), np.inf)
+    shared = min(MAX_RACES, max(1, MAX_TURNS_IN_MEMORY // (len(models) * TURNS_PER_RACE)))
+    races = np.full((len(models), shared, TURNS_PER_RACE), np.inf, dtype=np.float32)
+    for number, index in enumerate(models):
+        if landscape.allowed[index]:
+            readings[number] = landscape.readings_ms(int(index), rng, READINGS_PER_MODEL)
+            races[number] = draw_turns(landscape, int(index), rng, shared)
+    batch = max(1, NUMBERS_PER_BATCH // len(models))
+    curves = []
+    for size in [min(batch, RANDOM_SEARCHES - done) for done in range(0, RANDOM_SEARCHES, batch)]:
+        # The first of w uniform arrivals is ordered like one exponential arrival at the rate w.
+        arrival = rng.exponential(size=(size, len(remaining))) / copies[remaining]
+        order = remaining[np.argsort(arrival, axis=1)[:, : evaluations - len(start)]]
+        met = np.hstack([np.broadcast_to(np.array(start, dtype=int), (size, len(start))), order])
+        once, again = rng.integers(READINGS_PER_MODEL, size=met.shape), rng.integers(shared, size=met.shape)
+
+        def log_ms_of(
+            rows: Indices, evaluations: Indices, met: Indices = met, again: Indices = again
+        ) -> npt.NDArray[np.floating]:
+            return races[met[rows[:, None], evaluations], again[rows[:, None], evaluations]]
+
+        place = simulate_selection(readings[met, once], log_ms_of)
+        chosen = np.take_along_axis(landscape.latency_ms[models][met], np.maximum(place, 0), axis=1)
+        curves.append(np.where(place < 0, landscape.latency_ms.max(), chosen))
+    latency_ms: Floats = np.vstack(curves)
+    return np.pad(latency_ms, ((0, 0), (0, evaluations - latency_ms.shape[1])), mode="edge")

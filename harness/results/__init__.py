@@ -1,0 +1,1 @@
+"""Files of a results folder, each with its writer and its reader."""

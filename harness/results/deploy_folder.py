@@ -1,0 +1,167 @@
+"""Find, read and check a folder with one model to deploy; `harness.ship.bundle` writes it."""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.base.errors import UserError
+from harness.base.files import file_sha256, read_json
+from harness.base.untrusted import read_text
+from harness.measure.records import first_problem
+
+SHIP_FOLDER = "ship"
+FACTS_FILE, MANIFEST_FILE, REPORT_FILE, SCRIPT_FILE = "ship.json", "SHA256SUMS", "report.md", "deploy.py"
+
+
+class StoredFacts(BaseModel):
+    """Keys of `ship.json` that commands use (`harness.ship.bundle.shipment_facts`); it may come from a stranger."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    schema_version: Literal[1] = Field(alias="schema")
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.onnx$", max_length=200)]
+    answer: str
+    latency_ms: Annotated[list[float], Field(min_length=3, max_length=3)]
+    speedup: Annotated[list[float], Field(min_length=3, max_length=3)]
+    runtime: dict[str, Any]
+    experiment: dict[str, Any]
+    shapes: dict[str, dict[str, Any]] = {}
+    dynamic_file: str | None = None
+
+
+def find_bundle(path: Path) -> Path:
+    """Return the folder to deploy at a path: itself, the folder of a file in it, or the only one in a results folder.
+
+    Raises:
+        UserError: There is none, or there are several.
+    """
+    near = path.parent if path.is_file() else path
+    if is_bundle(near):
+        return near
+    parent = near if near.name == SHIP_FOLDER else near / SHIP_FOLDER
+    folders = sorted(each.parent for each in parent.glob(f"*/{FACTS_FILE}"))
+    if len(folders) == 1:
+        return folders[0]
+    if folders:
+        raise UserError(f"{path}: has several folders to deploy; name one: {', '.join(map(str, folders))}")
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    raise UserError(f"{path}: no folder to deploy (RESULTS/{SHIP_FOLDER}/NAME); a run writes one if a model is faster")
+
+
+def read_bundle(folder: Path) -> dict[str, Any]:
+    """Return the facts of a bundle.
+
+    Raises:
+        UserError: It is no bundle, or differs from its manifest, see `check_bundle`.
+    """
+    for problem in check_bundle(folder):
+        raise UserError(f"{problem}; qdq run writes the folder again")
+    return _read_facts(folder)
+
+
+def check_bundle(folder: Path) -> Iterator[str]:
+    """Yield a message for each difference between a bundle and the exact set of files that the manifest lists.
+
+    Python imports any module, package or link next to `deploy.py`, so each entry that is not listed is a problem.
+    """
+    try:
+        yield from _differences(folder)
+    except UserError as error:
+        yield str(error)
+    except OSError as error:
+        yield f"{error.filename or folder}: cannot be read ({error.strerror or error})"
+
+
+def _differences(folder: Path) -> Iterator[str]:
+    recorded, entries = _recorded_digests(folder), {entry.name: entry for entry in sorted(folder.iterdir())}
+    for name in sorted(entries.keys() - recorded.keys() - {MANIFEST_FILE}):
+        yield f"{folder / name}: not in {MANIFEST_FILE}, and Python may import it instead of a package: move it away"
+    damaged = False
+    for name, digest in recorded.items():
+        problem = ""
+        if name not in entries:
+            problem = "missing"
+        elif not _is_regular(entries[name]):
+            problem = "a link, a folder or a pipe, but each entry of a folder to deploy is a regular file"
+        elif file_sha256(entries[name]) != digest:
+            problem = f"damaged: the content differs from {MANIFEST_FILE}"
+        if problem:
+            yield f"{folder / name}: {problem}"
+        damaged |= bool(problem)
+    if not damaged:
+        yield from (f"{folder / MANIFEST_FILE}: {problem}" for problem in _listing_problems(folder, recorded.keys()))
+
+
+def _listing_problems(folder: Path, listed: Set[str]) -> Iterator[str]:
+    if FACTS_FILE not in listed:
+        yield f"lists no {FACTS_FILE}"
+        return
+    facts = _read_facts(folder)
+    needed = {FACTS_FILE, SCRIPT_FILE, REPORT_FILE, *filter(None, (facts["file"], facts.get("dynamic_file")))}
+    yield from (f"lists no {name}, which a folder with this {FACTS_FILE} has" for name in sorted(needed - listed))
+    foreign = (name for name in sorted(listed) if not is_bundle_file(name, facts["file"].removesuffix(".onnx")))
+    yield from (f"lists {name}, which is no file of a folder to deploy" for name in foreign)
+
+
+def is_bundle_file(name: str, bundle: str) -> bool:
+    """Return whether a bundle of a name may have a file of this name."""
+    models = rf"{re.escape(bundle)}(\.dynamic)?\.onnx(\.data\d*)?"
+    return name in (FACTS_FILE, MANIFEST_FILE, REPORT_FILE, SCRIPT_FILE) or re.fullmatch(models, name) is not None
+
+
+def _is_regular(path: Path) -> bool:
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    facts = read_json(folder / FACTS_FILE)
+    try:
+        StoredFacts.model_validate(facts)
+    except ValidationError as error:
+        raise UserError(f"{folder / FACTS_FILE}: {first_problem(error)}") from error
+    return facts
+
+
+def _recorded_digests(folder: Path) -> dict[str, str]:
+    path = folder / MANIFEST_FILE
+    if path.is_symlink():
+        raise UserError(f"{path}: no manifest of a folder to deploy (a link)")
+    text = read_text(path, "a manifest of a folder to deploy")
+    lines = re.findall(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]*)\n", text)
+    whole = sum(len(digest) + len(name) + 3 for digest, name in lines) == len(text)
+    if not whole or len({name.lower() for _, name in lines}) < len(lines):
+        raise UserError(
+            f"{path}: no manifest of a folder to deploy (a line is damaged, or two lines have the same name)"
+        )
+    return {name: digest for digest, name in lines}
+
+
+def is_bundle(path: Path) -> bool:
+    """Return whether a folder is one to deploy, complete or damaged."""
+    return any((path / name).is_file() for name in (FACTS_FILE, MANIFEST_FILE))
+
+
+def holds_bundle(path: Path) -> bool:
+    """Return whether a path is a folder to deploy, or a folder of results with some."""
+    return (path / FACTS_FILE).is_file() or path.name == SHIP_FOLDER or (path / SHIP_FOLDER).is_dir()
+
+
+def bundle_model(path: Path) -> Path:
+    """Return the model of the folder to deploy at a path, see `find_bundle`; a file is returned as it is.
+
+    Raises:
+        UserError: There is no such folder, there are several, or the folder or that of the file is damaged.
+    """
+    if path.is_dir():
+        folder = find_bundle(path)
+        return folder / str(read_bundle(folder)["file"])
+    if path.is_file() and (path.parent / FACTS_FILE).is_file():
+        read_bundle(path.parent)
+    return path

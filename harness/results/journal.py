@@ -1,0 +1,239 @@
+"""Append-only journal of one search: JSON lines after a header, synced at every outcome.
+
+A process may be killed at any byte, and the disk may be full at any. Opening a journal removes a partial last line and
+keeps everything before it, so no outcome that `append` has returned for is lost. Files are unbuffered, so that closing
+has nothing left to write.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from harness.base.errors import UserError
+from harness.base.files import DamagedFile, diff_leaves, read_json
+from harness.base.text import shorten
+from harness.base.untrusted import parse_json
+from harness.measure.records import SCHEMA_VERSION, Failed, JournalLine, Proposal, TrialResult, decode_line, encode_line
+from harness.results.fingerprint import require_same_fingerprint
+from harness.results.lines import (
+    CHAINED_SCHEMA,
+    LineLog,
+    first_line,
+    read_lines,
+    scan_lines,
+    shown_path,
+    strip_seal,
+)
+
+_LINE_HEAD = re.compile(rb'\{"kind":"(proposal|result)","number":(\d+),')
+#: Origin of a proposal that repeats a failed one on request; it costs no budget.
+RETRY_ORIGIN = "retry"
+_NO_PROPOSAL = "an outcome without its proposal"
+_REMEDY = "move the file away to start this run anew"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """Proposal with its result, which is None for a duplicate and if the run was interrupted."""
+
+    proposal: Proposal
+    result: TrialResult | None = None
+
+
+class Journal:
+    """Open journal: the existing entries, read on access, and a handle that appends.
+
+    Raises:
+        UserError: The file is the journal of another run (the message shows the difference), has another schema, or has
+            a damaged line before the last.
+    """
+
+    def __init__(self, path: Path, fingerprint: Mapping[str, Any]) -> None:
+        header = read_header(path)
+        if header is not None:
+            require_same_fingerprint(path, header.get("fingerprint", {}), fingerprint)
+        self._log = LineLog(path, {"fingerprint": dict(fingerprint)})
+        try:
+            self._existing = None if header is None else _IndexedEntries(path)
+        except BaseException:
+            self._log.close()
+            raise
+        self.entries: Sequence[JournalEntry] = self._existing or ()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall-clock seconds of the search until the last outcome that the journal had when opened; 0 if none."""
+        return self._existing.elapsed_s() if self._existing else 0.0
+
+    def append(self, line: JournalLine) -> None:
+        """Write one line; an outcome is on the disk when this returns.
+
+        Raises:
+            UserError: The disk is full, or the folder is read-only.
+        """
+        self._log.append(encode_line(_hide_paths(line)), sync=isinstance(line, TrialResult))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.close()
+        if self._existing is not None:
+            self._existing.close()
+
+
+class _IndexedEntries(Sequence[JournalEntry]):
+    """Entries of a file by byte offset, so that a million lines do not become a million objects.
+
+    A partial last line is ignored.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._proposal_offsets = array("q")
+        self._result_offsets = array("q")
+        self._last_result_offset = -1
+        for number, offset, body in scan_lines(path):
+            if number > 1:  # the first is the header
+                self._add(*_parse_head(body, path, number), offset, number)
+        self._file = path.open("rb")
+
+    def _add(self, is_result: bool, number: int, offset: int, line_number: int) -> None:
+        count = len(self._proposal_offsets)
+        if is_result:
+            if number >= count or self._result_offsets[number] >= 0:
+                raise _damage(self._path, line_number, _NO_PROPOSAL)
+            self._result_offsets[number] = self._last_result_offset = offset
+        else:
+            _require_number(number, count, self._path, line_number)
+            self._proposal_offsets.append(offset)
+            self._result_offsets.append(-1)
+
+    def __len__(self) -> int:
+        return len(self._proposal_offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[each] for each in range(*index.indices(len(self))))
+        proposal, result = self._read_line(self._proposal_offsets[index]), self._result_offsets[index]
+        return JournalEntry(proposal=proposal, result=None if result < 0 else self._read_line(result))
+
+    def elapsed_s(self) -> float:
+        return 0.0 if self._last_result_offset < 0 else float(self._read_line(self._last_result_offset).elapsed_s)
+
+    def _read_line(self, offset: int) -> Any:
+        self._file.seek(offset)
+        return _decode(strip_seal(self._file.readline()), self._path, f"byte {offset}")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _parse_head(body: bytes, path: Path, line_number: int) -> tuple[bool, int]:
+    """Return whether a line is a result, and the number of its proposal, usually without decoding the line."""
+    match = _LINE_HEAD.match(body)
+    if match is None:
+        line = _decode(body, path, f"line {line_number}")
+        return isinstance(line, TrialResult), line.number
+    return match[1] == b"result", int(match[2])
+
+
+def _require_number(number: int, expected: int, path: Path, line_number: int) -> None:
+    if number != expected:
+        raise _damage(path, line_number, f"proposal {number}, but expected {expected}")
+
+
+def _decode(body: bytes, path: Path, where: str) -> JournalLine:
+    try:
+        return decode_line(body)
+    except ValueError as error:
+        raise DamagedFile(shown_path(path), str(error), where=where, remedy=_REMEDY) from error
+
+
+def _damage(path: Path, line_number: int, problem: str) -> DamagedFile:
+    return DamagedFile(shown_path(path), problem, where=f"line {line_number}", remedy=_REMEDY)
+
+
+def _hide_paths(line: JournalLine) -> JournalLine:
+    if isinstance(line, Proposal) or not isinstance(line.outcome, Failed):
+        return line
+    return replace(line, outcome=line.outcome.without_paths())
+
+
+def read_journal(path: Path) -> Iterator[JournalEntry]:
+    """Yield the entries of a journal in ask order, one at a time; a partial last line is ignored.
+
+    Each line is read once. An entry is yielded as soon as its result and those of all proposals before it are known.
+
+    Raises:
+        UserError: The file has another schema, or a damaged line.
+    """
+    read_header(path)
+    count, waiting, results = 0, deque[Proposal](), dict[int, TrialResult | None]()
+    for line_number, body in read_lines(path):
+        if line_number == 1:
+            continue
+        line = _decode(body, path, f"line {line_number}")
+        if isinstance(line, Proposal):
+            _require_number(line.number, count, path, line_number)
+            count += 1
+            waiting.append(line)
+            results[line.number] = None
+        elif results.get(line.number, line) is not None:
+            raise _damage(path, line_number, _NO_PROPOSAL)
+        else:
+            results[line.number] = line
+        while waiting and (waiting[0].duplicate_of is not None or results[waiting[0].number] is not None):
+            proposal = waiting.popleft()
+            yield JournalEntry(proposal=proposal, result=results.pop(proposal.number))
+    for proposal in waiting:
+        yield JournalEntry(proposal=proposal, result=results[proposal.number])
+
+
+def read_header(path: Path) -> dict[str, Any] | None:
+    """Return the header of a journal, or None if there is no whole line yet.
+
+    Raises:
+        UserError: The file is no journal, or has another schema.
+    """
+    first = first_line(path)
+    if not first:
+        return None
+    try:
+        header = parse_json(first)
+    except ValueError as error:
+        raise DamagedFile(shown_path(path), f"not a journal of qdq-bench ({error})", remedy=_REMEDY) from error
+    if not isinstance(header, dict) or header.get("kind") != "header":
+        raise DamagedFile(shown_path(path), "not a journal of qdq-bench", remedy=_REMEDY)
+    if header.get("schema") not in (SCHEMA_VERSION, CHAINED_SCHEMA):
+        raise UserError(
+            f"{shown_path(path)}: written with schema {shorten(header.get('schema'))}, this version reads schema "
+            f"{CHAINED_SCHEMA}"
+        )
+    return header
+
+
+def check_journal(path: Path) -> None:
+    """Compare the header of a search's journal with the inputs of its task; check each line of an earlier version.
+
+    Raises:
+        UserError: The journal is that of another task, or is damaged.
+    """
+    header, task = read_header(path), path.parents[1] / "task.json"
+    if header is None:
+        return
+    fingerprint, facts = header.get("fingerprint") or {}, read_json(task, {})
+    if not (isinstance(fingerprint, dict) and isinstance(facts, dict)):
+        raise _damage(path, 1, "damaged: its fingerprint, or that of the task, is no mapping")
+    shared = {key: facts[key] for key in facts.keys() & fingerprint.keys()}
+    for difference in diff_leaves({key: fingerprint[key] for key in shared}, shared):
+        raise _damage(path, 1, f"damaged: the journal of another task or run ({difference})")
+    if header["schema"] != CHAINED_SCHEMA:
+        for _ in read_journal(path):
+            pass

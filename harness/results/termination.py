@@ -1,0 +1,106 @@
+"""Tasks and searches that ended early or failed, with the reason, in a results folder."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.base.errors import DoesNotHold, UserError
+from harness.base.files import write_text
+from harness.base.paths import hide_paths
+from harness.measure.records import Failed
+from harness.results.manifest import TASK_ERROR_FILE, recorded
+
+#: Suffixes next to the journal of a search. A file of a failed searcher may end with a traceback.
+TERMINATED_SUFFIX, FAILED_SUFFIX = ".ended.txt", ".failed.txt"
+MAX_REASON_CHARS = 4000
+
+
+class SearcherFailures(DoesNotHold):
+    """Some searchers raised unexpectedly; everything else was done and has results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Termination:
+    """End of a search before its budget was spent.
+
+    Attributes:
+        reason: For instance "ended at 17 of 100: it had nothing more to propose".
+        failed: The searcher raised unexpectedly.
+        traceback_file: File with the traceback, if there is one.
+    """
+
+    reason: str
+    failed: bool = False
+    traceback_file: Path | None = None
+
+
+def write_task_error(folder: Path, reason: str) -> None:
+    """Record why a task stopped; ignored on a full disk, as the terminal shows the reason too."""
+    path = folder / TASK_ERROR_FILE
+    with suppress(UserError), recorded(path):
+        write_text(path, f"{hide_paths(reason)}\n")
+
+
+def clear_task_error(folder: Path) -> None:
+    """Remove the error of a task that continues."""
+    _remove_file(folder / TASK_ERROR_FILE)
+
+
+def read_task_error(folder: Path) -> str:
+    """Return why the last run of the task in a folder stopped early, or "" if it did not."""
+    return _read_text(folder / TASK_ERROR_FILE)
+
+
+def write_termination(journal: Path, reason: str, failure: Failed | None) -> Termination:
+    """Record how a search ended before its budget was spent, in place of an earlier record.
+
+    Args:
+        reason: One line.
+        failure: Exception of the searcher, if it ended the search.
+    """
+    reason = hide_paths(_encodable(reason))
+    suffix, other = (TERMINATED_SUFFIX, FAILED_SUFFIX) if failure is None else (FAILED_SUFFIX, TERMINATED_SUFFIX)
+    path, traceback = journal.with_suffix(suffix), "" if failure is None else failure.without_paths().log_tail
+    with recorded(path):
+        write_text(path, f"{reason}\n" + (_encodable(f"\n{traceback}\n") if traceback else ""))
+    _remove_file(journal.with_suffix(other))
+    return Termination(reason=reason, failed=failure is not None, traceback_file=path if traceback else None)
+
+
+def clear_termination(journal: Path) -> None:
+    """Remove the record of a search that has spent its budget or starts over."""
+    for suffix in (TERMINATED_SUFFIX, FAILED_SUFFIX):
+        _remove_file(journal.with_suffix(suffix))
+
+
+def read_termination(journal: Path) -> Termination | None:
+    """Return how a search ended before its budget was spent, or None if it did not."""
+    for suffix in (FAILED_SUFFIX, TERMINATED_SUFFIX):
+        path = journal.with_suffix(suffix)
+        reason, _, traceback = _read_text(path).partition("\n")
+        if reason:
+            return Termination(
+                reason=reason, failed=suffix == FAILED_SUFFIX, traceback_file=path if traceback else None
+            )
+    return None
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()  # exceptions of plug-ins may have lone surrogates
+
+
+def _remove_file(path: Path) -> None:
+    if os.path.lexists(path):
+        with recorded(path), suppress(OSError):
+            path.unlink()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_REASON_CHARS).strip()
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""Timing in turns on fresh builds: noise floor, paired comparison, confirmation."""

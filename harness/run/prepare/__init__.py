@@ -1,0 +1,1 @@
+"""Set-up of a task: model, data, initial placements, baselines, searchers, and the checks before a run."""

@@ -1,0 +1,365 @@
+"""Initial placements of the searches and placements of baselines, by name."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.base.errors import UserError
+from harness.base.files import explain_write_errors, read_json
+from harness.base.paths import resolve_path
+from harness.base.progress import Observer
+from harness.config.initial import BASELINE_TOOLS, PREDICTED, initial_count, split_rule_precision
+from harness.config.plan import TaskSpec
+from harness.config.sections import PluginSpec
+from harness.graph.load import read_signature
+from harness.graph.model import Model
+from harness.graph.passes.dimension_sizes import InputSizes
+from harness.graph.passes.static_shapes import copy_with_static_inputs
+from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
+from harness.graph.pattern_cache_io import read_cache
+from harness.graph.qdq.import_differences import find_differences, summarize_differences
+from harness.graph.qdq.import_placement import ImportedPlacement, require_pairs, transfer_placement
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.latency_predictor import propose_fast_placements, runtime_key
+from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, count_pairs, read_qdq_graph
+from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+from harness.graph.rules.dialects import Dialect
+from harness.measure.records import SCHEMA_VERSION
+from harness.results.deploy_folder import bundle_model
+from harness.run.prepare.external_tools import ExternalModel
+from search.heuristics import HEURISTIC_RULES
+from search.space import Edge, Placement, Space
+
+
+def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalModel]:
+    """Load the Q/DQ models of the entries `import` of an experiment's key `initial`, by label.
+
+    Raises:
+        UserError: A file does not exist or cannot be read.
+    """
+    paths = {start.name: initial_file(start) for start in starts if start.use == "import"}
+    return {name: ExternalModel(name=name, path=path, pairs=count_pairs(path)) for name, path in paths.items()}
+
+
+def fix_imported_inputs(found: Mapping[str, ExternalModel], model: Model, folder: Path) -> dict[str, ExternalModel]:
+    """Return imported models with the input shapes of the float model, as copies of models with dynamic inputs.
+
+    Args:
+        found: Result of `load_imported_models`.
+        model: The float model at the shape of the search.
+        folder: Folder of the copies.
+
+    Raises:
+        UserError: An input of an imported model cannot have the shape.
+    """
+    fixed = {}
+    for name, external in found.items():
+        path = external.path
+        inputs = {} if path is None else read_signature(path).inputs
+        if path is not None and any(None in shape for _, shape in inputs.values()):
+            shapes = {each: model.types[each].shape for each in model.inputs if each in inputs}
+            with explain_write_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                path = copy_with_static_inputs(path, InputSizes(shapes=shapes), folder / f"{name}.onnx")
+        fixed[name] = replace(external, path=path)
+    return fixed
+
+
+def initial_file(start: PluginSpec) -> Path:
+    """Return the Q/DQ file that an entry of an experiment's key `initial` names.
+
+    Args:
+        start: Entry with the path of a file, of a folder to deploy, or of results with exactly one such folder.
+
+    Raises:
+        UserError: There is no such file, it cannot be read, or there are several folders to deploy.
+    """
+    path = resolve_path(start.params["path"], start.base_dir)
+    return find_qdq_file(path) if start.use == "placement" else bundle_model(path)
+
+
+def find_qdq_file(path: Path) -> Path:
+    """Return the Q/DQ file for the path of a file, a folder to deploy, or results with exactly one such folder.
+
+    Raises:
+        UserError: There is no such file, it cannot be read, has no Q/DQ pair, or there are several folders to deploy.
+    """
+    file = bundle_model(path)
+    if not file.is_file():
+        raise UserError(f"{file}: no such Q/DQ file or folder to deploy")
+    require_pairs(read_qdq_graph(file), str(file))
+    return file
+
+
+def is_exported(path: Path) -> bool:
+    """Return whether any Q/DQ pair of an ONNX file has a name that qdq-bench gives; False without pairs.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    nodes = read_qdq_graph(path).proto.graph.node
+    return any(NAME_PREFIX in node.output[0] for node in nodes if node.op_type in QDQ_OPS)
+
+
+def load_imported_ranges(
+    starts: Sequence[PluginSpec], read: Callable[[Path], ImportedPlacement]
+) -> dict[str, tuple[float, float]]:
+    """Return the ranges (lowest, highest) by tensor of the files of entries of `initial` with `ranges: true`.
+
+    Args:
+        starts: Entries of the experiment's key `initial`.
+        read: Reader of the placement of a file.
+
+    Raises:
+        UserError: A file does not exist or cannot be read.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for start in starts:
+        if start.params.get("ranges"):
+            found |= read(initial_file(start)).ranges
+    return found
+
+
+def check_files(starts: Sequence[PluginSpec]) -> None:
+    """Check every file that the entries of an experiment's key `initial` name.
+
+    Raises:
+        UserError: A file does not exist, or is not of the expected kind.
+    """
+    load_imported_models(starts)
+    for start in starts:
+        if start.use == "placement":
+            initial_file(start)
+        elif start.use == "sensitivity":
+            read_prior(resolve_path(start.params["path"], start.base_dir))
+        elif start.use == "pattern_cache":
+            read_cache(resolve_path(start.params["path"], start.base_dir))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialDesign:
+    """Model, space and Q/DQ models from which initial placements are created.
+
+    Attributes:
+        external_models: Models of PTQ tools and imported models, by name.
+        read: Reader of the placement of a file, which keeps what it has read.
+        facts: Description of the benchmarker.
+    """
+
+    spec: TaskSpec
+    space: Space
+    model: Model
+    external_models: Mapping[str, ExternalModel]
+    read: Callable[[Path], ImportedPlacement]
+    observer: Observer
+    facts: Mapping[str, Any]
+
+    def placements(self, starts: Sequence[PluginSpec]) -> dict[str, dict[str, Placement]]:
+        """Return the placements by name for each entry; a failed tool or a cache without common patterns gives none.
+
+        Raises:
+            UserError: A file cannot be read, or its placement does not exist in the space.
+        """
+        return {start.name: dict(self._placements_of(start)) for start in starts}
+
+    def _placements_of(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
+        rule, precision = split_rule_precision(start.use)
+        if rule in HEURISTIC_RULES:
+            yield start.name, HEURISTIC_RULES[rule](self.space, precision)
+        elif start.use == "trt_guide":
+            yield start.name, tensorrt_guide_placement(self.space, self.model)
+        elif start.use == "placement":
+            yield start.name, self._read_placement(initial_file(start))
+        elif start.use == "pattern_cache":
+            yield from self._pattern_cache_placements(start)
+        elif start.use == "sensitivity":
+            yield from self._prior_placements(start)
+        elif start.use == PREDICTED:
+            yield from self._predicted_placements(start)
+        elif start.use in BASELINE_TOOLS:
+            return
+        elif start.name in self.external_models:
+            yield from self._read_external_placement(start.name, self.external_models[start.name].path)
+        else:
+            yield start.name, self.space.quantize_all(precision) if rule == "all" else self.space.float_placement()
+
+    def _read_external_placement(self, name: str, path: Path | None) -> Iterator[tuple[str, Placement]]:
+        if path is None:
+            return
+        try:
+            yield name, self.space.nearest(self.read(path).edges)
+        except UserError as error:
+            self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
+
+    def _read_placement(self, path: Path) -> Placement:
+        """Return the placement of an exported file, or the nearest placement of the space for a file of another tool.
+
+        Raises:
+            UserError: The structures of file and model differ, or the space lacks an edge of an exported file.
+        """
+        if not is_exported(path):
+            return self.space.nearest(self.read(path).edges)
+        edges = transfer_placement(path, self.model)
+        placement = self.space.nearest(edges)
+        missing = set(edges.items()).symmetric_difference(self.space.resolve(placement))
+        if missing:
+            edge, precision = min(missing)
+            raise UserError(
+                f"{path}: its placement is none of this space: {precision} at input {edge.slot} of {edge.consumer!r}; "
+                "use the backend, the precision and `sharing` that it was searched with"
+            )
+        return placement
+
+    def import_notes(
+        self,
+        starts: Sequence[PluginSpec],
+        placements: Mapping[str, Mapping[str, Placement]],
+        inserter: Inserter,
+        dialect: Dialect,
+    ) -> Iterator[str]:
+        """Yield a note for each file of another tool whose placement the space expresses in another form.
+
+        Args:
+            starts: Entries of the experiment's key `initial`, and baselines.
+            placements: Result of `placements`.
+            inserter: Writer of placements of the space.
+            dialect: Dialect of the space.
+        """
+        for start in starts:
+            placed = placements[start.name].get(start.name)
+            if start.use not in ("import", "placement") or placed is None or is_exported(initial_file(start)):
+                continue
+            theirs = self.read(initial_file(start))
+            resolved, ranges = self.space.resolve(placed), bool(start.params.get("ranges"))
+            written = QDQGraph(inserter.insert(resolved) if resolved else self.model.proto)
+            found = find_differences(theirs, self.space, dialect, resolved, written, ranges=ranges)
+            if text := summarize_differences(theirs, found, start.params["path"]):
+                yield f"{start.name}: {text}"
+
+    def foreign_origin_notes(self, starts: Sequence[PluginSpec]) -> tuple[str, ...]:
+        """Return notes about entries with pattern-cache schemes that were measured on another machine.
+
+        Raises:
+            UserError: A pattern cache cannot be read.
+        """
+        caches = {start.name: self._read_pattern_cache(start) for start in starts if start.use == "pattern_cache"}
+        return tuple(
+            f"{name}: {text}"
+            for name, cache in caches.items()
+            for text in describe_foreign_schemes(cache, self._origin())
+        )
+
+    def _read_pattern_cache(self, start: PluginSpec) -> PatternCache:
+        return read_cache(resolve_path(start.params["path"], start.base_dir))
+
+    def _origin(self) -> MeasurementOrigin:
+        return MeasurementOrigin.of_backend(self.facts, self.spec.precision)
+
+    def _pattern_cache_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
+        for sentence in self.foreign_origin_notes((start,)):
+            self.observer.say(f"{self.model.source}: {sentence}")
+        found = propose_placements(
+            self._read_pattern_cache(start), self.space, self._origin(), int(start.params.get("limit", 1))
+        )
+        if not found:
+            self.observer.say(f"{self.model.source}: {start.name}: the pattern cache contains none of its patterns")
+        yield from _number_names(start, found)
+
+    def _predicted_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
+        found = propose_fast_placements(self.model, self.space, self.facts, initial_count(start))
+        if not found:
+            known = f"{self.spec.precision} on {runtime_key(self.facts)}"
+            self.observer.say(f"{self.model.source}: {start.name}: the predictor was not trained for {known}")
+        yield from _number_names(start, found)
+
+    def _prior_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
+        units = read_prior(resolve_path(start.params["path"], start.base_dir))
+        found = nested_prior_placements(units, self.space, int(start.params.get("limit", 1)))
+        if not found:
+            self.observer.say(f"{self.model.source}: {start.name}: no unit with a gain exists in this model")
+        yield from _number_names(start, found)
+
+
+def _number_names(start: PluginSpec, found: Sequence[Placement]) -> Iterator[tuple[str, Placement]]:
+    for rank, placement in enumerate(found, start=1):
+        yield (start.name if rank == 1 else f"{start.name}-{rank}"), placement
+
+
+def tensorrt_guide_placement(space: Space, model: Model) -> Placement:
+    """Return the placement that TensorRT's guide recommends ("Working with Quantized Types", Q/DQ placement).
+
+    It quantizes all inputs of linear operators, inputs of pooling, and the skip connection of a residual Add, but not
+    the operand whose convolution is fused with the Add. If both operands can be quantized, the one that is computed
+    first counts as the skip connection.
+    """
+    operands: dict[str, list[Edge]] = defaultdict(list)
+    for dimension in space.dimensions:
+        for edge in dimension.edges if dimension.role == "add" else ():
+            operands[edge.consumer].append(edge)
+    skips = {min(edges, key=lambda edge: model.producer.get(edge.tensor, -1)) for edges in operands.values()}
+    choices = []
+    for dimension in space.dimensions:
+        residual = dimension.role == "add" and 2 * len(skips.intersection(dimension.edges)) > len(dimension.edges)
+        choices.append(int(residual or dimension.role in ("linear", "pool")))
+    return Placement(tuple(choices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScreenedUnit:
+    """Names of dimensions that reduce the latency if only they are quantized, to `precision`, by `qdq sensitivity`."""
+
+    dimensions: tuple[str, ...]
+    precision: str
+
+
+def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
+    """Return the groups of dimensions in a file of `qdq sensitivity` that reduced the latency, in the file's order.
+
+    The file has the most beneficial group first. The result is empty if no group reduced the latency.
+
+    Raises:
+        UserError: The file is damaged, or of another kind.
+    """
+    try:
+        body = read_json(path)
+        if (body.get("kind"), body.get("schema")) != ("sensitivity", SCHEMA_VERSION):
+            raise ValueError(f"no sensitivities of schema {SCHEMA_VERSION}")
+        return tuple(_units_with_gain(body["units"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not a file of 'qdq sensitivity' that can be read: {error}") from error
+
+
+def _units_with_gain(units: Sequence[Any]) -> Iterator[ScreenedUnit]:
+    for unit in units:
+        gain_us = unit["alone"].get("gain_us")
+        if isinstance(gain_us, int | float) and gain_us > 0:
+            yield ScreenedUnit(dimensions=tuple(map(str, unit["dimensions"])), precision=str(unit["precision"]))
+
+
+def nested_prior_placements(units: Sequence[ScreenedUnit], space: Space, count: int) -> list[Placement]:
+    """Return at most `count` different placements that quantize increasing shares of the units, best units first.
+
+    Args:
+        units: Units in the order in which they are quantized; those that the space lacks are skipped. Without others
+            the result is empty.
+        space: Space of the task.
+        count: Number of shares; 4 means a quarter, half, three quarters and all of the units.
+    """
+    places = {dimension.name: index for index, dimension in enumerate(space.dimensions)}
+    known = [unit for unit in units if any(name in places for name in unit.dimensions)]
+    found: dict[str, Placement] = {}
+    for step in range(count if known else 0):
+        choices = [0] * len(space)
+        for unit in known[: math.ceil(len(known) * (step + 1) / count)]:
+            for index in (places[name] for name in unit.dimensions if name in places):
+                offered = space.dimensions[index].choices
+                if not choices[index] and unit.precision in offered:
+                    choices[index] = offered.index(unit.precision)
+        placement = Placement(tuple(choices))
+        found.setdefault(space.digest(placement), placement)
+    return list(found.values())

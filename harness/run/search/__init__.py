@@ -1,0 +1,1 @@
+"""Search of one task: ask, build, sample, score, journal, tell."""

@@ -1,0 +1,1 @@
+"""Searches by other tools, timed and counted like searchers; see `harness.plugins.api.ExternalSearcher`."""

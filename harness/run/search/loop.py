@@ -1,0 +1,354 @@
+"""Loop of one search: ask, build, sample, score, journal, tell. Resuming replays the journal.
+
+To resume a search, the loop runs it from the start. If the journal has the outcome of a proposal, the searcher receives
+this outcome and nothing is measured. A searcher whose proposals differ from the recorded ones is refused, so a resumed
+search has the same results as an uninterrupted one.
+
+Several proposals may be evaluated at the same time (the window). Outcomes are written to the journal as they arrive,
+but passed to `tell` in the order of the proposals; after each, the free places of the window are filled. So the
+outcomes that a searcher knows at an `ask` depend only on the size of the window, not on the speed of the workers.
+
+If a searcher raises, its search ends: trials in progress are completed and recorded, and the search can be run again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from harness.base.errors import UserError
+from harness.base.statistics import Interval, median_ci
+from harness.measure.records import Failed, Measured, Outcome, Proposal, TrialResult
+from harness.plugins.api import Candidate
+from harness.results.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.results.goal import Goal, is_feasible, score_outcome
+from harness.results.journal import RETRY_ORIGIN, Journal, JournalEntry
+from harness.run.search.accuracy_gate import ScoredPlacement, incumbent_state, scored_placement
+from harness.run.search.searcher_guard import SearcherGuard
+from harness.workers.trial_pool import Executor
+from search.api import Observation, Score, Searcher
+from search.gain_forecast import WORTHWHILE_GAIN, GainForecast
+from search.space import Placement, Space
+
+MAX_CONSECUTIVE_DUPLICATES = 200
+"""Number of consecutive known proposals after which a searcher is considered exhausted."""
+COLD_START_EVALUATIONS = 8
+"""Number of first evaluations that replace the initial design if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialPlacement:
+    """Placement whose outcome every searcher receives before its first proposal."""
+
+    name: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTask:
+    """Definition of one search; the same task makes the same proposals if it receives the same outcomes.
+
+    Attributes:
+        searcher: Searcher, or the failure of its constructor.
+        candidate: Function that returns the candidate of a placement; its file is written when it is built.
+        evaluations: Budget of different placements, including failures and the initial design.
+        seconds: Budget of wall-clock seconds; None: no limit.
+        least: Number of evaluations that are made even if the time is up.
+        window: Number of proposals that may be evaluated at the same time.
+        retry_failed: Whether trials that failed in an earlier part of the search are repeated once, outside the budget.
+        patience: Number of first evaluations after which a search without an initial design stops if all failed.
+        stop_at: Probability that no worthwhile gain is left at which the search stops early; None: never.
+    """
+
+    space: Space
+    searcher: Searcher | Failed
+    initial_design: tuple[InitialPlacement, ...]
+    candidate: Callable[[Placement], Candidate]
+    goal: Goal = field(default_factory=Goal)
+    evaluations: int
+    seconds: float | None = None
+    least: int = 0
+    window: int = 1
+    retry_failed: bool = False
+    patience: int = COLD_START_EVALUATIONS
+    stop_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialEvent:
+    """Progress event of one trial.
+
+    Attributes:
+        evaluations: Number of evaluations spent so far, including this one.
+        best_ms: Latency of the incumbent in ms; None without an incumbent.
+        best_is_float: Whether the incumbent is the float model.
+        resumed: Whether the outcome was known, from the journal or from an earlier proposal of the same placement.
+        expected_gain: Expected further gain of the search as a share (0.02: 2 %); None without a forecast.
+    """
+
+    proposal: Proposal
+    outcome: Outcome
+    evaluations: int
+    best_ms: float | None
+    resumed: bool
+    best_is_float: bool = False
+    expected_gain: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchLoopResult:
+    """Result of a search loop.
+
+    Attributes:
+        evaluations: Number of evaluations spent, including those before a resumption.
+        reason: Reason why the search ended before its budget of evaluations or time was spent; "" if it was spent.
+        failure: Exception of its searcher, or None.
+    """
+
+    evaluations: int
+    reason: str = ""
+    failure: Failed | None = None
+
+
+class ReplayMismatch(FingerprintMismatch):
+    """The proposals of a searcher differ from the recorded ones."""
+
+
+def run_search(
+    task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[TrialEvent], None]
+) -> SearchLoopResult:
+    """Run or resume a search until its budget is spent, or its searcher raises or has nothing more to propose.
+
+    `watch` is called after each outcome, also after those that the journal had.
+
+    Raises:
+        ReplayMismatch: The searcher does not make the proposals of the journal again.
+        UserError: The journal cannot be written, all first evaluations failed (the message has the first reason), or
+            the searcher raised it.
+    """
+    loop = _SearchLoop(task, executor, journal, watch)
+    loop.fill_window()
+    while loop.waiting:
+        proposal, placement = loop.waiting.popleft()
+        result, resumed = loop.await_outcome(proposal)
+        loop.tell(proposal, placement, result, resumed)
+        loop.fill_window()
+    return loop.result()
+
+
+_Proposal = tuple[Placement, str]
+
+
+class _SearchLoop:
+    """State of a running search: proposals, outcomes, the incumbent, the clock."""
+
+    def __init__(
+        self, task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[TrialEvent], None]
+    ) -> None:
+        self._task = task
+        self._searcher = SearcherGuard(task.searcher, task.space)
+        self._executor = executor
+        self._journal = journal
+        self._watch = watch
+        self._initial: deque[_Proposal] = deque(
+            (each.placement, f"initial:{each.name}") for each in task.initial_design
+        )
+        self._retries: deque[_Proposal] | None = None if task.retry_failed else deque()
+        self._counted_s = 0.0  # seconds of the searcher that proposals in the journal contain
+        self._proposed = 0
+        self._numbers: dict[str, int] = {}
+        self.waiting: deque[tuple[Proposal, Placement]] = deque()
+        self._results: dict[int, TrialResult] = {}
+        self._results_by_digest: dict[str, TrialResult] = {}
+        self._failures: dict[str, tuple[Placement, Failed]] = {}
+        self._duplicates_in_a_row = 0
+        self._best: Interval | None = None
+        self._best_is_float = False
+        self._float = task.space.float_placement()
+        self._scored: list[ScoredPlacement] = []
+        self._forecast = GainForecast(task.evaluations)
+        self._stopped_at: float | None = None
+        self._started_s = time.monotonic() - journal.elapsed_s
+
+    def result(self) -> SearchLoopResult:
+        """Return the number of evaluations and the reason of the end."""
+        left = self._journal.entries[self._proposed :]  # results of a searcher that now ends sooner than before
+        known = self._results_by_digest | {entry.proposal.digest: entry.result for entry in left if entry.result}
+        reason = self._termination_reason(known)
+        return SearchLoopResult(evaluations=len(known), reason=reason, failure=self._searcher.failure)
+
+    def _termination_reason(self, known: dict[str, TrialResult]) -> str:
+        """Return `SearchLoopResult.reason`; `known` has the results by digest."""
+        if self._searcher.failure is not None:
+            return self._searcher.failure.reason
+        if len(known) >= self._task.evaluations or self._is_out_of_time():
+            return ""
+        if self._stopped_at is not None:
+            return f"further gain below {WORTHWHILE_GAIN:.1%} with {self._stopped_at:.0%} probability"
+        if self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES:
+            return f"it proposed only placements that were proposed before, {MAX_CONSECUTIVE_DUPLICATES} in a row"
+        last = next(reversed(known.values())).outcome if known else None
+        after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
+        return f"it had nothing more to propose{after}"
+
+    def fill_window(self) -> None:
+        """Ask for proposals until the window is full or no proposal is left."""
+        while (free := self._task.window - len(self.waiting)) > 0 and (proposals := self._propose(free)):
+            for placement, origin in proposals:
+                self._ask(placement, origin)
+
+    def _propose(self, free: int) -> Sequence[_Proposal]:
+        """Return the next proposals; empty if the search has ended or waits for an outcome."""
+        if self._searcher.failure is not None:
+            return []
+        recorded = self._journaled_outcome(self._proposed)
+        if recorded is not None and recorded.proposal.origin == RETRY_ORIGIN:
+            return [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if self._all_results_reported() else []
+        if recorded is None and (self._retries is None or self._retries):
+            return self._propose_retries(free)
+        left = self._task.evaluations - len(self._numbers)
+        if (
+            left <= 0
+            or self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES
+            or (recorded is None and (self._is_time_up() or self._is_gain_unlikely()))
+        ):
+            return []
+        if self._initial:
+            return [self._initial.popleft() for _ in range(min(free, left, len(self._initial)))]
+        if self.waiting and self.waiting[-1][0].origin.startswith("initial:"):
+            return []  # the searcher proposes only after the outcomes of the initial design
+        if not any(proposal.origin == RETRY_ORIGIN for proposal, _ in self.waiting):  # a retry may still succeed
+            self._stop_if_initial_design_failed()
+        return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
+
+    def _propose_retries(self, free: int) -> Sequence[_Proposal]:
+        """Return the next failed candidates to repeat, or else new proposals.
+
+        Retries start after all earlier outcomes, so that a resumed search repeats them at the same position.
+        """
+        if not self._all_results_reported():
+            return []
+        if self._retries is None:
+            under_way = {proposal.digest for proposal, _ in self.waiting}  # retries of an interrupted run
+            failed = ((digest, placement) for digest, (placement, _) in self._failures.items())
+            self._retries = deque((placement, RETRY_ORIGIN) for digest, placement in failed if digest not in under_way)
+        return [self._retries.popleft() for _ in range(min(free, len(self._retries)))] or self._propose(free)
+
+    def _all_results_reported(self) -> bool:
+        """Return whether all outcomes of proposals before the retries were reported to the searcher."""
+        return not self.waiting or self.waiting[0][0].origin.startswith(RETRY_ORIGIN)
+
+    def _stop_if_initial_design_failed(self) -> None:
+        """Raise `UserError` if all first evaluations failed, because then the cause is not the placement."""
+        if len(self._failures) < len(self._results_by_digest):
+            return
+        digests = {self._task.space.digest(each.placement) for each in self._task.initial_design}
+        limit = len(digests) or self._task.patience
+        if len(self._results_by_digest) >= limit:
+            first = next(iter(self._failures.values()))[1]
+            what = "no initial placement" if digests else f"none of the first {limit} placements"
+            raise UserError(
+                f"{what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
+            )
+
+    def _is_time_up(self) -> bool:
+        """Return whether the search ends because it is out of time, with at least the required evaluations."""
+        return len(self._numbers) >= self._task.least and self._is_out_of_time()
+
+    def _is_out_of_time(self) -> bool:
+        return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds
+
+    def _is_gain_unlikely(self) -> bool:
+        stop_at = self._task.stop_at
+        if stop_at is not None and not self._initial and self._forecast.is_spent(stop_at):
+            self._stopped_at = stop_at
+        return self._stopped_at is not None
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def _ask(self, placement: Placement, origin: str) -> None:
+        digest = self._task.space.digest(placement)
+        earlier = None if origin == RETRY_ORIGIN else self._numbers.get(digest)
+        proposal = Proposal(
+            number=self._proposed,
+            choices=placement.choices,
+            digest=digest,
+            origin=origin,
+            duplicate_of=earlier,
+            searcher_s=self._searcher.spent_s - self._counted_s,
+        )
+        self._counted_s = self._searcher.spent_s
+        self._journal_proposal(proposal)
+        self._proposed += 1
+        self._numbers.setdefault(digest, proposal.number)
+        self._duplicates_in_a_row = 0 if earlier is None else self._duplicates_in_a_row + 1
+        self.waiting.append((proposal, placement))
+        recorded = self._journaled_outcome(proposal.number)
+        if earlier is None and (recorded is None or recorded.result is None):
+            self._executor.submit(
+                proposal.number, self._task.candidate(placement), incumbent_state(self._best, self._scored)
+            )
+
+    def _journal_proposal(self, proposal: Proposal) -> None:
+        recorded = self._journaled_outcome(proposal.number)
+        if recorded is None:
+            self._journal.append(proposal)
+        elif recorded.proposal != proposal:
+            raise ReplayMismatch(
+                f"resume refused at proposal {proposal.number}: the journal has {recorded.proposal.digest} "
+                f"({recorded.proposal.origin}), the searcher now proposes {proposal.digest} ({proposal.origin}); its "
+                f"code or a library changed: {CHANGED_RUN_ADVICE}"
+            )
+
+    def tell(self, proposal: Proposal, placement: Placement, result: TrialResult, resumed: bool) -> None:
+        """Pass the outcome of a proposal to the searcher, and update the incumbent and the forecast."""
+        self._results_by_digest[proposal.digest] = result
+        if isinstance(result.outcome, Failed):
+            self._failures[proposal.digest] = (placement, result.outcome)
+        else:
+            self._failures.pop(proposal.digest, None)
+        score = score_outcome(result.outcome, self._task.goal)
+        scored = scored_placement(result.outcome, self._task.goal)
+        if scored is not None and proposal.duplicate_of is None:
+            self._scored.append(scored)
+        latency_ms = math.inf
+        if isinstance(result.outcome, Measured) and isinstance(score, Score) and is_feasible(score):
+            own = median_ci(result.outcome.samples_ms)
+            latency_ms = own.value
+            if self._best is None or own.value < self._best.value:
+                self._best, self._best_is_float = own, placement == self._float
+        if proposal.duplicate_of is None and proposal.origin != RETRY_ORIGIN:
+            self._forecast.tell(latency_ms)
+        self._searcher.tell(Observation(placement=placement, digest=proposal.digest, outcome=score))
+        self._watch(
+            TrialEvent(
+                proposal=proposal,
+                outcome=result.outcome,
+                evaluations=len(self._results_by_digest),
+                best_ms=self._best.value if self._best else None,
+                resumed=resumed,
+                best_is_float=self._best_is_float,
+                expected_gain=self._forecast.expected_gain,
+            )
+        )
+
+    def await_outcome(self, proposal: Proposal) -> tuple[TrialResult, bool]:
+        """Wait for the outcome of a proposal, and return it and whether it was known before."""
+        if proposal.duplicate_of is not None:
+            return self._results_by_digest[proposal.digest], True
+        recorded = self._journaled_outcome(proposal.number)
+        if recorded is not None and recorded.result is not None:
+            return recorded.result, True
+        while proposal.number not in self._results:
+            number, outcome = self._executor.collect()
+            result = TrialResult(number=number, outcome=outcome, elapsed_s=self._elapsed_s())
+            self._journal.append(result)
+            self._results[number] = result
+        return self._results.pop(proposal.number), False
+
+    def _journaled_outcome(self, number: int) -> JournalEntry | None:
+        return self._journal.entries[number] if number < len(self._journal.entries) else None

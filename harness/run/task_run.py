@@ -1,0 +1,339 @@
+"""Run of the searches of one task, and the fingerprint that must not change during the run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from harness.base.files import archive_existing, facts_digest
+from harness.base.progress import Observer, ProgressTask, format_incumbent
+from harness.config.experiment import Experiment
+from harness.config.plan import SearchSpec
+from harness.graph.io.digests import digest_file
+from harness.measure.records import SCHEMA_VERSION
+from harness.results.goal import encode_goal
+from harness.results.journal import Journal, read_journal
+from harness.results.lines import first_line, restore_lines
+from harness.results.manifest import recorded, recorded_log
+from harness.results.termination import Termination, clear_termination, read_termination, write_termination
+from harness.results.turns import baseline_latency
+from harness.run.confirm.confirmation import reference_latency_if_noisy
+from harness.run.early_answer import EarlyAnswers
+from harness.run.prepare.accuracy import Scoring
+from harness.run.prepare.float_baseline import dialect_use
+from harness.run.prepare.methods import SearchSetup, open_search
+from harness.run.prepare.task import Task
+from harness.run.search.accuracy_gate import AccuracyGate
+from harness.run.search.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
+from harness.run.search.optuna_mirror import OPTUNA_JOURNAL_NAME, mirror_to_optuna
+from harness.run.search.prescreening import Prescreening, count_prescreened
+from harness.run.search.trial import MAX_BUILDS, NoisePolicy, make_trial_fn
+from harness.run.time_limit import TimeLeft, TimeLimit
+from harness.run.verify.runtime_checker import RuntimeChecker
+from harness.runtimes.shape_set import ShapeSet
+from harness.workers.engines import Engines
+from harness.workers.execution_target import QueueFactory
+from harness.workers.trial_pool import TrialFn, TrialFnFactory
+
+PRECISIONS_ADDED_LATER = frozenset({"fp8e5m2"})
+"""Precisions that were added to dialects later; they are left out of fingerprints because they change no candidate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRun:
+    """State of a task while its searches run.
+
+    Attributes:
+        scoring: Evaluators of the task.
+        judge: Test of candidates by accuracy, with the goal of the searches.
+        noise_floor: Relative noise floor of latency.
+        checker: Comparison of engines with their files; None if the benchmarker runs no model.
+        answers: Source of early answers; None: incumbents are confirmed only at the end.
+        shapes: Shapes at which placements are timed; None: the shape of the search.
+        limit: Limit on the wall-clock time of the task; None: no limit.
+        later_s: Expected seconds after the searches; 0: unknown.
+    """
+
+    experiment: Experiment
+    task: Task
+    engines: Engines
+    scoring: Scoring
+    judge: AccuracyGate
+    noise_floor: float
+    folder: Path
+    observer: Observer
+    checker: RuntimeChecker | None = None
+    answers: EarlyAnswers | None = None
+    shapes: ShapeSet | None = None
+    limit: TimeLimit | None = None
+    later_s: float = 0.0
+
+    def run_search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
+        """Run or continue one search, and record the reason if it ends before its budget is spent.
+
+        A search whose searcher failed continues, or starts anew if the searcher now makes other proposals.
+
+        Args:
+            workers: Function that opens the executor of the search, given the factory of its trial function.
+            retry_failed: Whether failed trials are attempted once more.
+
+        Raises:
+            ReplayMismatch: A searcher that had not failed does not make the proposals of the journal again.
+            UserError: The journal cannot be written, or all first evaluations failed.
+        """
+        journal, named = self._journal(run), f"{self.task.spec.name} {run.name}"
+        before = read_termination(
+            journal
+        )  # removed only when it is outdated, so that an interrupted run changes nothing
+        try:
+            ending = self._run_search_loop(run, workers, retry_failed)
+        except ReplayMismatch:
+            if before is None or not before.failed:
+                raise
+            with recorded(journal):
+                restore_lines(journal)
+                kept = archive_existing(journal)
+            clear_termination(journal)
+            self.observer.say(
+                f"{named} failed and now has other proposals, so it starts again (old journal: {kept.name})"
+            )
+            ending = self._run_search_loop(run, workers, retry_failed)
+        if ending.reason:
+            what, most = "ended" if ending.failure is None else "failed", max(self.experiment.budget.evaluations)
+            end = write_termination(
+                journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.failure
+            )
+            self.observer.say(f"{named} {end.reason}")
+        else:
+            clear_termination(journal)
+
+    def _run_search_loop(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> SearchLoopResult:
+        budget, window = self.experiment.budget, self.experiment.executor.max_pending
+        most = max(budget.evaluations)
+        confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
+        keep = max(confirmation.top_k, confirmation.candidates) if one_winner else most
+        with (
+            open_search(run, self.task, keep) as search,
+            Journal(self._journal(run), self._search_fingerprint(run)) as journal,
+            recorded_log(self._journal(run)),
+            self.observer.work(f"{self.task.spec.name} {run.name}", most) as step,
+            workers(self._make_trial_fn_factory(run, journal)) as executor,
+        ):
+            task = SearchTask(
+                space=search.space,
+                searcher=search.searcher,
+                initial_design=search.initial_design,
+                candidate=search.candidate,
+                goal=self.judge.goal,
+                evaluations=most,
+                seconds=self._search_seconds(journal),
+                least=self._required_evaluations(search),
+                window=window,
+                retry_failed=retry_failed,
+                stop_at=budget.stop_at,
+            )
+            name = f"{self.task.spec.name}/{run.name}"
+            live = mirror_to_optuna(
+                self.folder / OPTUNA_JOURNAL_NAME, name, search.space, self.judge.goal, fresh=not journal.entries
+            )
+            describe = partial(
+                format_incumbent,
+                float_ms=baseline_latency(self.folder),
+                interleaved=self._reference_latency_ms is not None,
+                bounded=self.judge.goal.metric is not None,
+            )
+            left = TimeLeft(
+                evaluations=most * (1 + sum(map(self.is_unbegun, self.task.spec.runs))),
+                replayed=sum(entry.result is not None for entry in journal.entries),
+                later_s=self.later_s,
+                limit=self.limit,
+            )
+            watch = _make_trial_callback(step, live, lambda trial: self._note(trial, describe, left))
+            if self.answers is not None:
+                watch = _with_answers(self.answers, run.searcher.name, task, watch)
+            ending = run_search(task, executor, journal, watch)
+        self._report_prescreening(run)
+        if ending.failure is not None or search.close_error is None:
+            return ending
+        return replace(ending, reason=f"on leaving: {search.close_error.reason}", failure=search.close_error)
+
+    def _required_evaluations(self, search: SearchSetup) -> int:
+        """Return the number of evaluations that a search makes even if the time is up."""
+        if self.answers is None:
+            return 0
+        return self.answers.required_evaluations([search.candidate(each.placement) for each in search.initial_design])
+
+    def _search_seconds(self, journal: Journal) -> float | None:
+        """Return the wall-clock seconds that a search may take, including earlier runs of it, or None for no limit."""
+        budget = self.experiment.budget
+        limits = [] if budget.minutes is None else [budget.minutes * 60]
+        left = 1 + sum(map(self.is_unbegun, self.task.spec.runs))
+        if self.limit is not None:
+            spent_s = max((entry.result.elapsed_s for entry in journal.entries if entry.result), default=0.0)
+            limits.append(spent_s + self.limit.search_seconds(left))
+        return min(limits, default=None)
+
+    def _note(self, trial: TrialEvent, describe: Callable[..., str], left: TimeLeft) -> str:
+        """Return the note of the progress bar: incumbent, confirmed speedup, expected further gain, time left."""
+        best = "" if trial.best_ms is None else describe(trial.best_ms, is_float=trial.best_is_float)
+        gain = "" if trial.expected_gain is None else f"expected further gain {trial.expected_gain:.1%}"
+        confirmed = self.answers.note if self.answers else ""
+        return ", ".join(filter(None, (best, confirmed, gain, left.describe(trial.evaluations))))
+
+    def _report_prescreening(self, run: SearchSpec) -> None:
+        if self.experiment.prescreening is not None:
+            counts = count_prescreened(
+                entry.result.outcome for entry in read_journal(self._journal(run)) if entry.result
+            )
+            self.observer.say(
+                f"{self.task.spec.name} {run.name}: pre-screening for {self.experiment.prescreening}: "
+                f"{counts['refused']} of {counts.total()} candidates refused, {counts['equal']} with the kernels of a "
+                "timed one"
+            )
+
+    def _make_trial_fn_factory(self, run: SearchSpec, journal: Journal) -> TrialFnFactory:
+        """Return the factory of trial functions for the candidates of a search."""
+        without, level_ms = run.searcher.without, self._reference_latency_ms
+        target, reuse = self.experiment.prescreening, self.judge.goal.metric is None
+        screening = None if target is None else Prescreening(target, journal.entries, reuse=reuse)
+
+        def attempt(engines: Engines) -> TrialFn:
+            trial = make_trial_fn(
+                engines,
+                self.experiment.sampling,
+                judge=self.judge,
+                noise_policy=NoisePolicy(
+                    noise_floor=self.noise_floor,
+                    racing="racing" not in without,
+                    builds=1 if "rebuilds" in without else MAX_BUILDS,
+                    reference_latency_ms=level_ms,
+                ),
+            )
+            return trial if screening is None else screening.wrap(trial, engines)
+
+        return attempt
+
+    @property
+    def _reference_latency_ms(self) -> float | None:
+        """Return the baseline's latency in ms if candidates are timed in turns with it, or None."""
+        return reference_latency_if_noisy(self.folder, self.task.spec.backend, self.experiment.sampling.interleave)
+
+    def _search_fingerprint(self, run: SearchSpec) -> dict[str, Any]:
+        """Return the inputs of a search that must not change when it resumes.
+
+        Settings that did not exist in older versions are included only if they differ from their defaults.
+        """
+        window = self.experiment.executor.max_pending
+        method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
+        fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
+        later = {"window": (window, 1), "prescreening": (self.experiment.prescreening, None)}
+        return fingerprint | {key: value for key, (value, default) in later.items() if value != default}
+
+    def _journal(self, run: SearchSpec) -> Path:
+        return self.folder / "runs" / f"{run.name}.jsonl"
+
+    def termination(self, run: SearchSpec) -> Termination | None:
+        """Return the reason why a search ended before its budget was spent, or None if it did not end early."""
+        return read_termination(self._journal(run))
+
+    def is_unbegun(self, run: SearchSpec) -> bool:
+        """Return whether a search has no journal yet."""
+        return not first_line(self._journal(run))
+
+    def is_unfinished(self, run: SearchSpec) -> bool:
+        """Return whether a search has fewer results than its budget, also if its searcher had no more proposals."""
+        path = self._journal(run)
+        known = {entry.proposal.digest for entry in read_journal(path) if entry.result} if first_line(path) else ()
+        return len(known) < max(self.experiment.budget.evaluations)
+
+    @property
+    def experiment_digest(self) -> str:
+        """Return the digest (16 hexadecimal digits) of the experiment's settings that affect results."""
+        unused: dict[str, Any] = {"description": True, "executor": True, "models": {"__all__": {"expect"}}}
+        if self.experiment.prescreening is None:  # keys that were added later count only where they are used
+            unused["prescreening"] = True
+        if self.experiment.budget.stop_at is None:
+            unused["budget"] = {"stop_at"}
+        if self.experiment.budget.task_minutes is None:
+            unused["budget"] = {*unused.get("budget", ()), "task_minutes"}
+        return facts_digest(self.experiment.model_dump(mode="json", exclude=unused))
+
+    def task_digest(self) -> str:
+        """Return a digest, as `experiment_digest`, also of the task's inputs, including models of other tools."""
+        brought = {name: digest_file(f.path) for name, f in self.task.external_models.items() if f.path is not None}
+        models = [brought] if brought else []
+        return facts_digest([self.experiment_digest, *models, *map(self._search_fingerprint, self.task.spec.runs)])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the values, as JSON values by name, that must not change for a run to resume."""
+        dialect = self.task.dialect
+        return {
+            "model_sha256": self.task.model.sha256,
+            "backend": dict(self.engines.describe()),
+            "precision": self.task.spec.precision,
+            "space": hashlib.sha256(repr(self.task.space.dimensions).encode()).hexdigest()[:16],
+            "initial": {each.name: self.task.space.digest(each.placement) for each in self.task.initial_design},
+            "dialect": facts_digest({**dialect.facts, "precisions": dialect.precisions - PRECISIONS_ADDED_LATER}),
+            "calibration": self.task.spec.model.calibration.model_dump(mode="json"),
+            "ranges": facts_digest(self.task.ranges),
+            "sampling": self.experiment.sampling.model_dump(mode="json"),
+            "goal": encode_goal(self.judge.goal),
+            **self.scoring.facts,
+            **({"data": dict(self.scoring.data)} if self.scoring.data else {}),
+            "qdq_bench": version("qdq-bench"),
+        }
+
+    def task_facts(self) -> dict[str, Any]:
+        """Return the content of `task.json`: the fingerprint and other facts that readers of the results need."""
+        return {
+            "schema": SCHEMA_VERSION,
+            "config": self.experiment_digest,
+            "task": self.task.spec.name,
+            "model": self.task.spec.model.name,
+            "source": self.task.spec.model.use,
+            "nodes": len(self.task.model.nodes),
+            "inputs": {name: list(self.task.model.types[name].shape) for name in self.task.model.inputs},
+            "dimensions": len(self.task.space),
+            "patterns": len(self.task.space.groups),
+            "calibrated_on": self.task.calibrated_on,
+            "accuracy_only": sorted(self.task.accuracy_only),
+            "calibration_remarks": list(self.task.remarks),
+            "cache_remarks": list(self.task.cache_remarks),
+            "tool_methods": {name: tool.method for name, tool in self.task.external_models.items() if tool.method},
+            "dialect_use": dialect_use(self.task.spec.backend, self.task.facts),
+            "placements": {name: list(placement.choices) for name, placement in self.task.placements.items()},
+            "metric": self.scoring.metric,
+            "higher_is_better": self.scoring.higher_is_better,
+            **({} if self.shapes is None else {"shapes": {each.label: each.inputs for each in self.shapes.shapes}}),
+            **self.fingerprint(),
+        }
+
+
+def _make_trial_callback(
+    step: ProgressTask, live: Callable[[TrialEvent], None], note: Callable[[TrialEvent], str]
+) -> Callable[[TrialEvent], None]:
+    spent = 0
+
+    def watch(trial: TrialEvent) -> None:
+        nonlocal spent
+        live(trial)
+        if trial.evaluations > spent:
+            spent = trial.evaluations
+            step.advance(note(trial))
+
+    return watch
+
+
+def _with_answers(
+    answers: EarlyAnswers, method: str, task: SearchTask, watch: Callable[[TrialEvent], None]
+) -> Callable[[TrialEvent], None]:
+    def watch_and_answer(trial: TrialEvent) -> None:
+        watch(trial)
+        answers.consider(method, trial, task.candidate, initial=trial.proposal.number + 1 < len(task.initial_design))
+
+    return watch_and_answer

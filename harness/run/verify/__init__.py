@@ -1,0 +1,1 @@
+"""Checks of exported models: accuracy, right results, faulty operators, dynamic axes."""

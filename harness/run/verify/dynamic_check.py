@@ -1,0 +1,275 @@
+"""Check of a model with dynamic axes at the sizes of the search and at two others, in ONNX Runtime and OpenVINO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.base.errors import UserError
+from harness.base.random_inputs import random_feeds
+from harness.graph.model import TensorType
+from harness.graph.passes.dimension_sizes import Axes
+from harness.graph.segmented_run import open_reference_session
+from harness.plugins.api import Array, name_arrays
+from harness.run.prepare.input_shapes import Shapes, iter_sizes, other_shapes, resize_array, small_shapes
+from harness.runtimes.host_clock import one_line_error
+from harness.workers.helper_process import call_in_helper_process
+
+Outputs = tuple[Array, ...]
+Feeds = Mapping[str, Array]
+Case = tuple[int, Shapes]
+"""Number of an input, from 1, which is the seed of a random one (not that of the calibration), and its shapes."""
+CHECK_RUNTIMES = ("onnxruntime", "openvino")
+OTHER_SHAPE_COUNT = 2  # number of other sizes at which a model is compared with the float model
+MAX_RELATIVE_DIFFERENCE = 1e-3  # of the dynamic file to the fixed file at the sizes of the search
+CHECK_INPUT_COUNT = 6  # at the sizes of the search, of which the largest difference to the float model is used
+# Limit of the difference to the float model at other sizes: factor times the difference at the sizes of the search,
+# plus slack.
+FLOAT_DIFFERENCE_FACTOR, FLOAT_DIFFERENCE_SLACK = 3.0, 0.05
+#: Whether inputs are samples of data, and the remark on the differences in that case.
+INPUT_NOTES = {
+    True: "on calibration data (relative difference: root mean square of the difference over that of the output)",
+    False: "on random inputs (relative difference: root mean square of the difference over that of the output; on "
+    "random inputs it is no measure of accuracy, and shows only whether the sizes agree)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicCheckFiles:
+    """Paths of the original float model, the quantized model at fixed sizes, and the one with dynamic axes."""
+
+    floating: Path
+    fixed: Path
+    dynamic: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicCheckTarget:
+    """Model files to compare, with their inputs.
+
+    Attributes:
+        axes: Declared dimensions by input, sizes or symbols; None if an input declares none.
+        types: Element type and shape of each input in the search.
+        requested: Shapes to check at before any others.
+        random: Numbers of the outputs that change from run to run, which are not compared.
+        samples: Inputs at the sizes of the search, which are resized to others; random inputs are drawn without any.
+    """
+
+    axes: Mapping[str, Axes | None]
+    types: Mapping[str, TensorType]
+    files: DynamicCheckFiles
+    requested: tuple[Shapes, ...] = ()
+    random: frozenset[int] = frozenset()
+    samples: tuple[Feeds, ...] = ()
+
+    @property
+    def search_inputs(self) -> int:
+        """Return the number of input sets compared at the shapes of the search; those at other shapes follow."""
+        return len(self.samples) or CHECK_INPUT_COUNT
+
+    @property
+    def searched_shapes(self) -> Shapes:
+        """Return the shapes of the search."""
+        return {name: kind.shape for name, kind in self.types.items()}
+
+    def other_shapes(self) -> Iterator[Shapes]:
+        """Yield the requested shapes, then those of the function `other_shapes`, each once, except the searched."""
+        requested = [dict(shape) for shape in self.requested if dict(shape) != self.searched_shapes]
+        yield from requested
+        yield from (shape for shape in other_shapes(self.axes, self.searched_shapes) if shape not in requested)
+
+
+class _OutputMismatch(Exception):
+    """The dynamic file fails, or its outputs differ from those of the fixed file or the float model."""
+
+
+def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
+    """Compare the dynamic file with the fixed one, and with the float model at other sizes.
+
+    Args:
+        backend: Runtime of the search. It and ONNX Runtime must agree; a failure of another runtime is only reported.
+
+    Returns:
+        Text with the sizes that were checked, and the differences; it begins with "not checked" if ONNX Runtime does
+        not run the float model.
+
+    Raises:
+        UserError: The outputs differ, or the file fails at a size at which the float model runs.
+    """
+    others = small_shapes(subject.other_shapes())
+    cases = list(enumerate([*[subject.searched_shapes] * subject.search_inputs, *others], start=1))
+    count = max(OTHER_SHAPE_COUNT, len(subject.requested)) + subject.search_inputs
+    try:
+        run = _run_in_process(CHECK_RUNTIMES[0], subject.files.floating, subject, cases, count)
+    except UserError as error:
+        return f"not checked: ONNX Runtime does not run the float model ({error})"
+    if not run[0] and run[0] is not None:
+        return "not checked: every output depends on random operators"
+    if run[0] is None:
+        return "not checked: ONNX Runtime does not run the float model at the size of the search"
+    float_runs = [(case, outputs) for case, outputs in zip(cases, run, strict=False) if outputs is not None]
+    lines = []
+    for runtime in CHECK_RUNTIMES:
+        try:
+            lines.append(_compare_files(runtime, subject, float_runs))
+        except _OutputMismatch as error:
+            if runtime in (backend, CHECK_RUNTIMES[0]):
+                raise UserError(f"{runtime}: {error}") from error
+            lines.append(f"not for {runtime}: {error}")
+        except UserError as error:
+            lines.append(f"not checked in {runtime} ({error})")
+    return "; ".join(
+        [_describe_shapes(subject, [shape for (_, shape), _ in float_runs[subject.search_inputs :]]), *lines]
+    )
+
+
+def _describe_shapes(subject: DynamicCheckTarget, shapes: Sequence[Shapes]) -> str:
+    """Return the sizes at which the model was checked, as text."""
+    if not shapes:
+        return "not checked at other sizes: the float model runs at none that was tried"
+    few = "" if len(shapes) >= OTHER_SHAPE_COUNT else "; the float model runs at no second size that was tried"
+    searched, *others = (dict(iter_sizes(subject.axes, shape)) for shape in (subject.searched_shapes, *shapes))
+    still = [name for name, size in searched.items() if all(other[name] == size for other in others)]
+    sizes = " and ".join(", ".join(f"{name} {size}" for name, size in other.items()) for other in others)
+    fixed = f"; the float model runs at no other size of {', '.join(still)} that was tried" if still else ""
+    return f"checked at {sizes} {INPUT_NOTES[bool(subject.samples)]}{few}{fixed}"
+
+
+def _compare_files(runtime: str, subject: DynamicCheckTarget, float_runs: Sequence[tuple[Case, Outputs]]) -> str:
+    """Compare the files in a runtime, and return the differences as text.
+
+    Args:
+        float_runs: Cases with outputs of the float model; the first `search_inputs` have the searched sizes.
+
+    Raises:
+        UserError: The runtime does not run the fixed file.
+        _OutputMismatch: The dynamic file fails or differs.
+    """
+    cases, floats = [case for case, _ in float_runs], [outputs for _, outputs in float_runs]
+    (fixed,) = _run_in_process(runtime, subject.files.fixed, subject, cases[:1], 1)
+    if fixed is None:
+        raise UserError("it does not run the fixed file")
+    try:
+        results = _run_in_process(runtime, subject.files.dynamic, subject, cases, len(cases))
+    except UserError as error:
+        raise _OutputMismatch(f"the file with dynamic axes fails: {error}") from error
+    if any(outputs is None for outputs in results):
+        failed = next(shape for (_, shape), outputs in zip(cases, results, strict=False) if outputs is None)
+        raise _OutputMismatch(f"the file with dynamic axes fails at {dict(failed)}, where the float model runs")
+    outputs = [each for each in results if each is not None]
+    differences = [
+        _largest_difference(outputs_of_case, reference)
+        for outputs_of_case, reference in zip(outputs, floats, strict=True)
+    ]
+    at_search, at_others = max(differences[: subject.search_inputs]), differences[subject.search_inputs :]
+    to_fixed = _largest_difference(outputs[0], fixed, every=True)
+    if to_fixed > (
+        MAX_RELATIVE_DIFFERENCE
+        if runtime == CHECK_RUNTIMES[0]
+        else FLOAT_DIFFERENCE_FACTOR * at_search + FLOAT_DIFFERENCE_SLACK
+    ):  # OpenVINO fuses less at dynamic shapes
+        raise _OutputMismatch(f"at the size of the search its outputs differ from the fixed file's by {to_fixed:.2g}")
+    worst = max(at_others, default=0.0)
+    if worst > FLOAT_DIFFERENCE_FACTOR * at_search + FLOAT_DIFFERENCE_SLACK:
+        raise _OutputMismatch(
+            f"at other sizes its outputs differ from the float model's by {worst:.2g}, but by {at_search:.2g} at the "
+            "size of the search"
+        )
+    figures = ", ".join(f"{value:.2g}" for value in at_others)
+    return (
+        f"{runtime}: relative difference to the float model {figures} ({at_search:.2g} at the size of the search)"
+        if at_others
+        else runtime
+    )
+
+
+def _largest_difference(outputs: Outputs, reference: Outputs, *, every: bool = False) -> float:
+    """Return the largest relative difference (root mean square) between outputs.
+
+    Args:
+        every: Also compare non-floating outputs, by their share of different values, and count a different shape as
+            infinite. Otherwise both are ignored, as for models whose number of boxes depends on the data.
+    """
+    worst = math.inf if every and len(outputs) != len(reference) else 0.0
+    for output, other in zip(outputs, reference, strict=False):
+        if output.shape != other.shape:
+            worst = max(worst, math.inf if every else 0.0)
+        elif other.dtype.kind == "f":
+            a, b = output.astype(np.float64), other.astype(np.float64)
+            finite = np.isfinite(a) & np.isfinite(b)
+            if every and not np.array_equal(np.isfinite(a), np.isfinite(b)):
+                return math.inf
+            norm = float(np.linalg.norm(b[finite]))
+            difference = float(np.linalg.norm(a[finite] - b[finite]))
+            worst = max(worst, difference / norm if norm else difference)
+        elif every and output.size:
+            worst = max(worst, float(np.mean(output != other)))
+    return worst
+
+
+def _run_in_process(
+    runtime: str, path: Path, subject: DynamicCheckTarget, cases: Sequence[Case], wanted: int
+) -> list[Outputs | None]:
+    """Run a model on the input of each case until `wanted` cases succeeded; a failed case gives None.
+
+    Raises:
+        UserError: The runtime refuses the model, or its process ended.
+    """
+    what = f"{path.name}: {runtime}"
+    return call_in_helper_process(what, _run_cases, runtime, path, subject, list(cases), wanted)
+
+
+def _run_cases(
+    runtime: str, path: Path, subject: DynamicCheckTarget, cases: Sequence[Case], wanted: int
+) -> list[Outputs | None]:
+    """Run the cases of `_run_in_process` in this process."""
+    try:
+        infer = {"onnxruntime": _open_onnxruntime, "openvino": _open_openvino}[runtime](path)
+    except Exception as error:  # runtimes share no class of exceptions
+        raise UserError(one_line_error(error)) from error
+    found: list[Outputs | None] = []
+    for case in cases:
+        try:
+            outputs = infer(_make_feeds(subject, case))
+            compared = {str(index): each for index, each in enumerate(outputs) if index not in subject.random}
+            found.append(tuple(name_arrays(compared).values()))
+        except Exception:
+            found.append(None)
+        if sum(outputs is not None for outputs in found) >= wanted or found[0] is None:
+            break
+    return found
+
+
+def _make_feeds(subject: DynamicCheckTarget, case: Case) -> Feeds:
+    """Return the input of a case: a sample with rows, columns and so on repeated or left out, else random values."""
+    number, shapes = case
+    if not subject.samples:
+        (feeds,) = random_feeds({name: (kind.dtype, shapes[name]) for name, kind in subject.types.items()}, 1, number)
+        return feeds
+    sample = subject.samples[(number - 1) % len(subject.samples)]
+    return {name: resize_array(array, shapes[name]) for name, array in sample.items()}
+
+
+def _open_onnxruntime(path: Path) -> Callable[[Feeds], Sequence[Any]]:
+    """Return a function that runs a model in ONNX Runtime, operator by operator as it is written."""
+    session = open_reference_session(str(path))
+    return lambda feeds: session.run(None, dict(feeds))
+
+
+def _open_openvino(path: Path) -> Callable[[Feeds], Outputs]:
+    """Return a function that runs a model in OpenVINO."""
+    import openvino
+
+    options = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    compiled: Any = openvino.Core().compile_model(str(path), "CPU", options)
+
+    def infer(feeds: Feeds) -> Outputs:
+        result = compiled(dict(feeds))
+        return tuple(np.array(result[port]) for port in compiled.outputs)
+
+    return infer

@@ -1,0 +1,326 @@
+"""Pool of workers on the Ray cluster, all of them alike; lost workers are replaced."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from harness.base.errors import UserError
+from harness.base.files import diff_leaves
+from harness.base.paths import HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE
+from harness.base.progress import Observer
+from harness.measure.provenance import comparability_key
+from harness.workers.execution_target import ListFiles
+from harness.workers.ray.ray_worker import FILE_CACHE_BYTES, LRUByteCache, ModelFiles, RayWorker
+from harness.workers.trial_pool import WorkerKilled, WorkerLost
+
+TASK_LOAD, SEARCH_LOAD = 1, 1000  # loads of the engines of a task, which are mostly idle, and of a search's worker
+RAY_START_LIMIT_S = 120.0  # a worker imports the harness, on a machine that may be busy starting others
+RAY_SHUTDOWN_LIMIT_S = 5.0  # workers that have not removed their files by then are killed
+RAY_POLL_INTERVAL_S = 1.0  # between two checks whether the pool was closed during a call
+RAY_ANSWER_LIMIT_S = 60.0  # for the transfer of a call and its result, and for the query of a worker's wait for locks
+STATUS_GROUP = "status"  # of calls that a worker answers during other calls
+_DRIVER_VARIABLES = (HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE)
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class RayWorkerHandle:
+    """Driver's handle of a worker.
+
+    Attributes:
+        environment: See `harness.measure.provenance.describe_environment`.
+        load: Sum of `TASK_LOAD` and `SEARCH_LOAD` of the engines that are open on it.
+        turn: Held during a call, because the worker handles one at a time and the limit of a call begins with it.
+        lock_wait_s: Seconds that it has waited for other runs on its node, as of the last query.
+    """
+
+    actor: Any
+    node: str
+    environment: Mapping[str, Any]
+    load: int = 0
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    lock_wait_s: float = 0.0
+
+
+class RayPool:
+    """Workers on the cluster that Ray is connected to.
+
+    Args:
+        resources: Resources that each worker reserves.
+        known: Environment of the machine that the results were begun on; None: that of the first worker.
+        list_files: Function that returns the files of a model.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        resources: Mapping[str, float],
+        known: Mapping[str, Any] | None,
+        observer: Observer,
+        list_files: ListFiles,
+    ) -> None:
+        self._count = count
+        self._options = _actor_options(resources)
+        self._known = known
+        self._observer = observer
+        self._list_files = list_files
+        self._lock = threading.RLock()
+        self._starting: dict[Any, Any] = {}
+        self._workers: list[RayWorkerHandle] = []
+        self._rejected: list[Any] = []
+        self._facts: dict[str, Mapping[str, Any]] = {}
+        self._numbers = itertools.count()
+        self._uploaded: LRUByteCache[Any] = LRUByteCache(FILE_CACHE_BYTES, lambda _: None)
+        self.closed = False
+
+    def start(self) -> None:
+        """Start the workers, and wait for as many as the cluster has resources for now."""
+        for _ in range(self._count):
+            self._request_worker()
+        available = min(self._count, _cluster_capacity(self._options))
+        ray.wait(list(self._starting), num_returns=max(1, available), timeout=RAY_START_LIMIT_S)
+        with self._lock:
+            self._require_worker()
+        if len(self._workers) < self._count:
+            self._observer.say(
+                f"{len(self._workers)} of {self._count} workers: the cluster has no room for more that are like the "
+                "first; more join when the cluster has room"
+            )
+
+    def environment(self) -> Mapping[str, Any]:
+        """Return the environment of the workers, which are all alike."""
+        with self._lock:
+            return self._known or self._workers[0].environment
+
+    def pick(self, load: int) -> RayWorkerHandle:
+        """Add `load` to the worker with the lowest load, and return it; raise `UserError` if none starts in time."""
+        with self._lock:
+            self._require_worker()
+            worker = min(self._workers, key=lambda worker: worker.load)
+            worker.load += load
+            return worker
+
+    def check_reserved(self, gpus: Set[str]) -> None:
+        """Check that each worker has the GPU of its engines to itself.
+
+        Raises:
+            UserError: Ray reserves none or a part of one, so that all workers of a node would be timed on its first.
+        """
+        if gpus and self._options["num_gpus"] < 1:
+            raise UserError(
+                "executor.resources: engines run on a GPU, and each worker needs one to itself: resources: {GPU: 1}"
+            )
+
+    def check_alike(self, worker: RayWorkerHandle, benchmarkers: str, facts: Mapping[str, Any]) -> bool:
+        """Return whether benchmarkers give the same facts on this worker as on the others; reject the worker if not."""
+        with self._lock:
+            different = list(diff_leaves(self._facts.setdefault(benchmarkers, facts), facts))
+            if different and worker in self._workers:
+                self._workers.remove(worker)
+                self._reject(worker.actor, worker.node, different)
+        return not different
+
+    def next_session_number(self) -> int:
+        """Return a new session number."""
+        return next(self._numbers)
+
+    def upload_model(self, path: Path) -> tuple[str, Any]:
+        """Return a key to a model's files and their reference in the object store, which sends them once per node."""
+        status = path.stat()
+        key = repr((str(path), status.st_size, status.st_mtime_ns))
+        with self._lock:
+            reference = self._uploaded.get(key)
+            if reference is None:
+                files: ModelFiles = {part.name: part.read_bytes() for part in self._list_files(path)}
+                reference = ray.put(files)
+                self._uploaded.put(key, reference, sum(map(len, files.values())))
+            return key, reference
+
+    def call(self, worker: RayWorkerHandle, limit_s: float, method: str, *args: Any) -> Any:
+        """Call a method of a worker and wait for its result; waits for other runs on its node do not count.
+
+        Raises:
+            WorkerLost: The worker is gone or exceeded the limit, or the pool was closed meanwhile.
+            UserError: Raised by the worker; its name is added.
+        """
+        try:
+            with worker.turn:
+                reference = getattr(worker.actor, method).remote(*args)
+                self._wait(worker, reference, limit_s + RAY_ANSWER_LIMIT_S, method)
+            return ray.get(reference)
+        except RayTaskError as error:
+            if isinstance(error.cause, WorkerKilled):  # its process on the node was, not this worker
+                raise WorkerKilled(f"{error.cause} (on {worker.node})") from None
+            if isinstance(error.cause, UserError):
+                raise UserError(f"{error.cause} (on {worker.node})") from None
+            raise
+        except RayError as error:
+            self._remove_lost(worker, error)
+            raise WorkerLost(f"the worker on {worker.node} was lost: {_first_line(error)}") from error
+
+    def _wait(self, worker: RayWorkerHandle, reference: Any, limit_s: float, method: str) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while not ray.wait([reference], timeout=RAY_POLL_INTERVAL_S)[0]:
+            if self.closed:
+                raise WorkerLost("the run is ending")
+            if time.monotonic() > deadline_s:
+                more_s = _new_lock_wait_s(worker)
+                if not more_s:
+                    raise GetTimeoutError(f"{method} took longer than {limit_s:g} s")
+                deadline_s += more_s
+
+    def release(self, worker: RayWorkerHandle, load: int) -> None:
+        """Subtract `load` from the load of a worker."""
+        with self._lock:
+            worker.load -= load
+
+    def close(self) -> None:
+        """End all workers."""
+        self.closed = True
+        with self._lock:
+            actors = [*(worker.actor for worker in self._workers), *self._starting.values(), *self._rejected]
+            ending = [worker.actor.end.remote() for worker in self._workers]
+            self._workers, self._starting = [], {}
+            self._uploaded = LRUByteCache(FILE_CACHE_BYTES, lambda _: None)
+        if ending:
+            with suppress(RayError):
+                ray.wait(ending, num_returns=len(ending), timeout=RAY_SHUTDOWN_LIMIT_S)
+        for actor in actors:
+            _kill(actor)
+
+    def _require_worker(self) -> None:
+        """Admit all workers that are ready; raise `UserError` if there is none, and none starts in time."""
+        self._admit_ready(0.0)
+        if not self._workers:
+            self._admit_ready(RAY_START_LIMIT_S)
+        if not self._workers or self.closed:
+            raise UserError(self._explain_no_worker())
+
+    def _request_worker(self) -> None:
+        variables = {name: os.environ[name] for name in _DRIVER_VARIABLES if name in os.environ}
+        actor_class = ray.remote(concurrency_groups={STATUS_GROUP: 1})(RayWorker)
+        actor = actor_class.options(**self._options).remote(sys.path, variables)
+        self._starting[actor.describe.remote(None)] = actor
+
+    def _admit_ready(self, timeout_s: float) -> None:
+        """Admit the workers that are ready, after waiting for the first."""
+        while self._starting:
+            ready, _ = ray.wait(list(self._starting), num_returns=1, timeout=timeout_s)
+            if not ready:
+                return
+            actor = self._starting.pop(ready[0])
+            try:
+                facts = ray.get(ready[0])
+            except RayError as error:  # it died, cannot be placed, or cannot import the harness
+                self._observer.say(f"a worker could not be started: {_first_line(error)}")
+                _kill(actor)
+                continue
+            if self._admit(actor, facts):
+                timeout_s = 0.0
+
+    def _admit(self, actor: Any, facts: Mapping[str, Any]) -> bool:
+        """Add a worker to the pool if its environment is that of the others; return whether it was added."""
+        node, environment = facts["node"], facts["environment"]
+        if facts["niceness"] > 0:
+            self._observer.say(
+                f"the worker on {node} has a low priority there (niceness {facts['niceness']}): "
+                "start its node with RAY_worker_niceness=0 in the environment"
+            )
+        if self._known is None:
+            self._known = environment
+        different = list(diff_leaves(comparability_key(self._known), comparability_key(environment)))
+        if different:
+            self._reject(actor, node, different)
+        else:
+            self._workers.append(RayWorkerHandle(actor=actor, node=node, environment=environment))
+        return not different
+
+    def _reject(self, actor: Any, node: str, different: Sequence[str]) -> None:
+        """Reject a worker: figures of different devices or libraries are never compared directly."""
+        lines = "\n".join(f"  {line}" for line in different)
+        self._observer.say(f"the worker on {node} is refused because it differs from the baseline's:\n{lines}")
+        self._rejected.append(actor)  # kept alive: it holds its device, so that the next worker starts elsewhere
+        self._request_worker()
+
+    def _remove_lost(self, worker: RayWorkerHandle, error: RayError) -> None:
+        with self._lock:
+            if worker not in self._workers:
+                return
+            self._workers.remove(worker)
+            left = len(self._workers)
+            self._request_worker()
+        _kill(worker.actor)
+        self._observer.say(f"the worker on {worker.node} was lost ({_first_line(error)}); {left} left")
+
+    def _explain_no_worker(self) -> str:
+        requested, resources = _requested_resources(self._options), ray.cluster_resources()
+        offered = {name: resources.get(name, 0) for name in requested}
+        rejected = f"; {len(self._rejected)} were refused" if self._rejected else ""
+        return (
+            f"executor: no worker can be used: each requests {_format_amounts(requested)}, the cluster has "
+            f"{_format_amounts(offered)} in all{rejected}; all results are saved: add nodes, then run the same command "
+            "again to resume"
+        )
+
+
+def _new_lock_wait_s(worker: RayWorkerHandle) -> float:
+    """Return for how long a worker has waited for other runs since the last call; 0 if it does not answer."""
+    known_s = worker.lock_wait_s
+    with suppress(GetTimeoutError):
+        answer = worker.actor.lock_wait_s.options(concurrency_group=STATUS_GROUP).remote()
+        worker.lock_wait_s = ray.get(answer, timeout=RAY_ANSWER_LIMIT_S)
+    return worker.lock_wait_s - known_s
+
+
+def _kill(actor: Any) -> None:
+    with suppress(RayError):
+        ray.kill(actor)
+
+
+def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return resources under Ray's names; SPREAD uses as many nodes as there are."""
+    own = dict(resources)
+    return {
+        "num_cpus": own.pop("CPU", 0 if own else 1),
+        "num_gpus": own.pop("GPU", 0),
+        "resources": own,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": "SPREAD",
+    }
+
+
+def _requested_resources(options: Mapping[str, Any]) -> dict[str, float]:
+    requested = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
+    return {name: amount for name, amount in requested.items() if amount}
+
+
+def _cluster_capacity(options: Mapping[str, Any]) -> int:
+    """Return the number of workers that the nodes have resources for."""
+    requested = _requested_resources(options)
+    nodes: Sequence[Mapping[str, Any]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    capacities = (
+        min((int(node.get(name, 0) // amount) for name, amount in requested.items()), default=1) for node in nodes
+    )
+    return sum(capacities)
+
+
+def _format_amounts(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,270 @@
+"""Executors of trials: a search submits candidates by number and collects the outcomes as they finish.
+
+A trial is the work on one candidate (build, sample, score). `SyncExecutor` runs trials in the caller's thread;
+`ThreadedExecutor` has several workers, in processes of this machine or on a cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, as_completed
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol, Self
+
+from harness.base.errors import UserError
+from harness.base.statistics import Interval
+from harness.measure.records import Failed, Outcome
+from harness.plugins.api import Candidate
+from harness.workers.engines import Engines, PolicedEngines, TimingPolicy
+
+TrialFn = Callable[[Candidate, Interval | None], Outcome]
+"""Builds, samples and scores a candidate, unless it is slower than the incumbent's latency in ms (None: none yet)."""
+TrialFnFactory = Callable[[Engines], TrialFn]
+"""Returns a worker's trial function, given its engines."""
+WorkerFactory = Callable[[], AbstractContextManager[Engines]]
+MAX_TRIAL_REASSIGNMENTS = 1  # number of times a trial is given to another worker after the loss of its worker
+POOL_SHUTDOWN_LIMIT_S = 20.0  # wait for threads at the end; later ones end with the process
+_logger = logging.getLogger(__name__)
+
+
+class WorkerLost(UserError):
+    """Loss of a worker for a reason other than its candidate: its machine left the cluster, or a user stopped it."""
+
+
+class WorkerKilled(WorkerLost):
+    """Kill of a worker process by another process, for instance for lack of memory; a repeated call may succeed."""
+
+
+class Executor(Protocol):
+    """Executor of the trials of one search; every submitted trial is collected exactly once."""
+
+    def submit(self, number: int, candidate: Candidate, incumbent: Interval | None) -> None:
+        """Queue trial `number`; `incumbent` is the latency in ms of the search's present incumbent, or None."""
+        ...
+
+    def collect(self) -> tuple[int, Outcome]:
+        """Wait for a trial to finish, in any order, and return its number and outcome.
+
+        Raises:
+            UserError: No trial can be run any more.
+        """
+        ...
+
+
+class SyncExecutor:
+    """Executor that runs each trial in the caller's thread when its outcome is collected."""
+
+    def __init__(self, trial: TrialFn) -> None:
+        self._trial = trial
+        self._submitted: SimpleQueue[tuple[int, Candidate, Interval | None]] = SimpleQueue()
+
+    def submit(self, number: int, candidate: Candidate, incumbent: Interval | None) -> None:
+        self._submitted.put((number, candidate, incumbent))
+
+    def collect(self) -> tuple[int, Outcome]:
+        number, candidate, incumbent = self._submitted.get_nowait()
+        return number, self._trial(candidate, incumbent)
+
+
+@dataclass(slots=True, kw_only=True)
+class _TrialJob:
+    candidate: Candidate
+    incumbent: Interval | None
+    make_trial: TrialFnFactory
+    future: Future[Outcome] = field(default_factory=Future)
+    losses: int = 0
+
+    def finish(self, outcome: Outcome) -> None:
+        with suppress(InvalidStateError):  # the pool was stopped meanwhile
+            self.future.set_result(outcome)
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+
+class ThreadedExecutor:
+    """Pool of workers that several searches share, each with its own queue and trial function.
+
+    After the loss of a worker its trial is given to another one, once, and its engines are opened again; if that fails,
+    the other workers continue.
+
+    Args:
+        open_worker: Function that opens the engines of one worker; called in threads.
+        workers: Number of workers.
+        policy: Policy that decides which builds and timings may overlap.
+    """
+
+    def __init__(self, open_worker: WorkerFactory, workers: int, policy: TimingPolicy) -> None:
+        self._open_worker = open_worker
+        self._policy = policy
+        self._jobs: SimpleQueue[_TrialJob | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._unfinished: set[Future[Outcome]] = set()
+        self._opened: list[AbstractContextManager[Engines]] = []
+        self._alive = workers
+        self._stopped: UserError | None = None
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        running = bool(self._unfinished)
+        self._stop(UserError("the run is ending"))
+        deadline_s = time.monotonic() + POOL_SHUTDOWN_LIMIT_S
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline_s:
+            if running:  # closing its engines ends a trial, whose outcome is not needed any more
+                for engines in list(self._opened):
+                    with suppress(UserError):
+                        engines.__exit__(None, None, None)
+            for thread in self._threads:
+                thread.join(timeout=0.1)
+
+    def open_queue(self, make_trial: TrialFnFactory) -> SearchQueue:
+        """Return the queue through which one search uses the pool."""
+        return SearchQueue(self._submit, make_trial, self._policy)
+
+    def _submit(self, job: _TrialJob) -> None:
+        with self._lock:
+            if self._stopped is not None:
+                job.fail(self._stopped)
+                return
+            self._unfinished.add(job.future)
+        job.future.add_done_callback(self._unfinished.discard)
+        self._jobs.put(job)
+
+    def _stop(self, reason: UserError) -> None:
+        with self._lock:
+            self._stopped = self._stopped or reason
+            unfinished = list(self._unfinished)
+        for future in unfinished:
+            with suppress(InvalidStateError):
+                future.set_exception(self._stopped)
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _serve(self) -> None:
+        """Run a worker's thread."""
+        try:
+            while self._stopped is None and self._serve_with_engines():
+                pass
+        except UserError as error:
+            with self._lock:
+                self._alive -= 1
+            _logger.warning("one worker fewer: %s", error)
+            if not self._alive:
+                self._stop(error)
+
+    def _serve_with_engines(self) -> bool:
+        """Run jobs with one set of engines; return whether they were lost and must be opened again."""
+        with ExitStack() as stack:
+            opened = self._open_worker()
+            engines = stack.enter_context(opened)
+            self._opened.append(opened)
+            stack.callback(self._opened.remove, opened)
+            policed = PolicedEngines(engines, self._policy, self._write_lock)
+            while (job := self._jobs.get()) is not None:
+                if self._stopped is None and not self._run_job(job, policed):
+                    return True
+        return False
+
+    def _run_job(self, job: _TrialJob, engines: Engines) -> bool:
+        """Run a trial; return False if its worker was lost."""
+        try:
+            job.finish(job.make_trial(engines)(job.candidate, job.incumbent))
+        except WorkerLost as error:
+            if self._stopped is None:
+                self._reassign(job, error)
+            return False
+        except BaseException as error:  # raised again by `collect`
+            job.fail(error)
+        return True
+
+    def _reassign(self, job: _TrialJob, error: WorkerLost) -> None:
+        job.losses += 1
+        _logger.warning("%s; its trial is given to another worker", error)
+        if job.losses > MAX_TRIAL_REASSIGNMENTS:
+            reason = f"{job.losses} workers in a row were lost while they ran it; the last: {error}"
+            job.finish(Failed(stage="crash", reason=reason))
+        else:
+            self._jobs.put(job)
+
+
+class SearchQueue:
+    """Executor of one search in a shared pool; a context manager that is open while the search runs.
+
+    Computations of the search between two outcomes count as builds under the timing policy, because they disturb
+    timings in the same way.
+    """
+
+    def __init__(
+        self, submit_job: Callable[[_TrialJob], None], make_trial: TrialFnFactory, policy: TimingPolicy
+    ) -> None:
+        self._submit_job = submit_job
+        self._make_trial = make_trial
+        self._policy = policy
+        self._numbers: dict[Future[Outcome], int] = {}
+        self._finished: SimpleQueue[Future[Outcome]] = SimpleQueue()
+        self._searching = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._searching.enter_context(self._policy.building())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._searching.close()
+
+    def submit(self, number: int, candidate: Candidate, incumbent: Interval | None) -> None:
+        job = _TrialJob(candidate=candidate, incumbent=incumbent, make_trial=self._make_trial)
+        self._numbers[job.future] = number
+        job.future.add_done_callback(self._finished.put)
+        self._submit_job(job)
+
+    def collect(self) -> tuple[int, Outcome]:
+        self._searching.close()
+        future = self._finished.get()
+        self._searching.enter_context(self._policy.building())
+        return self._numbers.pop(future), future.result()
+
+
+def run_concurrently(works: Sequence[Callable[[], None]], threads: int) -> None:
+    """Run all functions in `threads` threads; if one raises, start no further one and raise its error.
+
+    It does not wait for functions that run at that time; the caller has to close the resources that they use.
+    """
+    if threads == 1:
+        for work in works:
+            work()
+        return
+    futures = [Future[None]() for _ in works]
+    waiting = deque(zip(works, futures, strict=True))
+    # An executor of `concurrent.futures` would keep the process alive until its last function returns.
+    for _ in range(min(threads, len(works))):
+        threading.Thread(target=_run_waiting, args=(waiting,), daemon=True).start()
+    for future in as_completed(futures):
+        future.result()
+
+
+def _run_waiting(waiting: deque[tuple[Callable[[], None], Future[None]]]) -> None:
+    while True:
+        try:
+            work, future = waiting.popleft()
+        except IndexError:  # nothing is left
+            return
+        try:
+            work()
+        except BaseException as error:  # raised again by the caller
+            waiting.clear()
+            future.set_exception(error)
+        else:
+            future.set_result(None)

@@ -1,0 +1,258 @@
+"""What OpenVINO and ONNX Runtime make of Q/DQ models, for real; and reasons, on layers made up."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from small_results import seal_bundle
+
+from harness.base.errors import UserError
+from harness.base.files import write_json
+from harness.cli.main import main
+from harness.config.sections import PluginSpec
+from harness.graph.builder import GraphBuilder
+from harness.graph.load import load
+from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import Dialect
+from harness.insight import model_report
+from harness.insight.fusion import explain_layers
+from harness.insight.model_report import choose_backend, compare_reports, explain_model, report_lines
+from harness.plugins import registry
+from harness.plugins.api import Layer
+
+BACKENDS = {"openvino": {"precision": "f32"}, "onnxruntime": {}}
+
+
+def net(path: Path) -> Path:
+    builder = GraphBuilder("net", seed=1)
+    x = builder.op("Relu", builder.conv(builder.input("x", (1, 8, 16, 16)), 16, 3, pad=1))
+    x = builder.op("Add", x, builder.conv(x, 16, 3, pad=1))
+    builder.output(builder.op("GlobalAveragePool", builder.conv(x, 16, 3, pad=1)), name="y")
+    return builder.save(path)
+
+
+def quantized(folder: Path, dialect_name: str, roles: list[str] | None = None) -> Path:
+    """The net with pairs where these roles are, by default everywhere."""
+    dialect: Any = registry.load_plugin("dialect", dialect_name)
+    assert isinstance(dialect, Dialect)
+    model = load(net(folder / "net.onnx"))
+    space = build_space(model, dialect)
+    ranges = {edge.tensor: (0.0, 4.0) for d in space.dimensions for edge in d.edges}
+    placement = space.quantize_all() if roles is None else space.quantize_roles(roles)
+    name = f"{dialect_name}-{'-'.join(roles or ['all'])}.onnx"
+    return Inserter(model, dialect, ranges).export(space.resolve(placement), folder / name)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_quantized_operators_are_counted_and_compared(backend, tmp_path):
+    use = PluginSpec(use=backend, params=dict(BACKENDS[backend]))
+    plain = explain_model(str(net(tmp_path / "net.onnx")), use, runs=3)
+    full = explain_model(str(quantized(tmp_path, backend)), use, runs=3)
+    assert (plain.quantized_in_file, plain.low) == (0, 0)
+    assert (full.quantized_in_file, full.low) == (3, 3)
+    assert not [finding for finding in plain.findings if finding.kind in ("float operator", "unfused node")]
+    assert {change.name for change in compare_reports(plain, full)} == set(full.precision)
+    assert compare_reports(full, full) == ()
+    assert sum(layer.time_ms or 0 for layer in full.layers) > 0
+    text = "\n".join(report_lines(full, 3))
+    assert re.search(r"Linear operators: 3\b.*\bfile 3\b.*\bengine 3\b", text)
+    assert all(layer.name in text for layer in sorted(full.layers, key=lambda layer: -(layer.time_ms or 0))[:1])
+    if backend == "openvino":  # ONNX Runtime does not say what a node was made of
+        assert sum(full.fused.values()) > 0
+        assert plain.fused == {}
+
+
+@pytest.mark.parametrize("behind", [("Mul",), ("Add",), ("Mul", "Add"), ()])
+def test_openvino_matmul_named_after_folded_operators_is_found(behind, tmp_path):
+    builder = GraphBuilder("scaled", seed=1)
+    x = builder.input("x", (1, 64, 64))
+    for place in range(2):
+        x = builder.linear(x, 64, bias=False)
+        for op in behind:
+            x = builder.op(op, x, builder.const(np.full(64, 0.5, np.float32)))
+        x = builder.op("Relu", x) if place == 0 else x
+    builder.output(x, name="y")
+    found = explain_model(
+        str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"})
+    )
+    assert len(found.precision) == 2
+    assert set(found.precision.values()) == {"f32"}
+    assert "2 f32" in "\n".join(report_lines(found, 3))
+
+
+def test_a_dynamic_model_is_explained_at_the_shape_that_is_given(tmp_path, capsys):
+    builder = GraphBuilder("dynamic")
+    builder.output(builder.conv(builder.input("x", ("N", 3, 16, "width")), 8, 3))
+    path = str(builder.save(tmp_path / "net.onnx"))
+    with pytest.raises(UserError, match="--dim width=224"):
+        explain_model(path, PluginSpec(use="openvino"), runs=1)
+    main(["explain", path, "--dim", "width=16", "--runs", "1"])
+    assert re.search(r"Linear operators: 1\b.*\bfile 0\b", capsys.readouterr().out)
+
+
+def test_ambiguous_layer_before_an_add_is_not_attributed(tmp_path):
+    builder = GraphBuilder("summed", seed=1)
+    x = builder.input("x", (1, 64, 64))
+    one, other = (builder.linear(x, 64, bias=False) for _ in range(2))
+    total = builder.op("Add", one, other)
+    builder.output(total, name="y")
+    asked = read_qdq_graph(builder.save(tmp_path / "net.onnx"))
+    assert len(asked.folded_into["y"]) == 2
+    layer = Layer(name="y", kind="FullyConnected", precision="f32", time_ms=1.0, origin=("y",))
+    found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    assert set(found.precision.values()) == {""}
+    assert "2 of unnamed precision" in "\n".join(report_lines(found, 3))
+
+
+def test_onnxruntime_findings_name_an_unquantized_output(tmp_path):
+    found = explain_model(str(quantized(tmp_path, "onnxruntime", ["linear"])), PluginSpec(use="onnxruntime"), runs=3)
+    reasons = [finding.reason for finding in found.findings if finding.kind == "float operator"]
+    assert found.low < 3
+    assert any("its output is not quantized (read by Add)" in reason for reason in reasons)
+    pairs = [finding.reason for finding in found.findings if finding.kind == "unfused node"]
+    assert any(reason.startswith("its consumer ") and reason.endswith(" runs in float") for reason in pairs)
+
+
+def test_different_scales_of_a_pair_are_the_reason(tmp_path):
+    path = quantized(tmp_path, "openvino", ["linear"])
+    model = onnx.load(path)
+    pair = next(
+        node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.input[0].endswith(".q")
+    )
+    other = numpy_helper.from_array(np.array(0.5, np.float32), "other_scale")
+    model.graph.initializer.append(other)
+    pair.input[1] = "other_scale"
+    onnx.save(model, path)
+    asked = read_qdq_graph(path)
+    ((name, reason),) = asked.unfusable_reasons.items()
+    assert name == pair.name
+    assert re.search("scale differs.*QuantizeLinear", reason)
+    reader = next(node.name for node in model.graph.node if pair.output[0] in node.input)
+    layers = [Layer(name=reader, kind="Convolution", precision="f32", time_ms=1.0, origin=(reader,))]
+    found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    assert found.findings[0].reason == f"{pair.name}: {reason}"
+
+
+def test_incomplete_pairs_and_unmatched_patterns_are_findings(tmp_path):
+    path = quantized(tmp_path, "openvino", ["linear"])
+    names = [node.name for node in onnx.load(path).graph.node if node.op_type == "Conv"]
+    layers = [
+        Layer(name=name, kind="Convolution", precision="u8" if name == names[0] else "f32", origin=(name,))
+        for name in names
+    ]
+    asked = read_qdq_graph(path)
+    found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    (reason,) = {finding.reason for finding in found.findings}
+    assert "no fusion pattern" in reason
+    assert "1 other Conv" in reason
+    model = onnx.load(path)
+    conv = next(node for node in model.graph.node if node.name == names[1])
+    conv.input[0] = conv.input[0].partition("@qdq")[0]
+    onnx.save(model, path)
+    found = explain_layers(layers, read_qdq_graph(path), runtime="r", quantize_outputs=False, whole_ms=1.0)
+    reasons = {finding.name: finding.reason for finding in found.findings}
+    assert "only its weight" in reasons[names[1]]
+
+
+def test_explain_command_writes_text_and_json(tmp_path, capsys):
+    plain, full = net(tmp_path / "net.onnx"), quantized(tmp_path, "openvino")
+    main(["explain", str(full), "--runs", "3", "--param", "precision=f32"])
+    assert re.search(r"\bfile 3\b.*\bengine 3\b", capsys.readouterr().out)
+    main(["explain", str(plain), "--against", str(full), "--runs", "3", "--param", "precision=f32"])
+    assert "0 -> 3" in capsys.readouterr().out
+    main(["explain", str(plain), "--against", str(full), "--runs", "2", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["changes"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "message"),
+    [
+        ("gone.onnx", "openvino", "no such file"),
+        ("README.md", "openvino", "README.md on openvino: OpenVINO refuses"),
+        ("zoo:shapes_detector", "simulated", "does not report the layers of a model"),
+        ("zoo:shapes_detector", "nobody", "no benchmarker is called 'nobody'"),
+    ],
+)
+def test_invalid_models_and_backends_are_refused(model, backend, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("no model")
+    with pytest.raises(UserError, match=message):
+        explain_model(model, PluginSpec(use=backend), runs=2)
+
+
+def test_results_folder_without_row_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["explain", str(tmp_path)])
+    assert end.value.code == 2
+    assert "a results folder needs a row" in capsys.readouterr().err
+
+
+def test_openvino_matmul_named_after_its_quantizer_is_found(tmp_path):
+    """As in DeiT-Tiny with every point quantized: its layer has a name of OpenVINO's own, and came of the Q behind."""
+    builder = GraphBuilder("net", seed=1)
+    x = builder.linear(builder.input("x", (1, 64, 64)), 64)
+    scale, zero = builder.const(np.float32(0.1)), builder.const(np.uint8(0))
+    quantized = builder.op("QuantizeLinear", x, scale, zero)
+    builder.output(builder.op("DequantizeLinear", quantized, scale, zero), name="y")
+    asked = read_qdq_graph(builder.save(tmp_path / "net.onnx"))
+    (linear,) = asked.linear
+    (pair,) = (name for name in asked.pairs if asked.operators[name] == "QuantizeLinear")
+    layer = Layer(name="Multiply_7", kind="FullyConnected", precision="i8", time_ms=1.0, origin=("Multiply_7", pair))
+    found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    assert found.precision == {linear: "i8"}
+
+
+def test_constant_layers_count_no_inference_time(tmp_path):
+    """At BF16 OpenVINO has its weights reordered in its graph, and keeps the time of that single run."""
+    builder = GraphBuilder("wide", seed=1)
+    x = builder.input("x", (1, 64, 512))
+    for _ in range(3):
+        x = builder.op("Relu", builder.linear(x, 512))
+    builder.output(x, name="y")
+    found = explain_model(
+        str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"})
+    )
+    reorders = [layer for layer in found.layers if "transpose_b" in layer.name]
+    assert all(layer.time_ms is None for layer in reorders)
+    assert sum(layer.time_ms or 0.0 for layer in found.layers) < 1.5 * found.whole_ms
+
+
+@pytest.mark.parametrize(("record", "file"), [("ship.json", "a.onnx"), ("task.json", "models/a.onnx")])
+def test_delivered_file_is_explained_with_its_measured_options(tmp_path, monkeypatch, record, file):
+    monkeypatch.setattr(model_report, "count_cores", lambda: 2)
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+
+    def write(runtime: Any) -> None:
+        if record == "ship.json":
+            seal_bundle(tmp_path, file=file, runtime=runtime)
+        else:
+            write_json(tmp_path / record, {"backend": runtime})
+
+    assert choose_backend(path, None, {"threads": 3}) == PluginSpec(use="openvino", params={"threads": 3})
+    runtime = {"name": "onnxruntime", "options": {"threads": 2, "provider": "a library"}}
+    write(runtime)
+    assert choose_backend(path, None, {}) == PluginSpec(use="onnxruntime", params={"threads": 2})
+    assert choose_backend(path, "onnxruntime", {"threads": 1}).params == {"threads": 1}
+    assert choose_backend(path, "openvino", {}).params == {}
+    assert choose_backend(Path("zoo:resnet18"), None, {}) == PluginSpec(use="openvino")
+    write({"name": "openvino", "options": {"threads": 64, "streams": 4}})
+    assert choose_backend(path, None, {}).params == {"threads": 2, "streams": 2}, "of a larger machine"
+    assert choose_backend(path, None, {"threads": 1}).params == {"threads": 1, "streams": 1}
+    write({"name": "onnxruntime_web", "options": {"threads": 1}})
+    assert choose_backend(path, None, {}) == PluginSpec(use="onnxruntime_web"), "it has no such parameter"
+    write({"name": "somebody's"})
+    assert choose_backend(path, None, {}) == PluginSpec(use="openvino"), "no plug-in has this name"
+    write("onnxruntime")
+    if record == "task.json":
+        assert choose_backend(path, "openvino", {}) == PluginSpec(use="openvino")
+    with pytest.raises(UserError, match=record):
+        choose_backend(path, None, {})

@@ -1,0 +1,400 @@
+"""A recording is complete, goes on where it was cut off, and is never taken for one of something else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.base.errors import UserError
+from harness.base.progress import NullProgress
+from harness.cli.main import main
+from harness.config.sections import Confirmation, TurnSchedule
+from harness.graph.builder import GraphBuilder
+from harness.measure.records import Failed, Measured
+from harness.replay.landscape_metrics import most_influential, neighbours, sensitivity
+from harness.replay.record_table import record
+from harness.replay.recorded_landscape import Landscape
+from harness.run.prepare.study_task import STUDY_LIMITS, make_study
+from harness.run.search.loop import COLD_START_EVALUATIONS
+from harness.runtimes.benchmark_table import BenchmarkTable, read_table
+from harness.workers.in_process import InProcess
+from search.space import Dimension, Edge, Placement, Space
+from search.synthetic_problem import synthetic_space
+
+PARAMS = {"seed": 5, "noise": 0.0}
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    builder = GraphBuilder("net", seed=1)
+    x = builder.input("x", (1, 3, 8, 8))
+    for _ in range(3):
+        x = builder.op("Add", builder.op("Relu", builder.conv(x, 3, 3, pad=1)), x)
+    builder.output(builder.op("GlobalAveragePool", builder.conv(x, 4, 1)))
+    return builder.save(tmp_path / "net.onnx")
+
+
+def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **params: Any) -> BenchmarkTable:
+    study = make_study(str(model), backend="simulated", params={**PARAMS, **params})
+    return read_table(record(study, out, dimensions, NullProgress(), search=search))
+
+
+def test_recorded_table_is_complete_with_true_latencies(model, tmp_path):
+    table = recorded(model, tmp_path / "t.parquet")
+    facts = table.metadata
+    assert (facts.model, facts.source, facts.dialect, facts.precision) == ("net", str(model), "openvino", "int8")
+    assert facts.backend["name"] == "simulated"
+    assert len(facts.varied) == 2
+    assert set(facts.anchors) == {"float", "all", "linear"}
+    assert len(facts.sensitivity) == len(facts.dimensions) > 3
+    assert {"cpu", "packages"} <= set(facts.environment)
+    space = table.subspace.full_space
+    for digest, row in table.rows.items():
+        assert space.digest(Placement(row.choices)) == digest
+        assert isinstance(row.outcome, Measured)
+        assert len(row.outcome.samples_ms) in (7, 20), "one of the fastest has a sample a turn of the final selection"
+        assert list(set(row.outcome.samples_ms)) == pytest.approx([row.outcome.info["truth_ms"]], rel=1e-6)
+    assert sorted(row.number for row in table.rows.values()) == list(range(len(table.rows)))
+    assert not list(tmp_path.glob("*.recording"))
+
+
+def test_table_varies_most_sensitive_dimensions_around_best(model, tmp_path):
+    table = recorded(model, tmp_path / "t.parquet")
+    latency = {d: r.outcome.samples_ms[0] for d, r in table.rows.items() if isinstance(r.outcome, Measured)}
+    whole, facts = table.subspace.full_space, table.metadata
+    around = [Placement(anchor) for anchor in facts.anchors.values()]
+    known = {whole.digest(p) for a in around for p in (a, *neighbours(whole, a))}
+    assert latency[whole.digest(Placement(facts.base))] == min(latency[digest] for digest in known)
+    least = min(facts.sensitivity[name] for name in facts.varied)
+    assert all(value <= least for name, value in facts.sensitivity.items() if name not in facts.varied)
+
+
+def test_search_option_finds_faster_base_placement(model, tmp_path):
+    def best_ms(table: BenchmarkTable) -> float:
+        return min(r.outcome.info["truth_ms"] for r in table.rows.values() if isinstance(r.outcome, Measured))
+
+    rugged = {"effect": 0.2}
+    plain = recorded(model, tmp_path / "plain.parquet", dimensions=1, **rugged)
+    searched = recorded(model, tmp_path / "searched.parquet", dimensions=1, search=60, **rugged)
+    assert best_ms(searched) < best_ms(plain)
+    fixed = searched.subspace.full_space.digest(Placement(searched.metadata.base))
+    outcome = searched.rows[fixed].outcome
+    assert isinstance(outcome, Measured)
+    assert outcome.info["truth_ms"] == best_ms(searched), "the rest is fixed at the best that is known"
+    assert set(searched.metadata.anchors) == {"float", "all", "linear"}, (
+        "no replayed search is told what this one found"
+    )
+    recorded(model, tmp_path / "searched.parquet", dimensions=1, search=60, **rugged)
+
+
+class Cut(Exception):
+    """The power failed."""
+
+
+def test_interrupted_recording_resumes(model, tmp_path, monkeypatch):
+    whole = recorded(model, tmp_path / "whole.parquet", dimensions=3)
+    built: list[str] = []
+    build = InProcess.build
+
+    def counted(self: InProcess, candidate: Any, *args: Any) -> Any:
+        if len(built) == 17:
+            built.append("cut")
+            raise Cut
+        built.append(candidate.digest)
+        return build(self, candidate, *args)
+
+    monkeypatch.setattr(InProcess, "build", counted)
+    with pytest.raises(Cut):
+        recorded(model, tmp_path / "cut.parquet", dimensions=3)
+    assert not (tmp_path / "cut.parquet").exists()
+    resumed = recorded(model, tmp_path / "cut.parquet", dimensions=3)
+    once = Counter(built[6:])  # before, the noise floor has built the float model six times
+    assert len(once) == len(whole.rows) + 1
+    inside = {whole.subspace.full_space.digest(whole.subspace.to_full_space(p)) for p in whole.subspace.placements()}
+    assert min(once[digest] for digest in inside) >= 2, "the fastest 16 are read again: all eight of them"
+    float_model = whole.subspace.full_space.digest(whole.subspace.full_space.float_placement())
+    assert max(once[digest] for digest in once if digest != float_model) <= 3, "with the fastest of the first phase"
+    assert {d: r.choices for d, r in resumed.rows.items()} == {d: r.choices for d, r in whole.rows.items()}
+    built.clear()
+    recorded(model, tmp_path / "cut.parquet", dimensions=3)
+    assert not built
+
+
+def test_low_outlier_is_remeasured_in_final_selection(model, tmp_path, monkeypatch):
+    true = recorded(model, tmp_path / "true.parquet", dimensions=3)
+    whole, inside = true.subspace.full_space, [true.subspace.to_full_space(p) for p in true.subspace.placements()]
+    around = [Placement(anchor) for anchor in true.metadata.anchors.values()]
+    early = {whole.digest(p) for a in around for p in (a, *neighbours(whole, a))}
+    truth = {d: true.rows[d].outcome.info["truth_ms"] for p in inside if (d := whole.digest(p)) not in early}
+    chosen = max(truth, key=truth.__getitem__)
+    lucky: list[float] = []
+    sample = InProcess.sample
+
+    def once_ten_times_faster(self: InProcess, handle: int, *args: Any) -> Any:
+        found = sample(self, handle, *args)
+        if lucky or self._engines[handle].artifact.info["truth_ms"] != truth[chosen]:
+            return found
+        lucky.append(truth[chosen])
+        return replace(found, latency_ms=tuple(value / 10 for value in found.latency_ms))
+
+    monkeypatch.setattr(InProcess, "sample", once_ten_times_faster)
+    monkeypatch.setattr("harness.replay.best_confirmation.FASTEST_PER_COMPARISON", 1)
+    table = recorded(model, tmp_path / "lucky.parquet", dimensions=3)
+    assert lucky
+    outcome = table.rows[chosen].outcome
+    assert isinstance(outcome, Measured)
+    assert outcome.samples_ms == pytest.approx([truth[chosen]] * 20, rel=1e-6)
+
+
+def test_placement_that_fails_to_rebuild_is_recorded_as_failed(model, tmp_path, monkeypatch):
+    """What seems fastest is built once, and never again when it is to meet the others."""
+    table = recorded(model, tmp_path / "true.parquet", dimensions=3)
+    fastest = table.subspace.to_full_space(list(table.subspace.placements())[Landscape(table).optimum])
+    gone, builds, build = table.subspace.full_space.digest(fastest), list[str](), InProcess.build
+
+    def once(self: InProcess, candidate: Any, *args: Any) -> Any:
+        builds.append(candidate.digest)
+        if candidate.digest == gone and builds.count(gone) > 1:
+            return Failed(stage="build", reason="gone")
+        return build(self, candidate, *args)
+
+    monkeypatch.setattr(InProcess, "build", once)
+    table = recorded(model, tmp_path / "gone.parquet", dimensions=3)
+    outcome = table.rows[gone].outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.reason.startswith("it was measured once and failed in the confirmation")
+    assert outcome.wall_s > 0
+    numbers = sorted(row.number for row in table.rows.values())
+    assert numbers == list(range(len(numbers)))
+
+
+def test_too_few_dimensions_for_choices_are_refused_before_timing(model, tmp_path):
+    study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
+    with pytest.raises(UserError, match="--dimensions 1: nothing to enumerate, for a dimension has at least 3 choices"):
+        record(study, tmp_path / "mixed.parquet", 1, NullProgress())
+    assert not list(tmp_path.glob("mixed.parquet.recording/*.jsonl"))
+
+
+class Listening(NullProgress):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_changed_machine_speed_is_reported(model, tmp_path, monkeypatch):
+    """Half as fast while the last ones meet, so that even what was known before seems faster than the optimum."""
+    sample = InProcess.sample
+
+    def slower_at_the_end(self: InProcess, handle: int, *args: Any) -> Any:
+        found = sample(self, handle, *args)
+        late = list(tmp_path.glob("*.recording/table-final-selection-*.jsonl"))
+        return replace(found, latency_ms=tuple(2 * value for value in found.latency_ms)) if late else found
+
+    monkeypatch.setattr(InProcess, "sample", slower_at_the_end)
+    study, observer = make_study(str(model), backend="simulated", params=PARAMS), Listening()
+    alone = study.experiment.sampling.model_copy(update={"interleave": "never"})
+    study = replace(study, experiment=study.experiment.model_copy(update={"sampling": alone}))
+    record(study, tmp_path / "t.parquet", 1, observer)
+    pace = [text for text in observer.said if "the float model takes" in text]
+    assert pace
+    assert all(text.startswith("net-simulated-int8 final selection: the float model takes") for text in pace)
+    assert all(text.endswith("record the table anew with `sampling.interleave: always`") for text in pace)
+    beaten = [text for text in observer.said if "of the table's optimum" in text]
+    assert beaten
+    assert beaten[0].endswith("use more --dimensions, or --search 200")
+
+
+def test_steady_machine_gives_no_warning(model, tmp_path):
+    observer = Listening()
+    record(make_study(str(model), backend="simulated", params=PARAMS), tmp_path / "t.parquet", 2, observer)
+    assert not [text for text in observer.said if "float model takes" in text or "optimum" in text]
+
+
+def test_recording_with_changed_inputs_is_refused(model, tmp_path, monkeypatch):
+    out = tmp_path / "t.parquet"
+    recorded(model, out)
+    with pytest.raises(UserError, match=r"(?s)t\.parquet: .*backend\.options\.seed: 5 -> 6"):
+        recorded(model, out, seed=6)
+    facts = {"name": "simulated", "version": "1", "device": "another", "float_precision": "f32", "options": {}}
+    monkeypatch.setattr(InProcess, "describe", lambda *_: facts)
+    with pytest.raises(UserError, match=r"(?s)t\.parquet: .*backend\.device: 'simulated' -> 'another'"):
+        recorded(model, out)
+    monkeypatch.undo()
+    other = GraphBuilder("other", seed=2)
+    other.output(other.conv(other.input("x", (1, 3, 8, 8)), 4, 1))
+    other.save(tmp_path / "other.onnx")
+    with pytest.raises(UserError, match=r"(?s)t\.parquet: .*model: 'net' -> 'other'.*model_sha256"):
+        recorded(tmp_path / "other.onnx", out)
+
+
+def test_failed_placements_are_recorded(model, tmp_path):
+    table = recorded(model, tmp_path / "some.parquet", failure_rate=0.3)
+    failed = [row.outcome for row in table.rows.values() if isinstance(row.outcome, Failed)]
+    assert 0 < len(failed) < len(table.rows)
+    assert all(outcome.stage == "build" and "refuses placement" in outcome.reason for outcome in failed)
+    found = recorded(model, tmp_path / "float.parquet", failure_rate=1.0)
+    assert sum(isinstance(row.outcome, Measured) for row in found.rows.values()) == 1
+
+
+def test_consecutive_failures_do_not_stop_recording_after_success(model, tmp_path, monkeypatch):
+    """What a search has measured first shows that the machine works, however many single changes are refused."""
+    study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
+    whole = read_table(record(study, tmp_path / "plain.parquet", 2, NullProgress())).subspace.full_space
+    refused = {whole.digest(p) for p in neighbours(whole, whole.float_placement())}
+    assert len(refused) > COLD_START_EVALUATIONS
+    build = InProcess.build
+
+    def some(self: InProcess, candidate: Any, *args: Any) -> Any:
+        return (
+            Failed(stage="build", reason="no kernel") if candidate.digest in refused else build(self, candidate, *args)
+        )
+
+    monkeypatch.setattr(InProcess, "build", some)
+    table = read_table(record(study, tmp_path / "some.parquet", 2, NullProgress(), search=10))
+    failed = {digest for digest, row in table.rows.items() if isinstance(row.outcome, Failed)}
+    assert refused <= failed
+
+
+def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.replay.best_confirmation.FASTEST_PER_COMPARISON", 2)
+    schedule = TurnSchedule(builds=1, rounds=6, samples=3)
+    monkeypatch.setattr("harness.replay.best_confirmation.CONFIRMATION_SCHEDULE", schedule)
+    floor = Confirmation(builds=3, rounds=2, samples=3)
+    monkeypatch.setattr("harness.run.confirm.confirmation.NOISE_FLOOR_SCHEDULE", floor)
+    limits = {**STUDY_LIMITS, "warmup_ms": 1.0, "min_samples": 7, "max_ms": 10.0}
+    monkeypatch.setattr("harness.run.prepare.study_task.STUDY_LIMITS", limits)
+    params = {"optimization": "all"}
+    study = make_study(str(model), backend="onnxruntime", params=params, fidelity=True)
+    table = read_table(record(study, tmp_path / "t.parquet", 2, NullProgress()))
+    outcomes = [table.row(placement).outcome for placement in table.subspace.placements()]
+    assert len(outcomes) == 4
+    for outcome in outcomes:
+        assert isinstance(outcome, Measured)
+        assert outcome.build_s > 0
+        assert len(outcome.samples_ms) >= 6
+        turns = len(outcome.raw_ms)
+        assert len(outcome.reference_ms) in (turns, turns + 1), (
+            "in turns with the float model, also in a final selection"
+        )
+        assert set(outcome.metrics) == {"sqnr_db", "cosine", "kl"}
+    assert table.metadata.backend["options"]["optimization"] == "all"
+
+
+def test_sensitivity_is_rms_change_of_log_latency():
+    choices = ("float", "int8", "fp8")
+    space = Space(
+        tuple(Dimension(name=n, group="p", kind="node_input", choices=choices, edges=(Edge(n, n, 0),)) for n in "abc")
+    )
+    effects = np.array([[0.0, -0.2, -0.4], [0.0, 0.1, 0.1], [0.0, 0.0, 0.0]])
+
+    def latency(placement: Placement) -> float:
+        return float(np.exp(sum(effects[i, c] for i, c in enumerate(placement.choices))))
+
+    anchors = [space.float_placement(), Placement((1, 1, 1))]
+    known = {space.digest(p): latency(p) for a in anchors for p in (a, *neighbours(space, a))}
+    found = sensitivity(space, anchors, known)
+    # Around float: -0.2 and -0.4; around the other: +0.2 and -0.2.
+    assert found == pytest.approx([np.sqrt((0.04 + 0.16 + 0.04 + 0.04) / 4), np.sqrt(0.03 / 4), 0.0])
+    assert most_influential(space, found, 2) == (0,)  # three ways each: 3 of at most 4, and 9 are too many
+    assert most_influential(space, found, 4) == (0, 1)
+    assert most_influential(space, found, 11) == (0, 1, 2)
+    assert sensitivity(space, anchors, {}).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_neighbours_differ_in_one_dimension():
+    space = synthetic_space(4, groups=2, precisions=("int8", "fp8"), seed=1)
+    found = list(neighbours(space, Placement((0, 1, 2, 0))))
+    assert len(found) == len(set(found)) == 8
+    assert all(sum(a != b for a, b in zip(p.choices, (0, 1, 2, 0), strict=True)) == 1 for p in found)
+
+
+def test_record_replay_and_noise_commands_run(model, tmp_path, capsys):
+    chosen = ["--backend", "simulated", "--param", "seed=5", "--param", "noise=0.01"]
+    main(["record", str(model), "--dimensions", "2", *chosen])
+    printed = capsys.readouterr().out
+    assert "4 placements of 2 of" in printed
+    assert "optimum" in printed
+    main(["replay", "net-simulated-int8.parquet", "--searcher", "random", "--seeds", "2", "--model", str(model)])
+    assert "random: 8 evaluations in" in capsys.readouterr().out
+    main(["noise", str(model), *chosen, "--param", "build_noise=0.05", "--processes", "3", "--builds", "2"])
+    printed = capsys.readouterr().out
+    assert "between builds\t" in printed
+    assert "one fresh process with one build is known within" in printed
+    noise = tmp_path / "noise-net-simulated-build_noise=0.05-noise=0.01-seed=5-float"
+    assert (noise / "noise.png").stat().st_size > 1000
+    assert '"latency_ms"' in (noise / "noise.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dimensions", "17"], "--dimensions: 1 to 16, but got 17"),
+        (["--param", "seed"], "--param seed: NAME=VALUE, for instance --param threads=1"),
+        (["--param", "sede=1"], "has no parameter 'sede'; did you mean 'seed'"),
+        (["--backend", "simulate"], "no benchmarker is called 'simulate'; did you mean 'simulated'"),
+        (["--fidelity"], "cannot be scored; evaluate: the simulated benchmarker has only latencies"),
+    ],
+)
+def test_record_errors_end_with_one_message(model, arguments, message, capsys):
+    backend = [] if "--backend" in arguments else ["--backend", "simulated"]
+    with pytest.raises(SystemExit) as end:
+        main(["record", str(model), *backend, *arguments])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_record_accepts_experiment_with_one_task(model, tmp_path):
+    text = """
+experiment: mine
+models: [{use: net.onnx, calibration: {samples: 2, method: percentile}}]
+backends: [{use: simulated, params: {seed: 3}}]
+sampling: {min_samples: 5, max_samples: 5}
+"""
+    (tmp_path / "one.yaml").write_text(text)
+    study = make_study(str(tmp_path / "one.yaml"))
+    assert study.experiment.models[0].calibration.method == "percentile"
+    assert study.experiment.sampling.max_samples == 5
+    assert study.spec.backend.params == {"seed": 3}
+    assert make_study(str(tmp_path / "one.yaml"), backend="openvino").spec.backend.use == "openvino"
+    (tmp_path / "two.yaml").write_text(text.replace("backends: [", "backends: [openvino, "))
+    with pytest.raises(
+        UserError, match=r"one task, but this experiment has 2: net-openvino-int8, net-simulated-int8; k"
+    ):
+        make_study(str(tmp_path / "two.yaml"))
+
+
+def test_like_option_measures_placements_of_other_table(model, tmp_path):
+    first = recorded(model, tmp_path / "first.parquet")
+    study = make_study(str(model), backend="simulated", params={**PARAMS, "base_ms": 20.0})
+    out = tmp_path / "again.parquet"
+    again = read_table(record(study, out, None, NullProgress(), like=first, note="two at once"))
+    assert {p: again.row(p).choices for p in again.subspace.placements()} == {
+        p: first.row(p).choices for p in first.subspace.placements()
+    }
+    assert len(again.rows) < len(first.rows)
+    assert again.metadata.sensitivity == first.metadata.sensitivity
+    facts = again.metadata.environment
+    assert (facts["placements_of"], facts["note"]) == ("first", "two at once")
+    assert facts["noise_floor"] >= 0
+    record(study, out, None, NullProgress(), like=first)  # finished
+    with pytest.raises(UserError, match="varied"):
+        record(study, out, None, NullProgress(), like=recorded(model, tmp_path / "small.parquet", dimensions=1))
+    with pytest.raises(UserError, match="--like"):
+        record(study, out, None, NullProgress(), search=9, like=first)
+    fewer = read_table(record(study, tmp_path / "fewer.parquet", 1, NullProgress(), like=first))
+    assert set(fewer.metadata.varied) < set(first.metadata.varied)
+    assert set(fewer.rows) <= set(first.rows)
+    other = replace(first, metadata=first.metadata.model_copy(update={"model_sha256": "0" * 64}))
+    with pytest.raises(UserError, match="another model"):
+        record(study, tmp_path / "other.parquet", None, NullProgress(), like=other)

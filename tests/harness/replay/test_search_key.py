@@ -1,0 +1,129 @@
+"""Replayed searches are of the code that they were replayed with, and of no other."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+import search
+from harness.base.errors import UserError
+from harness.replay import search_key as keys
+from harness.replay.search_key import code_digest, describe_code, imported_modules, normalised_ast, search_key
+from harness.replay.study_file import BudgetStudy
+
+
+@pytest.fixture
+def package(tmp_path):
+    return Path(shutil.copytree(Path(search.__file__).parent, tmp_path / "search"))
+
+
+def changes(package: Path, searcher: str, module: str) -> bool:
+    """Whether the digest of a searcher changes with a module."""
+    file, changed = package / "algorithms" / searcher, package / module
+    before = code_digest(file, package)
+    changed.write_text(changed.read_text() + "CHANGED = 1\n")
+    return code_digest(file, package) != before
+
+
+@pytest.mark.parametrize(
+    ("searcher", "module", "expected"),
+    [
+        ("model_based.py", "algorithms/model_based.py", True),
+        ("model_based.py", "acquisition.py", True),
+        ("model_based.py", "gaussian_process.py", True),  # by way of acquisition
+        ("random.py", "algorithms/model_based.py", False),
+        ("random.py", "acquisition.py", False),
+        ("random.py", "pareto.py", True),  # by way of archive
+        ("bandit_portfolio.py", "algorithms/random.py", True),  # runs searchers by their names
+    ],
+)
+def test_code_digest_covers_searcher_file_and_imports(package, searcher, module, expected):
+    assert changes(package, searcher, module) is expected
+
+
+def test_code_digest_of_custom_searcher_covers_project_imports(package, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("import json\nimport search.archive as archive\nfrom . import missing\nimport unknown.module\n")
+    before = code_digest(mine, package)
+    for name, changed in (("moves.py", False), ("archive.py", True)):
+        (package / name).write_text((package / name).read_text() + "CHANGED = 1\n")
+        assert (code_digest(mine, package) != before) is changed
+
+
+def test_code_digest_without_file_covers_whole_package(package):
+    before = code_digest(None, package)
+    (package / "algorithms" / "optuna_bridge.py").write_text("# gone\n")
+    assert code_digest(None, package) != before
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "helper", "expected"),
+    [
+        ("mine.py", "import helpers", "helpers.py", True),
+        ("mine.py", "from helpers import one", "helpers.py", True),
+        ("mine.py", "import helpers.deep", "helpers/deep.py", True),
+        ("mine.py", "import other", "helpers.py", False),
+        ("pack/mine.py", "from . import helpers", "pack/helpers.py", True),
+        ("pack/mine.py", "from .helpers import one", "pack/helpers.py", True),
+        ("pack/deep/mine.py", "from ..helpers import one", "pack/helpers.py", True),
+        ("pack/mine.py", "from pack.helpers import one", "pack/helpers.py", True),
+        ("site-packages/pack/mine.py", "from pack.helpers import one", "site-packages/pack/helpers.py", True),
+        ("site-packages/pack/mine.py", "import library", "site-packages/library/__init__.py", False),
+    ],
+)
+def test_code_digest_of_custom_searcher_covers_local_modules(package, tmp_path, place, line, helper, expected):
+    """A helper that changed is a searcher that changed; libraries have a version of their own."""
+    mine, other = tmp_path / place, tmp_path / helper
+    for path in (mine, other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in path.relative_to(tmp_path).parents:
+            if folder.name not in ("", "site-packages"):
+                (tmp_path / folder / "__init__.py").touch()
+    mine.write_text(f"{line}\n")
+    other.write_text("one = 1\n")
+    before = code_digest(mine, package)
+    other.write_text("one = 2\n")
+    assert (code_digest(mine, package) != before) is expected
+
+
+def test_normalised_ast_is_equal_in_every_python_version():
+    """What other people replayed with another version is of the same code; `ast.dump` would differ."""
+    code = b"""
+import numpy as np
+class Mine(Base, metaclass=Meta):
+    '''Text.'''
+    def ask(self, n: int = 1, *rest, **more) -> list[int]: ...
+def f(x, /, y=(), *, z=None):
+    with open(x) as file, other: pass
+    try: return f"{x!r:>{y}} {z}"
+    except (A, B) as error: raise
+    match x:
+        case [1, *_]: yield from y
+    return lambda: [a async for a in b if not c] or {**d, "e": -1j}
+"""
+    assert hashlib.sha256(normalised_ast(code)).hexdigest()[:16] == "4a1f7a42303245bc"
+
+
+def test_imported_modules_determine_hashed_libraries(package):
+    found = {
+        name: imported_modules(package / "algorithms" / f"{name}.py", package)
+        for name in ("random", "surrogate", "optuna_bridge")
+    }
+    assert "optuna" in found["optuna_bridge"]
+    assert not {"optuna", "sklearn"} & found["random"]
+    assert "sklearn" in found["surrogate"]
+
+
+def test_missing_tables_libraries_and_sources(tmp_path, monkeypatch):
+    study = BudgetStudy(study="mine", tables=["*.parquet"], searchers=["random"])
+    with pytest.raises(UserError, match=r"gone\.parquet: cannot be read: No such file"):
+        search_key(tmp_path / "gone.parquet", study.searchers[0], study)
+    monkeypatch.setattr(keys, "version", lambda name: (_ for _ in ()).throw(PackageNotFoundError(name)))
+    assert describe_code(study.searchers[0])[1] == {"numpy": None}
+    monkeypatch.setattr(keys, "load_plugin", lambda *_: 3)
+    digests, _ = describe_code(study.searchers[0])
+    assert digests == [code_digest(None, keys.SEARCH_PACKAGE)], "all of it"
