@@ -16,27 +16,13 @@ from harness.config.sections import PluginSpec, Sampling
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.sampling import Samples
 from harness.plugins.api import Accuracy, Array, Benchmarker, Candidate
+from harness.workers.requests import BuiltEngine, EngineRequest, Evaluate, Infer, Prepare, Release, Sample
 
 T = TypeVar("T")
 FIRST_STAGE_EVALUATOR = "first stage"
 """Name of the evaluator on some of the images of the search's evaluator, if candidates are scored in stages."""
 ScoringCallback = Callable[[int, int], None]
 """Receives the number of finished inferences of a scoring and their total, at intervals."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltEngine:
-    """Engine that was built and can be sampled.
-
-    Attributes:
-        handle: Number of the engine until it is released or its worker dies.
-        build_s: Wall-clock seconds of the build, without writing the model file.
-        info: Facts about the engine from `Artifact.info`.
-    """
-
-    handle: int
-    build_s: float
-    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +37,6 @@ class WorkerSpec:
         adapt: Function that replaces each benchmarker, for instance by one for several shapes; it can be pickled.
         sizes: Function that replaces each benchmarker, before `adapt`, by one that runs samples at their own sizes.
         concurrent_scoring: Whether evaluators may use all cores, because nothing is timed at the same time.
-        kills: Number of consecutive calls during which a worker was killed, by digest of the candidate and method, for
-            all workers of this specification.
-        lock_waits: Seconds of waits for locks of other processes, in steps as `timing_lock` reports them.
     """
 
     benchmarkers: Mapping[str, PluginSpec]
@@ -63,20 +46,35 @@ class WorkerSpec:
     adapt: Callable[[Benchmarker], Benchmarker] | None = None
     sizes: Callable[[Benchmarker], Benchmarker] | None = None
     concurrent_scoring: bool = True
-    kills: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
-    lock_waits: list[float] = field(default_factory=list, compare=False, repr=False)
+
+
+class WorkerHistory:
+    """Kills and waits of the workers of one machine, which outlive each of them.
+
+    Attributes:
+        kills: Number of consecutive requests during which a worker was killed, by digest of the candidate and request.
+        lock_waits_s: Seconds of waits for locks of other processes, in steps as `timing_lock` reports them.
+    """
+
+    def __init__(self) -> None:
+        self.kills: Counter[tuple[str, type]] = Counter()
+        self.lock_waits_s: list[float] = []
 
 
 class Engines(ABC):
-    """Engines of one worker, which are built, timed and scored one call at a time.
+    """Engines of one worker, which are built, timed and scored one request at a time.
 
-    A call returns a failure as a value. Only `UserError` is raised: a plug-in that cannot be constructed fails for
-    every candidate. Subclasses implement `_call`, which carries a method's name and arguments to the engines.
+    A request returns a failure as a value. Only `UserError` is raised: a plug-in that cannot be constructed fails for
+    every candidate.
     """
 
     @abstractmethod
-    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
-        """Run a method and return its result or a `Failed`."""
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
+        """Write the candidate's file and build its engine with the benchmarker of a name."""
+
+    @abstractmethod
+    def request(self, request: EngineRequest[T], on_progress: ScoringCallback | None = None) -> T | Failed:
+        """Return the answer to a request; `on_progress` receives the progress of a scoring."""
 
     @abstractmethod
     def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
@@ -86,10 +84,6 @@ class Engines(ABC):
     def gpus(self) -> frozenset[str]:
         """Return the UUIDs of the GPUs that the engines run on, see `harness.plugins.api.UsesGpu`; empty on a CPU."""
         return frozenset()
-
-    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
-        """Write the candidate's file and build its engine with the benchmarker of a name."""
-        return self._call("build", candidate, benchmarker)  # type: ignore[no-any-return]
 
     def examine(self, candidate: Candidate, look: Callable[[Path], T]) -> T:
         """Return the result of `look` on the candidate's written file, under the timing policy of a build."""
@@ -105,27 +99,27 @@ class Engines(ABC):
             level_ms: Latency of the reference in ms, to time the engine in turns with it
                 (`harness.measure.reference_sampling`); None: the engine is timed alone.
         """
-        return self._call("sample", handle, sampling, rival, level_ms)  # type: ignore[no-any-return]
+        return self.request(Sample(handle, sampling, rival, level_ms))
 
     def evaluate(
         self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
     ) -> Accuracy | Failed:
         """Score an engine by the evaluator of a name; `watch` receives progress if the evaluator has `inferences`."""
-        return self._call("evaluate", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
+        return self.request(Evaluate(handle, evaluator), watch)
 
     def prepare(
         self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
     ) -> Failed | None:
         """Call `prepare` of an evaluator, if it exists, with the engine of the float model; None, or the failure."""
-        return self._call("prepare", handle, evaluator, on_progress=watch)  # type: ignore[no-any-return]
+        return self.request(Prepare(handle, evaluator), watch)
 
     def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
         """Return the outputs of one inference by name."""
-        return self._call("infer", handle, feeds)  # type: ignore[no-any-return]
+        return self.request(Infer(handle, feeds))
 
     def release(self, handle: int) -> None:
         """Close an engine; an unknown handle is ignored."""
-        self._call("release", handle)
+        self.request(Release(handle))
 
 
 class TimingPolicy:
@@ -200,19 +194,19 @@ class PolicedEngines(Engines):
         self._policy = policy
         self._write_lock = write_lock
 
-    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
-        if method == "release":
-            return self._engines.release(*args)
-        extra = () if on_progress is None else (on_progress,)
-        with self._policy.timing() if method == "sample" else self._policy.building():
-            return getattr(self._engines, method)(*args, *extra)
+    def request(self, request: EngineRequest[Any], on_progress: ScoringCallback | None = None) -> Any:
+        if isinstance(request, Release):
+            return self._engines.request(request)
+        with self._policy.timing() if isinstance(request, Sample) else self._policy.building():
+            return self._engines.request(request, on_progress)
 
     def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return self._engines.describe(benchmarker)
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         """Build as `Engines.build`; the candidate's file, if it is missing, is written under the write lock."""
-        return super().build(self._with_write_lock(candidate), benchmarker)
+        with self._policy.building():
+            return self._engines.build(self._with_write_lock(candidate), benchmarker)
 
     def examine(self, candidate: Candidate, look: Callable[[Path], T]) -> T:
         with self._policy.building():

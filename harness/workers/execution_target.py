@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.measure.provenance import describe_environment
 from harness.plugins import registry
 from harness.plugins.api import Candidate
-from harness.workers.engines import Engines, ExclusiveTiming, SerialTiming, TimingPolicy, WorkerSpec
+from harness.workers.engines import Engines, ExclusiveTiming, SerialTiming, TimingPolicy, WorkerHistory, WorkerSpec
 from harness.workers.sandbox import open_engines
 from harness.workers.trial_pool import Executor, SyncExecutor, ThreadedExecutor, TrialFnFactory
 from search.space import Resolved
@@ -67,7 +66,7 @@ class LocalTarget(ExecutionTarget):
         self._executor = executor
         self._limits = limits
         self._policy: TimingPolicy = SerialTiming() if executor.timing == "concurrent" else ExclusiveTiming()
-        self._kills: Counter[tuple[str, str]] = Counter()  # of all workers, also after a task continues
+        self._history = WorkerHistory()  # of all workers, also after a task continues
 
     def environment(self, commit: str | None) -> dict[str, Any]:
         return describe_environment(commit)
@@ -77,7 +76,7 @@ class LocalTarget(ExecutionTarget):
         return facts
 
     def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:
-        return open_engines(replace(spec, kills=self._kills), self._limits)
+        return open_engines(spec, self._limits, self._history)
 
     @contextmanager
     def workers(

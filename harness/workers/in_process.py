@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from harness.base.errors import CandidateError, EvaluationFailed, UserError, WorkerUnusable
 from harness.base.files import explain_write_errors
-from harness.base.statistics import Interval
 from harness.config.sections import PluginSpec, Sampling
 from harness.measure.machine_noise import MachineMonitor
 from harness.measure.records import MAIN_BENCHMARKER, Failed
@@ -27,7 +26,6 @@ from harness.measure.sampling import Samples, sample_engine, warm_up
 from harness.plugins import registry
 from harness.plugins.api import (
     Accuracy,
-    Array,
     Artifact,
     Benchmarker,
     Candidate,
@@ -40,14 +38,15 @@ from harness.plugins.api import (
     capabilities_of,
     require_timing,
 )
-from harness.workers.engines import FIRST_STAGE_EVALUATOR, BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.workers import requests
+from harness.workers.engines import FIRST_STAGE_EVALUATOR, Engines, ScoringCallback, WorkerSpec
 from harness.workers.inference import KnownOutputs, open_infer, remember_outputs, with_progress
+from harness.workers.requests import BuiltEngine, EngineRequest, Evaluate, Open, Prepare, Release, Sample
 from search.space import edges_digest
 
 T = TypeVar("T")
 MAX_LOG_LINES = 40
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_STAGES = {"open": "measure", "sample": "measure", "prepare": "evaluate", "infer": "evaluate"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,15 +126,31 @@ class InProcess(Engines):
             self.release(handle)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
-        extra = (on_progress,) if method in ("evaluate", "prepare") else ()
-        started_s = time.perf_counter()
-        try:
-            return getattr(self, f"_{method}")(*args, *extra)
-        except WorkerUnusable:
-            raise
-        except (Exception, SystemExit) as error:  # plug-ins and runtimes may raise anything
-            return _to_failed(error, _STAGES.get(method, method), started_s)
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
+        return as_outcome("build", self._build, candidate, benchmarker)
+
+    def request(self, request: EngineRequest[Any], on_progress: ScoringCallback | None = None) -> Any:
+        return as_outcome(request.stage, self._answer, request, on_progress)
+
+    def _answer(self, request: EngineRequest[Any], on_progress: ScoringCallback | None) -> Any:
+        match request:
+            case Open():
+                self._probe(request.handle)
+                if request.level_ms is not None:
+                    self._reference(request.level_ms)
+            case Sample():
+                return self._sample(request)
+            case Prepare():
+                with self._open_infer(request.handle, request.evaluator) as infer:
+                    infer = remember_outputs(infer, self._engines[request.handle].outputs, keep=True)
+                    self._scorer.prepare(infer, request.evaluator, on_progress)
+            case Evaluate():
+                return self._evaluate(request, on_progress)
+            case requests.Infer():
+                return dict(self._probe(request.handle).infer(request.feeds))
+            case Release():
+                self._release(request.handle)
+        return None
 
     def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return self._benchmarkers[benchmarker].describe()
@@ -143,10 +158,6 @@ class InProcess(Engines):
     @property
     def gpus(self) -> frozenset[str]:
         return frozenset(each.gpu() for each in self._plain.values() if isinstance(each, UsesGpu))
-
-    def open(self, handle: int, level_ms: float | None = None) -> Failed | None:
-        """Open an engine for timing, and the reference engine too if `level_ms` is given; None, or the failure."""
-        return self._call("open", handle, level_ms)  # type: ignore[no-any-return]
 
     def _build(self, candidate: Candidate, benchmarker: str) -> BuiltEngine:
         handle = next(self._handles)
@@ -164,30 +175,23 @@ class InProcess(Engines):
         )
         return BuiltEngine(handle=handle, build_s=build_s, info=_to_json_values(artifact.info))
 
-    def _open(self, handle: int, level_ms: float | None) -> None:
-        self._probe(handle)
-        if level_ms is not None:
-            self._reference(level_ms)
-
-    def _sample(self, handle: int, sampling: Sampling, rival: Interval | None, level_ms: float | None) -> Samples:
-        probe = self._probe(handle)
-        samples = self._sample_probe(handle, probe, sampling, rival, level_ms)
+    def _sample(self, request: Sample) -> Samples:
+        probe = self._probe(request.handle)
+        samples = self._sample_probe(probe, request)
         if isinstance(probe, ReportsParts):
             return replace(samples, parts_ms=probe.parts_ms(len(samples.latency_ms)))
         return samples
 
-    def _sample_probe(
-        self, handle: int, probe: Probe, sampling: Sampling, rival: Interval | None, level_ms: float | None
-    ) -> Samples:
-        if capabilities_of(self._engines[handle].benchmarker).in_process:  # no time of this machine
-            return sample_engine(probe, sampling, rival)
-        reference = self._reference(level_ms) if level_ms is not None else None
+    def _sample_probe(self, probe: Probe, request: Sample) -> Samples:
+        if capabilities_of(self._engines[request.handle].benchmarker).in_process:  # no time of this machine
+            return sample_engine(probe, request.sampling, request.rival)
+        reference = None if request.level_ms is None else self._reference(request.level_ms)
         if reference is None:
-            return sample_engine(probe, sampling, rival, machine=self._machine)
+            return sample_engine(probe, request.sampling, request.rival, machine=self._machine)
         if not self._reference_warm:
             warm_up(reference.probe, Sampling())
             self._reference_warm = True
-        return sample_against_reference(probe, reference, sampling, rival, machine=self._machine)
+        return sample_against_reference(probe, reference, request.sampling, request.rival, machine=self._machine)
 
     def _reference(self, level_ms: float) -> ReferenceEngine | None:
         """Return the reference engine, built on first use; None if the worker has no reference model."""
@@ -204,26 +208,18 @@ class InProcess(Engines):
             engine.probe = engine.opened.enter_context(engine.benchmarker.open(engine.artifact))
         return engine.probe
 
-    def _prepare(self, handle: int, name: str, on_progress: ScoringCallback | None) -> None:
-        with self._open_infer(handle, name) as infer:
-            infer = remember_outputs(infer, self._engines[handle].outputs, keep=True)
-            self._scorer.prepare(infer, name, on_progress)
-
-    def _evaluate(self, handle: int, name: str, on_progress: ScoringCallback | None) -> Accuracy:
-        outputs = self._engines[handle].outputs
-        with self._open_infer(handle, name) as infer:
-            if outputs or name == FIRST_STAGE_EVALUATOR:
-                infer = remember_outputs(infer, outputs, keep=name == FIRST_STAGE_EVALUATOR)
-            return self._scorer.evaluate(infer, name, on_progress)
+    def _evaluate(self, request: Evaluate, on_progress: ScoringCallback | None) -> Accuracy:
+        outputs, first_stage = self._engines[request.handle].outputs, request.evaluator == FIRST_STAGE_EVALUATOR
+        with self._open_infer(request.handle, request.evaluator) as infer:
+            if outputs or first_stage:
+                infer = remember_outputs(infer, outputs, keep=first_stage)
+            return self._scorer.evaluate(infer, request.evaluator, on_progress)
 
     def _open_infer(self, handle: int, name: str) -> AbstractContextManager[Infer]:
         probe, evaluator = self._probe(handle), self._scorer.evaluator(name)
         if self._spec.concurrent_scoring:
             return open_infer(probe, evaluator, self._engines[handle].build_s)
         return nullcontext(probe.infer)
-
-    def _infer(self, handle: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        return dict(self._probe(handle).infer(feeds))
 
     def _release(self, handle: int) -> None:
         engine = self._engines.pop(handle, None)
@@ -257,34 +253,31 @@ def _checked(accuracy: Accuracy, evaluator: Evaluator) -> Accuracy:
     return replace(accuracy, metrics=metrics, per_item=per_item, note=str(accuracy.note))
 
 
-def as_outcome(stage: str, work: Callable[[], T]) -> T | Failed:
+def as_outcome(stage: str, work: Callable[..., T], *args: Any) -> T | Failed:
     """Return the result of a plug-in call, or its exception as a `Failed`.
 
     Args:
         stage: Stage of the failure for exceptions other than `CandidateError`.
-        work: Call without arguments.
+        work: The call.
+        *args: Its arguments.
 
     Raises:
         UserError: The plug-in raised it, or the disk is full; neither depends on the candidate.
+        WorkerUnusable: The plug-in raised it; the worker ends.
     """
     started_s = time.perf_counter()
     try:
-        return work()
+        return work(*args)
+    except (UserError, WorkerUnusable):  # neither depends on the candidate
+        raise
     except (Exception, SystemExit) as error:  # plug-ins and runtimes may raise anything
-        return _to_failed(error, stage, started_s)
-
-
-def _to_failed(error: Exception | SystemExit, stage: str, started_s: float) -> Failed:
-    """Return the exception of a plug-in call as a `Failed`; raise it again if it does not depend on the candidate."""
-    if isinstance(error, UserError):
-        raise error
-    if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS:
-        raise UserError(f"{stage}: {error}; free disk space, then run the same command again to resume") from error
-    reason, trace = f"{type(error).__name__}: {error}", last_lines(traceback.format_exc())
-    if isinstance(error, CandidateError):
-        stage, reason, trace = error.stage, str(error), ""
-    wall_s = time.perf_counter() - started_s
-    return Failed(stage=stage, reason=" ".join(reason.split())[:500], log_tail=trace, wall_s=wall_s)
+        if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS:
+            raise UserError(f"{stage}: {error}; free disk space, then run the same command again to resume") from error
+        reason, trace = f"{type(error).__name__}: {error}", last_lines(traceback.format_exc())
+        if isinstance(error, CandidateError):
+            stage, reason, trace = error.stage, str(error), ""
+        wall_s = time.perf_counter() - started_s
+        return Failed(stage=stage, reason=" ".join(reason.split())[:500], log_tail=trace, wall_s=wall_s)
 
 
 def _to_json_values(info: Mapping[str, Any]) -> dict[str, Any]:

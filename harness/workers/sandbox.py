@@ -12,7 +12,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -21,18 +21,26 @@ from typing import Any
 
 from harness.base.errors import EvaluationFailed, UserError
 from harness.base.files import explain_write_errors
-from harness.base.statistics import Interval
-from harness.config.sections import Limits, Sampling
+from harness.config.sections import Limits
 from harness.measure.records import MAIN_BENCHMARKER, Failed
-from harness.measure.sampling import Samples
 from harness.plugins import registry
-from harness.plugins.api import Accuracy, Array, Candidate, Infer, capabilities_of
-from harness.workers.engines import BuiltEngine, Engines, ScoringCallback, WorkerSpec
+from harness.plugins.api import Array, Candidate, Infer, capabilities_of
+from harness.workers.engines import Engines, ScoringCallback, WorkerHistory, WorkerSpec
 from harness.workers.in_process import InProcess, Scorer, as_outcome, last_lines
 from harness.workers.locks import device_lock, timing_lock
 from harness.workers.process import WorkerProcess, die_with_parent
+from harness.workers.requests import (
+    Build,
+    BuiltEngine,
+    EngineRequest,
+    Evaluate,
+    Open,
+    Prepare,
+    Release,
+    Request,
+    Sample,
+)
 from harness.workers.trial_pool import WorkerKilled
-from search.space import Resolved
 
 SANDBOX_START_LIMIT_S = 120.0
 PROGRESS_MESSAGE = "progress"  # kind of messages with the progress of scoring, which precede an answer
@@ -41,18 +49,21 @@ MAX_STARTS = 3  # number of attempts to start a worker that other processes kill
 _logger = logging.getLogger(__name__)
 
 
-def open_engines(spec: WorkerSpec, limits: Limits) -> AbstractContextManager[Engines]:
+def open_engines(
+    spec: WorkerSpec, limits: Limits, history: WorkerHistory | None = None
+) -> AbstractContextManager[Engines]:
     """Return engines in a worker, or in this process if the main benchmarker is `in_process`.
 
     Args:
-        limits: Limits of each call: seconds and memory; no effect in this process.
+        limits: Limits of each request: seconds and memory; no effect in this process.
+        history: Kills and waits of earlier workers, to which those of this one are added; None: none.
 
     Raises:
         UserError: A benchmarker cannot be constructed.
     """
     plugin = spec.benchmarkers[MAIN_BENCHMARKER]
     in_process = capabilities_of(registry.load_plugin("benchmarker", plugin.use)).in_process
-    return InProcess(spec) if in_process else Sandbox(spec, limits)
+    return InProcess(spec) if in_process else Sandbox(spec, limits, history)
 
 
 class _Killed(Exception):
@@ -76,9 +87,10 @@ class Sandbox(Engines):
         WorkerKilled: The worker was killed, and its engines are lost; build them again.
     """
 
-    def __init__(self, spec: WorkerSpec, limits: Limits) -> None:
+    def __init__(self, spec: WorkerSpec, limits: Limits, history: WorkerHistory | None = None) -> None:
         self._spec = spec
         self._limits = limits
+        self._history = history or WorkerHistory()
         self._scorer = Scorer(spec.evaluators)
         self._facts: Mapping[str, Mapping[str, Any]] = {}
         self._gpus: frozenset[str] = frozenset()
@@ -118,52 +130,38 @@ class Sandbox(Engines):
             return path
         with explain_write_errors(self._log), suppress(FileNotFoundError):
             os.truncate(self._log, 0)
-        with device_lock(self.gpus, waits=self._spec.lock_waits):
-            args = (candidate.digest, candidate.edges, path, benchmarker)
+        request = Build(candidate.digest, candidate.edges, path, benchmarker)
+        with device_lock(self.gpus, waits=self._history.lock_waits_s):
             try:
-                built: BuiltEngine | Failed = self._request("build", self._limits.build_s, *args)
+                built: BuiltEngine | Failed = self._send(request)
             except _Killed:
-                built = self._request_or_failure("build", self._limits.build_s, *args)
+                built = self._send_once_more(request)
         if isinstance(built, BuiltEngine):
             self._next_handle = built.handle + 1
             self._digests[built.handle] = candidate.digest
         return built
 
-    def sample(
-        self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
-    ) -> Samples | Failed:
-        """Time an engine while no other run times on the same cores and GPUs; see `Engines.sample`."""
-        if failed := self._open(handle, level_ms):
-            return failed
-        # Acquired here, so that waiting for another run counts against no limit.
-        with timing_lock(waits=self._spec.lock_waits):
-            return super().sample(handle, sampling, rival, level_ms)
-
-    def _open(self, handle: int, level_ms: float | None) -> Failed | None:
-        """Open an engine before its first timing; this needs no timing lock."""
-        key = (handle, level_ms is None)
-        if key in self._opened and self._is_alive(handle):
-            return None
-        failed: Failed | None = self._call("open", handle, level_ms)
-        if failed is None:
+    def request(self, request: EngineRequest[Any], on_progress: ScoringCallback | None = None) -> Any:
+        """Return the worker's answer; an evaluator that is a registered object of this process scores here."""
+        handle = request.handle
+        if isinstance(request, Release):
+            self._opened -= {(handle, True), (handle, False)}
+            self._digests.pop(handle, None)
+            return self._send_once_more(request) if self._is_alive(handle) else None
+        if isinstance(request, Evaluate | Prepare) and self._is_local(request.evaluator):
+            score: Callable[..., Any] = self._scorer.evaluate if isinstance(request, Evaluate) else self._scorer.prepare
+            return as_outcome(request.stage, score, self._infer_with(handle), request.evaluator, on_progress)
+        if not isinstance(request, Sample):
+            return self._send_to_engine(request, on_progress)
+        key = (handle, request.level_ms is None)
+        if key not in self._opened or not self._is_alive(handle):
+            failed = self._send_to_engine(Open(handle, request.level_ms))  # needs no timing lock
+            if isinstance(failed, Failed):
+                return failed
             self._opened.add(key)
-        return failed
-
-    def evaluate(
-        self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
-    ) -> Accuracy | Failed:
-        """Score an engine in the worker, or in this process if the evaluator is a registered object of it."""
-        if not self._is_local(evaluator):
-            return super().evaluate(handle, evaluator, watch)
-        return as_outcome("evaluate", lambda: self._scorer.evaluate(self._infer_with(handle), evaluator, watch))
-
-    def prepare(
-        self, handle: int, evaluator: str = MAIN_BENCHMARKER, watch: ScoringCallback | None = None
-    ) -> Failed | None:
-        """Run an evaluator's `prepare`; see `evaluate`."""
-        if not self._is_local(evaluator):
-            return super().prepare(handle, evaluator, watch)
-        return as_outcome("evaluate", lambda: self._scorer.prepare(self._infer_with(handle), evaluator, watch))
+        # Acquired here, so that waiting for another run counts against no limit.
+        with timing_lock(waits=self._history.lock_waits_s):
+            return self._send_to_engine(request)
 
     def _is_local(self, evaluator: str) -> bool:
         plugin = self._spec.evaluators[evaluator]
@@ -178,34 +176,21 @@ class Sandbox(Engines):
 
         return infer
 
-    def release(self, handle: int) -> None:
-        """Close an engine if its worker is alive."""
-        self._opened -= {(handle, True), (handle, False)}
-        self._digests.pop(handle, None)
-        if self._is_alive(handle):
-            self._request_or_failure("release", self._limits.measure_s, handle)
-
     def _is_alive(self, handle: int) -> bool:
         self._forget_dead_worker()
         return self._worker is not None and handle >= self._worker.first_handle
 
-    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
-        handle = args[0]
-        if not self._is_alive(handle):
-            stage = "measure" if method in ("open", "sample") else method
-            reason = f"{stage}: the engine ended with an earlier worker; build it again"
-            if handle < self._first_kept_handle:
+    def _send_to_engine(self, request: EngineRequest[Any], on_progress: ScoringCallback | None = None) -> Any:
+        """Send a request to an engine; a second kill in a row is the candidate's failure."""
+        if not self._is_alive(request.handle):
+            reason = f"{request.stage}: the engine ended with an earlier worker; build it again"
+            if request.handle < self._first_kept_handle:
                 raise WorkerKilled(reason)
             return Failed(stage="crash", reason=reason)
-        limit_s = self._limits.evaluate_s
-        if method == "sample":
-            limit_s = self._limits.measure_s
-        elif method == "open":  # the first engine that is timed against the reference waits for its build
-            limit_s = self._limits.measure_s + (self._limits.build_s if args[1] else 0.0)
-        kills, key = self._spec.kills, (self._digests.get(handle, ""), method)
-        with device_lock(self.gpus, waits=self._spec.lock_waits):
+        kills, key = self._history.kills, (self._digests.get(request.handle, ""), type(request))
+        with device_lock(self.gpus, waits=self._history.lock_waits_s):
             try:
-                answer = self._request(method, limit_s, *args, on_progress=on_progress)
+                answer = self._send(request, on_progress)
             except _Killed as error:
                 kills[key] += 1
                 if kills[key] > 1:
@@ -214,14 +199,14 @@ class Sandbox(Engines):
         del kills[key]
         return answer
 
-    def _request_or_failure(self, method: str, limit_s: float, *args: Any) -> Any:
+    def _send_once_more(self, request: Request[Any]) -> Any:
         try:
-            return self._request(method, limit_s, *args)
+            return self._send(request)
         except _Killed as error:
             return error.failed
 
-    def _request(self, method: str, limit_s: float, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
-        """Send a call to the worker, and return its answer, or a `Failed` if the worker died or exceeded a limit.
+    def _send(self, request: Request[Any], on_progress: ScoringCallback | None = None) -> Any:
+        """Send a request to the worker, and return its answer, or a `Failed` if the worker died or exceeded a limit.
 
         Raises:
             _Killed: Another process killed the worker.
@@ -230,8 +215,8 @@ class Sandbox(Engines):
         self._forget_dead_worker()
         worker = self._worker or self._start()
         try:
-            worker.send((method, args))
-            answer = self._receive(worker, limit_s, method, on_progress)
+            worker.send(request)
+            answer = self._receive(worker, request.limit_s(self._limits), type(request).__name__.lower(), on_progress)
         except _Killed as error:
             self._stop()
             error.failed = replace(error.failed, wall_s=time.perf_counter() - started_s)
@@ -245,9 +230,9 @@ class Sandbox(Engines):
         return answer
 
     def _receive(
-        self, worker: WorkerProcess, limit_s: float, method: str, on_progress: ScoringCallback | None = None
+        self, worker: WorkerProcess, limit_s: float, what: str, on_progress: ScoringCallback | None = None
     ) -> Any:
-        """Return the worker's answer, or stop the worker and return a `Failed`."""
+        """Return the worker's answer, or stop the worker and return a `Failed`; `what` names the request."""
         deadline_s = time.monotonic() + limit_s
         memory_gb = self._limits.memory_gb
         try:
@@ -257,12 +242,12 @@ class Sandbox(Engines):
                     on_progress(*answer)
                 kind, answer = worker.receive(deadline_s - time.monotonic(), memory_gb)
         except TimeoutError:
-            failed = Failed(stage="timeout", reason=f"{method} took longer than {limit_s:g} s")
+            failed = Failed(stage="timeout", reason=f"{what} took longer than {limit_s:g} s")
         except MemoryError:
-            cause = f"{method} used more than {memory_gb:g} GB of memory"
+            cause = f"{what} used more than {memory_gb:g} GB of memory"
             failed = Failed(stage="crash", reason=f"{cause} (limits.memory_gb, which all engines of a worker share)")
         except (EOFError, OSError):
-            failed = Failed(stage="crash", reason=f"the worker {worker.describe_exit()} during {method}")
+            failed = Failed(stage="crash", reason=f"the worker {worker.describe_exit()} during {what}")
             _logger.warning("%s; starting a new worker", failed.reason)
             if worker.was_killed and self._worker is worker:  # otherwise `__exit__` did it, in another thread
                 self._first_kept_handle = self._next_handle
@@ -333,26 +318,21 @@ def serve(fd: int) -> None:
             facts = {name: engines.describe(name) for name in spec.benchmarkers}
             connection.send(("answer", (facts, engines.gpus)))
             while True:
-                connection.send_bytes(_answer_call(engines, report, *connection.recv()))
+                connection.send_bytes(_answer(engines, report, connection.recv()))
     except UserError as error:
         connection.send(("user_error", str(error)))
     except EOFError:
         return
 
 
-def _answer_call(engines: InProcess, report: ScoringCallback, method: str, args: tuple[Any, ...]) -> bytes:
+def _answer(engines: InProcess, report: ScoringCallback, request: Build | EngineRequest[Any]) -> bytes:
     def work() -> bytes:
-        if method == "build":
-            return pickle.dumps(("answer", engines.build(_candidate(*args[:3]), args[3])))
-        extra = (report,) if method in ("evaluate", "prepare") else ()
-        return pickle.dumps(("answer", getattr(engines, method)(*args, *extra)))
+        if isinstance(request, Build):
+            return pickle.dumps(("answer", engines.build(request.candidate, request.benchmarker)))
+        return pickle.dumps(("answer", engines.request(request, report)))
 
     try:
-        answer = as_outcome(method, work)  # also for a result that cannot be pickled
+        answer = as_outcome(request.stage, work)  # also for a result that cannot be pickled
     except UserError as error:
         return pickle.dumps(("user_error", str(error)))
     return answer if isinstance(answer, bytes) else pickle.dumps(("answer", answer))
-
-
-def _candidate(digest: str, edges: Resolved, path: Path) -> Candidate:
-    return Candidate(digest=digest, edges=edges, source=lambda: path)

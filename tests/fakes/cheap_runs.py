@@ -48,5 +48,5 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         if not getattr(request.module, "REAL_TOOLS", False):
             patch.setattr("harness.accuracy.calibration.ptq._child_command", WARM_PYTHON.tool_command)
         if not getattr(request.module, "REAL_WORKERS", False):
-            patch.setattr("harness.workers.sandbox.Sandbox", lambda spec, _: InProcess(spec))
+            patch.setattr("harness.workers.sandbox.Sandbox", lambda spec, *_: InProcess(spec))
         yield

@@ -29,7 +29,8 @@ from harness.plugins import registry
 from harness.plugins.api import Candidate
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.run.search.trial import NoisePolicy, make_trial_fn
-from harness.workers.engines import Engines, WorkerSpec
+from harness.workers.engines import Engines, ScoringCallback, WorkerSpec
+from harness.workers.requests import BuiltEngine, EngineRequest, Sample
 from harness.workers.sandbox import open_engines
 
 __all__ = [
@@ -321,12 +322,15 @@ class _CountedWarmup(Engines):
     def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return self._engines.describe(benchmarker)
 
-    def _call(self, method: str, *args: Any, **_: Any) -> Any:
-        if method == "sample" and self._runs:
-            warm = self._engines.sample(args[0], _fixed_sampling(self._runs))
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
+        return self._engines.build(candidate, benchmarker)
+
+    def request(self, request: EngineRequest[Any], on_progress: ScoringCallback | None = None) -> Any:
+        if isinstance(request, Sample) and self._runs:
+            warm = self._engines.sample(request.handle, _fixed_sampling(self._runs))
             if isinstance(warm, Failed):
                 return warm
-        result = getattr(self._engines, method)(*args)
+        result = self._engines.request(request, on_progress)
         return replace(result, warmup=self._runs) if isinstance(result, Samples) else result
 
 

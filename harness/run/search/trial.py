@@ -12,7 +12,8 @@ from harness.config.sections import Sampling
 from harness.measure.records import Failed, Measured, Outcome
 from harness.plugins.api import Candidate
 from harness.run.search.accuracy_gate import AccuracyGate
-from harness.workers.engines import BuiltEngine, Engines
+from harness.workers.engines import Engines
+from harness.workers.requests import BuiltEngine
 from harness.workers.trial_pool import TrialFn, WorkerKilled
 
 MAX_KILLED_WORKERS = 3  # of one trial

@@ -149,8 +149,10 @@ class RayPool:
                 self._uploaded.put(key, reference, sum(map(len, files.values())))
             return key, reference
 
-    def call(self, worker: RayWorkerHandle, limit_s: float, method: str, *args: Any) -> Any:
-        """Call a method of a worker and wait for its result; waits for other runs on its node do not count.
+    def call(self, worker: RayWorkerHandle, what: str, limit_s: float, method: Any, *args: Any) -> Any:
+        """Call a method of a worker's actor and wait for its result; waits for other runs on its node do not count.
+
+        `what` names the call in messages.
 
         Raises:
             WorkerLost: The worker is gone or exceeded the limit, or the pool was closed meanwhile.
@@ -158,8 +160,8 @@ class RayPool:
         """
         try:
             with worker.turn:
-                reference = getattr(worker.actor, method).remote(*args)
-                self._wait(worker, reference, limit_s + RAY_ANSWER_LIMIT_S, method)
+                reference = method.remote(*args)
+                self._wait(worker, reference, limit_s + RAY_ANSWER_LIMIT_S, what)
             return ray.get(reference)
         except RayTaskError as error:
             if isinstance(error.cause, WorkerKilled):  # its process on the node was, not this worker
@@ -171,7 +173,7 @@ class RayPool:
             self._remove_lost(worker, error)
             raise WorkerLost(f"the worker on {worker.node} was lost: {_first_line(error)}") from error
 
-    def _wait(self, worker: RayWorkerHandle, reference: Any, limit_s: float, method: str) -> None:
+    def _wait(self, worker: RayWorkerHandle, reference: Any, limit_s: float, what: str) -> None:
         deadline_s = time.monotonic() + limit_s
         while not ray.wait([reference], timeout=RAY_POLL_INTERVAL_S)[0]:
             if self.closed:
@@ -179,7 +181,7 @@ class RayPool:
             if time.monotonic() > deadline_s:
                 more_s = _new_lock_wait_s(worker)
                 if not more_s:
-                    raise GetTimeoutError(f"{method} took longer than {limit_s:g} s")
+                    raise GetTimeoutError(f"{what} took longer than {limit_s:g} s")
                 deadline_s += more_s
 
     def release(self, worker: RayWorkerHandle, load: int) -> None:

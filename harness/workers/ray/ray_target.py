@@ -21,11 +21,12 @@ from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins import registry
 from harness.plugins.api import Candidate, capabilities_of
-from harness.workers.engines import BuiltEngine, Engines, ScoringCallback, TimingPolicy, WorkerSpec
+from harness.workers.engines import Engines, ScoringCallback, TimingPolicy, WorkerSpec
 from harness.workers.execution_target import CandidateWriter, ExecutionTarget, ListFiles, QueueFactory
 from harness.workers.in_process import as_outcome
 from harness.workers.ray.ray_pool import SEARCH_LOAD, TASK_LOAD, RayPool, RayWorkerHandle
 from harness.workers.ray.ray_worker import BuildRequest
+from harness.workers.requests import BuiltEngine, EngineRequest, Release, Sample
 from harness.workers.trial_pool import ThreadedExecutor, WorkerLost
 
 FILES_LIMIT_S = 1800.0  # of calls that transfer a model, and of opening engines, which starts up to three processes
@@ -127,17 +128,14 @@ class RemoteEngines(Engines):
         self._needs_files = not capabilities_of(registry.load_plugin("benchmarker", plugin.use)).in_process
         self._number = pool.next_session_number()
         self._facts: Mapping[str, Mapping[str, Any]] = {}
-        # A build or a timing is repeated once by the sandbox, or preceded by opening the engine.
-        self._limits_s = {
-            "open": FILES_LIMIT_S, "build": 2 * limits.build_s,
-            "sample": 2 * limits.measure_s,
-        }  # fmt: skip
 
     def __enter__(self) -> RemoteEngines:
         while True:
             self._worker: RayWorkerHandle = self._pool.pick(self._load)
             try:
-                self._facts, gpus = self._remote("open", self._spec, self._limits, self._writer)
+                self._facts, gpus = self._remote(
+                    "open", FILES_LIMIT_S, self._worker.actor.open, self._spec, self._limits, self._writer
+                )
                 self._pool.check_reserved(gpus)
             except WorkerLost:
                 if self._pool.closed:
@@ -165,31 +163,35 @@ class RemoteEngines(Engines):
         Returns:
             The engine, or the failure of its build.
         """
+        limit_s, build = 2 * self._limits.build_s, self._worker.actor.build  # the sandbox may repeat a build once
         request = BuildRequest(digest=candidate.digest, edges=candidate.edges)
         if not self._needs_files or (candidate.edges and self._writer is not None):
-            return self._remote("build", request, benchmarker)  # type: ignore[no-any-return]
+            return self._remote("build", limit_s, build, request, benchmarker)  # type: ignore[no-any-return]
         path = as_outcome("build", candidate.source)
         if isinstance(path, Failed):
             return path
         key, files = self._pool.upload_model(path)
         request = BuildRequest(digest=candidate.digest, edges=candidate.edges, files_key=key)
-        built = self._remote("build", request, benchmarker)
+        built = self._remote("build", limit_s, build, request, benchmarker)
         if isinstance(built, KeyError):  # the worker does not have these files, or not any more
-            self._pool.call(self._worker, FILES_LIMIT_S, "store_files", key, files)
-            built = self._remote("build", request, benchmarker)
+            self._pool.call(self._worker, "transfer", FILES_LIMIT_S, self._worker.actor.store_files, key, files)
+            built = self._remote("build", limit_s, build, request, benchmarker)
         return built  # type: ignore[no-any-return]
 
-    def release(self, handle: int) -> None:
-        """Close an engine without waiting for it."""
-        self._worker.actor.call.remote(self._number, "release", handle)
+    def request(self, request: EngineRequest[Any], on_progress: ScoringCallback | None = None) -> Any:
+        """Return the worker's answer; a release is not waited for."""
+        answer = self._worker.actor.answer
+        if isinstance(request, Release):
+            answer.remote(self._number, request)
+            return None
+        limit_s = request.limit_s(self._limits)
+        if isinstance(request, Sample):  # which the sandbox may precede by opening the engine
+            limit_s *= 2
+        return self._remote(type(request).__name__.lower(), limit_s, answer, request)
 
-    def _call(self, method: str, *args: Any, on_progress: ScoringCallback | None = None) -> Any:
-        return self._remote("call", method, *args)
-
-    def _remote(self, method: str, *args: Any) -> Any:
+    def _remote(self, what: str, limit_s: float, method: Any, *args: Any) -> Any:
         """Call a method of the worker, which may have to release an engine before."""
-        limit_s = self._limits_s.get(str(args[0]) if method == "call" else method, self._limits.evaluate_s)
-        return self._pool.call(self._worker, limit_s + self._limits.measure_s, method, self._number, *args)
+        return self._pool.call(self._worker, what, limit_s + self._limits.measure_s, method, self._number, *args)
 
 
 def prepare_evaluators(engines: Engines, spec: WorkerSpec, baseline: Candidate) -> None:

@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,8 +24,9 @@ from harness.base.files import explain_write_errors
 from harness.config.sections import Limits, PluginSpec
 from harness.measure.provenance import describe_environment
 from harness.plugins.api import Candidate
-from harness.workers.engines import Engines, WorkerSpec
+from harness.workers.engines import Engines, WorkerHistory, WorkerSpec
 from harness.workers.execution_target import CandidateWriter
+from harness.workers.requests import EngineRequest
 from harness.workers.sandbox import open_engines
 from search.space import Resolved
 
@@ -99,8 +100,7 @@ class RayWorker:
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi, which gives the GPU's name
         self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))
         self._sessions: dict[int, _EngineSession] = {}
-        self._kills: Counter[tuple[str, str]] = Counter()  # of all sessions, see `WorkerSpec`
-        self._lock_waits: list[float] = []
+        self._history = WorkerHistory()  # of all sessions
         self._files: LRUByteCache[Path] = LRUByteCache(
             FILE_CACHE_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True)
         )
@@ -115,7 +115,7 @@ class RayWorker:
 
     def lock_wait_s(self) -> float:
         """Return the seconds for which this worker has waited for other runs on its node; called during other calls."""
-        return sum(self._lock_waits)
+        return sum(self._history.lock_waits_s)
 
     def open(
         self, number: int, spec: WorkerSpec, limits: Limits, writer: CandidateWriter | None
@@ -125,8 +125,7 @@ class RayWorker:
         folder.mkdir()
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            own = replace(_relocate_paths(spec, folder), kills=self._kills, lock_waits=self._lock_waits)
-            engines = stack.enter_context(open_engines(own, limits))
+            engines = stack.enter_context(open_engines(_relocate_paths(spec, folder), limits, self._history))
             facts = {name: dict(engines.describe(name)) for name in spec.benchmarkers}
             closing = stack.pop_all()
         self._sessions[number] = _EngineSession(engines=engines, writer=writer, folder=folder, closing=closing)
@@ -161,9 +160,9 @@ class RayWorker:
         finally:
             written.unlink(missing_ok=True)
 
-    def call(self, number: int, method: str, *args: Any) -> Any:
-        """Run one of the other methods of `Engines`."""
-        return getattr(self._sessions[number].engines, method)(*args)
+    def answer(self, number: int, request: EngineRequest[Any]) -> Any:
+        """Return the answer of a session's engines to a request."""
+        return self._sessions[number].engines.request(request)
 
     def close(self, number: int) -> None:
         """Close a session."""

@@ -28,11 +28,12 @@ from harness.plugins.api import Accuracy, Candidate, Infer
 from harness.plugins.registry import register_object
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.run.search.trial import make_trial_fn
-from harness.workers.engines import BuiltEngine, WorkerSpec
+from harness.workers.engines import WorkerSpec
 from harness.workers.execution_target import LocalTarget
 from harness.workers.in_process import InProcess
 from harness.workers.locks import timing_lock
 from harness.workers.process import WorkerProcess, python_command
+from harness.workers.requests import Build, BuiltEngine, Open, Sample
 from harness.workers.sandbox import Sandbox, open_engines
 from harness.workers.trial_pool import WorkerKilled
 from search.space import Edge
@@ -358,14 +359,14 @@ def test_a_worker_that_is_killed_between_calls_is_replaced(sandbox, candidate):
 
 @pytest.fixture
 def kill_once(monkeypatch):
-    """Kill the worker that gets the next message of a kind, and list the workers that get one."""
+    """Kill the worker that gets the next request of a class, and list the workers that get one; a start is a tuple."""
     send = WorkerProcess.send
 
-    def arrange(kind: object, times: int = 1) -> list[int]:
+    def arrange(kind: type, times: int = 1) -> list[int]:
         seen: list[int] = []
 
         def send_and_kill(process: WorkerProcess, message: Any) -> None:
-            counts = message[0] == kind or (isinstance(message[0], WorkerSpec) and kind == "start")
+            counts = isinstance(message, kind)
             if counts:
                 seen.append(process._process.pid)
             kill = counts and len(seen) <= times
@@ -381,12 +382,12 @@ def kill_once(monkeypatch):
     return arrange
 
 
-@pytest.mark.parametrize("call", ["start", "build", "open", "sample"])
+@pytest.mark.parametrize("call", [tuple, Build, Open, Sample])
 def test_a_trial_whose_worker_is_killed_is_repeated(sandbox, candidate, kill_once, call):
     sandbox._stop()
-    seen = kill_once(call, 2 if call == "start" else 1)
-    assert isinstance(make_trial_fn(sandbox, SAMPLING)(candidate(f"ok {call}"), None), Measured)
-    assert len(set(seen)) == len(seen) == (3 if call == "start" else 2)
+    seen = kill_once(call, 2 if call is tuple else 1)
+    assert isinstance(make_trial_fn(sandbox, SAMPLING)(candidate(f"ok {call.__name__}"), None), Measured)
+    assert len(set(seen)) == len(seen) == (3 if call is tuple else 2)
 
 
 def test_a_candidate_whose_worker_is_killed_each_time_has_failed(sandbox, candidate):
@@ -405,7 +406,7 @@ def test_candidate_that_kills_worker_again_on_resume_has_failed(tmp_path, candid
 
 def test_a_group_of_turns_whose_worker_is_killed_is_timed_again(tmp_path, candidate, kill_once):
     rows = [TimedRow(name=name, candidate=candidate(f"ok {name}")) for name in ("float", "all")]
-    seen = kill_once("sample")
+    seen = kill_once(Sample)
     schedule = TurnSchedule(builds=1, rounds=2, samples=3)
     rng, open_engines = np.random.default_rng(0), lambda: Sandbox(spec(tmp_path), LIMITS)
     events = [*confirm(rows[1:], rows[0], open_engines=open_engines, schedule=schedule, rng=rng)]

@@ -177,7 +177,7 @@ def test_timing_is_exclusive_and_builds_overlap_by_policy(policy, overlap):
         def build(self, *_: Any) -> None:
             self._run("build")
 
-        def sample(self, *_: Any) -> None:
+        def request(self, *_: Any) -> None:
             self._run("sample")
 
     def work() -> None:

@@ -17,7 +17,7 @@ from harness.plugins.api import Accuracy, Candidate
 from harness.results.goal import Goal
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.trial import NoisePolicy, make_trial_fn
-from harness.workers.engines import BuiltEngine
+from harness.workers.requests import BuiltEngine
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
 SAMPLING = Sampling()

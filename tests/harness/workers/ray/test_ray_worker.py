@@ -14,9 +14,10 @@ from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.graph.io.files import model_files
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins.api import Candidate, Capabilities
-from harness.workers.engines import BuiltEngine, WorkerSpec
+from harness.workers.engines import WorkerSpec
 from harness.workers.ray import open_execution_target
 from harness.workers.ray.ray_worker import BuildRequest, LRUByteCache, RayWorker
+from harness.workers.requests import BuiltEngine
 from search.space import Edge
 
 EDGES = ((Edge("x", "conv", 0), "int8"),)
