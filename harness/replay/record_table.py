@@ -37,7 +37,7 @@ from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.run.prepare.task import Task
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.loop import COLD_START_EVALUATIONS, InitialPlacement, SearchTask, TrialEvent, run_search
-from harness.run.search.trial import NoisePolicy, make_trial_fn
+from harness.run.search.trial import NoisePolicy, measure
 from harness.runtimes.benchmark_table import (
     MAX_PLACEMENTS,
     BenchmarkTable,
@@ -321,10 +321,14 @@ class _TableRecorder:
     def _make_trial_fn(self) -> TrialFn:
         """Return a trial that scores everything, because no incumbent exists that a placement could fail to beat."""
         evaluator = self.study.spec.model.evaluator
-        judge = None if evaluator is None else AccuracyGate(goal=Goal(metric=evaluator.use, max_drop=None))
-        noise_policy = NoisePolicy(reference_latency_ms=self.level_ms)
-        attempt = make_trial_fn(self.engines, self.study.experiment.sampling, judge=judge, noise_policy=noise_policy)
-        return lambda candidate, _: attempt(candidate, None)
+        trial = partial(
+            measure,
+            engines=self.engines,
+            sampling=self.study.experiment.sampling,
+            gate=AccuracyGate(goal=Goal(metric=None if evaluator is None else evaluator.use, max_drop=None)),
+            noise=NoisePolicy(reference_latency_ms=self.level_ms),
+        )
+        return lambda candidate, _: trial(candidate, None)
 
 
 class EnumeratingSearcher:

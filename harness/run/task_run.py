@@ -32,7 +32,7 @@ from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
 from harness.run.search.optuna_mirror import OPTUNA_JOURNAL_NAME, mirror_to_optuna
 from harness.run.search.prescreening import Prescreening, count_prescreened
-from harness.run.search.trial import MAX_BUILDS, NoisePolicy, make_trial_fn
+from harness.run.search.trial import MAX_BUILDS, NoisePolicy, measure
 from harness.run.time_limit import TimeLeft, TimeLimit
 from harness.run.verify.runtime_checker import RuntimeChecker
 from harness.runtimes.shape_set import ShapeSet
@@ -203,11 +203,12 @@ class TaskRun:
         screening = None if target is None else Prescreening(target, journal.entries, reuse=reuse)
 
         def attempt(engines: Engines) -> TrialFn:
-            trial = make_trial_fn(
-                engines,
-                self.experiment.sampling,
-                judge=self.judge,
-                noise_policy=NoisePolicy(
+            trial = partial(
+                measure,
+                engines=engines,
+                sampling=self.experiment.sampling,
+                gate=self.judge,
+                noise=NoisePolicy(
                     noise_floor=self.noise_floor,
                     racing="racing" not in without,
                     builds=1 if "rebuilds" in without else MAX_BUILDS,

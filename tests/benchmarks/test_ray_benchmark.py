@@ -26,7 +26,7 @@ from harness.measure.records import MAIN_BENCHMARKER
 from harness.plugins.api import Candidate
 from harness.results.journal import Journal
 from harness.run.search.loop import SearchTask, run_search
-from harness.run.search.trial import make_trial_fn
+from harness.run.search.trial import measure
 from harness.workers.engines import WorkerSpec
 from harness.workers.ray import RAY_ENVIRONMENT, open_execution_target
 from search.api import Observation, Placement
@@ -84,7 +84,7 @@ class Driver:
             benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="costly:Costly", params=params)},
             workdir=self._folder / "work",
         )
-        attempt = partial(make_trial_fn, sampling=Sampling(warmup_ms=0, min_samples=11, max_samples=20))
+        attempt = lambda engines: partial(measure, engines=engines, sampling=Sampling(max_samples=20))  # noqa: E731
         with site.open(spec) as engines, site.workers(spec, engines, None, None) as workers:
             with workers.lane(attempt) as lane:
                 for _ in range(8):  # until every worker has its engines

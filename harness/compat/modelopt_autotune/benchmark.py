@@ -28,7 +28,7 @@ from harness.measure.turn_log import TurnEvent
 from harness.plugins import registry
 from harness.plugins.api import Candidate
 from harness.run.confirm.rounds import TimedRow, confirm
-from harness.run.search.trial import NoisePolicy, make_trial_fn
+from harness.run.search.trial import NoisePolicy, measure
 from harness.workers.engines import Engines, ScoringCallback, WorkerSpec
 from harness.workers.requests import BuiltEngine, EngineRequest, Sample
 from harness.workers.sandbox import open_engines
@@ -132,8 +132,8 @@ class Benchmark:
             engines, usual = self._engines, Sampling()
             limit_ms = max(usual.max_ms, self.timing_runs * self._reference_ms)
             sampling = usual.model_copy(update={"max_ms": limit_ms})
-        attempt = make_trial_fn(engines, sampling, noise_policy=NoisePolicy(reference_latency_ms=self._reference_ms))
-        outcome = attempt(candidate, None)
+        noise = NoisePolicy(reference_latency_ms=self._reference_ms)
+        outcome = measure(candidate, None, engines=engines, sampling=sampling, noise=noise)
         if log_file is not None:
             _write_log(outcome, candidate, Path(log_file))
         if isinstance(outcome, Failed):

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from harness.base.statistics import Interval, median_ci
 from harness.config.sections import Sampling
 from harness.measure.records import Failed, Measured, Outcome
+from harness.measure.sampling import Samples
 from harness.plugins.api import Candidate
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.workers.engines import Engines
 from harness.workers.requests import BuiltEngine
-from harness.workers.trial_pool import TrialFn, WorkerKilled
+from harness.workers.trial_pool import WorkerKilled
 
 MAX_KILLED_WORKERS = 3  # of one trial
 MAX_BUILDS = 3
 """A surprise is built again until two readings agree on it, a winner by disturbed readings until one is steady; the
 third decides."""
+LATENCY_ALONE = AccuracyGate()
+"""Gate that checks no accuracy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +42,16 @@ class NoisePolicy:
     reference_latency_ms: float | None = None
 
 
-def make_trial_fn(
+def measure(
+    candidate: Candidate,
+    incumbent: Interval | None,
+    *,
     engines: Engines,
     sampling: Sampling,
-    *,
-    judge: AccuracyGate | None = None,
-    noise_policy: NoisePolicy = NoisePolicy(),
-) -> TrialFn:
-    """Return a function that builds, times and scores a candidate with these engines.
+    gate: AccuracyGate = LATENCY_ALONE,
+    noise: NoisePolicy = NoisePolicy(),
+) -> Outcome:
+    """Build, time and score a candidate with these engines, and build it again before it becomes the incumbent.
 
     A candidate that is faster than the incumbent by more than noise is built and sampled again before it is accepted,
     because the lowest of many noisy readings is low by chance (Helion's autotuner found configurations 7 % faster once
@@ -54,97 +59,77 @@ def make_trial_fn(
     incumbent by readings that other load on the machine disturbed, whatever the width of their interval.
 
     Args:
-        judge: Accuracy gate; by default accuracy is not checked.
-        noise_policy: Settings for repeated builds, racing and the reference.
+        incumbent: Latency of the incumbent in ms; None: there is none yet.
+        gate: Decides how far a candidate is scored; by default accuracy is not checked.
+        noise: Settings for repeated builds, racing and the reference.
     """
-    return _TrialRunner(engines, sampling, judge or AccuracyGate(), noise_policy).attempt
+    rival = gate.latency_to_beat(incumbent)
 
-
-@dataclass(frozen=True, slots=True)
-class _TrialRunner:
-    engines: Engines
-    sampling: Sampling
-    judge: AccuracyGate
-    noise_policy: NoisePolicy
-
-    def attempt(self, candidate: Candidate, incumbent: Interval | None) -> Outcome:
-        rival = self.judge.latency_to_beat(incumbent)
-
-        def score(handle: int, measured: Measured) -> Outcome:
-            return self.judge.evaluate_accuracy(self.engines, handle, measured, incumbent)
-
-        outcome = self._measure(candidate, rival, score)
-        if isinstance(outcome, Failed) or rival is None or not self.judge.is_feasible(outcome.metrics):
-            return outcome
-        if not self._is_clearly_faster(outcome, rival) or (
-            outcome.stable and not _intervals_are_disjoint(outcome, rival)
-        ):
-            return outcome
-        taken = [outcome]
-        while len(taken) < self.noise_policy.builds and not self._is_rebuild_confirmed(taken, rival):
-            again = self._measure(candidate, rival, lambda _, measured: measured)
-            if isinstance(again, Failed):
-                return again
-            taken.append(again)
-        return _merge_rebuilds(taken)
-
-    def _is_clearly_faster(self, measured: Measured, rival: Interval) -> bool:
-        """Return whether a candidate is faster than the incumbent by more than the noise floor."""
-        return median_ci(measured.samples_ms).value * (1 + self.noise_policy.noise_floor) < rival.value
-
-    def _is_rebuild_confirmed(self, taken: Sequence[Measured], rival: Interval) -> bool:
-        """Return whether the last build confirms the first one, or is undisturbed after a disturbed one."""
-        first, last = taken[0], taken[-1]
-        if len(taken) == 1 or not last.stable:
-            return False
-        return not first.stable or (self._is_clearly_faster(last, rival) and _intervals_are_disjoint(last, rival))
-
-    def _measure(self, candidate: Candidate, rival: Interval | None, then: _AfterSampling) -> Outcome:
-        """Build and sample a candidate, and call `then` with its open engine; repeat if the worker is killed."""
+    def build_and_sample(*, scored: bool) -> Outcome:
         for _ in range(MAX_KILLED_WORKERS):
-            built = self.engines.build(candidate)
+            built = engines.build(candidate)
             if isinstance(built, Failed):
                 return built
             with suppress(WorkerKilled):
-                return self._sample_and_release(built, rival, then)
+                return sample_and_release(built, scored)
         raise WorkerKilled(f"{MAX_KILLED_WORKERS} workers in a row were killed during a trial")
 
-    def _sample_and_release(self, built: BuiltEngine, rival: Interval | None, then: _AfterSampling) -> Outcome:
+    def sample_and_release(built: BuiltEngine, scored: bool) -> Outcome:
         try:
-            outcome = self._sample(built, rival, then)
+            level_ms = noise.reference_latency_ms
+            samples = engines.sample(built.handle, sampling, rival if noise.racing else None, level_ms)
+            if isinstance(samples, Failed):
+                return samples
+            measured = _make_record(built, samples)
+            outcome = gate.evaluate_accuracy(engines, built.handle, measured, incumbent) if scored else measured
         finally:
             started_s = time.perf_counter()
-            self.engines.release(built.handle)
+            engines.release(built.handle)
             release_s = time.perf_counter() - started_s
         return replace(outcome, release_s=release_s) if isinstance(outcome, Measured) else outcome
 
-    def _sample(self, built: BuiltEngine, rival: Interval | None, then: _AfterSampling) -> Outcome:
-        samples = self.engines.sample(
-            built.handle,
-            self.sampling,
-            rival if self.noise_policy.racing else None,
-            self.noise_policy.reference_latency_ms,
-        )
-        if isinstance(samples, Failed):
-            return samples
-        measured = Measured(
-            samples_ms=samples.latency_ms,
-            discarded_ms=samples.discarded_ms,
-            raw_ms=samples.raw_ms,
-            reference_ms=samples.reference_ms,
-            disturbance=samples.disturbance,
-            warmup=samples.warmup,
-            stable=samples.stable,
-            saved=samples.saved,
-            conditions=samples.conditions,
-            build_s=built.build_s,
-            measure_s=samples.measure_s,
-            info=built.info,
-        )
-        return then(built.handle, measured)
+    first = build_and_sample(scored=True)
+    if isinstance(first, Failed) or rival is None or not gate.is_feasible(first.metrics):
+        return first
+    if not _is_clearly_faster(first, rival, noise) or (first.stable and not _intervals_are_disjoint(first, rival)):
+        return first
+    taken = [first]
+    while len(taken) < noise.builds and not _is_rebuild_confirmed(taken, rival, noise):
+        again = build_and_sample(scored=False)
+        if isinstance(again, Failed):
+            return again
+        taken.append(again)
+    return _merge_rebuilds(taken)
 
 
-_AfterSampling = Callable[[int, Measured], Outcome]
+def _make_record(built: BuiltEngine, samples: Samples) -> Measured:
+    return Measured(
+        samples_ms=samples.latency_ms,
+        discarded_ms=samples.discarded_ms,
+        raw_ms=samples.raw_ms,
+        reference_ms=samples.reference_ms,
+        disturbance=samples.disturbance,
+        warmup=samples.warmup,
+        stable=samples.stable,
+        saved=samples.saved,
+        conditions=samples.conditions,
+        build_s=built.build_s,
+        measure_s=samples.measure_s,
+        info=built.info,
+    )
+
+
+def _is_clearly_faster(measured: Measured, rival: Interval, noise: NoisePolicy) -> bool:
+    """Return whether a candidate is faster than the incumbent by more than the noise floor."""
+    return median_ci(measured.samples_ms).value * (1 + noise.noise_floor) < rival.value
+
+
+def _is_rebuild_confirmed(taken: Sequence[Measured], rival: Interval, noise: NoisePolicy) -> bool:
+    """Return whether the last build confirms the first one, or is undisturbed after a disturbed one."""
+    first, last = taken[0], taken[-1]
+    if len(taken) == 1 or not last.stable:
+        return False
+    return not first.stable or (_is_clearly_faster(last, rival, noise) and _intervals_are_disjoint(last, rival))
 
 
 def _intervals_are_disjoint(measured: Measured, rival: Interval) -> bool:

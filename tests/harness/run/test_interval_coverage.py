@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from harness.results.journal import Journal, read_journal
 from harness.results.journal_reader import state_at_budgets
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.run.search.loop import InitialPlacement, SearchTask, run_search
-from harness.run.search.trial import make_trial_fn
+from harness.run.search.trial import measure
 from harness.workers.engines import Engines, WorkerSpec
 from harness.workers.in_process import InProcess
 from harness.workers.trial_pool import SyncExecutor
@@ -125,7 +126,7 @@ def flat_search(folder: Path, number: int, plan: Confirmation = PLAN) -> Found:
         evaluations=FLAT_EVALUATIONS,
     )
     with open_engines() as opened, Journal(path, {}) as journal:
-        run_search(task, SyncExecutor(make_trial_fn(opened, Sampling())), journal, lambda _: None)
+        run_search(task, SyncExecutor(partial(measure, engines=opened, sampling=Sampling())), journal, lambda _: None)
     entries = tuple(read_journal(path))
     outcomes = [entry.result.outcome for entry in entries if entry.result is not None]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measured)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from harness.results.goal import Goal
 from harness.results.journal import Journal
 from harness.run.search.loop import SearchTask, run_search
 from harness.run.search.optuna_mirror import mirror_to_optuna
-from harness.run.search.trial import make_trial_fn
+from harness.run.search.trial import measure
 from harness.workers.engines import WorkerSpec
 from harness.workers.in_process import InProcess
 from harness.workers.trial_pool import SyncExecutor
@@ -56,7 +57,12 @@ def test_memory_and_journal_size_of_long_search_are_bounded(tmp_path):
         Journal(tmp_path / "blind-0.jsonl", {}) as journal,
     ):
         tracemalloc.start()
-        run_search(task, SyncExecutor(make_trial_fn(engines, Sampling(warmup_ms=0, max_samples=20))), journal, watch)
+        run_search(
+            task,
+            SyncExecutor(partial(measure, engines=engines, sampling=Sampling(warmup_ms=0, max_samples=20))),
+            journal,
+            watch,
+        )
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < BYTES * TRIALS

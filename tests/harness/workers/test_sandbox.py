@@ -27,7 +27,7 @@ from harness.measure.turn_statistics import summarize_turns
 from harness.plugins.api import Accuracy, Candidate, Infer
 from harness.plugins.registry import register_object
 from harness.run.confirm.rounds import TimedRow, confirm
-from harness.run.search.trial import make_trial_fn
+from harness.run.search.trial import measure
 from harness.workers.engines import WorkerSpec
 from harness.workers.execution_target import LocalTarget
 from harness.workers.in_process import InProcess
@@ -386,12 +386,12 @@ def kill_once(monkeypatch):
 def test_a_trial_whose_worker_is_killed_is_repeated(sandbox, candidate, kill_once, call):
     sandbox._stop()
     seen = kill_once(call, 2 if call is tuple else 1)
-    assert isinstance(make_trial_fn(sandbox, SAMPLING)(candidate(f"ok {call.__name__}"), None), Measured)
+    assert isinstance(measure(candidate(f"ok {call.__name__}"), None, engines=sandbox, sampling=SAMPLING), Measured)
     assert len(set(seen)) == len(seen) == (3 if call is tuple else 2)
 
 
 def test_a_candidate_whose_worker_is_killed_each_time_has_failed(sandbox, candidate):
-    outcome = failed(make_trial_fn(sandbox, SAMPLING)(candidate("sample kill"), None))
+    outcome = failed(measure(candidate("sample kill"), None, engines=sandbox, sampling=SAMPLING))
     assert (outcome.stage, "SIGKILL" in outcome.reason) == ("crash", True)
 
 

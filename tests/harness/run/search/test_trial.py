@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from harness.measure.sampling import Samples
 from harness.plugins.api import Accuracy, Candidate
 from harness.results.goal import Goal
 from harness.run.search.accuracy_gate import AccuracyGate
-from harness.run.search.trial import NoisePolicy, make_trial_fn
+from harness.run.search.trial import NoisePolicy, measure
 from harness.workers.requests import BuiltEngine
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
@@ -79,7 +80,7 @@ def measured(outcome: Outcome) -> Measured:
 
 def test_first_candidate_is_built_once_without_rival():
     bench = Bench(5.0)
-    found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, None))
+    found = measured(measure(CANDIDATE, None, engines=bench, sampling=SAMPLING))
     assert (found.samples_ms[1], found.rebuilt_ms, found.saved, found.conditions) == (5.0, (), 4, {"load": 1.0})
     assert bench.diary == ["build", "release"]
 
@@ -89,20 +90,20 @@ def test_release_time_is_recorded():
         def release(self, handle: int) -> None:
             time.sleep(0.01)
 
-    found = measured(make_trial_fn(Slow(5.0, 5.1), SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(measure(CANDIDATE, INCUMBENT, engines=Slow(5.0, 5.1), sampling=SAMPLING))
     assert found.release_s >= 0.02, "two builds"
 
 
 @pytest.mark.parametrize("latency_ms", [9.95, 10.0, 30.0])
 def test_candidate_without_significant_gain_is_built_once(latency_ms):
     bench = Bench(latency_ms)
-    assert measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)).rebuilt_ms == ()
+    assert measured(measure(CANDIDATE, INCUMBENT, engines=bench, sampling=SAMPLING)).rebuilt_ms == ()
     assert bench.diary == ["build", "release"]
 
 
 def test_confirmed_gain_uses_readings_of_rebuild():
     bench = Bench(5.0, 5.1)
-    found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(measure(CANDIDATE, INCUMBENT, engines=bench, sampling=SAMPLING))
     assert found.samples_ms[1] == 5.1
     assert [readings[1] for readings in found.rebuilt_ms] == [5.0]
     assert bench.diary == ["build", "release", "build", "release"]
@@ -111,14 +112,14 @@ def test_confirmed_gain_uses_readings_of_rebuild():
 
 @pytest.mark.parametrize(("third", "believed"), [(5.2, 5.2), (12.0, 12.0), (11.0, 11.0)])
 def test_third_build_decides_if_rebuild_disagrees(third, believed):
-    found = measured(make_trial_fn(Bench(5.0, 13.0, third), SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(measure(CANDIDATE, INCUMBENT, engines=Bench(5.0, 13.0, third), sampling=SAMPLING))
     assert found.samples_ms[1] == believed
     assert len(found.rebuilt_ms) == 2
     assert found.build_s == 1.5
 
 
 def test_single_low_reading_is_discarded():
-    found = measured(make_trial_fn(Bench(2.0, 10.0, 10.05), SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(measure(CANDIDATE, INCUMBENT, engines=Bench(2.0, 10.0, 10.05), sampling=SAMPLING))
     assert found.samples_ms[1] == 10.0
 
 
@@ -135,27 +136,29 @@ def test_single_low_reading_is_discarded():
 )
 def test_disturbed_gain_is_rebuilt(builds, disturbed, believed):
     bench = Bench(*builds, disturbed=disturbed)
-    found = measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(measure(CANDIDATE, INCUMBENT, engines=bench, sampling=SAMPLING))
     assert found.samples_ms[1] == believed
     assert bench.diary.count("build") == len(builds)
 
 
 def test_disturbed_readings_are_discarded_but_recorded():
-    found = measured(make_trial_fn(Bench(5.0, 9.0, disturbed=(0,)), SAMPLING)(CANDIDATE, INCUMBENT))
+    found = measured(measure(CANDIDATE, INCUMBENT, engines=Bench(5.0, 9.0, disturbed=(0,)), sampling=SAMPLING))
     assert found.rebuilt_ms == ()
     assert found.discarded_ms[1] == 5.0
 
 
 def test_disturbed_reading_without_gain_is_not_rebuilt():
     bench = Bench(10.0, disturbed=(0,))
-    assert not measured(make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)).stable
+    assert not measured(measure(CANDIDATE, INCUMBENT, engines=bench, sampling=SAMPLING)).stable
     assert bench.diary.count("build") == 1
 
 
 def test_disturbed_reading_is_accepted_without_rebuilds():
     bench = Bench(5.0, disturbed=(0,))
     assert (
-        measured(make_trial_fn(bench, SAMPLING, noise_policy=NoisePolicy(builds=1))(CANDIDATE, INCUMBENT)).samples_ms[1]
+        measured(
+            measure(CANDIDATE, INCUMBENT, engines=bench, sampling=SAMPLING, noise=NoisePolicy(builds=1))
+        ).samples_ms[1]
         == 5.0
     )
     assert bench.diary.count("build") == 1
@@ -163,41 +166,46 @@ def test_disturbed_reading_is_accepted_without_rebuilds():
 
 def test_gain_within_noise_floor_is_not_rebuilt():
     bench = Bench(9.5)
-    make_trial_fn(bench, SAMPLING, noise_policy=NoisePolicy(noise_floor=0.1))(CANDIDATE, INCUMBENT)
+    measure(CANDIDATE, INCUMBENT, engines=bench, sampling=SAMPLING, noise=NoisePolicy(noise_floor=0.1))
     assert bench.diary.count("build") == 1
 
 
 @pytest.mark.parametrize("builds", [("build",), ("sample",), (5.0, "build"), (5.0, "sample"), (5.0, 12.0, "build")])
 def test_failed_build_is_outcome_and_engines_are_released(builds):
     bench = Bench(*builds)
-    found = make_trial_fn(bench, SAMPLING)(CANDIDATE, INCUMBENT)
+    found = measure(CANDIDATE, INCUMBENT, engines=bench, sampling=SAMPLING)
     assert isinstance(found, Failed)
     assert bench.diary.count("release") == bench.diary.count("build") - (builds[-1] == "build")
 
 
 def test_only_faster_candidate_is_scored_once():
     slow, fast = Bench(11.0), Bench(5.0, 5.0)
-    assert measured(make_trial_fn(slow, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)).metrics == {}
-    found = measured(make_trial_fn(fast, SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT))
+    assert measured(measure(CANDIDATE, INCUMBENT, engines=slow, sampling=SAMPLING, gate=JUDGE)).metrics == {}
+    found = measured(measure(CANDIDATE, INCUMBENT, engines=fast, sampling=SAMPLING, gate=JUDGE))
     assert (found.metrics, found.per_item) == ({"map": 0.5}, (1.0, 0.0))
     assert fast.diary.count("evaluate") == 1
 
 
 def test_infeasible_candidate_is_not_rebuilt():
     bench = Bench(5.0)
-    attempt = make_trial_fn(bench, SAMPLING, judge=AccuracyGate(goal=Goal(metric="map", reference=0.7, max_drop=0.1)))
+    attempt = partial(
+        measure,
+        engines=bench,
+        sampling=SAMPLING,
+        gate=AccuracyGate(goal=Goal(metric="map", reference=0.7, max_drop=0.1)),
+    )
     assert measured(attempt(CANDIDATE, INCUMBENT)).samples_ms[1] == 5.0
     assert bench.diary == ["build", "evaluate", "release"]
 
 
 def test_an_evaluation_that_fails_is_the_outcome():
-    found = make_trial_fn(Bench(5.0, score=None), SAMPLING, judge=JUDGE)(CANDIDATE, None)
+    found = measure(CANDIDATE, None, engines=Bench(5.0, score=None), sampling=SAMPLING, gate=JUDGE)
     assert isinstance(found, Failed)
     assert found.stage == "evaluate"
 
 
 def test_outcome_round_trips_through_journal():
-    outcome = make_trial_fn(Bench(5.0, 13.0, 6.0), SAMPLING, judge=JUDGE)(CANDIDATE, INCUMBENT)
+    outcome = measure(CANDIDATE, INCUMBENT, engines=Bench(5.0, 13.0, 6.0), sampling=SAMPLING, gate=JUDGE)
     told = TrialResult(number=3, outcome=outcome, elapsed_s=1.5)
     assert decode_line(encode_line(told)) == told
 
