@@ -24,9 +24,7 @@ quick: $(INSTALLED)
 
 # Lint, types, and the quick tests of the modules that differ from the last commit: for use while editing.
 check: lint
-	$(BIN)/python -m pytest -q -m "not slow" tests/test_architecture.py $$(git diff --name-only HEAD | \
-	  sed -nE 's#^(harness|search)/(.*/)?([a-z0-9_]+)\.py$$#tests/\1/\2test_\3.py#p; /^tests\/.*test_.*py$$/p' | \
-	  sort -u | xargs -r ls 2>/dev/null)
+	$(BIN)/python -m pytest -q -m "not slow" tests/test_architecture.py $$($(BIN)/python -P tests/affected.py)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
