@@ -179,7 +179,8 @@ BETWEEN: dict[str, Callable[[GraphBuilder, str], str]] = {
     "comparison": lambda g, x: g.op("Where", g.op("Greater", x, floats(g, 0.0)), x, relu(g, x)),
     "concat of signed and absorbed": lambda g, x: g.op("Concat", x, relu(g, x), axis=1),
     "hard swish": lambda g, x: g.op("Mul", x, g.op("HardSigmoid", x)),
-    "interpolation": lambda g, x: g.op("Resize", x, "", floats(g, 1.0, 1.0, 2.0, 2.0), mode="linear"),
+    # Mode linear is a known fault of ONNX Runtime 1.24.4, so that Resize stays float there.
+    "enlargement": lambda g, x: g.op("Resize", x, "", floats(g, 1.0, 1.0, 2.0, 2.0), mode="nearest"),
     "max pooling": lambda g, x: g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2]),
     "negation": lambda g, x: g.op("Neg", x),
     "padding": lambda g, x: g.op("Pad", x, integers(g, 0, 0, 1, 1, 0, 0, 1, 1)),

@@ -191,7 +191,7 @@ class Grey:
 
 @pytest.mark.usefixtures("no_shared_images")
 def test_preprocessed_tensor_of_wrong_shape_is_refused(monkeypatch):
-    monkeypatch.setattr(batching, "open_preprocess", lambda _: Grey())
+    monkeypatch.setattr(batching.registry, "create_plugin", lambda *_: Grey())
     evaluator = CocoMAP(DATA, "shapes", "shapes", "images", (1, 3, 128, 128))
     with pytest.raises(
         UserError, match=r"preprocess gives float32 \(1, 128, 128\) for image .* wants float32 \(3, 128"
