@@ -123,7 +123,9 @@ def test_native_calls_are_limited_to_listed_modules():
 
 
 def test_commands_print_only_by_echo():
-    for path in (ROOT / "harness/cli").glob("*.py"):
+    modules = list((ROOT / "harness/cli").glob("*.py"))
+    assert modules
+    for path in modules:
         calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
         assert calls.count("typer.echo") == (path.stem == "common"), f"{path.name}: use `echo` of common"
         assert "print" not in calls, path.name

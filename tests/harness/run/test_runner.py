@@ -320,10 +320,10 @@ def test_damaged_stored_experiment_is_refused(folder, tmp_path, capsys, text):
 
 def test_changed_description_is_same_experiment(folder, tmp_path):
     config = load_experiment(folder / "small.yaml")
-    with owned_results_dir(tmp_path / "out", config):
-        pass
-    with owned_results_dir(tmp_path / "out", config.model_copy(update={"description": "with more words"})):
-        pass
+    for description in ("", "with more words"):
+        changed = config.model_copy(update={"description": description})
+        with owned_results_dir(tmp_path / "out", changed):
+            assert (tmp_path / "out" / "experiment.yaml").is_file()
 
 
 def test_a_task_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, capsys):

@@ -99,8 +99,9 @@ def test_random_mutation_starts_from_float_and_mutates_measured_placements():
     searcher = RandomMutationSearcher(space, seed=0)
     assert searcher.ask(1) == [space.float_placement()]
     searcher.tell(scored(space, space.float_placement(), 5.0))
-    for child in searcher.ask(20):
-        assert 1 <= hamming(child, space.float_placement()) <= 3
+    changed = [hamming(child, space.float_placement()) for child in searcher.ask(20)]
+    assert len(changed) == 20
+    assert set(changed) <= {1, 2, 3}
 
 
 def test_random_mutation_draws_parents_from_the_best_tenth():
@@ -226,7 +227,7 @@ def test_evolution_breeds_from_feasible_placements():
     searcher = EvolutionarySearcher(space, seed=0, population=1, block=0.0)
     searcher.tell(scored(space, space.quantize_all(), 1.0, violation=0.5))
     searcher.tell(scored(space, space.float_placement(), 9.0))
-    assert all(sum(child.choices) < 15 for child in searcher.ask(20))
+    assert [sum(child.choices) < 15 for child in searcher.ask(20)] == [True] * 20
 
 
 def test_local_moves_from_the_incumbent_costly_points_first():
