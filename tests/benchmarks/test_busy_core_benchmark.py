@@ -2,7 +2,7 @@
 
 Run with `pytest tests/benchmarks/test_busy_core_benchmark.py --benchmark-enable -s` on a machine of two cores or more
 that does nothing else, about ten minutes; it prints the figures of docs/explanation/measurement.md: ResNet-18 by ONNX
-Runtime, one thread on one core, by turns beside an idle core and beside one that runs the float model without a pause.
+Runtime, one thread on one core, in turns next to an idle core and to one that runs the float model without a pause.
 Latencies may grow with a busy neighbour (caches, memory, turbo); the speedup is what must not move by more than its
 interval.
 """
@@ -85,4 +85,4 @@ def test_speedup_next_to_busy_core(benchmark, tmp_path):
         else:
             found = rows(own, folder)
         shown = found.loc[["float", "linear", "ort_static"], ["latency_ms", "speedup", "speedup_low", "speedup_high"]]
-        print("beside a busy core" if turn % 2 else "beside an idle core", shown.round(3).to_string(), sep="\n")
+        print("next to a busy core" if turn % 2 else "next to an idle core", shown.round(3).to_string(), sep="\n")

@@ -1,4 +1,4 @@
-"""Discovery, patterns and space, beside the same steps of ModelOpt's autotuner, taken in the same run.
+"""Discovery, patterns and space, compared with the same steps of ModelOpt's autotuner in the same run.
 
 Run with `pytest tests/benchmarks/test_discovery_benchmark.py --benchmark-enable -s`. Figures to reach: 0.6 s for the
 decomposed encoder of about 4,200 nodes, and time in proportion to the nodes up to 20,000.

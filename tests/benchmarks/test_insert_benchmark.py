@@ -1,4 +1,4 @@
-"""Placement to a file ready to build, beside the same step of ModelOpt's autotuner.
+"""Placement to a file ready to build, compared with the same step of ModelOpt's autotuner.
 
 Run with `pytest tests/benchmarks/test_insert_benchmark.py --benchmark-enable`; figures to reach are 10 ms for
 ResNet-50 and 20 ms for the decomposed encoder of about 4,200 nodes. Every round writes another random placement.

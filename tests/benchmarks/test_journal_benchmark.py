@@ -1,4 +1,4 @@
-"""What long journals cost: opened to go on, read for the finalists, and a whole `qdq report` over them.
+"""Time of long journals: opened to continue, read for the finalists, and a whole `qdq report`.
 
 Run with `QDQ_LINES=1000000 pytest tests/benchmarks/test_journal_benchmark.py --benchmark-enable -s`; it prints rows for
 docs/explanation/reliability.md. Figures to reach at a million lines: opened in 10 s; the report streams, so it stays
@@ -35,7 +35,7 @@ before, wall, cpu = mib(), time.perf_counter(), time.process_time()
 WORKS = {
     "decoded by json.loads": "[None for line in path.open() if not json.loads(line)]",
     "read with checksums and validation": "for entry in read_journal(path): pass",
-    "opened to go on": "with Journal(path, {}) as journal: journal.elapsed_s",
+    "opened to continue": "with Journal(path, {}) as journal: journal.elapsed_s",
     "finalists chosen": "state_at_budgets(read_journal(path), goal, [50, 10**9], 3)",
     "whole report": "report_text(*write_report(folder))",
 }

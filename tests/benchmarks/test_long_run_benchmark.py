@@ -2,7 +2,7 @@
 
 Run with `pytest tests/benchmarks/test_long_run_benchmark.py --benchmark-enable -s`; it prints rows for
 docs/explanation/reliability.md and docs/how-to/cluster.md. Figures to reach: 2 ms of harness time a trial, 1 GiB.
-QDQ_TRIALS sets how many, QDQ_DRIVERS how many processes do the same beside each other, each with a results folder of
+QDQ_TRIALS sets how many, QDQ_DRIVERS how many processes do the same at once, each with a results folder of
 its own, to see what one machine can drive. Harness time is all processor time but that of the made-up runtime, counted
 around its methods.
 """
@@ -118,7 +118,7 @@ def test_harness_time_per_trial(benchmark, folder):
     benchmark.extra_info |= {"trials": TRIALS, "drivers": DRIVERS, "harness_ms": own_ms, "most_mib": found[0][3]}
     print(
         f"\n| {TRIALS:,} simulated trials, {DRIVERS} driver(s) | {max(own_ms):.2f} ms of processor time a trial "
-        f"beside {max(made_up_ms):.2f} of the made-up runtime; {max(most for *_, most in found):.0f} MiB at most; "
+        f"of which {max(made_up_ms):.2f} are of the runtime; {max(most for *_, most in found):.0f} MiB at most; "
         f"{DRIVERS * TRIALS / wall_s:.0f} trials a second in all; journal: {size / TRIALS:.0f} bytes a trial, "
         f"{DRIVERS * size / wall_s / 1e6:.2f} MB a second |"
     )

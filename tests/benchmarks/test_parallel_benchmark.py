@@ -3,7 +3,7 @@
 Run with `pytest tests/benchmarks/test_parallel_benchmark.py --benchmark-enable -s` on a machine that does nothing else
 (two cores or more, about five minutes); it prints the table of docs/explanation/measurement.md: ResNet-18 on OpenVINO.
 The same placements are timed one after the other, again so, with two workers whose builds wait while an engine is
-timed, and with two whose builds go on beside it. Figure to reach: 1.3 times the trials a minute, and timings that
+timed, and with two whose builds run at the same time. Figure to reach: 1.3 times the trials a minute, and timings that
 differ by no more than two serial runs do.
 """
 
@@ -90,7 +90,7 @@ def test_parallel_build_throughput_and_latency(benchmark, tmp_path):
     print("|---|---|---|")
     for name, each in found.items():
         both = sorted(each.latency_ms.keys() & serial.latency_ms.keys())
-        assert len(both) > EVALUATIONS / 2, "the same placements, whoever builds them"
+        assert len(both) > EVALUATIONS / 2, "the same placements by all workers"
         changes = [100 * (each.latency_ms[digest] / serial.latency_ms[digest] - 1) for digest in both]
         low, middle, high = np.quantile(changes, [0.25, 0.5, 0.75])
         print(f"| {name} | {each.trials_a_minute:.0f} | {middle:+.1f} % [{low:+.1f}, {high:+.1f}] |")

@@ -74,7 +74,7 @@ class Driver:
             return [self._search(lane, executor.max_pending, trials, number) for number in range(ROUNDS)]
 
     def on_ray(self, workers: int) -> ExecutorSpec:
-        """An executor with so many workers."""
+        """An executor with this number of workers."""
         return ExecutorSpec(use="ray", address=self._address, workers=workers)
 
     @contextmanager

@@ -55,7 +55,7 @@ def test_sandbox_overhead_is_below_5_percent_of_trial(benchmark, tmp_path, reque
 
 
 def test_sandbox_start_time(benchmark, tmp_path):
-    """What a crash, or a build of the confirmation, costs beside its work."""
+    """Time of a crash, or of a build of the confirmation, without its work."""
     if benchmark.disabled:
         pytest.skip("tests/harness/workers/test_sandbox.py starts many; enable benchmarks to take the time")
     pytest.importorskip("openvino")

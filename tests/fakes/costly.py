@@ -79,7 +79,7 @@ class Elsewhere(Costly):
     """One whose device the driver's machine has not."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Facts, for whoever is not the driver."""
+        """Facts for processes other than the driver."""
         if "pytest" in sys.modules:
             raise UserError("costly: there is no such device here")
         return Costly.describe(self)

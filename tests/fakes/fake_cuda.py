@@ -113,7 +113,7 @@ class FakeCuda:
     # What a runtime does to the device.
 
     def launch(self, stream: int, ms: float, work: Callable[[], None] = lambda: None) -> None:
-        """Queue work that takes so long; results appear at once, which no reader can tell."""
+        """Queue work of this duration; its results appear at once."""
         self.host_ms += self.host_us / 1000
         if stream in self.captured:
             self.captured[stream].append((ms, work))

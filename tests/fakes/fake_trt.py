@@ -20,7 +20,7 @@ from fake_cuda import FakeCuda
 
 HERE = Path(__file__).parent
 VERSIONS = {10: "10.16.1.11", 11: "11.1.0.106"}
-# Integers as the headers have them; elsewhere they are given in order of the names, and nobody may rely on them.
+# Integers as the headers have them; elsewhere they are given in the order of the names, and no test may rely on them.
 NETWORK_FLAGS = {
     10: {"EXPLICIT_BATCH": 0, "STRONGLY_TYPED": 1, "PREFER_JIT_PYTHON_PLUGINS": 2, "PREFER_AOT_PYTHON_PLUGINS": 3},
     11: {"STRONGLY_TYPED": 0, "PREFER_JIT_PYTHON_PLUGINS": 1, "PREFER_AOT_PYTHON_PLUGINS": 2},
@@ -146,7 +146,7 @@ class _Registry:
             self._fake.said("Cannot register plugin: it is already registered")
             return None
         if not self._fake.plugins.get(Path(path).name, False):
-            self._fake.said("undefined symbol: nobody")
+            self._fake.said("undefined symbol: missing")
             return None
         self._fake.registered.add(path)
         return object()

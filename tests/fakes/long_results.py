@@ -35,7 +35,7 @@ GOAL = Goal(metric="top1", reference=0.8, max_drop=0.02)
 
 
 def write_long_results(folder: Path, evaluations: int) -> Path:
-    """Two seeds: one of so many evaluations, all of them scored, and one that ended after ten; gives the long journal.
+    """Two seeds: one of this number of evaluations, all scored, and one that ended after ten; returns the long journal.
 
     Latency falls from 10 to 5 ms over the run, in readings with noise; every 997th evaluation fails.
     """

@@ -21,7 +21,7 @@ def qdq(*arguments: str) -> int:
 
 
 def save_chain(path: Path, channels: Sequence[int], *, size: int = 16, seed: int = 1) -> Path:
-    """Convolutions of so many channels, one behind the other, each with its Relu, and the mean over the image."""
+    """Convolutions of these numbers of channels in a row, each with its Relu, and the mean over the image."""
     builder = GraphBuilder(path.stem, seed=seed)
     builder.output(builder.op("GlobalAveragePool", _chain(builder, channels, size)))
     return builder.save(path)

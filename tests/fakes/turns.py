@@ -35,7 +35,7 @@ class Instant:
 
 
 class Listening(NullProgress):
-    """Keeps what is said."""
+    """Observer that keeps messages."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

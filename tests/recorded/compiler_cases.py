@@ -1,6 +1,6 @@
 """Small Q/DQ models, made systematically: operator x types x granularity x neighbours.
 
-`compiler_verdicts.csv` holds what NVIDIA's compiler says of each; `python tests/recorded/compiler_cases.py` asks it
+`compiler_verdicts.csv` has the verdict of NVIDIA's compiler on each; `python tests/recorded/compiler_cases.py` asks it
 again.
 """
 

@@ -68,7 +68,7 @@ def told(space, archive, placement, latency_ms, loss, **facts):
 
 
 def archive_with_a_gap(space):
-    """Latency falls and loss rises with every point quantized, and nobody looked at the middle."""
+    """Latency falls and loss rises with every point quantized, and the middle is not evaluated."""
     archive = Archive()
     count = len(space)
     for on in (0, 1, 2, count - 2, count - 1, count):
@@ -80,8 +80,8 @@ def test_acquisition_prefers_gap_in_front():
     space = synthetic_space(10, groups=2)
     advisor, archive = SurrogateModel(space), archive_with_a_gap(space)
     advisor.fit(archive)
-    middle, beside = Placement((1,) * 5 + (0,) * 5), Placement((0, 1) + (0,) * 8)
-    advice = advisor.score([middle, beside])
+    middle, second = Placement((1,) * 5 + (0,) * 5), Placement((0, 1) + (0,) * 8)
+    advice = advisor.score([middle, second])
     assert advice.acquisition[0] > advice.acquisition[1]
 
 

@@ -96,7 +96,7 @@ def test_incremental_incumbents_equal_final_incumbents(seed):
     space = synthetic_space(6)
     objective, rng = SyntheticObjective(space, seed=seed), np.random.default_rng(seed)
     stepwise, at_end = Archive(), Archive()
-    for _ in range(80):  # of 64 placements, so that several are told again
+    for _ in range(80):  # of 64 placements, so that several outcomes are repeated
         observation = objective.observe(space.random(rng))
         stepwise.tell(observation)
         at_end.tell(observation)

@@ -1,4 +1,4 @@
-"""The searcher of one's own that CONTRIBUTING.md shows, run through the kit as its author would."""
+"""The searcher that CONTRIBUTING.md shows, tested by the kit as its author would."""
 
 import inspect
 from pathlib import Path

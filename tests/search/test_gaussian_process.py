@@ -194,7 +194,7 @@ def test_forest_weighs_measured_rows_above_pending_rows():
 
 
 class Counting:
-    """Believes that each quantized atom saves the same, whatever it is told."""
+    """Predicts that each quantized atom saves the same, independent of the outcomes."""
 
     def fit(self, rows, values, errors):
         return self.predict(rows)[0]

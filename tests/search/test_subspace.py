@@ -14,7 +14,7 @@ SPACE = synthetic_space(8, groups=2)
 
 
 class Recorder:
-    """Proposes everything quantized, and keeps what it is told."""
+    """Proposes everything quantized, and keeps the outcomes."""
 
     def __init__(self, space):
         self.space, self.told = space, []

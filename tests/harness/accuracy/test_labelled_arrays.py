@@ -1,4 +1,4 @@
-"""Accuracy on arrays with labels: classes and metrics of one's own, of models with one input and with several."""
+"""Accuracy on arrays with labels: classes and own metrics, of models with one input and with several."""
 
 import re
 import sys

@@ -174,7 +174,7 @@ def test_worker_reports_evaluation_progress(tmp_path):
         assert told == sorted(told)
         assert told, "0.8 s are long enough for a word"
         assert {total for _, total in told} == {4}
-        assert engines.evaluate(built.handle) == found, "nobody has to watch"
+        assert engines.evaluate(built.handle) == found, "progress is optional"
         assert engines.prepare(built.handle, watch=lambda done, total: told.append((done, total))) is None
 
 

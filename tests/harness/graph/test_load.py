@@ -1,4 +1,4 @@
-"""Loading: what comes in is what runs, and what is wrong with a file is said."""
+"""Loading: a loaded model equals its file, and errors name what is wrong with a file."""
 
 import logging
 import os

@@ -136,7 +136,7 @@ def test_explanation_is_printed_and_stored_for_the_report(done, found, capsys):
     main(["report", str(done)])
     report = done / "report"
     assert (report / f"sensitivity-{TASK}-{found.row}.svg").exists()
-    assert not list(report.glob("waterfall-*")), "no layer was told"
+    assert not list(report.glob("waterfall-*")), "no layer has a cost"
     assert "data:image/svg+xml;base64," in (report / "index.html").read_text()
     (data,) = read_page_data((report / "index.html").read_text())
     assert "without it" in next(iter(data["effects"][found.row]["patterns"].values()))

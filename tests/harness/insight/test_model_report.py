@@ -177,7 +177,7 @@ def test_explain_command_writes_text_and_json(tmp_path, capsys):
         ("gone.onnx", "openvino", "no such file"),
         ("README.md", "openvino", "README.md on openvino: OpenVINO refuses"),
         ("zoo:shapes_detector", "simulated", "does not report the layers of a model"),
-        ("zoo:shapes_detector", "nobody", "no benchmarker is called 'nobody'"),
+        ("zoo:shapes_detector", "missing", "no benchmarker is called 'missing'"),
     ],
 )
 def test_invalid_models_and_backends_are_refused(model, backend, message, monkeypatch, tmp_path):
@@ -249,7 +249,7 @@ def test_delivered_file_is_explained_with_its_measured_options(tmp_path, monkeyp
     assert choose_backend(path, None, {"threads": 1}).params == {"threads": 1, "streams": 1}
     write({"name": "onnxruntime_web", "options": {"threads": 1}})
     assert choose_backend(path, None, {}) == PluginSpec(use="onnxruntime_web"), "it has no such parameter"
-    write({"name": "somebody's"})
+    write({"name": "another"})
     assert choose_backend(path, None, {}) == PluginSpec(use="openvino"), "no plug-in has this name"
     write("onnxruntime")
     if record == "task.json":

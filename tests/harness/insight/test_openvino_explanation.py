@@ -1,4 +1,4 @@
-"""`qdq explain DIR ROW` on OpenVINO itself: what is said and drawn, whatever the machine's readings are today."""
+"""`qdq explain DIR ROW` on OpenVINO: text and pictures that do not depend on the readings of this machine."""
 
 import re
 

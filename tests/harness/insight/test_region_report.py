@@ -1,4 +1,4 @@
-"""What `qdq regions` says of inputs without a point, and of models that are quantized already."""
+"""Messages of `qdq regions` on inputs without a point, and on models that are quantized already."""
 
 from __future__ import annotations
 

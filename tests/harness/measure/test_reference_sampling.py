@@ -62,8 +62,10 @@ def test_a_difference_of_five_percent_is_seen():
 def test_raw_and_reference_readings_are_recorded():
     samples = paired(Machine(3), 4.0, reference_ms=8.0, level_ms=20.0)
     assert len(samples.reference_ms) == len(samples.raw_ms) + 1 == len(samples.latency_ms) + 1
-    beside = np.array(samples.reference_ms)
-    assert samples.latency_ms == pytest.approx(np.array(samples.raw_ms) * 20.0 / (0.5 * (beside[:-1] + beside[1:])))
+    reference = np.array(samples.reference_ms)
+    assert samples.latency_ms == pytest.approx(
+        np.array(samples.raw_ms) * 20.0 / (0.5 * (reference[:-1] + reference[1:]))
+    )
     assert np.median(samples.latency_ms) == pytest.approx(10.0, rel=0.03), "on the reference's scale"
     assert samples.stable
     assert samples.warmup > 0

@@ -183,7 +183,7 @@ def test_too_few_dimensions_for_choices_are_refused_before_timing(model, tmp_pat
 
 
 class Listening(NullProgress):
-    """Keeps what is said."""
+    """Observer that keeps messages."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

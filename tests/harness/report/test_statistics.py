@@ -124,7 +124,7 @@ def test_comparison_with_control_corrects_only_its_pairs():
     assert own["p_holm"].tolist() == pytest.approx(2 * [2 * 2 / 2**8]), "two comparisons"
     assert every["p_holm"].tolist() == pytest.approx(3 * [3 * 2 / 2**8]), "three comparisons"
     with pytest.raises(KeyError):
-        compare_with("nobody", seeds)
+        compare_with("missing", seeds)
 
 
 def test_comparison_uses_mean_over_seeds():
@@ -139,7 +139,7 @@ WORTH = {"a": (2.0, 3.0, 2.5), "b": (1.0, 1.0, 1.0)}
 
 def test_p_value_of_few_blocks_has_lower_limit():
     found = compare_pairs({"a": {"x": [2.0], "y": [3.0]}, "b": {"x": [1.0], "y": [1.0]}, "c": {"z": [1.0]}})
-    assert found[["first", "second"]].to_numpy().tolist() == [["a", "b"]], "c shares no block with anybody"
+    assert found[["first", "second"]].to_numpy().tolist() == [["a", "b"]], "c shares no block with the others"
     assert found["p_value"].item() == pytest.approx(smallest_p_value(2, 1)) == 0.5
     assert (found["low"].item(), found["high"].item()) == (0.0, math.inf), "two blocks give no interval"
     three = compare_pairs({name: {b: [v] for b, v in zip("xyz", w, strict=True)} for name, w in WORTH.items()})
@@ -173,7 +173,9 @@ def test_score_starts_after_initial_placements():
     best_at_once = np.array([[20.0, 5.0, 5.0, 4.0, 4.0, 4.0, 4.0]])
     assert score_against_random(random_ms[None, :], random_ms, 4.0, first=3).tolist() == [0.0]
     assert score_against_random(best_at_once, random_ms, 4.0, first=3).tolist() == [1.0]
-    assert np.isnan(score_against_random(best_at_once, random_ms, 4.99, first=3)).all(), "nobody claims 0.2 %"
+    assert np.isnan(score_against_random(best_at_once, random_ms, 4.99, first=3)).all(), (
+        "0.2 % is below the claimed gain"
+    )
 
 
 def test_untested_reason_uses_singular_for_one_task():

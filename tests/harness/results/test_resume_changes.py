@@ -1,4 +1,4 @@
-"""--accept-changes, --retry-failed, and who holds a results folder: what a user sees when an experiment goes on."""
+"""--accept-changes, --retry-failed, and the owner of a results folder: messages when an experiment continues."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_accepted_change_archives_earlier_results(copy, capsys):
     frame = main_frame(load(copy / "out"))
     assert set(frame["task"]) == {TASK, f"{TASK}.1"}
     assert (frame.groupby("task")["method"].count() == 3).all()
-    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0, "and it goes on without the flag"
+    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0, "and it continues without the flag"
 
 
 def test_changed_model_is_refused_or_archived_if_accepted(copy, capsys):
@@ -177,7 +177,7 @@ def test_owner_of_locked_folder_is_named(done, tmp_path, capsys, monkeypatch, wi
     assert re.search(rf"process {os.getpid()}{owner}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", error)
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody can write to")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that is read-only")
 def test_read_only_folder_is_refused(done, capsys):
     assert qdq("run", str(done / "small.yaml"), "--out", "/proc/self/out") == 2
     error = capsys.readouterr().err

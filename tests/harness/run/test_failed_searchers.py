@@ -1,4 +1,4 @@
-"""Searchers with bugs, or with nothing more to propose: what their author sees, and that all else goes on."""
+"""Searchers with bugs, or with nothing more to propose: messages to their author, and the rest of the run."""
 
 from __future__ import annotations
 

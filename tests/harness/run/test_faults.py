@@ -1,4 +1,4 @@
-"""A whole experiment on a runtime that crashes, hangs, runs out of memory and lies about time: the search goes on."""
+"""A whole experiment on a runtime that crashes, hangs, exceeds its memory and reports wrong times."""
 
 from __future__ import annotations
 

@@ -213,7 +213,8 @@ def _lines(folder: Path, runs: int) -> Iterator[str]:
     yield f"by the search's own samples: {sum(found.naive for found in flat)}"
     yield f"mean shrinkage {np.mean([found.shrinkage for found in flat]):.3f}"
     yield f"surprises built again: {sum(found.retaken for found in flat) / len(flat):.1f} a search"
-    yield f"inferences saved: {sum(found.saved for found in flat)} beside {sum(found.samples for found in flat)}"
+    saved, taken = (sum(getattr(found, name) for found in flat) for name in ("saved", "samples"))
+    yield f"inferences saved: {saved} of {saved + taken}"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ SEEDS = (
 
 
 class Learner:
-    """What it is told, and when, moves its random numbers; now and then it has nothing until it is told more."""
+    """Outcomes and their times change its random numbers; now and then it has no proposal until the next outcome."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""A search that was told the placement of a tool's model may choose that very model, where its form is faster."""
+"""A search that starts from the placement of a tool's model may choose that model, if its form is faster."""
 
 import numpy as np
 import onnx
@@ -31,7 +31,7 @@ class Bench(SimulatedBenchmarker):
     def build(self, candidate, workdir):
         word = onnx.load(candidate.source()).doc_string
         if word == "refused":
-            raise BuildFailed("a form that nobody takes")
+            raise BuildFailed("a form that no runtime takes")
         built = super().build(candidate, workdir)
         if word == "fast form":
             built.engine._latency_ms = self.base_ms / 5
@@ -112,7 +112,7 @@ def test_tool_model_needs_its_placement_evaluated_first(fast):
 
 
 def test_targets_count_evaluations_with_tool_model_selected(folder, tmp_path):
-    """Nobody evaluated the file that is the choice: goals are shares of the best that met it in the final selection."""
+    """The chosen file was not evaluated: goals are shares of the best row that met it in the final selection."""
     path, out = folder / "gaining.yaml", tmp_path / "out"
     path.write_text(EXPERIMENT.replace("WORD", "fast").replace("noise: 0.0", "noise: 0.0, wanted_share: 1.0"))
     assert qdq("run", str(path), "--out", str(out)) == 0
@@ -122,7 +122,7 @@ def test_targets_count_evaluations_with_tool_model_selected(folder, tmp_path):
 
 
 def test_duplicate_initial_placement_counts_as_evaluated(folder, tmp_path):
-    """Of two starts that are one placement the second is free, so that all of them are through before their number."""
+    """Of two starts that are one placement the second costs no budget, so that fewer evaluations suffice."""
     path = folder / "twice.yaml"
     text = EXPERIMENT.replace("WORD", "fast").replace("initial: [float, {", "initial: [float, all, {")
     path.write_text(text.replace("evaluations: [1, 12]", "evaluations: [1, 2, 12]"))
@@ -145,7 +145,7 @@ def test_final_selection_records_digest_of_tool_model(fast, folder):
 
 
 def test_tool_model_of_other_precision_is_not_selected(folder, tmp_path):
-    """Its row would be called FP8; that the import is told as a start says nothing of its file."""
+    """Its row would be called FP8; the import as a start does not decide the precision of its file."""
     path = folder / "fp8.yaml"
     path.write_text(EXPERIMENT.replace("WORD", "fast").replace("baselines: [mine]", "precision: [fp8]"))
     assert qdq("run", str(path), "--out", str(tmp_path / "out")) == 0
@@ -171,7 +171,9 @@ def test_slow_tool_model_is_not_selected(folder):
 def test_failed_tool_model_leaves_selection_to_evaluated(folder, capsys):
     out = run(folder, "refused")
     assert choices(out)["random", 12].row not in {"mine", ""}
-    assert "final selection: mine failed: build: a form that nobody takes" in capsys.readouterr().err.replace("\n", " ")
+    assert "final selection: mine failed: build: a form that no runtime takes" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
 
 
 @pytest.mark.parametrize(("close", "first"), [(["aa", "bb", "mine"], "bb"), (["mine"], "mine"), (["aa"], "aa")])

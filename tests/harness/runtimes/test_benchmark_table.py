@@ -171,7 +171,7 @@ def test_invalid_rows_are_rejected(path, change, message):
     [
         ({"base": (0, 0)}, "a placement here has 5 choices, but got 2"),
         ({"base": (0, 0, 0, 0, 7)}, "choice 0 to 1, but got 7"),
-        ({"varied": ("nobody",)}, "'nobody' is not in list"),
+        ({"varied": ("missing",)}, "'missing' is not in list"),
         ({"varied": (SPACE.dimensions[1].name,) * 2}, "a dimension is varied twice|share one name"),
         ({"anchors": {"float": (0,) * 5}}, "damaged: incomplete: no row for 'float'; record it again"),
         ({"sensitivity": {}}, "its sensitivity is not one number for each dimension"),

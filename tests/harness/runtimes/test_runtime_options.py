@@ -124,7 +124,7 @@ def test_reduce_range_defaults_to_7_bits_without_vnni(backend, monkeypatch):
         made(False, reduce_range=True).capabilities.dialect,
     ] == [eight, seven]
     assert made(True).describe()["dialect"] == seven, (
-        "so that a cluster's devices decide, and a run cannot go on without"
+        "so that a cluster's devices decide, and a run cannot continue without"
     )
     assert "dialect" not in made(False).describe(), "as it always was"
 

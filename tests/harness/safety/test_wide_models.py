@@ -55,7 +55,7 @@ def node(op: str, inputs: Sequence[str], output: str, **attributes: object) -> o
 
 
 def many_consumers(path: Path, count: int) -> None:
-    """A tensor that so many convolutions read, and a Sum of their results."""
+    """A tensor that this number of convolutions read, and a Sum of their results."""
     names = [f"c{number}" for number in range(count)]
     save(path, [node("Relu", ["x"], "r"), *(node("Conv", ["r", "w"], name) for name in names), node("Sum", names, "y")])
 
@@ -72,7 +72,7 @@ def many_outputs(path: Path, count: int) -> None:
 
 
 def many_inputs(path: Path, count: int) -> None:
-    """So many inputs, each added to the sum of those before it."""
+    """This number of inputs, each added to the sum of those before it."""
     names = [f"i{number}" for number in range(count)]
     sums = [f"s{number}" for number in range(count - 1)]
     adds = [

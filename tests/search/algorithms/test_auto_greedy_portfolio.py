@@ -43,7 +43,7 @@ def plain_space(count, role=lambda i: "other", kind=lambda i: "node_input"):
         (PortfolioSearcher, {"members": []}, r"members is a list of different searchers, but got \[\]"),
         (PortfolioSearcher, {"members": "local"}, "members is a list of different searchers, but got 'local'"),
         (PortfolioSearcher, {"members": ["local", "local"]}, "members is a list of different searchers"),
-        (PortfolioSearcher, {"members": ["nobody"]}, "searcher is one of .*local.*, but got 'nobody'"),
+        (PortfolioSearcher, {"members": ["missing"]}, "searcher is one of .*local.*, but got 'missing'"),
         (PortfolioSearcher, {"params": {"tpe": {}}}, r"params is for members \(surrogate, .*\), but got tpe"),
         (PortfolioSearcher, {"window": 0}, "window is at least 1, but got 0"),
         (PortfolioSearcher, {"exploration": -1.0}, "exploration is at least 0, but got -1.0"),

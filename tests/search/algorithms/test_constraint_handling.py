@@ -1,4 +1,4 @@
-"""Every searcher that goes by what it is told goes on from what keeps the bound, however fast all else is.
+"""Every searcher that uses outcomes continues from placements that keep the bound, even if others are faster.
 
 `random` and `exhaustive` are left out: no outcome changes what they ask, so nothing tells them apart here.
 """
@@ -82,7 +82,7 @@ def test_searchers_explore_around_feasible_placements(make, proposals):
 
 
 def test_tpe_ranks_unscored_before_failed_by_latency():
-    """Of 40 told, 10 are good to Optuna's sampler: two that hold the bound, and the fastest that nobody looked at."""
+    """Of 40 outcomes, Optuna's sampler takes 10 as good: two that keep the bound, then the fastest without a score."""
     space = synthetic_space(POINTS, groups=4)
     searcher = TPESearcher(space, seed=0)
     rng = np.random.default_rng(0)

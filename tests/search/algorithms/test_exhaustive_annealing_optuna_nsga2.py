@@ -155,7 +155,7 @@ def test_exhaustive_enumerates_once_by_count_then_cost():
     searcher = ExhaustiveSearcher(space, seed=3)
     searcher.tell(scored(space, space.quantize_all(), 1.0))
     asked = list(itertools.chain.from_iterable(iter(lambda: searcher.ask(4), [])))
-    assert len(asked) == len(set(asked)) == 31, "all but the one that was told"
+    assert len(asked) == len(set(asked)) == 31, "all but the one with an outcome"
     weights = [sum(placement.choices) for placement in asked]
     assert weights == sorted(weights)
     assert [placement.choices.index(1) for placement in asked[1:6]] == [0, 1, 2, 3, 4]
@@ -310,7 +310,7 @@ def test_optuna_handles_failures_and_multiple_objectives():
             searcher.tell(scored(space, placement, 3.0, objectives=(3.0, 0.1), violation=0.1))
         asked += proposals
     assert all(space.digest(space.nearest(dict(space.resolve(p)))) == space.digest(p) for p in asked)
-    assert len({p.choices for p in asked}) > 4, "it goes on looking"
+    assert len({p.choices for p in asked}) > 4, "it continues to search"
 
 
 def test_per_pattern_visits_graph_order_and_revises_next_round():

@@ -1,4 +1,4 @@
-"""Our ranges beside those of ModelOpt, for the same model and the same data."""
+"""Our ranges compared with those of ModelOpt, for the same model and data."""
 
 from collections.abc import Mapping
 from itertools import product

@@ -120,7 +120,7 @@ def test_ort_static_follows_the_weight_limit_of_the_dialect(model, made, tmp_pat
 
 
 def test_modelopt_ptq_is_deterministic_without_side_effects(model, made, tmp_path, monkeypatch, capfd):
-    """Nor is anything printed, or left in the working folder, beside the model or beside the result."""
+    """Nothing is printed, or left in the working folder, next to the model or next to the result."""
     before, registry = _digest(made(ort_static)), dict(QDQRegistry)
     work = tmp_path / "work"
     work.mkdir()

@@ -38,7 +38,7 @@ METHODS = [plugin.name for plugin in installed_plugins("range estimator")]
 
 @pytest.fixture
 def arithmetic(tmp_path):
-    """x -> Relu "r" -> "y" = 3 r, with a dead tensor "d" = 0 x beside it."""
+    """x -> Relu "r" -> "y" = 3 r, with a dead tensor "d" = 0 x."""
     builder = GraphBuilder("arithmetic")
     x = builder.input("x", (2, 4))
     r = builder.op("Relu", x, outputs=["r"])[0]

@@ -129,7 +129,7 @@ def test_invalid_candidate_outputs_are_reported(tmp_path):
 
 
 def with_still_outputs(feeds: Any) -> dict[str, np.ndarray]:
-    """Beside the output that counts: one that is off, one that is full on, and one number that changes."""
+    """Outputs besides the one that counts: one that is 0, one that is constant, and one number that changes."""
     x = feeds["x"]
     return {**engine(feeds), "off": x * 1e-12, "full": 1000 + 1e-6 * x, "mean": x.mean().reshape(1)}
 

@@ -63,7 +63,7 @@ def scene(seed: int, images: int = 8, classes: int = 3) -> tuple[dict[str, Any],
 
 
 def repeated(labels: dict[str, Any], found: list[Detections], weights: np.ndarray) -> dict[str, float]:
-    """What pycocotools says of a draw: each image as often as it was drawn, under a number of its own."""
+    """Result of pycocotools for a draw: each image as often as it was drawn, under a number of its own."""
     copies = [i for i, weight in enumerate(weights) for _ in range(weight)]
     annotations = [
         {**a, "id": 1000 * k + a["id"], "image_id": k + 1}

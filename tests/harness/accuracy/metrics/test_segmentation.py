@@ -28,7 +28,7 @@ def miou(folder: Path, data: Mapping[str, Any] = DATA, size: int = 8, **params: 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two images of 8 x 8; the left half of their masks is 0, the right half 1 and 2; the last row is nobody's."""
+    """Two images of 8 x 8; the left half of their masks is 0, the right half 1 and 2; the last row has no class."""
     for name in ("images", "masks"):
         (tmp_path / name).mkdir()
     for i in (1, 2):

@@ -14,10 +14,10 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model, model_files, move_model, write_model
 
-BESIDE, BELOW = "model.onnx.data", "weights/model.bin"
+ADJACENT, BELOW = "model.onnx.data", "weights/model.bin"
 
 
-def written(folder: Path, number: float, location: str = BESIDE) -> Path:
+def written(folder: Path, number: float, location: str = ADJACENT) -> Path:
     """A model that adds a number, which lies outside of its file."""
     builder = GraphBuilder("adds")
     addend = builder.const(np.full(64, number, np.float32))
@@ -56,7 +56,7 @@ def test_models_that_are_copied_into_one_folder_keep_their_own_data(tmp_path):
     assert digest_file(models / "a.onnx") != digest_file(models / "b.onnx")
 
 
-@pytest.mark.parametrize("location", [BESIDE, BELOW])
+@pytest.mark.parametrize("location", [ADJACENT, BELOW])
 def test_external_data_is_copied_and_moved_with_the_model(location, tmp_path):
     path = written(tmp_path / "in", 1.0, location)
     (tmp_path / "in" / "bystander.txt").write_text("")
@@ -96,7 +96,7 @@ def test_digest_ignores_the_name_of_the_data_file(tmp_path):
     assert digest_file(path) == digest_file(copy) == digest_file(again)
 
 
-@pytest.mark.parametrize("location", [BESIDE, BELOW])
+@pytest.mark.parametrize("location", [ADJACENT, BELOW])
 def test_digest_covers_external_data(location, tmp_path):
     one, same, other = (written(tmp_path / str(n), number, location) for n, number in enumerate((1.0, 1.0, 2.0)))
     assert one.read_bytes() == other.read_bytes()
@@ -113,11 +113,11 @@ def test_a_copy_under_the_same_name_is_the_same_file(tmp_path):
 
 
 def test_model_without_external_data_has_one_file(tmp_path):
-    """Whatever it says: here a location, and the name of the file beside it."""
-    builder = GraphBuilder(f"location {BESIDE}")
+    """Any text is allowed: here a location, and the name of the file next to it."""
+    builder = GraphBuilder(f"location {ADJACENT}")
     builder.output(builder.op("Relu", builder.input("x", (4,))))
     path = builder.save(tmp_path / "in" / "model.onnx")
-    (tmp_path / "in" / BESIDE).write_bytes(b"of somebody else")
+    (tmp_path / "in" / ADJACENT).write_bytes(b"of another program")
     assert model_files(path) == [path]
     assert digest_file(path) == hashlib.sha256(path.read_bytes()).hexdigest()
     (tmp_path / "out").mkdir()
@@ -136,6 +136,6 @@ def test_external_data_outside_the_folder_is_refused(tmp_path):
 
 def test_missing_external_data_is_named(tmp_path):
     path = written(tmp_path / "in", 1.0)
-    (tmp_path / "in" / BESIDE).unlink()
+    (tmp_path / "in" / ADJACENT).unlink()
     with pytest.raises(UserError, match=r"the external data 'model\.onnx\.data' with the weights .* is missing; put"):
         copy_model(path, tmp_path)

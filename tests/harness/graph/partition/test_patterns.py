@@ -153,7 +153,7 @@ def test_edge_or_operator_change_alters_signature_of_networks(make_model, make_s
     spec = make_stack([motifs[number % len(motifs)] for number in chosen])
     place, slot, earlier = change
     op, references, is_output = spec[place % len(spec)]
-    if earlier:  # an input reads what was made so many results earlier, a constant, or nothing
+    if earlier:  # an input reads an earlier result, a constant, or nothing
         references = list(references)
         references[slot % len(references)] = max(-3, references[slot % len(references)] - earlier)
     else:
@@ -333,5 +333,5 @@ def test_composites_of_other_children_differ():
 
 
 def test_signature_is_stable_across_versions():
-    """Pattern caches refer to it; whoever changes it also changes the number in the signed text."""
+    """Pattern caches refer to it; a change of it also changes the number in the signed text."""
     assert signature(conv_model()) == "c2dcecfaf921140b2b6536a299a75bcf5e73f0384a66aa5ba6b684ccc3f37832"

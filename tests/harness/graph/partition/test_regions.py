@@ -316,7 +316,7 @@ def test_subgraphs_count_as_readers():
     inner = GraphBuilder("inner")
     inner.output(inner.op("Tanh", x, outputs=["inside"])[0], (1, 4))
     other = GraphBuilder("other")
-    other.output(other.op("Sigmoid", x, outputs=["beside"])[0], (1, 4))
+    other.output(other.op("Sigmoid", x, outputs=["second"])[0], (1, 4))
     y = g.op("If", g.input("flag", (), "bool"), then_branch=inner.graph(), else_branch=other.graph(), outputs=["y"])[0]
     g.output(g.op("Relu", y), (1, 4))
     model = loaded(g)

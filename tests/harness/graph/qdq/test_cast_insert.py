@@ -57,7 +57,7 @@ def test_placement_maps_to_the_cast_model(precision, kind, tmp_path):
     assert import_placement(path, model) == dict(resolved)
     assert inserter.count_pairs(resolved) == plain.count_pairs(resolved)
     assert inserter.write(resolved, tmp_path / "out").name == f"{edges_digest(resolved)}.onnx"
-    # All its weights are INT8, and still nobody casts it again.
+    # All its weights are INT8, and it is not cast again.
     assert dominant_float_type(read_structure(path)) == precision
     assert cast_model(path, precision, tmp_path / "again") == path
     if precision == "f16":  # ONNX Runtime's CPU runs no BF16

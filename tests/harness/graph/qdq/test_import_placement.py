@@ -148,7 +148,7 @@ def test_a_tensor_and_operator_match_where_node_names_are_lost(model):
 
 
 def test_nodes_with_equal_names_are_imported_separately():
-    """Loading tells them apart by numbers in the order of the file; so does whoever reads the Q/DQ model."""
+    """Loading tells them apart by numbers in the order of the file; so does the reader of the Q/DQ model."""
     g = GraphBuilder("twice", opset=19, seed=5)
     x = g.conv(g.input("x", (1, 4, 8, 8)), 4, 3, name="conv")
     g.output(g.conv(x, 4, 3, name="conv"), name="y")

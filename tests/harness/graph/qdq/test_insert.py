@@ -248,7 +248,7 @@ def test_pools_with_omitted_outputs_have_separate_scales():
     g = GraphBuilder("pools", opset=19)
     small, large = (g.input(name, (1, 4, 8, 8)) for name in ("small", "large"))
     near, far = (g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2]) for x in (small, large))
-    g.output(g.op("Concat", near, g.input("beside", (1, 4, 4, 4)), axis=1, name="concat"), name="joined")
+    g.output(g.op("Concat", near, g.input("second", (1, 4, 4, 4)), axis=1, name="concat"), name="joined")
     g.output(far, name="pooled")
     proto = g.build()
     for pool in (node for node in proto.graph.node if node.op_type == "MaxPool"):
@@ -394,7 +394,7 @@ def test_candidates_are_small_and_share_their_weights(tmp_path):
 
 
 def test_integer_matmul_does_not_prevent_writing(tmp_path):
-    """Coordinates times strides, beside a layer that is quantized."""
+    """Coordinates times strides, and a layer that is quantized."""
     g = GraphBuilder("coordinates", opset=19)
     g.output(g.op("MatMul", g.input("cells", (4, 2), "int64"), g.const(np.array([[16], [1]]))), name="places")
     g.output(g.linear(g.input("x", (4, 32)), 32, name="layer"), name="y")
@@ -489,7 +489,7 @@ def test_half_precision_tensors_get_half_precision_scales():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (Edge("x", "nobody", 0), "edge 'x' -> input 0 of 'nobody' is not in this model"),
+        (Edge("x", "missing", 0), "edge 'x' -> input 0 of 'missing' is not in this model"),
         (Edge("x", "pool", 0), "edge 'x' -> input 0 of 'pool' is not in this model"),
         (Edge("x", "stem", 7), "edge 'x' -> input 7 of 'stem' is not in this model"),
         (Edge("x", "", 0), "output 'x': no node of this model makes an output of that name"),

@@ -49,7 +49,7 @@ def edges_of(space: Space) -> set[Edge]:
 @settings(max_examples=60)
 @given(spec=st.lists(node, min_size=1, max_size=25), dialect=st.sampled_from(DIALECTS))
 def test_node_inputs_partition_the_legal_edges(make_model, spec, dialect):
-    """Each edge belongs to one dimension, beside those that a fault of the runtime adds to others (`both_sides`)."""
+    """Each edge belongs to one dimension, except those that a fault of the runtime adds to others (`both_sides`)."""
     model = make_model(spec)
     points = find_points(model, dialect)
     legal = [edge for found in points for point in found for edge in point.edges]

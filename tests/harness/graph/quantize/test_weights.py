@@ -55,7 +55,7 @@ def test_int8_error_is_at_most_half_a_step(weight, axis):
     assert quantized.values.min() >= -127
     assert quantized.scale.shape == (() if axis is None else (weight.shape[axis],))
     step = quantized.scale.reshape([-1 if i == axis else 1 for i in range(3)])
-    # Relative slack for float32; channels that are all but zero beside the others are rounded to them.
+    # Relative slack for float32; channels that are all but zero compared with the others are rounded to them.
     assert (np.abs(dequantized(quantized) - weight) <= 0.5 * step * (1 + 1e-4)).all()
 
 

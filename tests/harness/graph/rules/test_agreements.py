@@ -50,16 +50,16 @@ def test_agreements_exist_only_for_mixed_tensorrt_spaces():
 
 def test_second_operand_is_changed_until_both_agree():
     own, near, far = Edge("a", "MatMul", 0), Edge("b", "Transpose", 0), Edge("c", "Concat", 0)
-    beside, left = Edge("d", "Concat", 1), Edge("q", "Reshape", 0)
+    second, left = Edge("d", "Concat", 1), Edge("q", "Reshape", 0)
     dimensions = tuple(
         Dimension(name=name, group=name, kind="node_input", choices=("float", "int8", "fp8"), edges=edges)
-        for name, edges in (("own", (own,)), ("near", (near,)), ("far", (far, beside)), ("left", (left,)))
+        for name, edges in (("own", (own,)), ("near", (near,)), ("far", (far, second)), ("left", (left,)))
     )
     space = Space(dimensions, (Agreement((own, left), (near, far)),))
     resolved = {
         choices: dict(space.resolve(Placement(choices))) for choices in ((0, 2, 2, 1), (0, 2, 1, 1), (2, 2, 1, 1))
     }
     assert resolved[0, 2, 2, 1] == {left: "int8"}
-    assert resolved[0, 2, 1, 1] == {far: "int8", beside: "int8", left: "int8"}
-    assert resolved[2, 2, 1, 1] == {own: "fp8", near: "fp8", far: "int8", beside: "int8", left: "int8"}
+    assert resolved[0, 2, 1, 1] == {far: "int8", second: "int8", left: "int8"}
+    assert resolved[2, 2, 1, 1] == {own: "fp8", near: "fp8", far: "int8", second: "int8", left: "int8"}
     assert space.with_dimensions(dimensions[:2]).agreements == space.agreements

@@ -72,7 +72,7 @@ def test_confirmed_placements_have_their_confirmed_speedup(folder, runs):
     write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("aa", read(4.1)), ("none", FAILED))
     found = target_frame(load(folder)).set_index(["searcher", "share"])
     assert found["reached"].to_dict() == {(name, share): 1 for name in ("random", "tpe") for share in (0.95, 0.99)}
-    assert set(found["evaluations"]) == {2.0}, "a placement that nobody can confirm is no target"
+    assert set(found["evaluations"]) == {2.0}, "a placement that cannot be confirmed is no target"
 
 
 def test_unconfirmed_placements_use_final_selection_speedup(folder, runs):

@@ -131,7 +131,7 @@ def test_a_search_that_ended_early_without_a_reason_is_named(study):
     write_curve(path, [8.0, 4.0])
     assert list(early_end_notes(load(study))) == ["net-one-int8: tpe-1 ended at 2 of 3."]
     (study / "net-one-int8" / "rows.json").unlink()
-    assert list(early_end_notes(load(study))) == [], "it goes on, or was interrupted"
+    assert list(early_end_notes(load(study))) == [], "it continues, or was interrupted"
 
 
 @pytest.mark.parametrize("name", ["main", "overview", "budget", "fixed", "targets", "pairs", "ablation"])
@@ -365,7 +365,7 @@ def test_waterfall_matches_layers_with_other_counter():
     found = waterfall_frame(before, after).set_index("part")
     assert found.loc["RNNSeq GRUSequence_756", ["before_ms", "after_ms"]].tolist() == pytest.approx([0.3, 0.8])
     assert "RNNSeq GRUSequence_11762" not in found.index
-    assert found.loc["Convolution Conv_2", "after_ms"] == 0.0, "which of several it would be is anybody's guess"
+    assert found.loc["Convolution Conv_2", "after_ms"] == 0.0, "which of several it would be is unknown"
 
 
 def test_study_frames_are_available_in_python(study):

@@ -1,4 +1,4 @@
-"""A contest tells of a machine that did other work beside it."""
+"""A comparison reports other work on the machine."""
 
 from __future__ import annotations
 

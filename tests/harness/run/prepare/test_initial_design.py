@@ -86,7 +86,7 @@ def seeding(folder, model, space, initial, foreign=(), observer=None):
 
 
 class Listening(NullProgress):
-    """Keeps what was said."""
+    """Observer that keeps messages."""
 
     def __init__(self):
         self.said = []

@@ -121,7 +121,7 @@ def test_accuracy_first_ranks_by_loss_among_those_fast_enough():
     assert [found.objective for found in (good, bad)] == pytest.approx([0.01, 0.2])
     assert slow.violation == pytest.approx(1.0)
     assert sorted([slow, bad, good], key=lambda found: found.rank) == [good, bad, slow]
-    assert not slow.assumed, "that it breaks the bound is known, though nobody scored it"
+    assert not slow.assumed, "that it breaks the bound is known, though it is not scored"
     assert score(goal, 4.0).assumed
 
 
@@ -295,7 +295,7 @@ def test_metric_usage_counts_scored_and_proxy_agreement():
 
 
 def test_score_of_rebuilt_candidate_includes_build_variance():
-    """A searcher that is told 5 ms of a placement whose builds took 5 and 6 must not take 5.2 for something else."""
+    """A searcher that receives 5 ms of a placement whose builds took 5 and 6 must not take 5.2 for something else."""
     once = score_outcome(Measured(samples_ms=(5.0,) * 20, build_s=0.1, measure_s=0.1), Goal())
     twice = Measured(samples_ms=(5.0,) * 20, rebuilt_ms=((6.0,) * 20,), build_s=0.1, measure_s=0.1)
     again = score_outcome(twice, Goal())

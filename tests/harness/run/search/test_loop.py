@@ -34,7 +34,7 @@ def space_of(size: int) -> Space:
 
 
 class Uniform:
-    """The smallest searcher; what it was told moves its random numbers, so a lost tell would show."""
+    """The smallest searcher; outcomes change its random numbers, so a lost outcome changes its proposals."""
 
     def __init__(self, space, seed):
         self.space = space

@@ -1,4 +1,4 @@
-"""What a search may take of the machine beside what it measures."""
+"""Resources of the machine that a searcher may take."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def truth_ms(task):
-    """Of everything that the searches looked at."""
+    """Of all evaluated placements."""
     entries = [entry for path in task.glob("runs/*.jsonl*") for entry in read_journal(path)]
     return {entry.proposal.digest: entry.result.outcome.info["truth_ms"] for entry in entries if entry.result}
 
@@ -102,7 +102,7 @@ def test_only_the_winners_are_confirmed_and_delivered(folder):
 
 
 def test_close_candidates_get_more_turns(folder):
-    """Each heat has a build of its own; whoever may still be a search's choice goes on."""
+    """Each round has a build of its own; a candidate that may still be selected stays in the race."""
     path = folder / "out6" / TASK / "final_selection.jsonl"
     truth = truth_ms(folder / "out6" / TASK)
     heats = defaultdict(set)

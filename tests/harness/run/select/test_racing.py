@@ -1,4 +1,4 @@
-"""A race of fresh builds: who goes on follows from the heats so far, whatever the record says of later ones."""
+"""A race of fresh builds: eliminations follow from the rounds so far, not from later ones in the log."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def contest(path: Path, names: str) -> PairedComparison:
 
 
 def test_repeated_race_reuses_log_with_same_result(tmp_path):
-    """Later turns say otherwise of who is behind; whoever was out after the first heat stays out of it."""
+    """Later turns order the candidates otherwise; one that is eliminated after the first round stays eliminated."""
     true_ms = dict(zip("abcde", (1.0, 1.004, 1.02, 1.03, 1.2), strict=True))
     lots = {"first": list("abcd"), "second": list("bcde")}
     for seed in range(30):

@@ -155,7 +155,7 @@ def test_results_without_runtime_checks_are_readable(folder, tmp_path):
 
 
 def noisy(rng, arrays, db):
-    """The arrays with noise of so many dB below them."""
+    """Return the arrays with noise that is this number of dB below them."""
     scale = 10 ** (-db / 20)
     return [{"y": a["y"] + scale * np.std(a["y"]) * rng.standard_normal(a["y"].shape)} for a in arrays]
 

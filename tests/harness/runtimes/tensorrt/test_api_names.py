@@ -33,7 +33,7 @@ def used(path: Path) -> Iterator[str]:
 
 
 def known(major: int) -> set[str]:
-    """Every name of a major, whatever class has it."""
+    """Every name of a major version, in any class."""
     names = fake_trt.api(major)
     return {name for members in names.values() for name in members}
 

@@ -169,9 +169,9 @@ def test_engine_with_profile_accepts_covered_batches(trt, tmp_path):
     wrong = {"x": {key: "1x3x9x9" for key in ("min", "opt", "max")}}
     with pytest.raises(BuildFailed, match=r"profile of 'x': .* does not fit the model's shape -1x3x8x8"):
         TensorRTBenchmarker(precision="f32", profiles=wrong).build(candidate(path), tmp_path)
-    nobody = {"images": shapes["x"]}
+    unknown = {"images": shapes["x"]}
     with pytest.raises(BuildFailed, match=r"profile of 'images': the model's inputs are x"):
-        TensorRTBenchmarker(precision="f32", profiles=nobody).build(candidate(path), tmp_path)
+        TensorRTBenchmarker(precision="f32", profiles=unknown).build(candidate(path), tmp_path)
 
 
 def test_loaded_engine_keeps_its_profile(trt, tmp_path):
@@ -309,7 +309,7 @@ def test_concurrent_builds_merge_the_timing_cache(trt, tmp_path):
     file.write_bytes(other)
     ours.leave(config)
     assert other in file.read_bytes()
-    file.write_bytes(b"damaged")  # by whom else: it is made anew
+    file.write_bytes(b"damaged")  # it is made anew
     ours.leave(config)
     assert b"damaged" not in file.read_bytes()
 
@@ -335,8 +335,8 @@ def test_insufficient_gpu_memory_fails_the_measurement(trt, tmp_path):
 def test_wrong_feeds_fail_the_measurement(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     with made.open(made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)) as probe:
-        with pytest.raises(MeasureFailed, match=r"the engine's inputs are x, but got nobody"):
-            probe.infer({"nobody": feeds()["x"]})
+        with pytest.raises(MeasureFailed, match=r"the engine's inputs are x, but got missing"):
+            probe.infer({"missing": feeds()["x"]})
         with pytest.raises(MeasureFailed, match=r"input 'x' is 2x3x8x8, the engine takes 1x3x8x8"):
             probe.infer(feeds(2))
 
@@ -444,7 +444,7 @@ def test_plugin_libraries_are_loaded_once_or_refused(trt, tmp_path):
         TensorRTBenchmarker(plugins=["nowhere.so"]).describe()
     library = tmp_path / "mine.so"
     library.touch()
-    with pytest.raises(UserError, match=r"mine.so does not load .undefined symbol: nobody.*ldd"):
+    with pytest.raises(UserError, match=r"mine.so does not load .undefined symbol: missing.*ldd"):
         TensorRTBenchmarker(plugins=[str(library)]).describe()
     trt.plugins["mine.so"] = True
     for _ in range(2):  # every float precision of a backend is a benchmarker of its own, all in one process
@@ -529,7 +529,7 @@ inputs: where pairs round, a step up or down goes through all that follows. A wr
 @pytest.mark.parametrize("name", ["resnet18", "yolox_nano"])
 @pytest.mark.parametrize("kind", ["f32", "f16", "int8", "fp8"])
 def test_real_engines_build_run_and_evaluate(name, kind, tmp_path):
-    """Builds, times, evaluates and inspects; FP8 where the GPU has it."""
+    """Builds, times, evaluates and inspects; FP8 if the GPU has it."""
     assets = os.environ.get("QDQ_ASSETS", "")
     if name == "yolox_nano" and not assets:
         pytest.skip("QDQ_ASSETS is not set")

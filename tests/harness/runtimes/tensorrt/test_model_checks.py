@@ -153,7 +153,7 @@ def test_fp8_scales_are_amax_over_448():
     """ModelOpt 0.47 has `scale_int8 * 448 / 127` (onnx/quantization/fp8.py); amax / 448 is `scale_int8 * 127 / 448`.
 
     Either keeps the accuracy of values that are alike: E4M3 is a floating-point format, and the larger scale wastes its
-    upper range only. Beside an outlier the larger scale pushes ordinary values below the smallest that E4M3 has.
+    upper range only. With an outlier the larger scale pushes ordinary values below the smallest that E4M3 has.
     """
     ordinary = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     for outlier, worse in ((0.0, 0.95), (20_000.0, 5.0)):

@@ -147,8 +147,8 @@ def test_failures_quote_trtexec(tmp_path, monkeypatch):
     with pytest.raises(BuildFailed, match=r"trtexec failed with status 1: .*Plugin not found: Frobnicate"):
         made.build(candidate(tmp_path / "odd.onnx"), tmp_path)
     artifact = made.build(candidate(path), tmp_path)
-    with made.open(artifact) as probe, pytest.raises(MeasureFailed, match=r"inputs are x, but got nobody"):
-        probe.infer({"nobody": np.ones(1)})
+    with made.open(artifact) as probe, pytest.raises(MeasureFailed, match=r"inputs are x, but got missing"):
+        probe.infer({"missing": np.ones(1)})
     with pytest.raises(BuildFailed, match=r"Unknown option: --frobnicate"):
         TrtexecBenchmarker(precision="f32", extra=["--frobnicate"]).build(candidate(path), tmp_path)
     slow = TrtexecBenchmarker(precision="f32", timeout_s=0.5)

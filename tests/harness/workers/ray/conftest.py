@@ -1,4 +1,4 @@
-"""A real Ray cluster on this machine, and a small experiment that is run on it and beside it."""
+"""A real Ray cluster on this machine, and a small experiment that is run with and without it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 
 
 class Loud(NullProgress):
-    """Keeps what was said."""
+    """Observer that keeps messages."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -48,7 +48,7 @@ class Ran:
 
     Attributes:
         out: Results folder.
-        said: To whoever watched.
+        said: Messages to the observer.
     """
 
     out: Path

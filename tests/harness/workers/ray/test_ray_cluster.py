@@ -132,7 +132,7 @@ def test_usage_reporting_is_off(cluster):
 
 
 class Noting(NullProgress):
-    """Keeps what it is told."""
+    """Observer that keeps messages."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

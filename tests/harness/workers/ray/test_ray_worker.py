@@ -44,8 +44,8 @@ class Reads:
 
         path = candidate.source()
         self.read.append(path.read_text())
-        beside = sorted(each.name for each in path.parent.iterdir())
-        return Artifact(engine=None, info={"beside": beside})
+        adjacent = sorted(each.name for each in path.parent.iterdir())
+        return Artifact(engine=None, info={"adjacent": adjacent})
 
     def describe(self) -> dict[str, Any]:
         return {"name": "reads", "version": "1", "device": "none", "options": {}}
@@ -74,7 +74,7 @@ def test_model_files_are_stored_once_with_their_weights(host):
     for _ in range(2):
         built = host.build(0, order, MAIN_BENCHMARKER)
         assert isinstance(built, BuiltEngine)
-        assert built.info["beside"] == ["model.bin", "model.onnx"]
+        assert built.info["adjacent"] == ["model.bin", "model.onnx"]
     assert Reads.read == ["a model"] * 2
 
 
@@ -98,7 +98,7 @@ def test_candidate_file_is_written_on_the_worker_and_removed(host):
     for digest in ("aa", "bb"):
         built = host.build(0, BuildRequest(digest=digest, edges=EDGES), MAIN_BENCHMARKER)
         assert isinstance(built, BuiltEngine)
-        assert built.info["beside"] == [f"{digest}.onnx"]
+        assert built.info["adjacent"] == [f"{digest}.onnx"]
     assert Reads.read == ["placement aa", "placement bb"]
 
 
