@@ -85,7 +85,7 @@ def test_contradictory_arguments_are_refused(params, says, tmp_path):
 )
 def test_unsupported_arguments_are_refused_by_name(backend, options, says):
     def make() -> None:
-        use = backend_spec(backend, options)
+        use = backend_spec(backend, **options)
         registry.create_plugin("benchmarker", use.use, use.params)
 
     with pytest.raises(UserError, match=says):

@@ -54,7 +54,7 @@ from harness.base.errors import CandidateError, UserError
 from harness.base.files import add_checksum, remove_checksum, write_json
 from harness.base.progress import NullProgress
 from harness.cli.main import app
-from harness.compat.modelopt_autotune.engine.storage import read_state
+from harness.compat.modelopt_autotune.storage import read_state
 from harness.config.experiment import load_experiment
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model

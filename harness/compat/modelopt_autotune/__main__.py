@@ -17,11 +17,10 @@ from harness.base.errors import UserError
 from harness.base.paths import WAIT_VARIABLE, resolve_path
 from harness.base.progress import Observer
 from harness.base.terminal_progress import TerminalProgress
-from harness.compat.modelopt_autotune.benchmark import backend_spec, init_benchmark_instance, split_arguments
-from harness.compat.modelopt_autotune.delivery import AutotuneJob
-from harness.compat.modelopt_autotune.engine.placement_map import untyped_linear_inputs
-from harness.compat.modelopt_autotune.engine.session import calibration_batches
+from harness.compat.modelopt_autotune.benchmark import backend_spec, init_benchmark_instance
+from harness.compat.modelopt_autotune.placement_map import untyped_linear_inputs
 from harness.compat.modelopt_autotune.region_search import get_node_filter_list
+from harness.compat.modelopt_autotune.session import calibration_batches
 from harness.compat.modelopt_autotune.settings import (
     MODE_PRESETS,
     AutotunerError,
@@ -32,7 +31,7 @@ from harness.compat.modelopt_autotune.settings import (
     parse_arguments,
     select_mode_preset,
 )
-from harness.compat.modelopt_autotune.workflows import run_job
+from harness.compat.modelopt_autotune.workflows import AutotuneJob, run_job
 from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.config.yaml_loader import parse_params
 from harness.graph.load import save_to_folder
@@ -105,7 +104,15 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
 
 
 def _run_command(options: argparse.Namespace, preset: dict[str, int], job: AutotuneJob) -> None:
-    backend = _select_backend(options)
+    libraries = options.plugin_libraries or ()
+    backend = backend_spec(
+        options.backend,
+        parse_params(options.param),
+        use_trtexec=options.use_trtexec,
+        plugin_libraries=[str(resolve_path(file).resolve()) for file in libraries],
+        timing_cache_file=options.timing_cache,
+        trtexec_args=options.trtexec_benchmark_args,
+    )
     target = _describe_target(backend)
     say, shapes = job.observer.say, parse_named_shapes("--shape", options.shape or ())
     say(f"searched for {target}")
@@ -120,7 +127,6 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], job: Autot
             import_placement(job.qdq_baseline, model)
         use = _select_float_baseline(backend, save_to_folder(model, Path(scratch) / "float"), job)
         benchmark = init_benchmark_instance(
-            use_trtexec=options.use_trtexec,
             backend=use.use,
             params=use.params,
             warmup_runs=preset["warmup_runs"],
@@ -222,20 +228,6 @@ def _make_output_folder(text: str) -> Path:
             f"--output_dir {path}: cannot be created: {error.strerror or error}; choose another folder"
         ) from error
     return path
-
-
-def _select_backend(options: argparse.Namespace) -> PluginSpec:
-    """Return the backend with the options of TensorRT that it accepts."""
-    if options.use_trtexec and options.backend not in (None, "trtexec"):
-        raise AutotunerError(f"--use_trtexec and --backend {options.backend}: choose one")
-    name = "trtexec" if options.use_trtexec else options.backend or "openvino"
-    extra = options.trtexec_benchmark_args
-    options_by_name = {
-        "plugin_libraries": [str(resolve_path(file).resolve()) for file in options.plugin_libraries or ()],
-        "timing_cache_file": options.timing_cache,
-        "trtexec_args": None if extra is None else split_arguments(extra),
-    }
-    return backend_spec(name, options_by_name, parse_params(options.param))
 
 
 def _select_float_baseline(backend: PluginSpec, float_file: Path, job: AutotuneJob) -> PluginSpec:

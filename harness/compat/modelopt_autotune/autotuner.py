@@ -10,10 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
-from harness.compat.modelopt_autotune.engine.pattern_search import PatternSearch
-from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
-from harness.compat.modelopt_autotune.engine.session import AutotuneSession, export_model
-from harness.compat.modelopt_autotune.engine.storage import (
+from harness.compat.modelopt_autotune.insertion_points import ResolvedInsertionPoint, ort_quantization_config
+from harness.compat.modelopt_autotune.placement_map import RegionIndex
+from harness.compat.modelopt_autotune.region_pattern import PatternSchemes
+from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
+from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.compat.modelopt_autotune.session import AutotuneSession, PatternSearch
+from harness.compat.modelopt_autotune.settings import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    Config,
+    InvalidSchemeError,
+)
+from harness.compat.modelopt_autotune.storage import (
     AutotuneState,
     PatternCache,
     cache_path,
@@ -21,21 +30,10 @@ from harness.compat.modelopt_autotune.engine.storage import (
     read_state,
     write_state,
 )
-from harness.compat.modelopt_autotune.insertion_points import ResolvedInsertionPoint, ort_quantization_config
-from harness.compat.modelopt_autotune.region_pattern import PatternSchemes
-from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
-from harness.compat.modelopt_autotune.regions import Region, RegionType
-from harness.compat.modelopt_autotune.settings import (
-    AutotunerError,
-    AutotunerNotInitializedError,
-    Config,
-    InvalidSchemeError,
-)
 from harness.config.sections import PluginSpec
-from harness.graph.io.files import digest_model, to_proto
+from harness.graph.io.files import digest_model, serialize_model, to_proto, write_model
 from harness.graph.load import load_proto
 from harness.graph.model import Model, Node
-from harness.plugins.api import Candidate
 from harness.run.prepare.float_baseline import read_runtime
 from harness.run.prepare.model_loader import MIN_OPSET
 from search.space import Placement
@@ -172,7 +170,7 @@ class QDQAutotunerBase:
         if any(finished.pattern == pattern for finished in self.profiled_patterns):
             return
         around = session.with_schemes(self.profiled_patterns)
-        self._search = session.pattern_search(region, around)
+        self._search = PatternSearch(session, region, around)
         self._search.seed(
             [session.placement_map.encode(region, around)]
         )  # the scheme in the current placement is a candidate too; usually it is measured
@@ -189,7 +187,7 @@ class QDQAutotunerBase:
         """
         if self._search is None:
             raise InvalidSchemeError("no region is under profile: call set_profile_region() first")
-        return self._search.generate(self.session.measured)
+        return self._search.generate()
 
     def submit(self, latency_ms: float, success: bool = True, stderr_ms: float = 0.0) -> None:
         """Store the result of the scheme that was generated last; the first latency is that of the float model.
@@ -237,10 +235,6 @@ class QDQAutotunerBase:
         scheme = self._search.schemes.best_scheme if best else self._search.generated
         return around if scheme is None else self._search.placement(scheme)
 
-    def candidate(self, best: bool = False) -> Candidate:
-        """Return `placement` as a candidate."""
-        return self.session.task.candidate(self.placement(best))
-
     def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
         """Return the inputs of nodes that have a Q/DQ pair in `placement`."""
         session = self.session
@@ -267,7 +261,7 @@ class QDQAutotunerBase:
         best: bool = False,
         model_transform: Transform | None = None,
     ) -> bytes:
-        """Return the model of `placement` as bytes, and write it to a file if a path is given.
+        """Return the model of `placement` as bytes, and write it to a file if a path is given; above 2 GB return b"".
 
         Args:
             insert_qdq: False: the float model.
@@ -278,8 +272,13 @@ class QDQAutotunerBase:
             UserError: The file cannot be written, or the model is too large for bytes and has no path.
         """
         proto = self.session.proto(self.session.space.resolve(self.placement(best)) if insert_qdq else ())
-        path = None if output_path is None else Path(output_path)
-        return export_model(proto if model_transform is None else model_transform(proto), path)
+        if model_transform is not None:
+            proto = model_transform(proto)
+        if output_path is None:
+            return serialize_model(proto)
+        path = Path(output_path)
+        write_model(proto, path)
+        return b"" if path.with_name(f"{path.name}.data").exists() else path.read_bytes()
 
     def import_insertion_points(self, quantized_tensors: set[str] | list[str]) -> None:
         """Use the schemes of a Q/DQ model as start: they are measured first, and apply until their pattern is profiled.

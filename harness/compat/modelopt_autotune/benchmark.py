@@ -14,20 +14,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from harness.base.errors import UserError
 from harness.base.paths import trust_plugins
 from harness.base.statistics import median_ci
 from harness.compat.modelopt_autotune.settings import MIN_TIMING_RUNS, AutotunerError
-from harness.config.sections import MAX_SAMPLING_MS, Confirmation, Limits, PluginSpec, Sampling
+from harness.config.sections import MAX_SAMPLING_MS, Limits, PluginSpec, Sampling
 from harness.graph.io.digests import digest_file
 from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.measure.sampling import Samples
-from harness.measure.turn_log import TurnEvent
 from harness.plugins import registry
 from harness.plugins.api import Candidate
-from harness.run.confirm.rounds import TimedRow, confirm
 from harness.run.search.trial import NoisePolicy, measure
 from harness.workers.engines import Engines, ScoringCallback, WorkerSpec
 from harness.workers.requests import BuiltEngine, EngineRequest, Sample
@@ -35,7 +31,7 @@ from harness.workers.sandbox import open_engines
 
 __all__ = [
     "Benchmark", "TensorRTPyBenchmark", "TrtExecBenchmark", "backend_spec", "benchmark_onnx_model",
-    "current_benchmark", "init_benchmark_instance", "is_noisy", "split_arguments",
+    "current_benchmark", "init_benchmark_instance", "is_noisy",
 ]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
@@ -144,24 +140,6 @@ class Benchmark:
         """Open engines in another worker."""
         return open_engines(self._worker, _LIMITS)
 
-    def confirm(self, final: Candidate, baseline: Candidate, builds: int = 3) -> list[TurnEvent]:
-        """Return the turns of fresh builds of a model ("final") and of the float model ("baseline").
-
-        See `harness.run.confirm.rounds`.
-
-        Raises:
-            UserError: The baseline fails.
-        """
-        samples = max(3, min(20, self.timing_runs // 5))
-        events = confirm(
-            [TimedRow(name="final", candidate=final)],
-            TimedRow(name="baseline", candidate=baseline),
-            open_engines=self.open_fresh_engines,
-            schedule=Confirmation(builds=builds, rounds=4, samples=samples),
-            rng=np.random.default_rng(0),
-        )
-        return list(events)
-
 
 class TensorRTPyBenchmark(Benchmark):
     """Benchmark with TensorRT's Python interface; raises `UserError` if TensorRT is missing."""
@@ -173,8 +151,8 @@ class TensorRTPyBenchmark(Benchmark):
         timing_runs: int = 20,
         plugin_libraries: Sequence[str] | None = None,
     ) -> None:
-        options = _tensorrt_options(plugin_libraries, timing_cache_file)
-        super().__init__(backend_spec("tensorrt", options), warmup_runs=warmup_runs, timing_runs=timing_runs)
+        backend = backend_spec("tensorrt", plugin_libraries=plugin_libraries, timing_cache_file=timing_cache_file)
+        super().__init__(backend, warmup_runs=warmup_runs, timing_runs=timing_runs)
 
 
 class TrtExecBenchmark(Benchmark):
@@ -188,8 +166,13 @@ class TrtExecBenchmark(Benchmark):
         plugin_libraries: Sequence[str] | None = None,
         trtexec_args: Sequence[str] | str | None = None,
     ) -> None:
-        options = _tensorrt_options(plugin_libraries, timing_cache_file, trtexec_args)
-        super().__init__(backend_spec("trtexec", options), warmup_runs=warmup_runs, timing_runs=timing_runs)
+        backend = backend_spec(
+            "trtexec",
+            plugin_libraries=plugin_libraries,
+            timing_cache_file=timing_cache_file,
+            trtexec_args=trtexec_args,
+        )
+        super().__init__(backend, warmup_runs=warmup_runs, timing_runs=timing_runs)
 
 
 def init_benchmark_instance(
@@ -214,14 +197,15 @@ def init_benchmark_instance(
         trtexec_args: Further arguments of trtexec.
         backend: Name of the benchmarker; None: OpenVINO, which needs no GPU.
         params: Its parameters.
-
-    Raises:
-        UserError: The backend is not available or does not take an option.
     """
-    if use_trtexec and backend not in (None, "trtexec"):
-        raise AutotunerError(f"use_trtexec and backend {backend!r}: choose one")
-    name = "trtexec" if use_trtexec else backend or "openvino"
-    use = backend_spec(name, _tensorrt_options(plugin_libraries, timing_cache_file, trtexec_args), params)
+    use = backend_spec(
+        backend,
+        params,
+        use_trtexec=use_trtexec,
+        plugin_libraries=plugin_libraries,
+        timing_cache_file=timing_cache_file,
+        trtexec_args=trtexec_args,
+    )
     benchmark = Benchmark(use, warmup_runs=warmup_runs, timing_runs=timing_runs)
     before = current_benchmark()
     if before is not None:
@@ -247,18 +231,22 @@ def benchmark_onnx_model(
     return benchmark.run(model_path, log_file, flush_timing_cache)
 
 
-def backend_spec(name: str, options: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> PluginSpec:
-    """Return a backend with options of TensorRT as parameters.
+def backend_spec(
+    backend: str | None,
+    params: Mapping[str, Any] | None = None,
+    *,
+    use_trtexec: bool = False,
+    plugin_libraries: Sequence[str] | None = None,
+    timing_cache_file: str | None = None,
+    trtexec_args: Sequence[str] | str | None = None,
+) -> PluginSpec:
+    """Return a backend with its parameters and options of TensorRT; for the arguments see `init_benchmark_instance`.
 
     Backends without a timing cache ignore it; other options that a backend lacks are errors.
-
-    Args:
-        options: Values by ModelOpt's name; None or empty: not given.
-        params: Further parameters of the backend.
-
-    Raises:
-        UserError: The backend is not installed, or does not take an option.
     """
+    if use_trtexec and backend not in (None, "trtexec"):
+        raise AutotunerError(f"use_trtexec and backend {backend!r}: choose one")
+    name = "trtexec" if use_trtexec else backend or "openvino"
     try:
         accepted = registry.plugin_signature("benchmarker", name).parameters
     except UserError as error:
@@ -268,37 +256,28 @@ def backend_spec(name: str, options: Mapping[str, Any], params: Mapping[str, Any
                 f"without one use --backend openvino or onnxruntime ({error})"
             ) from error
         raise
+    if isinstance(trtexec_args, str):
+        try:
+            trtexec_args = shlex.split(trtexec_args)
+        except ValueError as error:
+            raise AutotunerError(
+                f"arguments of trtexec: {error}: {trtexec_args}; a quotation mark is not closed"
+            ) from error
+    options = {
+        "plugin_libraries": plugin_libraries,
+        "timing_cache_file": timing_cache_file,
+        "trtexec_args": trtexec_args,
+    }
     values = dict(params or {})
     for option, value in options.items():
-        if not value:
-            continue
         parameter = next((each for each in _TENSORRT_OPTION_NAMES[option] if each in accepted), None)
-        if parameter is not None:
+        if value and parameter is not None:
             values[parameter] = [*values.get(parameter, ()), *value] if isinstance(value, list | tuple) else value
-        elif option != "timing_cache_file":
+        elif value and option != "timing_cache_file":
             raise AutotunerError(f"{option}: backend {name!r} does not have it; {_REMEDIES[option]}")
     if values:  # the options come from the user's own command line or program
         trust_plugins()
     return PluginSpec(use=name, params=values)
-
-
-def _tensorrt_options(
-    libraries: Sequence[str] | None, timing_cache: str | None, arguments: Sequence[str] | str | None = None
-) -> dict[str, Any]:
-    split = split_arguments(arguments) if isinstance(arguments, str) else arguments
-    return {"plugin_libraries": libraries, "timing_cache_file": timing_cache, "trtexec_args": split}
-
-
-def split_arguments(text: str) -> list[str]:
-    """Split arguments of trtexec as a shell does.
-
-    Raises:
-        AutotunerError: A quotation is not closed.
-    """
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise AutotunerError(f"arguments of trtexec: {error}: {text}; a quotation mark is not closed") from error
 
 
 def is_noisy(outcome: Outcome) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from harness.compat.modelopt_autotune.engine.storage import PatternCache
 from harness.compat.modelopt_autotune.insertion_points import (
     ChildRegionInputInsertionPoint,
     ChildRegionOutputInsertionPoint,
@@ -18,6 +17,7 @@ from harness.compat.modelopt_autotune.settings import (
     Config,
     InvalidSchemeError,
 )
+from harness.compat.modelopt_autotune.storage import PatternCache
 
 __all__ = [
     "AutotunerError", "AutotunerNotInitializedError", "ChildRegionInputInsertionPoint",

@@ -45,7 +45,7 @@ MIN_ELEMENTS = 8  # ModelOpt's limit: smaller tensors gain nothing
 
 @runtime_checkable
 class PointResolver(Protocol):
-    """Graph with its own rules for points, such as `engine.placement_map.RegionIndex`.
+    """Graph with its own rules for points, such as `placement_map.RegionIndex`.
 
     `addresses` returns those of the legal points of a region, `resolve` the node inputs that points quantize in it.
     """

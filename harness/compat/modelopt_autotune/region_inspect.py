@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 from harness.base.errors import MAX_COUNT, UserError
 from harness.base.text import printable_lines
-from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.insertion_points import has_quantizable_operations
+from harness.compat.modelopt_autotune.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import add_sizes

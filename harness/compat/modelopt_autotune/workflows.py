@@ -1,51 +1,94 @@
 """Workflow from a float model to an optimized one, under ModelOpt's names.
 
-`AutotuneRun` is a searcher for `harness.run.search`. It proposes the initial design, then the schemes of one pattern
-after the other, with the best schemes of earlier patterns. The loop builds and times the models.
+`AutotuneRun` measures the initial design, then the schemes of one pattern after the other, with the best schemes of
+earlier patterns. Then it selects and confirms the result with the functions of `harness.run`, and writes the files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from harness.base.errors import UserError
-from harness.base.progress import ProgressTask, format_incumbent
-from harness.base.statistics import Interval, median_ci
+from harness.base.progress import NullProgress, Observer, format_incumbent
+from harness.base.statistics import median_ci, stderr_from_interval
 from harness.compat.modelopt_autotune.autotuner import QDQAutotuner, Transform
 from harness.compat.modelopt_autotune.benchmark import (
+    Benchmark,
     benchmark_onnx_model,
     current_benchmark,
     init_benchmark_instance,
     is_noisy,
 )
-from harness.compat.modelopt_autotune.delivery import BASELINE, AutotuneJob, Delivery, RunContext
-from harness.compat.modelopt_autotune.engine.storage import PatternCache
 from harness.compat.modelopt_autotune.region_search import select_regions
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import AutotunerError, AutotunerNotInitializedError, Config
+from harness.compat.modelopt_autotune.storage import PatternCache
+from harness.config.sections import Confirmation, Limits
+from harness.graph.io.files import move_model, write_model
 from harness.graph.load import load
-from harness.graph.pattern_cache import describe_foreign_schemes
+from harness.graph.qdq.qdq_graph import count_pairs
 from harness.graph.rules.points import explain_no_points
-from harness.measure.records import Failed, Outcome
+from harness.measure.elimination import TURNS_PER_RACING_ROUND
+from harness.measure.provenance import format_options, machine_lacks_vnni
+from harness.measure.records import Failed
+from harness.measure.turn_statistics import ConfirmationSummary, summarize_turns
 from harness.plugins.api import Candidate
-from harness.results.journal import Journal
+from harness.results.output_check import CHECK_FILE_NAME
+from harness.results.turns import FINAL_SELECTION_LOG_NAME
+from harness.run.confirm.paired_timing import PairedComparison, run_comparison
+from harness.run.confirm.rounds import TimedRow
 from harness.run.prepare.model_loader import MIN_OPSET
-from harness.run.search.loop import SearchTask, run_search
-from harness.workers.trial_pool import SyncExecutor
-from search.api import Failure, Observation, Score
+from harness.run.select.racing import FIRST_SCHEDULE, select_winner
+from harness.run.verify.dynamic_delivery import format_fixed_shapes, write_dynamic_model
+from harness.run.verify.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
+from harness.ship.tuned_model import TunedModel, describe_accuracy, ship_tuned_model
 from search.space import Placement
 
 __all__ = ["benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow", "run_job"]
 
 _logger = logging.getLogger(__name__)
 STATE_SAVE_INTERVAL_S = 10.0
+FINALISTS = Confirmation().candidates
+BUILDS, NOISY_MACHINE_BUILDS = 3, 6  # fresh builds of the result and of the float model
+ROUNDS = 4  # of a build
+BASELINE, FINAL, NOT_FASTER = "baseline.onnx", "optimized_final.onnx", "not_faster.onnx"
+UNPROVED = "unproved.onnx"  # the result until it is confirmed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutotuneJob:
+    """Job of the workflow; attributes without a line are as the arguments of `region_pattern_autotuning_workflow`.
+
+    Attributes:
+        whole: Search the whole model at once, instead of region by region.
+        max_evals: Maximum number of measured models, including the baseline and earlier runs; None: no limit.
+        ship: Write the folder `ship` with the model to deploy.
+    """
+
+    output_dir: Path
+    schemes_per_region: int = 30
+    pattern_cache_file: Path | None = None
+    state_file: Path | None = None
+    qdq_baseline: Path | None = None
+    node_filters: tuple[str, ...] = ()
+    config: Config = field(default_factory=Config)
+    whole: bool = False
+    max_evals: int | None = None
+    transform: Transform | None = None
+    ship: bool = False
+    observer: Observer = field(default_factory=NullProgress)
+
+    @property
+    def state(self) -> Path:
+        return self.state_file or self.output_dir / "autotuner_state.yaml"
 
 
 def region_pattern_autotuning_workflow(
@@ -82,7 +125,6 @@ def region_pattern_autotuning_workflow(
 
     Raises:
         AutotunerNotInitializedError: There is no benchmark.
-        UserError: An argument cannot be used, or the float model cannot be timed.
     """
     model = model_or_path if model_path is None else model_path
     if model is None:
@@ -117,16 +159,28 @@ def run_job(model: Any, job: AutotuneJob) -> QDQAutotuner:
 
     Raises:
         AutotunerNotInitializedError: There is no benchmark.
-        UserError: A setting cannot be used, the float model cannot be timed, or the searcher failed.
     """
     benchmark = current_benchmark()
     if benchmark is None:
         raise AutotunerNotInitializedError("Benchmark instance not initialized: call init_benchmark_instance() first")
-    autotuner = _create_autotuner(model, job)
+    for folder in ("logs", "region_models"):
+        (job.output_dir / folder).mkdir(parents=True, exist_ok=True)
+    cache, cache_file = None, job.pattern_cache_file
+    if cache_file is not None and not cache_file.exists():
+        _logger.warning("%s: there is no such pattern cache, so the start is cold", cache_file)
+    elif cache_file is not None:
+        cache = PatternCache.load(str(cache_file))
+    autotuner = QDQAutotuner(load(Path(model), min_opset=MIN_OPSET) if isinstance(model, str | Path) else model)
+    autotuner.initialize(job.config, cache)
+    if job.state.exists():
+        autotuner.load_state(str(job.state))
+        job.observer.say(f"resuming from {job.state}: {len(autotuner.session.measured)} models are measured")
+        for sentence in autotuner.changes:
+            job.observer.say(sentence)
     try:
-        run = AutotuneRun(RunContext(job, autotuner, benchmark))
-        run.search()
-        Delivery(run.context, run.remarks).deliver()
+        run = AutotuneRun(job, autotuner, benchmark)
+        run.search(None if cache is None else cache_file)
+        run.deliver()
     finally:
         if autotuner.baseline_latency_ms is not None:
             autotuner.save_state(str(job.state))
@@ -134,99 +188,48 @@ def run_job(model: Any, job: AutotuneJob) -> QDQAutotuner:
     return autotuner
 
 
-def _create_autotuner(model: Any, job: AutotuneJob) -> QDQAutotuner:
-    for folder in ("logs", "region_models"):
-        (job.output_dir / folder).mkdir(parents=True, exist_ok=True)
-    cache = None
-    if job.pattern_cache_file is not None:
-        if job.pattern_cache_file.exists():
-            cache = PatternCache.load(str(job.pattern_cache_file))
-        else:
-            _logger.warning("%s: there is no such pattern cache, so the start is cold", job.pattern_cache_file)
-    loaded = load(Path(model), min_opset=MIN_OPSET) if isinstance(model, str | Path) else model
-    autotuner = QDQAutotuner(loaded)
-    autotuner.initialize(job.config, cache)
-    if job.state.exists():
-        autotuner.load_state(str(job.state))
-        job.observer.say(f"resuming from {job.state}: {len(autotuner.session.measured)} models are measured")
-        for sentence in autotuner.changes:
-            job.observer.say(sentence)
-    return autotuner
-
-
 class AutotuneRun:
-    """Searcher of the search loop that searches the placements of one job, region by region or as a whole.
+    """Run of one job: the search of placements, region by region or of the whole model, and the delivery."""
 
-    Args:
-        context: Autotuner, benchmark and files of the job.
-
-    Attributes:
-        remarks: Lines about schemes of the pattern cache that were measured on another runtime or device.
-    """
-
-    def __init__(self, context: RunContext) -> None:
-        self.context = context
-        self._autotuner, self._session, self._job = context.autotuner, context.session, context.job
-        self._outcome: Score | Failure | None = None
-        self._log_name = "baseline"
+    def __init__(self, job: AutotuneJob, autotuner: QDQAutotuner, benchmark: Benchmark) -> None:
+        self._job, self._out, self._say = job, job.output_dir, job.observer.say
+        self._autotuner, self._session, self._benchmark = autotuner, autotuner.session, benchmark
+        self._float = self._session.space.float_placement()
         self._saved_s = time.monotonic()
-        self._warm = (
-            self._autotuner.pattern_cache.seeds
-            if self._job.pattern_cache_file and self._autotuner.pattern_cache
-            else None
-        )
-        self.remarks = describe_foreign_schemes(self._warm, self._session.origin) if self._warm else ()
+        self._remarks: tuple[str, ...] = ()
 
-    def search(self) -> None:
-        """Time the float model, the initial design and the schemes of all patterns."""
-        autotuner, session, say = self._autotuner, self._session, self._job.observer.say
-        for sentence in self.remarks:
-            _logger.warning(sentence)
-        self.context.export(BASELINE, session.space.float_placement())
-        regions = select_regions(autotuner.regions, autotuner.graph.nodes, self._job.node_filters)
-        session.restrict_to_patterns({autotuner.graph.pattern(region).signature for region in regions})
-        say(self._describe_workload())
-        say(f"scales: calibrated on {session.task.calibrated_on}")
-        for precision in session.task.accuracy_only:
-            say(f"this device only emulates {precision}: latencies do not transfer to a device that supports it")
-        self._time_baseline()
-        turns = [session.placement_map.whole] if self._job.whole else regions
-        with self._job.observer.work("search" if self._job.whole else "regions", len(turns)) as step:
-            self._proposals = self._propose(turns, step)
-            self._run_loop()
-            for _ in self._proposals:  # patterns whose profiling ended at a limit
-                raise AssertionError("a proposal beyond the limit")
+    def search(self, cache_file: Path | None) -> None:
+        """Time the float model, the initial design and the schemes of all patterns.
 
-    def ask(self, n: int) -> Sequence[Placement]:
-        """Return a list of the next placement to measure, empty after the last."""
-        placement = next(self._proposals, None)
-        return [] if placement is None else [placement]
-
-    def tell(self, observation: Observation) -> None:
-        """Receive the outcome of the last proposal."""
-        self._outcome = observation.outcome
-
-    def _run_loop(self) -> None:
-        """Run the search loop; its journal is temporary, as the state file is the record to resume from."""
-        limit = self._job.max_evals
-        task = SearchTask(
-            space=self._session.space,
-            searcher=self,
-            initial_design=(),
-            candidate=self.context.candidate,
-            evaluations=sys.maxsize if limit is None else max(0, limit - len(self._session.measured)),
-            patience=sys.maxsize,
-        )
-        with Journal(self._session.folder / "journal.jsonl", {}) as journal:
-            ended = run_search(task, SyncExecutor(self._measure), journal, lambda event: None)
-        if ended.failure is not None:
-            raise UserError(
-                f"searcher {self._job.config.searcher!r}: {ended.failure.reason}; fix it, then run the same "
-                f"command again\n{ended.failure.log_tail}"
+        Args:
+            cache_file: Pattern cache of an earlier run; None: there is none.
+        """
+        job, autotuner, session = self._job, self._autotuner, self._session
+        self._export(self._float, self._out / BASELINE)
+        graph, regions = autotuner.graph, select_regions(autotuner.regions, autotuner.graph.nodes, job.node_filters)
+        session.restrict_to_patterns({graph.pattern(region).signature for region in regions})
+        if len(session.space):
+            patterns = {graph.pattern(region) for region in autotuner.regions}
+            self._say(
+                f"{len(autotuner.regions)} regions of {len(patterns)} patterns, {len(session.space)} insertion points "
+                f"(inputs of nodes and of child regions, and outputs), {len(session.allowed)} of them to be searched"
             )
-
-    def _measure(self, candidate: Candidate, _: Interval | None = None) -> Outcome:
-        return self.context.benchmark.measure(candidate, self.context.log(self._log_name))
+        else:
+            self._say(explain_no_points(graph.model, graph.dialect, graph.precision))
+        self._say(f"scales: calibrated on {session.task.calibrated_on}")
+        for precision in session.task.accuracy_only:
+            self._say(f"this device only emulates {precision}: latencies do not transfer to a device that supports it")
+        self._time_baseline()
+        turns = [session.placement_map.whole] if job.whole else regions
+        with job.observer.work("search" if job.whole else "regions", len(turns)) as step:
+            self._time_initial(cache_file)
+            for region in turns:
+                if not self._is_limit_reached or self._count_measured(graph.pattern(region).signature):
+                    autotuner.set_profile_region(region, commit=True)
+                    if autotuner.current_profile_pattern_schemes is not None:
+                        self._search_region(region)
+                step.advance(self._describe_best())
+            autotuner.set_profile_region(None, commit=True)
 
     def _time_baseline(self) -> None:
         """Time the float model alone; if that is too uncertain, time everything else in turns with it.
@@ -234,9 +237,9 @@ class AutotuneRun:
         Raises:
             UserError: It cannot be timed.
         """
-        autotuner, benchmark = self._autotuner, self.context.benchmark
+        autotuner, benchmark = self._autotuner, self._benchmark
         if autotuner.baseline_latency_ms is None:
-            outcome = self._measure(self.context.candidate(self._session.space.float_placement()))
+            outcome = benchmark.measure(self._candidate(self._float), self._log("baseline"))
             if isinstance(outcome, Failed):
                 raise UserError(
                     f"{autotuner.graph.model.source}: the float model cannot be timed on {benchmark.backend.use}, so "
@@ -245,86 +248,79 @@ class AutotuneRun:
             autotuner.submit(median_ci(outcome.samples_ms).value)
             autotuner.interleaved = is_noisy(outcome)
         if autotuner.interleaved:
-            benchmark.time_against_reference(self._job.output_dir / BASELINE, self.context.baseline_ms)
-            self._job.observer.say(
+            benchmark.time_against_reference(self._out / BASELINE, self._baseline_ms)
+            self._say(
                 "timing noise is high on this machine: models are timed in turns with the float model, whose "
-                f"{self.context.baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
+                f"{self._baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
             )
 
-    def _propose(self, regions: Sequence[Region], step: ProgressTask) -> Iterator[Placement]:
-        """Yield the placements to measure, and store the outcome of each."""
-        yield from self._propose_initial()
-        for region in regions:
-            if not self._is_limit_reached or self._count_measured(self._autotuner.graph.pattern(region).signature):
-                self._autotuner.set_profile_region(region, commit=True)
-                if self._autotuner.current_profile_pattern_schemes is not None:
-                    yield from self._propose_schemes(region)
-            step.advance(self._describe_best())
-        self._autotuner.set_profile_region(None, commit=True)
-
-    def _propose_initial(self) -> Iterator[Placement]:
-        """Yield the initial design; its best placement applies to each pattern until the pattern is profiled."""
-        session, baseline_ms = self._session, self.context.baseline_ms
-        design = session.initial_placements(self._warm, self._job.qdq_baseline)
-        latency_by_name = {}
+    def _time_initial(self, cache_file: Path | None) -> None:
+        """Time the initial design; its best placement applies to each pattern until the pattern is profiled."""
+        session, baseline_ms = self._session, self._baseline_ms
+        design, self._remarks = session.initial_placements(cache_file, self._job.qdq_baseline)
+        latency_by_name, parts = {}, []
         for name, placement in design.items():
             measurement = session.measured.get(session.space.digest(placement))
-            if measurement is None and not self._is_limit_reached:
-                self._log_name = f"start_{name}"
-                yield placement
-                latency_ms, stderr_ms = self._last_result()
+            if measurement is None and self._is_limit_reached:
+                parts.append(f"{name} left out (max_evals)")
+                continue
+            if measurement is None:
+                latency_ms, stderr_ms = self._measure(placement, f"start_{name}")
                 measurement = session.record(placement, latency_ms, stderr_ms=stderr_ms)
-            if measurement is not None:
-                latency_by_name[name] = measurement.latency_ms or float("inf")
+            if measurement.latency_ms is None:
+                parts.append(f"{name} failed")
+                continue
+            latency_by_name[name] = measurement.latency_ms
+            parts.append(f"{name} {measurement.latency_ms:.3f} ms ({baseline_ms / measurement.latency_ms:.2f}x)")
         best = min(latency_by_name, key=lambda name: latency_by_name[name], default=None)
         if best is not None and latency_by_name[best] < baseline_ms:
             session.base = design[best]
-        parts = [
-            f"{name} {'failed' if value == float('inf') else f'{value:.3f} ms ({baseline_ms / value:.2f}x)'}"
-            for name, value in latency_by_name.items()
-        ]
-        parts += [f"{name} left out (max_evals)" for name in design if name not in latency_by_name]
-        self._job.observer.say(f"baseline {baseline_ms:.3f} ms; starts: {', '.join(parts)}")
+        self._say(f"baseline {baseline_ms:.3f} ms; starts: {', '.join(parts)}")
 
-    def _propose_schemes(self, region: Region) -> Iterator[Placement]:
-        """Yield the schemes of a region's pattern, counting those measured before an interruption."""
-        autotuner, limit = self._autotuner, self._job.schemes_per_region
+    def _search_region(self, region: Region) -> None:
+        """Measure the schemes of a region's pattern, counting those measured before an interruption."""
+        autotuner = self._autotuner
         signature = autotuner.graph.pattern(region).signature
-        has_more = not self._is_limit_reached or autotuner.generate() >= 0  # which restores the known results
-        while (
-            has_more
-            and self._count_measured(signature) < limit
-            and not self._is_limit_reached
-            and (has_more := (index := autotuner.generate()) >= 0)
-        ):
-            self._log_name = f"region_{region.id}_scheme_{index}"
-            yield autotuner.placement()
-            latency_ms, stderr_ms = self._last_result()
+        while self._count_measured(signature) < self._job.schemes_per_region:
+            index = autotuner.generate()  # which restores the known results first
+            if index < 0:
+                break
+            if self._is_limit_reached:
+                autotuner.unfinished.add(signature)
+                break
+            latency_ms, stderr_ms = self._measure(autotuner.placement(), f"region_{region.id}_scheme_{index}")
             autotuner.submit(latency_ms or float("inf"), latency_ms is not None, stderr_ms)
             if time.monotonic() - self._saved_s > STATE_SAVE_INTERVAL_S:
                 autotuner.save_state(str(self._job.state))
                 self._saved_s = time.monotonic()
-        if has_more and self._count_measured(signature) < limit:
-            autotuner.unfinished.add(signature)
-        name = f"region_{region.id}_level_{region.level}.onnx"
-        self.context.export(f"region_models/{name}", autotuner.placement(best=True))
+        model_file = self._out / "region_models" / f"region_{region.id}_level_{region.level}.onnx"
+        self._export(autotuner.placement(best=True), model_file)
         autotuner.save_state(str(self._job.state))
 
-    def _last_result(self) -> tuple[float | None, float]:
-        """Return latency and standard error of the last proposal in ms; None and 0 if it failed."""
-        outcome = self._outcome
-        return (outcome.objective, outcome.stderr) if isinstance(outcome, Score) else (None, 0.0)
+    def _measure(self, placement: Placement, log_name: str) -> tuple[float | None, float]:
+        """Return latency and standard error of a placement in ms; None and 0 if it failed."""
+        outcome = self._benchmark.measure(self._candidate(placement), self._log(log_name))
+        if isinstance(outcome, Failed):
+            return None, 0.0
+        interval = median_ci(outcome.samples_ms)
+        return interval.value, stderr_from_interval(interval)
 
-    def _describe_workload(self) -> str:
-        """Return the size of the search, or why there is nothing to search."""
-        graph, regions, session = self._autotuner.graph, self._autotuner.regions, self._session
-        if not len(session.space):
-            return explain_no_points(graph.model, graph.dialect, graph.precision)
-        patterns = {graph.pattern(region) for region in regions}
-        return (
-            f"{len(regions)} regions of {len(patterns)} patterns, {len(session.space)} insertion points "
-            f"(inputs of nodes and of child regions, and outputs), {len(session.allowed)} of them to be searched"
-        )
+    def _candidate(self, placement: Placement, file: Path | None = None) -> Candidate:
+        """Return the candidate of a placement: its model with the transform of the job, or `file` if given."""
+        candidate = self._session.task.candidate(placement)
+        if file is None and self._job.transform is None:
+            return candidate
+        path = self._session.folder / "transformed.onnx"
+        return replace(candidate, source=lambda: file or self._export(placement, path))
+
+    def _export(self, placement: Placement, path: Path) -> Path:
+        """Write the model of a placement to a file, and return its path."""
+        proto = self._session.proto(self._session.space.resolve(placement))
+        write_model(proto if self._job.transform is None else self._job.transform(proto), path)
+        return path
+
+    def _log(self, name: str) -> Path:
+        return self._out / "logs" / f"{name}.log"
 
     def _count_measured(self, signature: str) -> int:
         """Return the number of models that were measured for a pattern."""
@@ -334,12 +330,218 @@ class AutotuneRun:
     def _is_limit_reached(self) -> bool:
         return self._job.max_evals is not None and len(self._session.measured) >= self._job.max_evals
 
+    @property
+    def _baseline_ms(self) -> float:
+        return self._autotuner.baseline_latency_ms or float("inf")
+
     def _describe_best(self) -> str:
-        space = self._session.space
         latencies = {digest: each.latency_ms for digest, each in self._session.measured.items() if each.latency_ms}
         if not latencies:
             return ""
         best = min(latencies, key=lambda digest: latencies[digest])
-        is_float = best == space.digest(space.float_placement())
-        interleaved = self._autotuner.interleaved
-        return format_incumbent(latencies[best], self.context.baseline_ms, interleaved=interleaved, is_float=is_float)
+        is_float, interleaved = best == self._session.space.digest(self._float), self._autotuner.interleaved
+        return format_incumbent(latencies[best], self._baseline_ms, interleaved=interleaved, is_float=is_float)
+
+    def deliver(self) -> None:
+        """Select and confirm the result, write it or the float model if that is not slower, and report both."""
+        session, benchmark, out = self._session, self._benchmark, self._out
+        float_candidate = self._candidate(self._float, out / BASELINE)
+        best, rivals, wrong, float_fault = self._find_finalists(float_candidate)
+        chosen = self._select(float_candidate, best, rivals)
+        tried = self._export(chosen, out / UNPROVED)
+        benchmark.measure(self._candidate(chosen), self._log("final"))
+        confirmation = PairedComparison(
+            name="confirmation",
+            baseline=TimedRow(name="baseline", candidate=float_candidate),
+            rows=(TimedRow(name="final", candidate=self._candidate(chosen, tried)),),
+            schedule=Confirmation(
+                builds=NOISY_MACHINE_BUILDS if self._autotuner.interleaved else BUILDS,
+                rounds=ROUNDS,
+                samples=max(3, min(20, benchmark.timing_runs // 5)),
+            ),
+        )
+        events = run_comparison(confirmation, benchmark.open_fresh_engines, self._job.observer)
+        summary = summarize_turns(events, baseline="baseline")
+        pairs, proven = count_pairs(tried), is_proven_faster(summary)
+        file, kept = self._write(tried, chosen, is_faster=proven)
+        runtime, calibrated = dict(benchmark.describe()), self._job.config.calibration_data is not None
+        measurement = session.measured.get(session.space.digest(chosen))
+        read_ms = None if measurement is None else measurement.latency_ms
+        lines = [
+            *summary_lines(
+                summary,
+                file=file,
+                kept=kept,
+                pairs=pairs,
+                read=self._baseline_ms / read_ms if read_ms else None,
+                options=format_options(runtime.get("options", {})),
+                calibrated=calibrated,
+            )
+        ]
+        dynamic = write_dynamic_model(session.task.model, file, benchmark.backend.use, data=session.task.feeds)
+        if dynamic is not None:
+            lines.append(f"{file.name} takes {format_fixed_shapes(session.task.model)} alone; {dynamic.remark}")
+        lines += self._remarks
+        if self._job.ship:
+            tuned = TunedModel(
+                file=file,
+                float_file=out / BASELINE,
+                dynamic=dynamic,
+                pairs=pairs,
+                accuracy=describe_accuracy(calibrated),
+                proven=kept is None and proven,
+                float_fault=float_fault,
+            )
+            lines.insert(0, ship_tuned_model(tuned, session.task, runtime, (summary, events), out, self._job.observer))
+        if wrong:
+            lines.append(
+                f"{wrong} of the fastest models are left out: {runtime.get('name')} computes other results than their "
+                f"files describe (see {out / CHECK_FILE_NAME})"
+            )
+        for line in lines:
+            self._say(line)
+        with self._log("final").open("a", encoding="utf-8") as log:
+            log.write("\n".join(lines) + "\n")
+
+    def _find_finalists(self, float_candidate: Candidate) -> tuple[Placement, dict[str, Placement], int, str]:
+        """Return the best placement, the finalists by digest (including the best), and what the check found.
+
+        Placements with wrong outputs are left out; if the best is one, the float model replaces it.
+
+        Returns:
+            After best and finalists the number of wrong placements, and the fault of the float model as text or "".
+        """
+        session, best, wrong = self._session, self._autotuner.placement(best=True), set[str]()
+        with self._open_checker() as check:
+            own = check(float_candidate, "the float model")
+            while True:
+                rivals = session.fastest_by_digest(FINALISTS, self._baseline_ms, wrong)
+                if any(best.choices):
+                    rivals = {session.space.digest(best): best, **rivals}
+                wrong_now = {digest for digest, each in rivals.items() if check(self._candidate(each), digest)}
+                if not wrong_now:
+                    return best, rivals, len(wrong), own
+                wrong |= wrong_now
+                if session.space.digest(best) in wrong:
+                    best = self._float
+
+    @contextmanager
+    def _open_checker(self) -> Iterator[Callable[[Candidate, str], str]]:
+        """Yield a function that compares the outputs of a model with its file, and returns the fault as text or ""."""
+        if runs_no_model(self._benchmark.backend):
+            yield lambda candidate, name: ""
+            return
+        plan = make_check_plan(self._session.task, self._out, Limits(), machine_lacks_vnni())
+        with (
+            self._benchmark.open_fresh_engines() as engines,
+            RuntimeChecker(plan, engines, self._job.observer) as checker,
+        ):
+
+            def fault(candidate: Candidate, name: str) -> str:
+                check = checker.check(candidate, name=name)
+                if check.verdict == "not checked":
+                    self._say(f"{name}: {check}")
+                return str(check) if check.is_wrong else ""
+
+            yield fault
+
+    def _select(self, float_candidate: Candidate, best: Placement, rivals: dict[str, Placement]) -> Placement:
+        """Return the winner of the final selection; a single rival needs none, as the confirmation judges it."""
+        if len(rivals) < 2:
+            return next(iter(rivals.values()), best)
+        contest = PairedComparison(
+            name="final selection",
+            path=self._log("").with_name(FINAL_SELECTION_LOG_NAME),
+            header={"rows": sorted(rivals), "heats": list(TURNS_PER_RACING_ROUND), **self._session.facts},
+            baseline=TimedRow(name="baseline", candidate=float_candidate),
+            rows=tuple(TimedRow(name=name, candidate=self._candidate(each)) for name, each in rivals.items()),
+            schedule=FIRST_SCHEDULE,
+        )
+        try:
+            won, speedup = select_winner(contest, self._benchmark.open_fresh_engines, self._job.observer)
+        except UserError as error:  # several engines at once may need more memory than one
+            self._say(
+                f"No final selection of the fastest {len(rivals)}, the model with the lowest reading is used: {error}"
+            )
+            return best if any(best.choices) else next(iter(rivals.values()))
+        return rivals[won] if won and (speedup > 1 or any(best.choices)) else best
+
+    def _write(self, tried: Path, chosen: Placement, *, is_faster: bool) -> tuple[Path, Path | None]:
+        """Deliver the model that was confirmed, or the float model if it is not faster.
+
+        Returns:
+            The delivered file, and the file of the confirmed model if that is another one.
+        """
+        final, slower = self._out / FINAL, self._out / NOT_FASTER
+        for path in (slower, slower.with_name(f"{slower.name}.data")):  # left by an earlier run
+            path.unlink(missing_ok=True)
+        if is_faster or not any(chosen.choices):
+            self._autotuner.delivered = chosen
+            move_model(tried, final)
+            return final, None
+        self._autotuner.delivered = self._float
+        move_model(tried, slower)
+        return self._export(self._float, final), slower
+
+
+def is_proven_faster(summary: ConfirmationSummary) -> bool:
+    """Return whether fresh builds of the result are faster than the float model beyond noise."""
+    return "final" in summary.rows and summary.rows["final"].verdict == "faster"
+
+
+def summary_lines(
+    summary: ConfirmationSummary,
+    *,
+    file: Path,
+    kept: Path | None,
+    pairs: int,
+    read: float | None,
+    options: str,
+    calibrated: bool,
+) -> Iterator[str]:
+    """Yield the lines that end a run.
+
+    Args:
+        summary: Confirmation with the rows "baseline" and "final".
+        file: Path of the delivered model.
+        kept: Path of the confirmed model if the float model was delivered instead, else None.
+        pairs: Number of Q/DQ pairs of the confirmed model; 0: it is the float model.
+        read: Speedup of the confirmed model by its reading in the search; None if unknown.
+        options: Options of the runtime, as text.
+        calibrated: Whether the scales come from calibration data.
+    """
+    fallback = f"so {file.name} is that model"
+    if kept is not None:
+        fallback += f"; the one with Q/DQ pairs is kept as {kept.name}"
+    if "final" not in summary.rows:
+        yield f"Final: could not be timed: {summary.failed['final'].reason}"
+        if kept is not None:
+            yield f"A model that cannot be timed is not delivered, {fallback}"
+        return
+    row, interval = summary.rows["final"], summary.rows["final"].speedup
+    yield f"Baseline: {summary.rows['baseline'].latency_ms.value:.3f} ms, built afresh as the final model is"
+    if kept is None and not pairs:
+        yield "Final: the float model, because no placement of Q/DQ pairs proved faster"
+        yield f"Written: {file}, which is that model"
+        return
+    yield (
+        f"{'Final' if kept is None else kept.name}: {row.latency_ms.value:.3f} ms ({interval.value:.3f}x "
+        f"speedup, 95 % interval {interval.low:.3f} to {interval.high:.3f}, {row.verdict}; {row.builds} fresh builds "
+        f"in turns with the baseline, noise floor {100 * summary.noise_floor:.1f} %), {pairs} Q/DQ pairs"
+    )
+    if row.fully_disturbed:
+        uncertain = f"All of its turns were disturbed, so {row.verdict!r} is uncertain"
+        yield f"{uncertain}: run the same command again on a quiet machine"
+    yield f"Written: {file}{f' (timed with {options}: deploy it so)' if options else ''}"
+    if kept is not None:
+        slower = row.verdict == "slower"
+        yield f"{'Slower than' if slower else 'Not faster beyond noise than'} the float model, {fallback}"
+    elif not calibrated:
+        yield "Scales are of random data, so its accuracy is unknown: give --calibration_data before you use it"
+    else:
+        yield "Its accuracy was not measured: qdq run does, with the evaluator fidelity if there are no labels"
+    if read is not None and read > interval.high:
+        yield (
+            f"The reading of the search was {read:.3f}x: the lowest of many readings is low by chance, so only "
+            "the fresh builds count"
+        )

@@ -19,7 +19,7 @@ from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.labels import read_labels
 from harness.base.errors import UserError
 from harness.base.files import add_checksum
-from harness.compat.modelopt_autotune.engine.storage import read_state
+from harness.compat.modelopt_autotune.storage import read_state
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
 from harness.config.plan import plan_tasks

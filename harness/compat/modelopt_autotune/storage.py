@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
-from harness.compat.modelopt_autotune.engine.placement_map import RegionIndex
+from harness.compat.modelopt_autotune.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import AutotunerError, InvalidSchemeError
@@ -235,7 +235,7 @@ class Measurement(_Record):
     stderr_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     signature: str = ""
     timestamp: str | None = None
-    choices: str = ""
+    choices: Annotated[str, Field(pattern="^[01]*$")] = ""
 
 
 class AutotuneState(_Record):

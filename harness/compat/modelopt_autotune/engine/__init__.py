@@ -1,1 +1,0 @@
-"""State of an autotuner: its measured models, pattern searches and files."""

@@ -1,0 +1,378 @@
+"""Session of an autotuner: the task of one model and a set of regions, its measured models, and pattern searches."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from harness.accuracy.calibration.calibration_batches import ALL_SAMPLES, CalibrationBatches
+from harness.base.errors import UserError
+from harness.base.progress import NullProgress
+from harness.compat.modelopt_autotune.placement_map import PlacementMap, RegionIndex
+from harness.compat.modelopt_autotune.region_pattern import UNMEASURED_MS, InsertionScheme, PatternSchemes
+from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.compat.modelopt_autotune.settings import AutotunerError, Config
+from harness.compat.modelopt_autotune.storage import Measurement
+from harness.config.plan import TaskSpec
+from harness.config.sections import Calibration, ModelSpec, PluginSpec
+from harness.graph import pattern_cache
+from harness.graph.load import save_to_folder
+from harness.graph.model import Model
+from harness.graph.qdq.import_placement import map_to_float_tensors, read_placement
+from harness.measure.records import MAIN_BENCHMARKER
+from harness.plugins import registry
+from harness.run.prepare.float_baseline import BackendProperties
+from harness.run.prepare.initial_design import InitialDesign, load_imported_models
+from harness.run.prepare.model_loader import input_types
+from harness.run.prepare.task import calibrate_task
+from harness.run.search.searcher_guard import SearcherGuard
+from harness.workers.in_process import as_outcome
+from search.api import CONTRACT, Failure, Observation, Score, Searcher
+from search.space import Placement, Resolved, Space
+from search.subspace import SubspaceSearcher
+
+_logger = logging.getLogger(__name__)
+RANDOM_SAMPLES = 8  # more random samples do not change the ranges much
+MAX_CACHED_STARTS = 4
+
+
+class AutotuneSession:
+    """Session of a model: its regions and the models that were measured.
+
+    Attributes:
+        task: Model, space, scales and writer of candidates.
+        origin: Origin of the measurements, as stored in pattern caches.
+        allowed: Dimensions that may be quantized; reduced by `restrict_to_patterns`.
+        base: Placement of the patterns that are not profiled yet.
+        measured: Results by digest.
+    """
+
+    def __init__(
+        self,
+        index: RegionIndex,
+        regions: Sequence[Region],
+        config: Config,
+        backend: PluginSpec,
+        runtime: BackendProperties,
+    ) -> None:
+        self.config = config
+        self.regions = tuple(regions)
+        self.placement_map: PlacementMap = index.placement_map(regions)
+        self._scratch = tempfile.TemporaryDirectory(prefix="qdq-autotune-")
+        self.folder = Path(self._scratch.name)
+        model, feeds = index.model, calibration_batches(index.model, config)
+        if feeds.is_random:
+            _logger.info("%s: calibrated on random data: do not trust any accuracy", model.source)
+        self.task = calibrate_task(
+            TaskSpec(
+                model=ModelSpec(use=model.source, calibration=feeds.settings),
+                backend=backend,
+                precision=config.default_quant_type,
+                runs=(),
+            ),
+            model,
+            save_to_folder(model, self.folder),
+            self.placement_map.space,
+            runtime=runtime,
+            feeds=feeds,
+            observer=_LoggingProgress(),
+            uncalibrated_abs_max=127 * config.default_q_scale,
+        ).with_benchmarkers({MAIN_BENCHMARKER: backend})
+        self.space = self.task.space
+        self.placement_map.narrow(self.space)
+        self.origin = pattern_cache.MeasurementOrigin.of_backend(self.task.facts, config.default_quant_type)
+        self.allowed: tuple[int, ...] = tuple(range(len(self.space)))
+        self.base = self.space.float_placement()
+        self.measured: dict[str, Measurement] = {}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Properties that must equal those of a state file to reuse its measurements."""
+        dimensions = hashlib.sha256(repr(self.space.dimensions).encode()).hexdigest()
+        return {
+            "model_sha256": self.task.model.sha256,
+            "inputs": {name: list(shape) for name, (_, shape) in input_types(self.task.model).items()},
+            "quant_type": self.config.default_quant_type,
+            **{key: self.task.facts.get(key) for key in ("name", "version", "device", "options")},
+            "space": dimensions[:16],  # a difference here usually results from one in another fact
+        }
+
+    def restrict_to_patterns(self, signatures: Iterable[str]) -> None:
+        """Restrict the search to these patterns; all others stay float."""
+        searched = {index for signature in signatures for index in self.placement_map.dimensions(signature).values()}
+        self.allowed = tuple(sorted(searched))
+
+    def with_schemes(self, profiled: Iterable[PatternSchemes]) -> Placement:
+        """Return `base` with the best scheme of each pattern in `profiled`; points outside of `allowed` stay float.
+
+        A pattern without a measured scheme stays as in `base`.
+        """
+        placement = self.base
+        for schemes in profiled:
+            if schemes.best_scheme is not None:
+                placement = self.placement_map.decode(schemes.pattern_signature, schemes.best_scheme, placement)
+        return self._without_forbidden(placement)
+
+    def proto(self, resolved: Resolved) -> Any:
+        """Return the model with these quantized edges as an `onnx.ModelProto`; without edges, the float model."""
+        return self.task.inserter.insert(resolved) if resolved else (self.task.cast or self.task.model).proto
+
+    def record(
+        self, placement: Placement, latency_ms: float | None, signature: str = "", *, stderr_ms: float = 0.0
+    ) -> Measurement:
+        """Store the result of a placement; see `Measurement`."""
+        measurement = Measurement(
+            latency_ms=latency_ms,
+            stderr_ms=stderr_ms,
+            signature=signature,
+            timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
+            choices="".join(map(str, placement.choices)),
+        )
+        self.measured[self.space.digest(placement)] = measurement
+        return measurement
+
+    def fastest_by_digest(self, count: int, below_ms: float, without: Collection[str] = ()) -> dict[str, Placement]:
+        """Return the fastest placements by digest that are below a latency and may be delivered.
+
+        A placement of an earlier run is left out if the space lacks it or it has points outside of `allowed`.
+
+        Args:
+            without: Digests to leave out.
+        """
+        read = [(each.latency_ms, digest, each.choices) for digest, each in self.measured.items() if each.latency_ms]
+        found: dict[str, Placement] = {}
+        for latency_ms, digest, choices in sorted(read, key=lambda each: each[0]):
+            if len(found) == count or latency_ms >= below_ms:
+                break
+            placement = Placement(tuple(map(int, choices)))
+            if digest in without or len(choices) != len(self.space) or self._without_forbidden(placement) != placement:
+                continue
+            if self.space.digest(placement) == digest:
+                found[digest] = placement
+        return found
+
+    def cache_entries(self, placement: Placement, latency_ms: float, baseline_ms: float) -> pattern_cache.PatternCache:
+        """Return the entries of the pattern cache that a measurement gives."""
+        scored = Observation(
+            placement=placement, digest=self.space.digest(placement), outcome=Score(objective=latency_ms)
+        )
+        return pattern_cache.build_cache([scored], self.space, self.placement_map.sizes, baseline_ms, self.origin)
+
+    def initial_placements(
+        self, cache_file: Path | None, qdq_baseline: Path | None
+    ) -> tuple[dict[str, Placement], tuple[str, ...]]:
+        """Return the initial design by name, and remarks on schemes that were measured on another machine.
+
+        Args:
+            cache_file: Pattern cache of an earlier run; None: none.
+            qdq_baseline: Q/DQ model made from this model; None: none.
+
+        Raises:
+            UserError: A file cannot be read.
+        """
+        starts = [PluginSpec(use="linear"), PluginSpec(use="all")]
+        if qdq_baseline is not None:
+            starts.append(PluginSpec(use="import", label="qdq_baseline", params={"path": str(qdq_baseline)}))
+        if cache_file is not None:
+            limits = {"path": str(cache_file), "limit": MAX_CACHED_STARTS}
+            starts.append(PluginSpec(use="pattern_cache", params=limits))
+        design = InitialDesign(
+            spec=self.task.spec,
+            space=self.space,
+            model=self.task.model,
+            external_models=load_imported_models(starts),
+            read=cache(partial(read_placement, model=self.task.model)),
+            observer=_LoggingProgress(),
+            facts=self.task.facts,
+        )
+        placements = design.placements(starts)
+        for note in design.import_notes(starts, placements, self.task.inserter, self.task.dialect):
+            _logger.warning("--%s", note)
+        found = {name: self._without_forbidden(each) for named in placements.values() for name, each in named.items()}
+        return found, design.foreign_origin_notes(starts)
+
+    def import_placement(self, tensors: set[str]) -> Placement:
+        """Return the placement that quantizes points with most of their activations among these tensors."""
+        names = map_to_float_tensors(tensors, self.task.model)
+        choices = []
+        for dimension in self.space.dimensions:
+            data = [e.tensor in names for e in dimension.edges if e.tensor not in self.task.model.constants]
+            choices.append(int(2 * sum(data) > len(data)))
+        return self._without_forbidden(Placement(tuple(choices)))
+
+    def _without_forbidden(self, placement: Placement) -> Placement:
+        allowed = frozenset(self.allowed)
+        return Placement(tuple(c if index in allowed else 0 for index, c in enumerate(placement.choices)))
+
+
+class PatternSearch:
+    """Search of one pattern with all others fixed.
+
+    Args:
+        session: Session of the model.
+        region: Region of the pattern; the region of the whole model includes all patterns.
+        around: Placement of all other patterns.
+
+    Attributes:
+        schemes: Measured schemes and those to be measured, in the order of their proposal.
+        index: Index of the scheme that was generated last; None before the first.
+    """
+
+    def __init__(self, session: AutotuneSession, region: Region, around: Placement) -> None:
+        self.region = region
+        self.schemes = PatternSchemes(session.placement_map.pattern(region))
+        self.index: int | None = None
+        self._map = session.placement_map
+        self._around = around
+        self._config = session.config
+        self._measured: Mapping[str, Measurement] = session.measured
+        own = set(self._map.dimensions(self.signature).values())
+        self._indices = [i for i in session.allowed if region.type is RegionType.ROOT or i in own]
+        make = partial(_make_searcher, config=session.config, signature=self.signature)
+        part = as_outcome("search", lambda: SubspaceSearcher(session.space, self._indices, around, make))
+        self._searcher = SearcherGuard(part, session.space)
+
+    @property
+    def signature(self) -> str:
+        return self.schemes.pattern_signature
+
+    def seed(self, schemes: Iterable[InsertionScheme]) -> None:
+        """Add schemes to measure before all others; results that they contain are ignored."""
+        for scheme in schemes:
+            added = self._map.encode(self.region, self.placement(scheme))
+            if self._indices and all(existing.hash != added.hash for existing in self.schemes.schemes):
+                self.schemes.schemes.append(added)
+
+    def generate(self) -> int:
+        """Return the index of the next scheme to measure, or -1: first the seeds, then proposals of the searcher.
+
+        Schemes that the session has a result of are filled with it, and not measured again.
+
+        Raises:
+            UserError: The searcher raised an error.
+        """
+        schemes = self.schemes.schemes
+        for index, seed in enumerate(schemes):
+            if not seed.is_profiled and self._recall(seed) is None:
+                self.index = index
+                return index
+        repeats = 0
+        while self._indices and repeats < self._config.maximum_generation_attempts:
+            repeats += 1
+            proposals = self._searcher.ask(1)
+            if failure := self._searcher.failure:
+                raise UserError(
+                    f"searcher {self._config.searcher!r}: {failure.reason}; fix it, then run the same command "
+                    f"again\n{failure.log_tail}"
+                )
+            if not proposals:
+                break
+            scheme = self._map.encode(self.region, proposals[0])
+            earlier = next((each for each in schemes if each.hash == scheme.hash), None)
+            if earlier is None:
+                schemes.append(scheme)
+            measurement = self._recall(earlier or scheme)
+            if measurement is None:
+                self.index = len(schemes) - 1
+                return self.index
+            if earlier is None and measurement.signature == self.signature:  # of this search, before an interruption
+                repeats = 0
+        return -1
+
+    def fill(self, scheme: InsertionScheme, measurement: Measurement) -> None:
+        """Store the result of a scheme and tell the searcher."""
+        placement, latency_ms = self.placement(scheme), measurement.latency_ms
+        scheme.error = latency_ms is None
+        scheme.latency_ms = UNMEASURED_MS if latency_ms is None else latency_ms
+        scheme.profile_timestamp = measurement.timestamp
+        outcome = (
+            Failure(stage="measure", reason="the model that has this scheme could not be measured")
+            if latency_ms is None
+            else Score(objective=latency_ms, stderr=measurement.stderr_ms)
+        )
+        if self._indices:
+            digest = self._map.space.digest(placement)
+            self._searcher.tell(Observation(placement=placement, digest=digest, outcome=outcome))
+
+    @property
+    def generated(self) -> InsertionScheme | None:
+        """Scheme that was generated last."""
+        return None if self.index is None else self.schemes.schemes[self.index]
+
+    def placement(self, scheme: InsertionScheme) -> Placement:
+        """Return the placement of the whole model with this scheme."""
+        choices, decoded = list(self._around.choices), self._map.decode(self.signature, scheme, self._around)
+        for index in self._indices:
+            choices[index] = decoded.choices[index]
+        return Placement(tuple(choices))
+
+    def _recall(self, scheme: InsertionScheme) -> Measurement | None:
+        """Fill a scheme with its known result, and return that, or None."""
+        measurement = self._measured.get(self._map.space.digest(self.placement(scheme)))
+        if measurement is not None:
+            self.fill(scheme, measurement)
+        return measurement
+
+
+def _make_searcher(space: Space, config: Config, signature: str) -> Searcher:
+    """Return the searcher of a pattern; its seed depends on the pattern, not on the order of the regions."""
+    make: Any = registry.load_plugin("searcher", config.searcher)
+    digest = hashlib.sha256(f"{config.seed} {signature}".encode()).digest()
+    params = {}
+    if config.searcher == "random_mutation":
+        params = {
+            "top_share": config.top_percent_to_mutate,
+            "minimum_parents": config.minimum_schemes_to_mutate,
+            "maximum_mutations": config.maximum_mutations,
+            "maximum_generation_attempts": config.maximum_generation_attempts,
+        }
+    made: Searcher = make(space, seed=int.from_bytes(digest[:4], "big"), **params)
+    registry.require_methods(f"searcher {config.searcher!r}", made, CONTRACT)
+    return made
+
+
+class _LoggingProgress(NullProgress):
+    def say(self, text: str) -> None:
+        _logger.warning(text)
+
+
+def calibration_batches(model: Model, config: Config) -> CalibrationBatches:
+    """Open the calibration data of a configuration.
+
+    Raises:
+        AutotunerError: The file is neither `.npz` nor `.npy`, or a setting has an unknown value.
+        UserError: The file cannot be read, or does not fit the inputs of the model.
+    """
+    path = config.calibration_data
+    data: dict[str, Any] | None = None
+    if path is not None:
+        kind = Path(path).suffix.removeprefix(".")
+        if kind not in ("npz", "npy"):
+            raise AutotunerError(
+                f"calibration_data {path}: an .npz file with an array for each input of the model, samples first; "
+                "images are for 'qdq run', which knows how to turn them into inputs"
+            )
+        data = {"use": kind, "path": path}
+    settings = {
+        "data": data,
+        "samples": RANDOM_SAMPLES if data is None else config.calibration_samples or ALL_SAMPLES,
+        "method": config.calibration_method,
+        "weights": config.weight_method,
+        "depthwise": config.depthwise,
+        "symmetric": config.symmetric,
+    }
+    try:
+        calibration = Calibration.model_validate(settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise AutotunerError(f"calibration {problem['loc'][0]}: {problem['msg']}") from error
+    spec = ModelSpec(use=model.source, calibration=calibration)
+    return CalibrationBatches(spec, model, input_types(model), spread=True)
