@@ -88,7 +88,33 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
         raise AutotunerError("--json: ModelOpt's procedure prints no table; leave out its flags")
     preset = select_mode_preset(options)
     fresh = not Path(options.output_dir).exists()
-    job = _make_job(options, preset["schemes_per_region"], observer)
+    if options.searcher is not None:
+        find_entry_point("searcher", options.searcher)
+    job = AutotuneJob(
+        output_dir=_make_output_folder(options.output_dir),
+        schemes_per_region=preset["schemes_per_region"],
+        pattern_cache_file=options.pattern_cache,
+        state_file=options.state_file,
+        qdq_baseline=None if options.qdq_baseline is None else resolve_path(options.qdq_baseline),
+        node_filters=tuple(get_node_filter_list(options.node_filter_list) or ()),
+        config=Config(
+            default_quant_type=options.quant_type,
+            default_dq_dtype=options.default_dq_dtype,
+            verbose=options.verbose,
+            searcher=options.searcher or "random_mutation",
+            seed=options.seed,
+            calibration_data=options.calibration_data,
+            calibration_samples=options.calibration_samples,
+            calibration_method=options.calibration_method,
+            weight_method=options.weight_method,
+            depthwise=options.depthwise,
+            symmetric=options.symmetric,
+        ),
+        whole=options.searcher is not None,
+        ship=True,
+        max_evals=options.max_evals,
+        observer=observer,
+    )
     try:
         with _forward_logs(options.verbose, observer):
             _run_command(options, preset, job)
@@ -184,37 +210,6 @@ class ObserverHandler(logging.Handler):
         self._observer.say(f"{record.name}: {record.getMessage()}")
 
 
-def _make_job(options: argparse.Namespace, schemes_per_region: int, observer: Observer) -> AutotuneJob:
-    if options.searcher is not None:
-        find_entry_point("searcher", options.searcher)
-    config = Config(
-        default_quant_type=options.quant_type,
-        default_dq_dtype=options.default_dq_dtype,
-        verbose=options.verbose,
-        searcher=options.searcher or "random_mutation",
-        seed=options.seed,
-        calibration_data=options.calibration_data,
-        calibration_samples=options.calibration_samples,
-        calibration_method=options.calibration_method,
-        weight_method=options.weight_method,
-        depthwise=options.depthwise,
-        symmetric=options.symmetric,
-    )
-    return AutotuneJob(
-        output_dir=_make_output_folder(options.output_dir),
-        schemes_per_region=schemes_per_region,
-        pattern_cache_file=options.pattern_cache,
-        state_file=options.state_file,
-        qdq_baseline=None if options.qdq_baseline is None else resolve_path(options.qdq_baseline),
-        node_filters=tuple(get_node_filter_list(options.node_filter_list) or ()),
-        config=config,
-        whole=options.searcher is not None,
-        ship=True,
-        max_evals=options.max_evals,
-        observer=observer,
-    )
-
-
 def _make_output_folder(text: str) -> Path:
     path = Path(text)
     if path.exists() and not path.is_dir():
@@ -224,9 +219,8 @@ def _make_output_folder(text: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"--output_dir {path}: cannot be created: {error.strerror or error}; choose another folder"
-        ) from error
+        reason = error.strerror or error
+        raise UserError(f"--output_dir {path}: cannot be created: {reason}; choose another folder") from error
     return path
 
 

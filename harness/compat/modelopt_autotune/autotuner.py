@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.base.files import explain_write_errors
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
-from harness.compat.modelopt_autotune.insertion_points import ResolvedInsertionPoint, ort_quantization_config
+from harness.compat.modelopt_autotune.insertion_points import ResolvedInsertionPoint, get_autotuner_quantizable_ops
 from harness.compat.modelopt_autotune.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.region_pattern import PatternSchemes
 from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
@@ -22,18 +23,13 @@ from harness.compat.modelopt_autotune.settings import (
     Config,
     InvalidSchemeError,
 )
-from harness.compat.modelopt_autotune.storage import (
-    AutotuneState,
-    PatternCache,
-    cache_path,
-    describe_config_changes,
-    read_state,
-    write_state,
-)
+from harness.compat.modelopt_autotune.storage import AutotuneState, PatternCache, read_state
 from harness.config.sections import PluginSpec
 from harness.graph.io.files import digest_model, serialize_model, to_proto, write_model
 from harness.graph.load import load_proto
 from harness.graph.model import Model, Node
+from harness.graph.pattern_cache_io import write_plain_yaml
+from harness.graph.rules.operator_sets import ACTIVATION_OPS
 from harness.run.prepare.float_baseline import read_runtime
 from harness.run.prepare.model_loader import MIN_OPSET
 from search.space import Placement
@@ -42,6 +38,16 @@ __all__ = ["QDQAutotuner", "QDQAutotunerBase", "Transform"]
 
 _logger = logging.getLogger(__name__)
 Transform = Callable[[Any], Any]
+_CONFIG_CHANGES = {
+    "calibration_data": "written models have the scales of the new data",
+    "calibration_samples": "written models have the scales of the new samples",
+    **dict.fromkeys(
+        ("calibration_method", "weight_method", "depthwise", "symmetric"),
+        "written models have the new scales; earlier measurements are kept",
+    ),
+    "searcher": "measurements of the other searcher are kept",
+}
+"""Effect of settings that differ from those in a state file."""
 
 
 class QDQAutotunerBase:
@@ -252,7 +258,21 @@ class QDQAutotunerBase:
             (producer, reader, tensor name) for each input of these nodes that stays float.
             `op_types_needing_output_quant`: operators whose output an activation function reads quantized.
         """
-        return ort_quantization_config(self._model.nodes, self.get_resolved_insertion_points(best=True))
+        nodes = self._model.nodes
+        producer = {name: node for node in nodes for name in node.outputs}
+        readers = [(node.index, slot, name) for node in nodes for slot, name in enumerate(node.inputs) if name]
+        points = {(p.tensor_name, p.node_index, p.input_index) for p in self.get_resolved_insertion_points(best=True)}
+        covered = {(i, slot): name for i, slot, name in readers if {(name, i, slot), (name, None, None)} & points}
+        before = {place: producer[name] for place, name in covered.items() if name in producer}
+        quantized = {i for i, _ in covered} | {node.index for node in before.values()}
+        float_inputs = [
+            (producer[name], nodes[i], name)
+            for i, slot, name in readers
+            if i in quantized and (i, slot) not in covered and name in producer
+        ]
+        activations = {node.op for (i, _), node in before.items() if nodes[i].op in ACTIVATION_OPS}
+        names = [nodes[i].name for i in sorted(quantized)]
+        return names, sorted(get_autotuner_quantizable_ops()), float_inputs, sorted(activations)
 
     def export_onnx(
         self,
@@ -294,11 +314,7 @@ class QDQAutotunerBase:
                 self.pattern_cache.add_pattern_from_region(region, self.graph, set(quantized_tensors))
 
     def save_state(self, output_path: str) -> None:
-        """Write the state file, and the pattern cache next to it.
-
-        Raises:
-            AutotunerError: A file cannot be written.
-        """
+        """Write the state file, and the pattern cache next to it."""
         state = AutotuneState(
             facts=self.session.facts,
             config={**dataclasses.asdict(self.config), "backend_params": dict(self.config.backend_params)},
@@ -308,9 +324,11 @@ class QDQAutotunerBase:
             measured=self.session.measured,
             patterns=[p for p in self.profiled_patterns if p.pattern_signature not in self.unfinished],
         )
-        write_state(state, Path(output_path))
+        path = Path(output_path)
+        with explain_write_errors(path):
+            write_plain_yaml(state.model_dump(by_alias=True), path)
         if self.pattern_cache is not None and self.pattern_cache.num_patterns:
-            self.pattern_cache.save(str(cache_path(Path(output_path))))
+            self.pattern_cache.save(str(_cache_path(path)))
 
     def load_state(self, input_path: str) -> None:
         """Resume from a state file.
@@ -319,22 +337,31 @@ class QDQAutotunerBase:
             FileNotFoundError: The file does not exist.
             UserError: It is damaged, or of another model, runtime, device or precision.
         """
-        path = Path(input_path)
+        path, config = Path(input_path), dataclasses.asdict(self.config)
         state = read_state(path, self.session.facts)
         if state.baseline_latency_ms is not None:
             self._set_baseline(state.baseline_latency_ms)
         self.interleaved = state.interleaved
         self.delivered = None
-        self.changes = tuple(describe_config_changes(state.config, dataclasses.asdict(self.config)))
+        self.changes = tuple(
+            f"{key} was {state.config[key]} and is {config[key]}: {effect}"
+            for key, effect in _CONFIG_CHANGES.items()
+            if key in state.config and state.config[key] != config[key]
+        )
         self.session.measured.update(state.measured)
         self.profiled_patterns += [each for each in state.patterns if each.schemes]
-        if self.pattern_cache is not None and cache_path(path).exists():
-            self.pattern_cache.add_measurements(PatternCache.load(str(cache_path(path))).content)
+        if self.pattern_cache is not None and _cache_path(path).exists():
+            self.pattern_cache.add_measurements(PatternCache.load(str(_cache_path(path))).content)
 
     def _set_baseline(self, latency_ms: float) -> None:
         self.baseline_latency_ms = latency_ms
         if self.pattern_cache is not None:
             self.pattern_cache.baseline_ms = latency_ms
+
+
+def _cache_path(state: Path) -> Path:
+    """Return the file of the pattern cache that belongs to a state file."""
+    return state.with_name(f"{state.stem}_pattern_cache{state.suffix}")
 
 
 class QDQAutotuner(QDQAutotunerBase):

@@ -11,17 +11,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
 from harness.compat.modelopt_autotune.regions import Region, RegionType
-from harness.graph.model import Node
 from harness.graph.partition.summary import QUANTIZABLE_OPS
 from harness.graph.rules.operator_sets import (
-    ACTIVATION_OPS,
     CONVOLUTION_OPS,
     LINEAR_OPS,
     PARAMETER_SLOTS,
@@ -30,11 +28,14 @@ from harness.graph.rules.operator_sets import (
 )
 from search.space import PointKind
 
+if TYPE_CHECKING:
+    from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, RegionPattern
+
 __all__ = [
     "Address", "ChildRegionInputInsertionPoint", "ChildRegionOutputInsertionPoint", "InsertionPoint",
-    "NodeInputInsertionPoint", "PointResolver", "ResolvedInsertionPoint", "get_autotuner_quantizable_ops",
+    "NodeInputInsertionPoint", "RegionResolver", "ResolvedInsertionPoint", "get_autotuner_quantizable_ops",
     "get_tensor_consumer_node_indices", "has_quantizable_operations", "make_insertion_point",
-    "merge_resolved_insertion_points", "ort_quantization_config", "resolve_region_io_insertion_points",
+    "merge_resolved_insertion_points", "resolve_region_io_insertion_points",
     "skip_invalid_insertion_points",
 ]  # fmt: skip
 
@@ -44,12 +45,16 @@ MIN_ELEMENTS = 8  # ModelOpt's limit: smaller tensors gain nothing
 
 
 @runtime_checkable
-class PointResolver(Protocol):
-    """Graph with its own rules for points, such as `placement_map.RegionIndex`.
+class RegionResolver(Protocol):
+    """Graph with rules of its own, such as `placement_map.RegionIndex`.
 
-    `addresses` returns those of the legal points of a region, `resolve` the node inputs that points quantize in it.
+    For a region `pattern`, `order` and `full_scheme` return the pattern, the nodes in its order, and the scheme with
+    all legal points; `addresses` returns those of the points, and `resolve` the node inputs that points quantize.
     """
 
+    def pattern(self, region: Region) -> RegionPattern: ...
+    def order(self, region: Region) -> list[int]: ...
+    def full_scheme(self, region: Region) -> InsertionScheme: ...
     def addresses(self, region: Region) -> list[Address]: ...
     def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]: ...
 
@@ -91,7 +96,7 @@ class InsertionPoint(_PlainValues, ABC):
         Raises:
             IndexError: The region has no such node, input, output or child region.
         """
-        return graph.resolve(region, [self]) if isinstance(graph, PointResolver) else self._resolve_in(region, graph)
+        return graph.resolve(region, [self]) if isinstance(graph, RegionResolver) else self._resolve_in(region, graph)
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: Any) -> list[Self]:
@@ -100,7 +105,7 @@ class InsertionPoint(_PlainValues, ABC):
         Args:
             graph: Graph that has the region: the autotuner's, or an `onnx_graphsurgeon.Graph`.
         """
-        if not isinstance(graph, PointResolver):
+        if not isinstance(graph, RegionResolver):
             return list(cls._find_in(region, graph))
         points = (make_insertion_point(*address) for address in graph.addresses(region))
         return [point for point in points if isinstance(point, cls)]
@@ -286,26 +291,6 @@ def merge_resolved_insertion_points(
 def get_autotuner_quantizable_ops() -> set[str]:
     """Return the operators whose inputs may be quantized."""
     return {*LINEAR_OPS, *POINT_OPS}
-
-
-def ort_quantization_config(
-    nodes: Sequence[Node], points: Iterable[ResolvedInsertionPoint]
-) -> tuple[list[str], list[str], list[tuple[Node, Node, str]], list[str]]:
-    """Return a placement as parameters of ModelOpt's `quantize`; see `QDQAutotunerBase.get_ort_quantization_config`."""
-    producer = {name: node for node in nodes for name in node.outputs}
-    readers = [(node.index, slot, name) for node in nodes for slot, name in enumerate(node.inputs) if name]
-    keys = {(point.tensor_name, point.node_index, point.input_index) for point in points}
-    covered = {(i, slot): name for i, slot, name in readers if {(name, i, slot), (name, None, None)} & keys}
-    before = {place: producer[name] for place, name in covered.items() if name in producer}
-    quantized = {i for i, _ in covered} | {node.index for node in before.values()}
-    float_inputs = [
-        (producer[name], nodes[i], name)
-        for i, slot, name in readers
-        if i in quantized and (i, slot) not in covered and name in producer
-    ]
-    activations = {node.op for (i, _), node in before.items() if nodes[i].op in ACTIVATION_OPS}
-    names = [nodes[i].name for i in sorted(quantized)]
-    return names, sorted(get_autotuner_quantizable_ops()), float_inputs, sorted(activations)
 
 
 def _name(tensor: Any) -> str:

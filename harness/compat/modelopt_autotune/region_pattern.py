@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any
 
 from harness.compat.modelopt_autotune.insertion_points import (
     Address,
@@ -14,26 +14,16 @@ from harness.compat.modelopt_autotune.insertion_points import (
     ChildRegionOutputInsertionPoint,
     InsertionPoint,
     NodeInputInsertionPoint,
-    PointResolver,
-    ResolvedInsertionPoint,
+    RegionResolver,
     make_insertion_point,
 )
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import InvalidSchemeError
 
-__all__ = ["UNMEASURED_MS", "InsertionScheme", "PatternSchemes", "RegionPattern", "RegionResolver"]
+__all__ = ["UNMEASURED_MS", "InsertionScheme", "PatternSchemes", "RegionPattern"]
 
 UNMEASURED_MS = float("inf")  # ModelOpt's value for a missing latency
 _COMMUTATIVE_OPS = frozenset({"Add", "And", "Max", "Mean", "Min", "Mul", "Or", "Sum", "Xor"})
-
-
-@runtime_checkable
-class RegionResolver(PointResolver, Protocol):
-    """Model that gives pattern, node indices in the pattern's order, and full scheme of each of its regions."""
-
-    def pattern(self, region: Region) -> RegionPattern: ...
-    def order(self, region: Region) -> list[int]: ...
-    def full_scheme(self, region: Region) -> InsertionScheme: ...
 
 
 @dataclass
@@ -171,16 +161,7 @@ class RegionPattern:
         size = len(region.get_region_nodes_and_descendants())
         return cls(_describe_region(region, graph), size, composite=bool(region.children))
 
-    @overload
-    def matches(self, other: RegionPattern) -> bool: ...
-    @overload
-    def matches(self, other: Region, graph: Any, scheme: None = None) -> list[int] | None: ...
-    @overload
-    def matches(self, other: Region, graph: Any, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]: ...
-
-    def matches(
-        self, other: RegionPattern | Region, graph: Any = None, scheme: InsertionScheme | None = None
-    ) -> bool | list[int] | set[ResolvedInsertionPoint] | None:
+    def matches(self, other: RegionPattern | Region, graph: Any = None, scheme: InsertionScheme | None = None) -> Any:
         """Compare with another pattern, or match a region.
 
         Args:

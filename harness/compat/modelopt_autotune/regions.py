@@ -134,31 +134,22 @@ def to_graph(model: Model, regions: Sequence[Region]) -> tuple[GraphRegion, Mapp
         if count > 1:
             name = model.nodes[node].name
             raise AutotunerError(f"regions: node {name!r} is in {count} regions; each node belongs to one LEAF")
-    converter = _RegionConverter(model)
-    return converter.make(-1, -1, (), [converter.convert(region, 0) for region in tops]), converter.found
+    readers, numbers, found = find_readers(model), itertools.count(), dict[Region, GraphRegion]()
 
-
-class _RegionConverter:
-    """Converter of regions that computes their inputs and outputs."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._numbers = itertools.count()
-        self._readers = find_readers(model)
-        self.found: dict[Region, GraphRegion] = {}
-
-    def convert(self, region: Region, level: int) -> GraphRegion:
-        number = next(self._numbers)
-        children = [self.convert(child, level + 1) for child in region.children]
-        nodes = tuple(sorted(region.nodes))
-        if children and nodes:  # a COMPOSITE has no nodes of its own, so they become a LEAF
-            children.append(self.make(next(self._numbers), level + 1, nodes, ()))
-        self.found[region] = self.make(number, level, () if children else nodes, children)
-        return self.found[region]
-
-    def make(self, number: int, level: int, nodes: tuple[int, ...], children: Sequence[GraphRegion]) -> GraphRegion:
+    def make(number: int, level: int, nodes: tuple[int, ...], children: Sequence[GraphRegion]) -> GraphRegion:
         kind = RegionType.ROOT if number < 0 else RegionType.COMPOSITE if children else RegionType.LEAF
         ordered = tuple(sorted(children, key=lambda child: child.node_indices()[:1]))
         bare = GraphRegion(id=number, type=kind, level=level, nodes=nodes, children=ordered, inputs=(), outputs=())
-        inputs, outputs = find_boundary(self._model, self._readers, bare.node_indices())
+        inputs, outputs = find_boundary(model, readers, bare.node_indices())
         return replace(bare, inputs=inputs, outputs=outputs)
+
+    def convert(region: Region, level: int) -> GraphRegion:
+        number = next(numbers)
+        children = [convert(child, level + 1) for child in region.children]
+        nodes = tuple(sorted(region.nodes))
+        if children and nodes:  # a COMPOSITE has no nodes of its own, so they become a LEAF
+            children.append(make(next(numbers), level + 1, nodes, ()))
+        found[region] = make(number, level, () if children else nodes, children)
+        return found[region]
+
+    return make(-1, -1, (), [convert(region, 0) for region in tops]), found

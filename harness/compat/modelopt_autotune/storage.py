@@ -8,32 +8,24 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
+from harness.base.files import explain_write_errors
 from harness.compat.modelopt_autotune.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import AutotunerError, InvalidSchemeError
 from harness.config.yaml_loader import read_cache_file
 from harness.graph import pattern_cache as engine
-from harness.graph.pattern_cache_io import read_cache, write_cache, write_plain_yaml
+from harness.graph.pattern_cache_io import read_cache, write_cache
 from harness.graph.qdq.import_placement import map_to_float_tensors
 from harness.measure.records import first_problem
 
 _logger = logging.getLogger(__name__)
-_CONFIG_CHANGES = {
-    "calibration_data": "written models have the scales of the new data",
-    "calibration_samples": "written models have the scales of the new samples",
-    **dict.fromkeys(
-        ("calibration_method", "weight_method", "depthwise", "symmetric"),
-        "written models have the new scales; earlier measurements are kept",
-    ),
-    "searcher": "measurements of the other searcher are kept",
-}
 
 
 class PatternCache:
@@ -152,15 +144,9 @@ class PatternCache:
         return cache
 
     def save(self, output_path: str) -> None:
-        """Write the cache to a YAML file.
-
-        Raises:
-            AutotunerError: The file cannot be written.
-        """
-        try:
+        """Write the cache to a YAML file."""
+        with explain_write_errors(Path(output_path)):
             write_cache(self.content, Path(output_path))
-        except OSError as error:
-            raise AutotunerError(f"{output_path}: cannot be written: {error.strerror or error}") from error
         _logger.info("%s: %d patterns, %d schemes", output_path, self.num_patterns, self.total_schemes)
 
     @classmethod
@@ -257,32 +243,6 @@ class AutotuneState(_Record):
     config: dict[str, Any]
     measured: dict[str, Measurement]
     patterns: list[_Schemes]
-
-
-def cache_path(state_path: Path) -> Path:
-    """Return the file of the pattern cache that belongs to a state file."""
-    return state_path.with_name(f"{state_path.stem}_pattern_cache{state_path.suffix}")
-
-
-def describe_config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each setting that differs from the one in a state file and has an effect on the results."""
-    for key, effect in _CONFIG_CHANGES.items():
-        if key in before and before[key] != now[key]:
-            yield f"{key} was {before[key]} and is {now[key]}: {effect}"
-
-
-def write_state(state: AutotuneState, path: Path) -> None:
-    """Replace a state file atomically.
-
-    Raises:
-        AutotunerError: The file cannot be written; the old one is unchanged.
-    """
-    try:
-        write_plain_yaml(state.model_dump(by_alias=True), path)
-    except OSError as error:
-        raise AutotunerError(
-            f"{path}: cannot be written: {error.strerror or error}; free disk space, then resume"
-        ) from error
 
 
 def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:

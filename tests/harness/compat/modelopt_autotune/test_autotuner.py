@@ -399,7 +399,7 @@ def test_state_of_another_model_or_missing_path_is_refused(model, make_small, tm
         other.load_state(str(path))
     with pytest.raises(FileNotFoundError):
         other.load_state(str(tmp_path / "none.yaml"))
-    with pytest.raises(AutotunerError, match=r"cannot be written: .*; free disk space, then resume"):
+    with pytest.raises(UserError, match="cannot be written"):
         other.save_state(str(path / "state.yaml"))
 
 
