@@ -232,7 +232,7 @@ def evaluate(
     For a classifier: `qdq evaluate experiments/specs/evaluate_classifier.yaml`
     """
     from harness.base.terminal_progress import TerminalProgress
-    from harness.compat.tao_specs.comparison import advise_native_layers, compare_evaluations
+    from harness.compat.tao_specs.evaluate import advise_native_layers, compare_evaluations
     from harness.compat.tao_specs.evaluate import evaluate as run
     from harness.compat.tao_specs.spec import read_spec
 
@@ -247,9 +247,9 @@ def evaluate(
         return
     models: set[Path | None] = set()
     for row, (path, spec) in zip(rows, specs_by_path.items(), strict=True):
-        if suggest and row.scored.model not in models:
+        if suggest and row.scored.target.model not in models:
             with TerminalProgress() as terminal:
                 lines = advise_native_layers(row, spec.dataset, path.resolve().parent, terminal)
             for line in lines:
                 echo(line)
-        models.add(row.scored.model)
+        models.add(row.scored.target.model)

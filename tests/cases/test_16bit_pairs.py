@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 from harness.base.progress import NullProgress
-from harness.compat.tao_specs.comparison import rank_layers
+from harness.compat.tao_specs.evaluate import rank_layers
 from harness.graph.qdq.upcast import write_float32_copy
 from harness.plugins import registry
 from harness.plugins.api import Candidate
@@ -142,5 +142,5 @@ def test_rank_layers_is_equal_for_16bit_and_float_pairs(tmp_path):
     for kind in (TensorProto.FLOAT16, TensorProto.FLOAT):
         path = tmp_path / f"{kind}.onnx"
         onnx.save(model(kind), path)
-        sqnr_db.append(rank_layers(path, [{"x": VALUES}], NullProgress())[0].sqnr_db)
+        sqnr_db.append(rank_layers(path, [{"x": VALUES}], NullProgress())[0][1])
     assert sqnr_db[0] == pytest.approx(sqnr_db[1], abs=0.1)

@@ -11,7 +11,7 @@ import pytest
 
 from harness.accuracy.metrics.fidelity import Fidelity
 from harness.base.progress import NullProgress
-from harness.compat.tao_specs.comparison import rank_layers
+from harness.compat.tao_specs.evaluate import rank_layers
 from harness.graph.builder import GraphBuilder
 from harness.plugins import registry
 from harness.plugins.api import Accuracy, Candidate, Infer
@@ -100,4 +100,4 @@ def test_rank_layers_uses_the_worst_output(tmp_path):
     onnx.save(two_heads(True), path)
     feeds = [{"x": np.random.default_rng(i).normal(size=(1, 3, SIZE, SIZE)).astype(np.float32)} for i in range(4)]
     ranked = rank_layers(path, feeds, NullProgress())
-    assert ranked[0].sqnr_db < 3
+    assert ranked[0][1] < 3

@@ -47,19 +47,6 @@ CALIBRATION_KEY = "dataset.calibration_data"
 RANDOM_BATCH_COUNT = 8
 #: Keys of batches that are mappings, in TAO's data loaders.
 SINGLE_INPUT_KEYS, STEREO_INPUT_KEYS = ("input", "data", "x", "images"), ("images_left", "images_right")
-#: Key of a spec by key of the harness's `data` mapping, for images and for arrays.
-IMAGE_SPEC_KEYS: Mapping[str, str] = {
-    "images": "dataset.test_data_sources.image_dir",
-    "labels": "dataset.test_data_sources.json_file",
-    "classes": "dataset.classes",
-    "count": "dataset.count",
-}
-ARRAY_SPEC_KEYS: Mapping[str, str] = {
-    "path": "dataset.test_data_sources.arrays",
-    "labels": "dataset.test_data_sources.labels",
-    "classes": "dataset.classes",
-    "count": "dataset.count",
-}
 DATA_KEY_PATTERN = re.compile(r"(?<![\w/])data\.(\w+)(?![\w./])")
 #: Usual inputs of models with these preprocessings; YOLOX-Nano and -Tiny have 416 x 416.
 DEFAULT_INPUT_SIZES: Mapping[str, tuple[int, int]] = {
@@ -70,40 +57,47 @@ MODEL_OPTION_NAMES = ShapeOptionNames(key="--model", remedy="its height and widt
 
 
 def data_keys(dataset: DatasetSection) -> Mapping[str, str]:
-    """Return the key of the spec by key of the `data` mapping of an experiment."""
+    """Return the key of the spec by key of the `data` mapping of an evaluator."""
     sources = dataset.test_data_sources
-    return IMAGE_SPEC_KEYS if sources is None or sources.arrays is None else ARRAY_SPEC_KEYS
+    arrays = sources is not None and sources.arrays is not None
+    data, labels = ("arrays", "labels") if arrays else ("image_dir", "json_file")
+    return {
+        "path" if arrays else "images": f"dataset.test_data_sources.{data}",
+        "labels": f"dataset.test_data_sources.{labels}",
+        "classes": "dataset.classes",
+        "count": "dataset.count",
+    }
 
 
-def labelled_data(dataset: DatasetSection) -> dict[str, Any]:
+def labelled_data(dataset: DatasetSection, base: Path) -> dict[str, Any]:
     """Return the labelled data of a spec as the `data` mapping of an evaluator.
+
+    Args:
+        base: Folder that relative paths start from.
 
     Raises:
         UserError: There are no data or no labels.
     """
-    keys, section = data_keys(dataset), dataset.model_dump(exclude_defaults=True)
-    values = {name: _value_at(section, key.split(".")[1:]) for name, key in keys.items()}
-    data: dict[str, Any] = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value
-    }
-    if keys is IMAGE_SPEC_KEYS:
-        if not {"images", "labels"} <= data.keys():
-            raise UserError(
-                "dataset.test_data_sources: image_dir and json_file are needed, the images and their labels (.json in "
-                "COCO format, or .txt with lines 'FILENAME CLASS'), or arrays and labels (a .npz file and the name of "
-                "an array in it)"
-            )
-        return {"use": "images", **data}
-    suffix = Path(data["path"]).suffix
-    if suffix not in (".npz", ".npy"):
-        raise UserError(f"{keys['path']}: expected a .npz or .npy file, but got {data['path']}")
-    return {"use": suffix[1:], **data}
-
-
-def _value_at(section: Mapping[str, Any], path: Sequence[str]) -> Any:
-    for name in path[:-1]:
-        section = section.get(name, {})
-    return section.get(path[-1])
+    sources, keys = dataset.test_data_sources, data_keys(dataset)
+    if sources is not None and sources.arrays is not None:
+        suffix = Path(sources.arrays).suffix
+        if suffix not in (".npz", ".npy"):
+            raise UserError(f"{keys['path']}: expected a .npz or .npy file, but got {sources.arrays}")
+        data: dict[str, Any] = {"use": suffix[1:], "path": sources.arrays, "labels": sources.labels}
+        files = ["path"]
+    elif sources is not None and sources.image_dir and sources.json_file:
+        data = {"use": "images", "images": sources.image_dir, "labels": sources.json_file}
+        files = ["images", "labels"]
+    else:
+        raise UserError(
+            "dataset.test_data_sources: image_dir and json_file are needed, the images and their labels (.json in "
+            "COCO format, or .txt with lines 'FILENAME CLASS'), or arrays and labels (a .npz file and the name of "
+            "an array in it)"
+        )
+    for name in files:
+        locate_spec_file(data[name], base, keys[name])
+    data |= {"classes": list(dataset.classes), "count": dataset.count}
+    return {name: value for name, value in data.items() if value}
 
 
 @contextmanager
@@ -214,22 +208,18 @@ def loader_feeds(loader: Iterable[Any], inputs: InputTypes) -> Iterator[dict[str
 
 
 def _batch_to_feed(batch: Any, names: Sequence[str], number: int) -> dict[str, Array]:
-    if isinstance(batch, Mapping):
-        return _select_inputs(batch, names, number)
+    """Return the arrays of a batch by input name."""
     if isinstance(batch, tuple | list):
         if not batch:
             raise UserError(f"calibration batch {number}: an empty {type(batch).__name__}")
         return _batch_to_feed(batch[0], names, number)
-    if len(names) != 1:
-        raise UserError(
-            f"calibration batch {number}: one array, but the model has the inputs {', '.join(map(repr, names))}; "
-            "give a mapping with these names"
-        )
-    return {names[0]: _to_array(batch, number)}
-
-
-def _select_inputs(batch: Mapping[str, Any], names: Sequence[str], number: int) -> dict[str, Array]:
-    """Return the arrays of a mapping by input name."""
+    if not isinstance(batch, Mapping):
+        if len(names) != 1:
+            raise UserError(
+                f"calibration batch {number}: one array, but the model has the inputs {', '.join(map(repr, names))}; "
+                "give a mapping with these names"
+            )
+        return {names[0]: _to_array(batch, number)}
     single = next((key for key in SINGLE_INPUT_KEYS if key in batch), None)
     if all(name in batch for name in names):
         keys: Sequence[str] = names

@@ -1,25 +1,36 @@
-"""`qdq evaluate`: accuracy of an engine or a model on labelled data, by a spec file."""
+"""`qdq evaluate`: accuracy of engines or models by spec files, its loss, and the layers to leave native."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from harness.accuracy.data.batching import image_input, image_size
 from harness.accuracy.data.decode_boxes import suggest_decoder
 from harness.accuracy.data.preprocess import Layout, parse_preprocess
 from harness.accuracy.metrics.base import low_reference_warning
-from harness.base.errors import CandidateError, UserError
+from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
+from harness.accuracy.metrics.intervals import drop_estimate, few_images_note, metric_estimate
+from harness.base.errors import CandidateError, EvaluationFailed, UserError
 from harness.base.progress import NullProgress, Observer
 from harness.base.random_inputs import InputTypes
-from harness.compat.tao_specs.dataset import data_keys, labelled_data, map_error_keys
+from harness.base.statistics import Interval
+from harness.compat.tao_specs.dataset import (
+    calibration_feeds,
+    data_keys,
+    labelled_data,
+    map_error_keys,
+    open_calibration_data,
+)
 from harness.compat.tao_specs.engine import (
     TENSORRT,
     EngineFacts,
@@ -37,22 +48,28 @@ from harness.compat.tao_specs.model_file import (
 )
 from harness.compat.tao_specs.spec import DatasetSection, EvaluateSection, Spec, require_section
 from harness.config.sections import PluginSpec, PreprocessSpec
-from harness.graph.load import Dims
+from harness.graph.load import Dims, read_signature
 from harness.graph.passes.dimension_sizes import parse_shape
+from harness.graph.qdq.reduce_model import PairRemover
+from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
 from harness.plugins import registry
-from harness.plugins.api import Accuracy, Candidate, Evaluator, NeedsPreparation
+from harness.plugins.api import Accuracy, Array, Benchmarker, Candidate, Evaluator, NeedsPreparation
 from harness.run.prepare.accuracy_store import scoring_progress
 from harness.run.prepare.model_loader import complete_evaluator
 from harness.workers.engines import ScoringCallback
-from harness.workers.helper_process import RUNTIME_FACTOR, call_with_reports
+from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process, call_with_reports
 from harness.workers.inference import open_infer, with_progress
 
 logger = logging.getLogger(__name__)
 
 SCORING_FACTOR = 24 * RUNTIME_FACTOR
-MIN_FLOAT_METRIC = (
-    0.1  # of a float model; below it, the evaluator checks whether labels and preprocessing fit the model
-)
+#: Metric of a float model below which the evaluator checks whether labels and preprocessing fit the model.
+MIN_FLOAT_METRIC = 0.1
+FLOAT32_NOTE = "run in float32, see above"
+#: A larger drop needs other skip_names (TAO documentation, "ModelOpt ONNX Backend", step 5: above 1 to 2 %).
+MAX_ACCEPTABLE_DROP = 0.01
+MAX_FEEDS = 4
+MAX_SUGGESTED_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,23 +101,17 @@ class EvaluationResult:
 
     Attributes:
         name: Stem of the spec file.
-        what: Name of the engine or model in the spec.
-        model: ONNX file; None if it is unknown or missing.
-        evaluate_s: Wall-clock time of the evaluation.
+        evaluate_s: Wall-clock time of the build and the evaluation.
         note: Remark on the arithmetic, or "".
-        inputs: Element type and shape of each input, as the engine has them.
     """
 
     name: str
-    what: str
+    target: EvaluationTarget
     metric: str
     higher_is_better: bool
     accuracy: Accuracy
-    precisions: tuple[str, ...]
-    model: Path | None
-    evaluate_s: float
+    evaluate_s: float = 0.0
     note: str = ""
-    inputs: InputTypes
 
 
 def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> EvaluationResult:
@@ -109,45 +120,48 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Eval
     Args:
         source: Path of the spec; relative paths start from its folder.
         observer: Receives progress, and a warning if a float model has a negligible score.
-
-    Raises:
-        UserError: The spec cannot be used, or the runtime or the evaluator fails.
     """
-    base, reporter = source.resolve().parent, observer or NullProgress()
-    section = _resolve_engine(require_section(spec.evaluate, "evaluate", str(source)), base)
+    base, reporter, dataset = source.resolve().parent, observer or NullProgress(), spec.dataset
+    section = require_section(spec.evaluate, "evaluate", str(source))
     started_s = time.monotonic()
     try:
         with (
-            map_error_keys(data_keys(spec.dataset), str(source)),
-            _open_target(section, spec.dataset, base) as target,
+            map_error_keys(data_keys(dataset), str(source)),
+            tempfile.TemporaryDirectory(prefix="qdq-evaluate-") as scratch,
+            scoring_progress(reporter, f"inferences of {source.stem}") as watch,
         ):
-            use = _evaluator_use(section, spec.dataset, base, target)
-            with scoring_progress(reporter, f"inferences of {source.stem}") as watch:
-                what = f"{source}: {target.what}: the evaluation"
-                scored = call_with_reports(what, _score, target, use, factor=SCORING_FACTOR, on_report=watch)
-            if not target.precisions:
-                text = low_reference_warning(scored.accuracy, scored.metric, scored.higher_is_better, use.params)
-                if text:
-                    reporter.say(f"{source.stem}: {text}")
+            target = _open_target(section, dataset, base, Path(scratch))
+            use = _evaluator_use(section, dataset, base, target)
+            what = f"{source}: {target.what}: the evaluation"
+            scored = call_with_reports(what, _score, source.stem, target, use, factor=SCORING_FACTOR, on_report=watch)
     except CandidateError as error:
         raise UserError(f"{source}: {section.trt_engine or section.onnx_file}: {error}") from error
-    scored = replace(scored, name=source.stem, evaluate_s=time.monotonic() - started_s)
-    _write_result(scored, base / spec.results_dir)
+    if not target.precisions:
+        text = low_reference_warning(scored.accuracy, scored.metric, scored.higher_is_better, use.params)
+        if text:
+            reporter.say(f"{source.stem}: {text}")
+    scored = replace(scored, evaluate_s=time.monotonic() - started_s)
+    body: dict[str, Any] = {
+        "schema": 1,
+        "what": target.what,
+        "metric": scored.metric,
+        "metrics": dict(scored.accuracy.metrics),
+        "precisions": list(target.precisions),
+        "per_item": list(scored.accuracy.per_item),
+        "evidence": scored.accuracy.evidence,
+        "evaluate_s": round(scored.evaluate_s, 3),
+        **({"note": scored.note} if scored.note else {}),
+    }
+    results = base / spec.results_dir
+    with name_write_errors(f"results_dir {results}"):
+        results.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(body, allow_nan=False)
+        (results / f"{scored.name}.evaluation.json").write_text(text + "\n", encoding="utf-8")
     return scored
 
 
-def _resolve_engine(section: EvaluateSection, base: Path) -> EvaluateSection:
-    """Return the section with the engine of another runtime if that of TensorRT is missing."""
-    requested = section.trt_engine
-    other = None if requested is None else engine_for_other_runtime(base / requested)
-    if requested is None or other is None:
-        return section
-    logger.warning("evaluate.trt_engine: there is no %s; %s is used instead", requested, other.name)
-    return section.model_copy(update={"trt_engine": str(Path(requested).with_name(other.name))})
-
-
-def _score(target: EvaluationTarget, use: PluginSpec, on_progress: ScoringCallback) -> EvaluationResult:
-    """Return the scores without name and time; an evaluator may reject a float model with a low score."""
+def _score(name: str, target: EvaluationTarget, use: PluginSpec, on_progress: ScoringCallback) -> EvaluationResult:
+    """Return the scores without the time; an evaluator may reject a float model with a low score."""
     evaluator: Evaluator = registry.create_plugin("evaluator", use.use, use.params)
     if target.saved:
         runtime, artifact = load_engine(target.file, target.backend)
@@ -161,68 +175,65 @@ def _score(target: EvaluationTarget, use: PluginSpec, on_progress: ScoringCallba
         if float_model and accuracy.metrics.get(evaluator.metric, 1.0) < MIN_FLOAT_METRIC:
             evaluator.prepare(probe.infer)  # type: ignore[attr-defined]
     return EvaluationResult(
-        name="",
-        what=target.what,
+        name=name,
+        target=target,
         metric=evaluator.metric,
         higher_is_better=evaluator.higher_is_better,
         accuracy=accuracy,
-        precisions=target.precisions,
-        model=target.model,
-        evaluate_s=0.0,
         note=str(artifact.info.get("arithmetic", "")),
-        inputs=target.inputs,
     )
 
 
-@contextmanager
-def _open_target(section: EvaluateSection, dataset: DatasetSection, base: Path) -> Iterator[EvaluationTarget]:
-    with tempfile.TemporaryDirectory(prefix="qdq-evaluate-") as scratch:
-        if section.trt_engine is not None:
-            yield _open_engine(locate_spec_file(section.trt_engine, base, "evaluate.trt_engine"), section, dataset)
-        else:
-            yield _build_model(section, dataset, base, Path(scratch))
-
-
-def _open_engine(path: Path, section: EvaluateSection, dataset: DatasetSection) -> EvaluationTarget:
+def _open_target(section: EvaluateSection, dataset: DatasetSection, base: Path, scratch: Path) -> EvaluationTarget:
+    """Return the engine, or the model with static inputs, which is written to `scratch`."""
+    requested = section.trt_engine
+    if requested is None:
+        path, declared = open_onnx_file(str(section.onnx_file), base, "evaluate.onnx_file")
+        types = static_inputs(declared, dataset.shapes, dataset.dims, batch=dataset.batch_size)
+        return EvaluationTarget(
+            what=str(section.onnx_file),
+            backend=section.backend,
+            file=write_static_copy(path, declared, types, scratch / "model.onnx"),
+            saved=False,
+            inputs=types,
+            outputs=declared.outputs,
+            model=path,
+            precisions=tuple(sorted(declared.precisions)),
+        )
+    other = engine_for_other_runtime(base / requested)
+    if other is not None:
+        logger.warning("evaluate.trt_engine: there is no %s; %s is used instead", requested, other.name)
+        requested = str(Path(requested).with_name(other.name))
+    path = locate_spec_file(requested, base, "evaluate.trt_engine")
     if path.suffix == ".onnx":
-        raise UserError(f"evaluate.trt_engine: {section.trt_engine} is a model; use the key evaluate.onnx_file")
-    facts = read_facts(path) or _assume_tensorrt(path, dataset)
+        raise UserError(f"evaluate.trt_engine: {requested} is a model; use the key evaluate.onnx_file")
+    facts = read_facts(path)
+    if facts is None:  # an engine of another tool
+        if not dataset.shapes:
+            raise UserError(
+                f"{path.name}: there is no {path.name}.json, as qdq gen-trt-engine writes; give its input under "
+                "dataset.shapes, for instance {images: 1x3x640x640}, and TensorRT is assumed"
+            )
+        inputs = {n: ("float", parse_shape(shape, f"dataset.shapes.{n}")) for n, shape in dataset.shapes.items()}
+        facts = EngineFacts(backend=TENSORRT, params={}, inputs=inputs, onnx_file="", precisions=(), describe={})
     create_saver(facts.backend, facts.params, "read engines from")
     model = path.parent / facts.onnx_file
     return EvaluationTarget(
-        what=str(section.trt_engine), backend=PluginSpec(use=facts.backend, params=facts.params), file=path, saved=True,
-        inputs=facts.inputs, outputs=facts.outputs, model=model.resolve() if model.is_file() else None,
+        what=requested,
+        backend=PluginSpec(use=facts.backend, params=facts.params),
+        file=path,
+        saved=True,
+        inputs=facts.inputs,
+        outputs=facts.outputs,
+        model=model.resolve() if model.is_file() else None,
         precisions=facts.precisions,
-    )  # fmt: skip
-
-
-def _assume_tensorrt(path: Path, dataset: DatasetSection) -> EngineFacts:
-    """Return facts for an engine of another tool, which is assumed to be of TensorRT, with the inputs of the spec."""
-    if not dataset.shapes:
-        raise UserError(
-            f"{path.name}: there is no {path.name}.json, as qdq gen-trt-engine writes; give its input under "
-            "dataset.shapes, for instance {images: 1x3x640x640}, and TensorRT is assumed"
-        )
-    inputs = {n: ("float", parse_shape(shape, f"dataset.shapes.{n}")) for n, shape in dataset.shapes.items()}
-    return EngineFacts(backend=TENSORRT, params={}, inputs=inputs, onnx_file="", precisions=(), describe={})
-
-
-def _build_model(section: EvaluateSection, dataset: DatasetSection, base: Path, scratch: Path) -> EvaluationTarget:
-    path, declared = open_onnx_file(str(section.onnx_file), base, "evaluate.onnx_file")
-    types = static_inputs(declared, dataset.shapes, dataset.dims, batch=dataset.batch_size)
-    file = write_static_copy(path, declared, types, scratch / "model.onnx")
-    return EvaluationTarget(
-        what=str(section.onnx_file), backend=section.backend, file=file, saved=False, inputs=types,
-        outputs=declared.outputs, model=path, precisions=tuple(sorted(declared.precisions)),
-    )  # fmt: skip
+    )
 
 
 def _evaluator_use(
     section: EvaluateSection, dataset: DatasetSection, base: Path, target: EvaluationTarget
 ) -> PluginSpec:
-    data, keys = labelled_data(dataset), data_keys(dataset)
-    for key in ("images", "labels") if "images" in data else ("path",):
-        locate_spec_file(data[key], base, keys[key])
+    data = labelled_data(dataset, base)
     use = section.evaluator or PluginSpec(use="coco_map" if str(data.get("labels")).endswith(".json") else "top1")
     if "reference" in registry.plugin_signature("evaluator", use.use).parameters:
         raise UserError(
@@ -233,7 +244,7 @@ def _evaluator_use(
     if "images" in data:
         given = params.get("preprocess") if preprocess is None else preprocess.mapping
         axes = None if given is None else parse_preprocess(given)[2]
-        layout = suggest_layout(target.inputs, target.outputs, axes)
+        layout = _suggest_layout(target.inputs, target.outputs, axes)
         if preprocess is None and "preprocess" not in params:
             preprocess = PreprocessSpec(use=_require_plugin(layout, "dataset.preprocess", "preprocessing"))
         if use.use == "coco_map":
@@ -244,7 +255,7 @@ def _evaluator_use(
     return complete_evaluator(use.model_copy(update={"params": params}), target.inputs, base, preprocess)
 
 
-def suggest_layout(inputs: InputTypes, outputs: Mapping[str, Dims], axes: Layout | None = None) -> str | None:
+def _suggest_layout(inputs: InputTypes, outputs: Mapping[str, Dims], axes: Layout | None = None) -> str | None:
     """Return the name that decoder and preprocessing of a detector share, by the shapes of its image input and outputs.
 
     None if the shapes fit no decoder or several.
@@ -263,19 +274,153 @@ def _require_plugin(name: str | None, key: str, kind: str) -> str:
     return name
 
 
-def _write_result(scored: EvaluationResult, results: Path) -> None:
-    body: dict[str, Any] = {
-        "schema": 1,
-        "what": scored.what,
-        "metric": scored.metric,
-        "metrics": dict(scored.accuracy.metrics),
-        "precisions": list(scored.precisions),
-        "per_item": list(scored.accuracy.per_item),
-        "evidence": scored.accuracy.evidence,
-        "evaluate_s": round(scored.evaluate_s, 3),
-        **({"note": scored.note} if scored.note else {}),
-    }
-    with name_write_errors(f"results_dir {results}"):
-        results.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(body, allow_nan=False)
-        (results / f"{scored.name}.evaluation.json").write_text(text + "\n", encoding="utf-8")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonRow:
+    """Row of the comparison.
+
+    Attributes:
+        interval: The metric with its 95 % interval over images; without one, both limits are the metric.
+        drop: Loss against the first row, positive if this row is worse; None for the first row.
+    """
+
+    scored: EvaluationResult
+    interval: Interval
+    drop: Interval | None
+    note: str
+
+    def cells(self) -> tuple[str, ...]:
+        """Return spec, engine or model, precisions, metric, drop and note as text."""
+        drop = "baseline" if self.drop is None else _format_interval(self.drop, "+.4f")
+        precisions = "+".join(self.scored.target.precisions) or "float"
+        metric = f"{self.scored.metric} {_format_interval(self.interval, '.4f')}"
+        return self.scored.name, self.scored.target.what, precisions, metric, drop, self.note
+
+
+def compare_evaluations(results: Sequence[EvaluationResult]) -> tuple[ComparisonRow, ...]:
+    """Return the rows of a comparison; the first evaluation is the baseline."""
+    first = results[0]
+    rows = []
+    for scored in results:
+        if scored.metric != first.metric:
+            raise UserError(f"{scored.name}: its metric is {scored.metric}, but that of {first.name} is {first.metric}")
+        estimate = metric_estimate(scored.accuracy, scored.metric)
+        few = "" if estimate is None else few_images_note(estimate.images)
+        rows.append(
+            ComparisonRow(
+                scored=scored,
+                interval=_point(scored.accuracy.metrics[scored.metric]) if estimate is None else estimate.interval,
+                drop=None if scored is first else _estimate_drop(first, scored),
+                note="; ".join(filter(None, (few, FLOAT32_NOTE if scored.note else ""))),
+            )
+        )
+    return tuple(rows)
+
+
+def _estimate_drop(first: EvaluationResult, scored: EvaluationResult) -> Interval:
+    try:
+        estimate = drop_estimate(
+            first.accuracy, scored.accuracy, scored.metric, higher_is_better=scored.higher_is_better
+        )
+    except ValueError as error:
+        raise UserError(f"{scored.name} and {first.name} cannot be compared: {error}") from error
+    if estimate is not None:
+        return estimate.interval
+    sign = 1.0 if scored.higher_is_better else -1.0
+    return _point(sign * (first.accuracy.metrics[first.metric] - scored.accuracy.metrics[scored.metric]))
+
+
+def _point(value: float) -> Interval:
+    return Interval(value=value, low=value, high=value)
+
+
+def _format_interval(interval: Interval, digits: str) -> str:
+    if interval.low == interval.high:
+        return format(interval.value, digits)
+    return f"{interval.value:{digits}} [{interval.low:{digits}}, {interval.high:{digits}}]"
+
+
+def advise_native_layers(row: ComparisonRow, dataset: DatasetSection, base: Path, observer: Observer) -> list[str]:
+    """Return lines with layers to leave native; none if the drop is at most `MAX_ACCEPTABLE_DROP` or not known.
+
+    There are none either if nothing is quantized. If the layers cannot be ranked, a line has the reason.
+
+    Args:
+        dataset: Section `dataset` of the row's spec, whose images the layers are ranked by.
+        base: Folder that relative paths start from.
+    """
+    drop, target = row.drop, row.scored.target
+    if drop is None or drop.value <= MAX_ACCEPTABLE_DROP or not target.precisions:
+        return []
+    head = f"{row.scored.name}: the drop, {drop.value:.4f}, is above {MAX_ACCEPTABLE_DROP:.2f}; leave layers native:"
+    if target.model is None:
+        return [head, f"(layers cannot be ranked: the ONNX file of {target.what} is missing)"]
+    try:
+        ranked = rank_layers(target.model, _open_feeds(target, dataset, base), observer)
+    except (CandidateError, UserError) as error:
+        return [head, f"(layers cannot be ranked: {error})"]
+    if not ranked:
+        return [head, "no activation of this model is quantized: the drop comes from its weights alone"]
+    worst = [f'  - "{node}"  # {sqnr_db:.1f} dB' for node, sqnr_db in ranked[:MAX_SUGGESTED_LAYERS]]
+    columns = "skip_names:  # the worst layers first, by outputs with and without the Q/DQ pairs of the layer"
+    return [head, columns, *worst]
+
+
+def _open_feeds(target: EvaluationTarget, dataset: DatasetSection, base: Path) -> Iterable[Mapping[str, Array]]:
+    """Return a few inputs from the calibration data, or else from the labelled data."""
+    sources = dataset.test_data_sources
+    evaluated = None if sources is None else sources.image_dir or sources.arrays
+    changes: dict[str, Any] = {"samples": MAX_FEEDS, "calibration_data": dataset.calibration_data or evaluated}
+    if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
+        layout = _suggest_layout(target.inputs, target.outputs)
+        changes["preprocess"] = layout and PreprocessSpec(use=layout)
+    dataset = dataset.model_copy(update=changes)
+    return calibration_feeds(dataset, open_calibration_data(dataset, base), target.inputs)[0]
+
+
+def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -> list[tuple[str, float]]:
+    """Return the names of the layers of a Q/DQ model, those that alone reduce SQNR most first.
+
+    Args:
+        path: The model. ONNX Runtime runs it without optimizers, which emulates any precision.
+        feeds: Inputs, all of the same shapes; the first `MAX_FEEDS` are used.
+        observer: Receives progress, one step per layer.
+
+    Returns:
+        Name of each layer, and SQNR in dB of the model's worst output if only this layer is quantized.
+
+    Raises:
+        CandidateError: The model does not run.
+    """
+    inputs = list(itertools.islice(feeds, MAX_FEEDS))
+    ranked: list[tuple[str, float]] = []
+    with tempfile.TemporaryDirectory(prefix="qdq-sensitivity-") as scratch:
+        types = {name: ("", array.shape) for feed in inputs[:1] for name, array in feed.items()}
+        fixed = write_static_copy(path, read_signature(path), types, Path(scratch) / "static.onnx") if inputs else path
+        wide = write_float32_copy(fixed, Path(scratch))
+        if wide is not None:
+            observer.say(f"{path.name}: {UPCAST_NOTE}")
+        remover, file = PairRemover(wide or fixed), Path(scratch) / path.name
+
+        def run(quantized: Iterable[str]) -> list[Mapping[str, Array]]:
+            model = remover.write(frozenset(quantized), file)
+            what = f"{path.name}: the run in ONNX Runtime"
+            return call_in_helper_process(what, _run_in_onnxruntime, model, inputs, factor=RUNTIME_FACTOR)
+
+        expected = run(())
+        layout = plan_comparison(expected)
+        with observer.work(f"{path.name}: each layer quantized alone", len(remover.quantized_nodes)) as step:
+            for node in remover.quantized_nodes:
+                try:
+                    found = compare_outputs(zip(expected, run([node]), strict=True), layout)
+                    ranked.append((node, found.metrics["sqnr_db"]))
+                except EvaluationFailed:
+                    ranked.append((node, -np.inf))
+                step.advance()
+    return sorted(ranked, key=lambda layer: layer[1])
+
+
+def _run_in_onnxruntime(path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+    runtime: Benchmarker = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": "disabled"})
+    candidate = Candidate(digest=path.stem, edges=(), source=lambda: path)
+    with runtime.open(runtime.build(candidate, path.parent)) as probe:
+        return [probe.infer(feed) for feed in inputs]

@@ -14,8 +14,8 @@ from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.labels import read_labels
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors, read_json
-from harness.compat.modelopt_autotune.storage import read_state
 from harness.compat.modelopt_autotune.region_search import get_node_filter_list
+from harness.compat.modelopt_autotune.storage import read_state
 from harness.compat.tao_specs.engine import read_facts
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment

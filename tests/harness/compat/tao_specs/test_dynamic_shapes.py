@@ -12,7 +12,7 @@ from spec_runs import layer, quantize_model
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress
 from harness.compat.tao_specs import ptq as command
-from harness.compat.tao_specs.comparison import rank_layers
+from harness.compat.tao_specs.evaluate import rank_layers
 from harness.compat.tao_specs.quantize import QuantizationResult
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 
@@ -123,4 +123,4 @@ def test_layers_of_a_model_with_dynamic_inputs_are_ranked(tmp_path):
     onnx.save(proto, tmp_path / "dynamic.onnx")
     assert read_qdq_edges(proto)
     feeds = [{"input_ids": np.arange(24, dtype=np.int64).reshape(2, 12) + i} for i in range(3)]
-    assert [layer.node for layer in rank_layers(tmp_path / "dynamic.onnx", feeds, NullProgress())] == ["fc"]
+    assert [node for node, _ in rank_layers(tmp_path / "dynamic.onnx", feeds, NullProgress())] == ["fc"]

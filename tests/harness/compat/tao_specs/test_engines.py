@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,13 @@ from harness.base.progress import NullProgress
 from harness.cli.common import short_path
 from harness.cli.main import app
 from harness.compat.tao_specs import engine as engines
-from harness.compat.tao_specs.comparison import advise_native_layers, compare_evaluations
 from harness.compat.tao_specs.engine import EngineFacts, read_facts
-from harness.compat.tao_specs.evaluate import EvaluationResult
+from harness.compat.tao_specs.evaluate import (
+    EvaluationResult,
+    EvaluationTarget,
+    advise_native_layers,
+    compare_evaluations,
+)
 from harness.compat.tao_specs.spec import parse_spec
 from harness.config.sections import PluginSpec
 from harness.graph.builder import GraphBuilder
@@ -117,7 +122,7 @@ def test_engine_of_another_runtime_gets_its_own_file_suffix(small, tmp_path, cap
         assert read_facts(built) is not None
         assert not (tmp_path / "out/model.trt").exists()
         if backend == "openvino":
-            assert evaluate_spec(asked, tmp_path).what == "out/model.openvino"
+            assert evaluate_spec(asked, tmp_path).target.what == "out/model.openvino"
             assert "there is no out/model.trt; model.openvino is used" in caplog.text
     with pytest.raises(UserError, match=r"there is no model.trt, but there are model.onnxruntime, model.openvino"):
         evaluate_spec(asked, tmp_path)
@@ -161,7 +166,7 @@ def test_engine_is_evaluated_without_its_model(detector, quantized, data, tmp_pa
     assert facts.onnx_file == "../build/int8.onnx"
     text = target(data.replace("preprocess", "batch_size: 10\n  preprocess"), trt_engine="out/int8.blob")
     found = evaluate_spec(text, tmp_path)
-    assert found.model == (tmp_path / "build/int8.onnx").resolve()
+    assert found.target.model == (tmp_path / "build/int8.onnx").resolve()
     assert "dataset.batch_size: 10 is ignored: out/int8.blob takes 1" in caplog.text
     (tmp_path / "build/int8.onnx").unlink()
     alone = evaluate_spec(text, tmp_path, "alone")
@@ -175,10 +180,11 @@ def test_engine_is_evaluated_without_its_model(detector, quantized, data, tmp_pa
 def test_evaluations_that_cannot_be_compared():
     def scored(name: str, metric: str, items: tuple[float, ...]) -> EvaluationResult:
         accuracy = Accuracy(metrics={metric: 0.5}, per_item=items)
-        return EvaluationResult(
-            name=name, what=name, metric=metric, higher_is_better=True, accuracy=accuracy, precisions=(), model=None,
-            evaluate_s=0.0, inputs={},
+        target = EvaluationTarget(
+            what=name, backend=PluginSpec(use="fake"), file=Path(name), saved=True, inputs={}, outputs={}, model=None,
+            precisions=(),
         )  # fmt: skip
+        return EvaluationResult(name=name, target=target, metric=metric, higher_is_better=True, accuracy=accuracy)
 
     with pytest.raises(UserError, match=r"b: its metric is map, but that of a is top1"):
         compare_evaluations([scored("a", "top1", (1, 0)), scored("b", "map", ())])
