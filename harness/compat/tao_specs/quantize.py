@@ -1,4 +1,4 @@
-"""`qdq quantize`: section `quantize` of a spec file, by ModelOpt or by the built-in quantizer."""
+"""`qdq quantize`: section `quantize` of a spec file, by ModelOpt or by `qdq`, each layer in its own precision."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from harness.accuracy.calibration.ptq import modelopt
-from harness.base.errors import BuildFailed, UserError
+from harness.accuracy.calibration.ranges import calibrate
+from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
+from harness.base.errors import BuildFailed, UserError, suggest_names
 from harness.base.random_inputs import InputTypes
-from harness.compat.tao_specs.builtin_quantizer import (
-    DEFAULT_DIALECT,
-    LayerwiseRequest,
-    parse_builtin_arguments,
-    quantize_builtin,
-)
 from harness.compat.tao_specs.dataset import (
     calibration_feeds,
     loader_feeds,
@@ -27,7 +23,7 @@ from harness.compat.tao_specs.dataset import (
     peek_sample_shapes,
     sample_shapes,
 )
-from harness.compat.tao_specs.layers import PRESETS
+from harness.compat.tao_specs.layers import PRESETS, assign_layers, match_skip_names
 from harness.compat.tao_specs.model_file import (
     name_write_errors,
     open_onnx_file,
@@ -36,19 +32,30 @@ from harness.compat.tao_specs.model_file import (
     write_static_copy,
 )
 from harness.compat.tao_specs.modelopt_arguments import make_modelopt_arguments
-from harness.compat.tao_specs.spec import DatasetSection, LayerSpec, QuantizeSection, TensorDtype
+from harness.compat.tao_specs.spec import DatasetSection, Dtype, LayerSpec, QuantizeSection, TensorDtype
 from harness.config.sections import PluginSpec
 from harness.graph.io.files import set_model_aside
-from harness.graph.load import ModelSignature, read_signature
-from harness.graph.rules.dialects import ONNXRUNTIME_UNFUSED
+from harness.graph.load import ModelSignature, load, read_signature, save_to_folder
+from harness.graph.model import Model
+from harness.graph.qdq.insert import Inserter
+from harness.graph.rules.dialects import ONNXRUNTIME_UNFUSED, Dialect, load_dialect
+from harness.graph.rules.operator_sets import LINEAR_OPS
+from harness.graph.rules.placement_rules import first_violated_rule
+from harness.graph.rules.points import QuantizationPoint, add_required_edges, find_points
 from harness.plugins import registry
 from harness.plugins.api import Array
 from harness.results.output_check import OutputCheck, not_checked
 from harness.run.verify.runtime_checker import CHECK_SAMPLE_COUNT, check_file
+from search.space import Edge
 
 logger = logging.getLogger(__name__)
 
 OUTPUT_FILE_NAME = "quantized_model.onnx"
+MIN_OPSET = 17
+DEFAULT_DIALECT = "tensorrt"
+#: Precision of `harness.graph` by dtype of a spec.
+DTYPE_PRECISIONS: Mapping[Dtype, str] = {"int8": "int8", "fp8_e4m3fn": "fp8", "fp8_e5m2": "fp8e5m2", "native": "float"}
+EMULATED_PRECISION = "fp8e5m2"  # in ONNX and OpenVINO; in no dialect, because no kernel of TensorRT takes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +100,15 @@ def quantize(
     """
     path, declared = open_onnx_file(section.model_path, base, "quantize.model_path")
     refuse_quantized(declared, section.model_path)
-    _warn_ignored_keys(section)
+    for key in ("default_layer_dtype", "default_activation_dtype"):
+        if (value := getattr(section, key)) is not None:
+            logger.warning("quantize.%s: %s is ignored, as documented: give dtypes layer by layer", key, value)
+    if section.backend == "qdq" and section.device != "cpu":
+        logger.warning("quantize.device: %s: backend qdq calibrates on the CPU", section.device)
     section, layers = _apply_preset(section, declared)
     by_modelopt = section.backend == "modelopt.onnx"
     arguments = make_modelopt_arguments(section, layers, declared.nodes) if by_modelopt else {}
-    dialect = "" if by_modelopt else parse_builtin_arguments(section.backend_kwargs)
+    dialect = None if by_modelopt else _load_dialect(section, layers)
     target = results / OUTPUT_FILE_NAME
     with name_write_errors(f"results_dir {results}"):
         results.mkdir(parents=True, exist_ok=True)
@@ -114,17 +125,19 @@ def quantize(
     compared = tuple(islice(feeds, CHECK_SAMPLE_COUNT)) if run else ()
     if isinstance(feeds, Iterator):
         feeds = chain(compared, feeds)
-    if by_modelopt:
+    if dialect is None:
         quantize_with_modelopt(path, target, feeds, add_calibration_shapes(arguments, declared, types))
         return checked_result(target, calibrated_on, path, types, compared)
-    request = LayerwiseRequest(
-        model_path=path, source=section.model_path, shapes=shapes_of(types), layers=layers,
-        skip_names=section.skip_names, method=section.algorithm, dialect=dialect,
-    )  # fmt: skip
-    _warn_fixed_sizes(section.model_path, declared, types)
-    with tempfile.TemporaryDirectory(prefix="qdq-quantize-") as work:
-        quantize_builtin(request, target, feeds, Path(work))
-    return checked_result(target, calibrated_on, path, types, compared, dialect)
+    fixed = {name: types[name] for name, (_, dims) in declared.inputs.items() if None in dims}
+    if any(None in declared.inputs[name][1][1:] for name in fixed):
+        logger.warning(
+            "%s: its dynamic sizes are fixed in the result: %s; modelopt.onnx keeps them", section.model_path,
+            _format_shapes(fixed, " ", ", "),
+        )  # fmt: skip
+    elif fixed:
+        logger.warning("%s: its dynamic batch is 1 in the result; backend modelopt.onnx keeps it", section.model_path)
+    _quantize_layers(section, layers, path, shapes_of(types), feeds, dialect, target)
+    return checked_result(target, calibrated_on, path, types, compared, dialect.name)
 
 
 def add_calibration_shapes(
@@ -161,16 +174,6 @@ def quantize_with_modelopt(
 
 def _format_shapes(types: InputTypes, sign: str, separator: str) -> str:
     return separator.join(f"{name}{sign}{'x'.join(map(str, shape))}" for name, (_, shape) in types.items())
-
-
-def _warn_fixed_sizes(source: str, declared: ModelSignature, types: InputTypes) -> None:
-    """Log the inputs whose dynamic sizes are fixed in the result."""
-    fixed = {name: types[name] for name, (_, dims) in declared.inputs.items() if None in dims}
-    if any(None in declared.inputs[name][1][1:] for name in fixed):
-        text = _format_shapes(fixed, " ", ", ")
-        logger.warning("%s: its dynamic sizes are fixed in the result: %s; modelopt.onnx keeps them", source, text)
-    elif fixed:
-        logger.warning("%s: its dynamic batch is 1 in the result; backend modelopt.onnx keeps it", source)
 
 
 def refuse_quantized(declared: ModelSignature, source: str) -> None:
@@ -237,15 +240,6 @@ def _check_in_runtime(
     return check_file(file, float_file, samples, PluginSpec(use=use, params=params))
 
 
-def _warn_ignored_keys(section: QuantizeSection) -> None:
-    for key in ("default_layer_dtype", "default_activation_dtype"):
-        value = getattr(section, key)
-        if value is not None:
-            logger.warning("quantize.%s: %s is ignored, as documented: give dtypes layer by layer", key, value)
-    if section.backend == "qdq" and section.device != "cpu":
-        logger.warning("quantize.device: %s: backend qdq calibrates on the CPU", section.device)
-
-
 def _apply_preset(section: QuantizeSection, declared: ModelSignature) -> tuple[QuantizeSection, tuple[LayerSpec, ...]]:
     """Return the section with the skip names of its preset added, and its layers, else those of the preset."""
     if section.preset is None:
@@ -259,3 +253,122 @@ def _apply_preset(section: QuantizeSection, declared: ModelSignature) -> tuple[Q
     return with_skips, section.layers or tuple(
         LayerSpec(module_name=op, weights=int8, activations=int8) for op in forced
     )
+
+
+def _load_dialect(section: QuantizeSection, layers: Sequence[LayerSpec]) -> Dialect:
+    """Return the dialect in `backend_kwargs`, with the precisions of the layers.
+
+    Raises:
+        UserError: There is another key, or the dialect is unknown or lacks a dtype.
+    """
+    for key in section.backend_kwargs:
+        if key != "dialect":
+            raise UserError(
+                f"backend_kwargs.{key}: backend 'qdq' takes only 'dialect'; {suggest_names(key, ('dialect',))} "
+                "(for ModelOpt's arguments set backend: modelopt.onnx)"
+            )
+    dialect = load_dialect(str(section.backend_kwargs.get("dialect", DEFAULT_DIALECT)))
+    precisions = _requested_precisions(layers)
+    names = {precision: dtype for dtype, precision in DTYPE_PRECISIONS.items()}
+    for precision in precisions:
+        base = "fp8" if precision == EMULATED_PRECISION else precision
+        if base not in dialect.precisions:
+            offered = ", ".join(names[p] for p in sorted(dialect.precisions) if p in names)
+            raise UserError(f"layers: dialect {dialect.name!r} has {offered}, but got {names[precision]}")
+    if EMULATED_PRECISION not in precisions:
+        return dialect
+    if dialect.name == DEFAULT_DIALECT:
+        logger.warning("layers: TensorRT takes FP8 only as E4M3: it rejects models with fp8_e5m2")
+    return replace(dialect, precisions=dialect.precisions | {EMULATED_PRECISION})
+
+
+def _requested_precisions(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
+    """Return the precisions of all layers in order of appearance."""
+    for i, layer in enumerate(layers):
+        if len(set(layer.dtypes)) > 1:
+            weights, activations = layer.dtypes
+            raise UserError(
+                f"layers.{i}: weights in {weights} and activations in {activations}: no runtime multiplies the two; "
+                "use one dtype for both, or native for one"
+            )
+    precisions = dict.fromkeys(DTYPE_PRECISIONS[dtype] for layer in layers for dtype in layer.dtypes)
+    if not precisions:
+        raise UserError("quantize.layers: every dtype is native, so there is nothing to quantize")
+    return tuple(precisions)
+
+
+def _quantize_layers(
+    section: QuantizeSection,
+    layers: Sequence[LayerSpec],
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    batches: Iterable[Mapping[str, Array]],
+    dialect: Dialect,
+    target: Path,
+) -> None:
+    """Quantize each layer of a model to its own precision, and write the result to `target`."""
+    precisions = _requested_precisions(layers)
+    min_opset = max(MIN_OPSET, dialect.opset(precisions))
+    model = load(path, source=section.model_path, shapes=shapes, min_opset=min_opset)
+    selected = _select_edges(model, dialect, precisions, layers, match_skip_names(model.nodes, section.skip_names))
+    if not selected:
+        raise UserError(f"{section.model_path}: nothing is left to quantize; check layers and skip_names")
+    tensors = {edge.tensor for edge in selected if edge.tensor not in model.constants}
+    with tempfile.TemporaryDirectory(prefix="qdq-quantize-") as work:
+        float_file = save_to_folder(model, Path(work))
+        ranges = calibrate(float_file, tensors, batches, method=section.algorithm, source=section.model_path)
+    for remark in range_warnings(ranges):
+        logger.warning("%s: %s", section.model_path, remark)
+    usable = finite_ranges(ranges)
+    float_nodes = {e.consumer for e in selected if e.tensor not in model.constants and e.tensor not in usable}
+    edges = {e: p for e, p in selected.items() if e.consumer not in float_nodes or e.tensor in usable}
+    Inserter(model, dialect, usable).export(tuple(sorted(edges.items())), target)
+
+
+def _select_edges(
+    model: Model, dialect: Dialect, precisions: Sequence[str], layers: Sequence[LayerSpec], skipped: frozenset[str]
+) -> dict[Edge, str]:
+    """Return the precision of each edge that the entries of `layers` quantize, without those of skipped nodes."""
+    points, nodes = find_points(model, dialect, precisions), model.nodes
+    entries = assign_layers(nodes, layers, LINEAR_OPS)
+    assigned = {n.index: layer for n, layer in zip(nodes, entries, strict=True) if layer and n.name not in skipped}
+
+    def point_edges(point: QuantizationPoint, layer: LayerSpec) -> Iterator[tuple[Edge, str]]:
+        linear = nodes[point.node].op in dialect.linear_ops
+        for edge in point.edges:
+            tensor = layer.weights if linear and edge.tensor in model.constants else layer.activations
+            if DTYPE_PRECISIONS[tensor.dtype] in point.precisions:
+                yield edge, DTYPE_PRECISIONS[tensor.dtype]
+
+    selected = {
+        edge: precision
+        for index, layer in assigned.items()
+        for point in points[index]
+        for edge, precision in point_edges(point, layer)
+    }
+    quantized = {edge.consumer for edge in selected}
+    for index, layer in assigned.items() if dialect.quantize_outputs else ():
+        node = nodes[index]
+        if node.op not in dialect.linear_ops or node.name not in quantized:
+            continue
+        for reader, slot in model.consumers.get(node.outputs[0], ()):
+            read = [point for point in points[reader] if any(edge.slot == slot for edge in point.edges)]
+            for point in read if nodes[reader].name not in skipped else ():
+                for edge, precision in point_edges(point, layer):
+                    selected.setdefault(edge, precision)
+    required = add_required_edges(model, dialect, points, selected)
+    selected |= dict.fromkeys(required - selected.keys(), "int8")
+    quantized = {edge.consumer for edge in selected}
+    for i, layer in enumerate(layers):
+        own = [nodes[index] for index, entry in assigned.items() if entry is layer]
+        if not layer.dtypes or not own or any(node.name in quantized for node in own):
+            continue
+        precision = DTYPE_PRECISIONS[layer.dtypes[-1]]
+        rules = (first_violated_rule(model, dialect, node, 0, precision) for node in own)
+        causes = Counter(rule.text for rule in rules if rule is not None)
+        logger.warning(
+            "layers.%d: none of the %d nodes of %r may be quantized for %s; %s", i, len(own), layer.module_name,
+            dialect.name, " ".join(text for text, _ in causes.most_common(1))
+            or "their only quantizable inputs are constants",
+        )  # fmt: skip
+    return selected
