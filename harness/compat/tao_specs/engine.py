@@ -95,41 +95,41 @@ def build_engine(section: EngineSection, dataset: DatasetSection, base: Path, ba
     """
     path, declared = open_onnx_file(section.onnx_file, base, "gen_trt_engine.onnx_file")
     options, target = section.tensorrt, engine_path(base / section.trt_engine, backend.use)
-    _log_precisions(declared, section, backend)
+    precisions = tuple(sorted(declared.precisions))
+    if precisions:
+        logger.info("%s: Q/DQ pairs found (%s): strongly typed", section.onnx_file, ", ".join(precisions))
+    if "fp8e5m2" in precisions and backend.use == TENSORRT:
+        logger.warning("%s: TensorRT takes FP8 only as E4M3; this file has E5M2", section.onnx_file)
     types = _types_at_batch(declared, options, dataset, options.opt_batch_size)
     facts = EngineFacts(
         backend=backend.use,
         params=dict(backend.params),
         inputs=dict(types),
         onnx_file=os.path.relpath(path, target.resolve().parent),
-        precisions=tuple(sorted(declared.precisions)),
+        precisions=precisions,
         describe={},
         outputs=dict(declared.outputs),
     )
-    if backend.use == TENSORRT:
-        params = _tensorrt_params(declared, options, dataset)
-        return _save_tensorrt_engine(path, target, replace(facts, params={**params, **backend.params}))
-    if any(None in dims for _, dims in declared.inputs.values()):
-        logger.warning(
-            "backend %s: its engines have one batch size; opt_batch_size, %d, is used",
-            backend.use, options.opt_batch_size,
-        )  # fmt: skip
-    if options.data_type != "FP32":
-        logger.warning(
-            "backend %s: data_type %s is only for TensorRT; set the float precision by --param",
-            backend.use, options.data_type,
-        )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
-        return save_engine(write_static_copy(path, declared, types, Path(scratch) / "model.onnx"), target, facts)
-
-
-def _save_tensorrt_engine(path: Path, target: Path, facts: EngineFacts) -> EngineFacts:
+    if backend.use != TENSORRT:
+        if any(None in dims for _, dims in declared.inputs.values()):
+            logger.warning(
+                "backend %s: its engines have one batch size; opt_batch_size, %d, is used",
+                backend.use, options.opt_batch_size,
+            )  # fmt: skip
+        if options.data_type != "FP32":
+            logger.warning(
+                "backend %s: data_type %s is only for TensorRT; set the float precision by --param",
+                backend.use, options.data_type,
+            )  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
+            return save_engine(write_static_copy(path, declared, types, Path(scratch) / "model.onnx"), target, facts)
+    params = {**_tensorrt_params(declared, options, dataset), **backend.params}
     try:
-        return save_engine(path, target, facts)
+        return save_engine(path, target, replace(facts, params=params))
     except UserError as error:
         if isinstance(error.__cause__, CandidateError):  # TensorRT is installed and rejects the model
             raise
-        shapes = {name: "x".join(map(str, shape)) for name, (_, shape) in facts.inputs.items()}
+        shapes = {name: "x".join(map(str, shape)) for name, (_, shape) in types.items()}
         raise TensorRTMissing(
             f"{error}; or build without TensorRT: --backend openvino or --backend onnxruntime", path, shapes
         ) from error
@@ -158,14 +158,6 @@ def _types_at_batch(
         return types
     dynamic = {name for name, (_, dims) in declared.inputs.items() if dims and dims[0] is None}
     return {n: (kind, (batch, *shape[1:]) if n in dynamic else shape) for n, (kind, shape) in types.items()}
-
-
-def _log_precisions(declared: ModelSignature, section: EngineSection, backend: PluginSpec) -> None:
-    precisions = declared.precisions
-    if precisions:
-        logger.info("%s: Q/DQ pairs found (%s): strongly typed", section.onnx_file, ", ".join(sorted(precisions)))
-    if "fp8e5m2" in precisions and backend.use == TENSORRT:
-        logger.warning("%s: TensorRT takes FP8 only as E4M3; this file has E5M2", section.onnx_file)
 
 
 def engine_path(requested: Path, backend: str) -> Path:
@@ -215,7 +207,7 @@ def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
             describe = call_in_helper_process(what, _save, facts, model, path, factor=RUNTIME_FACTOR)
             written = replace(facts, sha256=file_sha256(path), describe=describe)
             text = json.dumps({"schema": SCHEMA_VERSION, **asdict(written)}, indent=1)
-            _facts_path(path).write_text(text, encoding="utf-8")
+            path.with_name(f"{path.name}.json").write_text(text, encoding="utf-8")
     except CandidateError as error:
         raise UserError(f"{Path(facts.onnx_file).name}: no engine: {error}") from error
     return written
@@ -233,7 +225,7 @@ def read_facts(path: Path) -> EngineFacts | None:
     Raises:
         UserError: The file is damaged, or belongs to another engine.
     """
-    file = _facts_path(path)
+    file = path.with_name(f"{path.name}.json")
     if not os.path.lexists(file):
         return None
     try:
@@ -274,7 +266,3 @@ def create_saver(backend: str, params: Mapping[str, Any], use: str) -> Any:
     if not isinstance(benchmarker, SupportsSave):
         raise UserError(f"backend {backend!r} cannot {use} a file; use openvino, onnxruntime or tensorrt")
     return benchmarker
-
-
-def _facts_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.json")

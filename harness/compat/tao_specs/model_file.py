@@ -133,16 +133,18 @@ def static_inputs(
             raise UserError(f"{key}: the model has no such input; {suggest_names(name, declared.inputs)}")
         fixed[name] = parse_shape(shape, key)
     for name, (_, input_dims) in declared.inputs.items():
-        if (
-            samples
-            and name not in fixed
-            and (sample_shape := _sample_shape(name, input_dims, samples, batch)) is not None
-        ):
-            fixed[name] = sample_shape
+        found = None if samples is None or name in fixed else _sample_shape(name, input_dims, samples, batch)
+        if found is not None:
+            fixed[name] = found
     dynamic = {name: declared.axes[name] for name, (_, sizes) in declared.inputs.items() if None in sizes}
+    # A symbol of any name is that of the batch if it is the only dynamic dimension of an input, its first.
+    of_fixed_inputs = {axis for name in fixed for axis in dynamic.get(name) or ()}
+    of_later_axes = {axis for axes in dynamic.values() for axis in (axes or ())[1:]}
+    leading = {axes[0] for axes in dynamic.values() if axes and all(isinstance(axis, int) for axis in axes[1:])}
+    batch_symbols = {axis for axis in leading - of_fixed_inputs - of_later_axes if isinstance(axis, str)}
     sizes = InputSizes(
         shapes={name: fixed[name] for name in dynamic if name in fixed},
-        dims={**_batch_symbols(dynamic, batch, fixed, dims), **dims},
+        dims={**dict.fromkeys(batch_symbols, batch), **dims},
     )
     resolved = resolve_shapes(dynamic, sizes, names.key.removesuffix("NAME").rstrip(". "), batch=batch)
     for name, axes in dynamic.items():
@@ -153,18 +155,6 @@ def static_inputs(
     for name, (_, declared_sizes) in declared.inputs.items():
         fixed.setdefault(name, resolved.shapes.get(name) or tuple(size for size in declared_sizes if size is not None))
     return {name: (dtype, fixed[name]) for name, (dtype, _) in declared.inputs.items()}
-
-
-def _batch_symbols(
-    dynamic: Mapping[str, Axes | None], batch: int, fixed: Mapping[str, object], dims: Mapping[str, int]
-) -> dict[str, int]:
-    """Return `batch` by symbol for symbols of any name that are the only dynamic dimension of an input, its first."""
-    of_fixed_inputs = {axis for name in fixed for axis in dynamic.get(name) or ()}
-    of_later_axes = {axis for axes in dynamic.values() for axis in (axes or ())[1:]}
-    leading = {axes[0] for axes in dynamic.values() if axes and all(isinstance(axis, int) for axis in axes[1:])}
-    return {
-        axis: batch for axis in leading - of_fixed_inputs - of_later_axes if isinstance(axis, str) and axis not in dims
-    }
 
 
 def _sample_shape(name: str, dims: Dims, samples: SampleShapes, batch: int) -> Shape | None:
@@ -183,14 +173,14 @@ def _sample_shape(name: str, dims: Dims, samples: SampleShapes, batch: int) -> S
         return shape
     if None not in dims[1:]:  # a difference is reported when the data are read
         return None
-    raise UserError(
-        f"{samples.source}: a sample of {name!r} is {_format_dims(sample)}, but the input takes "
-        f"{_format_dims(dims[1:])} (without the batch; ? is any size)"
+    given, taken = (
+        " x ".join("?" if size is None else str(size) for size in each) or "a single number"
+        for each in (sample, dims[1:])
     )
-
-
-def _format_dims(dims: Dims) -> str:
-    return " x ".join("?" if size is None else str(size) for size in dims) or "a single number"
+    raise UserError(
+        f"{samples.source}: a sample of {name!r} is {given}, but the input takes {taken} (without the batch; ? is any "
+        "size)"
+    )
 
 
 def shapes_of(types: InputTypes) -> dict[str, Shape]:

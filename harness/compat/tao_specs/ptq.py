@@ -138,7 +138,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def _modelopt_arguments(options: argparse.Namespace, declared: ModelSignature) -> dict[str, Any]:
-    mode = options.quantize_mode
+    mode, method = options.quantize_mode, options.calibration_method
     passed = {name: getattr(options, name) for name in FORWARDED_OPTIONS}
     passed = {name: value for name, value in passed.items() if value not in (None, False)}
     passed |= {name: _split_lists(getattr(options, name)) for name in LIST_OPTIONS if getattr(options, name)}
@@ -148,45 +148,39 @@ def _modelopt_arguments(options: argparse.Namespace, declared: ModelSignature) -
             logger.warning("--%s: the model has no %r; %s", option, op, suggest_names(op, declared.operators))
     if options.trt_plugins:
         passed["trt_plugins"] = [str(resolve_path(file)) for file in _split_lists(options.trt_plugins)]
-    return {
-        "quantize_mode": mode,
-        "calibration_method": _calibration_method(options.calibration_method, mode),
-        "calibration_eps": _calibration_providers(options),
-        "log_level": "WARNING",
-        **_apply_preset(options, declared, passed),
-    }
-
-
-def _apply_preset(options: argparse.Namespace, declared: ModelSignature, passed: dict[str, Any]) -> dict[str, Any]:
-    if options.preset is None:
-        return passed
-    preset = PRESETS[options.preset]
-    if preset.expect:
-        logger.warning("preset %s: %s", options.preset, preset.expect)
-    if preset.op_types:
-        if options.quantize_mode != "int8":
-            raise UserError(f"--preset {options.preset} is for --quantize_mode int8, but got {options.quantize_mode}")
-        ops = [op for op in preset.op_types if op in declared.operators]
-        return {**passed, "op_types_to_quantize": [*passed.get("op_types_to_quantize", ()), *ops]}
-    names = node_name_patterns(match_skip_names(declared.nodes, preset.skip_names, f"preset {options.preset}"))
-    return {**passed, "nodes_to_exclude": [*passed.get("nodes_to_exclude", ()), *names]}
-
-
-def _calibration_method(given: str | None, mode: str) -> str:
     methods = CALIBRATION_METHODS[mode]
-    if given is not None and given not in methods:
-        hint = suggest_names(given, methods)
-        raise UserError(f"--calibration_method: {' or '.join(methods)} for {mode}, but got {given!r}; {hint}")
-    return given or methods[0]
-
-
-def _calibration_providers(options: argparse.Namespace) -> list[str]:
+    if method is not None and method not in methods:
+        hint = suggest_names(method, methods)
+        raise UserError(f"--calibration_method: {' or '.join(methods)} for {mode}, but got {method!r}; {hint}")
     providers = _split_lists(options.calibration_eps)
     for name in providers:
         kind, _, number = name.partition(":")
         if not (name in ("NvTensorRtRtx", "trt", "cpu") or (kind in ("cuda", "dml") and number.isdecimal())):
             raise UserError(f"--calibration_eps: expected any of {', '.join(KNOWN_PROVIDERS)}, but got {name!r}")
-    return providers
+    if options.preset is not None:
+        _add_preset(options.preset, mode, declared, passed)
+    return {
+        "quantize_mode": mode,
+        "calibration_method": method or methods[0],
+        "calibration_eps": providers,
+        "log_level": "WARNING",
+        **passed,
+    }
+
+
+def _add_preset(name: str, mode: str, declared: ModelSignature, passed: dict[str, Any]) -> None:
+    """Add the operators or excluded nodes of a preset to the arguments of ModelOpt."""
+    preset = PRESETS[name]
+    if preset.expect:
+        logger.warning("preset %s: %s", name, preset.expect)
+    if preset.op_types and mode != "int8":
+        raise UserError(f"--preset {name} is for --quantize_mode int8, but got {mode}")
+    added = [op for op in preset.op_types if op in declared.operators]
+    key = "op_types_to_quantize"
+    if not preset.op_types:
+        key = "nodes_to_exclude"
+        added = node_name_patterns(match_skip_names(declared.nodes, preset.skip_names, f"preset {name}"))
+    passed[key] = [*passed.get(key, ()), *added]
 
 
 def _split_lists(values: Sequence[str]) -> list[str]:
