@@ -1,8 +1,5 @@
 """Step by step: what each call of the autotuner promises, and what it says when the steps are out of order."""
 
-import math
-import re
-
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
@@ -12,20 +9,15 @@ from harness.compat.modelopt_autotune import (
     AutotunerError,
     AutotunerNotInitializedError,
     Config,
-    InsertionScheme,
     InvalidSchemeError,
-    NodeInputInsertionPoint,
     PatternCache,
-    PatternSchemes,
     QDQAutotuner,
     QDQAutotunerBase,
     Region,
-    RegionPattern,
     RegionType,
 )
 from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
 from harness.graph.qdq.qdq_graph import read_qdq_edges
-from search.algorithms.random_mutation import RandomMutationSearcher
 
 
 def begun(model, cache=None, **settings):
@@ -160,17 +152,8 @@ def test_export_onnx_inserts_exactly_the_resolved_points(model, tmp_path):
     points = autotuner.get_resolved_insertion_points(best=False)
     assert found == {(p.tensor_name, p.node_index, p.input_index) for p in points}
     assert read_qdq_edges(exported(autotuner, insert_qdq=False)) == {}
-
-
-def test_model_transform_is_applied_on_export(model, tmp_path):
-    def marked(proto):
-        copy = onnx.ModelProto()
-        copy.CopyFrom(proto)
-        copy.producer_name = "transformed"
-        return copy
-
-    content = begun(model).export_onnx(None, insert_qdq=False, model_transform=marked)
-    assert onnx.ModelProto.FromString(content).producer_name == "transformed"
+    transformed = exported(autotuner, model_transform=lambda proto: proto.__class__(producer_name="transformed"))
+    assert transformed.producer_name == "transformed"
 
 
 def test_autotuner_accepts_graphsurgeon_graphs(model):
@@ -200,6 +183,7 @@ def test_steps_out_of_order_name_the_missing_step(model):
     [
         ({"default_quant_type": "int4"}, "default_quant_type: one of int8, fp8, but got 'int4'"),
         ({"default_dq_dtype": "double"}, "default_dq_dtype: one of float16, float32, bfloat16, but got 'double'"),
+        ({"calibration_samples": 0}, "calibration_samples"),
         (
             {"default_quant_type": "fp8", "backend": "onnxruntime"},
             r"quant_type 'fp8': dialect 'onnxruntime(_7bit)?' has int8",
@@ -265,52 +249,12 @@ def test_import_accepts_tensor_names_of_other_tools(model):
     assert {p.tensor_name for p in autotuner.get_resolved_insertion_points() if p.input_index == 0} == {"x"}
 
 
-def test_cached_schemes_are_first_and_measured_again(model):
-    done = begun(model)
-    walk(done, fewer_is_slower)
-    autotuner = begun(model, PatternCache(content=done.pattern_cache.content))
-    autotuner.set_profile_region(autotuner.regions[0])
-    first = autotuner.current_profile_pattern_schemes.schemes
-    cached = done.pattern_cache.get_pattern_schemes(autotuner.graph.pattern(autotuner.regions[0]).signature)
-    assert first[0].is_empty, "what there is competes with them"
-    assert [s.hash for s in first[1:]] == [s.hash for s in cached.schemes if not s.is_empty]
-    assert not any(scheme.is_profiled for scheme in first)
-    assert autotuner.generate() == 1, "of the float model the latency is known"
-
-
-@pytest.mark.parametrize("searcher", ["random", "random_mutation", "evolutionary", "tpe"])
+@pytest.mark.parametrize("searcher", ["random_mutation", "tpe"])
 def test_scheme_slower_than_the_current_one_is_never_kept(model, searcher):
     autotuner = begun(model, searcher=searcher)
     measure(autotuner, autotuner.session.placement_map.whole, 4, 12.0)
     autotuner.set_profile_region(None, commit=True)
     assert autotuner.placement(best=True) == autotuner.session.space.float_placement()
-
-
-def test_whole_model_search_starts_from_the_best_of_patterns(model):
-    autotuner = begun(model)
-    walk(autotuner, fewer_is_slower)
-    reached = autotuner.get_resolved_insertion_points()
-    measure(autotuner, autotuner.session.placement_map.whole, 3, 9.9)
-    assert autotuner.get_resolved_insertion_points() == reached
-
-
-def test_patterns_excluded_later_become_float(model):
-    autotuner = begun(model)
-    walk(autotuner, fewer_is_slower)
-    assert any(autotuner.placement(best=True).choices)
-    autotuner.session.restrict_to_patterns(())
-    assert not any(autotuner.placement(best=True).choices)
-
-
-def test_whole_model_search_without_pattern_search(model):
-    autotuner = begun(model, searcher="evolutionary", seed=3)
-    measure(autotuner, autotuner.session.placement_map.whole, 15)
-    best = autotuner.current_profile_pattern_schemes.best_scheme
-    autotuner.set_profile_region(None, commit=True)
-    signature, placement_map = autotuner.profiled_patterns[0].pattern_signature, autotuner.session.placement_map
-    assert autotuner.placement() == placement_map.decode(signature, best, None)
-    assert fewer_is_slower(autotuner) == best.latency_ms
-    assert autotuner.pattern_cache.num_patterns > 1
 
 
 def test_custom_regions_are_profiled_as_they_are(model):
@@ -371,24 +315,6 @@ def test_loaded_state_continues_with_the_same_proposals(model, tmp_path):
     assert later.pattern_cache.num_patterns == whole.pattern_cache.num_patterns
 
 
-def test_searcher_receives_stderr_also_after_resume(model, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        RandomMutationSearcher, "tell", lambda self, observation: told.append(observation.outcome.stderr)
-    )
-    autotuner = begun(model)
-    measure(autotuner, autotuner.regions[0], 1, 9.0, stderr_ms=0.25)
-    assert autotuner.generate() >= 0
-    autotuner.submit(9.0, stderr_ms=0.5)
-    assert told[-2:] == [0.25, 0.5]
-    autotuner.save_state(str(tmp_path / "state.yaml"))
-    told.clear()
-    later = resumed(model, tmp_path / "state.yaml")
-    later.set_profile_region(later.regions[0])
-    later.generate()
-    assert {0.25, 0.5} <= set(told)
-
-
 def test_state_of_another_model_or_missing_path_is_refused(model, make_small, tmp_path):
     path = tmp_path / "state.yaml"
     begun(model).save_state(str(path))
@@ -408,12 +334,7 @@ def test_state_of_another_model_or_missing_path_is_refused(model, make_small, tm
     [
         (lambda text: "a: [", "not valid YAML"),
         (lambda text: "baseline_latency_ms: 3.0\npatterns: []\n", r"no state of this autotuner \(ModelOpt's cannot"),
-        (
-            lambda text: text.replace("baseline_latency_ms: 10.0", "baseline_latency_ms: -1"),
-            "damaged .*baseline_latency_ms",
-        ),
         (lambda text: text.replace("baseline_latency_ms: 10.0", "other: 1"), "damaged"),
-        (lambda text: re.sub(r"config: *(\{.*?\}|\n( .*\n)+)", "config: null\n", text), "damaged"),
         (lambda text: text.replace("patterns: []", "patterns: [{schemes: 3}]"), "damaged .*no schemes of a pattern"),
         (lambda text: text.replace("latency_ms: 10.0, stderr", "latency_ms: .nan, stderr"), "damaged"),
     ],
@@ -427,22 +348,6 @@ def test_a_damaged_state_is_refused(model, tmp_path, change, says):
     assert path.read_text() != text
     with pytest.raises(UserError, match=says):
         autotuner.load_state(str(path))
-
-
-def test_schemes_and_patterns_round_trip_through_dicts():
-    scheme = InsertionScheme(node_inputs=[NodeInputInsertionPoint(node_index=2, input_index=0)], latency_ms=3.0)
-    unknown = InsertionScheme()
-    schemes = PatternSchemes(pattern=RegionPattern("ab" * 32, 4), schemes=[scheme, unknown])
-    again = PatternSchemes.from_dict(schemes.to_dict())
-    assert again == schemes
-    assert again.best_scheme.latency_ms == 3.0
-    assert again.pattern_size == 4
-    assert scheme.hash != unknown.hash
-    assert scheme.distance(unknown) == 1
-    assert unknown.is_empty
-    assert math.isinf(unknown.latency_ms)
-    with pytest.raises(InvalidSchemeError, match="no insertion scheme"):
-        InsertionScheme.from_dict({"nodes_insertion_points": [{"node": 1}]})
 
 
 def test_pattern_cache_round_trips_through_file_and_dict(model, tmp_path):

@@ -10,8 +10,8 @@ import pytest
 
 from harness.base.errors import UserError
 from harness.base.paths import WAIT_VARIABLE
-from harness.compat.modelopt_autotune import MODE_PRESETS, get_node_filter_list
 from harness.compat.modelopt_autotune import __main__ as command
+from harness.compat.modelopt_autotune import get_node_filter_list
 from harness.compat.modelopt_autotune.benchmark import (
     Benchmark,
     backend_spec,
@@ -41,23 +41,12 @@ def test_defaults_are_those_of_the_guide():
     assert options.plugin_libraries == ["a.so", "b.so"]
 
 
-@pytest.mark.parametrize("mode", list(MODE_PRESETS))
-def test_mode_presets_fill_missing_options(mode):
-    parse = get_parser().parse_args
-    assert select_mode_preset(parse(["-m", "m", "--mode", mode])) == MODE_PRESETS[mode]
-    given = select_mode_preset(parse(["-m", "m", "--mode", mode, "-s", "50", "--timing_runs", "7"]))
-    assert given == {**MODE_PRESETS[mode], "schemes_per_region": 50, "timing_runs": 7}
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("--mod", "quick"), "unrecognized arguments: --mod quick"),
         (("-m", "none.onnx"), "none.onnx: no such file"),
         (("-s", "0"), "--schemes_per_region is at least 1, but got 0"),
-        (("--warmup_runs", "-1"), "--warmup_runs is at least 0, but got -1"),
-        (("--max_evals", "0"), "--max_evals is at least 1, but got 0"),
-        (("--seed", "-1"), "--seed is at least 0, but got -1"),
         (("--searcher", "evolutionry"), "did you mean 'evolutionary'"),
         (("--backend", "openvin"), "did you mean 'openvino'"),
         (("--use_trtexec", "--backend", "openvino"), "choose one"),
@@ -72,7 +61,6 @@ def test_mode_presets_fill_missing_options(mode):
         (("--node_filter_list", "odd.txt"), "node filters nothing*: no node of the model has such"),
         (("--node_filter_list", "empty.txt"), "there is no wildcard in it"),
         (("--qdq_baseline", "none.onnx"), "none.onnx: no such file"),
-        (("--pattern_cache", "odd.txt"), "a mapping of keys, but got str"),
         (("--state_file", "odd.txt"), "a mapping of keys, but got str"),
         (("--calibration_data", "images"), "an .npz file with an array for each input"),
         (("-o", "odd.txt"), "--output_dir odd.txt: is a file, not a folder"),
@@ -247,14 +235,6 @@ def sorted_rows(path, count=96):
     np.savez(path, x=rows)
 
 
-def test_calibration_data_decide_the_scales(folder, tune, confirmed):
-    tune.runtime.generous = True
-    for name, gain in (("small", 1.0), ("large", 100.0)):
-        np.savez(folder / f"{name}.npz", x=np.full((2, 1, 3, 16, 16), gain, np.float32))
-        tune("--max_evals", "3", "--calibration_data", f"{name}.npz", out=name)
-    assert largest_scale(confirmed("large")) > 10 * largest_scale(confirmed("small"))
-
-
 @pytest.mark.parametrize(("flags", "said"), [
     ((), "96 samples of feeds.npz"),
     (("--calibration_samples", "5"), "5 of the 96 samples of feeds.npz, evenly spread"),
@@ -265,15 +245,6 @@ def test_calibration_uses_samples_of_the_whole_file(tune, confirmed, flags, said
     sorted_rows("feeds.npz")
     assert f"calibrated on {said}" in tune("--max_evals", "2", "--calibration_data", "feeds.npz", *flags)
     assert largest_scale(confirmed(), "x") == pytest.approx(15 / 127, rel=0.02)
-
-
-def test_workflow_calibrates_on_all_samples_by_default(folder, benchmark_instance, confirmed):
-    benchmark_instance.generous = True
-    sorted_rows("feeds.npz")
-    region_pattern_autotuning_workflow("model.onnx", folder / "out", 1, calibration_data="feeds.npz")
-    assert largest_scale(confirmed(), "x") == pytest.approx(15 / 127, rel=0.02)
-    with pytest.raises(AutotunerError, match="calibration_samples"):
-        region_pattern_autotuning_workflow("model.onnx", folder / "out", 1, calibration_samples=0)
 
 
 def test_the_workflow_needs_a_benchmark_and_a_model(folder):

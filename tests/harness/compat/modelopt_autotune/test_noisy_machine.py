@@ -7,10 +7,9 @@ from contextlib import closing
 import pytest
 
 from harness.cli.main import main
-from harness.compat.modelopt_autotune.benchmark import init_benchmark_instance, is_noisy
+from harness.compat.modelopt_autotune.benchmark import init_benchmark_instance
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.config.yaml_loader import read_cache_file
-from harness.measure.records import Failed, Measured
 
 BACKEND = '''
 """Latencies by formula, on a machine whose pace jumps between 1 and 4: all that is timed at once shares it."""
@@ -94,16 +93,3 @@ def test_interleaving_ends_with_the_workflow(machine):
         benchmark.run("model.onnx", machine / "after.log")
     assert "reference_ms: [" in next((machine / "out/logs").glob("start_*.log")).read_text()
     assert "reference_ms: [" not in (machine / "after.log").read_text()
-
-
-def measured(*samples_ms: float, stable: bool = True) -> Measured:
-    return Measured(samples_ms=samples_ms, build_s=0.0, measure_s=0.0, stable=stable)
-
-
-def test_is_noisy_detects_unstable_readings():
-    quiet = [1.0 + 0.001 * (number % 3) for number in range(50)]
-    preempted = [0.75 if number % 2 else 4.0 for number in range(50)]
-    assert not is_noisy(measured(*quiet))
-    assert is_noisy(measured(*preempted))
-    assert is_noisy(measured(*quiet, stable=False))
-    assert not is_noisy(Failed(stage="build", reason="no"))

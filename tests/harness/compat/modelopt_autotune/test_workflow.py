@@ -82,13 +82,9 @@ def test_max_evals_and_seed_are_respected(tune, measured):
     tune("--max_evals", "9", out="a")
     tune("--max_evals", "9", "--seed", "1", out="b")
     assert len(measured("a")) == 9
+    assert "all left out (max_evals)" in tune("--max_evals", "2", out="c")
+    assert len(measured("c")) == 2
     assert list(measured("a")) != list(measured("b"))
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-def test_initial_placements_beyond_max_evals_are_omitted(tune, measured, limit):
-    assert "all left out (max_evals)" in tune("--max_evals", limit)
-    assert len(measured()) == limit
 
 
 def test_larger_max_evals_continues_the_shorter_run(tune, measured, confirmed):
@@ -226,10 +222,8 @@ def test_delivered_model_equals_the_autotuners_best(folder, benchmark_instance):
     ("verdict", "pairs", "calibrated", "says"),
     [
         ("slower", 7, False, "Slower than the float model, so final.onnx is that model; the one with Q/DQ pairs is"),
-        ("tie", 7, True, "Not faster beyond noise than the float model, so final.onnx is that model; the one with"),
         ("tie", 0, False, "Final: the float model, because no placement of Q/DQ pairs proved faster"),
         ("faster", 7, False, "Scales are of random data, so its accuracy is unknown: give --calibration_data"),
-        ("faster", 7, True, "Its accuracy was not measured: qdq run does"),
     ],
 )
 def test_result_message_names_the_next_step(verdict, pairs, calibrated, says):
@@ -244,13 +238,6 @@ def test_result_message_names_the_next_step(verdict, pairs, calibrated, says):
     assert any(line.startswith(says) for line in said)
 
 
-def test_final_log_compares_search_and_confirmed_speedup(folder, tune):
-    tune.runtime.generous = True
-    tune("--max_evals", "3")
-    said = (folder / "out/logs/final.log").read_text()
-    assert re.search(r"The reading of the search was \d+\.\d{3}x: .* only the fresh builds count", said)
-
-
 @pytest.mark.parametrize("faster", [False, True])
 def test_float_model_is_delivered_unless_proven_faster(folder, tune, monkeypatch, faster):
     out = folder / "out"
@@ -260,6 +247,7 @@ def test_float_model_is_delivered_unless_proven_faster(folder, tune, monkeypatch
     monkeypatch.setattr(workflows, "is_proven_faster", lambda summary: faster)
     said = tune("--max_evals", "3")
     assert not (out / "unproved.onnx").exists()
+    assert re.search(r"The reading of the search was \d+\.\d{3}x: ", (out / "logs/final.log").read_text())
     if faster:
         assert edges_in(out / "optimized_final.onnx")
         assert not (out / "not_faster.onnx").exists()

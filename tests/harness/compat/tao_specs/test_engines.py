@@ -345,13 +345,6 @@ def test_suggest_decoder_by_output_shapes(outputs, decoder):
     assert suggest_decoder(outputs, (640, 640)) == decoder
 
 
-def test_unknown_outputs_require_a_decoder(data, tmp_path):
-    g = GraphBuilder("odd", seed=1)
-    g.output(g.conv(g.input("images", (1, 3, 128, 128)), 4, 3), name="y")
-    with pytest.raises(UserError, match=r"evaluate.decode: .* decoder .* one of .*yolox"):
-        evaluate_spec(target(data, onnx_file=g.save(tmp_path / "odd.onnx")), tmp_path)
-
-
 def test_a_yolo_of_80_classes_goes_through_every_workflow(tmp_path, coco, data, labels, monkeypatch):
     """1 x 84 x cells, the output shape of Ultralytics' export, with random weights: its boxes are random too."""
     model = zoo.write_model("yolo_tiny_export", tmp_path / "yolo.onnx")

@@ -209,12 +209,6 @@ def test_test_data_sources_replace_missing_calibration_data(detector, coco, tmp_
     assert "not given, so test_data_sources are used" in caplog.text
 
 
-@pytest.mark.parametrize(("samples", "text"), [(2, "2 of the 4 samples"), (300, "of the 300"), (4, "4 samples")])
-def test_the_effect_of_a_sample_limit_is_reported(small, data, tmp_path, samples, text):
-    found = quantize_model(small, tmp_path, layer("Gemm"), dataset=f"{data}, samples: {samples}")
-    assert text in found.calibrated_on
-
-
 @pytest.mark.parametrize(
     "case",
     [
