@@ -114,7 +114,7 @@ def test_autotune_command_passes_arguments_to_trtexec(text, tmp_path, monkeypatc
         raise UserError("enough")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.compat.modelopt_autotune.__main__._select_float_baseline", stop)
+    monkeypatch.setattr("harness.compat.modelopt_autotune.__main__.select_float_baseline", stop)
     monkeypatch.setattr(
         "harness.compat.modelopt_autotune.__main__._describe_target", lambda use: "a GPU that is not here"
     )

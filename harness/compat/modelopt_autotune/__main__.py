@@ -118,11 +118,14 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
     try:
         with _forward_logs(options.verbose, observer):
             _run_command(options, preset, job)
-    except UserError:
+    except UserError as error:
         if fresh:
             with suppress(OSError):  # the folder is not empty
                 job.output_dir.rmdir()
-        raise
+        if not isinstance(error, FingerprintMismatch):
+            raise
+        advice = "use another --output_dir, or move the existing files away"
+        raise UserError(str(error).replace(CHANGED_RUN_ADVICE, advice)) from error
     except KeyboardInterrupt:
         text = f"what was measured is in {job.state}" if job.state.exists() else "nothing was measured yet"
         observer.say(f"interrupted; {text}: run the same command again to resume")
@@ -151,7 +154,12 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], job: Autot
         calibration_batches(model, job.config)
         if job.qdq_baseline is not None:
             import_placement(job.qdq_baseline, model)
-        use = _select_float_baseline(backend, save_to_folder(model, Path(scratch) / "float"), job)
+        float_file, open_worker = save_to_folder(model, Path(scratch) / "float"), partial(open_engines, limits=Limits())
+        try:
+            baseline = select_float_baseline(backend, float_file, job.output_dir, open_worker, job.observer)
+        finally:
+            shutil.rmtree(job.output_dir / "work", ignore_errors=True)
+        use = baseline[MAIN_BENCHMARKER]
         benchmark = init_benchmark_instance(
             backend=use.use,
             params=use.params,
@@ -222,20 +230,6 @@ def _make_output_folder(text: str) -> Path:
         reason = error.strerror or error
         raise UserError(f"--output_dir {path}: cannot be created: {reason}; choose another folder") from error
     return path
-
-
-def _select_float_baseline(backend: PluginSpec, float_file: Path, job: AutotuneJob) -> PluginSpec:
-    """Return the backend at the float precision with the fastest float model, which is the baseline."""
-    open_worker = partial(open_engines, limits=Limits())
-    try:
-        baseline = select_float_baseline(backend, float_file, job.output_dir, open_worker, job.observer)
-    except FingerprintMismatch as error:
-        raise UserError(
-            str(error).replace(CHANGED_RUN_ADVICE, "use another --output_dir, or move the existing files away")
-        ) from error
-    finally:
-        shutil.rmtree(job.output_dir / "work", ignore_errors=True)
-    return baseline[MAIN_BENCHMARKER]
 
 
 if __name__ == "__main__":

@@ -147,8 +147,8 @@ class QDQAutotunerBase:
         if self._session is None or self._session.regions != tuple(self.regions):
             self._session = AutotuneSession(self.graph, self.regions, self.config, self._backend, self._runtime)
             self.delivered = None
-            if self.pattern_cache is not None:
-                self.pattern_cache.origin = self._session.origin
+        if self.pattern_cache is not None:
+            self.pattern_cache.origin, self.pattern_cache.baseline_ms = self._session.origin, self.baseline_latency_ms
         return self._session
 
     def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
@@ -215,7 +215,7 @@ class QDQAutotunerBase:
                     f"the float model has no latency (got {latency_ms}): was init_benchmark_instance() called, and "
                     "can the backend load the model? The log contains the reason"
                 )
-            self._set_baseline(latency_ms)
+            self.baseline_latency_ms = latency_ms
             session.record(session.space.float_placement(), latency_ms)
             return
         search = self._search
@@ -339,8 +339,7 @@ class QDQAutotunerBase:
         """
         path, config = Path(input_path), dataclasses.asdict(self.config)
         state = read_state(path, self.session.facts)
-        if state.baseline_latency_ms is not None:
-            self._set_baseline(state.baseline_latency_ms)
+        self.baseline_latency_ms = state.baseline_latency_ms or self.baseline_latency_ms
         self.interleaved = state.interleaved
         self.delivered = None
         self.changes = tuple(
@@ -352,11 +351,6 @@ class QDQAutotunerBase:
         self.profiled_patterns += [each for each in state.patterns if each.schemes]
         if self.pattern_cache is not None and _cache_path(path).exists():
             self.pattern_cache.add_measurements(PatternCache.load(str(_cache_path(path))).content)
-
-    def _set_baseline(self, latency_ms: float) -> None:
-        self.baseline_latency_ms = latency_ms
-        if self.pattern_cache is not None:
-            self.pattern_cache.baseline_ms = latency_ms
 
 
 def _cache_path(state: Path) -> Path:

@@ -29,7 +29,7 @@ from harness.graph.rules.operator_sets import (
 from search.space import PointKind
 
 if TYPE_CHECKING:
-    from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, RegionPattern
+    from harness.compat.modelopt_autotune.region_pattern import RegionPattern
 
 __all__ = [
     "Address", "ChildRegionInputInsertionPoint", "ChildRegionOutputInsertionPoint", "InsertionPoint",
@@ -48,13 +48,12 @@ MIN_ELEMENTS = 8  # ModelOpt's limit: smaller tensors gain nothing
 class RegionResolver(Protocol):
     """Graph with rules of its own, such as `placement_map.RegionIndex`.
 
-    For a region `pattern`, `order` and `full_scheme` return the pattern, the nodes in its order, and the scheme with
-    all legal points; `addresses` returns those of the points, and `resolve` the node inputs that points quantize.
+    For a region `pattern` and `order` return the pattern and the nodes in its order; `addresses` returns those of its
+    legal points, and `resolve` the node inputs that points quantize.
     """
 
     def pattern(self, region: Region) -> RegionPattern: ...
     def order(self, region: Region) -> list[int]: ...
-    def full_scheme(self, region: Region) -> InsertionScheme: ...
     def addresses(self, region: Region) -> list[Address]: ...
     def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]: ...
 

@@ -206,9 +206,6 @@ class RegionIndex:
         """Return the addresses of the legal points of a region."""
         return sorted(self._map_of(region).edges(region))
 
-    def full_scheme(self, region: Region) -> InsertionScheme:
-        return InsertionScheme.of(self.addresses(region))
-
     def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]:
         """Return the inputs that points quantize in a region, as far as the rules allow it."""
         placement_map = self._map_of(region)

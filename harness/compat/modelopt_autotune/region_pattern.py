@@ -191,8 +191,6 @@ class RegionPattern:
         """
         if self.from_region(region, graph) != self:
             raise ValueError(f"region {region.id} has another pattern than {self.get_short_signature(12)}")
-        if isinstance(graph, RegionResolver):
-            return graph.full_scheme(region)
         return InsertionScheme(
             NodeInputInsertionPoint.collect_from_region(region, graph),
             ChildRegionInputInsertionPoint.collect_from_region(region, graph),

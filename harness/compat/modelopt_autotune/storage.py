@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from harness.base.files import explain_write_errors
+from harness.compat.modelopt_autotune.insertion_points import make_insertion_point
 from harness.compat.modelopt_autotune.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.regions import Region
@@ -24,6 +25,7 @@ from harness.graph import pattern_cache as engine
 from harness.graph.pattern_cache_io import read_cache, write_cache
 from harness.graph.qdq.import_placement import map_to_float_tensors
 from harness.measure.records import first_problem
+from harness.results.fingerprint import require_same_fingerprint
 
 _logger = logging.getLogger(__name__)
 
@@ -100,9 +102,9 @@ class PatternCache:
         names = map_to_float_tensors(set(quantized_tensors), graph.model)
         for each in region.walk():
             addresses = [
-                point.address
-                for point in graph.full_scheme(each).points
-                if point.address is not None and names & {p.tensor_name for p in point.resolve(each, graph)}
+                address
+                for address in graph.addresses(each)
+                if names & {p.tensor_name for p in make_insertion_point(*address).resolve(each, graph)}
             ]
             self._add(graph.pattern(each), [InsertionScheme.of(addresses)])
 
@@ -253,7 +255,8 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        AutotunerError: The file is not a state file, is damaged, or has other facts; the text lists them.
+        AutotunerError: The file is not a state file, or is damaged.
+        FingerprintMismatch: The facts differ; the text lists them.
     """
     if not os.path.lexists(path):
         raise FileNotFoundError(path)
@@ -261,16 +264,11 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:
     remedy = "remove the file to start over, or use another --output_dir"
     if body.get("kind") != "qdq autotuner state" or body.get("schema") != 1:
         raise AutotunerError(f"{path}: no state of this autotuner (ModelOpt's cannot be read); {remedy}")
-    before = body.get("facts")
-    before = before if isinstance(before, dict) else {}
-    changed = [
-        f"{key} was {before.get(key)!r} and is {value!r}" for key, value in facts.items() if before.get(key) != value
-    ]
-    if changed:
-        raise AutotunerError(f"{path}: made with other settings or files: {'; '.join(changed)}; {remedy}")
     try:
-        return AutotuneState.model_validate(body)
+        state = AutotuneState.model_validate(body)
     except ValidationError as error:
         raise AutotunerError(f"{path}: damaged ({first_problem(error)}); {remedy}") from error
     except (AttributeError, TypeError, InvalidSchemeError) as error:  # a scheme is malformed
         raise AutotunerError(f"{path}: damaged ({error}); {remedy}") from error
+    require_same_fingerprint(path, state.facts, facts)
+    return state

@@ -94,9 +94,6 @@ def quantize(
         results: Folder of the result, created if it is missing.
         loader: Calibration batches (arrays, tuples, mappings) instead of those of `dataset`.
         run: Whether the file is run, if the runtime of its dialect is installed.
-
-    Raises:
-        UserError: The section cannot be used, or ModelOpt fails.
     """
     path, declared = open_onnx_file(section.model_path, base, "quantize.model_path")
     refuse_quantized(declared, section.model_path)
