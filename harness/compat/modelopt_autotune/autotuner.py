@@ -164,7 +164,10 @@ class QDQAutotunerBase:
             ValueError: The region is not among them.
         """
         session = self.session
-        if commit and self._search is not None:
+        if commit and self._search is not None and self._search.region is session.placement_map.whole:
+            session.base = self._search.placement(best=True)
+            self.profiled_patterns.clear()
+        elif commit and self._search is not None:
             self.profiled_patterns.append(self._search.schemes)
         self._search = None
         self.delivered = None
@@ -177,11 +180,10 @@ class QDQAutotunerBase:
             return
         around = session.with_schemes(self.profiled_patterns)
         self._search = PatternSearch(session, region, around)
-        self._search.seed(
-            [session.placement_map.encode(region, around)]
-        )  # the scheme in the current placement is a candidate too; usually it is measured
-        if self.pattern_cache is not None:
-            self._search.seed(self.pattern_cache.initial_schemes(pattern.signature))
+        cached = [] if self.pattern_cache is None else self.pattern_cache.initial_schemes(pattern.signature)
+        decode = session.placement_map.decode
+        # The scheme in the current placement is a candidate too; usually it is measured.
+        self._search.seed([around, *(decode(pattern.signature, scheme, around) for scheme in cached)])
 
     def generate(self) -> int:
         """Return the index in `current_profile_pattern_schemes.schemes` of the next scheme to measure, or -1.
@@ -219,13 +221,13 @@ class QDQAutotunerBase:
             session.record(session.space.float_placement(), latency_ms)
             return
         search = self._search
-        if search is None or search.generated is None:
+        if search is None or search.index is None:
             raise InvalidSchemeError(
                 "no scheme to submit a latency for: call set_profile_region() and generate() first"
             )
-        placement = search.placement(search.generated)
+        placement = search.placement()
         record = session.record(placement, latency_ms if measured else None, search.signature, stderr_ms=stderr_ms)
-        search.fill(search.generated, record)
+        search.fill(search.index, record)
         if measured and self.pattern_cache is not None:
             self.pattern_cache.add_measurements(session.cache_entries(placement, latency_ms, self.baseline_latency_ms))
 
@@ -235,11 +237,10 @@ class QDQAutotunerBase:
         Args:
             best: Use the best scheme of the current pattern, too; after the workflow, return the delivered placement.
         """
-        around = self.session.with_schemes(self.profiled_patterns)
-        if self._search is None:
-            return self.delivered if best and self.delivered is not None else around
-        scheme = self._search.schemes.best_scheme if best else self._search.generated
-        return around if scheme is None else self._search.placement(scheme)
+        session = self.session
+        if self._search is not None:
+            return self._search.placement(best)
+        return self.delivered if best and self.delivered else session.with_schemes(self.profiled_patterns)
 
     def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
         """Return the inputs of nodes that have a Q/DQ pair in `placement`."""

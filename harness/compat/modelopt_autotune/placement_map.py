@@ -83,8 +83,6 @@ class PlacementMap:
     def edges(self, region: Region) -> Mapping[Address, tuple[Edge, ...]]:
         """Return the edges of each point of a region's pattern in this region alone."""
         pattern, number = self.locate_region(region)
-        if pattern.type is RegionType.ROOT:
-            return self.model_points
         region_nodes = {self.model.nodes[index].name for index in pattern.order[number]}
         edges_by_point: dict[Address, tuple[Edge, ...]] = {}
         for address, index in self.dimensions(pattern.signature).items():
@@ -99,44 +97,16 @@ class PlacementMap:
             )
         return edges_by_point
 
-    @cached_property
-    def model_points(self) -> Mapping[Address, tuple[Edge, ...]]:
-        """Points of the pattern of the whole model, at node inputs and model outputs, with their edges."""
-        pattern, number = self.locate_region(self.whole)
-        position = {self.model.nodes[node].name: place for place, node in enumerate(pattern.order[number])}
-        edges_by_point: dict[Address, set[Edge]] = defaultdict(set)
-        for dimension in self.space.dimensions:
-            at: dict[str, list[Edge]] = defaultdict(list)
-            for edge in dimension.edges:
-                at[edge.consumer].append(edge)
-            for edge in at.pop("", ()):
-                node = self.model.nodes[self.model.producer[edge.tensor]]
-                edges_by_point["output", (position[node.name], node.outputs.index(edge.tensor))] = {edge}
-            if dimension.kind == "node_input":
-                for consumer, edges in at.items():
-                    edges_by_point["node_input", (position[consumer], min(edge.slot for edge in edges))].update(edges)
-        return {address: tuple(sorted(edges)) for address, edges in edges_by_point.items()}
-
-    def encode(self, region: Region, placement: Placement) -> InsertionScheme:
-        """Return the scheme that a placement has for a region's pattern."""
-        pattern, _ = self.locate_region(region)
-        if pattern.type is RegionType.ROOT:
-            quantized = {edge for edge, _ in self.space.resolve(placement)}
-            chosen = [address for address, edges in self.model_points.items() if quantized.issuperset(edges)]
-        else:
-            dimensions = self.dimensions(pattern.signature)
-            chosen = [address for address, index in dimensions.items() if placement.choices[index]]
-        return InsertionScheme.of(sorted(chosen))
+    def encode(self, signature: str, placement: Placement) -> InsertionScheme:
+        """Return the scheme that a placement has for a pattern."""
+        dimensions = self.dimensions(signature)
+        return InsertionScheme.of(sorted(address for address, index in dimensions.items() if placement.choices[index]))
 
     def decode(self, signature: str, scheme: InsertionScheme, around: Placement) -> Placement:
         """Return `around` with a pattern's points as in a scheme; points that are not in the space are ignored."""
-        addresses = scheme.addresses
-        if signature == self.locate_region(self.whole)[0].signature:
-            edges = (edge for address, edges in self.model_points.items() if address in addresses for edge in edges)
-            return self.space.nearest(dict.fromkeys(edges, self.precision))
         choices = list(around.choices)
         for address, index in self.dimensions(signature).items():
-            choices[index] = int(address in addresses)
+            choices[index] = int(address in scheme.addresses)
         return Placement(tuple(choices))
 
     def resolved_points(self, resolved: Resolved) -> set[ResolvedInsertionPoint]:

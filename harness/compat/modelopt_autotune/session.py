@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from harness.accuracy.calibration.calibration_batches import ALL_SAMPLES, Calibr
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress
 from harness.compat.modelopt_autotune.placement_map import PlacementMap, RegionIndex
-from harness.compat.modelopt_autotune.region_pattern import UNMEASURED_MS, InsertionScheme, PatternSchemes
+from harness.compat.modelopt_autotune.region_pattern import UNMEASURED_MS, PatternSchemes
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 from harness.compat.modelopt_autotune.settings import AutotunerError, Config
 from harness.compat.modelopt_autotune.storage import Measurement
@@ -222,7 +222,8 @@ class PatternSearch:
         around: Placement of all other patterns.
 
     Attributes:
-        schemes: Measured schemes and those to be measured, in the order of their proposal.
+        schemes: Measured schemes and those to be measured, in the order of their proposal; those of the whole model
+            have no points.
         index: Index of the scheme that was generated last; None before the first.
     """
 
@@ -230,12 +231,10 @@ class PatternSearch:
         self.region = region
         self.schemes = PatternSchemes(session.placement_map.pattern(region))
         self.index: int | None = None
-        self._map = session.placement_map
-        self._around = around
-        self._config = session.config
-        self._measured: Mapping[str, Measurement] = session.measured
-        own = set(self._map.dimensions(self.signature).values())
+        self._session, self._around = session, around
+        own = set(session.placement_map.dimensions(self.signature).values())
         self._indices = [i for i in session.allowed if region.type is RegionType.ROOT or i in own]
+        self._placements: list[Placement] = []  # of the schemes
         make = partial(_make_searcher, config=session.config, signature=self.signature)
         part = as_outcome("search", lambda: SubspaceSearcher(session.space, self._indices, around, make))
         self._searcher = SearcherGuard(part, session.space)
@@ -244,12 +243,13 @@ class PatternSearch:
     def signature(self) -> str:
         return self.schemes.pattern_signature
 
-    def seed(self, schemes: Iterable[InsertionScheme]) -> None:
-        """Add schemes to measure before all others; results that they contain are ignored."""
-        for scheme in schemes:
-            added = self._map.encode(self.region, self.placement(scheme))
-            if self._indices and all(existing.hash != added.hash for existing in self.schemes.schemes):
-                self.schemes.schemes.append(added)
+    def seed(self, placements: Iterable[Placement]) -> None:
+        """Add schemes to measure before all others: those that placements have for the pattern."""
+        for placement in placements if self._indices else ():
+            choices = list(self._around.choices)
+            for index in self._indices:
+                choices[index] = placement.choices[index]
+            self._add(Placement(tuple(choices)))
 
     def generate(self) -> int:
         """Return the index of the next scheme to measure, or -1: first the seeds, then proposals of the searcher.
@@ -259,37 +259,34 @@ class PatternSearch:
         Raises:
             UserError: The searcher raised an error.
         """
-        schemes = self.schemes.schemes
-        for index, seed in enumerate(schemes):
-            if not seed.is_profiled and self._recall(seed) is None:
+        for index, seed in enumerate(self.schemes.schemes):
+            if not seed.is_profiled and self._recall(index) is None:
                 self.index = index
                 return index
-        repeats = 0
-        while self._indices and repeats < self._config.maximum_generation_attempts:
+        config, repeats = self._session.config, 0
+        while self._indices and repeats < config.maximum_generation_attempts:
             repeats += 1
             proposals = self._searcher.ask(1)
             if failure := self._searcher.failure:
                 raise UserError(
-                    f"searcher {self._config.searcher!r}: {failure.reason}; fix it, then run the same command "
+                    f"searcher {config.searcher!r}: {failure.reason}; fix it, then run the same command "
                     f"again\n{failure.log_tail}"
                 )
             if not proposals:
                 break
-            scheme = self._map.encode(self.region, proposals[0])
-            earlier = next((each for each in schemes if each.hash == scheme.hash), None)
-            if earlier is None:
-                schemes.append(scheme)
-            measurement = self._recall(earlier or scheme)
+            is_new = proposals[0] not in self._placements
+            index = self._add(proposals[0])
+            measurement = self._recall(index)
             if measurement is None:
-                self.index = len(schemes) - 1
-                return self.index
-            if earlier is None and measurement.signature == self.signature:  # of this search, before an interruption
+                self.index = index
+                return index
+            if is_new and measurement.signature == self.signature:  # of this search, before an interruption
                 repeats = 0
         return -1
 
-    def fill(self, scheme: InsertionScheme, measurement: Measurement) -> None:
+    def fill(self, index: int, measurement: Measurement) -> None:
         """Store the result of a scheme and tell the searcher."""
-        placement, latency_ms = self.placement(scheme), measurement.latency_ms
+        scheme, placement, latency_ms = self.schemes.schemes[index], self._placements[index], measurement.latency_ms
         scheme.error = latency_ms is None
         scheme.latency_ms = UNMEASURED_MS if latency_ms is None else latency_ms
         scheme.profile_timestamp = measurement.timestamp
@@ -298,27 +295,29 @@ class PatternSearch:
             if latency_ms is None
             else Score(objective=latency_ms, stderr=measurement.stderr_ms)
         )
-        if self._indices:
-            digest = self._map.space.digest(placement)
-            self._searcher.tell(Observation(placement=placement, digest=digest, outcome=outcome))
+        digest = self._session.space.digest(placement)
+        self._searcher.tell(Observation(placement=placement, digest=digest, outcome=outcome))
 
-    @property
-    def generated(self) -> InsertionScheme | None:
-        """Scheme that was generated last."""
-        return None if self.index is None else self.schemes.schemes[self.index]
+    def placement(self, best: bool = False) -> Placement:
+        """Return the placement of the whole model with the scheme that was generated last, or with the best one."""
+        index = self.index
+        if best:
+            scheme = self.schemes.best_scheme
+            index = None if scheme is None else [each is scheme for each in self.schemes.schemes].index(True)
+        return self._around if index is None else self._placements[index]
 
-    def placement(self, scheme: InsertionScheme) -> Placement:
-        """Return the placement of the whole model with this scheme."""
-        choices, decoded = list(self._around.choices), self._map.decode(self.signature, scheme, self._around)
-        for index in self._indices:
-            choices[index] = decoded.choices[index]
-        return Placement(tuple(choices))
+    def _add(self, placement: Placement) -> int:
+        """Return the index of a placement's scheme, which is added if it is missing."""
+        if placement not in self._placements:
+            self._placements.append(placement)
+            self.schemes.schemes.append(self._session.placement_map.encode(self.signature, placement))
+        return self._placements.index(placement)
 
-    def _recall(self, scheme: InsertionScheme) -> Measurement | None:
+    def _recall(self, index: int) -> Measurement | None:
         """Fill a scheme with its known result, and return that, or None."""
-        measurement = self._measured.get(self._map.space.digest(self.placement(scheme)))
+        measurement = self._session.measured.get(self._session.space.digest(self._placements[index]))
         if measurement is not None:
-            self.fill(scheme, measurement)
+            self.fill(index, measurement)
         return measurement
 
 

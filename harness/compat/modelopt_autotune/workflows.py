@@ -281,9 +281,8 @@ class AutotuneRun:
         """Measure the schemes of a region's pattern, counting those measured before an interruption."""
         autotuner = self._autotuner
         signature = autotuner.graph.pattern(region).signature
-        while self._count_measured(signature) < self._job.schemes_per_region:
-            index = autotuner.generate()  # which restores the known results first
-            if index < 0:
+        while (index := autotuner.generate()) >= 0:  # which restores the known results first
+            if self._count_measured(signature) >= self._job.schemes_per_region:
                 break
             if self._is_limit_reached:
                 autotuner.unfinished.add(signature)
