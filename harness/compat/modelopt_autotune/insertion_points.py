@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from harness.graph.rules.operator_sets import (
     SHAPE_SLOTS,
 )
 from search.space import PointKind
-
-if TYPE_CHECKING:
-    from harness.compat.modelopt_autotune.region_pattern import RegionPattern
 
 __all__ = [
     "Address", "ChildRegionInputInsertionPoint", "ChildRegionOutputInsertionPoint", "InsertionPoint",
@@ -52,7 +49,7 @@ class RegionResolver(Protocol):
     legal points, and `resolve` the node inputs that points quantize.
     """
 
-    def pattern(self, region: Region) -> RegionPattern: ...
+    def pattern(self, region: Region) -> Any: ...
     def order(self, region: Region) -> list[int]: ...
     def addresses(self, region: Region) -> list[Address]: ...
     def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]: ...

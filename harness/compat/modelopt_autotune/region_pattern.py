@@ -157,7 +157,8 @@ class RegionPattern:
             graph: The autotuner's graph, or an `onnx_graphsurgeon.Graph`.
         """
         if isinstance(graph, RegionResolver):
-            return graph.pattern(region)
+            found: RegionPattern = graph.pattern(region)
+            return found
         size = len(region.get_region_nodes_and_descendants())
         return cls(_describe_region(region, graph), size, composite=bool(region.children))
 

@@ -28,6 +28,7 @@ from harness.accuracy.data.datasets import ImageDataset, open_data, open_images,
 from harness.base.errors import UserError
 from harness.base.random_inputs import InputTypes
 from harness.compat.tao_specs.model_file import (
+    SPEC_OPTION_NAMES,
     SampleShapes,
     ShapeOptionNames,
     locate_spec_file,
@@ -36,6 +37,7 @@ from harness.compat.tao_specs.model_file import (
     static_inputs,
 )
 from harness.compat.tao_specs.spec import DatasetSection
+from harness.graph.load import ModelSignature
 from harness.graph.passes.dimension_sizes import parse_shape
 from harness.plugins import registry
 from harness.plugins.api import Array
@@ -155,6 +157,31 @@ def _calibration_place(dataset: DatasetSection) -> str | None:
     return dataset.calibration_data or (sources and (sources.image_dir or sources.arrays)) or None
 
 
+def open_feeds(
+    dataset: DatasetSection,
+    base: Path,
+    declared: ModelSignature,
+    key: str = CALIBRATION_KEY,
+    names: ShapeOptionNames = SPEC_OPTION_NAMES,
+) -> tuple[InputTypes, InputBatches, str]:
+    """Return element types and static shapes of the inputs of a model, its calibration batches, and a description.
+
+    Args:
+        base: Folder that relative paths start from.
+        declared: Signature of the model.
+        key: Name of the calibration data in messages: a key of the spec or an option.
+        names: Options for the shapes of inputs, for messages.
+    """
+    data = open_calibration_data(dataset, base, key)
+    samples = None
+    if isinstance(data, ArrayDataset):
+        unnamed = data.arrays.get(UNNAMED_ARRAY)
+        arrays = data.arrays if unnamed is None else dict.fromkeys([*declared.inputs][:1], unnamed)
+        samples = SampleShapes(data.source, {name: array.shape[1:] for name, array in arrays.items()})
+    types = static_inputs(declared, dataset.shapes, dataset.dims, samples=samples, names=names)
+    return types, *calibration_feeds(dataset, data, types)
+
+
 def calibration_feeds(
     dataset: DatasetSection, data: ImageDataset | ArrayDataset | None, inputs: InputTypes
 ) -> tuple[InputBatches, str]:
@@ -169,15 +196,6 @@ def calibration_feeds(
     preprocess = None if dataset.preprocess is None else dataset.preprocess.mapping
     description = describe_sample_count(data, limit, str(_calibration_place(dataset)))
     return make_batches(data, preprocess, inputs), description
-
-
-def sample_shapes(data: ImageDataset | ArrayDataset | None, names: Sequence[str]) -> SampleShapes | None:
-    """Return the shape of one sample by input, or None for data other than arrays."""
-    if not isinstance(data, ArrayDataset):
-        return None
-    unnamed = data.arrays.get(UNNAMED_ARRAY)
-    arrays = data.arrays if unnamed is None else dict.fromkeys(names[:1], unnamed)
-    return SampleShapes(data.source, {name: array.shape[1:] for name, array in arrays.items()})
 
 
 def peek_sample_shapes(loader: Iterable[Any], names: Sequence[str]) -> tuple[SampleShapes, Iterator[Any]]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from harness.base.errors import suggest_names
 
@@ -96,14 +96,6 @@ class HasNameAndOp(Protocol):
     def op(self) -> str: ...
 
 
-class _HasModuleName(Protocol):
-    @property
-    def module_name(self) -> str: ...
-
-
-L = TypeVar("L", bound=_HasModuleName)
-
-
 def match_skip_names(nodes: Sequence[HasNameAndOp], patterns: Iterable[str], key: str = "skip_names") -> frozenset[str]:
     """Return the names of the nodes that match any pattern; log a warning for each pattern without a match.
 
@@ -121,12 +113,12 @@ def match_skip_names(nodes: Sequence[HasNameAndOp], patterns: Iterable[str], key
 
 
 def assign_layers(
-    nodes: Sequence[HasNameAndOp], layers: Sequence[L], default_operators: Iterable[str]
-) -> tuple[L | None, ...]:
+    nodes: Sequence[HasNameAndOp], layers: Sequence[Any], default_operators: Iterable[str]
+) -> tuple[Any, ...]:
     """Return for each node the first entry of `layers` that matches it, or None; log entries without effect.
 
     Args:
-        layers: Entries in the order of the file.
+        layers: Entries in the order of the file, each with a `module_name`.
         default_operators: Operators that "*" matches.
     """
     defaults = frozenset(default_operators)
@@ -157,19 +149,10 @@ def _matches_name(pattern: str, name: str) -> bool:
 
 def _suggest_node_names(pattern: str, nodes: Sequence[HasNameAndOp]) -> str:
     """Return a hint: similar names of nodes or modules, or else the top modules."""
-    names = [node.name for node in nodes if node.name]
-    if not names:
-        return "the nodes of this model have no names"
-    candidates = sorted({candidate for name in names for candidate in (name, *_parent_modules(name))})
-    close = difflib.get_close_matches(pattern.rstrip("*").rstrip("/"), candidates, n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {' or '.join(map(repr, close))}?"
-    # Modules first: exporters give the nodes outside of modules a running number.
-    ordered = sorted(names, key=lambda name: not _parent_modules(name))
-    tops = dict.fromkeys((_parent_modules(name) or [name])[0] for name in ordered)
-    return f"names begin with {', '.join(map(repr, list(tops)[:MAX_SUGGESTED_MODULES]))}"
-
-
-def _parent_modules(name: str) -> list[str]:
-    """Return the modules that contain a node, the outermost first: "/model.0" for "/model.0/Conv"."""
-    return [name[:i] for i, letter in enumerate(name) if letter == "/" and i]
+    names, stem = [node.name for node in nodes if node.name], pattern.rstrip("*").rstrip("/")
+    modules = {name[:i] for name in names for i, letter in enumerate(name) if letter == "/" and i}
+    known = {*names, *modules}
+    if not difflib.get_close_matches(stem, known, n=1, cutoff=0.5):
+        tops = sorted(module for module in modules if "/" not in module[1:]) or names
+        known = set(tops[:MAX_SUGGESTED_MODULES])
+    return suggest_names(stem, known)

@@ -12,9 +12,9 @@ from typing import Any
 from harness.accuracy.data.arrays import array_kind
 from harness.base.errors import UserError, suggest_names
 from harness.base.paths import resolve_path
-from harness.compat.tao_specs.dataset import calibration_feeds, open_calibration_data, sample_shapes
+from harness.compat.tao_specs.dataset import open_feeds
 from harness.compat.tao_specs.layers import PRESETS, describe_defaults, match_skip_names
-from harness.compat.tao_specs.model_file import ShapeOptionNames, name_write_errors, open_onnx_file, static_inputs
+from harness.compat.tao_specs.model_file import ShapeOptionNames, name_write_errors, open_onnx_file
 from harness.compat.tao_specs.modelopt_arguments import (
     check_arguments,
     modelopt_float_dtype,
@@ -80,20 +80,13 @@ def run_ptq(given: Sequence[str]) -> QuantizationResult | list[str]:
         if array_kind(Path(place)):
             remedy = "ModelOpt takes samples of one size: pad or cut them, or use qdq insert for others"
         raise UserError(f"--calibration_data: a .npy or an .npz file, but {place} is a folder; {remedy}")
-    dataset = DatasetSection(calibration_data=place, samples=None)  # all samples, as ModelOpt's command
-    data = open_calibration_data(dataset, Path.cwd(), "--calibration_data")
-    types = static_inputs(
-        declared,
-        parse_named_shapes(
-            "--calibration_shapes",
-            _split_lists([options.calibration_shapes or ""]),
-            "input0:1x3x256x256,input1:1x3x128x128",
-        ),
-        parse_dims(options.dim or ()),
-        samples=sample_shapes(data, tuple(declared.inputs)),
-        names=CLI_OPTION_NAMES,
-    )
-    feeds, calibrated_on = calibration_feeds(dataset, data, types)
+    shapes = _split_lists([options.calibration_shapes or ""])
+    sizes = {
+        "shapes": parse_named_shapes("--calibration_shapes", shapes, "input0:1x3x256x256,input1:1x3x128x128"),
+        "dims": parse_dims(options.dim or ()),
+    }
+    dataset = DatasetSection(calibration_data=place, samples=None).model_copy(update=sizes)  # all samples
+    types, feeds, calibrated_on = open_feeds(dataset, Path.cwd(), declared, "--calibration_data", CLI_OPTION_NAMES)
     quantize_with_modelopt(path, target, feeds, add_calibration_shapes(arguments, declared, types))
     samples = tuple(islice(feeds, CHECK_SAMPLE_COUNT)) if options.run else ()
     return checked_result(target, calibrated_on, path, types, samples)

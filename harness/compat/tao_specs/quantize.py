@@ -17,11 +17,9 @@ from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warn
 from harness.base.errors import BuildFailed, UserError, suggest_names
 from harness.base.random_inputs import InputTypes
 from harness.compat.tao_specs.dataset import (
-    calibration_feeds,
     loader_feeds,
-    open_calibration_data,
+    open_feeds,
     peek_sample_shapes,
-    sample_shapes,
 )
 from harness.compat.tao_specs.layers import PRESETS, assign_layers, match_skip_names
 from harness.compat.tao_specs.model_file import (
@@ -109,14 +107,11 @@ def quantize(
     target = results / OUTPUT_FILE_NAME
     with name_write_errors(f"results_dir {results}"):
         results.mkdir(parents=True, exist_ok=True)
-    names = tuple(declared.inputs)
     feeds: Iterable[Mapping[str, Array]]
     if loader is None:
-        data = open_calibration_data(dataset, base)
-        types = static_inputs(declared, dataset.shapes, dataset.dims, samples=sample_shapes(data, names))
-        feeds, calibrated_on = calibration_feeds(dataset, data, types)
+        types, feeds, calibrated_on = open_feeds(dataset, base, declared)
     else:
-        samples, batches = peek_sample_shapes(loader, names)
+        samples, batches = peek_sample_shapes(loader, tuple(declared.inputs))
         types = static_inputs(declared, dataset.shapes, dataset.dims, samples=samples)
         feeds, calibrated_on = loader_feeds(batches, types), "a data loader"
     compared = tuple(islice(feeds, CHECK_SAMPLE_COUNT)) if run else ()
