@@ -10,8 +10,7 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -281,9 +280,9 @@ class AutotuneRun:
         """Measure the schemes of a region's pattern, counting those measured before an interruption."""
         autotuner = self._autotuner
         signature = autotuner.graph.pattern(region).signature
-        while (index := autotuner.generate()) >= 0:  # which restores the known results first
-            if self._count_measured(signature) >= self._job.schemes_per_region:
-                break
+        if self._count_measured(signature) >= self._job.schemes_per_region:
+            autotuner.generate()  # which restores the known results
+        while self._count_measured(signature) < self._job.schemes_per_region and (index := autotuner.generate()) >= 0:
             if self._is_limit_reached:
                 autotuner.unfinished.add(signature)
                 break
@@ -411,38 +410,30 @@ class AutotuneRun:
             After best and finalists the number of wrong placements, and the fault of the float model as text or "".
         """
         session, best, wrong = self._session, self._autotuner.placement(best=True), set[str]()
-        with self._open_checker() as check:
-            own = check(float_candidate, "the float model")
+        with contextlib.ExitStack() as stack:
+            checker = None
+            if not runs_no_model(self._benchmark.backend):
+                plan = make_check_plan(session.task, self._out, Limits(), machine_lacks_vnni())
+                engines = stack.enter_context(self._benchmark.open_fresh_engines())
+                checker = stack.enter_context(RuntimeChecker(plan, engines, self._job.observer))
+
+            def find_fault(candidate: Candidate, name: str) -> str:
+                check = None if checker is None else checker.check(candidate, name=name)
+                if check is not None and check.verdict == "not checked":
+                    self._say(f"{name}: {check}")
+                return str(check) if check is not None and check.is_wrong else ""
+
+            float_fault = find_fault(float_candidate, "the float model")
             while True:
                 rivals = session.fastest_by_digest(FINALISTS, self._baseline_ms, wrong)
                 if any(best.choices):
                     rivals = {session.space.digest(best): best, **rivals}
-                wrong_now = {digest for digest, each in rivals.items() if check(self._candidate(each), digest)}
+                wrong_now = {digest for digest, each in rivals.items() if find_fault(self._candidate(each), digest)}
                 if not wrong_now:
-                    return best, rivals, len(wrong), own
+                    return best, rivals, len(wrong), float_fault
                 wrong |= wrong_now
                 if session.space.digest(best) in wrong:
                     best = self._float
-
-    @contextmanager
-    def _open_checker(self) -> Iterator[Callable[[Candidate, str], str]]:
-        """Yield a function that compares the outputs of a model with its file, and returns the fault as text or ""."""
-        if runs_no_model(self._benchmark.backend):
-            yield lambda candidate, name: ""
-            return
-        plan = make_check_plan(self._session.task, self._out, Limits(), machine_lacks_vnni())
-        with (
-            self._benchmark.open_fresh_engines() as engines,
-            RuntimeChecker(plan, engines, self._job.observer) as checker,
-        ):
-
-            def fault(candidate: Candidate, name: str) -> str:
-                check = checker.check(candidate, name=name)
-                if check.verdict == "not checked":
-                    self._say(f"{name}: {check}")
-                return str(check) if check.is_wrong else ""
-
-            yield fault
 
     def _select(self, float_candidate: Candidate, best: Placement, rivals: dict[str, Placement]) -> Placement:
         """Return the winner of the final selection; a single rival needs none, as the confirmation judges it."""

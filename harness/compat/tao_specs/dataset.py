@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,13 +18,13 @@ from harness.accuracy.data.batching import (
     InputBatches,
     describe_sample_count,
     image_input,
-    image_preparer,
     make_array_batches,
     make_batches,
     random_batches,
 )
-from harness.accuracy.data.datasets import ImageDataset, open_data, open_images, spread_indices
+from harness.accuracy.data.datasets import ImageDataset, open_data
 from harness.base.errors import UserError
+from harness.base.paths import replacing
 from harness.base.random_inputs import InputTypes
 from harness.compat.tao_specs.model_file import (
     SPEC_OPTION_NAMES,
@@ -309,20 +308,15 @@ def write_calibration(
     """
     if output.suffix != ".npy":
         raise UserError(f"-o {output}: the name of a .npy file is needed")
-    _, prepare = image_preparer(preprocess, "images", (1, *shape))
     with map_error_keys({"images": "IMAGES"}):
-        data = open_images({"use": "images", "images": str(images)})
-    chosen = spread_indices(len(data), samples)
-    part = output.with_name(f"{output.name}.{os.getpid()}.part")
+        data = open_data({"use": "images", "images": str(images)}, Path.cwd(), samples, spread=True)
+        batches = make_batches(data, preprocess, {"images": ("float", (1, *shape))})
     with name_write_errors(f"-o {output}"):
         output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(len(chosen), *shape))
-            for row, index in enumerate(chosen):
-                file[row] = prepare(data.image(index)).tensor
+        with replacing(output) as part:
+            file = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(len(data), *shape))
+            for row, batch in enumerate(batches):
+                file[row] = batch["images"][0]
             file.flush()
             del file
-            part.replace(output)
-        finally:
-            part.unlink(missing_ok=True)
-    return len(chosen), len(data)
+    return len(data), data.available or len(data)

@@ -156,6 +156,14 @@ def make_modelopt_arguments(
     to_quantize = [node for node, layer in assigned if layer and layer.dtypes]
     excluded_ops = {node.op for node in native} - {node.op for node, layer in assigned if not layer or layer.dtypes}
     names = {node.name for node in native if node.op not in excluded_ops} | match_skip_names(nodes, section.skip_names)
+    wanted: dict[str, Any] = {}  # for "*" ModelOpt's defaults
+    quantized = [layer for layer in layers if layer.dtypes]
+    if not any(layer.module_name == DEFAULT_LAYERS_WILDCARD for layer in quantized):
+        if not to_quantize:
+            raise UserError("quantize.layers: no entry matches any node of the model, so there is nothing to quantize")
+        wanted = {"op_types_to_quantize": sorted({node.op for node in to_quantize})}
+        if not all(any(fnmatchcase(node.op, layer.module_name) for node in nodes) for layer in quantized):
+            wanted["nodes_to_quantize"] = node_name_patterns({node.name for node in to_quantize})
     extra = dict(section.backend_kwargs)
     if isinstance(text := extra.get("high_precision_dtype"), str):
         extra["high_precision_dtype"] = modelopt_float_dtype(text)
@@ -166,7 +174,7 @@ def make_modelopt_arguments(
         "calibration_method": MODELOPT_METHODS[section.algorithm],
         "calibration_eps": execution_providers(section.device),
         "log_level": "WARNING",
-        **_nodes_to_quantize([layer for layer in layers if layer.dtypes], nodes, to_quantize),
+        **wanted,
         **({"op_types_to_exclude": sorted(excluded_ops)} if excluded_ops else {}),
         **({"nodes_to_exclude": node_name_patterns(names)} if names - {""} else {}),
         **extra,
@@ -213,17 +221,3 @@ def _quantize_mode(layers: Sequence[LayerSpec]) -> str:
     if dtypes[0] == "fp8_e5m2":
         logger.warning("layers: ModelOpt writes FP8 only as E4M3; backend: qdq writes E5M2")
     return MODELOPT_MODES[dtypes[0]]
-
-
-def _nodes_to_quantize(
-    layers: Sequence[LayerSpec], nodes: Sequence[HasNameAndOp], wanted: Sequence[HasNameAndOp]
-) -> dict[str, Any]:
-    """Return ModelOpt's argument for the operators or nodes to quantize; empty for its defaults."""
-    if any(layer.module_name == DEFAULT_LAYERS_WILDCARD for layer in layers):
-        return {}
-    if not wanted:
-        raise UserError("quantize.layers: no entry matches any node of the model, so there is nothing to quantize")
-    ops = {"op_types_to_quantize": sorted({node.op for node in wanted})}
-    if all(any(fnmatchcase(node.op, layer.module_name) for node in nodes) for layer in layers):
-        return ops
-    return {**ops, "nodes_to_quantize": node_name_patterns({node.name for node in wanted})}
