@@ -47,9 +47,10 @@ def test_labelled_test_data_is_usable_for_calibration(tmp_path):
     assert model.calibration.data["labels"] == "labels"
 
 
-def test_max_drop_requires_test_data():
-    with pytest.raises(AutotunerError, match="--test_data"):
-        command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--max_drop", "1"], "qdq autotune"))
+@pytest.mark.parametrize(("given", "missing"), [("--max_drop 1", "--test_data"), ("--test_data t.npz", "--max_drop")])
+def test_a_bound_and_test_data_need_each_other(given, missing):
+    with pytest.raises(AutotunerError, match=missing):
+        command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", *given.split()], "qdq autotune"))
 
 
 def test_agreement_needs_no_labels(tmp_path):
@@ -60,11 +61,6 @@ def test_agreement_needs_no_labels(tmp_path):
         given = ["-m", "zoo:mlp", "--max_drop", "1", "--metric", "agreement", "--test_data", str(file)]
         (model,) = command_experiment(parse_arguments(given, "qdq autotune")).models
         assert ("labels" in model.evaluator.params["data"]) is named, "an array of the file has to have a meaning"
-
-
-def test_test_data_requires_max_drop():
-    with pytest.raises(AutotunerError, match="--max_drop"):
-        command_experiment(parse_arguments(["--onnx_path", "zoo:mlp", "--test_data", "t.npz"], "qdq autotune"))
 
 
 def test_at_options_define_a_shape_set():

@@ -1,4 +1,4 @@
-"""A small model, and a runtime whose latencies are known, so that walks take no time and end the same way."""
+"""A small model, and a runtime with known latencies, so that searches take no time and are repeatable."""
 
 from dataclasses import dataclass, field
 
@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 
 @dataclass
 class Runtime:
-    """Measures by formula; `stop_after` interrupts, `broken` fails candidates, `generous` likes every Q/DQ pair."""
+    """Latencies by formula; `stop_after` interrupts, `broken` fails, `generous` makes every Q/DQ pair faster."""
 
     measured: list = field(default_factory=list)
     stop_after: int | None = None
@@ -89,7 +89,7 @@ def benchmark_instance(runtime):
 
 @pytest.fixture
 def tune(folder, runtime, capsys):
-    """`qdq autotune --mode` of `model.onnx` on the simulated backend, in this process; what it says, on one line."""
+    """`qdq autotune --mode` of `model.onnx` on the simulated backend, in this process; its output on one line."""
 
     def run(*arguments, out="out", code=0, lines=False):
         given = {"--backend": "simulated", "-m": "model.onnx", "-o": out, "--mode": "default"}
@@ -102,9 +102,9 @@ def tune(folder, runtime, capsys):
             found = 0
         except SystemExit as end:
             found = int(end.code or 0)
-        said = capsys.readouterr().err
-        assert found == code, said
-        return said if lines else " ".join(said.split())
+        printed = capsys.readouterr().err
+        assert found == code, printed
+        return printed if lines else " ".join(printed.split())
 
     run.runtime = runtime
     return run
@@ -118,7 +118,7 @@ def measured(folder):
 
 @pytest.fixture
 def confirmed(folder):
-    """File of the model that was built afresh: fresh builds know nothing of what the runtime of a test likes."""
+    """File of the confirmed model; fresh builds have other latencies than the runtime of a test."""
 
     def find(out="out"):
         kept = folder / out / "not_faster.onnx"

@@ -1,4 +1,4 @@
-"""Step by step: what each call of the autotuner promises, and what it says when the steps are out of order."""
+"""Calls of the autotuner step by step, and messages for steps in another order."""
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -21,14 +21,14 @@ from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 
 
-def begun(model, cache=None, **settings):
+def start(model, cache=None, **settings):
     autotuner = QDQAutotuner(model)
     autotuner.initialize(Config(**settings), cache)
     autotuner.submit(10.0)
     return autotuner
 
 
-def walk(autotuner, latency, limit=1000):
+def profile_all(autotuner, latency, limit=1000):
     """Measure region after region; the schemes that were asked for, by region."""
     asked = {}
     for number, region in enumerate(autotuner.regions):
@@ -48,7 +48,7 @@ def fewer_is_slower(autotuner):
 
 
 def measure(autotuner, region, count, latency=fewer_is_slower, **submitted):
-    """Measure so many schemes of a region, and say which."""
+    """Measure `count` schemes of a region; return their indices."""
     autotuner.set_profile_region(region)
     found = []
     for _ in range(count):
@@ -70,9 +70,9 @@ def resumed(model, path):
 
 
 def test_first_latency_is_the_baseline_and_best_schemes_win(model):
-    autotuner = begun(model)
+    autotuner = start(model)
     assert autotuner.baseline_latency_ms == 10.0
-    asked = walk(autotuner, fewer_is_slower)
+    asked = profile_all(autotuner, fewer_is_slower)
     assert 0 < len(asked) == len(autotuner.profiled_patterns) < len(autotuner.regions)
     everything = {edge for d in autotuner.session.space.dimensions for edge in d.edges}
     assert len(autotuner.get_resolved_insertion_points()) == len(everything)
@@ -81,9 +81,9 @@ def test_first_latency_is_the_baseline_and_best_schemes_win(model):
 
 
 def test_get_ort_quantization_config_describes_the_placement(model):
-    autotuner = begun(model)
+    autotuner = start(model)
     assert autotuner.get_ort_quantization_config()[0] == []
-    walk(autotuner, fewer_is_slower)
+    profile_all(autotuner, fewer_is_slower)
     nodes, ops, left, before_activations = autotuner.get_ort_quantization_config()
     covered = {
         (p.node_index, p.input_index) for p in autotuner.get_resolved_insertion_points() if p.node_index is not None
@@ -98,7 +98,7 @@ def test_get_ort_quantization_config_describes_the_placement(model):
 
 
 def test_a_choice_applies_to_every_region_of_its_pattern(model):
-    autotuner = begun(model)
+    autotuner = start(model)
     leaves = [region for region in autotuner.regions if region.type is RegionType.LEAF]
     patterns = [autotuner.graph.pattern(region) for region in leaves]
     twice = next(region for region, pattern in zip(leaves, patterns, strict=True) if patterns.count(pattern) == 2)
@@ -111,8 +111,8 @@ def test_a_choice_applies_to_every_region_of_its_pattern(model):
 
 
 def test_generate_returns_minus_one_if_nothing_new_is_left(model):
-    autotuner = begun(model)
-    asked, digests = walk(autotuner, lambda _: 5.0), list(autotuner.session.measured)
+    autotuner = start(model)
+    asked, digests = profile_all(autotuner, lambda _: 5.0), list(autotuner.session.measured)
     assert len(digests) == 1 + sum(map(len, asked.values())) == len(set(digests))
     assert autotuner.session.measured[digests[0]].latency_ms == 10.0
     autotuner.profiled_patterns.clear()
@@ -121,7 +121,7 @@ def test_generate_returns_minus_one_if_nothing_new_is_left(model):
 
 
 def test_generate_repeats_a_scheme_until_submit(model):
-    autotuner = begun(model)
+    autotuner = start(model)
     autotuner.set_profile_region(autotuner.regions[0])
     index = autotuner.generate()
     assert autotuner.generate() == index
@@ -130,7 +130,7 @@ def test_generate_repeats_a_scheme_until_submit(model):
 
 
 def test_a_failed_scheme_is_an_error_and_never_the_best(model):
-    autotuner = begun(model)
+    autotuner = start(model)
     for index in measure(autotuner, autotuner.regions[0], 3, float("inf"), success=False):
         assert autotuner.current_profile_pattern_schemes.schemes[index].error
     assert autotuner.current_profile_pattern_schemes.best_scheme.is_empty
@@ -138,7 +138,7 @@ def test_a_failed_scheme_is_an_error_and_never_the_best(model):
 
 
 def test_export_onnx_inserts_exactly_the_resolved_points(model, tmp_path):
-    autotuner = begun(model)
+    autotuner = start(model)
     autotuner.set_profile_region(autotuner.regions[0])
     while not autotuner.get_resolved_insertion_points(best=False):
         autotuner.generate()
@@ -158,7 +158,7 @@ def test_export_onnx_inserts_exactly_the_resolved_points(model, tmp_path):
 
 
 def test_autotuner_accepts_graphsurgeon_graphs(model):
-    assert len(begun(gs.import_onnx(model)).regions) == len(begun(model).regions)
+    assert len(start(gs.import_onnx(model)).regions) == len(start(model).regions)
 
 
 def test_steps_out_of_order_name_the_missing_step(model):
@@ -180,7 +180,7 @@ def test_steps_out_of_order_name_the_missing_step(model):
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"default_quant_type": "int4"}, "default_quant_type: one of int8, fp8, but got 'int4'"),
         ({"default_dq_dtype": "double"}, "default_dq_dtype: one of float16, float32, bfloat16, but got 'double'"),
@@ -191,16 +191,16 @@ def test_steps_out_of_order_name_the_missing_step(model):
         ),
     ],
 )
-def test_invalid_settings_are_refused(model, settings, says):
-    with pytest.raises(AutotunerError, match=says):
-        begun(model, **settings)
+def test_invalid_settings_are_refused(model, settings, message):
+    with pytest.raises(AutotunerError, match=message):
+        start(model, **settings)
 
 
 def test_backend_and_precision_decide_the_pair_types(model):
     made = {}
     for name, settings in {"fp8": {"default_quant_type": "fp8"}, "uint8": {"backend": "onnxruntime"}}.items():
-        autotuner = begun(model, **settings)
-        walk(autotuner, fewer_is_slower, limit=4)
+        autotuner = start(model, **settings)
+        profile_all(autotuner, fewer_is_slower, limit=4)
         made[name] = exported(autotuner)
     assert set(read_qdq_edges(made["fp8"]).values()) == {"fp8"}
     zero_points = {t.data_type for t in made["uint8"].graph.initializer if "zero" in t.name}
@@ -222,7 +222,7 @@ def test_default_dq_dtype_applies_to_uninferable_tensors(make_small):
     points = NodeInputInsertionPoint.collect_from_region(region, autotuner.graph)
     assert "y" in {p.tensor_name for point in points for p in point.resolve(region, autotuner.graph)}
     autotuner.submit(10.0)  # ONNX Runtime cannot run the model, so there are no ranges
-    walk(autotuner, fewer_is_slower, limit=5)
+    profile_all(autotuner, fewer_is_slower, limit=5)
     written = exported(autotuner)
     scales = {
         float(onnx.numpy_helper.to_array(t)) for t in written.graph.initializer if "scale" in t.name and not t.dims
@@ -231,10 +231,10 @@ def test_default_dq_dtype_applies_to_uninferable_tensors(make_small):
 
 
 def test_imported_insertion_points_are_tried_first(model):
-    done = begun(model)
-    walk(done, fewer_is_slower)
+    done = start(model)
+    profile_all(done, fewer_is_slower)
     tensors = get_quantized_tensors(exported(done))
-    autotuner = begun(model)
+    autotuner = start(model)
     autotuner.import_insertion_points(sorted(tensors))
     everything = done.get_resolved_insertion_points()
     assert autotuner.get_resolved_insertion_points() == everything
@@ -245,14 +245,14 @@ def test_imported_insertion_points_are_tried_first(model):
 
 
 def test_import_accepts_tensor_names_of_other_tools(model):
-    autotuner = begun(model)
+    autotuner = start(model)
     autotuner.import_insertion_points({"x_QuantizeLinear_Output", "nothing_quantized", "stem.weight"})
     assert {p.tensor_name for p in autotuner.get_resolved_insertion_points() if p.input_index == 0} == {"x"}
 
 
 @pytest.mark.parametrize("searcher", ["random_mutation", "tpe"])
 def test_scheme_slower_than_the_current_one_is_never_kept(model, searcher):
-    autotuner = begun(model, searcher=searcher)
+    autotuner = start(model, searcher=searcher)
     measure(autotuner, autotuner.session.placement_map.whole, 4, 12.0)
     autotuner.set_profile_region(None, commit=True)
     assert autotuner.placement(best=True) == autotuner.session.space.float_placement()
@@ -273,7 +273,7 @@ def test_custom_regions_are_profiled_as_they_are(model):
     autotuner.initialize(Config())
     assert autotuner.regions == [first, second]
     autotuner.submit(10.0)
-    walk(autotuner, fewer_is_slower)
+    profile_all(autotuner, fewer_is_slower)
     points = autotuner.get_resolved_insertion_points()
     assert names[2] == "MaxPool", "it reads what leaves the first region"
     assert {p.node_index for p in points} <= {0, 1, 2, len(names) - 1}
@@ -295,9 +295,9 @@ def test_regions_that_overlap_or_leave_the_model_are_refused(model):
 
 def test_loaded_state_continues_with_the_same_proposals(model, tmp_path):
     path = tmp_path / "autotuner_state.yaml"
-    whole = begun(model)
-    expected = walk(whole, fewer_is_slower)
-    broken = begun(model)
+    whole = start(model)
+    expected = profile_all(whole, fewer_is_slower)
+    broken = start(model)
     first, second = (list(asked) for asked in list(expected.values())[:2])
     for region, count in zip(broken.regions[:2], (1000, 3), strict=True):
         broken.set_profile_region(region)
@@ -307,7 +307,7 @@ def test_loaded_state_continues_with_the_same_proposals(model, tmp_path):
     broken.save_state(str(path))
     later = resumed(model, path)
     assert later.baseline_latency_ms == 10.0
-    again = walk(later, fewer_is_slower)
+    again = profile_all(later, fewer_is_slower)
     assert len(first) > 3
     assert len(second) > 3
     assert next(iter(again.values())) == second[3:]
@@ -318,8 +318,8 @@ def test_loaded_state_continues_with_the_same_proposals(model, tmp_path):
 
 def test_state_of_another_model_or_missing_path_is_refused(model, make_small, tmp_path):
     path = tmp_path / "state.yaml"
-    begun(model).save_state(str(path))
-    other = begun(make_small(3).build())
+    start(model).save_state(str(path))
+    other = start(make_small(3).build())
     with pytest.raises(UserError, match="model_sha256"):
         other.load_state(str(path))
     with pytest.raises(FileNotFoundError):
@@ -329,7 +329,7 @@ def test_state_of_another_model_or_missing_path_is_refused(model, make_small, tm
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda text: "a: [", "not valid YAML"),
         (lambda text: "baseline_latency_ms: 3.0\npatterns: []\n", r"no state of this autotuner \(ModelOpt's cannot"),
@@ -338,20 +338,20 @@ def test_state_of_another_model_or_missing_path_is_refused(model, make_small, tm
         (lambda text: text.replace("latency_ms: 10.0, stderr", "latency_ms: .nan, stderr"), "damaged"),
     ],
 )
-def test_a_damaged_state_is_refused(model, tmp_path, change, says):
+def test_a_damaged_state_is_refused(model, tmp_path, change, message):
     path = tmp_path / "state.yaml"
-    autotuner = begun(model)
+    autotuner = start(model)
     autotuner.save_state(str(path))
     text = path.read_text()
     path.write_text(change(text))
     assert path.read_text() != text
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         autotuner.load_state(str(path))
 
 
 def test_pattern_cache_round_trips_through_file_and_dict(model, tmp_path):
-    autotuner = begun(model)
-    walk(autotuner, fewer_is_slower, limit=6)
+    autotuner = start(model)
+    profile_all(autotuner, fewer_is_slower, limit=6)
     cache = autotuner.pattern_cache
     cache.save(str(tmp_path / "cache.yaml"))
     loaded = PatternCache.load(str(tmp_path / "cache.yaml"))

@@ -1,4 +1,4 @@
-"""The command line: flags and defaults, what they change, and what it says to mistakes."""
+"""Command line: flags, defaults and their effect, and messages for mistakes."""
 
 import inspect
 import re
@@ -42,7 +42,7 @@ def test_defaults_are_those_of_the_guide():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--mod", "quick"), "unrecognized arguments: --mod quick"),
         (("-m", "none.onnx"), "none.onnx: no such file"),
@@ -72,11 +72,11 @@ def test_defaults_are_those_of_the_guide():
         (("--shape", "y:1x3x16x16"), "shapes.y: the model has no such input; known: x"),
     ],
 )
-def test_mistakes_end_with_one_message_and_exit_code_2(folder, tune, monkeypatch, arguments, says):
+def test_mistakes_end_with_one_message_and_exit_code_2(folder, tune, monkeypatch, arguments, message):
     monkeypatch.setenv(WAIT_VARIABLE, "")  # --wait sets it
     (folder / "odd.txt").write_text("nothing*")
     (folder / "empty.txt").write_text("# nothing\n")
-    assert says in tune(*arguments, code=2)
+    assert message in tune(*arguments, code=2)
 
 
 @pytest.mark.parametrize(("stop", "status"), [(None, 0), (UserError("no kernel"), 2), (KeyboardInterrupt(), 130)])
@@ -93,16 +93,16 @@ def test_exit_status_of_the_module(monkeypatch, capsys, stop, status):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--calibration_data", "odd.npz"), r"odd\.npz: a sample of array 'x' is 1 x 3 x 8 x 8, but the input takes"),
         (("--qdq_baseline", "model.onnx"), "model.onnx: holds no Q/DQ pair, so there is no placement to read from it"),
     ],
 )
-def test_mismatched_files_are_refused_before_timing(folder, tune, monkeypatch, arguments, says):
+def test_mismatched_files_are_refused_before_timing(folder, tune, monkeypatch, arguments, message):
     monkeypatch.setattr("harness.compat.modelopt_autotune.__main__.select_float_baseline", pytest.fail)
     np.savez(folder / "odd.npz", x=np.zeros((2, 1, 3, 8, 8), np.float32))
-    assert re.search(says, tune(*arguments, code=2))
+    assert re.search(message, tune(*arguments, code=2))
 
 
 @pytest.mark.parametrize(("output", "theirs"), [("results", "experiment.yaml"), ("results/task", "task.json")])
@@ -121,24 +121,24 @@ def test_early_failure_leaves_no_output_folder(folder, tune):
 def test_float_model_failure_is_reported_with_its_reason(folder, tune, monkeypatch):
     failed = Failed(stage="build", reason="no kernel for Odd")
     monkeypatch.setattr(Benchmark, "measure", lambda self, *arguments: failed)
-    said = tune(code=2)
-    assert "model.onnx: the float model cannot be timed on simulated, so there is nothing to compare with" in said
-    assert "build: no kernel for Odd" in said
+    printed = tune(code=2)
+    assert "model.onnx: the float model cannot be timed on simulated, so there is nothing to compare with" in printed
+    assert "build: no kernel for Odd" in printed
     assert not (folder / "out/autotuner_state.yaml").exists()
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ("    ask = print\n", "searcher 'odd:Odd': has no tell()"),
         ("    ask = lambda self, n: 1 / 0\n    tell = print\n", "searcher 'odd:Odd': ZeroDivisionError"),
     ],
 )
-def test_failing_searcher_is_named(folder, tune, monkeypatch, measured, body, says):
+def test_failing_searcher_is_named(folder, tune, monkeypatch, measured, body, message):
     (folder / "odd.py").write_text(f"class Odd:\n    def __init__(self, space, *, seed): pass\n{body}")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "odd", raising=False)
-    assert says in tune("--searcher", "odd:Odd", code=2)
+    assert message in tune("--searcher", "odd:Odd", code=2)
     assert len(measured()) == 3, "the baseline and the starts, and no scheme"
 
 
@@ -155,8 +155,8 @@ def test_failing_searcher_is_named(folder, tune, monkeypatch, measured, body, sa
 def test_tensorrt_without_libraries_names_the_missing_part(tune, monkeypatch, arguments, reasons):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    said = tune(*arguments, code=2)
-    assert any(reason in said for reason in reasons)
+    printed = tune(*arguments, code=2)
+    assert any(reason in printed for reason in reasons)
 
 
 def test_dynamic_input_is_fixed_and_other_shape_state_refused(folder, tune):
@@ -167,8 +167,8 @@ def test_dynamic_input_is_fixed_and_other_shape_state_refused(folder, tune):
     tune("-m", "dynamic.onnx", "--shape", "x:2x3x16x16", "--max_evals", "3")
     final = onnx.load(folder / "out/optimized_final.onnx")
     assert [d.dim_value for d in final.graph.input[0].type.tensor_type.shape.dim] == [2, 3, 16, 16]
-    said = tune("-m", "dynamic.onnx", "--shape", "x:1x3x16x16", code=2)
-    assert "inputs.x: [2, 3, 16, 16] -> [1, 3, 16, 16]" in said
+    printed = tune("-m", "dynamic.onnx", "--shape", "x:1x3x16x16", code=2)
+    assert "inputs.x: [2, 3, 16, 16] -> [1, 3, 16, 16]" in printed
 
 
 def test_model_without_insertion_points_is_delivered_unchanged(folder, tune):
@@ -185,14 +185,14 @@ def test_missing_pattern_cache_disables_only_the_warm_start(tune, caplog):
 
 
 def test_run_reports_target_regions_and_insertion_points(tune):
-    said = [line for line in tune("--max_evals", "3", "-v", lines=True).splitlines() if line.strip()]
-    for line in (said[0], said[-1]):
+    printed = [line for line in tune("--max_evals", "3", "-v", lines=True).splitlines() if line.strip()]
+    for line in (printed[0], printed[-1]):
         assert "simulated on simulated" in line
         assert "dialect openvino" in line
         assert "TensorRT" in line
     shown = r"\d+ regions of \d+ patterns, \d+ insertion points \(.* outputs\), \d+ of them to be searched"
-    assert any(re.fullmatch(shown, line) for line in said)
-    assert any(line.startswith("harness.compat.modelopt_autotune.session: ") for line in said), "with -v"
+    assert any(re.fullmatch(shown, line) for line in printed)
+    assert any(line.startswith("harness.compat.modelopt_autotune.session: ") for line in printed), "with -v"
 
 
 @pytest.mark.parametrize(("flags", "named"), [
@@ -204,8 +204,8 @@ def test_run_reports_target_regions_and_insertion_points(tune):
     (("--seed", "3"), None),
 ])  # fmt: skip
 def test_flags_without_effect_are_named(tune, flags, named):
-    said = tune("--max_evals", "2", *flags, lines=True).splitlines()
-    idle = [line for line in said if line.startswith("without effect: ")]
+    printed = tune("--max_evals", "2", *flags, lines=True).splitlines()
+    idle = [line for line in printed if line.startswith("without effect: ")]
     assert len(idle) == (named is not None)
     assert all(named in line for line in idle)
 
@@ -235,15 +235,15 @@ def sorted_rows(path, count=96):
     np.savez(path, x=rows)
 
 
-@pytest.mark.parametrize(("flags", "said"), [
+@pytest.mark.parametrize(("flags", "printed"), [
     ((), "96 samples of feeds.npz"),
     (("--calibration_samples", "5"), "5 of the 96 samples of feeds.npz, evenly spread"),
     (("--calibration_samples", "300"), "96 samples of feeds.npz, all there are of the 300 asked for"),
 ])  # fmt: skip
-def test_calibration_uses_samples_of_the_whole_file(tune, confirmed, flags, said):
+def test_calibration_uses_samples_of_the_whole_file(tune, confirmed, flags, printed):
     tune.runtime.generous = True
     sorted_rows("feeds.npz")
-    assert f"calibrated on {said}" in tune("--max_evals", "2", "--calibration_data", "feeds.npz", *flags)
+    assert f"calibrated on {printed}" in tune("--max_evals", "2", "--calibration_data", "feeds.npz", *flags)
     assert largest_scale(confirmed(), "x") == pytest.approx(15 / 127, rel=0.02)
 
 

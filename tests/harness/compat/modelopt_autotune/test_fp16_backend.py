@@ -1,4 +1,4 @@
-"""A backend whose floats are FP16: the door casts the model once, and writes what the backend reads."""
+"""A backend whose float type is FP16: the model is cast once, and the files that the backend reads are written."""
 
 from pathlib import Path
 from typing import Any

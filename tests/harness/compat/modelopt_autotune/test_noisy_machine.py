@@ -1,4 +1,4 @@
-"""A machine that slows down and recovers while models are timed: what the autotuner believes all the same."""
+"""A machine whose speed changes while models are timed: readings are scaled to those of the float model."""
 
 import re
 import sys
@@ -69,21 +69,21 @@ def run(*more: str) -> None:
 
 def test_noisy_machine_interleaves_models_with_the_float_model(machine, capsys):
     run("--max_evals", "6")
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     kept = read_cache_file(machine / "out/autotuner_state.yaml", "a state")
     scale = kept["baseline_latency_ms"]
     assert kept["interleaved"] is True
-    assert f"timed in turns with the float model, whose {scale:.3f} ms set the scale" in said
+    assert f"timed in turns with the float model, whose {scale:.3f} ms set the scale" in printed
     logs = [path.read_text() for path in sorted((machine / "out/logs").glob("[rs]*.log"))]
     assert len(logs) == 5
     for log in logs:
         found = float(log.split()[1])
         truth = float(log.split('"truth_ms": ')[1].split("}")[0])
-        assert found / scale == pytest.approx(truth / 10.0, rel=0.25), "whatever the machine did meanwhile"
+        assert found / scale == pytest.approx(truth / 10.0, rel=0.25)
         assert "reference_ms: [" in log
-    assert re.search(rf"^baseline {scale:.3f} ms; starts: linear \d+\.\d+ ms \(0\.\d+x\), ", said, re.M)
+    assert re.search(rf"^baseline {scale:.3f} ms; starts: linear \d+\.\d+ ms \(0\.\d+x\), ", printed, re.M)
     run("--max_evals", "8")
-    assert f"whose {scale:.3f} ms set the scale" in capsys.readouterr().err, "going on keeps to it"
+    assert f"whose {scale:.3f} ms set the scale" in capsys.readouterr().err
 
 
 def test_interleaving_ends_with_the_workflow(machine):

@@ -1,4 +1,4 @@
-"""Regions, points and patterns with the handles that ModelOpt's users know, held against what the engine finds."""
+"""Regions, points and patterns under ModelOpt's names, compared with those of `harness.graph`."""
 
 import io
 import itertools

@@ -89,21 +89,21 @@ def test_node_names_become_exact_expressions(small):
 
 
 @pytest.mark.parametrize(
-    ("layers", "mode", "said"),
+    ("layers", "mode", "message"),
     [
         (f"{layer('Conv')}, {layer('Gemm', E4M3)}", "int8", "it applies the first, int8, to all"),
         (layer("Conv", E5M2), "fp8", "ModelOpt writes FP8 only as E4M3"),
         ("{module_name: Conv, weights: {dtype: int8}}", "int8", "quantizes weights and activations alike"),
     ],
 )
-def test_unsupported_layer_settings_are_warned_about(layers, mode, said, small, caplog):
+def test_unsupported_layer_settings_are_warned_about(layers, mode, message, small, caplog):
     caplog.set_level(logging.WARNING)
     assert arguments(small, layers)["quantize_mode"] == mode
-    assert said in caplog.text
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         ("{use_external_data: true}", "has no such argument; did you mean 'use_external_data_format'"),
         ("{quantize_mode: fp8}", r"backend_kwargs.quantize_mode: set by layers \(their dtype\) here"),
@@ -112,8 +112,8 @@ def test_unsupported_layer_settings_are_warned_about(layers, mode, said, small, 
         ("{awqlite_alpha_step: x}", "expected the type of 0.0, but got 'x'"),
     ],
 )
-def test_invalid_backend_kwargs_are_refused(extra, said, small):
-    with pytest.raises(UserError, match=said):
+def test_invalid_backend_kwargs_are_refused(extra, message, small):
+    with pytest.raises(UserError, match=message):
         arguments(small, layer("Conv"), f"  backend_kwargs: {extra}\n")
 
 
@@ -212,7 +212,7 @@ def test_default_output_is_in_the_models_folder(small, noise, tmp_path, given):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ([], "--onnx_path: the float model is needed"),
         (["--onnx_path", "m.pt"], "m.pt is a PyTorch file"),
@@ -228,9 +228,9 @@ def test_default_output_is_in_the_models_folder(small, noise, tmp_path, given):
         (["--calibration_shapes", "1x3x8x8"], "--calibration_shapes 1x3x8x8: NAME:SHAPE, .*x256,input1"),
     ],
 )
-def test_invalid_options_are_refused(options, said, small):
+def test_invalid_options_are_refused(options, message, small):
     whole = options if "--onnx_path" in options or not options else ["--onnx_path", str(small), *options]
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         command.run_ptq(whole)
 
 

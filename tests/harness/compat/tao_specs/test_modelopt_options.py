@@ -1,4 +1,4 @@
-"""Every argument of ModelOpt's `quantize()` has a row in the compatibility page and behaves as the row says."""
+"""Every argument of ModelOpt's `quantize()` has a row in the compatibility page, and behaves as described there."""
 
 import re
 from pathlib import Path
@@ -70,11 +70,11 @@ def test_a_missing_or_other_modelopt_is_named(tmp_path, monkeypatch):
     source = tmp_path / "onnx" / "quantization" / "quantize.py"
     source.parent.mkdir(parents=True)
     source.write_text("def other(): ...")
-    for folders, said in (([], "ModelOpt is not installed; "), ([str(tmp_path)], "has another interface; use 0.43")):
+    for folders, message in (([], "ModelOpt is not installed; "), ([str(tmp_path)], "has another interface; use 0.43")):
         found = SimpleNamespace(submodule_search_locations=folders)
         monkeypatch.setattr(modelopt_arguments.importlib.util, "find_spec", lambda _, found=found: found)
         modelopt_parameters.cache_clear()
-        with pytest.raises(UserError, match=f"{said}.*backend: qdq"):
+        with pytest.raises(UserError, match=f"{message}.*backend: qdq"):
             modelopt_parameters()
     monkeypatch.undo()
     modelopt_parameters.cache_clear()

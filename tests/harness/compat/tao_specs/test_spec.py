@@ -17,9 +17,9 @@ def quantize(extra: str = "", layers: str = f"[{LAYER}]") -> str:
 
 
 def refused(text: str) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         parse_spec(text, "spec.yaml")
-    return str(told.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -54,31 +54,13 @@ quantize:
     assert found.skip_names == ("/head/*",)
 
 
-def test_engine_and_evaluate_examples_of_the_document_are_valid():
-    text = """
-gen_trt_engine:
-  onnx_file: "/path/to/quantized_model.onnx"
-  trt_engine: "/path/to/output_engine.trt"
-  tensorrt: {data_type: FP16, workspace_size: 1024, min_batch_size: 1, opt_batch_size: 4, max_batch_size: 8}
-evaluate:
-  trt_engine: "/path/to/quantized_engine.trt"
-dataset:
-  test_data_sources: {image_dir: "/path/to/val/images", json_file: "/path/to/val/annotations.json"}
-  batch_size: 10
-results_dir: "/path/to/results"
-"""
-    found = parse_spec(text, "spec.yaml")
-    assert found.gen_trt_engine.tensorrt.opt_batch_size == 4
-    assert found.dataset.batch_size == 10
-
-
 def test_defaults_are_those_of_the_document():
     found = require_section(parse_spec(quantize(), "s").quantize, "quantize", "s")
     assert (found.backend, found.mode, found.algorithm) == ("modelopt.onnx", "static_ptq", "minmax")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("quantise: {}", "spec.yaml: quantise: unknown key; did you mean 'quantize'"),
         (quantize("  skip_name: [a]"), "quantize.skip_name: unknown key; did you mean 'skip_names'?"),
@@ -113,12 +95,12 @@ def test_defaults_are_those_of_the_document():
         ("", "spec.yaml: a spec file is a mapping of keys, but it is empty"),
     ],
 )
-def test_invalid_values_are_refused_with_key_and_choices(text, said):
-    assert said in refused(text)
+def test_invalid_values_are_refused_with_key_and_choices(text, message):
+    assert message in refused(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("quantize:\nmodel_path: m.onnx", "model_path: unknown key; it belongs below quantize (check the indentation)"),
         ("evaluate: {onnx_file: m.onnx, dataset: {}}", "evaluate.dataset: unknown key; it belongs at the top level"),
@@ -128,8 +110,8 @@ def test_invalid_values_are_refused_with_key_and_choices(text, said):
         ),
     ],
 )
-def test_misplaced_key_is_refused_naming_its_section(text, said):
-    assert said in refused(text)
+def test_misplaced_key_is_refused_naming_its_section(text, message):
+    assert message in refused(text)
 
 
 def test_missing_section_is_named():

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[4]
 RECIPE = ROOT / "experiments/yolo11_recipe.yaml"
 
 
-def told() -> str:
+def command_line() -> str:
     """The command that changes the two paths, as the recipe's own text has it."""
     line = next(line for line in RECIPE.read_text(encoding="utf-8").splitlines() if "sed -e" in line)
     return line.removeprefix("#").strip()
@@ -24,7 +24,7 @@ def told() -> str:
 
 def recipe(detector: Path, coco: Path) -> str:
     """The committed file after that command."""
-    ours = told().replace("/models/yolo11n.onnx", str(detector)).replace("/data/coco/", f"{coco}/")
+    ours = command_line().replace("/models/yolo11n.onnx", str(detector)).replace("/data/coco/", f"{coco}/")
     command = shlex.split(ours.partition(" experiments/")[0])
     return subprocess.run([*command, str(RECIPE)], check=True, capture_output=True, text=True).stdout
 
@@ -34,7 +34,7 @@ def test_recipe_needs_only_two_paths(detector, coco, tmp_path):
     check_experiment(config)
     assert config.precision == ("int8", "fp8")
     assert {"linear", "all", "extreme", "modelopt_ptq", "ort_static"} == set(config.baselines)
-    assert told() in (ROOT / "docs/how-to/yolo.md").read_text(encoding="utf-8")
+    assert command_line() in (ROOT / "docs/how-to/yolo.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
