@@ -270,5 +270,5 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> AutotuneState:
         raise AutotunerError(f"{path}: damaged ({first_problem(error)}); {remedy}") from error
     except (AttributeError, TypeError, InvalidSchemeError) as error:  # a scheme is malformed
         raise AutotunerError(f"{path}: damaged ({error}); {remedy}") from error
-    require_same_fingerprint(path, state.facts, facts)
+    require_same_fingerprint(path, {key: state.facts.get(key) for key in facts}, facts)
     return state
