@@ -144,7 +144,7 @@ class QDQAutotunerBase:
         """
         if not self.initialized:
             raise AutotunerNotInitializedError(f"{type(self).__name__}: call initialize() first")
-        if self._session is None or self._session.regions != tuple(self.regions):
+        if self._session is None or self._session.placement_map.regions != tuple(self.regions):
             self._session = AutotuneSession(self.graph, self.regions, self.config, self._backend, self._runtime)
             self.delivered = None
         if self.pattern_cache is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -46,13 +46,13 @@ class RegionResolver(Protocol):
     """Graph with rules of its own, such as `placement_map.RegionIndex`.
 
     For a region `pattern` and `order` return the pattern and the nodes in its order; `addresses` returns those of its
-    legal points, and `resolve` the node inputs that points quantize.
+    legal points, and `resolve` the node inputs that one quantizes.
     """
 
     def pattern(self, region: Region) -> Any: ...
     def order(self, region: Region) -> list[int]: ...
     def addresses(self, region: Region) -> list[Address]: ...
-    def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]: ...
+    def resolve(self, region: Region, address: Address | None) -> set[ResolvedInsertionPoint]: ...
 
 
 class _PlainValues:
@@ -92,7 +92,8 @@ class InsertionPoint(_PlainValues, ABC):
         Raises:
             IndexError: The region has no such node, input, output or child region.
         """
-        return graph.resolve(region, [self]) if isinstance(graph, RegionResolver) else self._resolve_in(region, graph)
+        own_rules = isinstance(graph, RegionResolver)
+        return graph.resolve(region, self.address) if own_rules else self._resolve_in(region, graph)
 
     @classmethod
     def collect_from_region(cls, region: Region, graph: Any) -> list[Self]:

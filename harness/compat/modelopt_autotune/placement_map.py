@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from harness.compat.modelopt_autotune.insertion_points import Address, InsertionPoint, ResolvedInsertionPoint
+from harness.compat.modelopt_autotune.insertion_points import Address, ResolvedInsertionPoint
 from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, RegionPattern
 from harness.compat.modelopt_autotune.regions import Region, RegionType, to_graph
 from harness.compat.modelopt_autotune.settings import AutotunerError
@@ -23,8 +23,6 @@ from harness.graph.rules.operator_sets import LINEAR_OPS
 from search.space import Edge, Placement, PointKind, Resolved, Space
 
 _DTYPES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
-
-
 _KINDS: tuple[PointKind, ...] = ("node_input", "child_input", "output")
 
 
@@ -32,13 +30,13 @@ class PlacementMap:
     """Set of regions with their patterns and the space of placements.
 
     Attributes:
-        whole: Region of the whole model, which is not among the given regions.
+        regions: The regions.
+        whole: Region of the whole model, which is not among them.
         space: One dimension for each point of each pattern.
     """
 
     def __init__(self, model: Model, dialect: Dialect, precision: str, regions: Sequence[Region]) -> None:
-        self.model = model
-        self.precision = precision
+        self.model, self.precision, self.regions = model, precision, tuple(regions)
         root, converted = to_graph(model, regions)
         self.whole = Region(len(converted), 0, RegionType.ROOT)
         self.whole.nodes = set(root.node_indices())
@@ -104,9 +102,9 @@ class PlacementMap:
 
     def decode(self, signature: str, scheme: InsertionScheme, around: Placement) -> Placement:
         """Return `around` with a pattern's points as in a scheme; points that are not in the space are ignored."""
-        choices = list(around.choices)
+        choices, addresses = list(around.choices), scheme.addresses
         for address, index in self.dimensions(signature).items():
-            choices[index] = int(address in scheme.addresses)
+            choices[index] = int(address in addresses)
         return Placement(tuple(choices))
 
     def resolved_points(self, resolved: Resolved) -> set[ResolvedInsertionPoint]:
@@ -144,7 +142,6 @@ class RegionIndex:
         self.dialect = dialect
         self.precision = precision
         self._map: PlacementMap | None = None
-        self._mapped_regions: tuple[Region, ...] = ()
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -152,9 +149,8 @@ class RegionIndex:
 
     def placement_map(self, regions: Sequence[Region]) -> PlacementMap:
         """Return the map of these regions; the last map is cached."""
-        if self._map is None or self._mapped_regions != tuple(regions):
+        if self._map is None or self._map.regions != tuple(regions):
             self._map = PlacementMap(self.model, self.dialect, self.precision, regions)
-            self._mapped_regions = tuple(regions)
         return self._map
 
     def _map_of(self, region: Region) -> PlacementMap:
@@ -176,12 +172,11 @@ class RegionIndex:
         """Return the addresses of the legal points of a region."""
         return sorted(self._map_of(region).edges(region))
 
-    def resolve(self, region: Region, points: Iterable[InsertionPoint]) -> set[ResolvedInsertionPoint]:
-        """Return the inputs that points quantize in a region, as far as the rules allow it."""
+    def resolve(self, region: Region, address: Address | None) -> set[ResolvedInsertionPoint]:
+        """Return the inputs that a point quantizes in a region, as far as the rules allow it."""
         placement_map = self._map_of(region)
-        edges = placement_map.edges(region)
-        selected = {edge for point in points if point.address for edge in edges.get(point.address, ())}
-        return placement_map.resolved_points(tuple((edge, self.precision) for edge in selected))
+        edges = () if address is None else placement_map.edges(region).get(address, ())
+        return placement_map.resolved_points(tuple((edge, self.precision) for edge in edges))
 
 
 def untyped_linear_inputs(model: Model) -> list[str]:

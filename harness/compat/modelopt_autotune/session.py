@@ -64,7 +64,6 @@ class AutotuneSession:
         runtime: BackendProperties,
     ) -> None:
         self.config = config
-        self.regions = tuple(regions)
         self.placement_map: PlacementMap = index.placement_map(regions)
         self._scratch = tempfile.TemporaryDirectory(prefix="qdq-autotune-")
         self.folder = Path(self._scratch.name)

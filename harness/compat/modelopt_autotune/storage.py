@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from harness.base.files import explain_write_errors
-from harness.compat.modelopt_autotune.insertion_points import make_insertion_point
 from harness.compat.modelopt_autotune.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.regions import Region
@@ -104,7 +103,7 @@ class PatternCache:
             addresses = [
                 address
                 for address in graph.addresses(each)
-                if names & {p.tensor_name for p in make_insertion_point(*address).resolve(each, graph)}
+                if names & {p.tensor_name for p in graph.resolve(each, address)}
             ]
             self._add(graph.pattern(each), [InsertionScheme.of(addresses)])
 

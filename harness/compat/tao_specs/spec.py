@@ -41,11 +41,6 @@ class TensorDtype(_SpecModel):
 
     dtype: Dtype = "native"
 
-    @property
-    def is_native(self) -> bool:
-        """Return whether nothing is quantized."""
-        return self.dtype == "native"
-
 
 class LayerSpec(_SpecModel):
     """Entry of `layers`.
@@ -64,7 +59,7 @@ class LayerSpec(_SpecModel):
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
         """Types of weights and activations that are not native."""
-        return tuple(each.dtype for each in (self.weights, self.activations) if not each.is_native)
+        return tuple(each.dtype for each in (self.weights, self.activations) if each.dtype != "native")
 
 
 def _check_preset(value: Any) -> Any:
