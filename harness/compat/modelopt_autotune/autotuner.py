@@ -321,7 +321,6 @@ class QDQAutotunerBase:
             config={**dataclasses.asdict(self.config), "backend_params": dict(self.config.backend_params)},
             baseline_latency_ms=self.baseline_latency_ms,
             interleaved=self.interleaved,
-            current=None if self._search is None else self._search.signature,
             measured=self.session.measured,
             patterns=[p for p in self.profiled_patterns if p.pattern_signature not in self.unfinished],
         )

@@ -240,7 +240,6 @@ class AutotuneState(_Record):
     facts: dict[str, Any]
     baseline_latency_ms: _Milliseconds
     interleaved: bool = False
-    current: Annotated[str | None, Field(alias="current_profile_pattern_schemes_signature")]
     config: dict[str, Any]
     measured: dict[str, Measurement]
     patterns: list[_Schemes]
