@@ -169,8 +169,7 @@ def bench_leaderboard(
 
     Example: `qdq bench leaderboard results/bench out/mine --out out/leaderboard.md`
     """
-    from harness.replay.bench.leaderboard import compare_searchers, read_results
-    from harness.replay.bench.page import write_page
+    from harness.replay.bench.leaderboard import compare_searchers, read_results, write_page
     from harness.report.report_table import table_json
 
     board = compare_searchers(read_results(folder, tier), tier)

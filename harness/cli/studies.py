@@ -226,13 +226,22 @@ def replay(
     Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
     """
     from harness.replay.bench.tasks import read_scored_table
-    from harness.replay.replay_report import ReplayRequest, replay_all, table_lines
+    from harness.replay.replay_report import replay_all, table_lines
 
     table = read_scored_table(recorded)
-    request = ReplayRequest(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
     if not as_json:
         echo("\n".join(table_lines(table)))
-    print_table(*replay_all(table, tuple(searcher or ()), request, out), as_json=as_json)
+    found = replay_all(
+        table,
+        searcher or (),
+        seeds=seeds,
+        budget=budget,
+        initial=initial or (),
+        at_least=at_least,
+        model=model,
+        out=out,
+    )
+    print_table(*found, as_json=as_json)
 
 
 def study(

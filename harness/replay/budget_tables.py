@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from scipy.special import stdtrit
 
 from harness.base.text import pluralize
-from harness.replay.recorded_landscape import Floats
-from harness.replay.simulated_selection import RANDOM_LABEL
+from harness.replay.recorded_landscape import Floats, Landscape
+from harness.replay.replay import initial_models
+from harness.replay.simulated_selection import RANDOM_LABEL, Searches, random_search
 from harness.replay.study_file import BudgetStudy
 from harness.report.report_table import ReportTable, format_interval
 from harness.report.statistics import (
@@ -35,137 +35,152 @@ _Line = tuple[dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchCurves:
-    """Searches of one searcher on one table; float arrays have the shape (seeds, evaluations).
-
-    After the end of a search its last value is repeated.
-
-    Attributes:
-        latency_ms: Recorded latency of the final choice, see `harness.replay.simulated_selection`.
-        found_ms: Recorded latency of the fastest evaluated placement, chosen or not.
-        elapsed_s: Recorded wall-clock of all builds and measurements so far.
-        evaluations: Number of evaluations of each search until it had nothing more to propose, of shape (seeds,).
-    """
-
-    latency_ms: Floats
-    found_ms: Floats
-    elapsed_s: Floats
-    evaluations: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TableResult:
     """Replayed searches of a recorded table, by searcher.
 
     Attributes:
+        name: Name of the table.
+        block: Block of the table in statistics.
+        split: Split of the table's task in QDQ-Bench, or "".
+        optimum_ms: Lowest recorded latency.
         float_ms: Latency relative to which gains are computed: the float model's, or the slowest if that failed.
-        random_ms: Latency of random searches as returned by `simulated_selection.random_search`.
+        random_ms: Latency of random searches, of shape (searches, evaluations).
         initial_count: Number of evaluations that the initial placements take; a model counts once.
     """
 
     name: str
+    block: str
+    split: str
     optimum_ms: float
     float_ms: float
     random_ms: Floats
-    curves: Mapping[str, SearchCurves]
-    initial_count: int = 0
+    initial_count: int
+    searches: Mapping[str, Searches]
+
+    def latency_ms(self, searcher: str) -> Floats:
+        """Return the recorded latency of the choices of a searcher, or of random search, (searches, evaluations)."""
+        return self.random_ms if searcher == RANDOM_LABEL else self.searches[searcher].latency_ms
+
+    def regret_percent(self, searcher: str) -> Floats:
+        """Return the latency of the choices above the optimum in %, (searches, evaluations)."""
+        return 100 * (self.latency_ms(searcher) / self.optimum_ms - 1)
+
+    def scores(self, searcher: str) -> Floats:
+        """Return the score of each search against random search."""
+        random_ms = self.random_ms.mean(axis=0)
+        return score_against_random(self.latency_ms(searcher), random_ms, self.optimum_ms, self.initial_count)
+
+
+def table_result(
+    landscape: Landscape,
+    searches: Mapping[str, Searches],
+    budget: int,
+    initial: Sequence[str],
+    *,
+    block: str = "",
+    split: str = "",
+) -> TableResult:
+    """Return the searches of a table with random searches of the same budget; `block` is the table if it is ""."""
+    name = landscape.table.path.stem
+    return TableResult(
+        name=name,
+        block=block or name,
+        split=split,
+        optimum_ms=float(landscape.latency_ms[landscape.optimum]),
+        float_ms=landscape.anchors_ms.get("float", float(landscape.latency_ms.max())),
+        random_ms=random_search(landscape, budget, initial),
+        initial_count=len(initial_models(landscape, initial)),
+        searches=searches,
+    )
+
+
+def mean_speeds(results: Sequence[TableResult], budget: int) -> pd.DataFrame:
+    """Return optimum over latency at a budget, mean over searches and tables: by block (row) and searcher."""
+    lines = []
+    for result in results:
+        speeds = {n: (result.optimum_ms / s.latency_ms).mean(axis=0)[budget - 1] for n, s in result.searches.items()}
+        lines.append({"block": result.block, **speeds})
+    return pd.DataFrame(lines).groupby("block", sort=False).mean()
 
 
 def budget_tables(
-    blocks: Sequence[TableResult], study: BudgetStudy, ranks: Mapping[int, FriedmanRanks], warnings: tuple[str, ...]
+    results: Sequence[TableResult], study: BudgetStudy, ranks: Mapping[int, FriedmanRanks]
 ) -> tuple[ReportTable, ...]:
     """Return all tables of a study.
 
     Args:
-        blocks: Results on each replay table; the tables are the blocks of the statistical tests.
+        results: Results on each replay table; the tables are the blocks of the statistical tests.
         study: Study that the results are of.
         ranks: Ranks of the searchers by budget.
-        warnings: Lines that are shown below each table.
     """
-    seeds, tables = describe_seed_counts(blocks, study), pluralize(len(blocks), "table")
+    budgets, names = study.budgets, list(results[0].searches)
+    seeds, tables = describe_seed_counts(results, study), pluralize(len(results), "table")
     initial = pluralize(len(study.initial), "initial placement")
+    means = _make_table(
+        "means",
+        "In the mean over tables",
+        [_mean_regret_line(results, name, budgets) for name in (RANDOM_LABEL, *names)],
+        "Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
+        f"{tables}, {_describe_limits(len(results))} (Student's). Tables are few and differ; the table "
+        "pairs compares searchers on one and the same table.",
+    )
+    found = _make_table(
+        "found",
+        "Found, chosen or not",
+        [_best_evaluated_line(results, name, budgets) for name in names],
+        "Latency above the optimum in % of the fastest model that a search had evaluated, chosen or not: mean over "
+        f"seeds and {tables}, as in the table means. The rest of the regret in that table is lost in choosing among "
+        "noisy readings.",
+    )
     budget = _make_table(
         "budget",
         "Budgets",
-        _regret_lines(blocks, study.budgets),
+        [_regret_line(result, name, budgets) for result in results for name in (RANDOM_LABEL, *names)],
         f"Latency of the incumbent above the table's optimum in %: median over {seeds} [quartiles]. {initial} of every "
         f"search, also of random search, {'counts' if len(study.initial) == 1 else 'count'}. All budgets are read off "
         f"the same searches. {RISES}",
     )
+    reach = _make_table(
+        "reach",
+        "Time to the gain",
+        [_time_to_gain_line(r, name) for r in results if r.float_ms > r.optimum_ms for name in names],
+        "Evaluations, and recorded minutes of builds and measurements, until a search had that share of the gain from "
+        f"the float model to the table's optimum: median over {seeds}; those that never had it within "
+        f"{max(budgets)} evaluations count as later than all others. In brackets: how many had it, if only "
+        "for a while. A table without a placement faster than the float model has no line.",
+    )
     score = _make_table(
         "score",
         "Score against random search",
-        _score_lines(blocks),
+        [_score_line(result, name) for result in results for name in names],
         "Share of what random search leaves that a searcher finds, on average until random search itself has found 95 "
         "% of what there is to find, after the initial placements (Willemsen et al. 2024): 0 is random search from the "
         f"same start, 1 the optimum at once, and below 0 worse than random. Mean over {seeds} with its 95 % interval "
         "(Student's), because random search is a mean too; a dash if the initial placements leave nothing.",
     )
-    best_evaluated = _make_table(
-        "found",
-        "Found, chosen or not",
-        _best_evaluated_lines(blocks, study.budgets),
-        "Latency above the optimum in % of the fastest model that a search had evaluated, chosen or not: mean over "
-        f"seeds and {tables}, as in the table means. The rest of the regret in that table is lost in choosing among "
-        "noisy readings.",
-    )
-    reach = _make_table(
-        "reach",
-        "Time to the gain",
-        _time_to_target_lines(blocks),
-        "Evaluations, and recorded minutes of builds and measurements, until a search had that share of the gain from "
-        f"the float model to the table's optimum: median over {seeds}; those that never had it within "
-        f"{study.max_evaluations} evaluations count as later than all others. In brackets: how many had it, if only "
-        "for a while. A table without a placement faster than the float model has no line.",
-    )
-    means = mean_regret_rows(budget.raw, score.raw)
-    tables_in_order = (means, best_evaluated, budget, reach, score, _pairwise_table(blocks, study), _rank_table(ranks))
-    return tuple(replace(table, warnings=warnings) for table in tables_in_order)
+    return means, found, budget, reach, score, _pairwise_table(results, budgets), _rank_table(ranks)
 
 
-def _make_table(name: str, title: str, lines: Iterable[_Line], note: str) -> ReportTable:
-    listed = list(lines)
-    raw, cells = (pd.DataFrame([line[part] for line in listed]) for part in (0, 1))
+def _make_table(name: str, title: str, lines: Sequence[_Line], note: str) -> ReportTable:
+    raw, cells = (pd.DataFrame([line[part] for line in lines]) for part in (0, 1))
     return ReportTable(name=name, title=title, cells=cells, raw=raw, note=note)
 
 
-def mean_regret_rows(budget: pd.DataFrame, score: pd.DataFrame) -> ReportTable:
-    """Return the table with the mean over tables of each searcher's regret at each budget, and of its score.
-
-    Args:
-        budget: Raw figures of the table `budget`: table, searcher, and a column `mean_BUDGET` for each budget.
-        score: Raw figures of the table `score`.
-    """
-    names = [str(name) for name in budget if str(name).startswith("mean_")]
-    figures = budget[["table", "searcher", *names]].merge(score[["table", "searcher", "score"]], how="left")
-    titles = {**{name: f"{name.removeprefix('mean_')} evaluations" for name in names}, "score": "score"}
-    lines = (
-        _mean_line(searcher, {name: (title, part[name].to_numpy(dtype=float)) for name, title in titles.items()})
-        for searcher, part in figures.groupby("searcher", sort=False)
-    )
-    blocks = budget["table"].nunique()
-    return _make_table(
-        "means",
-        "In the mean over tables",
-        lines,
-        "Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
-        f"{pluralize(blocks, 'table')}, {_describe_limits(blocks)} (Student's). Tables are few and differ; the table "
-        "pairs compares searchers on one and the same table.",
-    )
+def _mean_regret_line(results: Sequence[TableResult], name: str, budgets: Sequence[int]) -> _Line:
+    regrets = np.array([result.regret_percent(name).mean(axis=0) for result in results])
+    figures = {f"mean_{n}": (f"{n} evaluations", regrets[:, n - 1]) for n in budgets}
+    scores = [np.nan if name == RANDOM_LABEL else result.scores(name).mean() for result in results]
+    return _mean_line(name, {**figures, "score": ("score", np.array(scores))})
 
 
-def _best_evaluated_lines(blocks: Sequence[TableResult], budgets: Sequence[int]) -> Iterator[_Line]:
-    for name in blocks[0].curves:
-        regrets = {
-            budget: [100 * (b.curves[name].found_ms[:, budget - 1].mean() / b.optimum_ms - 1) for b in blocks]
-            for budget in budgets
-        }
-        yield _mean_line(name, {f"found_{n}": (f"{n} evaluations", np.array(each)) for n, each in regrets.items()})
+def _best_evaluated_line(results: Sequence[TableResult], name: str, budgets: Sequence[int]) -> _Line:
+    regrets = np.array([100 * (r.searches[name].found_ms.mean(axis=0) / r.optimum_ms - 1) for r in results])
+    return _mean_line(name, {f"found_{n}": (f"{n} evaluations", regrets[:, n - 1]) for n in budgets})
 
 
-def _mean_line(searcher: Any, figures: Mapping[str, tuple[str, Floats]]) -> _Line:
+def _mean_line(searcher: str, figures: Mapping[str, tuple[str, Floats]]) -> _Line:
     """Return the line of a searcher: the mean over tables of each figure, given by name with its column's title."""
-    line, cells = {"searcher": searcher}, {"searcher": searcher}
+    line, cells = dict[str, Any](searcher=searcher), dict[str, Any](searcher=searcher)
     for name, (title, values) in figures.items():
         mean, low, high = mean_interval(values)
         line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
@@ -173,62 +188,52 @@ def _mean_line(searcher: Any, figures: Mapping[str, tuple[str, Floats]]) -> _Lin
     return line, cells
 
 
-def _regret_lines(blocks: Sequence[TableResult], budgets: Sequence[int]) -> Iterator[_Line]:
-    for block in blocks:
-        for name, latency_ms in {RANDOM_LABEL: block.random_ms, **_latencies(block)}.items():
-            line: dict[str, Any] = {"table": block.name, "searcher": name}
-            cells = dict(line)
-            for budget in budgets:
-                regrets = 100 * (latency_ms[:, budget - 1] / block.optimum_ms - 1)
-                middle, low, high = quartiles(regrets)
-                line |= {f"regret_{budget}": middle, f"lower_{budget}": low, f"upper_{budget}": high}
-                line[f"mean_{budget}"] = float(regrets.mean())
-                cells[f"{budget} evaluations"] = format_interval(middle, low, high)
-            yield line, cells
+def _regret_line(result: TableResult, name: str, budgets: Sequence[int]) -> _Line:
+    line: dict[str, Any] = {"table": result.name, "searcher": name}
+    cells, regrets = dict(line), result.regret_percent(name)
+    for budget in budgets:
+        middle, low, high = quartiles(regrets[:, budget - 1])
+        line |= {f"regret_{budget}": middle, f"lower_{budget}": low, f"upper_{budget}": high}
+        line[f"mean_{budget}"] = float(regrets[:, budget - 1].mean())
+        cells[f"{budget} evaluations"] = format_interval(middle, low, high)
+    return line, cells
 
 
-def _latencies(block: TableResult) -> dict[str, Floats]:
-    return {name: curves.latency_ms for name, curves in block.curves.items()}
+def _time_to_gain_line(result: TableResult, name: str) -> _Line:
+    """Return evaluations and minutes until each share of the best gain; for searches without it they are infinite."""
+    line: dict[str, Any] = {"table": result.name, "searcher": name}
+    cells, searches = dict(line), result.searches[name]
+    for gain in TARGET_GAIN_SHARES:
+        target_ms = result.float_ms - gain * (result.float_ms - result.optimum_ms)
+        is_reached = searches.latency_ms <= target_ms
+        reached, first = is_reached.any(axis=1), is_reached.argmax(axis=1)
+        evaluations = np.where(reached, first + 1, np.inf)
+        minutes = np.where(reached, searches.elapsed_s[np.arange(len(first)), first] / 60, np.inf)
+        middle, minute = (float(np.quantile(values, 0.5, method="higher")) for values in (evaluations, minutes))
+        share, is_finite = f"{100 * gain:.0f}", bool(np.isfinite(middle))
+        line |= {
+            f"evaluations_{share}": middle if is_finite else None,
+            f"minutes_{share}": minute if is_finite else None,
+        }
+        line[f"reached_{share}"] = int(reached.sum())
+        count = f"{middle:.0f}, {minute:.1f} min" if is_finite else f"> {is_reached.shape[1]}"
+        cells[f"{share} % of the gain"] = f"{count} ({reached.sum()} of {len(first)})"
+    return line, cells
 
 
-def _time_to_target_lines(blocks: Sequence[TableResult]) -> Iterator[_Line]:
-    """Yield evaluations and minutes until each share of the best gain; for searches without it they are infinite."""
-    for block in (block for block in blocks if block.float_ms > block.optimum_ms):
-        for name, curves in block.curves.items():
-            line: dict[str, Any] = {"table": block.name, "searcher": name}
-            cells = dict(line)
-            for gain in TARGET_GAIN_SHARES:
-                target_ms = block.float_ms - gain * (block.float_ms - block.optimum_ms)
-                is_reached = np.less_equal(curves.latency_ms, target_ms)
-                reached, first = is_reached.any(axis=1), is_reached.argmax(axis=1)
-                evaluations = np.where(reached, first + 1, np.inf)
-                minutes = np.where(reached, curves.elapsed_s[np.arange(len(first)), first] / 60, np.inf)
-                middle, minute = (float(np.quantile(values, 0.5, method="higher")) for values in (evaluations, minutes))
-                share = f"{100 * gain:.0f}"
-                line |= {f"evaluations_{share}": _finite_or_none(middle), f"minutes_{share}": _finite_or_none(minute)}
-                line[f"reached_{share}"] = int(reached.sum())
-                count = f"{middle:.0f}, {minute:.1f} min" if np.isfinite(middle) else f"> {is_reached.shape[1]}"
-                cells[f"{share} % of the gain"] = f"{count} ({reached.sum()} of {len(first)})"
-            yield line, cells
+def _score_line(result: TableResult, name: str) -> _Line:
+    mean, low, high = mean_interval(result.scores(name), 2)
+    line = {"table": result.name, "searcher": name}
+    return {**line, "score": mean, "low": low, "high": high}, {**line, "score": format_interval(mean, low, high)}
 
 
-def _score_lines(blocks: Sequence[TableResult]) -> Iterator[_Line]:
-    for block in blocks:
-        random_ms = block.random_ms.mean(axis=0)
-        for name, latency_ms in _latencies(block).items():
-            scores = score_against_random(latency_ms, random_ms, block.optimum_ms, block.initial_count)
-            mean, low, high = mean_interval(scores, 2)
-            line = {"table": block.name, "searcher": name}
-            yield {**line, "score": mean, "low": low, "high": high}, {**line, "score": format_interval(mean, low, high)}
-
-
-def _pairwise_table(blocks: Sequence[TableResult], study: BudgetStudy) -> ReportTable:
+def _pairwise_table(results: Sequence[TableResult], budgets: Sequence[int]) -> ReportTable:
     """Return the comparison of the first searcher with each of the others, at each budget."""
-    control, *others = blocks[0].curves
+    control, *others = results[0].searches
     frames = []
-    for budget in study.budgets:
+    for budget in budgets:
         shares = {
-            name: {b.name: (b.optimum_ms / b.curves[name].latency_ms[:, budget - 1]).tolist() for b in blocks}
+            name: {r.name: (r.optimum_ms / r.latency_ms(name)[:, budget - 1]).tolist() for r in results}
             for name in (control, *others)
         }
         frames.append(compare_with(control, shares).assign(budget=budget))
@@ -240,10 +245,10 @@ def _pairwise_table(blocks: Sequence[TableResult], study: BudgetStudy) -> Report
     )
     note = (
         f"{control} with each of the others, at each budget. Ratio: of the shares of the optimum's speed, each the "
-        f"mean over seeds, {_describe_limits(len(blocks))}. Chance: that a search of the first ends faster than one of "
-        "the second (effect size; 0.5 is none). p: Wilcoxon's signed ranks over tables with Holm's correction for all "
-        f"of one budget; the smallest that {pluralize(len(blocks), 'table')} and "
-        f"{pluralize(len(others), 'comparison')} can give is {smallest_p_value(len(blocks), len(others)):.3g}."
+        f"mean over seeds, {_describe_limits(len(results))}. Chance: that a search of the first ends faster than one "
+        "of the second (effect size; 0.5 is none). p: Wilcoxon's signed ranks over tables with Holm's correction for "
+        f"all of one budget; the smallest that {pluralize(len(results), 'table')} and "
+        f"{pluralize(len(others), 'comparison')} can give is {smallest_p_value(len(results), len(others)):.3g}."
     )
     return ReportTable(name="pairs", title="Pairs", cells=cells, raw=raw, note=note)
 
@@ -269,10 +274,10 @@ def _rank_table(ranks: Mapping[int, FriedmanRanks]) -> ReportTable:
     return ReportTable(name="ranks", title="Ranks", cells=cells, raw=raw, note=note)
 
 
-def describe_seed_counts(blocks: Sequence[TableResult], study: BudgetStudy) -> str:
-    """Return the number of seeds of a study as text, with the searchers that had fewer on the first of `blocks`."""
-    fewer = {name: len(c.latency_ms) for name, c in blocks[0].curves.items() if len(c.latency_ms) != study.seeds}
-    listed = ", ".join(f"{name}: {count}" for name, count in fewer.items())
+def describe_seed_counts(results: Sequence[TableResult], study: BudgetStudy) -> str:
+    """Return the number of seeds of a study as text, with the searchers that had fewer."""
+    counts = {name: len(searches.seeds) for name, searches in results[0].searches.items()}
+    listed = ", ".join(f"{name}: {count}" for name, count in counts.items() if count != study.seeds)
     return f"{pluralize(study.seeds, 'seed')} ({listed})" if listed else pluralize(study.seeds, "seed")
 
 
@@ -290,7 +295,3 @@ def mean_interval(values: Floats, least: int = MIN_BLOCKS) -> tuple[float | None
         return mean, None, None
     half = float(stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / np.sqrt(len(values)))
     return mean, mean - half, mean + half
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if np.isfinite(value) else None

@@ -11,16 +11,15 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.base.errors import UserError
 from harness.base.paths import replacing
 from harness.base.untrusted import open_regular
+from harness.replay.replay import Indices
 from harness.replay.search_key import SearchKey
 
-Indices = npt.NDArray[np.int32]
 FILE, PARTS_FOLDER = "walks.parquet", "walks"
 _TEXT_COLUMNS = ("table", "searcher", "asked", "made_of")
 COLUMNS = pa.schema([
@@ -37,7 +36,7 @@ LINES_PER_BATCH = 32  # equal names are stored once, so the size of the file doe
 
 @dataclass(frozen=True, slots=True)
 class SearchPath:
-    """Evaluations of one search; its readings follow from them, see `replay.read_paths`.
+    """Evaluations of one search; its readings follow from them, see `simulated_selection.Searches`.
 
     Attributes:
         indices: Indices of the evaluated placements on the landscape, in order.
@@ -54,11 +53,7 @@ class SearchPath:
 
 
 class PathCache:
-    """Searches of a study in its file, and in part files that are not merged into it yet.
-
-    Raises:
-        UserError: A file cannot be read.
-    """
+    """Searches of a folder in its file, and in part files that are not merged into it yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -79,11 +74,7 @@ class PathCache:
         return self._folder / PARTS_FOLDER / f"{name}.parquet"
 
     def compact(self, keys: Collection[SearchKey]) -> None:
-        """Merge all parts into the one file, and drop the outdated searches of these keys.
-
-        Raises:
-            UserError: One file cannot take that many searches.
-        """
+        """Merge all parts into the one file, and drop the outdated searches of these keys."""
         parts, self._paths = self._part_files(), self._read_paths()
         outdated = self.outdated_keys(keys)
         if not parts and not outdated:
@@ -117,9 +108,6 @@ def write_part(path: Path, key: SearchKey, paths: Mapping[int, SearchPath]) -> N
 
     Args:
         path: Result of `PathCache.new_part_file`.
-
-    Raises:
-        UserError: One file cannot take that many searches.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_atomically(path, {key: paths})
@@ -139,16 +127,21 @@ def _write_atomically(path: Path, paths: Mapping[SearchKey, Mapping[int, SearchP
 
 
 def _read_lines(path: Path) -> Iterator[tuple[SearchKey, int, SearchPath]]:
-    """Yield the searches of a file that may come from another machine.
-
-    Raises:
-        UserError: The file is no cache of searches, or decompresses to more than any study has.
-    """
+    """Yield the searches of a file, which may come from another machine, with a limit of its memory."""
     try:
         with open_regular(path) as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
             if not file.schema_arrow.remove_metadata().equals(COLUMNS):
                 raise ValueError("other columns")
-            _limit_size(path, file.metadata)
+            # Sizes are checked before decompressing, because a long run of one value takes a few bytes.
+            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+            values = sum(group.column(group.num_columns - 1).num_values for group in groups)
+            names = sum(group.column(i).total_uncompressed_size for group in groups for i in range(len(_TEXT_COLUMNS)))
+            if path.stat().st_size > MAX_BYTES or names > MAX_NAME_BYTES or file.metadata.num_rows > MAX_LINES:
+                raise ValueError(
+                    f"more than {MAX_LINES} searches or {MAX_BYTES >> 20} MiB, or {MAX_NAME_BYTES >> 20} MiB of names"
+                )
+            if values > MAX_EVALUATIONS + MAX_LINES:  # an empty path counts as one
+                raise ValueError(f"more than {MAX_EVALUATIONS} evaluations")
             for batch in file.iter_batches(batch_size=LINES_PER_BATCH):
                 if any(column.null_count for column in batch.columns) or batch.column("walk").flatten().null_count:
                     raise ValueError("a value is missing")
@@ -159,16 +152,3 @@ def _read_lines(path: Path) -> Iterator[tuple[SearchKey, int, SearchPath]]:
                     yield SearchKey(*names), seed, SearchPath(walk.values.to_numpy(), budget)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path}: no cache of searches ({error}); remove it to replay them again") from error
-
-
-def _limit_size(path: Path, metadata: pq.FileMetaData) -> None:
-    """Check sizes before decompressing: a long run of one value takes a few bytes."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    values = sum(group.column(group.num_columns - 1).num_values for group in groups)
-    names = sum(group.column(i).total_uncompressed_size for group in groups for i in range(len(_TEXT_COLUMNS)))
-    if path.stat().st_size > MAX_BYTES or names > MAX_NAME_BYTES or metadata.num_rows > MAX_LINES:
-        raise ValueError(
-            f"more than {MAX_LINES} searches or {MAX_BYTES >> 20} MiB, or {MAX_NAME_BYTES >> 20} MiB of names"
-        )
-    if values > MAX_EVALUATIONS + MAX_LINES:  # an empty path counts as one
-        raise ValueError(f"more than {MAX_EVALUATIONS} evaluations")

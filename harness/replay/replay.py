@@ -2,132 +2,112 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from harness.base.errors import UserError, suggest_names
-from harness.config.sections import ModelSpec, PluginSpec
+from harness.config.sections import PluginSpec
 from harness.measure.records import Failed
 from harness.plugins import registry
 from harness.replay.recorded_landscape import NEAR_OPTIMUM_SHARE, Landscape
-from harness.replay.simulated_selection import SearchPaths
-from harness.run.prepare.model_loader import open_model
 from harness.run.search.loop import MAX_CONSECUTIVE_DUPLICATES
-from harness.runtimes.benchmark_table import BenchmarkTable
+from harness.runtimes.benchmark_table import read_table
 from harness.workers.in_process import as_outcome
 from search.api import Failure, Observation, Placement, Score, Searcher
 
 __all__ = [
-    "ReplayedSearches", "check_table", "initial_placements", "is_valid_path", "optimum_in_initial_design",
-    "read_paths", "reading_rng", "replay", "replay_once", "replay_paths",
+    "Indices", "ReplayRequest", "initial_models", "initial_placements", "is_valid_path", "load_landscape",
+    "optimum_in_initial_design", "reading_rng", "replay", "replay_once",
 ]  # fmt: skip
+
+Indices = npt.NDArray[np.int32]
+"""Path of a search: indices of its evaluated placements on the landscape, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedSearches:
-    """Replayed searches of one searcher on one table.
+class ReplayRequest:
+    """Request for searches of one searcher on one table.
 
     Attributes:
-        searcher: Name of the searcher.
-        walks: Evaluations of the searches.
-        latency_ms: Latency of the choice, of shape (seeds, evaluations); see `SearchPaths.latency_ms`.
-        wall_s: Wall-clock of the replay.
-        build_s: Recorded wall-clock of the builds and measurements that were replayed.
-    """
-
-    searcher: str
-    walks: SearchPaths
-    latency_ms: npt.NDArray[np.float64]
-    wall_s: float
-    build_s: float
-
-    @property
-    def evaluations(self) -> int:
-        """Return the number of evaluations of all searches, which may end before their budget."""
-        return int((self.walks.indices >= 0).sum())
-
-
-def replay(
-    landscape: Landscape, use: PluginSpec, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
-) -> ReplayedSearches:
-    """Replay a searcher once for each seed; arguments and errors are those of `replay_paths`."""
-    started_s = time.perf_counter()
-    found = replay_paths(landscape, use, seeds=seeds, budget=budget, initial=initial)
-    walks = read_paths(landscape, found, budget)
-    return ReplayedSearches(
-        searcher=use.name,
-        walks=walks,
-        latency_ms=walks.latency_ms(landscape),
-        wall_s=time.perf_counter() - started_s,
-        build_s=float(walks.elapsed_s(landscape)[:, -1].sum()),
-    )
-
-
-def replay_paths(
-    landscape: Landscape, use: PluginSpec, *, seeds: Sequence[int], budget: int, initial: Sequence[str] = ()
-) -> dict[int, npt.NDArray[np.int32]]:
-    """Return the indices of the evaluated placements in order, by seed.
-
-    Args:
-        use: The searcher with its parameters.
+        searcher: The searcher with its parameters.
+        table: File of the table.
+        seeds: Seed of each search.
         budget: Number of evaluations of one search; repeated models do not count.
         initial: Names of the initial placements (float, all, linear), which count.
+    """
+
+    searcher: PluginSpec
+    table: Path
+    seeds: Sequence[int]
+    budget: int
+    initial: Sequence[str] = ()
+
+
+def load_landscape(table: Path) -> Landscape:
+    """Return the search problem of a table's file, which is read once as long as it does not change."""
+    return _read_landscape(table, table.stat().st_mtime_ns if table.is_file() else 0)
+
+
+@lru_cache(maxsize=64)
+def _read_landscape(table: Path, _written_ns: int) -> Landscape:
+    return Landscape(read_table(table))
+
+
+def replay(landscape: Landscape, request: ReplayRequest) -> dict[int, Indices]:
+    """Return the path of each search by its seed.
 
     Raises:
         UserError: The searcher, a parameter or a name is unknown; or the searcher raised an error, with the end of its
             traceback.
     """
-    if budget < 1 or not seeds:
-        raise UserError(f"a replay needs a budget and seeds of at least 1, but got {budget} and {len(seeds)}")
-    space, first = landscape.table.subspace.space, initial_placements(landscape, initial)
+    use, budget = request.searcher, request.budget
+    if budget < 1 or not request.seeds:
+        raise UserError(f"a replay needs a budget and seeds of at least 1, but got {budget} and {len(request.seeds)}")
+    space, first = landscape.table.subspace.space, initial_placements(landscape, request.initial)
     factory = registry.check_params("searcher", use.use, use.params, supplied=("space", "seed"))
-
-    def searcher(seed: int) -> Any:
-        return registry.call_plugin(f"searcher {use.use!r}", lambda: factory(space, seed=seed, **use.params))
-
-    def run(seed: int) -> list[int]:
-        made = searcher(seed)
-        found = as_outcome("search", lambda: replay_once(landscape, made, budget=budget, seed=seed, first=first))
-        if isinstance(found, Failed):
-            raise UserError(f"searcher {use.name!r}, seed {seed}, failed; {found.reason}\n{found.log_tail}")
-        return found
-
+    paths: dict[int, Indices] = {}
     with threadpool_limits(1):  # small matrices; see `harness.run.search.searcher_guard`
-        return {seed: np.array(run(seed), dtype=np.int32) for seed in seeds}
+        for seed in request.seeds:
+            searcher = registry.call_plugin(f"searcher {use.use!r}", partial(factory, space, seed=seed, **use.params))
+            run = partial(replay_once, landscape, searcher, budget=budget, seed=seed, first=first)
+            found = as_outcome("search", run)
+            if isinstance(found, Failed):
+                raise UserError(f"searcher {use.name!r}, seed {seed}, failed; {found.reason}\n{found.log_tail}")
+            paths[seed] = np.array(found, dtype=np.int32)
+    return paths
 
 
-def read_paths(landscape: Landscape, walks: Mapping[int, npt.NDArray[np.int32]], budget: int) -> SearchPaths:
-    """Return searches with their readings, which follow from the seed and the evaluated placements.
+def replay_once(
+    landscape: Landscape, searcher: Searcher, *, budget: int, seed: int, first: Sequence[Placement] = ()
+) -> list[int]:
+    """Replay one search like `harness.run.search.loop`; a repeated model is reported without an evaluation.
 
-    Args:
-        walks: Indices of the evaluated placements in order, by seed.
-        budget: Maximum number of evaluations of one search.
-
-    Raises:
-        ValueError: The indices cannot be those of a search on this landscape.
+    Returns:
+        The evaluated indices in order; for their readings see `harness.replay.simulated_selection.Searches`.
     """
-    indices, readings_ms = np.full((len(walks), budget), -1), np.full((len(walks), budget), np.inf)
-    for row, (seed, walk) in enumerate(walks.items()):
-        rng = reading_rng(seed)
-        if len(walk) > budget or not is_valid_path(landscape, walk):
-            raise ValueError(f"seed {seed}: more than {budget} evaluations, or no search of this table")
-        indices[row, : len(walk)] = walk
-        readings_ms[row, : len(walk)] = [_reading_ms(landscape.observe(index, rng)) for index in walk.tolist()]
-    return SearchPaths(seeds=tuple(walks), indices=indices, readings_ms=readings_ms)
-
-
-def is_valid_path(landscape: Landscape, walk: npt.NDArray[np.int32]) -> bool:
-    """Return whether these can be the indices of one search: all on the landscape, and no model twice."""
-    there = bool(np.all((walk >= 0) & (walk < len(landscape.outcomes))))
-    return there and len(np.unique(landscape.identity[walk])) == len(walk)
+    space, rng = landscape.table.subspace.space, reading_rng(seed)
+    known: dict[int, Score | Failure] = {}
+    path: list[int] = []
+    waiting, duplicates = list(first)[::-1], 0
+    while len(known) < budget and duplicates < MAX_CONSECUTIVE_DUPLICATES:
+        asked = [waiting.pop()] if waiting else searcher.ask(1)
+        if not asked:
+            break
+        index = landscape.index(space.validate(asked[0]))
+        key = int(landscape.identity[index])
+        outcome = known.get(key)
+        duplicates = 0 if outcome is None else duplicates + 1
+        if outcome is None:
+            outcome = known[key] = landscape.observe(index, rng)
+            path.append(index)
+        searcher.tell(Observation(placement=asked[0], digest=space.digest(asked[0]), outcome=outcome))
+    return path
 
 
 def reading_rng(seed: int) -> np.random.Generator:
@@ -135,16 +115,14 @@ def reading_rng(seed: int) -> np.random.Generator:
     return np.random.default_rng([seed, 0x5EED])
 
 
-def _reading_ms(outcome: Score | Failure) -> float:
-    """Return the reading in ms; infinite for a failure or a violated bound."""
-    return outcome.objective if isinstance(outcome, Score) and outcome.violation == 0 else math.inf
+def is_valid_path(landscape: Landscape, path: Indices) -> bool:
+    """Return whether these can be the indices of one search: all on the landscape, and no model twice."""
+    there = bool(np.all((path >= 0) & (path < len(landscape.outcomes))))
+    return there and len(np.unique(landscape.identity[path])) == len(path)
 
 
 def initial_placements(landscape: Landscape, initial: Sequence[str]) -> list[Placement]:
-    """Return the initial placements of every search of a table.
-
-    Args:
-        initial: Names: float, all, linear.
+    """Return the placements of the names of initial placements: float, all, linear.
 
     Raises:
         UserError: A name is unknown.
@@ -161,6 +139,12 @@ def initial_placements(landscape: Landscape, initial: Sequence[str]) -> list[Pla
     return [simple[name]() for name in initial]
 
 
+def initial_models(landscape: Landscape, initial: Sequence[str]) -> list[int]:
+    """Return the different models of the initial placements in order, as numbers of `Landscape.identity`."""
+    indices = [landscape.index(placement) for placement in initial_placements(landscape, initial)]
+    return list(dict.fromkeys(landscape.identity[indices].tolist())) if indices else []
+
+
 def optimum_in_initial_design(landscape: Landscape, initial: Sequence[str]) -> str:
     """Return the name of the initial placement that is the optimum, or within 1 % of it; "" without one.
 
@@ -171,44 +155,3 @@ def optimum_in_initial_design(landscape: Landscape, initial: Sequence[str]) -> s
     measured = [(float(landscape.latency_ms[landscape.index(placement)]), name) for name, placement in found]
     latency_ms, name = min(measured, default=(float("inf"), ""))
     return name if latency_ms <= near_ms else ""
-
-
-def replay_once(
-    landscape: Landscape, searcher: Searcher, *, budget: int, seed: int, first: Sequence[Placement] = ()
-) -> list[int]:
-    """Replay one search like `harness.run.search.loop`; a repeated model is reported without an evaluation.
-
-    Returns:
-        The evaluated indices in order; for their readings see `read_paths`.
-    """
-    space, rng = landscape.table.subspace.space, reading_rng(seed)
-    known: dict[int, Score | Failure] = {}
-    walk: list[int] = []
-    waiting, duplicates = list(first)[::-1], 0
-    while len(known) < budget and duplicates < MAX_CONSECUTIVE_DUPLICATES:
-        asked = [waiting.pop()] if waiting else searcher.ask(1)
-        if not asked:
-            break
-        index = landscape.index(space.validate(asked[0]))
-        key = int(landscape.identity[index])
-        outcome = known.get(key)
-        duplicates = 0 if outcome is None else duplicates + 1
-        if outcome is None:
-            outcome = known[key] = landscape.observe(index, rng)
-            walk.append(index)
-        searcher.tell(Observation(placement=asked[0], digest=space.digest(asked[0]), outcome=outcome))
-    return walk
-
-
-def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
-    """Check that a table is of a model.
-
-    Raises:
-        UserError: The table is of another model, or the model cannot be loaded.
-    """
-    model = open_model(spec, work)
-    if model.sha256 != table.metadata.model_sha256:
-        raise UserError(
-            f"{table.path} is of another model: it was recorded of {table.metadata.source} "
-            f"({table.metadata.model_sha256[:12]}), but {spec.use} is {model.sha256[:12]}"
-        )

@@ -1,53 +1,74 @@
-"""Replay of many searches in worker processes, with every finished batch cached as a file."""
+"""Replay of requested searches in worker processes; a folder caches them, and only those that it lacks are replayed."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
 from harness.base.errors import UserError
 from harness.base.progress import Observer
-from harness.config.sections import PluginSpec
-from harness.replay.budget_tables import SearchCurves
-from harness.replay.path_cache import Indices, PathCache, SearchPath, write_part
-from harness.replay.recorded_landscape import Landscape
-from harness.replay.replay import initial_placements, is_valid_path, read_paths, replay_paths
+from harness.replay.path_cache import PathCache, SearchPath, write_part
+from harness.replay.replay import Indices, ReplayRequest, initial_models, is_valid_path, load_landscape, replay
 from harness.replay.search_key import SearchKey
-from harness.replay.study_file import BudgetStudy, ReplayedSearcher
-from harness.runtimes.benchmark_table import read_table
 
 SEARCHES_PER_BATCH = 10  # an interruption loses at most these in each worker
+Batch = tuple[Path, SearchKey, ReplayRequest]
+"""Part file to write, key of the searches, and the searches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayBatch:
-    """Searches of one searcher on one table; `path` is the part file to write."""
+def replay_cached(
+    out: Path, requests: Mapping[SearchKey, ReplayRequest], observer: Observer, *, workers: int = 1
+) -> dict[SearchKey, dict[int, Indices]]:
+    """Return the paths of the requested searches by key and seed, from the cache in a folder or from a replay.
 
-    key: SearchKey
-    table: Path
-    searcher: PluginSpec
-    seeds: tuple[int, ...]
-    budget: int
-    initial: tuple[str, ...]
-    path: Path
+    Cached searches with damaged paths, or of other code, tables or libraries, are replayed again.
 
+    Args:
+        workers: Number of processes.
 
-def _cached_paths(cache: PathCache, key: SearchKey, landscape: Landscape, study: BudgetStudy) -> dict[int, Indices]:
-    """Return the cached searches by seed, without those that cannot be searches of this table."""
-    initial = dict.fromkeys(landscape.index(placement) for placement in initial_placements(landscape, study.initial))
-    first = list(dict.fromkeys(landscape.identity[list(initial)].tolist()))[: study.max_evaluations]
-    paths = {seed: path.truncate_to_budget(study.max_evaluations) for seed, path in cache.paths_by_seed(key).items()}
+    Raises:
+        UserError: A searcher or placement is unknown, a worker died, or the cache cannot be read or take more searches.
+    """
+    cache, batches, refused = PathCache(out), list[Batch](), list[str]()
+    outdated = {key.question for key in cache.outdated_keys(requests)}
+    for key, request in requests.items():
+        cached = cache.paths_by_seed(key)
+        usable = _usable_seeds(cached, request)
+        seeds = [seed for seed in request.seeds if seed not in usable]
+        damaged = any(cached[seed].budget >= request.budget for seed in seeds if seed in cached)
+        if seeds and (damaged or key.question in outdated):
+            refused.append(key.searcher)
+        for first in range(0, len(seeds), SEARCHES_PER_BATCH):
+            batch = tuple(seeds[first : first + SEARCHES_PER_BATCH])
+            path = cache.new_part_file(key, batch, request.budget)
+            batches.append((path, key, replace(request, seeds=batch)))
+    if refused:
+        again = ", ".join(dict.fromkeys(refused))
+        observer.say(f"Replayed again, because the cache is of other code, tables or libraries, or damaged: {again}")
+    with observer.work("replay", len(batches)) as step:
+        for _, _, request in _replay_unordered(batches, workers):
+            step.advance(f"{request.searcher.name} on {request.table.stem}")
+    cache.compact(requests)
     return {
-        seed: path
+        key: {seed: cache.paths_by_seed(key)[seed].indices[: request.budget] for seed in request.seeds}
+        for key, request in requests.items()
+    }
+
+
+def _usable_seeds(cached: Mapping[int, SearchPath], request: ReplayRequest) -> set[int]:
+    """Return the seeds whose cached searches answer a request and can be searches of its table."""
+    landscape = load_landscape(request.table)
+    first = initial_models(landscape, request.initial)[: request.budget]
+    paths = {seed: cached[seed].truncate_to_budget(request.budget) for seed in request.seeds if seed in cached}
+    return {
+        seed
         for seed, path in paths.items()
         if path is not None
         and is_valid_path(landscape, path)
@@ -55,104 +76,32 @@ def _cached_paths(cache: PathCache, key: SearchKey, landscape: Landscape, study:
     }
 
 
-def missing_batches(
-    cache: PathCache,
-    key: SearchKey,
-    table: Path,
-    landscape: Landscape,
-    searcher: ReplayedSearcher,
-    study: BudgetStudy,
-) -> list[ReplayBatch]:
-    """Return the searches that are not cached, in batches."""
-    cached = _cached_paths(cache, key, landscape, study)
-    seeds = [seed for seed in range(searcher.seeds or study.seeds) if seed not in cached]
-    batches = [tuple(seeds[first : first + SEARCHES_PER_BATCH]) for first in range(0, len(seeds), SEARCHES_PER_BATCH)]
-    return [
-        ReplayBatch(
-            key=key,
-            table=table,
-            searcher=searcher,
-            seeds=batch,
-            budget=study.max_evaluations,
-            initial=study.initial,
-            path=cache.new_part_file(key, batch, study.max_evaluations),
-        )
-        for batch in batches
-    ]
-
-
-def replay_batches(batches: Sequence[ReplayBatch], workers: int, observer: Observer) -> None:
-    """Replay batches and write them to their files.
-
-    Args:
-        workers: Number of processes.
-
-    Raises:
-        UserError: A searcher or placement is unknown, or a worker died.
-    """
-    with observer.work("replay", len(batches)) as step:
-        for batch in _replay_unordered(batches, workers):
-            step.advance(f"{batch.searcher.name} on {batch.table.stem}")
-
-
-def search_curves(
-    cache: PathCache, key: SearchKey, landscape: Landscape, searcher: ReplayedSearcher, study: BudgetStudy
-) -> SearchCurves:
-    """Return the curves of the cached searches of all seeds.
-
-    Raises:
-        KeyError: A search is not cached; see `missing_batches`.
-    """
-    cached = _cached_paths(cache, key, landscape, study)
-    paths = read_paths(
-        landscape, {seed: cached[seed] for seed in range(searcher.seeds or study.seeds)}, study.max_evaluations
-    )
-    return SearchCurves(
-        latency_ms=paths.latency_ms(landscape),
-        found_ms=paths.found_ms(landscape),
-        elapsed_s=paths.elapsed_s(landscape),
-        evaluations=(paths.indices >= 0).sum(axis=1),
-    )
-
-
-@contextmanager
-def _safe_import_path() -> Iterator[None]:
-    """Keep the working folder out of the import path of processes that start meanwhile."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
-
-
-def _replay_unordered(batches: Sequence[ReplayBatch], workers: int) -> Iterator[ReplayBatch]:
+def _replay_unordered(batches: Sequence[Batch], workers: int) -> Iterator[Batch]:
     """Replay batches, in this process if one worker is enough, and yield each when it is done."""
     if min(workers, len(batches)) < 2:
         for batch in batches:
-            _replay_batch(batch)
+            _replay_batch(*batch)
             yield batch
         return
+    before = os.environ.get("PYTHONSAFEPATH", "")
+    os.environ["PYTHONSAFEPATH"] = "1"  # the working folder is not on the import path of the workers
     context = multiprocessing.get_context("spawn")
-    with (
-        _safe_import_path(),
-        ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker) as pool,
-    ):
-        waiting = {pool.submit(_replay_batch, batch): batch for batch in batches}
-        try:
-            for done in as_completed(waiting):
-                done.result()
-                yield waiting[done]
-        except BrokenProcessPool as error:
-            raise UserError(
-                "a worker ended, possibly for lack of memory; finished searches are saved: run the same command again, "
-                "with --workers 1"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+    try:
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_worker) as pool:
+            waiting = {pool.submit(_replay_batch, *batch): batch for batch in batches}
+            try:
+                for done in as_completed(waiting):
+                    done.result()
+                    yield waiting[done]
+            finally:
+                pool.shutdown(cancel_futures=True)
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker ended, possibly for lack of memory; finished searches are saved: run the same command again, "
+            "with --workers 1"
+        ) from error
+    finally:
+        os.environ["PYTHONSAFEPATH"] = before
 
 
 def _initialize_worker() -> None:
@@ -171,13 +120,6 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _replay_batch(batch: ReplayBatch) -> None:
-    landscape = _load_landscape(batch.table, batch.table.stat().st_mtime_ns)
-    paths = replay_paths(landscape, batch.searcher, seeds=batch.seeds, budget=batch.budget, initial=batch.initial)
-    write_part(batch.path, batch.key, {seed: SearchPath(path, batch.budget) for seed, path in paths.items()})
-
-
-@lru_cache(maxsize=1)
-def _load_landscape(table: Path, _written_ns: int) -> Landscape:
-    """Read a table, cached by path and time of the last change."""
-    return Landscape(read_table(table))
+def _replay_batch(path: Path, key: SearchKey, request: ReplayRequest) -> None:
+    paths = replay(load_landscape(request.table), request)
+    write_part(path, key, {seed: SearchPath(indices, request.budget) for seed, indices in paths.items()})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,35 +17,17 @@ from harness.config.sections import ModelSpec, PluginSpec
 from harness.replay.budget_tables import RISES
 from harness.replay.landscape_metrics import estimate_drift, measure_difficulty
 from harness.replay.recorded_landscape import NEAR_OPTIMUM_SHARE, Floats, Landscape, MetricBound
-from harness.replay.replay import ReplayedSearches, check_table, initial_placements, optimum_in_initial_design, replay
-from harness.replay.simulated_selection import RANDOM_LABEL, random_search
+from harness.replay.replay import ReplayRequest, initial_placements, optimum_in_initial_design, replay
+from harness.replay.simulated_selection import RANDOM_LABEL, Searches, random_search
 from harness.replay.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS
 from harness.report.report_table import format_interval, write_csv
 from harness.report.statistics import quartiles
+from harness.run.prepare.model_loader import open_model
 from harness.runtimes.benchmark_table import BenchmarkTable
 
 LINE_STYLES = ("-", "--", "-.", ":")
 TableText = tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]
 """Header, rows and notes of a table."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayRequest:
-    """Options of `qdq replay`.
-
-    Attributes:
-        seeds: Number of searches of each searcher, with seeds from 0.
-        budget: Number of evaluations of each search.
-        initial: Names of the initial placements.
-        at_least: "METRIC=VALUE" that a placement must reach; None: no bound.
-        model: Model that the table must be of; None: any.
-    """
-
-    seeds: int = 100
-    budget: int = 100
-    initial: tuple[str, ...] = ()
-    at_least: str | None = None
-    model: str | None = None
 
 
 def table_lines(table: BenchmarkTable) -> list[str]:
@@ -75,60 +57,75 @@ def table_lines(table: BenchmarkTable) -> list[str]:
     ]
 
 
-def replay_all(table: BenchmarkTable, searchers: Sequence[str], order: ReplayRequest, out: Path | None) -> TableText:
+def replay_all(
+    table: BenchmarkTable,
+    searchers: Sequence[str],
+    *,
+    seeds: int = 100,
+    budget: int = 100,
+    initial: Sequence[str] = (),
+    at_least: str | None = None,
+    model: str | None = None,
+    out: Path | None = None,
+) -> TableText:
     """Replay searchers, and random search from the same start.
 
     Args:
+        seeds: Number of searches of each searcher, with seeds from 0.
+        budget: Number of evaluations of each search.
+        initial: Names of the initial placements.
+        at_least: "METRIC=VALUE" that a placement must reach; None: no bound.
+        model: Model that the table must be of; None: any.
         out: Folder for curves.csv (one line for each searcher, seed and evaluation; random search as the mean of its
             searches, with the seed -1) and curves.png; None: neither.
-
-    Raises:
-        UserError: The table is of another model, a searcher, placement or metric is unknown, or the folder cannot be
-            written.
     """
-    if order.budget > MAX_EVALUATIONS_PER_SEARCH or order.seeds > MAX_SEEDS:
+    if budget > MAX_EVALUATIONS_PER_SEARCH or seeds > MAX_SEEDS:
         raise UserError(
             f"a replay has at most {MAX_EVALUATIONS_PER_SEARCH} evaluations and {MAX_SEEDS} seeds, but got "
-            f"{order.budget} and {order.seeds}"
+            f"{budget} and {seeds}"
         )
-    if order.model is not None:
+    if model is not None:
         with tempfile.TemporaryDirectory() as work:
-            check_table(table, ModelSpec(use=order.model, label="model"), Path(work))
-    landscape = Landscape(table, None if order.at_least is None else _parse_bound(order.at_least))
-    random_ms = random_search(landscape, order.budget, initial_placements(landscape, order.initial))
-    replayed = [
-        replay(landscape, PluginSpec(use=name), seeds=range(order.seeds), budget=order.budget, initial=order.initial)
-        for name in searchers
-    ]
+            check_table(table, ModelSpec(use=model, label="model"), Path(work))
+    landscape = Landscape(table, None if at_least is None else _parse_bound(at_least))
+    curves = {RANDOM_LABEL: random_search(landscape, budget, initial)}
+    notes = []
+    for name in searchers:
+        started_s = time.perf_counter()
+        use = PluginSpec(use=name)
+        request = ReplayRequest(searcher=use, table=table.path, seeds=range(seeds), budget=budget, initial=initial)
+        searches = Searches(landscape, replay(landscape, request), budget)
+        curves[use.name] = searches.latency_ms
+        count, wall_s = int(searches.evaluations.sum()), time.perf_counter() - started_s
+        notes.append(
+            f"{use.name}: {count} evaluations in {wall_s:.2f} s ({count / wall_s:.0f} a second), in place of "
+            f"{searches.elapsed_s[:, -1].sum() / 3600:.2f} h of builds and measurements"
+        )
+    optimum_ms = float(landscape.latency_ms[landscape.optimum])
     if out is not None:
         with explain_write_errors(out):
-            _write_files(landscape, random_ms, replayed, out)
-    marks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000) if n < order.budget] + [order.budget]
+            out.mkdir(parents=True, exist_ok=True)
+            write_csv(pd.concat([_curve_frame(*curve, optimum_ms) for curve in curves.items()]), out / "curves.csv")
+            _draw_curves(table.metadata.model, curves, optimum_ms, out / "curves.png")
+    marks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000) if n < budget] + [budget]
     header = ("searcher", *(str(mark) for mark in marks))
-    optimum_ms = landscape.latency_ms[landscape.optimum]
-    curves = [(RANDOM_LABEL, random_ms), *((searches.searcher, searches.latency_ms) for searches in replayed)]
-    rows = [(name, *_format_row(latency_ms, marks, optimum_ms)) for name, latency_ms in curves]
+    rows = [
+        (name, *(format_interval(*quartiles(100 * (latency_ms[:, n - 1] / optimum_ms - 1))) for n in marks))
+        for name, latency_ms in curves.items()
+    ]
     spent = f"after {', '.join(header[1:])} evaluations"
     columns = f"columns: latency above the optimum in % {spent}, median over searches [quartiles]"
-    initial = _describe_initial_latency(landscape, order.initial)
-    nothing = _explain_flat_table(landscape, order.initial)
-    return header, rows, [columns, RISES, *filter(None, [initial, nothing]), *_format_notes(replayed)]
+    return header, rows, [columns, RISES, *_describe_start(landscape, initial), *notes]
 
 
-def _describe_initial_latency(landscape: Landscape, initial: Sequence[str]) -> str:
-    """Return the latencies of the initial placements with the dimensions that the table fixes; "" for none."""
-    named = zip(initial, initial_placements(landscape, initial), strict=True)
-    initial = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in named]
-    return f"initial placements, with the dimensions that the table fixes: {', '.join(initial)}" if initial else ""
-
-
-def _explain_flat_table(landscape: Landscape, initial: Sequence[str]) -> str:
-    """Return a warning if all searchers are equal on this table, or ""."""
-    name = optimum_in_initial_design(landscape, initial)
-    return name and (
-        f"all searchers are equal on {landscape.table.path.stem}: the initial placement {name!r} is within "
-        f"{100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum; start without any (initial: none; here without --initial)"
-    )
+def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
+    """Raise `UserError` if a table is of another model than the given one."""
+    model = open_model(spec, work)
+    if model.sha256 != table.metadata.model_sha256:
+        raise UserError(
+            f"{table.path} is of another model: it was recorded of {table.metadata.source} "
+            f"({table.metadata.model_sha256[:12]}), but {spec.use} is {model.sha256[:12]}"
+        )
 
 
 def _parse_bound(text: str) -> MetricBound:
@@ -141,34 +138,25 @@ def _parse_bound(text: str) -> MetricBound:
         raise UserError(f"--at-least {text}: METRIC=VALUE, for instance sqnr_db=20") from None
 
 
-def _format_row(latency_ms: Floats, marks: Sequence[int], optimum_ms: float) -> Iterator[str]:
-    for mark in marks:
-        yield format_interval(*quartiles(100 * (latency_ms[:, mark - 1] / optimum_ms - 1)))
-
-
-def _format_notes(replayed: Sequence[ReplayedSearches]) -> Iterator[str]:
-    for searches in replayed:
+def _describe_start(landscape: Landscape, initial: Sequence[str]) -> Iterator[str]:
+    """Yield the latencies of the initial placements, and a warning if all searchers are equal on the table."""
+    if initial:
+        named = zip(initial, initial_placements(landscape, initial), strict=True)
+        listed = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in named]
+        yield f"initial placements, with the dimensions that the table fixes: {', '.join(listed)}"
+    if name := optimum_in_initial_design(landscape, initial):
         yield (
-            f"{searches.searcher}: {searches.evaluations} evaluations in {searches.wall_s:.2f} s "
-            f"({searches.evaluations / searches.wall_s:.0f} a second), in place of {searches.build_s / 3600:.2f} h of "
-            "builds and measurements"
+            f"all searchers are equal on {landscape.table.path.stem}: the initial placement {name!r} is within "
+            f"{100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum; start without any (initial: none; here without "
+            "--initial)"
         )
 
 
-def _write_files(landscape: Landscape, random_ms: Floats, replayed: Sequence[ReplayedSearches], out: Path) -> None:
-    optimum_ms = float(landscape.latency_ms[landscape.optimum])
-    out.mkdir(parents=True, exist_ok=True)
-    frames = [_curve_frame(RANDOM_LABEL, [-1], random_ms.mean(axis=0, keepdims=True), optimum_ms)]
-    frames += [
-        _curve_frame(searches.searcher, searches.walks.seeds, searches.latency_ms, optimum_ms) for searches in replayed
-    ]
-    write_csv(pd.concat(frames), out / "curves.csv")
-    _draw_curves(landscape, random_ms, replayed, out / "curves.png")
-
-
-def _curve_frame(searcher: str, seeds: Sequence[int], latency_ms: Floats, optimum_ms: float) -> pd.DataFrame:
-    """Return one line for each seed and evaluation."""
-    budget = latency_ms.shape[1]
+def _curve_frame(searcher: str, latency_ms: Floats, optimum_ms: float) -> pd.DataFrame:
+    """Return one line for each seed and evaluation; the mean of all searches for random search."""
+    seeds, budget = np.arange(len(latency_ms)), latency_ms.shape[1]
+    if searcher == RANDOM_LABEL:
+        seeds, latency_ms = np.array([-1]), latency_ms.mean(axis=0, keepdims=True)
     return pd.DataFrame(
         {
             "searcher": searcher,
@@ -180,23 +168,22 @@ def _curve_frame(searcher: str, seeds: Sequence[int], latency_ms: Floats, optimu
     )
 
 
-def _draw_curves(landscape: Landscape, random_ms: Floats, replayed: Sequence[ReplayedSearches], path: Path) -> None:
+def _draw_curves(model: str, curves: Mapping[str, Floats], optimum_ms: float, path: Path) -> None:
     """Plot median regret over evaluations: of random searches with a band of their quartiles, and of searchers."""
     from harness.report.plots.figures import COLOURS, figure_file
 
-    optimum_ms = landscape.latency_ms[landscape.optimum]
-    evaluations = np.arange(1, random_ms.shape[1] + 1)
+    evaluations = np.arange(1, curves[RANDOM_LABEL].shape[1] + 1)
     with figure_file(path, columns=(1,)) as (axes,):
-        low, middle, high = 100 * (np.quantile(random_ms, (0.25, 0.5, 0.75), axis=0) / optimum_ms - 1)
-        axes.fill_between(evaluations, low, high, step="post", color="0.9")
-        axes.step(evaluations, middle, where="post", color="0.4", label=RANDOM_LABEL)
-        for index, searches in enumerate(replayed):
-            regret = 100 * (np.median(searches.latency_ms, axis=0) / optimum_ms - 1)
+        for index, (name, latency_ms) in enumerate(curves.items(), -1):
+            low, middle, high = 100 * (np.quantile(latency_ms, (0.25, 0.5, 0.75), axis=0) / optimum_ms - 1)
             style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINE_STYLES[index % len(LINE_STYLES)]}
-            axes.step(evaluations, regret, where="post", label=searches.searcher, **style)
+            if name == RANDOM_LABEL:
+                axes.fill_between(evaluations, low, high, step="post", color="0.9")
+                style = {"color": "0.4"}
+            axes.step(evaluations, middle, where="post", label=name, **style)
         axes.set_xlabel("evaluations")
         axes.set_ylabel("latency above the optimum, %, median over searches")
-        axes.set_title(landscape.table.metadata.model)
+        axes.set_title(model)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)

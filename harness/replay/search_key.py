@@ -6,7 +6,8 @@ import ast
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,8 +20,7 @@ from harness.base.statistics import stderr_of_median
 from harness.config.sections import PluginSpec
 from harness.plugins.registry import load_plugin
 from harness.replay.recorded_landscape import Landscape
-from harness.replay.replay import replay_paths
-from harness.replay.study_file import BudgetStudy, ReplayedSearcher
+from harness.replay.replay import replay
 from harness.run.search.loop import MAX_CONSECUTIVE_DUPLICATES
 from harness.runtimes.benchmark_table import BenchmarkTable
 from search.space import Space
@@ -33,6 +33,8 @@ LIBRARIES = {
     "kernel_tuner": "kernel-tuner", "nevergrad": "nevergrad", "optuna": "optuna", "scipy": "scipy",
     "sklearn": "scikit-learn", "smac": "smac", "syne_tune": "syne-tune", "torch": "torch",
 }  # fmt: skip
+# Code in whose modules the results are computed that a searcher receives.
+READING_CODE = (Landscape, Space, BenchmarkTable, replay, stderr_of_median)
 LAZY_LIBRARIES = ("scipy", "torch")  # Optuna imports these, and optionally cmaes, for some of its samplers only
 
 
@@ -56,77 +58,55 @@ class SearchKey:
         return self.table, self.searcher, self.asked
 
 
-def search_key(table: Path, searcher: ReplayedSearcher, study: BudgetStudy) -> SearchKey:
-    """Return the key of the searches of a searcher on a table.
+def search_key(table: Path, searcher: PluginSpec, initial: Sequence[str]) -> SearchKey:
+    """Return the key of the searches of a searcher on a table from the initial placements of these names.
 
     The budget is not part of the key: searchers do not know it, so a search with a smaller budget is the start of one
     with a larger budget.
-
-    Raises:
-        UserError: The searcher does not exist, or the table cannot be read.
     """
-    asked = {"use": searcher.use, "params": searcher.params, "initial": study.initial}
+    asked = {"use": searcher.use, "params": searcher.params, "initial": initial}
     codes, libraries = describe_code(searcher)
     made_of = {"patience": MAX_CONSECUTIVE_DUPLICATES, "libraries": libraries}
     try:
         content = hashlib.sha256(table.read_bytes()).digest()
     except OSError as error:
         raise UserError(f"{table}: cannot be read: {error.strerror or error}") from error
-    code = (content, *codes, *_observation_sources())
-    return SearchKey(table.stem, searcher.name, _settings_digest(asked), _settings_digest(made_of, *code))
+    readings = [normalised_ast(Path(str(inspect.getsourcefile(each))).read_bytes()) for each in READING_CODE]
+    return SearchKey(
+        table.stem, searcher.name, _settings_digest(asked), _settings_digest(made_of, content, *codes, *readings)
+    )
+
+
+def _settings_digest(settings: dict[str, Any], *content: bytes) -> str:
+    text = json.dumps(settings, sort_keys=True, default=str).encode()
+    return hashlib.sha256(b"".join([text, *content])).hexdigest()[:24]
 
 
 def describe_code(searcher: PluginSpec) -> tuple[list[bytes], dict[str, str | None]]:
     """Return the digests of the code of a searcher and of those in its parameters, and the versions of their libraries.
 
-    Raises:
-        UserError: A searcher does not exist.
+    The version of a library is without the build of a wheel; None if it is not installed.
     """
     params = searcher.params  # parameters may name further searchers, also plug-ins
     members = params.get("members")
     nested = (*(members if isinstance(members, list | tuple) else ()), params.get("searcher"))
-    files = [_searcher_file(use) for use in (searcher.use, *nested) if isinstance(use, str)]
-    return [code_digest(file, SEARCH_PACKAGE) for file in files], _library_versions(
-        files, json.dumps(params, default=str)
-    )
-
-
-def _settings_digest(settings: dict[str, Any], *content: bytes) -> str:
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for part in content:
-        digest.update(part)
-    return digest.hexdigest()[:24]
-
-
-def _searcher_file(use: str) -> Path | None:
-    try:
-        file = inspect.getsourcefile(load_plugin("searcher", use))
-    except TypeError:
-        return None
-    return None if file is None else Path(file)
-
-
-def _library_versions(files: list[Path | None], params: str) -> dict[str, str | None]:
-    """Return the versions of the libraries of a searcher, without the build of a wheel."""
+    files: list[Path | None] = []
+    for use in (searcher.use, *nested):
+        if isinstance(use, str):
+            try:
+                source = inspect.getsourcefile(load_plugin("searcher", use))
+            except TypeError:  # neither a class nor a function
+                source = None
+            files.append(None if source is None else Path(source))
     modules = {name for file in files for name in imported_modules(file, SEARCH_PACKAGE)}
     names = {"numpy", *(name for module, name in LIBRARIES.items() if module in modules)}
     if "optuna" in modules:
-        names |= {*LAZY_LIBRARIES, *(("cmaes",) if "CmaEs" in params else ())}
-    return {name: _library_version(name) for name in sorted(names)}
-
-
-def _library_version(name: str) -> str | None:
-    try:
-        return version(name).partition("+")[0]
-    except PackageNotFoundError:
-        return None
-
-
-@lru_cache(maxsize=1)
-def _observation_sources() -> tuple[bytes, ...]:
-    """Return the normalised sources of the code that computes the results a searcher receives."""
-    objects = (Landscape, Space, BenchmarkTable, replay_paths, stderr_of_median)
-    return tuple(normalised_ast(Path(str(inspect.getsourcefile(each))).read_bytes()) for each in objects)
+        names |= {*LAZY_LIBRARIES, *(("cmaes",) if "CmaEs" in json.dumps(params, default=str) else ())}
+    versions: dict[str, str | None] = dict.fromkeys(sorted(names))
+    for name in versions:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name).partition("+")[0]
+    return [code_digest(file, SEARCH_PACKAGE) for file in files], versions
 
 
 def code_digest(file: Path | None, package: Path) -> bytes:

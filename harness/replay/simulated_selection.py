@@ -7,8 +7,8 @@ reading would favour readings that are low by chance, unlike `qdq run`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,11 @@ from harness.config.sections import Confirmation
 from harness.measure.elimination import TURNS_PER_RACING_ROUND, race_winner
 from harness.measure.records import Failed, Outcome
 from harness.replay.recorded_landscape import Floats, Landscape
+from harness.replay.replay import Indices, initial_models, is_valid_path, reading_rng
 from harness.run.select.racing import SAMPLES_PER_TURN
-from search.space import Placement
+from search.api import Score
 
-Indices = npt.NDArray[np.intp]
+Positions = npt.NDArray[np.intp]
 DEFAULT_FINALISTS = Confirmation().candidates
 TURNS_PER_BATCH = 2**24  # number of turns drawn at a time
 TURNS_PER_RACE = sum(TURNS_PER_RACING_ROUND)  # number of turns of a candidate that is not eliminated
@@ -32,52 +33,80 @@ NUMBERS_PER_BATCH = 2**22  # number of random numbers drawn at a time
 MAX_TURNS_IN_MEMORY = 2**26
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchPaths:
-    """Evaluations of several searches, in order; both arrays have the shape (searches, evaluations).
+class Searches:
+    """Replayed searches of one searcher on one table; all arrays have the shape (searches, evaluations).
+
+    Args:
+        landscape: The table.
+        paths: Evaluated placements of each search by its seed; the readings follow from both.
+        budget: Maximum number of evaluations of one search.
 
     Attributes:
         seeds: Seed of each search.
         indices: Indices of the placements on the landscape; -1 after the end of a search.
         readings_ms: Readings that the search received; infinite for failures and missed bounds.
+
+    Raises:
+        ValueError: The indices cannot be those of a search on this landscape.
     """
 
-    seeds: tuple[int, ...]
-    indices: npt.NDArray[np.int64]
-    readings_ms: npt.NDArray[np.float64]
+    def __init__(self, landscape: Landscape, paths: Mapping[int, Indices], budget: int) -> None:
+        self._landscape, self.seeds = landscape, tuple(paths)
+        self.indices = np.full((len(paths), budget), -1)
+        self.readings_ms: Floats = np.full((len(paths), budget), np.inf)
+        for row, (seed, path) in enumerate(paths.items()):
+            if len(path) > budget or not is_valid_path(landscape, path):
+                raise ValueError(f"seed {seed}: more than {budget} evaluations, or no search of this table")
+            rng = reading_rng(seed)
+            for column, index in enumerate(path.tolist()):
+                outcome = landscape.observe(index, rng)
+                self.indices[row, column] = index
+                if isinstance(outcome, Score) and not outcome.violation:
+                    self.readings_ms[row, column] = outcome.objective
 
-    def latency_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
-        """Return the recorded latency in ms of the final choice after each evaluation, (searches, evaluations).
+    @property
+    def evaluations(self) -> npt.NDArray[np.int64]:
+        """Return the number of evaluations of each search, which may end before its budget."""
+        counts: npt.NDArray[np.int64] = (self.indices >= 0).sum(axis=1)
+        return counts
 
-        Until a search has an allowed placement, it is the latency of the slowest allowed placement of `landscape`.
+    @cached_property
+    def latency_ms(self) -> Floats:
+        """Return the recorded latency in ms of the final choice after each evaluation.
+
+        Until a search has an allowed placement, it is the latency of the slowest allowed placement of the table.
         """
         at_once = max(1, TURNS_PER_BATCH // (self.indices.shape[1] * TURNS_PER_RACE))
         starts = range(0, len(self.seeds), at_once)
-        place = np.vstack([self._selected_evaluations(landscape, slice(start, start + at_once)) for start in starts])
+        place = np.vstack([self._selected_evaluations(slice(start, start + at_once)) for start in starts])
         chosen = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
-        return np.where(place < 0, landscape.latency_ms.max(), landscape.latency_ms[chosen])
+        latency_ms = self._landscape.latency_ms
+        choices: Floats = np.where(place < 0, latency_ms.max(), latency_ms[chosen])
+        return choices
 
-    def _selected_evaluations(self, landscape: Landscape, some: slice) -> Indices:
+    def _selected_evaluations(self, some: slice) -> Positions:
         indices, readings_ms = self.indices[some], self.readings_ms[some]
         log_ms = np.full((*indices.shape, TURNS_PER_RACE), np.inf, dtype=np.float32)
         for row, seed in enumerate(self.seeds[some]):
             rng = np.random.default_rng([seed, 0x0FF])
             for column in np.flatnonzero(np.isfinite(readings_ms[row])):
-                log_ms[row, column] = draw_turns(landscape, int(indices[row, column]), rng)
+                log_ms[row, column] = draw_turns(self._landscape, int(indices[row, column]), rng)
         return simulate_selection(readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
 
-    def found_ms(self, landscape: Landscape) -> npt.NDArray[np.float64]:
-        """Return the recorded latency in ms of the fastest placement up to each evaluation, (searches, evaluations).
+    @cached_property
+    def found_ms(self) -> Floats:
+        """Return the recorded latency in ms of the fastest placement up to each evaluation, chosen or not.
 
-        Until a search has an allowed placement, it is the latency of the slowest allowed placement of `landscape`.
+        Until a search has an allowed placement, it is the latency of the slowest allowed placement of the table.
         """
-        evaluated = np.where(np.isfinite(self.readings_ms), landscape.latency_ms[self.indices], np.inf)
-        found: Floats = np.minimum(np.minimum.accumulate(evaluated, axis=1), landscape.latency_ms.max())
+        evaluated = np.where(np.isfinite(self.readings_ms), self._landscape.latency_ms[self.indices], np.inf)
+        found: Floats = np.minimum(np.minimum.accumulate(evaluated, axis=1), self._landscape.latency_ms.max())
         return found
 
-    def elapsed_s(self, landscape: Landscape) -> npt.NDArray[np.float64]:
-        """Return the recorded wall-clock up to each evaluation, (searches, evaluations); constant after the end."""
-        spent_s = np.array([*(recorded_duration_s(outcome) for outcome in landscape.outcomes), 0.0])
+    @cached_property
+    def elapsed_s(self) -> Floats:
+        """Return the recorded wall-clock of builds and measurements up to each evaluation; constant after the end."""
+        spent_s = np.array([*(recorded_duration_s(outcome) for outcome in self._landscape.outcomes), 0.0])
         return np.cumsum(spent_s[self.indices], axis=1)
 
 
@@ -89,8 +118,8 @@ def draw_turns(landscape: Landscape, index: int, rng: np.random.Generator, races
 
 
 def simulate_selection(
-    readings_ms: Floats, log_ms_of: Callable[[Indices, Indices], npt.NDArray[np.floating]]
-) -> Indices:
+    readings_ms: Floats, log_ms_of: Callable[[Positions, Positions], npt.NDArray[np.floating]]
+) -> Positions:
     """Return the evaluation that each search would choose after each of its evaluations.
 
     Args:
@@ -121,7 +150,13 @@ def simulate_selection(
     return place
 
 
-def _values_at(figures: Floats, evaluations: npt.NDArray[np.intp]) -> Floats:
+def _race_readings(
+    races: npt.NDArray[np.float32], met: Positions, again: Positions, rows: Positions, evaluations: Positions
+) -> npt.NDArray[np.floating]:
+    return races[met[rows[:, None], evaluations], again[rows[:, None], evaluations]]
+
+
+def _values_at(figures: Floats, evaluations: Positions) -> Floats:
     """Return the figures of some evaluations of each search; infinite for -1."""
     taken: Floats = np.where(evaluations >= 0, np.take_along_axis(figures, evaluations, axis=1), np.inf)
     return taken
@@ -134,10 +169,10 @@ def recorded_duration_s(outcome: Outcome) -> float:
     return outcome.build_s + outcome.measure_s + outcome.evaluate_s
 
 
-def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placement] = ()) -> Floats:
+def random_search(landscape: Landscape, evaluations: int, initial: Sequence[str] = ()) -> Floats:
     """Simulate `RANDOM_SEARCHES` searches like `harness.replay.replay.replay_once`, at once and without a searcher.
 
-    A search evaluates the initial placements `first`, at the same cost as other searches, and then the others in a
+    A search evaluates the initial placements, at the same cost as other searches, and then the others in a
     random order, without replacement; a model that several placements give comes that much sooner, and once. Failures
     cost an evaluation. So the searcher `random` has this mean for every table, noise and initial design; it enumerates
     spaces of up to 4096 placements, and draws from larger ones less evenly.
@@ -148,8 +183,7 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
     """
     rng = np.random.default_rng(0)
     names, models, copies = np.unique(landscape.identity, return_index=True, return_counts=True)
-    start = [int(np.searchsorted(names, landscape.identity[landscape.index(placement)])) for placement in first]
-    start = list(dict.fromkeys(start))[:evaluations]
+    start = np.searchsorted(names, initial_models(landscape, initial))[:evaluations]
     remaining = np.setdiff1d(np.arange(len(models)), start)
     readings = np.full((len(models), READINGS_PER_MODEL), np.inf)
     shared = min(MAX_RACES, max(1, MAX_TURNS_IN_MEMORY // (len(models) * TURNS_PER_RACE)))
@@ -164,15 +198,10 @@ def random_search(landscape: Landscape, evaluations: int, first: Sequence[Placem
         # The first of w uniform arrivals is ordered like one exponential arrival at the rate w.
         arrival = rng.exponential(size=(size, len(remaining))) / copies[remaining]
         order = remaining[np.argsort(arrival, axis=1)[:, : evaluations - len(start)]]
-        met = np.hstack([np.broadcast_to(np.array(start, dtype=int), (size, len(start))), order])
-        once, again = rng.integers(READINGS_PER_MODEL, size=met.shape), rng.integers(shared, size=met.shape)
-
-        def log_ms_of(
-            rows: Indices, evaluations: Indices, met: Indices = met, again: Indices = again
-        ) -> npt.NDArray[np.floating]:
-            return races[met[rows[:, None], evaluations], again[rows[:, None], evaluations]]
-
-        place = simulate_selection(readings[met, once], log_ms_of)
+        met = np.hstack([np.broadcast_to(start, (size, len(start))), order])
+        once: Positions = rng.integers(READINGS_PER_MODEL, size=met.shape)
+        again: Positions = rng.integers(shared, size=met.shape)
+        place = simulate_selection(readings[met, once], partial(_race_readings, races, met, again))
         chosen = np.take_along_axis(landscape.latency_ms[models][met], np.maximum(place, 0), axis=1)
         curves.append(np.where(place < 0, landscape.latency_ms.max(), chosen))
     latency_ms: Floats = np.vstack(curves)

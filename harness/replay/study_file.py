@@ -65,11 +65,6 @@ class BudgetStudy(BaseModel):
     ] = (10, 25, 50, 100, 200)
     initial: Annotated[tuple[str, ...], BeforeValidator(as_list), Field(strict=False)] = ("float", "all", "linear")
 
-    @property
-    def max_evaluations(self) -> int:
-        """Return the number of evaluations of one search."""
-        return max(self.budgets)
-
 
 def all_searchers() -> tuple[ReplayedSearcher, ...]:
     """Return every installed searcher but `EXCLUDED_SEARCHERS`."""
@@ -81,11 +76,7 @@ def all_searchers() -> tuple[ReplayedSearcher, ...]:
 
 
 def load_study(path: Path) -> BudgetStudy:
-    """Read and check a study's file; its tables become paths of existing files.
-
-    Raises:
-        UserError: The file cannot be read, or a value is invalid, with its key.
-    """
+    """Read and check a study's file; its tables become paths of existing files."""
     document = read_experiment_yaml(read_text_file(path, "a study file"), str(path))
     try:
         study = BudgetStudy.model_validate(document)

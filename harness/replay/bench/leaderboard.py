@@ -1,26 +1,33 @@
-"""Comparison of the searchers of submissions: regret, score, ranks, targets and pairs, over blocks of tasks."""
+"""Leaderboard: comparison of the searchers of submissions over blocks of tasks, and its pages."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import base64
+import html as markup
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from harness.base.errors import UserError
 from harness.base.text import pluralize
-from harness.replay.bench.submission import SearcherRecord, read_submission, table_landscape
-from harness.replay.bench.tasks import TierName, describe_block, read_catalogue
-from harness.replay.budget_tables import mean_interval
+from harness.replay.bench.submission import SearcherRecord, read_submission
+from harness.replay.bench.tasks import TierName, describe_block, read_catalogue, table_path
+from harness.replay.budget_tables import TableResult, mean_interval, mean_speeds, table_result
 from harness.replay.path_cache import PathCache
 from harness.replay.recorded_landscape import Floats
-from harness.replay.replay import initial_placements, read_paths
-from harness.replay.simulated_selection import random_search
-from harness.report.report_table import ReportTable, format_interval
-from harness.report.statistics import FriedmanRanks, compare_with, compute_ranks, score_against_random, smallest_p_value
+from harness.replay.replay import load_landscape
+from harness.replay.simulated_selection import Searches
+from harness.report.plots.result_plots import series_style
+from harness.report.report_table import ReportTable, format_interval, frame_rows, render_markdown, render_note_markdown
+from harness.report.statistics import FriedmanRanks, compare_with, compute_ranks, smallest_p_value
 
 CONTROL = "auto"
 #: Searchers that `CONTROL` is tested against at `PLANNED_BUDGET` on the test tasks, chosen before they were compared.
@@ -28,27 +35,16 @@ PLANNED = ("tpe", "smac", "random_mutation")
 PLANNED_BUDGET = 25
 #: Targets of a task: relative latencies above the optimum.
 TARGETS = np.geomspace(0.005, 0.5, 41)
+SHOWN_CURVES = 8  # number of curves in colour: those of `ALWAYS_SHOWN`, then by rank
+ALWAYS_SHOWN = (CONTROL, "random", "random_mutation", "tpe")
+PLOT_TEXT = "Regret and targets over evaluations, and mean ranks"
+INTRODUCTION = """# Leaderboard of QDQ-Bench, tier {tier}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSearches:
-    """Searches of all searchers on a task.
-
-    Attributes:
-        block: Block of the task in statistics.
-        split: Split of the task.
-        optimum_ms: Lowest recorded latency.
-        random_ms: Mean latency of random searches after each evaluation.
-        initial_count: Number of evaluations that the initial placements take.
-        latency_ms: Recorded latency of the choice by searcher, of shape (seeds, evaluations).
-    """
-
-    block: str
-    split: str
-    optimum_ms: float
-    random_ms: Floats
-    initial_count: int
-    latency_ms: Mapping[str, Floats]
+Searchers replayed on recorded tables of real measurements. [QDQ-Bench](reference/bench.md) explains tasks, tiers,
+scores and limits, and [CONTRIBUTING](../CONTRIBUTING.md#submit-to-the-leaderboard) how to submit.
+`qdq bench leaderboard` writes this page from the submissions, in the order of the mean rank over all budgets.
+"""
+Results = tuple[dict[str, SearcherRecord], list[TableResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +64,8 @@ class Leaderboard:
     targets: Mapping[str, Floats]
 
 
-Results = tuple[dict[str, SearcherRecord], dict[str, TaskSearches]]
-
-
 def read_results(folders: Sequence[Path], tier: TierName) -> Results:
-    """Return the records of all searchers of the submissions in `folders`, and their searches by task.
+    """Return the records of all searchers of the submissions in `folders`, and their searches on each task.
 
     Raises:
         UserError: A submission is damaged or lacks a task or evaluations of the tier, or two submissions have a
@@ -81,7 +74,7 @@ def read_results(folders: Sequence[Path], tier: TierName) -> Results:
     catalogue = read_catalogue()
     budget, tasks = max(catalogue.tiers[tier].budgets), catalogue.tasks_of_tier(tier)
     records: dict[str, SearcherRecord] = {}
-    latency_ms: dict[str, dict[str, Floats]] = {task: {} for task in tasks}
+    searches: dict[str, dict[str, Searches]] = {task: {} for task in tasks}
     for folder in folders:
         submission, cache = read_submission(folder), PathCache(folder)
         for name, record in submission.searchers.items():
@@ -96,104 +89,75 @@ def read_results(folders: Sequence[Path], tier: TierName) -> Results:
                     raise UserError(f"{folder}: {name} lacks searches on {task}")
                 walks = {seed: paths[seed].indices[:budget] for seed in seeds}
                 try:
-                    searches = read_paths(table_landscape(task), walks, budget)
+                    searches[task][name] = Searches(load_landscape(table_path(task)), walks, budget)
                 except ValueError as error:
                     raise UserError(f"{folder}: {name} on {task}: {error}") from error
-                latency_ms[task][name] = searches.latency_ms(table_landscape(task))
-    return records, {task: _task_results(task, budget, latency_ms[task]) for task in tasks}
-
-
-def _task_results(task: str, budget: int, latency_ms: Mapping[str, Floats]) -> TaskSearches:
-    landscape, settings = table_landscape(task), read_catalogue().tasks[task]
-    first = initial_placements(landscape, settings.initial)
-    return TaskSearches(
-        block=describe_block(landscape.table.metadata),
-        split=settings.split,
-        optimum_ms=float(landscape.latency_ms[landscape.optimum]),
-        random_ms=random_search(landscape, budget, first).mean(axis=0),
-        initial_count=len({int(landscape.identity[landscape.index(placement)]) for placement in first}),
-        latency_ms=latency_ms,
-    )
+    results = []
+    for task, settings in tasks.items():
+        landscape = load_landscape(table_path(task))
+        block = describe_block(landscape.table.metadata)
+        found = table_result(landscape, searches[task], budget, settings.initial, block=block, split=settings.split)
+        results.append(replace(found, random_ms=found.random_ms.mean(axis=0, keepdims=True)))  # saves memory
+    return records, results
 
 
 def compare_searchers(results: Results, tier: TierName) -> Leaderboard:
     """Return the comparison of all searchers, those of the lowest mean rank first."""
     records, tasks = results
-    budgets, listed = read_catalogue().tiers[tier].budgets, list(tasks.values())
-    speeds = {name: _task_speeds(listed, name) for name in records}
-    ranks = {}
-    for budget in budgets:
-        means = {name: {b: v[:, budget - 1].mean() for b, v in blocks.items()} for name, blocks in speeds.items()}
-        ranks[budget] = compute_ranks(pd.DataFrame(means), unit="block")
+    budgets = read_catalogue().tiers[tier].budgets
+    ranks = {budget: compute_ranks(mean_speeds(tasks, budget), unit="block") for budget in budgets}
     order = sorted(records, key=lambda name: float(np.mean([at_budget.mean[name] for at_budget in ranks.values()])))
-    tables = [_searchers_table(order, records, listed, ranks)]
+    tables = [_searchers_table(order, records, tasks, ranks)]
     if CONTROL in records and len(records) > 1:
-        others, tests = [name for name in order if name != CONTROL], [task for task in listed if task.split == "test"]
-        tables.append(_pairs_table(others, speeds, budgets))
-        tables.append(_planned_table(others, {name: _task_speeds(tests, name) for name in order}, budgets))
-    tables.append(_splits_table(order, listed, budgets))
+        others = [name for name in order if name != CONTROL]
+        tables += [_pairs_table(others, tasks, budgets), _planned_table(others, tasks, budgets)]
     return Leaderboard(
-        tables=tuple(tables),
+        tables=(*tables, _splits_table(order, tasks, budgets)),
         ranks=ranks,
-        regret={name: _regret_percent(listed, name).mean(axis=0) for name in order},
-        targets={name: _reached_targets(listed, name) for name in order},
+        regret={name: _regret_percent(tasks, name).mean(axis=0) for name in order},
+        targets={name: _reached_targets(tasks, name) for name in order},
     )
 
 
-def _task_speeds(tasks: Sequence[TaskSearches], searcher: str) -> dict[str, Floats]:
-    """Return the share of the optimum's speed by block, [task, evaluation]: means over the seeds of a task."""
-    found: dict[str, list[Floats]] = {}
-    for task in tasks:
-        found.setdefault(task.block, []).append((task.optimum_ms / task.latency_ms[searcher]).mean(axis=0))
-    return {block: np.array(parts) for block, parts in found.items()}
-
-
-def _over_blocks(tasks: Sequence[TaskSearches], figures: Sequence[Floats]) -> Floats:
+def _over_blocks(tasks: Sequence[TableResult], figures: Sequence[Floats]) -> Floats:
     """Return the means of the figures of tasks over the tasks of each block, [block, ...]."""
-    blocks = [task.block for task in tasks]
-    means = [np.mean([f for b, f in zip(blocks, figures, strict=True) if b == block], axis=0) for block in set(blocks)]
-    return np.array(means)
+    blocks: dict[str, list[Floats]] = {}
+    for task, figure in zip(tasks, figures, strict=True):
+        blocks.setdefault(task.block, []).append(figure)
+    return np.array([np.mean(parts, axis=0) for parts in blocks.values()])
 
 
-def _regret_percent(tasks: Sequence[TaskSearches], searcher: str) -> Floats:
+def _regret_percent(tasks: Sequence[TableResult], searcher: str) -> Floats:
     """Return the latency of the choice above the optimum in %, mean over seeds, [block, evaluation]."""
-    return _over_blocks(tasks, [100 * (task.latency_ms[searcher].mean(axis=0) / task.optimum_ms - 1) for task in tasks])
+    return _over_blocks(tasks, [task.regret_percent(searcher).mean(axis=0) for task in tasks])
 
 
-def _score(tasks: Sequence[TaskSearches], searcher: str) -> str:
-    """Return the score against random search with Student's interval over blocks."""
-    each = [
-        score_against_random(task.latency_ms[searcher], task.random_ms, task.optimum_ms, task.initial_count).mean()
-        for task in tasks
-    ]
-    return format_interval(*mean_interval(_over_blocks(tasks, each)))
-
-
-def _reached_targets(tasks: Sequence[TaskSearches], searcher: str) -> Floats:
+def _reached_targets(tasks: Sequence[TableResult], searcher: str) -> Floats:
     """Return the share of all targets of all tasks that a search has reached after each evaluation."""
     shares = []
     for task in tasks:
-        best = np.minimum.accumulate(task.latency_ms[searcher], axis=1) / task.optimum_ms - 1
+        best = np.minimum.accumulate(task.latency_ms(searcher), axis=1) / task.optimum_ms - 1
         shares.append((best[:, :, None] <= TARGETS).mean(axis=(0, 2)))
     reached: Floats = _over_blocks(tasks, shares).mean(axis=0)
     return reached
 
 
-def _describe_seeds(tasks: Sequence[TaskSearches], searcher: str) -> str:
-    counts = sorted({len(task.latency_ms[searcher]) for task in tasks})
-    return f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-
-
 def _searchers_table(
     order: Sequence[str],
     records: Mapping[str, SearcherRecord],
-    tasks: Sequence[TaskSearches],
+    tasks: Sequence[TableResult],
     ranks: Mapping[int, FriedmanRanks],
 ) -> ReportTable:
     rows = []
     for name in order:
         record, regret = records[name], _regret_percent(tasks, name)
-        row = {"searcher": name, "seeds": _describe_seeds(tasks, name), "score": _score(tasks, name)}
+        counts = sorted({len(task.searches[name].seeds) for task in tasks})
+        scores = _over_blocks(tasks, [task.scores(name).mean() for task in tasks])
+        row = {
+            "searcher": name,
+            "seeds": f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0]),
+            "score": format_interval(*mean_interval(scores)),
+        }
         row |= {f"{budget} evaluations": f"{regret[:, budget - 1].mean():.2f}" for budget in ranks}
         row["mean ranks"] = " / ".join(f"{at_budget.mean[name]:.1f}" for at_budget in ranks.values())
         row["searcher's seconds"] = f"{np.mean([each.searcher_s for each in record.tasks.values()]):.2f}"
@@ -215,30 +179,29 @@ def _searchers_table(
     return _table("searchers", "Searchers", rows, note)
 
 
-def _compare(
-    speeds: Mapping[str, Mapping[str, Floats]], names: Sequence[str], budget: int
-) -> list[dict[Hashable, Any]]:
-    """Return a line of `compare_with` for each searcher that is compared with `CONTROL`."""
-    speeds_at_budget = {
-        name: {b: v[:, budget - 1].tolist() for b, v in speeds[name].items()} for name in (CONTROL, *names)
-    }
-    return compare_with(CONTROL, speeds_at_budget).to_dict("records")
+def _compare(tasks: Sequence[TableResult], names: Sequence[str], budget: int) -> list[dict[str, Any]]:
+    """Return the lines of `compare_with` for `CONTROL` and some searchers, of means over the seeds of each task."""
+    speeds: dict[str, dict[str, list[float]]] = {name: {} for name in (CONTROL, *names)}
+    for name, blocks in speeds.items():
+        for task in tasks:
+            mean = (task.optimum_ms / task.latency_ms(name)).mean(axis=0)[budget - 1]
+            blocks.setdefault(task.block, []).append(float(mean))
+    return frame_rows(compare_with(CONTROL, speeds))
 
 
-def _pairs_table(
-    others: Sequence[str], speeds: Mapping[str, Mapping[str, Floats]], budgets: Sequence[int]
-) -> ReportTable:
+def _pairs_table(others: Sequence[str], tasks: Sequence[TableResult], budgets: Sequence[int]) -> ReportTable:
     rows = {name: {"searcher": name} for name in others}
     ahead: list[str] = []
-    bold: frozenset[tuple[int, str]] = frozenset()
+    bold: set[tuple[int, str]] = set()
     for budget in budgets:
-        for line in _compare(speeds, others, budget):
-            rows[line["second"]][f"{budget} evaluations"] = f"{line['ratio']:.3f} (p {line['p_holm']:.2f})"
+        for line in _compare(tasks, others, budget):
+            name, column = line["second"], f"{budget} evaluations"
+            rows[name][column] = f"{line['ratio']:.3f} (p {line['p_holm']:.2f})"
             if line["p_holm"] < 0.05:
-                bold |= {(others.index(line["second"]), f"{budget} evaluations")}
+                bold.add((others.index(name), column))
             if line["ratio"] < 1:
-                ahead.append(f"{line['second']} at {budget} ({line['ratio']:.3f}, p {line['p_holm']:.2f})")
-    blocks = len(speeds[CONTROL])
+                ahead.append(f"{name} at {budget} ({line['ratio']:.3f}, p {line['p_holm']:.2f})")
+    blocks = len({task.block for task in tasks})
     count = f"{pluralize(blocks, 'block')} and {pluralize(len(others), 'comparison')}"
     note = (
         f"Speed of {CONTROL} over that of each other searcher, above 1 if {CONTROL} is faster: geometric mean over "
@@ -246,17 +209,20 @@ def _pairs_table(
         f"bold below 0.05; the smallest that {count} can give is {smallest_p_value(blocks, len(others)):.2g}. "
         f"Faster than {CONTROL} in the mean: {', '.join(ahead) or 'none'}."
     )
-    return replace(_table("pairs", f"{CONTROL} and each other searcher", list(rows.values()), note), bold=bold)
+    table = _table("pairs", f"{CONTROL} and each other searcher", list(rows.values()), note)
+    return replace(table, bold=frozenset(bold))
 
 
-def _planned_table(
-    others: Sequence[str], speeds: Mapping[str, Mapping[str, Floats]], budgets: Sequence[int]
-) -> ReportTable:
+def _planned_table(others: Sequence[str], tasks: Sequence[TableResult], budgets: Sequence[int]) -> ReportTable:
     """Return the planned comparisons on the test tasks, and those with the best other searcher at each budget."""
+    tests = [task for task in tasks if task.split == "test"]
     planned = [name for name in PLANNED if name in others] if PLANNED_BUDGET in budgets else []
-    lines = [(PLANNED_BUDGET, "planned", line) for line in _compare(speeds, planned, PLANNED_BUDGET)] if planned else []
+    lines = []
+    if planned:
+        lines = [(PLANNED_BUDGET, "planned", each) for each in _compare(tests, planned, PLANNED_BUDGET)]
     for budget in budgets:
-        lines.append((budget, "best other", min(_compare(speeds, others, budget), key=lambda line: line["ratio"])))
+        best = min(_compare(tests, others, budget), key=lambda line: line["ratio"])
+        lines.append((budget, "best other", best))
     rows = [
         {
             "evaluations": str(budget),
@@ -267,17 +233,18 @@ def _planned_table(
         }
         for budget, kind, line in lines
     ]
+    blocks = pluralize(len({task.block for task in tests}), "block")
     note = (
         f"Speed of {CONTROL} over that of the searcher on the test tasks: geometric mean over "
-        f"{pluralize(len(speeds[CONTROL]), 'block')} with Student's 95 % interval; p: Wilcoxon's signed-rank test over "
-        "blocks. Planned: chosen before any search of the tier extended was compared, with Holm's correction for the "
+        f"{blocks} with Student's 95 % interval; p: Wilcoxon's signed-rank test over blocks. Planned: chosen before "
+        "any search of the tier extended was compared, with Holm's correction for the "
         f"{len(planned)} planned ones alone. Best other: the fastest of {pluralize(len(others), 'searcher')} in the "
         "mean, with Holm's correction for all of them."
     )
     return _table("planned", f"{CONTROL} on the test tasks", rows, note)
 
 
-def _splits_table(order: Sequence[str], tasks: Sequence[TaskSearches], budgets: Sequence[int]) -> ReportTable:
+def _splits_table(order: Sequence[str], tasks: Sequence[TableResult], budgets: Sequence[int]) -> ReportTable:
     rows = [{"searcher": name} for name in order]
     for split in sorted({task.split for task in tasks}):
         some = [task for task in tasks if task.split == split]
@@ -292,3 +259,77 @@ def _splits_table(order: Sequence[str], tasks: Sequence[TaskSearches], budgets: 
 def _table(name: str, title: str, rows: list[dict[str, str]], note: str) -> ReportTable:
     cells = pd.DataFrame(rows)
     return ReportTable(name=name, title=title, cells=cells, raw=cells, note=note)
+
+
+def write_page(board: Leaderboard, out: Path, tier: TierName, *, html: bool) -> None:
+    """Write the Markdown page `out` and its plot `NAME.png`; with `html` also the self-contained `NAME.html`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    plot = out.with_suffix(".png")
+    draw_leaderboard(board, plot)
+    parts = [INTRODUCTION.format(tier=tier), f"![{PLOT_TEXT}]({plot.name})"]
+    for table in board.tables:
+        parts += [f"## {table.title}", render_markdown(table).replace("\\\\*\\\\*", "**"), render_note_markdown(table)]
+    out.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+    if not html:
+        return
+    image = base64.b64encode(plot.read_bytes()).decode()
+    tables = "".join(
+        f"<h2>{markup.escape(table.title)}</h2>{table.cells.to_html(index=False, border=0)}"
+        f"<p>{markup.escape(table.note)}</p>"
+        for table in board.tables
+    )
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Leaderboard of QDQ-Bench</title>'
+        "<style>body{font:15px sans-serif;margin:2em auto;max-width:75em}td,th{padding:.2em .7em;text-align:left}"
+        "tr:nth-child(even){background:#f3f3f3}img{max-width:100%}</style><h1>Leaderboard of QDQ-Bench</h1>"
+        f'<img alt="{PLOT_TEXT}" src="data:image/png;base64,{image}">{tables}</html>\n'
+    )
+    out.with_suffix(".html").write_text(page, encoding="utf-8")
+
+
+def draw_leaderboard(board: Leaderboard, path: Path) -> None:
+    """Write a PNG with regret and reached targets over evaluations, and the mean ranks with the critical difference."""
+    names = list(board.regret)
+    first = dict.fromkeys([*(name for name in ALWAYS_SHOWN if name in names), *names])
+    shown = [name for name in names if name in list(first)[:SHOWN_CURVES]]
+    with mpl.rc_context({"text.usetex": False, "text.parse_math": False, "font.size": 8}):
+        figure = Figure(figsize=(12, 4.6), layout="constrained")
+        regret, targets, ranks = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
+        _draw_curves(regret, board.regret, shown)
+        regret.set(yscale="log", ylabel="latency of the choice above the optimum, %, mean over blocks")
+        regret.yaxis.set_major_formatter("{x:g}")
+        regret.yaxis.set_minor_formatter(NullFormatter())
+        _draw_curves(targets, board.targets, shown)
+        targets.set(ylabel="share of targets reached (0.5 to 50 % above the optimum)", ylim=(0, 1))
+        regret.legend(fontsize=7)
+        _draw_ranks(ranks, board)
+        figure.savefig(path, dpi=130)
+
+
+def _draw_curves(axes: Axes, curves: Mapping[str, Floats], shown: list[str]) -> None:
+    for name, values in curves.items():
+        evaluations = np.arange(1, len(values) + 1)
+        if name in shown:
+            colour, line, _ = series_style(shown.index(name))
+            axes.step(evaluations, values, where="post", label=name, color=colour, linestyle=line, zorder=3)
+        else:
+            axes.step(evaluations, values, where="post", color="0.85", linewidth=0.8)
+    axes.set(xlabel="evaluations (grey: the other searchers)", xscale="log", xlim=(1, None))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.25)
+
+
+def _draw_ranks(axes: Axes, board: Leaderboard) -> None:
+    names = list(board.regret)[::-1]
+    for index, (budget, found) in enumerate(board.ranks.items()):
+        colour, _, mark = series_style(index)
+        places = [found.mean[name] for name in names]
+        axes.plot(places, range(len(names)), mark, color=colour, markersize=4, label=f"{budget} evaluations")
+    difference = next(iter(board.ranks.values())).critical_difference
+    if difference is not None:
+        axes.errorbar(1 + difference / 2, len(names), xerr=difference / 2, color="black", capsize=3)
+        axes.annotate("critical difference", (1 + difference, len(names)), xytext=(5, -3), textcoords="offset points")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="mean rank over blocks, 1 is the best", ylim=(-1, len(names) + 1))
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -24,15 +23,13 @@ from harness.base.progress import Observer
 from harness.config.sections import ConfigSection, PluginSpec
 from harness.config.validation_errors import to_user_error
 from harness.replay.bench.tasks import TierName, read_catalogue, table_path
-from harness.replay.path_cache import FILE, PARTS_FOLDER, Indices, PathCache
-from harness.replay.recorded_landscape import Landscape
-from harness.replay.replay import replay_paths
-from harness.replay.replay_pool import missing_batches, replay_batches
+from harness.replay.path_cache import FILE, PARTS_FOLDER, PathCache, SearchPath
+from harness.replay.replay import ReplayRequest, load_landscape, replay
+from harness.replay.replay_pool import replay_cached
 from harness.replay.search_key import SearchKey, describe_code, search_key
-from harness.replay.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS, BudgetStudy, ReplayedSearcher
+from harness.replay.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS, ReplayedSearcher
 from harness.results.manifest import MANIFEST_FILE, describe_files, read_manifest, require_unchanged_results
 from harness.results.ownership import exclusive_lock
-from harness.runtimes.benchmark_table import read_table
 
 SUBMISSION_FILE = "submission.json"
 MAX_NAME_CHARS = 200
@@ -117,16 +114,12 @@ class CheckedSearch:
     differences: str
 
 
-@lru_cache(maxsize=64)
-def table_landscape(task: str) -> Landscape:
-    """Return the table of a task as a search problem."""
-    return Landscape(read_table(table_path(task)))
-
-
 def run_searchers(
     searchers: Sequence[ReplayedSearcher], tier: TierName, out: Path, observer: Observer, *, workers: int = 1
 ) -> Submission:
     """Replay searchers on the tasks of a tier and add them to a submission; an interrupted run continues.
+
+    If a task had more searches of a searcher before, these are kept.
 
     Args:
         searchers: The searchers; `seeds` of one replaces the number of the tier.
@@ -139,7 +132,7 @@ def run_searchers(
         UserError: A searcher is unknown, fails, or does not repeat its own search; or the folder cannot be written.
     """
     catalogue = read_catalogue()
-    tasks = catalogue.tasks_of_tier(tier)
+    budget = max(catalogue.tiers[tier].budgets)
     with exclusive_lock(out, "running a benchmark"), explain_write_errors(out):
         submission = read_submission(out) if (out / SUBMISSION_FILE).exists() else Submission(searchers={})
         for searcher in searchers:
@@ -147,77 +140,52 @@ def run_searchers(
                 _require_name(searcher.name)
             except ValueError as error:
                 raise UserError(f"{searcher.name!r}: {error}") from error
-            seeds = searcher.seeds or catalogue.tiers[tier].seeds
-            studies = {name: catalogue.study(name, tier, [searcher], seeds) for name in tasks}
-            keys = {name: search_key(table_path(name), searcher, study) for name, study in studies.items()}
-            cache = PathCache(out)
-            batches = [
-                missing_batches(cache, keys[name], table_path(name), table_landscape(name), searcher, study)
-                for name, study in studies.items()
-            ]
-            replay_batches([batch for some in batches for batch in some], workers, observer)
-            cache.compact(frozenset(keys.values()))
-            previous = submission.searchers.get(searcher.name)
-            record = _describe_searcher(searcher, PathCache(out), keys, studies, previous)
+            requests: dict[SearchKey, ReplayRequest] = {}
+            for name, task in catalogue.tasks_of_tier(tier).items():
+                key = search_key(table_path(name), searcher, task.initial)
+                requests[key] = ReplayRequest(
+                    searcher=searcher,
+                    table=table_path(name),
+                    seeds=range(searcher.seeds or catalogue.tiers[tier].seeds),
+                    budget=budget,
+                    initial=task.initial,
+                )
+            paths = replay_cached(out, requests, observer, workers=workers)
+            known = submission.searchers.get(searcher.name)
+            tasks: dict[str, TaskRecord] = {}
+            for key, request in requests.items():
+                before = known.tasks.get(key.table) if known and known.budget == budget else None
+                if before is not None and (before.asked, before.made_of) == (key.asked, key.made_of):
+                    count, spent_s = max(len(request.seeds), before.seeds), before.searcher_s
+                else:
+                    count, started_s = len(request.seeds), time.process_time()
+                    again = replay(load_landscape(request.table), replace(request, seeds=[0]))[0]
+                    spent_s = time.process_time() - started_s
+                    if not np.array_equal(again, paths[key][0]):
+                        raise UserError(
+                            f"searcher {searcher.name!r} does not repeat its search of seed 0 on {key.table}"
+                        )
+                tasks[key.table] = TaskRecord(
+                    table=file_sha256(request.table),
+                    asked=key.asked,
+                    made_of=key.made_of,
+                    seeds=count,
+                    searcher_s=round(spent_s, 3),
+                )
+            codes, libraries = describe_code(searcher)
+            record = SearcherRecord(
+                use=searcher.use,
+                params=searcher.params,
+                budget=budget,
+                code=hashlib.sha256(b"".join(codes)).hexdigest(),
+                versions={"python": python_version(), "qdq-bench": version("qdq-bench"), **libraries},
+                tasks=tasks,
+            )
             submission = Submission(searchers={**submission.searchers, searcher.name: record})
-            _write_submission(out, submission)
+            write_json(out / SUBMISSION_FILE, submission.model_dump())
+            files = describe_files(out, [out / SUBMISSION_FILE, out / FILE])
+            write_json(out / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": files})
     return submission
-
-
-def _describe_searcher(
-    searcher: ReplayedSearcher,
-    cache: PathCache,
-    keys: Mapping[str, SearchKey],
-    studies: Mapping[str, BudgetStudy],
-    known: SearcherRecord | None,
-) -> SearcherRecord:
-    """Return the record of a searcher whose searches are in the cache, with the time of one on each task.
-
-    If a task had more searches before, these are kept.
-    """
-    budget, tasks = max(study.max_evaluations for study in studies.values()), {}
-    for name, key in keys.items():
-        seeds, initial = studies[name].seeds, studies[name].initial
-        before = known.tasks.get(name) if known and known.budget == budget else None
-        if before is None or (before.asked, before.made_of) != (key.asked, key.made_of):
-            count, started_s = seeds, time.process_time()
-            path = _repeat_search(searcher, name, 0, budget, initial)
-            spent_s = time.process_time() - started_s
-            if not np.array_equal(path, cache.paths_by_seed(key)[0].indices[:budget]):
-                raise UserError(f"searcher {searcher.name!r} does not repeat its search of seed 0 on {name}")
-        else:
-            count, spent_s = max(seeds, before.seeds), before.searcher_s
-        tasks[name] = TaskRecord(
-            table=file_sha256(table_path(name)),
-            asked=key.asked,
-            made_of=key.made_of,
-            seeds=count,
-            searcher_s=round(spent_s, 3),
-        )
-    code, libraries = _describe_code(searcher)
-    return SearcherRecord(
-        use=searcher.use,
-        params=searcher.params,
-        budget=budget,
-        code=code,
-        versions={"python": python_version(), "qdq-bench": version("qdq-bench"), **libraries},
-        tasks=tasks,
-    )
-
-
-def _describe_code(searcher: PluginSpec) -> tuple[str, dict[str, str | None]]:
-    codes, libraries = describe_code(searcher)
-    return hashlib.sha256(b"".join(codes)).hexdigest(), libraries
-
-
-def _repeat_search(searcher: PluginSpec, task: str, seed: int, budget: int, initial: Sequence[str]) -> Indices:
-    return replay_paths(table_landscape(task), searcher, seeds=[seed], budget=budget, initial=initial)[seed]
-
-
-def _write_submission(out: Path, submission: Submission) -> None:
-    write_json(out / SUBMISSION_FILE, submission.model_dump())
-    files = describe_files(out, [out / SUBMISSION_FILE, out / FILE])
-    write_json(out / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": files})
 
 
 def read_submission(folder: Path) -> Submission:
@@ -275,7 +243,8 @@ def check_submission(folder: Path, *, searches: int, seed: int, observer: Observ
         for name, record in submission.searchers.items():
             listed = [(task, search_seed) for task, each in record.tasks.items() for search_seed in range(each.seeds)]
             for task, search_seed in (listed[number] for number in rng.permutation(len(listed))[:searches]):
-                same, differences = _compare_search(name, record, cache, task, search_seed)
+                stored = cache.paths_by_seed(record.key(name, task)).get(search_seed)
+                same, differences = _compare_search(name, record, task, search_seed, stored)
                 checks.append(
                     CheckedSearch(searcher=name, task=task, seed=search_seed, same=same, differences=differences)
                 )
@@ -283,13 +252,16 @@ def check_submission(folder: Path, *, searches: int, seed: int, observer: Observ
     return checks
 
 
-def _compare_search(name: str, record: SearcherRecord, cache: PathCache, task: str, seed: int) -> tuple[bool, str]:
+def _compare_search(
+    name: str, record: SearcherRecord, task: str, seed: int, stored: SearchPath | None
+) -> tuple[bool, str]:
     """Return whether a search gives the same path here, and the differences of code and libraries as text."""
     searcher = PluginSpec(use=record.use, params=record.params, label=name)
-    stored = cache.paths_by_seed(record.key(name, task)).get(seed)
+    table, initial = table_path(task), read_catalogue().tasks[task].initial
+    request = ReplayRequest(searcher=searcher, table=table, seeds=[seed], budget=record.budget, initial=initial)
     try:
-        code, libraries = _describe_code(searcher)
-        path = _repeat_search(searcher, task, seed, record.budget, read_catalogue().tasks[task].initial)
+        codes, libraries = describe_code(searcher)
+        path = replay(load_landscape(table), request)[seed]
     except UserError as error:
         return False, str(error).partition("\n")[0]
     differences = [
@@ -297,6 +269,6 @@ def _compare_search(name: str, record: SearcherRecord, cache: PathCache, task: s
         for key, each in libraries.items()
         if record.versions.get(key) != each
     ]
-    if code != record.code:
+    if hashlib.sha256(b"".join(codes)).hexdigest() != record.code:
         differences.append("other code of the searcher")
     return stored is not None and np.array_equal(path, stored.indices[: record.budget]), ", ".join(differences)

@@ -23,9 +23,8 @@ from harness.config.validation_errors import to_user_error
 from harness.config.yaml_loader import read_experiment_yaml, read_text_file
 from harness.replay.bench.accuracy import ACCURACY_FILE, join_accuracy, read_accuracy
 from harness.replay.recorded_landscape import Floats, Landscape
-from harness.replay.replay import read_paths, reading_rng
-from harness.replay.simulated_selection import recorded_duration_s
-from harness.replay.study_file import BudgetStudy, ReplayedSearcher
+from harness.replay.replay import reading_rng
+from harness.replay.simulated_selection import Searches, recorded_duration_s
 from harness.runtimes.benchmark_table import (
     MAX_TABLE_BYTES,
     BenchmarkTable,
@@ -90,17 +89,6 @@ class TaskCatalogue(ConfigSection):
             for name, task in self.tasks.items()
             if not task.is_solved and TIERS.index(task.tier) <= TIERS.index(tier)
         }
-
-    def study(self, name: str, tier: TierName, searchers: Sequence[ReplayedSearcher], seeds: int) -> BudgetStudy:
-        """Return the study `name` of searchers on the task of that name, at the budgets of a tier."""
-        return BudgetStudy(
-            study=name,
-            tables=(str(table_path(name)),),
-            searchers=tuple(searchers),
-            seeds=seeds,
-            budgets=self.tiers[tier].budgets,
-            initial=self.tasks[name].initial,
-        )
 
 
 def data_folder() -> Path:
@@ -259,9 +247,9 @@ class BenchTask:
         return float(self.landscape.latency_ms[self.landscape.optimum])
 
     def latency_curve_ms(self) -> Floats:
-        """Return the recorded latency in ms of the final choice after each evaluation; see `SearchPaths.latency_ms`."""
-        walk = np.array(self.history, dtype=np.int32)
-        found: Floats = read_paths(self.landscape, {self.seed: walk}, len(walk)).latency_ms(self.landscape)[0]
+        """Return the recorded latency in ms of the final choice after each evaluation; see `Searches.latency_ms`."""
+        path = np.array(self.history, dtype=np.int32)
+        found: Floats = Searches(self.landscape, {self.seed: path}, len(path)).latency_ms[0]
         return found
 
 
