@@ -199,8 +199,8 @@ def random_search(landscape: Landscape, evaluations: int, initial: Sequence[str]
         arrival = rng.exponential(size=(size, len(remaining))) / copies[remaining]
         order = remaining[np.argsort(arrival, axis=1)[:, : evaluations - len(start)]]
         met = np.hstack([np.broadcast_to(start, (size, len(start))), order])
-        once: Positions = rng.integers(READINGS_PER_MODEL, size=met.shape)
-        again: Positions = rng.integers(shared, size=met.shape)
+        once = rng.integers(READINGS_PER_MODEL, size=met.shape)
+        again: Positions = np.asarray(rng.integers(shared, size=met.shape))
         place = simulate_selection(readings[met, once], partial(_race_readings, races, met, again))
         chosen = np.take_along_axis(landscape.latency_ms[models][met], np.maximum(place, 0), axis=1)
         curves.append(np.where(place < 0, landscape.latency_ms.max(), chosen))
