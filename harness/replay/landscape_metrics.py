@@ -1,17 +1,15 @@
-"""Metrics of a complete table: difficulty of the search, drift of the machine, and influence of each dimension."""
+"""Metrics of a complete table: difficulty of the search, and drift of the machine."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.replay.recorded_landscape import NEAR_OPTIMUM_SHARE, Floats, Landscape
 from search.api import Score
-from search.space import Placement, Space
 
 FLAT_LOG_LATENCY = 1e-9  # smaller differences of log latency are rounding
 
@@ -162,48 +160,3 @@ def _correlation(first: Floats, second: Floats) -> float:
         return 0.0
     a, b = first - first.mean(), second - second.mean()
     return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
-
-
-def neighbours(space: Space, placement: Placement) -> Iterator[Placement]:
-    """Yield all placements that differ from a placement in one dimension."""
-    for index, size in enumerate(space.sizes):
-        for choice in range(size):
-            if choice != placement.choices[index]:
-                choices = list(placement.choices)
-                choices[index] = choice
-                yield Placement(tuple(choices))
-
-
-def sensitivity(space: Space, anchors: Sequence[Placement], latency_ms: Mapping[str, float]) -> Floats:
-    """Return the typical change of log latency by one dimension alone: root mean square over anchors and choices.
-
-    Args:
-        anchors: Placements whose neighbours are compared with them.
-        latency_ms: Latencies by digest, without failed placements.
-
-    Returns:
-        One value for each dimension; 0 if no two latencies can be compared.
-    """
-    squares: list[list[float]] = [[] for _ in range(len(space))]
-    for anchor in anchors:
-        anchor_ms = latency_ms.get(space.digest(anchor))
-        for other in neighbours(space, anchor):
-            other_ms = latency_ms.get(space.digest(other))
-            if anchor_ms is not None and other_ms is not None:
-                changed = next(i for i, (a, b) in enumerate(zip(anchor.choices, other.choices, strict=True)) if a != b)
-                squares[changed].append(math.log(other_ms / anchor_ms) ** 2)
-    return np.array([math.sqrt(sum(values) / len(values)) if values else 0.0 for values in squares])
-
-
-def most_influential(space: Space, changes: Floats, dimensions: int) -> tuple[int, ...]:
-    """Return the indices of the dimensions that change latency most, ascending.
-
-    Args:
-        changes: Change of each dimension, see `sensitivity`.
-        dimensions: Number N; the dimensions of the result have at most 2 ** N placements.
-    """
-    chosen: list[int] = []
-    for index in np.argsort(-changes, kind="stable").tolist():
-        if math.prod(space.sizes[i] for i in (*chosen, index)) <= 2**dimensions:
-            chosen.append(index)
-    return tuple(sorted(chosen))

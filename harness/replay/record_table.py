@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +20,16 @@ import numpy as np
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
+from harness.base.statistics import median_ci
+from harness.config.sections import TurnSchedule
 from harness.measure.provenance import comparability_key, describe_environment
 from harness.measure.records import Failed
 from harness.measure.sampling import STEADY_TOLERANCE
+from harness.measure.turn_log import TurnMatrix
+from harness.measure.turn_statistics import MAX_GROUP_ROWS
 from harness.plugins import registry
-from harness.replay.best_confirmation import BestConfirmation, median_latencies
-from harness.replay.landscape_metrics import most_influential, neighbours, sensitivity
+from harness.replay.recorded_landscape import Floats
+from harness.results.artifacts import FLOAT_ROW
 from harness.results.fingerprint import require_same_fingerprint
 from harness.results.goal import Goal
 from harness.results.journal import Journal
@@ -32,6 +37,8 @@ from harness.results.manifest import record_or_check
 from harness.results.ownership import owned_results_dir
 from harness.results.turns import baseline_latency
 from harness.run.confirm.confirmation import measure_noise_floor, reference_latency_if_noisy
+from harness.run.confirm.paired_timing import PairedComparison, run_comparison, warn_if_disturbed
+from harness.run.confirm.rounds import TimedRow
 from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.run.prepare.task import Task
@@ -50,7 +57,7 @@ from harness.runtimes.benchmark_table import (
 )
 from harness.workers.engines import Engines
 from harness.workers.sandbox import open_engines
-from harness.workers.trial_pool import SyncExecutor, TrialFn
+from harness.workers.trial_pool import SyncExecutor
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 
@@ -59,7 +66,12 @@ OPTIMUM_SEARCHER = (
 )
 DEFAULT_DIMENSIONS = 11  # two thousand placements, some hours for a model of a few milliseconds
 MAX_TABLE_MB = 5  # limit for a committed table
-Rows = dict[str, TableEntry]
+FASTEST_PER_COMPARISON = 16
+LOST_ROW_REASON = "it was measured once and failed in the confirmation, so its only reading may be low by chance"
+CONFIRMATION_SCHEDULE = TurnSchedule(builds=1, rounds=20, samples=3)
+PACE_TOLERANCE = (
+    0.15  # relative change of the float model's latency since the start of the recording that is not reported
+)
 
 
 def record(
@@ -87,50 +99,58 @@ def record(
         note: Conditions of the recording, for the environment of the table.
 
     Raises:
-        UserError: The file is a table with other inputs, or the study cannot be used; `like` is of another space.
+        FingerprintMismatch: The file is a table with other inputs or of another size.
+        UserError: The study cannot be used; `like` is of another space.
     """
     if like is not None and search:
         raise UserError("--like: the other table decides on the placements; leave out --search")
     if dimensions is not None and not 1 <= dimensions <= math.log2(MAX_PLACEMENTS):
         raise UserError(f"--dimensions: 1 to {int(math.log2(MAX_PLACEMENTS))}, but got {dimensions}")
+    opened = partial(open_engines, limits=study.experiment.limits)
     if out.exists():
         with TemporaryDirectory(prefix="qdq-record-") as scratch:
-            _check_finished_table(study, out, dimensions, Path(scratch), observer, like)
+            task, worker = prepare_study(study, Path(scratch), observer)
+            with opened(worker) as engines:
+                facts = _describe_inputs(study, task, engines)
+        _check_finished_table(out, facts, dimensions, like)
         return out
-    folder = out.with_name(f"{out.name}.recording")
+    folder, most = out.with_name(f"{out.name}.recording"), DEFAULT_DIMENSIONS if dimensions is None else dimensions
     with owned_results_dir(folder, study.experiment):
         machine = describe_environment()
         record_or_check(folder / "env.json", comparability_key(machine))
         task, worker = prepare_study(study, folder, observer)
-        most = DEFAULT_DIMENSIONS if dimensions is None else dimensions
         if like is None:
             _check_dimensions(task.space, most)
         else:
-            _require_same_space(task, like)
+            _check_same_space(task, like)
             machine["placements_of"] = like.path.stem
         if note:
             machine["note"] = note
-        opened = partial(open_engines, limits=study.experiment.limits)
         with opened(worker) as engines:
-            facts = engines.describe()
-            machine["noise_floor"], _ = measure_noise_floor(opened, worker, task.model_file, facts, folder, observer)
+            runtime = engines.describe()
+            machine["noise_floor"], _ = measure_noise_floor(opened, worker, task.model_file, runtime, folder, observer)
             level_ms = reference_latency_if_noisy(folder, task.spec.backend, study.experiment.sampling.interleave)
             if worker.evaluators:
                 AccuracyStore(folder, engines, observer).require_float_score(task.model_file)
-            recorder = _TableRecorder(
-                study=study, task=task, engines=engines, folder=folder, observer=observer, level_ms=level_ms
-            )
-            confirmation = BestConfirmation(
+            recording = _Recording(
+                study=study,
                 task=task,
+                engines=engines,
                 open_engines=lambda: opened(worker),
                 folder=folder,
                 observer=observer,
-                float_ms=baseline_latency(folder),
+                facts=_describe_inputs(study, task, engines),
                 level_ms=level_ms,
             )
-            rows, facts = recorder.run(most, confirmation, search, like)
+            if like is None:
+                subspace, sensitivities = recording.screen(most, search)
+            else:
+                recording.measure_missing("sensitivity", task.placements.values())
+                subspace, sensitivities = _reduce_subspace(like, most), like.metadata.sensitivity
+            recording.measure_subspace(subspace)
+    metadata = TableMetadata(**recording.facts, sensitivity=dict(sensitivities), environment=machine)
     with explain_write_errors(out):
-        write_table(out, TableMetadata(**facts, environment=machine), rows)
+        write_table(out, metadata, recording.rows)
         read_table(out)
     size_mb = out.stat().st_size / 1e6
     if size_mb > MAX_TABLE_MB:
@@ -139,28 +159,49 @@ def record(
     return out
 
 
-def _require_same_space(task: Task, like: BenchmarkTable) -> None:
+def _describe_inputs(study: StudyTask, task: Task, engines: Engines) -> dict[str, Any]:
+    """Return the metadata that is known before any measurement, and that an existing table must have."""
+    ranges = json.dumps(dict(task.ranges), sort_keys=True)
+    return {
+        "model": task.spec.model.name,
+        "source": task.spec.model.use,
+        "model_sha256": task.model.sha256,
+        "dimensions": task.space.dimensions,
+        "anchors": {name: placement.choices for name, placement in task.placements.items()},
+        "precision": task.spec.precision,
+        "dialect": task.dialect.name,
+        "backend": dict(engines.describe()),
+        "calibrated_on": task.calibrated_on,
+        "ranges": hashlib.sha256(ranges.encode()).hexdigest()[:16],
+        "sampling": study.experiment.sampling.model_dump(mode="json"),
+    }
+
+
+def _check_finished_table(
+    out: Path, requested: dict[str, Any], dimensions: int | None, like: BenchmarkTable | None
+) -> None:
+    """Raise `FingerprintMismatch` if a finished table has other inputs or another size than the requested one."""
+    finished, size = read_table(out).metadata, "varied in the finished table"
+    recorded = {key: getattr(finished, key) for key in requested}
+    for facts in (recorded, requested):
+        facts["dimensions"] = space_digest(Space(facts["dimensions"]))
+    if like is not None:
+        subspace = _reduce_subspace(like, dimensions or DEFAULT_DIMENSIONS)
+        recorded[size] = finished.varied
+        requested[size] = [dimension.name for dimension in subspace.space.dimensions]
+    elif dimensions is not None:
+        sensitivities = np.array([finished.sensitivity[dimension.name] for dimension in finished.dimensions])
+        recorded[size] = len(finished.varied)
+        requested[size] = len(most_influential(Space(finished.dimensions), sensitivities, dimensions))
+    require_same_fingerprint(out, json.loads(json.dumps(recorded)), json.loads(json.dumps(requested)))
+
+
+def _check_same_space(task: Task, like: BenchmarkTable) -> None:
     """Raise `UserError` if a table is of another model or another space than the task."""
     same_model = like.metadata.model_sha256 == task.model.sha256
     if not same_model or space_digest(like.subspace.full_space) != space_digest(task.space):
         what = "space" if same_model else "model"
         raise UserError(f"--like {like.path}: a table of another {what} than that of {task.spec.name}")
-
-
-def _reduce_subspace(like: BenchmarkTable, dimensions: int) -> TableSubspace:
-    """Return the subspace of a table, with the most influential of its dimensions if it is larger than 2 ** dimensions.
-
-    The dimensions that no longer vary are fixed at the fastest placement of the table.
-    """
-    subspace, sensitivities = like.subspace, like.metadata.sensitivity
-    varied_sensitivities = np.array([sensitivities[dimension.name] for dimension in subspace.space.dimensions])
-    selected = most_influential(subspace.space, varied_sensitivities, dimensions)
-    if len(selected) == len(subspace.varied):
-        return subspace
-    listed = {subspace.full_space.digest(p): p for p in map(subspace.to_full_space, subspace.placements())}
-    latency_ms = median_latencies({digest: like.rows[digest] for digest in listed})
-    best = listed[min(latency_ms, key=latency_ms.__getitem__)]
-    return TableSubspace(subspace.full_space, tuple(subspace.varied[i] for i in selected), best)
 
 
 def _check_dimensions(space: Space, dimensions: int) -> None:
@@ -171,164 +212,20 @@ def _check_dimensions(space: Space, dimensions: int) -> None:
         raise UserError(f"--dimensions {dimensions}: nothing to enumerate, for {limit}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TableRecorder:
-    """State of a recording; `level_ms` is the latency of `selection.confirmation.reference_latency_if_noisy`."""
+def _reduce_subspace(like: BenchmarkTable, dimensions: int) -> TableSubspace:
+    """Return the subspace of a table, with the most influential of its dimensions if it is larger than 2 ** dimensions.
 
-    study: StudyTask
-    task: Task
-    engines: Engines
-    folder: Path
-    observer: Observer
-    level_ms: float | None = None
-
-    def run(
-        self, dimensions: int, confirmation: BestConfirmation, search: int, like: BenchmarkTable | None
-    ) -> tuple[Rows, dict[str, Any]]:
-        """Return all rows, and the metadata of the table."""
-        space, facts, rows = self.task.space, self.table_metadata(), Rows()
-        if like is None:
-            subspace, sensitivities = self._screen(dimensions, confirmation, search, rows, facts)
-        else:
-            self._measure_missing("sensitivity", list(self.task.placements.values()), rows, facts)
-            subspace, sensitivities = _reduce_subspace(like, dimensions), like.metadata.sensitivity
-        order = np.random.default_rng(0).permutation(len(subspace))
-        listed = [subspace.to_full_space(placement) for placement in subspace.placements()]
-        facts |= {"varied": tuple(space.dimensions[i].name for i in subspace.varied), "base": subspace.base.choices}
-        self.observer.say(f"{len(subspace.varied)} of {len(space)} dimensions, {len(listed)} placements")
-        self._measure_missing("table", [listed[index] for index in order], rows, facts)
-        self._warn_if_optimum_beaten(self._confirm_best(confirmation, "table", listed, rows), rows)
-        return rows, facts | {"sensitivity": dict(sensitivities)}
-
-    def _screen(
-        self, dimensions: int, confirmation: BestConfirmation, search: int, rows: Rows, facts: Mapping[str, Any]
-    ) -> tuple[TableSubspace, Mapping[str, float]]:
-        """Return the subspace of the most influential dimensions, and the sensitivity of every dimension by name."""
-        space = self.task.space
-        anchors = [*self.task.placements.values(), *self._search_optimum(search, confirmation, rows, facts)]
-        around = [*anchors, *(p for anchor in anchors for p in neighbours(space, anchor))]
-        self._measure_missing("sensitivity", around, rows, facts)
-        best = self._confirm_best(confirmation, "sensitivity", around, rows)
-        changes = sensitivity(space, anchors, median_latencies(rows))
-        by_name = {d.name: float(value) for d, value in zip(space.dimensions, changes, strict=True)}
-        return TableSubspace(space, most_influential(space, changes, dimensions), best), by_name
-
-    def _warn_if_optimum_beaten(self, optimum: Placement, rows: Rows) -> None:
-        """Report named placements that are faster than the optimum: the table then fixes the wrong dimensions."""
-        digest, latency_ms = self.task.space.digest, median_latencies(rows)
-        least_ms = latency_ms[digest(optimum)]
-        for name, placement in self.task.placements.items():
-            own_ms = latency_ms.get(digest(placement), math.inf)
-            if own_ms < least_ms * (1 - STEADY_TOLERANCE):
-                self.observer.say(
-                    f"{name} takes {own_ms:.4g} ms, less than the {least_ms:.4g} ms of the table's optimum: the "
-                    "choices that the table fixes are not the best; use more --dimensions, or --search 200"
-                )
-
-    def _search_optimum(
-        self, evaluations: int, confirmation: BestConfirmation, rows: Rows, facts: Mapping[str, Any]
-    ) -> Iterator[Placement]:
-        """Yield the best placement of a search by `OPTIMUM_SEARCHER` from the anchors; nothing with 0 evaluations."""
-        if evaluations:
-            initial = tuple(InitialPlacement(name=name, placement=p) for name, p in self.task.placements.items())
-            searcher: Searcher = registry.load_plugin("searcher", OPTIMUM_SEARCHER)(self.task.space, seed=0)
-            self._search("search", searcher, rows, facts, evaluations, initial)
-            yield self._confirm_best(confirmation, "search", [Placement(row.choices) for row in rows.values()], rows)
-
-    def _confirm_best(
-        self, confirmation: BestConfirmation, name: str, listed: Sequence[Placement], rows: Rows
-    ) -> Placement:
-        """Return the fastest of the listed placements; confirmed rows get the readings of the confirmation.
-
-        Raises:
-            UserError: None of them could be measured.
-        """
-        digests = [self.task.space.digest(placement) for placement in listed]
-        rows |= confirmation.confirm_fastest(name, digests, rows)
-        latency_ms = median_latencies({digest: rows[digest] for digest in digests})
-        if not latency_ms:
-            first = next(row.outcome for row in rows.values() if isinstance(row.outcome, Failed))
-            raise UserError(f"no placement could be measured; {first.stage}: {first.reason}\n{first.log_tail}")
-        return Placement(rows[min(latency_ms, key=latency_ms.__getitem__)].choices)
-
-    def table_metadata(self) -> dict[str, Any]:
-        """Return the metadata that is known before any measurement, and that an existing table must have."""
-        task, experiment = self.task, self.study.experiment
-        ranges = json.dumps(dict(task.ranges), sort_keys=True)
-        return {
-            "model": task.spec.model.name,
-            "source": task.spec.model.use,
-            "model_sha256": task.model.sha256,
-            "dimensions": task.space.dimensions,
-            "anchors": {name: placement.choices for name, placement in task.placements.items()},
-            "precision": task.spec.precision,
-            "dialect": task.dialect.name,
-            "backend": dict(self.engines.describe()),
-            "calibrated_on": task.calibrated_on,
-            "ranges": hashlib.sha256(ranges.encode()).hexdigest()[:16],
-            "sampling": experiment.sampling.model_dump(mode="json"),
-        }
-
-    def _measure_missing(self, name: str, listed: Sequence[Placement], rows: Rows, facts: Mapping[str, Any]) -> None:
-        """Measure the placements that have no row yet, and add their rows."""
-        space = self.task.space
-        missing = {space.digest(p): p for p in listed if space.digest(p) not in rows}
-        self._search(name, EnumeratingSearcher(missing.values()), rows, facts, len(missing))
-
-    def _search(
-        self,
-        name: str,
-        searcher: Searcher,
-        rows: Rows,
-        facts: Mapping[str, Any],
-        evaluations: int,
-        initial: tuple[InitialPlacement, ...] = (),
-    ) -> None:
-        """Measure the proposals of a searcher, and add their rows."""
-        model = self.study.spec.model
-        fingerprint = {
-            **facts,
-            "dimensions": space_digest(self.task.space),
-            "dialect": self.task.dialect.facts,
-            "qdq_bench": version("qdq-bench"),
-            "evaluator": model.evaluator and [model.evaluator.model_dump(), str(model.preprocess)],
-        }
-        budget = max(evaluations, 1)
-        task = SearchTask(
-            space=self.task.space,
-            searcher=searcher,
-            initial_design=initial,
-            candidate=self.task.candidate,
-            evaluations=budget,
-            # Once a placement was measured, failures no longer show a broken setup.
-            patience=budget if median_latencies(rows) else COLD_START_EVALUATIONS,
-        )
-        with (
-            Journal(self.folder / f"{name}.jsonl", json.loads(json.dumps(fingerprint, default=sorted))) as journal,
-            self.observer.work(f"{self.task.spec.name} {name}", evaluations) as step,
-        ):
-
-            def watch(trial: TrialEvent) -> None:
-                proposal = trial.proposal
-                entry = TableEntry(number=len(rows), choices=proposal.choices, outcome=trial.outcome)
-                rows.setdefault(proposal.digest, entry)
-                step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
-
-            ending = run_search(task, SyncExecutor(self._make_trial_fn()), journal, watch)
-        if ending.failure is not None:
-            raise UserError(f"{name}: the searcher failed: {ending.reason}\n{ending.failure.log_tail}")
-
-    def _make_trial_fn(self) -> TrialFn:
-        """Return a trial that scores everything, because no incumbent exists that a placement could fail to beat."""
-        evaluator = self.study.spec.model.evaluator
-        trial = partial(
-            measure,
-            engines=self.engines,
-            sampling=self.study.experiment.sampling,
-            gate=AccuracyGate(goal=Goal(metric=None if evaluator is None else evaluator.use, max_drop=None)),
-            noise=NoisePolicy(reference_latency_ms=self.level_ms),
-        )
-        return lambda candidate, _: trial(candidate, None)
+    The dimensions that no longer vary are fixed at the fastest placement of the table.
+    """
+    subspace = like.subspace
+    sensitivities = np.array([like.metadata.sensitivity[dimension.name] for dimension in subspace.space.dimensions])
+    selected = most_influential(subspace.space, sensitivities, dimensions)
+    if len(selected) == len(subspace.varied):
+        return subspace
+    listed = {subspace.full_space.digest(p): p for p in map(subspace.to_full_space, subspace.placements())}
+    latency_ms = median_latencies({digest: like.rows[digest] for digest in listed})
+    best = listed[min(latency_ms, key=latency_ms.__getitem__)]
+    return TableSubspace(subspace.full_space, tuple(subspace.varied[i] for i in selected), best)
 
 
 class EnumeratingSearcher:
@@ -344,33 +241,248 @@ class EnumeratingSearcher:
         pass
 
 
-def _check_finished_table(
-    study: StudyTask,
-    out: Path,
-    dimensions: int | None,
-    scratch: Path,
-    observer: Observer,
-    like: BenchmarkTable | None,
-) -> None:
-    """Raise `FingerprintMismatch` if a finished table has other inputs or another size than the requested one."""
-    finished = read_table(out).metadata
-    task, worker = prepare_study(study, scratch, observer)
-    with open_engines(worker, study.experiment.limits) as engines:
-        recorder = _TableRecorder(study=study, task=task, engines=engines, folder=scratch, observer=observer)
-        requested = recorder.table_metadata()
-    recorded = {key: getattr(finished, key) for key in requested}
-    for facts in (recorded, requested):
-        facts["dimensions"] = space_digest(Space(facts["dimensions"]))
-    if dimensions is not None:
-        sensitivities = np.array([finished.sensitivity[dimension.name] for dimension in finished.dimensions])
-        recorded["varied in the finished table"] = len(finished.varied)
-        requested["varied in the finished table"] = len(
-            most_influential(Space(finished.dimensions), sensitivities, dimensions)
+@dataclass(slots=True, kw_only=True)
+class _Recording:
+    """Rows of a table during its recording, and what measures them.
+
+    Attributes:
+        open_engines: Factory of fresh engines, in addition to those that measure the table.
+        folder: Folder for the journals and for a log of each comparison.
+        facts: Metadata of the table.
+        level_ms: See `harness.run.confirm.confirmation.reference_latency_if_noisy`.
+        rows: Entries by the digest of their placement.
+    """
+
+    study: StudyTask
+    task: Task
+    engines: Engines
+    open_engines: Callable[[], AbstractContextManager[Engines]]
+    folder: Path
+    observer: Observer
+    facts: dict[str, Any]
+    level_ms: float | None
+    rows: dict[str, TableEntry] = field(default_factory=dict)
+
+    def screen(self, dimensions: int, search: int) -> tuple[TableSubspace, Mapping[str, float]]:
+        """Return the subspace of the most influential dimensions, and the sensitivity of every dimension by name."""
+        space, anchors = self.task.space, list(self.task.placements.values())
+        if search:
+            initial = tuple(InitialPlacement(name=name, placement=p) for name, p in self.task.placements.items())
+            searcher: Searcher = registry.load_plugin("searcher", OPTIMUM_SEARCHER)(space, seed=0)
+            self._search("search", searcher, search, initial)
+            anchors.append(self._confirm_fastest("search", list(self.rows)))
+        around = [*anchors, *(p for anchor in anchors for p in neighbours(space, anchor))]
+        self.measure_missing("sensitivity", around)
+        best = self._confirm_fastest("sensitivity", map(space.digest, around))
+        changes = sensitivity(space, anchors, median_latencies(self.rows))
+        by_name = {d.name: float(value) for d, value in zip(space.dimensions, changes, strict=True)}
+        return TableSubspace(space, most_influential(space, changes, dimensions), best), by_name
+
+    def measure_subspace(self, subspace: TableSubspace) -> None:
+        """Measure every placement of a subspace in random order, and confirm its optimum.
+
+        Named placements that are faster are reported: the table then fixes the wrong dimensions.
+        """
+        space = self.task.space
+        order = np.random.default_rng(0).permutation(len(subspace))
+        listed = [subspace.to_full_space(placement) for placement in subspace.placements()]
+        self.facts |= {
+            "varied": tuple(space.dimensions[i].name for i in subspace.varied),
+            "base": subspace.base.choices,
+        }
+        self.observer.say(f"{len(subspace.varied)} of {len(space)} dimensions, {len(listed)} placements")
+        self.measure_missing("table", [listed[index] for index in order])
+        optimum = self._confirm_fastest("table", map(space.digest, listed))
+        latency_ms = median_latencies(self.rows)
+        least_ms = latency_ms[space.digest(optimum)]
+        for name, placement in self.task.placements.items():
+            own_ms = latency_ms.get(space.digest(placement), math.inf)
+            if own_ms < least_ms * (1 - STEADY_TOLERANCE):
+                self.observer.say(
+                    f"{name} takes {own_ms:.4g} ms, less than the {least_ms:.4g} ms of the table's optimum: the "
+                    "choices that the table fixes are not the best; use more --dimensions, or --search 200"
+                )
+
+    def measure_missing(self, name: str, listed: Iterable[Placement]) -> None:
+        """Measure the placements that have no row yet, and add their rows."""
+        missing = {digest: p for p in listed if (digest := self.task.space.digest(p)) not in self.rows}
+        self._search(name, EnumeratingSearcher(missing.values()), len(missing))
+
+    def _search(
+        self, name: str, searcher: Searcher, evaluations: int, initial: tuple[InitialPlacement, ...] = ()
+    ) -> None:
+        """Measure the proposals of a searcher, and add their rows."""
+        model, space, budget = self.study.spec.model, self.task.space, max(evaluations, 1)
+        fingerprint = {
+            **self.facts,
+            "dimensions": space_digest(space),
+            "dialect": self.task.dialect.facts,
+            "qdq_bench": version("qdq-bench"),
+            "evaluator": model.evaluator and [model.evaluator.model_dump(), str(model.preprocess)],
+        }
+        task = SearchTask(
+            space=space,
+            searcher=searcher,
+            initial_design=initial,
+            candidate=self.task.candidate,
+            evaluations=budget,
+            # Once a placement was measured, failures no longer show a broken setup.
+            patience=budget if median_latencies(self.rows) else COLD_START_EVALUATIONS,
         )
-    if like is not None:
-        space = like.subspace.full_space
-        recorded["varied in the finished table"] = finished.varied
-        requested["varied in the finished table"] = [
-            space.dimensions[i].name for i in _reduce_subspace(like, dimensions or DEFAULT_DIMENSIONS).varied
-        ]
-    require_same_fingerprint(out, json.loads(json.dumps(recorded)), json.loads(json.dumps(requested)))
+        trial = partial(
+            measure,
+            engines=self.engines,
+            sampling=self.study.experiment.sampling,
+            gate=AccuracyGate(goal=Goal(metric=model.evaluator.use if model.evaluator else None, max_drop=None)),
+            noise=NoisePolicy(reference_latency_ms=self.level_ms),
+        )
+        # No incumbent exists that a placement could fail to beat, so everything is scored.
+        executor = SyncExecutor(lambda candidate, _: trial(candidate, None))
+        with (
+            Journal(self.folder / f"{name}.jsonl", json.loads(json.dumps(fingerprint, default=sorted))) as journal,
+            self.observer.work(f"{self.task.spec.name} {name}", evaluations) as step,
+        ):
+
+            def watch(trial: TrialEvent) -> None:
+                proposal = trial.proposal
+                entry = TableEntry(number=len(self.rows), choices=proposal.choices, outcome=trial.outcome)
+                self.rows.setdefault(proposal.digest, entry)
+                step.advance("" if trial.best_ms is None else f"best {trial.best_ms:.3f} ms")
+
+            ending = run_search(task, executor, journal, watch)
+        if ending.failure is not None:
+            raise UserError(f"{name}: the searcher failed: {ending.reason}\n{ending.failure.log_tail}")
+
+    def _confirm_fastest(self, name: str, digests: Iterable[str]) -> Placement:
+        """Return the fastest of some rows, after comparisons until no other row has a lower latency.
+
+        The lowest of a thousand noisy readings is low by chance and must not define the optimum of the table; see
+        `harness.run.select.final_selection`. So the fastest rows get the readings of fresh builds that are timed in
+        turns.
+
+        Args:
+            name: Prefix of the logs.
+            digests: Rows to consider.
+
+        Raises:
+            UserError: None of them could be measured.
+        """
+        listed, confirmed = list(digests), set[str]()
+        while latency_ms := median_latencies({digest: self.rows[digest] for digest in listed}):
+            fastest = sorted(latency_ms, key=latency_ms.__getitem__)[:FASTEST_PER_COMPARISON]
+            if fastest[0] in confirmed:
+                return Placement(self.rows[fastest[0]].choices)
+            unconfirmed = [digest for digest in fastest if digest not in confirmed]
+            self._time_in_turns(f"{name}-final-selection-{len(confirmed)}", unconfirmed)
+            confirmed.update(unconfirmed)
+        first = next(row.outcome for row in self.rows.values() if isinstance(row.outcome, Failed))
+        raise UserError(f"no placement could be measured; {first.stage}: {first.reason}\n{first.log_tail}")
+
+    def _time_in_turns(self, name: str, digests: Sequence[str]) -> None:
+        """Replace the readings of rows by readings taken in turns; a row without such readings becomes a failure.
+
+        A change of the machine's speed since the start of the recording is reported, with its effect on the rows.
+        """
+        task, float_ms = self.task, baseline_latency(self.folder)
+        plan = CONFIRMATION_SCHEDULE.model_dump(mode="json")
+        comparison = PairedComparison(
+            name=f"{task.spec.name} final selection",
+            path=self.folder / f"{name}.jsonl",
+            header={"rows": sorted(digests), "plan": plan, "group": MAX_GROUP_ROWS},
+            baseline=TimedRow(name=FLOAT_ROW, candidate=task.candidate(task.space.float_placement())),
+            rows=tuple(
+                TimedRow(name=digest, candidate=task.candidate(Placement(self.rows[digest].choices)))
+                for digest in digests
+            ),
+            schedule=CONFIRMATION_SCHEDULE,
+        )
+        events = run_comparison(comparison, self.open_engines, self.observer)
+        warn_if_disturbed(comparison.name, events, self.observer)
+        readings = TurnMatrix(events)
+        now_ms = float(np.median([ms for turns in readings.turns[FLOAT_ROW].values() for ms in turns.values()]))
+        if not 1 / (1 + PACE_TOLERANCE) <= now_ms / float_ms <= 1 + PACE_TOLERANCE:
+            effect = "rows are timed in turns with the float model, so they stay on one scale"
+            if self.level_ms is None:
+                effect = "its rows are on another scale; record the table anew with `sampling.interleave: always`"
+            self.observer.say(
+                f"{comparison.name}: the float model takes {now_ms:.4g} ms, it took {float_ms:.4g} ms; {effect}"
+            )
+        for digest in digests:
+            float_builds, row_builds = readings.paired_samples(digest, FLOAT_ROW)
+            self.rows[digest] = _with_turns(self.rows[digest], float_builds, row_builds, self.level_ms)
+
+
+def _with_turns(
+    row: TableEntry, float_builds: list[list[float]], row_builds: list[list[float]], level_ms: float | None
+) -> TableEntry:
+    """Return a row with one sample per turn, relative to the float model's turns if `level_ms` is set."""
+    outcome = row.outcome
+    if isinstance(outcome, Failed):
+        return row
+    if not row_builds:
+        spent_s = outcome.build_s + outcome.measure_s + outcome.evaluate_s
+        return replace(row, outcome=Failed(stage="build", reason=LOST_ROW_REASON, wall_s=spent_s))
+    float_ms, row_ms = np.concatenate(float_builds), np.concatenate(row_builds)
+    if level_ms is None:
+        return replace(row, outcome=replace(outcome, samples_ms=tuple(row_ms.tolist())))
+    turns = replace(
+        outcome,
+        samples_ms=tuple((row_ms / float_ms * level_ms).tolist()),
+        raw_ms=tuple(row_ms.tolist()),
+        reference_ms=tuple(float_ms.tolist()),
+    )
+    return replace(row, outcome=turns)
+
+
+def median_latencies(rows: Mapping[str, TableEntry]) -> dict[str, float]:
+    """Return the median latency in ms by digest, without failed rows."""
+    return {
+        digest: median_ci(row.outcome.samples_ms).value
+        for digest, row in rows.items()
+        if not isinstance(row.outcome, Failed)
+    }
+
+
+def neighbours(space: Space, placement: Placement) -> Iterator[Placement]:
+    """Yield all placements that differ from a placement in one dimension."""
+    for index, size in enumerate(space.sizes):
+        for choice in range(size):
+            if choice != placement.choices[index]:
+                choices = list(placement.choices)
+                choices[index] = choice
+                yield Placement(tuple(choices))
+
+
+def sensitivity(space: Space, anchors: Sequence[Placement], latency_ms: Mapping[str, float]) -> Floats:
+    """Return the typical change of log latency by one dimension alone: root mean square over anchors and choices.
+
+    Args:
+        anchors: Placements whose neighbours are compared with them.
+        latency_ms: Latencies by digest, without failed placements.
+
+    Returns:
+        One value for each dimension; 0 if no two latencies can be compared.
+    """
+    squares: list[list[float]] = [[] for _ in range(len(space))]
+    for anchor in anchors:
+        anchor_ms = latency_ms.get(space.digest(anchor))
+        for other in neighbours(space, anchor):
+            other_ms = latency_ms.get(space.digest(other))
+            if anchor_ms is not None and other_ms is not None:
+                changed = next(i for i, (a, b) in enumerate(zip(anchor.choices, other.choices, strict=True)) if a != b)
+                squares[changed].append(math.log(other_ms / anchor_ms) ** 2)
+    return np.array([math.sqrt(sum(values) / len(values)) if values else 0.0 for values in squares])
+
+
+def most_influential(space: Space, changes: Floats, dimensions: int) -> tuple[int, ...]:
+    """Return the indices of the dimensions that change latency most, ascending.
+
+    Args:
+        changes: Change of each dimension, see `sensitivity`.
+        dimensions: Number N; the dimensions of the result have at most 2 ** N placements.
+    """
+    chosen: list[int] = []
+    for index in np.argsort(-changes, kind="stable").tolist():
+        if math.prod(space.sizes[i] for i in (*chosen, index)) <= 2**dimensions:
+            chosen.append(index)
+    return tuple(sorted(chosen))

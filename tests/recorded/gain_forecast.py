@@ -19,7 +19,8 @@ from scipy.optimize import minimize
 
 from harness.config.sections import PluginSpec
 from harness.replay.recorded_landscape import Landscape
-from harness.replay.replay import read_paths, replay_paths
+from harness.replay.replay import ReplayRequest, replay
+from harness.replay.simulated_selection import Searches
 from harness.runtimes.benchmark_table import read_table
 from search.gain_forecast import FIRST_FORECAST, HORIZON, THRESHOLD_SHARE, WORTHWHILE_GAIN, GainForecast, features
 
@@ -31,8 +32,10 @@ def observations(path: Path, searcher: str, seeds: int) -> Iterator[dict[str, An
     """Yield one row per evaluation of each search: model, search, features and true further gain."""
     landscape = Landscape(read_table(path))
     for start in STARTS:
-        paths = replay_paths(landscape, PluginSpec(use=searcher), seeds=range(seeds), budget=HORIZON, initial=start)
-        walks = read_paths(landscape, paths, HORIZON)
+        use = PluginSpec(use=searcher)
+        request = ReplayRequest(searcher=use, table=path, seeds=range(seeds), budget=HORIZON, initial=start)
+        paths = replay(landscape, request)
+        walks = Searches(landscape, paths, HORIZON)
         for row, (seed, walk) in enumerate(paths.items()):
             best_ms = np.minimum.accumulate(landscape.latency_ms[walk])
             forecast = GainForecast(budget=HORIZON)

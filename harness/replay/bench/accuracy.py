@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
+from harness.base.paths import replacing
 from harness.base.untrusted import open_regular, parse_json, read_text
 from harness.measure.records import Measured
 from harness.runtimes.benchmark_table import BenchmarkTable, TableEntry, TableMetadata, read_rows
@@ -88,11 +89,7 @@ def score_key(metadata: TableMetadata, digest: str) -> ScoreKey:
 
 
 def read_accuracy(path: Path) -> Mapping[ScoreKey, PlacementAccuracy]:
-    """Read a file of accuracies; a missing one is empty.
-
-    Raises:
-        UserError: The file is not a file of accuracies, or is damaged.
-    """
+    """Read a file of accuracies; a missing one is empty."""
     return _read(path, path.lstat().st_mtime_ns) if os.path.lexists(path) else {}
 
 
@@ -128,12 +125,11 @@ def write_accuracy(path: Path, rows: Mapping[ScoreKey, PlacementAccuracy]) -> No
         | {"metrics": sorted(rows[key].metrics.items())}
         for key in sorted(rows)
     ]
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        table = pa.Table.from_pylist(listed, schema=ACCURACY_SCHEMA)
-        pq.write_table(table, part, compression="zstd", compression_level=9, write_page_checksum=True)
-        part.replace(path)
+        with replacing(path) as part:
+            table = pa.Table.from_pylist(listed, schema=ACCURACY_SCHEMA)
+            pq.write_table(table, part, compression="zstd", compression_level=9, write_page_checksum=True)
 
 
 def join_accuracy(table: BenchmarkTable, scores: Mapping[ScoreKey, PlacementAccuracy]) -> BenchmarkTable:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from harness.accuracy.calibration.calibration_batches import CalibrationBatches
-from harness.accuracy.metrics.closeness import ComparisonLayout, compare_outputs, plan_comparison
+from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
 from harness.base.errors import CandidateError, UserError, suggest_names
 from harness.base.files import explain_write_errors
 from harness.base.progress import NullProgress, Observer
@@ -27,7 +27,7 @@ from harness.config.plan import plan_tasks
 from harness.graph.load import save_to_folder
 from harness.graph.rules.dialects import load_dialect
 from harness.plugins import registry
-from harness.plugins.api import Array, Evaluator
+from harness.plugins.api import Array
 from harness.replay.bench.accuracy import (
     PlacementAccuracy,
     ScoreKey,
@@ -39,7 +39,7 @@ from harness.replay.bench.accuracy import (
 from harness.results.ownership import exclusive_lock
 from harness.run.prepare.float_baseline import BackendProperties
 from harness.run.prepare.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
-from harness.run.prepare.task import Task, calibrate_task
+from harness.run.prepare.task import calibrate_task
 from harness.runtimes.benchmark_table import BenchmarkTable, TableMetadata, read_table
 from search.space import Placement, Space
 
@@ -72,139 +72,112 @@ def score_tables(experiment: Experiment, tables: Sequence[Path], out: Path, obse
         with parts.open("a", encoding="utf-8") as file:
             for path in tables:
                 table = read_table(path)
-                for row in _score_missing(experiment, table, scores, observer):
-                    scores[row.key] = row
-                    file.write(json.dumps(asdict(row)) + "\n")
-                    file.flush()
-                    scored += 1
+                missing = missing_placements(table, scores)
+                if not missing:
+                    continue
+                with TemporaryDirectory(prefix="qdq-score-") as work, observer.work(path.stem, len(missing)) as step:
+                    scorer = PlacementScorer(experiment, table.metadata, Path(work))
+                    for placement in missing:
+                        row = scorer.score(placement)
+                        scores[row.key] = row
+                        file.write(json.dumps(asdict(row)) + "\n")
+                        file.flush()
+                        scored += 1
+                        step.advance(row.failure)
         write_accuracy(out, scores)
         parts.unlink()
     return scored
 
 
-def _score_missing(
-    experiment: Experiment, table: BenchmarkTable, scores: Mapping[ScoreKey, PlacementAccuracy], observer: Observer
-) -> Iterator[PlacementAccuracy]:
-    missing = missing_placements(table, scores)
-    if not missing:
-        return
-    with TemporaryDirectory(prefix="qdq-score-") as scratch, observer.work(table.path.stem, len(missing)) as step:
-        scorer = open_scorer(experiment, table.metadata, Path(scratch))
-        for placement in missing.values():
-            row = scorer.score(placement)
-            step.advance(row.failure)
-            yield row
-
-
-def missing_placements(table: BenchmarkTable, scores: Mapping[ScoreKey, PlacementAccuracy]) -> dict[str, Placement]:
-    """Return the placements of a table that have no accuracy yet, by digest."""
+def missing_placements(table: BenchmarkTable, scores: Mapping[ScoreKey, PlacementAccuracy]) -> list[Placement]:
+    """Return the placements of a table that have no accuracy yet, each once."""
     subspace = table.subspace
     listed = [*map(Placement, table.metadata.anchors.values()), *map(subspace.to_full_space, subspace.placements())]
     digests = {subspace.full_space.digest(placement): placement for placement in listed}
-    return {digest: p for digest, p in digests.items() if score_key(table.metadata, digest) not in scores}
+    return [p for digest, p in digests.items() if score_key(table.metadata, digest) not in scores]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementScorer:
-    """Scorer of the placements of one model.
+    """Scorer of the placements of a table: the model in the table's dialect, calibrated, with its float outputs.
 
-    Attributes:
-        runtime: Benchmarker that runs their files.
-        evaluator: Source of the metric on labels; None: outputs are only compared with the float model's.
-        floats: Outputs of the float model, sample by sample.
-        layout: Compared outputs.
-        facts: Accuracy of a placement before digest, metrics and failure are set.
+    Args:
+        experiment: Experiment that has the model under the name of the table.
+        metadata: Metadata of the table.
+        work: Folder for files.
+
+    Raises:
+        UserError: The experiment has no such model, or its file differs from that of the table; the float model cannot
+            be scored.
     """
 
-    task: Task
-    runtime: Any
-    evaluator: Evaluator | None
-    floats: Outputs
-    layout: ComparisonLayout
-    facts: PlacementAccuracy
+    def __init__(self, experiment: Experiment, metadata: TableMetadata, work: Path) -> None:
+        specs = {task.model.name: task for task in plan_tasks(experiment)}
+        if metadata.model not in specs:
+            raise UserError(f"no model is called {metadata.model!r}; {suggest_names(metadata.model, specs)}")
+        spec = replace(specs[metadata.model], precision=metadata.precision)
+        dialect = load_dialect(metadata.dialect)
+        model = open_model(spec.model, work, max(MIN_OPSET, dialect.opset(spec.precisions)))
+        if model.sha256 != metadata.model_sha256:
+            raise UserError(f"{spec.model.use}: another version than that of the table ({metadata.model_sha256[:16]})")
+        feeds = CalibrationBatches(spec.model, model, input_types(model))
+        properties = BackendProperties(dialect=dialect, emulated=frozenset(), facts={}, is_in_process=False)
+        file, space = save_to_folder(model, work), Space(metadata.dimensions)
+        task = calibrate_task(spec, model, file, space, runtime=properties, feeds=feeds, observer=NullProgress())
+        self._task = replace(task, space=space)  # with the points whose activations do not vary on these samples
+        self._runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", RUNTIME)
+        use = evaluator_spec(spec.model, model, work)
+        self._evaluator: Any = use and registry.create_plugin("evaluator", use.use, use.params)
+        self._floats, _ = self._run_samples(space.float_placement())
+        self._layout = plan_comparison(self._floats)
+        described, basis = "random inputs", f"random {RANDOM_SEED}"
+        if self._evaluator is not None:
+            described, basis = "labelled images", self._evaluator.fingerprint
+        self._facts = PlacementAccuracy(
+            model=metadata.model,
+            model_sha256=metadata.model_sha256,
+            precision=metadata.precision,
+            dialect=metadata.dialect,
+            digest="",
+            metrics={},
+            failure="",
+            samples=len(self._floats),
+            data=f"{described}, {hashlib.sha256(basis.encode()).hexdigest()[:16]}",
+            calibrated_on=task.calibrated_on,
+            computed_by=f"ONNX Runtime {self._runtime.describe()['version']}, optimization {RUNTIME['optimization']}",
+        )
 
     def score(self, placement: Placement) -> PlacementAccuracy:
         """Return the accuracy of the file of a placement, or why it has none (`failure`)."""
-        row = replace(self.facts, digest=self.task.space.digest(placement))
+        row = replace(self._facts, digest=self._task.space.digest(placement))
         try:
-            outputs, metrics = _run_samples(self.task, self.runtime, placement, self.evaluator)
-            metrics = metrics | compare_outputs(zip(self.floats, outputs, strict=True), self.layout).metrics
+            outputs, metrics = self._run_samples(placement)
+            metrics |= compare_outputs(zip(self._floats, outputs, strict=True), self._layout).metrics
         except CandidateError as error:
             return replace(row, failure=str(error))
         finally:
-            for file in (self.task.work / "candidates").glob("*"):
+            for file in (self._task.work / "candidates").glob("*"):
                 file.unlink()
-        return replace(row, metrics=metrics | _agreement(self.floats, outputs))
+        return replace(row, metrics=metrics | _agreement(self._floats, outputs))
 
+    def _run_samples(self, placement: Placement) -> tuple[Outputs, dict[str, float]]:
+        """Return the outputs of a placement's file for each sample, and the metrics of the evaluator."""
+        task, outputs = self._task, list[Mapping[str, Array]]()
+        with self._runtime.open(self._runtime.build(task.candidate(placement), task.work)) as probe:
 
-def _run_samples(
-    task: Task, runtime: Any, placement: Placement, evaluator: Evaluator | None
-) -> tuple[Outputs, dict[str, float]]:
-    """Return the outputs of a placement's file for each sample, and the metrics of the evaluator."""
-    outputs: list[Mapping[str, Array]] = []
-    with runtime.open(runtime.build(task.candidate(placement), task.work)) as probe:
+            def infer(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+                outputs.append(probe.infer(feeds))
+                return outputs[-1]
 
-        def infer(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-            outputs.append(probe.infer(feeds))
-            return outputs[-1]
-
-        if evaluator is not None:
-            return outputs, dict(evaluator.score(infer).metrics)
-        for feeds in random_feeds(input_types(task.model), SAMPLES, RANDOM_SEED):
-            infer(feeds)
-    return outputs, {}
+            if self._evaluator is not None:
+                return outputs, dict(self._evaluator.score(infer).metrics)
+            for feeds in random_feeds(input_types(task.model), SAMPLES, RANDOM_SEED):
+                infer(feeds)
+        return outputs, {}
 
 
 def _agreement(floats: Outputs, outputs: Outputs) -> dict[str, float]:
     """Return the share of samples with the float model's class, if the only output is a row of logits."""
     if len(floats[0]) != 1 or any(max(a.shape, default=0) != a.size for a in floats[0].values()):
         return {}
-    same = [
-        int(next(iter(a.values())).argmax()) == int(next(iter(b.values())).argmax())
-        for a, b in zip(floats, outputs, strict=True)
-    ]
-    return {"agreement": float(np.mean(same))}
-
-
-def open_scorer(experiment: Experiment, metadata: TableMetadata, work: Path) -> PlacementScorer:
-    """Load and calibrate the model of a table in its dialect, run the float model, and return a scorer of placements.
-
-    Raises:
-        UserError: The experiment has no such model, or its file differs from that of the table; the float model cannot
-            be scored.
-    """
-    specs = {task.model.name: task for task in plan_tasks(experiment)}
-    if metadata.model not in specs:
-        raise UserError(f"no model is called {metadata.model!r}; {suggest_names(metadata.model, specs)}")
-    spec = replace(specs[metadata.model], precision=metadata.precision)
-    dialect = load_dialect(metadata.dialect)
-    model = open_model(spec.model, work, max(MIN_OPSET, dialect.opset(spec.precisions)))
-    if model.sha256 != metadata.model_sha256:
-        raise UserError(f"{spec.model.use}: another version than that of the table ({metadata.model_sha256[:16]})")
-    feeds = CalibrationBatches(spec.model, model, input_types(model))
-    properties = BackendProperties(dialect=dialect, emulated=frozenset(), facts={}, is_in_process=False)
-    file, space = save_to_folder(model, work), Space(metadata.dimensions)
-    task = calibrate_task(spec, model, file, space, runtime=properties, feeds=feeds, observer=NullProgress())
-    task = replace(task, space=space)  # with the points whose activations do not vary on these samples
-    runtime = registry.create_plugin("benchmarker", "onnxruntime", RUNTIME)
-    use = evaluator_spec(spec.model, model, work)
-    evaluator = None if use is None else registry.create_plugin("evaluator", use.use, use.params)
-    floats, _ = _run_samples(task, runtime, task.space.float_placement(), evaluator)
-    described = "random inputs" if evaluator is None else "labelled images"
-    basis = f"random {RANDOM_SEED}" if evaluator is None else evaluator.fingerprint
-    facts = PlacementAccuracy(
-        model=metadata.model,
-        model_sha256=metadata.model_sha256,
-        precision=metadata.precision,
-        dialect=metadata.dialect,
-        digest="",
-        metrics={},
-        failure="",
-        samples=len(floats),
-        data=f"{described}, {hashlib.sha256(basis.encode()).hexdigest()[:16]}",
-        calibrated_on=task.calibrated_on,
-        computed_by=f"ONNX Runtime {runtime.describe()['version']}, optimization {RUNTIME['optimization']}",
-    )
-    return PlacementScorer(
-        task=task, runtime=runtime, evaluator=evaluator, floats=floats, layout=plan_comparison(floats), facts=facts
-    )
+    classes = [[int(next(iter(each.values())).argmax()) for each in some] for some in (floats, outputs)]
+    return {"agreement": float(np.mean(np.equal(classes[0], classes[1])))}

@@ -23,7 +23,7 @@ from harness.base.progress import Observer
 from harness.config.sections import ConfigSection, PluginSpec
 from harness.config.validation_errors import to_user_error
 from harness.replay.bench.tasks import TierName, read_catalogue, table_path
-from harness.replay.path_cache import FILE, PARTS_FOLDER, PathCache, SearchPath
+from harness.replay.path_cache import FILE, PARTS_FOLDER, PathCache
 from harness.replay.replay import ReplayRequest, load_landscape, replay
 from harness.replay.replay_pool import replay_cached
 from harness.replay.search_key import SearchKey, describe_code, search_key
@@ -243,27 +243,21 @@ def check_submission(folder: Path, *, searches: int, seed: int, observer: Observ
         for name, record in submission.searchers.items():
             listed = [(task, search_seed) for task, each in record.tasks.items() for search_seed in range(each.seeds)]
             for task, search_seed in (listed[number] for number in rng.permutation(len(listed))[:searches]):
-                stored = cache.paths_by_seed(record.key(name, task)).get(search_seed)
-                same, differences = _compare_search(name, record, task, search_seed, stored)
-                checks.append(
-                    CheckedSearch(searcher=name, task=task, seed=search_seed, same=same, differences=differences)
-                )
+                checks.append(_repeat_search(name, record, task, search_seed, cache))
                 step.advance(f"{name} on {task}")
     return checks
 
 
-def _compare_search(
-    name: str, record: SearcherRecord, task: str, seed: int, stored: SearchPath | None
-) -> tuple[bool, str]:
-    """Return whether a search gives the same path here, and the differences of code and libraries as text."""
-    searcher = PluginSpec(use=record.use, params=record.params, label=name)
-    table, initial = table_path(task), read_catalogue().tasks[task].initial
+def _repeat_search(name: str, record: SearcherRecord, task: str, seed: int, cache: PathCache) -> CheckedSearch:
+    searcher, table = PluginSpec(use=record.use, params=record.params, label=name), table_path(task)
+    initial = read_catalogue().tasks[task].initial
     request = ReplayRequest(searcher=searcher, table=table, seeds=[seed], budget=record.budget, initial=initial)
+    check = CheckedSearch(searcher=name, task=task, seed=seed, same=False, differences="")
     try:
         codes, libraries = describe_code(searcher)
         path = replay(load_landscape(table), request)[seed]
     except UserError as error:
-        return False, str(error).partition("\n")[0]
+        return replace(check, differences=str(error).partition("\n")[0])
     differences = [
         f"{key} {each}, not {record.versions.get(key)}"
         for key, each in libraries.items()
@@ -271,4 +265,6 @@ def _compare_search(
     ]
     if hashlib.sha256(b"".join(codes)).hexdigest() != record.code:
         differences.append("other code of the searcher")
-    return stored is not None and np.array_equal(path, stored.indices[: record.budget]), ", ".join(differences)
+    stored = cache.paths_by_seed(record.key(name, task)).get(seed)
+    same = stored is not None and np.array_equal(path, stored.indices[: record.budget])
+    return replace(check, same=same, differences=", ".join(differences))

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from harness.base.errors import UserError, suggest_names
 from harness.base.files import explain_write_errors
-from harness.base.paths import cache_dir
+from harness.base.paths import cache_dir, replacing
 from harness.base.text import short_version
 from harness.config.sections import ConfigSection
 from harness.config.validation_errors import to_user_error
@@ -97,11 +97,7 @@ def data_folder() -> Path:
 
 
 def table_path(name: str) -> Path:
-    """Return the file of a task's table: that of the data folder, or one unpacked from its archive.
-
-    Raises:
-        UserError: The archive is damaged, or the cache cannot be written.
-    """
+    """Return the file of a task's table: that of the data folder, or one unpacked from its archive."""
     file, archive = data_folder() / f"{name}.parquet", data_folder() / ARCHIVE_FILE
     if os.path.isfile(file) or not archive.is_file():  # Path.is_file raises if the name is too long
         return file
@@ -124,18 +120,13 @@ def _unpack_table(archive: Path, own: Path, cache: Path, _changed_ns: int) -> Pa
     if not unpacked.is_file():
         with explain_write_errors(unpacked):
             unpacked.parent.mkdir(parents=True, exist_ok=True)
-            part = unpacked.with_suffix(f".{os.getpid()}.part")
-            part.write_bytes(content)
-            part.replace(unpacked)
+            with replacing(unpacked) as part:
+                part.write_bytes(content)
     return unpacked
 
 
 def read_catalogue() -> TaskCatalogue:
-    """Read and check the catalogue of `data_folder`.
-
-    Raises:
-        UserError: It cannot be read, or a value is invalid, with its key.
-    """
+    """Read and check the catalogue of `data_folder`."""
     path = data_folder() / "tasks.yaml"
     document = read_experiment_yaml(read_text_file(path, "a catalogue of tasks"), str(path))
     try:
@@ -154,7 +145,6 @@ def describe_task(name: str) -> dict[str, str]:
 
     Raises:
         KeyError: There is no such task.
-        UserError: Its table cannot be read.
     """
     settings, metadata = read_catalogue().tasks[name], read_table_metadata(table_path(name))
     backend = metadata.backend
@@ -254,11 +244,7 @@ class BenchTask:
 
 
 def load(name: str, *, seed: int = 0) -> BenchTask:
-    """Return a task by its name; `seed` determines its noise, and its readings include the placement's accuracy.
-
-    Raises:
-        UserError: There is no such task, or its table cannot be read.
-    """
+    """Return a task by its name; `seed` determines its noise, and its readings include the placement's accuracy."""
     tasks = read_catalogue().tasks
     if name not in tasks:
         raise UserError(f"no task is called {name!r}; {suggest_names(name, tasks)}")
@@ -270,9 +256,6 @@ def read_scored_table(given: Path) -> BenchmarkTable:
 
     Args:
         given: Parquet file, or name of a task.
-
-    Raises:
-        UserError: A file is missing or damaged.
     """
     is_file = given.suffix == ".parquet"
     scores = read_accuracy((given.parent if is_file else data_folder()) / ACCURACY_FILE)

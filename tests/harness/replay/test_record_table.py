@@ -16,8 +16,7 @@ from harness.cli.main import main
 from harness.config.sections import Confirmation, TurnSchedule
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed, Measured
-from harness.replay.landscape_metrics import most_influential, neighbours, sensitivity
-from harness.replay.record_table import record
+from harness.replay.record_table import most_influential, neighbours, record, sensitivity
 from harness.replay.recorded_landscape import Landscape
 from harness.run.prepare.study_task import STUDY_LIMITS, make_study
 from harness.run.search.loop import COLD_START_EVALUATIONS
@@ -145,7 +144,7 @@ def test_low_outlier_is_remeasured_in_final_selection(model, tmp_path, monkeypat
         return replace(found, latency_ms=tuple(value / 10 for value in found.latency_ms))
 
     monkeypatch.setattr(InProcess, "sample", once_ten_times_faster)
-    monkeypatch.setattr("harness.replay.best_confirmation.FASTEST_PER_COMPARISON", 1)
+    monkeypatch.setattr("harness.replay.record_table.FASTEST_PER_COMPARISON", 1)
     table = recorded(model, tmp_path / "lucky.parquet", dimensions=3)
     assert lucky
     outcome = table.rows[chosen].outcome
@@ -267,9 +266,9 @@ def test_consecutive_failures_do_not_stop_recording_after_success(model, tmp_pat
 
 
 def test_fidelity_is_recorded_of_every_placement_on_a_real_runtime(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.replay.best_confirmation.FASTEST_PER_COMPARISON", 2)
+    monkeypatch.setattr("harness.replay.record_table.FASTEST_PER_COMPARISON", 2)
     schedule = TurnSchedule(builds=1, rounds=6, samples=3)
-    monkeypatch.setattr("harness.replay.best_confirmation.CONFIRMATION_SCHEDULE", schedule)
+    monkeypatch.setattr("harness.replay.record_table.CONFIRMATION_SCHEDULE", schedule)
     floor = Confirmation(builds=3, rounds=2, samples=3)
     monkeypatch.setattr("harness.run.confirm.confirmation.NOISE_FLOOR_SCHEDULE", floor)
     limits = {**STUDY_LIMITS, "warmup_ms": 1.0, "min_samples": 7, "max_ms": 10.0}
