@@ -96,10 +96,11 @@ def table_result(
 
 def mean_speeds(results: Sequence[TableResult], budget: int) -> pd.DataFrame:
     """Return optimum over latency at a budget, mean over searches and tables: by block (row) and searcher."""
-    lines = []
-    for result in results:
-        speeds = {n: (result.optimum_ms / s.latency_ms).mean(axis=0)[budget - 1] for n, s in result.searches.items()}
-        lines.append({"block": result.block, **speeds})
+    lines = [
+        {"block": result.block}
+        | {name: np.mean(result.optimum_ms / each.latency_ms[:, budget - 1]) for name, each in result.searches.items()}
+        for result in results
+    ]
     return pd.DataFrame(lines).groupby("block", sort=False).mean()
 
 

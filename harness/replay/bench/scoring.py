@@ -126,7 +126,9 @@ class PlacementScorer:
         self._task = replace(task, space=space)  # with the points whose activations do not vary on these samples
         self._runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", RUNTIME)
         use = evaluator_spec(spec.model, model, work)
-        self._evaluator: Any = use and registry.create_plugin("evaluator", use.use, use.params)
+        self._evaluator: Any = None
+        if use is not None:
+            self._evaluator = registry.create_plugin("evaluator", use.use, use.params)
         self._floats, _ = self._run_samples(space.float_placement())
         self._layout = plan_comparison(self._floats)
         described, basis = "random inputs", f"random {RANDOM_SEED}"
