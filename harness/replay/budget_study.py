@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
 from harness.base.text import pluralize
-from harness.replay.budget_tables import TableResult, budget_tables, describe_seed_counts, mean_speeds, table_result
+from harness.replay.budget_tables import TableResult, budget_tables, describe_seed_counts, table_result
 from harness.replay.path_cache import FILE, MAX_EVALUATIONS
 from harness.replay.recorded_landscape import NEAR_OPTIMUM_SHARE
 from harness.replay.replay import ReplayRequest, load_landscape, optimum_in_initial_design
@@ -70,13 +71,21 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
             found = Searches(load_landscape(file), paths, budget)
             searches.setdefault(file, {})[key.searcher] = found
         blocks = [table_result(load_landscape(file), each, budget, study.initial) for file, each in searches.items()]
-        ranks = {n: compute_ranks(mean_speeds(blocks, n), unit="table") for n in study.budgets}
+        ranks = {n: compute_ranks(_relative_speeds(blocks, n), unit="table") for n in study.budgets}
         warnings = (*left_out, *_describe_exhausted_searchers(blocks, budget))
         tables = [replace(table, warnings=warnings) for table in budget_tables(blocks, study, ranks)]
         for table in tables:
             write_table(table, out)
         _draw_plots(ranks, blocks, study, out)
     return tuple(tables)
+
+
+def _relative_speeds(blocks: Sequence[TableResult], budget: int) -> pd.DataFrame:
+    """Return optimum over latency at a budget, mean over seeds: one row per table, one column per searcher."""
+    return pd.DataFrame(
+        {name: np.mean(b.optimum_ms / each.latency_ms[:, budget - 1]) for name, each in b.searches.items()}
+        for b in blocks
+    )
 
 
 def _describe_excluded_tables(optimal_starts: Mapping[Path, str]) -> tuple[str, ...]:

@@ -94,16 +94,6 @@ def table_result(
     )
 
 
-def mean_speeds(results: Sequence[TableResult], budget: int) -> pd.DataFrame:
-    """Return optimum over latency at a budget, mean over searches and tables: by block (row) and searcher."""
-    lines = [
-        {"block": result.block}
-        | {name: np.mean(result.optimum_ms / each.latency_ms[:, budget - 1]) for name, each in result.searches.items()}
-        for result in results
-    ]
-    return pd.DataFrame(lines).groupby("block", sort=False).mean()
-
-
 def budget_tables(
     results: Sequence[TableResult], study: BudgetStudy, ranks: Mapping[int, FriedmanRanks]
 ) -> tuple[ReportTable, ...]:

@@ -20,7 +20,7 @@ from harness.base.errors import UserError
 from harness.base.text import pluralize
 from harness.replay.bench.submission import SearcherRecord, read_submission
 from harness.replay.bench.tasks import TierName, describe_block, read_catalogue, table_path
-from harness.replay.budget_tables import TableResult, mean_interval, mean_speeds, table_result
+from harness.replay.budget_tables import TableResult, mean_interval, table_result
 from harness.replay.path_cache import PathCache
 from harness.replay.recorded_landscape import Floats
 from harness.replay.replay import load_landscape
@@ -105,7 +105,11 @@ def compare_searchers(results: Results, tier: TierName) -> Leaderboard:
     """Return the comparison of all searchers, those of the lowest mean rank first."""
     records, tasks = results
     budgets = read_catalogue().tiers[tier].budgets
-    ranks = {budget: compute_ranks(mean_speeds(tasks, budget), unit="block") for budget in budgets}
+    ranks = {}
+    for budget in budgets:
+        speeds = {name: _speeds_at(tasks, name, budget) for name in records}
+        means = {name: {block: np.mean(some) for block, some in blocks.items()} for name, blocks in speeds.items()}
+        ranks[budget] = compute_ranks(pd.DataFrame(means), unit="block")
     order = sorted(records, key=lambda name: float(np.mean([at_budget.mean[name] for at_budget in ranks.values()])))
     tables = [_searchers_table(order, records, tasks, ranks)]
     if CONTROL in records and len(records) > 1:
@@ -179,14 +183,18 @@ def _searchers_table(
     return _table("searchers", "Searchers", rows, note)
 
 
+def _speeds_at(tasks: Sequence[TableResult], searcher: str, budget: int) -> dict[str, list[float]]:
+    """Return the shares of the optimum's speed at a budget by block: a mean over the seeds of each task."""
+    speeds: dict[str, list[float]] = {}
+    for task in tasks:
+        means = (task.optimum_ms / task.latency_ms(searcher)).mean(axis=0)
+        speeds.setdefault(task.block, []).append(float(means[budget - 1]))
+    return speeds
+
+
 def _compare(tasks: Sequence[TableResult], names: Sequence[str], budget: int) -> list[dict[str, Any]]:
-    """Return the lines of `compare_with` for `CONTROL` and some searchers, of means over the seeds of each task."""
-    speeds: dict[str, dict[str, list[float]]] = {name: {} for name in (CONTROL, *names)}
-    for name, blocks in speeds.items():
-        for task in tasks:
-            mean = (task.optimum_ms / task.latency_ms(name)).mean(axis=0)[budget - 1]
-            blocks.setdefault(task.block, []).append(float(mean))
-    return frame_rows(compare_with(CONTROL, speeds))
+    """Return the lines of `compare_with` for `CONTROL` and some other searchers."""
+    return frame_rows(compare_with(CONTROL, {name: _speeds_at(tasks, name, budget) for name in (CONTROL, *names)}))
 
 
 def _pairs_table(others: Sequence[str], tasks: Sequence[TableResult], budgets: Sequence[int]) -> ReportTable:
