@@ -1,9 +1,10 @@
-"""Replayed searches are of the code that they were replayed with, and of no other."""
+"""The key of a search changes with its code, table and libraries, and with nothing else."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import pytest
 
 import search
 from harness.base.errors import UserError
+from harness.config.sections import PluginSpec
 from harness.replay import search_key as keys
 from harness.replay.search_key import code_digest, describe_code, imported_modules, normalised_ast, search_key
-from harness.replay.study_file import BudgetStudy
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_code_digest_without_file_covers_whole_package(package):
     ],
 )
 def test_code_digest_of_custom_searcher_covers_local_modules(package, tmp_path, place, line, helper, expected):
-    """A helper that changed is a searcher that changed; libraries have a version of their own."""
+    """Libraries have a version of their own."""
     mine, other = tmp_path / place, tmp_path / helper
     for path in (mine, other):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def test_code_digest_of_custom_searcher_covers_local_modules(package, tmp_path, 
 
 
 def test_normalised_ast_is_equal_in_every_python_version():
-    """What other people replayed with another version is of the same code; `ast.dump` would differ."""
+    """`ast.dump` would differ."""
     code = b"""
 import numpy as np
 class Mine(Base, metaclass=Meta):
@@ -118,12 +119,29 @@ def test_imported_modules_determine_hashed_libraries(package):
     assert "sklearn" in found["surrogate"]
 
 
+@pytest.mark.parametrize(
+    ("use", "params"),
+    [("per_pattern", {"searcher": "plug_inner:Own"}), ("portfolio", {"members": ["local", "plug_inner:Own"]})],
+)
+def test_changed_code_of_nested_searcher_changes_search_key(make_table, tmp_path, monkeypatch, use, params):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plug_inner", raising=False)
+    table = make_table(path=tmp_path / "one.parquet").path
+    code = "from search.algorithms.random import RandomSearcher\nclass Own(RandomSearcher):\n    {}\n"
+    keys = []
+    for body in ("pass", "'Other words.'", "other = 'code'"):
+        (tmp_path / "plug_inner.py").write_text(code.format(body))
+        keys.append(search_key(table, PluginSpec(use=use, params=params), ("float",)))
+    assert keys[0] == keys[1]
+    assert keys[1] != keys[2]
+
+
 def test_missing_tables_libraries_and_sources(tmp_path, monkeypatch):
-    study = BudgetStudy(study="mine", tables=["*.parquet"], searchers=["random"])
+    searcher = PluginSpec(use="random")
     with pytest.raises(UserError, match=r"gone\.parquet: cannot be read: No such file"):
-        search_key(tmp_path / "gone.parquet", study.searchers[0], study)
+        search_key(tmp_path / "gone.parquet", searcher, ())
     monkeypatch.setattr(keys, "version", lambda name: (_ for _ in ()).throw(PackageNotFoundError(name)))
-    assert describe_code(study.searchers[0])[1] == {"numpy": None}
+    assert describe_code(searcher)[1] == {"numpy": None}
     monkeypatch.setattr(keys, "load_plugin", lambda *_: 3)
-    digests, _ = describe_code(study.searchers[0])
-    assert digests == [code_digest(None, keys.SEARCH_PACKAGE)], "all of it"
+    digests, _ = describe_code(searcher)
+    assert digests == [code_digest(None, keys.SEARCH_PACKAGE)], "without a file, the whole package"

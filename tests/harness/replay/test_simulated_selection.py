@@ -1,4 +1,4 @@
-"""What a search hands over is what a final selection of its best readings chooses, and never what failed."""
+"""The choice of a search is that of a final selection among its best readings, and never a failure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from harness.replay.recorded_landscape import Floats, Landscape
-from harness.replay.simulated_selection import DEFAULT_FINALISTS, TURNS_PER_RACE, SearchPaths, simulate_selection
+from harness.measure.records import Measured, Outcome
+from harness.replay.recorded_landscape import Floats, Landscape, MetricBound
+from harness.replay.simulated_selection import DEFAULT_FINALISTS, TURNS_PER_RACE, Searches, simulate_selection
 
 INF = float("inf")
 
 
 def settled(readings: Floats, final_selection: Floats) -> np.ndarray:
-    """What is chosen where every turn of a final selection reads the same."""
+    """Return the choices if every turn of a final selection has the same reading."""
 
     def log_ms_of(rows: np.ndarray, evaluations: np.ndarray) -> np.ndarray:
         return np.repeat(np.log(final_selection[rows[:, None], evaluations])[..., None], TURNS_PER_RACE, axis=-1)
@@ -53,16 +54,23 @@ def test_simulated_selection_picks_best_of_leading_readings(readings, final_sele
 
 def test_ended_search_keeps_choice_and_elapsed_time(make_table):
     landscape = Landscape(make_table(dimensions=2))
-    walks = SearchPaths(seeds=(0,), indices=np.array([[0, 1, -1]]), readings_ms=np.array([[10.0, 13.0, INF]]))
-    latency_ms, elapsed_s = walks.latency_ms(landscape), walks.elapsed_s(landscape)
-    assert latency_ms[0].tolist() == [landscape.latency_ms[0]] * 3
-    assert walks.found_ms(landscape)[0].tolist() == np.minimum.accumulate(landscape.latency_ms[[0, 1, 1]]).tolist()
-    assert elapsed_s[0, 0] > 0
-    assert elapsed_s[0, 1] == elapsed_s[0, 2] > elapsed_s[0, 0]
+    searches = Searches(landscape, {0: np.array([0, 1], dtype=np.int32)}, 3)
+    assert searches.latency_ms[0].tolist() == [landscape.latency_ms[0]] * 3
+    assert searches.found_ms[0].tolist() == np.minimum.accumulate(landscape.latency_ms[[0, 1, 1]]).tolist()
+    assert 0 < searches.elapsed_s[0, 0] < searches.elapsed_s[0, 1] == searches.elapsed_s[0, 2]
 
 
 def test_infeasible_placement_has_latency_of_slowest(make_table):
-    landscape = Landscape(make_table(dimensions=2))
-    walks = SearchPaths(seeds=(0,), indices=np.array([[1, 0]]), readings_ms=np.array([[INF, 10.0]]))
-    assert walks.latency_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]
-    assert walks.found_ms(landscape)[0].tolist() == [landscape.latency_ms.max(), landscape.latency_ms[0]]
+    def outcome(choices: tuple[int, ...]) -> Outcome:
+        metrics = {"sqnr_db": 0.0 if choices[1] else 30.0}
+        return Measured(samples_ms=(4.0 - sum(choices[:2]),) * 7, build_s=1.0, measure_s=0.5, metrics=metrics)
+
+    landscape = Landscape(make_table(dimensions=2, outcome=outcome), MetricBound(metric="sqnr_db", at_least=20.0))
+    searches = Searches(landscape, {0: np.array([1, 2], dtype=np.int32)}, 2)
+    assert searches.latency_ms.tolist() == searches.found_ms.tolist() == [[4.0, 3.0]]
+
+
+@pytest.mark.parametrize("path", [[4], [-1], [1, 1], [0, 1, 2]])
+def test_path_that_no_search_can_have_is_refused(make_table, path):
+    with pytest.raises(ValueError, match="seed 3: more than 2 evaluations, or no search of this table"):
+        Searches(Landscape(make_table(dimensions=2)), {3: np.array(path, dtype=np.int32)}, 2)

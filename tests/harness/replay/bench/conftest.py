@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from made_up_tables import make_table
 
-from harness.replay.bench.submission import table_landscape
-
 __all__ = ["make_table"]
 
 TASKS = """
@@ -29,5 +27,4 @@ def tasks(tmp_path, monkeypatch, make_table):
     for number, name in enumerate(("one", "two", "three", "solved")):
         make_table(dimensions=5, noise=0.01 * (1 + number), path=folder / f"{name}.parquet", model=f"net {name}")
     monkeypatch.setenv("QDQ_BENCH_DATA", str(folder))
-    table_landscape.cache_clear()
     return folder

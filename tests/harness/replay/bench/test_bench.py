@@ -16,10 +16,11 @@ from harness.base.files import add_checksum, read_json, write_json
 from harness.base.progress import NullProgress
 from harness.replay.bench import load, read_catalogue
 from harness.replay.bench.leaderboard import compare_searchers, read_results
-from harness.replay.bench.submission import check_submission, read_submission, run_searchers, table_landscape
+from harness.replay.bench.submission import check_submission, read_submission, run_searchers
 from harness.replay.bench.tasks import ARCHIVE_FILE, table_path
 from harness.replay.path_cache import PathCache
-from harness.replay.replay import read_paths
+from harness.replay.replay import load_landscape
+from harness.replay.simulated_selection import Searches
 from harness.replay.study_file import ReplayedSearcher
 from harness.results.manifest import describe_files
 
@@ -36,7 +37,7 @@ def test_task_readings_equal_a_replay():
     assert readings[2].latency_ms == readings[0].latency_ms
     assert [reading.cost_s for reading in readings] == pytest.approx([0.6, 0.6, 0.0, 0.6], rel=1e-3)
     assert task.history == [5, 0, 9]
-    replayed = read_paths(task.landscape, {3: np.array([5, 0, 9], dtype=np.int32)}, 3)
+    replayed = Searches(task.landscape, {3: np.array([5, 0, 9], dtype=np.int32)}, 3)
     assert [readings[i].latency_ms for i in (0, 1, 3)] == replayed.readings_ms[0].tolist()
     assert task.latency_curve_ms().min() >= task.optimum_ms
     with pytest.raises(ValueError, match="choice"):
@@ -91,68 +92,52 @@ def test_submission_is_reproducible_and_extensible(tmp_path):
     assert sorted(before) == [0, 1]
     assert before[0].indices[0] == 0, "the task starts from the float placement"
     assert all(each.same for each in check_submission(folder, searches=4, seed=0, observer=NullProgress()))
+    run_searchers([ReplayedSearcher(use="random", seeds=1)], "lite", folder, NullProgress())
+    kept = [task.seeds for task in read_submission(folder).searchers["random"].tasks.values()]
+    assert kept == [2, 2], "fewer searches replace none"
 
 
-def test_searches_that_the_manifest_lacks_are_refused(tmp_path):
-    folder = submit(tmp_path / "mine", "random")
+def test_check_finds_damage_and_changed_tables(tmp_path, tasks):
+    folder, other = submit(tmp_path / "mine", "random"), submit(tmp_path / "other", "local")
+    assert qdq("bench", "check", str(folder), "--searches", "1") == 0
     part = folder / "walks" / "other.parquet"
     part.parent.mkdir()
     part.write_bytes((folder / "walks.parquet").read_bytes())
     with pytest.raises(UserError, match=r"other\.parquet: searches of an interrupted run"):
         read_submission(folder)
     part.unlink()
-    assert read_submission(folder).searchers
-
-
-def test_fewer_searches_keep_existing_ones(tmp_path):
-    folder = submit(tmp_path / "mine", "random")
-    run_searchers([ReplayedSearcher(use="random", seeds=1)], "lite", folder, NullProgress())
-    assert [task.seeds for task in read_submission(folder).searchers["random"].tasks.values()] == [2, 2]
-
-
-def test_check_finds_damage_and_changed_tables(tmp_path, tasks):
-    folder = submit(tmp_path / "mine", "random")
-    submission = json.loads((folder / "submission.json").read_text())
-    assert qdq("bench", "check", str(folder), "--searches", "1") == 0
-    other = submit(tmp_path / "other", "local")
     (folder / "walks.parquet").write_bytes((other / "walks.parquet").read_bytes())
     assert qdq("bench", "check", str(folder)) == 1  # not the file of the manifest
     assert qdq("bench", "check", str(tmp_path / "nothing")) == 2
-    assert submission["searchers"]["random"]["tasks"]["one"]["seeds"] == 2
     (tasks / "one.parquet").write_bytes((tasks / "two.parquet").read_bytes())
     with pytest.raises(UserError, match="another table of one"):
         read_submission(other)
 
 
+def change(record: dict[str, Any], key: str, value: object) -> None:
+    """Set a field of a searcher's record, or of its first task."""
+    (record if key in record else record["tasks"]["one"])[key] = value
+
+
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changed", "message"),
     [
-        ({"seeds": 10**12}, "seeds"),
-        ({"seeds": 0}, "seeds"),
-        ({"searcher_s": float("inf")}, "searcher_s"),
-        ({"budget": 10**12}, "budget"),
-        ({"budget": 0}, "budget"),
+        (lambda record: change(record, "seeds", 10**12), "seeds"),
+        (lambda record: change(record, "seeds", 0), "seeds"),
+        (lambda record: change(record, "searcher_s", float("inf")), "searcher_s"),
+        (lambda record: change(record, "budget", 10**12), "budget"),
+        (lambda record: change(record, "budget", 0), "budget"),
+        (lambda record: record["tasks"].update({"../tasks/one": record["tasks"]["one"]}), "no task is called"),
+        (lambda record: record["tasks"].update({"x" * 400: record["tasks"]["one"]}), "no task is called"),
+        (lambda record: record["tasks"].update(none=record["tasks"]["one"]), "no task is called"),
     ],
 )
-def test_submission_with_invalid_numbers_is_refused(tmp_path, changes, named):
+def test_submission_with_invalid_values_is_refused(tmp_path, changed, message):
     folder = submit(tmp_path / "mine", "random")
     submission = read_json(folder / "submission.json")
-    record = submission["searchers"]["random"]
-    target = record if "budget" in changes else record["tasks"]["one"]
-    target.update(changes)
+    changed(submission["searchers"]["random"])
     seal(folder, submission)
-    with pytest.raises(UserError, match=f"submission.json: .*{named}"):
-        check_submission(folder, searches=1, seed=0, observer=NullProgress())
-
-
-@pytest.mark.parametrize("task", ["../tasks/one", "x" * 400, "none"])
-def test_a_submission_names_only_known_tasks(tmp_path, task):
-    folder = submit(tmp_path / "mine", "random")
-    submission = read_json(folder / "submission.json")
-    tasks = submission["searchers"]["random"]["tasks"]
-    tasks[task] = tasks["one"]
-    seal(folder, submission)
-    with pytest.raises(UserError, match=r"submission\.json: random: no task is called"):
+    with pytest.raises(UserError, match=f"submission.json: .*{message}"):
         read_submission(folder)
 
 
@@ -175,7 +160,7 @@ def test_submission_requires_named_searchers_and_a_manifest(tmp_path):
 
 
 def seal(folder: Path, submission: dict[str, Any]) -> None:
-    """Write a submission with checksum and manifest, as a stranger can."""
+    """Write a submission with checksum and manifest, as anybody can."""
     (folder / "submission.json").write_text(add_checksum(json.dumps(submission)) + "\n")
     files = describe_files(folder, [folder / "submission.json", folder / "walks.parquet"])
     write_json(folder / "manifest.json", {"complete": True, "tasks": {}, "files": files})
@@ -198,7 +183,10 @@ def test_check_detects_a_changed_searcher(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert qdq("bench", "run", "mine_of_bench:Mine", "--out", "out", "--trust-plugins") == 0
     assert qdq("bench", "check", "out", "--trust-plugins", "--json") == 0
-    monkeypatch.setattr("harness.replay.bench.submission._repeat_search", lambda *_: np.array([1, 2], dtype=np.int32))
+    other = np.array([1, 2], dtype=np.int32)
+    monkeypatch.setattr(
+        "harness.replay.bench.submission.replay", lambda _, request: dict.fromkeys(request.seeds, other)
+    )
     capsys.readouterr()
     assert qdq("bench", "check", "out", "--trust-plugins", "--json", "--searches", "1") == 1
     assert [each["same"] for each in json.loads(capsys.readouterr().out)] == [False]
@@ -235,7 +223,7 @@ def test_the_leaderboard_compares_searchers_over_blocks(tmp_path, monkeypatch, c
 def test_exports_have_every_placement_and_every_table(tmp_path):
     assert qdq("bench", "export", str(tmp_path)) == 0
     results = json.loads((tmp_path / "one-T4.json").read_text())["results"]
-    assert len(results) == len(table_landscape("one").outcomes)
+    assert len(results) == len(load_landscape(table_path("one")).outcomes)
     for result in results:
         assert result.keys() >= {"configuration", "times", "invalidity", "correctness"}
         assert result["invalidity"] == "correct"
