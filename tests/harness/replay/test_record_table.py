@@ -1,4 +1,4 @@
-"""A recording is complete, goes on where it was cut off, and is never taken for one of something else."""
+"""Recordings are complete, continue after an interruption, and are refused with other inputs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small import qdq
 
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress
-from harness.cli.main import main
 from harness.config.sections import Confirmation, TurnSchedule
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed, Measured
@@ -40,61 +40,74 @@ def model(tmp_path, monkeypatch):
     return builder.save(tmp_path / "net.onnx")
 
 
+class Listening(NullProgress):
+    """Stores the messages."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
 def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **params: Any) -> BenchmarkTable:
     study = make_study(str(model), backend="simulated", params={**PARAMS, **params})
     return read_table(record(study, out, dimensions, NullProgress(), search=search))
 
 
-def test_recorded_table_is_complete_with_true_latencies(model, tmp_path):
-    table = recorded(model, tmp_path / "t.parquet")
-    facts = table.metadata
+def outcome_of(table: BenchmarkTable, digest: str) -> Measured:
+    outcome = table.rows[digest].outcome
+    assert isinstance(outcome, Measured)
+    return outcome
+
+
+def screened(table: BenchmarkTable) -> set[str]:
+    """Return the digests of the anchors of a table and of their neighbours."""
+    space = table.subspace.full_space
+    anchors = [Placement(anchor) for anchor in table.metadata.anchors.values()]
+    return {space.digest(p) for anchor in anchors for p in (anchor, *neighbours(space, anchor))}
+
+
+def test_table_is_complete_and_varies_most_sensitive_dimensions_around_best(model, tmp_path):
+    study, observer = make_study(str(model), backend="simulated", params=PARAMS), Listening()
+    table = read_table(record(study, tmp_path / "t.parquet", 2, observer))
+    facts, space = table.metadata, table.subspace.full_space
     assert (facts.model, facts.source, facts.dialect, facts.precision) == ("net", str(model), "openvino", "int8")
     assert facts.backend["name"] == "simulated"
     assert len(facts.varied) == 2
     assert set(facts.anchors) == {"float", "all", "linear"}
     assert len(facts.sensitivity) == len(facts.dimensions) > 3
     assert {"cpu", "packages"} <= set(facts.environment)
-    space = table.subspace.full_space
     for digest, row in table.rows.items():
         assert space.digest(Placement(row.choices)) == digest
-        assert isinstance(row.outcome, Measured)
-        assert len(row.outcome.samples_ms) in (7, 20), "one of the fastest has a sample a turn of the final selection"
-        assert list(set(row.outcome.samples_ms)) == pytest.approx([row.outcome.info["truth_ms"]], rel=1e-6)
+        outcome = outcome_of(table, digest)
+        assert len(outcome.samples_ms) in (7, 20), "one of the fastest has a sample for each turn of the confirmation"
+        assert list(set(outcome.samples_ms)) == pytest.approx([outcome.info["truth_ms"]], rel=1e-6)
     assert sorted(row.number for row in table.rows.values()) == list(range(len(table.rows)))
-    assert not list(tmp_path.glob("*.recording"))
-
-
-def test_table_varies_most_sensitive_dimensions_around_best(model, tmp_path):
-    table = recorded(model, tmp_path / "t.parquet")
-    latency = {d: r.outcome.samples_ms[0] for d, r in table.rows.items() if isinstance(r.outcome, Measured)}
-    whole, facts = table.subspace.full_space, table.metadata
-    around = [Placement(anchor) for anchor in facts.anchors.values()]
-    known = {whole.digest(p) for a in around for p in (a, *neighbours(whole, a))}
-    assert latency[whole.digest(Placement(facts.base))] == min(latency[digest] for digest in known)
+    latency_ms = {digest: outcome_of(table, digest).samples_ms[0] for digest in screened(table)}
+    assert latency_ms[space.digest(Placement(facts.base))] == min(latency_ms.values())
     least = min(facts.sensitivity[name] for name in facts.varied)
     assert all(value <= least for name, value in facts.sensitivity.items() if name not in facts.varied)
+    assert not list(tmp_path.glob("*.recording"))
+    assert not [text for text in observer.said if "float model takes" in text or "optimum" in text]
 
 
 def test_search_option_finds_faster_base_placement(model, tmp_path):
     def best_ms(table: BenchmarkTable) -> float:
-        return min(r.outcome.info["truth_ms"] for r in table.rows.values() if isinstance(r.outcome, Measured))
+        return min(outcome_of(table, digest).info["truth_ms"] for digest in table.rows)
 
     rugged = {"effect": 0.2}
     plain = recorded(model, tmp_path / "plain.parquet", dimensions=1, **rugged)
     searched = recorded(model, tmp_path / "searched.parquet", dimensions=1, search=60, **rugged)
     assert best_ms(searched) < best_ms(plain)
     fixed = searched.subspace.full_space.digest(Placement(searched.metadata.base))
-    outcome = searched.rows[fixed].outcome
-    assert isinstance(outcome, Measured)
-    assert outcome.info["truth_ms"] == best_ms(searched), "the rest is fixed at the best that is known"
-    assert set(searched.metadata.anchors) == {"float", "all", "linear"}, (
-        "no replayed search is told what this one found"
-    )
+    assert outcome_of(searched, fixed).info["truth_ms"] == best_ms(searched), "the others are fixed at the best known"
+    assert set(searched.metadata.anchors) == {"float", "all", "linear"}, "the found placement is no initial placement"
     recorded(model, tmp_path / "searched.parquet", dimensions=1, search=60, **rugged)
 
 
 class Cut(Exception):
-    """The power failed."""
+    """Interruption of a recording."""
 
 
 def test_interrupted_recording_resumes(model, tmp_path, monkeypatch):
@@ -128,10 +141,9 @@ def test_interrupted_recording_resumes(model, tmp_path, monkeypatch):
 
 def test_low_outlier_is_remeasured_in_final_selection(model, tmp_path, monkeypatch):
     true = recorded(model, tmp_path / "true.parquet", dimensions=3)
-    whole, inside = true.subspace.full_space, [true.subspace.to_full_space(p) for p in true.subspace.placements()]
-    around = [Placement(anchor) for anchor in true.metadata.anchors.values()]
-    early = {whole.digest(p) for a in around for p in (a, *neighbours(whole, a))}
-    truth = {d: true.rows[d].outcome.info["truth_ms"] for p in inside if (d := whole.digest(p)) not in early}
+    whole, early = true.subspace.full_space, screened(true)
+    digests = {whole.digest(true.subspace.to_full_space(p)) for p in true.subspace.placements()}
+    truth = {digest: outcome_of(true, digest).info["truth_ms"] for digest in digests - early}
     chosen = max(truth, key=truth.__getitem__)
     lucky: list[float] = []
     sample = InProcess.sample
@@ -147,13 +159,10 @@ def test_low_outlier_is_remeasured_in_final_selection(model, tmp_path, monkeypat
     monkeypatch.setattr("harness.replay.record_table.FASTEST_PER_COMPARISON", 1)
     table = recorded(model, tmp_path / "lucky.parquet", dimensions=3)
     assert lucky
-    outcome = table.rows[chosen].outcome
-    assert isinstance(outcome, Measured)
-    assert outcome.samples_ms == pytest.approx([truth[chosen]] * 20, rel=1e-6)
+    assert outcome_of(table, chosen).samples_ms == pytest.approx([truth[chosen]] * 20, rel=1e-6)
 
 
 def test_placement_that_fails_to_rebuild_is_recorded_as_failed(model, tmp_path, monkeypatch):
-    """What seems fastest is built once, and never again when it is to meet the others."""
     table = recorded(model, tmp_path / "true.parquet", dimensions=3)
     fastest = table.subspace.to_full_space(list(table.subspace.placements())[Landscape(table).optimum])
     gone, builds, build = table.subspace.full_space.digest(fastest), list[str](), InProcess.build
@@ -174,25 +183,8 @@ def test_placement_that_fails_to_rebuild_is_recorded_as_failed(model, tmp_path, 
     assert numbers == list(range(len(numbers)))
 
 
-def test_too_few_dimensions_for_choices_are_refused_before_timing(model, tmp_path):
-    study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
-    with pytest.raises(UserError, match="--dimensions 1: nothing to enumerate, for a dimension has at least 3 choices"):
-        record(study, tmp_path / "mixed.parquet", 1, NullProgress())
-    assert not list(tmp_path.glob("mixed.parquet.recording/*.jsonl"))
-
-
-class Listening(NullProgress):
-    """Observer that keeps messages."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 def test_changed_machine_speed_is_reported(model, tmp_path, monkeypatch):
-    """Half as fast while the last ones meet, so that even what was known before seems faster than the optimum."""
+    """Rows that were timed before seem faster than the optimum."""
     sample = InProcess.sample
 
     def slower_at_the_end(self: InProcess, handle: int, *args: Any) -> Any:
@@ -212,12 +204,6 @@ def test_changed_machine_speed_is_reported(model, tmp_path, monkeypatch):
     beaten = [text for text in observer.said if "of the table's optimum" in text]
     assert beaten
     assert beaten[0].endswith("use more --dimensions, or --search 200")
-
-
-def test_steady_machine_gives_no_warning(model, tmp_path):
-    observer = Listening()
-    record(make_study(str(model), backend="simulated", params=PARAMS), tmp_path / "t.parquet", 2, observer)
-    assert not [text for text in observer.said if "float model takes" in text or "optimum" in text]
 
 
 def test_recording_with_changed_inputs_is_refused(model, tmp_path, monkeypatch):
@@ -247,7 +233,6 @@ def test_failed_placements_are_recorded(model, tmp_path):
 
 
 def test_consecutive_failures_do_not_stop_recording_after_success(model, tmp_path, monkeypatch):
-    """What a search has measured first shows that the machine works, however many single changes are refused."""
     study = make_study(str(model), backend="simulated", params=PARAMS, precision="mixed")
     whole = read_table(record(study, tmp_path / "plain.parquet", 2, NullProgress())).subspace.full_space
     refused = {whole.digest(p) for p in neighbours(whole, whole.float_placement())}
@@ -318,21 +303,16 @@ def test_neighbours_differ_in_one_dimension():
     assert all(sum(a != b for a, b in zip(p.choices, (0, 1, 2, 0), strict=True)) == 1 for p in found)
 
 
-def test_record_replay_and_noise_commands_run(model, tmp_path, capsys):
+def test_record_and_replay_commands_run(model, tmp_path, capsys):
     chosen = ["--backend", "simulated", "--param", "seed=5", "--param", "noise=0.01"]
-    main(["record", str(model), "--dimensions", "2", *chosen])
+    assert qdq("record", str(model), "--dimensions", "2", *chosen) == 0
     printed = capsys.readouterr().out
     assert "4 placements of 2 of" in printed
     assert "optimum" in printed
-    main(["replay", "net-simulated-int8.parquet", "--searcher", "random", "--seeds", "2", "--model", str(model)])
+    assert (
+        qdq("replay", "net-simulated-int8.parquet", "--searcher", "random", "--seeds", "2", "--model", str(model)) == 0
+    )
     assert "random: 8 evaluations in" in capsys.readouterr().out
-    main(["noise", str(model), *chosen, "--param", "build_noise=0.05", "--processes", "3", "--builds", "2"])
-    printed = capsys.readouterr().out
-    assert "between builds\t" in printed
-    assert "one fresh process with one build is known within" in printed
-    noise = tmp_path / "noise-net-simulated-build_noise=0.05-noise=0.01-seed=5-float"
-    assert (noise / "noise.png").stat().st_size > 1000
-    assert '"latency_ms"' in (noise / "noise.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -343,13 +323,14 @@ def test_record_replay_and_noise_commands_run(model, tmp_path, capsys):
         (["--param", "sede=1"], "has no parameter 'sede'; did you mean 'seed'"),
         (["--backend", "simulate"], "no benchmarker is called 'simulate'; did you mean 'simulated'"),
         (["--fidelity"], "cannot be scored; evaluate: the simulated benchmarker has only latencies"),
+        (["mixed.yaml", "--dimensions", "1"], "--dimensions 1: nothing to enumerate, for a dimension has at least 3"),
     ],
 )
 def test_record_errors_end_with_one_message(model, arguments, message, capsys):
-    backend = [] if "--backend" in arguments else ["--backend", "simulated"]
-    with pytest.raises(SystemExit) as end:
-        main(["record", str(model), *backend, *arguments])
-    assert end.value.code == 2
+    Path("mixed.yaml").write_text("experiment: mixed\nmodels: [net.onnx]\nbackends: [simulated]\nprecision: [mixed]\n")
+    given = [] if arguments[0] == "mixed.yaml" else [str(model)]
+    backend = [] if "--backend" in arguments or not given else ["--backend", "simulated"]
+    assert qdq("record", *given, *backend, *arguments) == 2
     assert message in capsys.readouterr().err
 
 
