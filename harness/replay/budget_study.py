@@ -15,10 +15,9 @@ from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
 from harness.base.text import pluralize
 from harness.replay.budget_tables import TableResult, budget_tables, describe_seed_counts, table_result
-from harness.replay.path_cache import FILE, MAX_EVALUATIONS
+from harness.replay.path_cache import FILE, MAX_EVALUATIONS, replay_cached
 from harness.replay.recorded_landscape import NEAR_OPTIMUM_SHARE
 from harness.replay.replay import ReplayRequest, load_landscape, optimum_in_initial_design
-from harness.replay.replay_pool import replay_cached
 from harness.replay.search_key import search_key
 from harness.replay.simulated_selection import Searches
 from harness.replay.study_file import BudgetStudy, all_searchers

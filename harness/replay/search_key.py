@@ -119,10 +119,8 @@ def code_digest(file: Path | None, package: Path) -> bytes:
         file: File of the searcher; None: all files of `package`, as for code that looks searchers up by name.
         package: Folder of the package `search`.
     """
-    digest = hashlib.sha256()
-    for path in sorted(_source_files(file, package)):
-        digest.update(normalised_ast(path.read_bytes()))
-    return digest.digest()
+    sources = [normalised_ast(path.read_bytes()) for path in sorted(_source_files(file, package))]
+    return hashlib.sha256(b"".join(sources)).digest()
 
 
 def imported_modules(file: Path | None, package: Path) -> set[str]:

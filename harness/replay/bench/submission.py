@@ -23,9 +23,8 @@ from harness.base.progress import Observer
 from harness.config.sections import ConfigSection, PluginSpec
 from harness.config.validation_errors import to_user_error
 from harness.replay.bench.tasks import TierName, read_catalogue, table_path
-from harness.replay.path_cache import FILE, PARTS_FOLDER, PathCache
+from harness.replay.path_cache import FILE, PARTS_FOLDER, PathCache, replay_cached
 from harness.replay.replay import ReplayRequest, load_landscape, replay
-from harness.replay.replay_pool import replay_cached
 from harness.replay.search_key import SearchKey, describe_code, search_key
 from harness.replay.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS, ReplayedSearcher
 from harness.results.manifest import MANIFEST_FILE, describe_files, read_manifest, require_unchanged_results

@@ -22,7 +22,7 @@ from small import qdq
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.measure.records import Measured, Outcome
 from harness.plugins.registry import check_params
-from harness.replay import budget_study, path_cache, replay_pool, simulated_selection
+from harness.replay import budget_study, path_cache, simulated_selection
 from harness.replay.replay import ReplayRequest
 from harness.replay.search_key import SearchKey
 from harness.replay.study_file import BudgetStudy, load_study
@@ -56,13 +56,13 @@ def tables(make_table, tmp_path):
 def replayed(monkeypatch):
     """Replayed searches as (table, searcher, seed), with one worker."""
     done: list[tuple[str, str, int]] = []
-    replay = replay_pool.replay
+    replay = path_cache.replay
 
     def watched(landscape: Any, request: ReplayRequest) -> Any:
         done.extend((request.table.stem, request.searcher.name, seed) for seed in request.seeds)
         return replay(landscape, request)
 
-    monkeypatch.setattr(replay_pool, "replay", watched)
+    monkeypatch.setattr(path_cache, "replay", watched)
     return done
 
 
@@ -120,7 +120,7 @@ def test_interrupted_study_resumes(tables, tmp_path, replayed, monkeypatch):
     assert qdq("study", *tables, "--out", str(whole), *ORDER) == 0
     assert len(replayed) == len(walks(whole)) == 2 * 2 * 4
     replayed.clear()
-    write_part = replay_pool.write_part
+    write_part = path_cache.write_part
 
     def stops(path: Path, key: SearchKey, paths: Any) -> None:
         if key.searcher == "local":
@@ -128,7 +128,7 @@ def test_interrupted_study_resumes(tables, tmp_path, replayed, monkeypatch):
         write_part(path, key, paths)
 
     with monkeypatch.context() as patch:
-        patch.setattr(replay_pool, "write_part", stops)
+        patch.setattr(path_cache, "write_part", stops)
         assert qdq("study", *tables, "--out", str(out), *ORDER) == 130
     assert {(table, name) for table, name, _ in replayed} == {("one", "random"), ("one", "local")}
     replayed.clear()
