@@ -29,6 +29,7 @@ from harness.measure.turn_log import TurnMatrix
 from harness.measure.turn_statistics import MAX_GROUP_ROWS
 from harness.plugins import registry
 from harness.replay.recorded_landscape import Floats
+from harness.replay.simulated_selection import recorded_duration_s
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.fingerprint import require_same_fingerprint
 from harness.results.goal import Goal
@@ -420,8 +421,8 @@ def _with_turns(
     if isinstance(outcome, Failed):
         return row
     if not row_builds:
-        spent_s = outcome.build_s + outcome.measure_s + outcome.evaluate_s
-        return replace(row, outcome=Failed(stage="build", reason=LOST_ROW_REASON, wall_s=spent_s))
+        failed = Failed(stage="build", reason=LOST_ROW_REASON, wall_s=recorded_duration_s(outcome))
+        return replace(row, outcome=failed)
     float_ms, row_ms = np.concatenate(float_builds), np.concatenate(row_builds)
     if level_ms is None:
         return replace(row, outcome=replace(outcome, samples_ms=tuple(row_ms.tolist())))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from harness.base.files import explain_write_errors, file_sha256, write_text
+from harness.base.files import file_sha256, write_text
 from harness.base.statistics import median_ci
 from harness.measure.records import Failed, Outcome
 from harness.replay.bench.accuracy import ACCURACY_FILE, ACCURACY_SCHEMA, join_accuracy, read_accuracy
@@ -80,20 +80,16 @@ def _write_t4_table(name: str, table: BenchmarkTable, out: Path) -> Iterator[Pat
 
 def _t4_outcome(outcome: Outcome) -> dict[str, Any]:
     """Return times in milliseconds, validity and measurements of a placement."""
-    unused = {"framework": 0.0, "search_algorithm": 0.0, "validation": 0.0}
+    times: dict[str, Any] = {"framework": 0.0, "search_algorithm": 0.0, "validation": 0.0}
     if isinstance(outcome, Failed):
+        times |= {"compilation_time": 1000 * outcome.wall_s, "runtimes": []}
         invalidity = T4_INVALIDITY.get(outcome.stage, "runtime")
-        times: dict[str, Any] = {"compilation_time": 1000 * outcome.wall_s, "runtimes": []}
-        return {"times": times | unused, "invalidity": invalidity, "correctness": 0, "measurements": []}
-    metrics = [{"name": name, "value": value, "unit": ""} for name, value in outcome.metrics.items()]
-    return {
-        "times": {"compilation_time": 1000 * outcome.build_s, "runtimes": list(outcome.samples_ms)}
-        | unused
-        | {"validation": 1000 * outcome.evaluate_s},
-        "invalidity": "correct",
-        "correctness": 1,
-        "measurements": [{"name": "time", "value": median_ci(outcome.samples_ms).value, "unit": "ms"}, *metrics],
-    }
+        return {"times": times, "invalidity": invalidity, "correctness": 0, "measurements": []}
+    times |= {"compilation_time": 1000 * outcome.build_s, "runtimes": list(outcome.samples_ms)}
+    times["validation"] = 1000 * outcome.evaluate_s
+    measurements = [{"name": "time", "value": median_ci(outcome.samples_ms).value, "unit": "ms"}]
+    measurements += [{"name": name, "value": value, "unit": ""} for name, value in outcome.metrics.items()]
+    return {"times": times, "invalidity": "correct", "correctness": 1, "measurements": measurements}
 
 
 def write_croissant(out: Path) -> list[Path]:
@@ -174,18 +170,13 @@ def _croissant_records(name: str, file: str, schema: pa.Schema) -> dict[str, Any
 
 def _croissant_type(kind: pa.DataType) -> str:
     inner = kind.value_type if pa.types.is_list(kind) else kind
-    for test, found in (
-        (pa.types.is_boolean, "Boolean"),
-        (pa.types.is_integer, "Integer"),
-        (pa.types.is_floating, "Float"),
-    ):
-        if test(inner):
-            return f"sc:{found}"
-    return "sc:Text"
+    if pa.types.is_boolean(inner):
+        return "sc:Boolean"
+    if pa.types.is_integer(inner):
+        return "sc:Integer"
+    return "sc:Float" if pa.types.is_floating(inner) else "sc:Text"
 
 
 def _write_json(path: Path, document: Any) -> Path:
-    with explain_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(document, indent=1) + "\n")
+    write_text(path, json.dumps(document, indent=1) + "\n")
     return path

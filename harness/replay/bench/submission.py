@@ -130,8 +130,6 @@ def run_searchers(
     Raises:
         UserError: A searcher is unknown, fails, or does not repeat its own search; or the folder cannot be written.
     """
-    catalogue = read_catalogue()
-    budget = max(catalogue.tiers[tier].budgets)
     with exclusive_lock(out, "running a benchmark"), explain_write_errors(out):
         submission = read_submission(out) if (out / SUBMISSION_FILE).exists() else Submission(searchers={})
         for searcher in searchers:
@@ -139,52 +137,64 @@ def run_searchers(
                 _require_name(searcher.name)
             except ValueError as error:
                 raise UserError(f"{searcher.name!r}: {error}") from error
-            requests: dict[SearchKey, ReplayRequest] = {}
-            for name, task in catalogue.tasks_of_tier(tier).items():
-                key = search_key(table_path(name), searcher, task.initial)
-                requests[key] = ReplayRequest(
-                    searcher=searcher,
-                    table=table_path(name),
-                    seeds=range(searcher.seeds or catalogue.tiers[tier].seeds),
-                    budget=budget,
-                    initial=task.initial,
-                )
-            paths = replay_cached(out, requests, observer, workers=workers)
             known = submission.searchers.get(searcher.name)
-            tasks: dict[str, TaskRecord] = {}
-            for key, request in requests.items():
-                before = known.tasks.get(key.table) if known and known.budget == budget else None
-                if before is not None and (before.asked, before.made_of) == (key.asked, key.made_of):
-                    count, spent_s = max(len(request.seeds), before.seeds), before.searcher_s
-                else:
-                    count, started_s = len(request.seeds), time.process_time()
-                    again = replay(load_landscape(request.table), replace(request, seeds=[0]))[0]
-                    spent_s = time.process_time() - started_s
-                    if not np.array_equal(again, paths[key][0]):
-                        raise UserError(
-                            f"searcher {searcher.name!r} does not repeat its search of seed 0 on {key.table}"
-                        )
-                tasks[key.table] = TaskRecord(
-                    table=file_sha256(request.table),
-                    asked=key.asked,
-                    made_of=key.made_of,
-                    seeds=count,
-                    searcher_s=round(spent_s, 3),
-                )
-            codes, libraries = describe_code(searcher)
-            record = SearcherRecord(
-                use=searcher.use,
-                params=searcher.params,
-                budget=budget,
-                code=hashlib.sha256(b"".join(codes)).hexdigest(),
-                versions={"python": python_version(), "qdq-bench": version("qdq-bench"), **libraries},
-                tasks=tasks,
-            )
+            record = _run_searcher(searcher, known, tier, out, observer, workers)
             submission = Submission(searchers={**submission.searchers, searcher.name: record})
             write_json(out / SUBMISSION_FILE, submission.model_dump())
             files = describe_files(out, [out / SUBMISSION_FILE, out / FILE])
             write_json(out / MANIFEST_FILE, {"complete": True, "tasks": {}, "files": files})
     return submission
+
+
+def _run_searcher(
+    searcher: ReplayedSearcher,
+    known: SearcherRecord | None,
+    tier: TierName,
+    out: Path,
+    observer: Observer,
+    workers: int,
+) -> SearcherRecord:
+    """Replay a searcher on the tasks of a tier, and repeat one search of each new task to measure its time."""
+    catalogue = read_catalogue()
+    budget, requests = max(catalogue.tiers[tier].budgets), dict[SearchKey, ReplayRequest]()
+    seeds = range(searcher.seeds or catalogue.tiers[tier].seeds)
+    for name, task in catalogue.tasks_of_tier(tier).items():
+        table, initial = table_path(name), task.initial
+        key = search_key(table, searcher, initial)
+        requests[key] = ReplayRequest(searcher=searcher, table=table, seeds=seeds, budget=budget, initial=initial)
+    paths, tasks = replay_cached(out, requests, observer, workers=workers), dict[str, TaskRecord]()
+    for key, request in requests.items():
+        name = key.table
+        before = known.tasks.get(name) if known and known.budget == budget else None
+        if before is not None and (before.asked, before.made_of) == (key.asked, key.made_of):
+            count, spent_s = max(len(seeds), before.seeds), before.searcher_s
+        else:
+            count, started_s = len(seeds), time.process_time()
+            again = replay(load_landscape(request.table), replace(request, seeds=[0]))[0]
+            spent_s = time.process_time() - started_s
+            if not np.array_equal(again, paths[key][0]):
+                raise UserError(f"searcher {searcher.name!r} does not repeat its search of seed 0 on {name}")
+        tasks[name] = TaskRecord(
+            table=file_sha256(request.table),
+            asked=key.asked,
+            made_of=key.made_of,
+            seeds=count,
+            searcher_s=round(spent_s, 3),
+        )
+    code, libraries = _describe_code(searcher)
+    return SearcherRecord(
+        use=searcher.use,
+        params=searcher.params,
+        budget=budget,
+        code=code,
+        versions={"python": python_version(), "qdq-bench": version("qdq-bench"), **libraries},
+        tasks=tasks,
+    )
+
+
+def _describe_code(searcher: PluginSpec) -> tuple[str, dict[str, str | None]]:
+    codes, libraries = describe_code(searcher)
+    return hashlib.sha256(b"".join(codes)).hexdigest(), libraries
 
 
 def read_submission(folder: Path) -> Submission:
@@ -253,7 +263,7 @@ def _repeat_search(name: str, record: SearcherRecord, task: str, seed: int, cach
     request = ReplayRequest(searcher=searcher, table=table, seeds=[seed], budget=record.budget, initial=initial)
     check = CheckedSearch(searcher=name, task=task, seed=seed, same=False, differences="")
     try:
-        codes, libraries = describe_code(searcher)
+        code, libraries = _describe_code(searcher)
         path = replay(load_landscape(table), request)[seed]
     except UserError as error:
         return replace(check, differences=str(error).partition("\n")[0])
@@ -262,7 +272,7 @@ def _repeat_search(name: str, record: SearcherRecord, task: str, seed: int, cach
         for key, each in libraries.items()
         if record.versions.get(key) != each
     ]
-    if hashlib.sha256(b"".join(codes)).hexdigest() != record.code:
+    if code != record.code:
         differences.append("other code of the searcher")
     stored = cache.paths_by_seed(record.key(name, task)).get(seed)
     same = stored is not None and np.array_equal(path, stored.indices[: record.budget])
