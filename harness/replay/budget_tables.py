@@ -158,8 +158,8 @@ def _make_table(name: str, title: str, lines: Sequence[_Line], note: str) -> Rep
 
 
 def _mean_regret_line(results: Sequence[TableResult], name: str, budgets: Sequence[int]) -> _Line:
-    regrets = np.array([result.regret_percent(name).mean(axis=0) for result in results])
-    figures = {f"mean_{n}": (f"{n} evaluations", regrets[:, n - 1]) for n in budgets}
+    regrets = [result.regret_percent(name) for result in results]
+    figures = {f"mean_{n}": (f"{n} evaluations", np.array([r[:, n - 1].mean() for r in regrets])) for n in budgets}
     scores = [np.nan if name == RANDOM_LABEL else result.scores(name).mean() for result in results]
     return _mean_line(name, {**figures, "score": ("score", np.array(scores))})
 

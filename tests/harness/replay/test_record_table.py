@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from small import qdq
+from small import qdq, save_chain
 
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress
@@ -23,7 +24,6 @@ from harness.run.search.loop import COLD_START_EVALUATIONS
 from harness.runtimes.benchmark_table import BenchmarkTable, read_table
 from harness.workers.in_process import InProcess
 from search.space import Dimension, Edge, Placement, Space
-from search.synthetic_problem import synthetic_space
 
 PARAMS = {"seed": 5, "noise": 0.0}
 
@@ -53,6 +53,22 @@ class Listening(NullProgress):
 def recorded(model: Path, out: Path, dimensions: int = 2, search: int = 0, **params: Any) -> BenchmarkTable:
     study = make_study(str(model), backend="simulated", params={**PARAMS, **params})
     return read_table(record(study, out, dimensions, NullProgress(), search=search))
+
+
+def inside(table: BenchmarkTable) -> set[str]:
+    """Return the digests of the placements that a table enumerates."""
+    subspace = table.subspace
+    return {subspace.full_space.digest(subspace.to_full_space(p)) for p in subspace.placements()}
+
+
+def fail_builds(monkeypatch: pytest.MonkeyPatch, fails: Callable[[str], bool]) -> None:
+    """Let builds of placements fail whose digest a function chooses."""
+    build = InProcess.build
+
+    def some(self: InProcess, candidate: Any, *args: Any) -> Any:
+        return Failed(stage="build", reason="gone") if fails(candidate.digest) else build(self, candidate, *args)
+
+    monkeypatch.setattr(InProcess, "build", some)
 
 
 def outcome_of(table: BenchmarkTable, digest: str) -> Measured:
@@ -113,24 +129,21 @@ class Cut(Exception):
 def test_interrupted_recording_resumes(model, tmp_path, monkeypatch):
     whole = recorded(model, tmp_path / "whole.parquet", dimensions=3)
     built: list[str] = []
-    build = InProcess.build
 
-    def counted(self: InProcess, candidate: Any, *args: Any) -> Any:
-        if len(built) == 17:
-            built.append("cut")
+    def count(digest: str) -> bool:
+        built.append("" if len(built) == 17 else digest)
+        if not built[-1]:
             raise Cut
-        built.append(candidate.digest)
-        return build(self, candidate, *args)
+        return False
 
-    monkeypatch.setattr(InProcess, "build", counted)
+    fail_builds(monkeypatch, count)
     with pytest.raises(Cut):
         recorded(model, tmp_path / "cut.parquet", dimensions=3)
     assert not (tmp_path / "cut.parquet").exists()
     resumed = recorded(model, tmp_path / "cut.parquet", dimensions=3)
     once = Counter(built[6:])  # before, the noise floor has built the float model six times
     assert len(once) == len(whole.rows) + 1
-    inside = {whole.subspace.full_space.digest(whole.subspace.to_full_space(p)) for p in whole.subspace.placements()}
-    assert min(once[digest] for digest in inside) >= 2, "the fastest 16 are read again: all eight of them"
+    assert min(once[digest] for digest in inside(whole)) >= 2, "the fastest 16 are read again: all eight of them"
     float_model = whole.subspace.full_space.digest(whole.subspace.full_space.float_placement())
     assert max(once[digest] for digest in once if digest != float_model) <= 3, "with the fastest of the first phase"
     assert {d: r.choices for d, r in resumed.rows.items()} == {d: r.choices for d, r in whole.rows.items()}
@@ -141,9 +154,7 @@ def test_interrupted_recording_resumes(model, tmp_path, monkeypatch):
 
 def test_low_outlier_is_remeasured_in_final_selection(model, tmp_path, monkeypatch):
     true = recorded(model, tmp_path / "true.parquet", dimensions=3)
-    whole, early = true.subspace.full_space, screened(true)
-    digests = {whole.digest(true.subspace.to_full_space(p)) for p in true.subspace.placements()}
-    truth = {digest: outcome_of(true, digest).info["truth_ms"] for digest in digests - early}
+    truth = {digest: outcome_of(true, digest).info["truth_ms"] for digest in inside(true) - screened(true)}
     chosen = max(truth, key=truth.__getitem__)
     lucky: list[float] = []
     sample = InProcess.sample
@@ -165,22 +176,19 @@ def test_low_outlier_is_remeasured_in_final_selection(model, tmp_path, monkeypat
 def test_placement_that_fails_to_rebuild_is_recorded_as_failed(model, tmp_path, monkeypatch):
     table = recorded(model, tmp_path / "true.parquet", dimensions=3)
     fastest = table.subspace.to_full_space(list(table.subspace.placements())[Landscape(table).optimum])
-    gone, builds, build = table.subspace.full_space.digest(fastest), list[str](), InProcess.build
+    gone, builds = table.subspace.full_space.digest(fastest), list[str]()
 
-    def once(self: InProcess, candidate: Any, *args: Any) -> Any:
-        builds.append(candidate.digest)
-        if candidate.digest == gone and builds.count(gone) > 1:
-            return Failed(stage="build", reason="gone")
-        return build(self, candidate, *args)
+    def fails(digest: str) -> bool:
+        builds.append(digest)
+        return digest == gone and builds.count(gone) > 1
 
-    monkeypatch.setattr(InProcess, "build", once)
+    fail_builds(monkeypatch, fails)
     table = recorded(model, tmp_path / "gone.parquet", dimensions=3)
     outcome = table.rows[gone].outcome
     assert isinstance(outcome, Failed)
     assert outcome.reason.startswith("it was measured once and failed in the confirmation")
     assert outcome.wall_s > 0
-    numbers = sorted(row.number for row in table.rows.values())
-    assert numbers == list(range(len(numbers)))
+    assert sorted(row.number for row in table.rows.values()) == list(range(len(table.rows)))
 
 
 def test_changed_machine_speed_is_reported(model, tmp_path, monkeypatch):
@@ -209,18 +217,13 @@ def test_changed_machine_speed_is_reported(model, tmp_path, monkeypatch):
 def test_recording_with_changed_inputs_is_refused(model, tmp_path, monkeypatch):
     out = tmp_path / "t.parquet"
     recorded(model, out)
-    with pytest.raises(UserError, match=r"(?s)t\.parquet: .*backend\.options\.seed: 5 -> 6"):
-        recorded(model, out, seed=6)
     facts = {"name": "simulated", "version": "1", "device": "another", "float_precision": "f32", "options": {}}
-    monkeypatch.setattr(InProcess, "describe", lambda *_: facts)
-    with pytest.raises(UserError, match=r"(?s)t\.parquet: .*backend\.device: 'simulated' -> 'another'"):
-        recorded(model, out)
-    monkeypatch.undo()
-    other = GraphBuilder("other", seed=2)
-    other.output(other.conv(other.input("x", (1, 3, 8, 8)), 4, 1))
-    other.save(tmp_path / "other.onnx")
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcess, "describe", lambda *_: facts)
+        with pytest.raises(UserError, match=r"(?s)t\.parquet: .*backend\.device: 'simulated' -> 'another'"):
+            recorded(model, out)
     with pytest.raises(UserError, match=r"(?s)t\.parquet: .*model: 'net' -> 'other'.*model_sha256"):
-        recorded(tmp_path / "other.onnx", out)
+        recorded(save_chain(tmp_path / "other.onnx", (4,), size=8), out)
 
 
 def test_failed_placements_are_recorded(model, tmp_path):
@@ -237,14 +240,7 @@ def test_consecutive_failures_do_not_stop_recording_after_success(model, tmp_pat
     whole = read_table(record(study, tmp_path / "plain.parquet", 2, NullProgress())).subspace.full_space
     refused = {whole.digest(p) for p in neighbours(whole, whole.float_placement())}
     assert len(refused) > COLD_START_EVALUATIONS
-    build = InProcess.build
-
-    def some(self: InProcess, candidate: Any, *args: Any) -> Any:
-        return (
-            Failed(stage="build", reason="no kernel") if candidate.digest in refused else build(self, candidate, *args)
-        )
-
-    monkeypatch.setattr(InProcess, "build", some)
+    fail_builds(monkeypatch, refused.__contains__)
     table = read_table(record(study, tmp_path / "some.parquet", 2, NullProgress(), search=10))
     failed = {digest for digest, row in table.rows.items() if isinstance(row.outcome, Failed)}
     assert refused <= failed
@@ -281,26 +277,17 @@ def test_sensitivity_is_rms_change_of_log_latency():
         tuple(Dimension(name=n, group="p", kind="node_input", choices=choices, edges=(Edge(n, n, 0),)) for n in "abc")
     )
     effects = np.array([[0.0, -0.2, -0.4], [0.0, 0.1, 0.1], [0.0, 0.0, 0.0]])
-
-    def latency(placement: Placement) -> float:
-        return float(np.exp(sum(effects[i, c] for i, c in enumerate(placement.choices))))
-
     anchors = [space.float_placement(), Placement((1, 1, 1))]
-    known = {space.digest(p): latency(p) for a in anchors for p in (a, *neighbours(space, a))}
+    near = [list(neighbours(space, anchor)) for anchor in anchors]
+    assert [len(set(some)) for some in near] == [6, 6]
+    listed = [*anchors, *near[0], *near[1]]
+    known = {space.digest(p): float(np.exp(effects[[0, 1, 2], p.choices].sum())) for p in listed}
     found = sensitivity(space, anchors, known)
     # Around float: -0.2 and -0.4; around the other: +0.2 and -0.2.
     assert found == pytest.approx([np.sqrt((0.04 + 0.16 + 0.04 + 0.04) / 4), np.sqrt(0.03 / 4), 0.0])
-    assert most_influential(space, found, 2) == (0,)  # three ways each: 3 of at most 4, and 9 are too many
-    assert most_influential(space, found, 4) == (0, 1)
-    assert most_influential(space, found, 11) == (0, 1, 2)
+    influential = [most_influential(space, found, dimensions) for dimensions in (2, 4, 11)]
+    assert influential == [(0,), (0, 1), (0, 1, 2)]  # of three choices each: 3 of at most 4, for instance
     assert sensitivity(space, anchors, {}).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_neighbours_differ_in_one_dimension():
-    space = synthetic_space(4, groups=2, precisions=("int8", "fp8"), seed=1)
-    found = list(neighbours(space, Placement((0, 1, 2, 0))))
-    assert len(found) == len(set(found)) == 8
-    assert all(sum(a != b for a, b in zip(p.choices, (0, 1, 2, 0), strict=True)) == 1 for p in found)
 
 
 def test_record_and_replay_commands_run(model, tmp_path, capsys):
@@ -319,18 +306,14 @@ def test_record_and_replay_commands_run(model, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--dimensions", "17"], "--dimensions: 1 to 16, but got 17"),
-        (["--param", "seed"], "--param seed: NAME=VALUE, for instance --param threads=1"),
-        (["--param", "sede=1"], "has no parameter 'sede'; did you mean 'seed'"),
-        (["--backend", "simulate"], "no benchmarker is called 'simulate'; did you mean 'simulated'"),
         (["--fidelity"], "cannot be scored; evaluate: the simulated benchmarker has only latencies"),
         (["mixed.yaml", "--dimensions", "1"], "--dimensions 1: nothing to enumerate, for a dimension has at least 3"),
     ],
 )
 def test_record_errors_end_with_one_message(model, arguments, message, capsys):
     Path("mixed.yaml").write_text("experiment: mixed\nmodels: [net.onnx]\nbackends: [simulated]\nprecision: [mixed]\n")
-    given = [] if arguments[0] == "mixed.yaml" else [str(model)]
-    backend = [] if "--backend" in arguments or not given else ["--backend", "simulated"]
-    assert qdq("record", *given, *backend, *arguments) == 2
+    given = [] if arguments[0] == "mixed.yaml" else [str(model), "--backend", "simulated"]
+    assert qdq("record", *given, *arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -355,13 +338,10 @@ sampling: {min_samples: 5, max_samples: 5}
 
 
 def test_like_option_measures_placements_of_other_table(model, tmp_path):
-    first = recorded(model, tmp_path / "first.parquet")
+    first, out = recorded(model, tmp_path / "first.parquet"), tmp_path / "again.parquet"
     study = make_study(str(model), backend="simulated", params={**PARAMS, "base_ms": 20.0})
-    out = tmp_path / "again.parquet"
     again = read_table(record(study, out, None, NullProgress(), like=first, note="two at once"))
-    assert {p: again.row(p).choices for p in again.subspace.placements()} == {
-        p: first.row(p).choices for p in first.subspace.placements()
-    }
+    assert inside(again) == inside(first)
     assert len(again.rows) < len(first.rows)
     assert again.metadata.sensitivity == first.metadata.sensitivity
     facts = again.metadata.environment

@@ -15,7 +15,6 @@ from harness.base.errors import UserError
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed, Measured, Outcome
-from harness.plugins import registry
 from harness.replay.recorded_landscape import Landscape, MetricBound
 from harness.replay.replay import ReplayRequest, replay, replay_once
 from harness.replay.replay_report import check_table, replay_all, table_lines
@@ -112,21 +111,12 @@ def test_readings_are_reproducible_from_evaluated_placements(make_table):
 
     landscape = Landscape(make_table(outcome=outcome))
     for seed in range(5):
-        space = landscape.table.subspace.space
-        made = registry.check_params("searcher", "local", {}, supplied=("space", "seed"))(space, seed=seed)
-        told: dict[int, float] = {}
-        tell = made.tell
-
-        def watched(observation: Observation, tell: Any = tell, told: dict[int, float] = told) -> None:
-            outcome, index = observation.outcome, landscape.index(observation.placement)
-            told.setdefault(index, outcome.objective if isinstance(outcome, Score) else math.inf)
-            tell(observation)
-
-        made.tell = watched
-        path = replay_once(landscape, made, budget=30, seed=seed)
-        again = Searches(landscape, {seed: np.array(path, dtype=np.int32)}, 30).readings_ms[0, : len(path)]
-        assert again.tolist() == [told[index] for index in path]
-        assert math.inf in again
+        placements = list(landscape.table.subspace.placements())
+        searcher = Listed([placements[i].choices for i in np.random.default_rng(seed).permutation(len(placements))])
+        path = replay_once(landscape, searcher, budget=30, seed=seed)
+        told = [each.outcome.objective if isinstance(each.outcome, Score) else math.inf for each in searcher.told]
+        assert Searches(landscape, {seed: np.array(path, dtype=np.int32)}, 30).readings_ms.tolist() == [told]
+        assert math.inf in told
 
 
 BROKEN = """
