@@ -125,21 +125,13 @@ def bench_score(
     """
     from harness.base.terminal_progress import TerminalProgress
     from harness.config.experiment import load_experiment
-    from harness.replay.bench.accuracy import ACCURACY_FILE
     from harness.replay.bench.scoring import score_tables
-    from harness.replay.bench.tasks import data_folder
+    from harness.replay.bench.tasks import scores_file, table_file
 
-    path = out or (table[0].parent if table[0].suffix == ".parquet" else data_folder()) / ACCURACY_FILE
+    path = out or scores_file(table[0])
     with TerminalProgress() as terminal:
-        scored = score_tables(load_experiment(experiment), list(map(_table_file, table)), path, terminal)
+        scored = score_tables(load_experiment(experiment), list(map(table_file, table)), path, terminal)
     echo(f"{path}: {scored} placements scored")
-
-
-def _table_file(given: Path) -> Path:
-    """Return the file of a table that is given as a file or as the name of a task."""
-    from harness.replay.bench.tasks import table_path
-
-    return given if given.suffix == ".parquet" else table_path(str(given))
 
 
 def bench_surrogate(
@@ -151,10 +143,11 @@ def bench_surrogate(
 
     Example: `qdq bench surrogate results/tables/yolox_nano-onnxruntime.parquet --out out/yolox.onnx`
     """
+    from harness.replay.bench.tasks import table_file
     from harness.replay.table_surrogate import write_surrogate
     from harness.runtimes.benchmark_table import read_table
 
-    error = dataclasses.asdict(write_surrogate(read_table(_table_file(table)), out))
+    error = dataclasses.asdict(write_surrogate(read_table(table_file(table)), out))
     print_table(tuple(error), [tuple(f"{value:.3g}" for value in error.values())], as_json=as_json)
 
 

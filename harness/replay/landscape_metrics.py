@@ -110,7 +110,12 @@ def _fitness_distance(landscape: Landscape, grid: Floats) -> float:
 
 def _neighbour_correlation(grid: Floats) -> float:
     """Return Pearson's correlation of log latency over all ordered pairs of neighbours."""
-    first, second = zip(*_neighbour_pairs(grid), strict=True)
+    pairs = [
+        (np.take(grid, first, axis=axis).ravel(), np.take(grid, second, axis=axis).ravel())
+        for axis, size in enumerate(grid.shape)
+        for first, second in itertools.combinations(range(size), 2)
+    ]
+    first, second = zip(*pairs, strict=True)
     return _correlation(np.concatenate([*first, *second]), np.concatenate([*second, *first]))
 
 
@@ -143,15 +148,6 @@ def _explained_variance(grid: Floats) -> tuple[float, float]:
         others = tuple(axis for axis in axes if axis not in (first, second))
         pairs += float((grid.mean(axis=others, keepdims=True) - single[first] - single[second]).var())
     return sum(float(effect.var()) for effect in single) / total, pairs / total
-
-
-def _neighbour_pairs(grid: Floats) -> list[tuple[Floats, Floats]]:
-    """Return the values of all pairs of placements that differ in one dimension, each pair once."""
-    return [
-        (np.take(grid, first, axis=axis).ravel(), np.take(grid, second, axis=axis).ravel())
-        for axis, size in enumerate(grid.shape)
-        for first, second in itertools.combinations(range(size), 2)
-    ]
 
 
 def _correlation(first: Floats, second: Floats) -> float:

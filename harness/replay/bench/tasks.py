@@ -221,12 +221,11 @@ class BenchTask:
         if model in self._readings:
             return replace(self._readings[model], cost_s=0.0)
         outcome, cost_s = self.landscape.observe(index, self._rng), recorded_duration_s(self.landscape.outcomes[index])
+        reading = BenchReading(latency_ms=None, failure="", metrics={}, cost_s=cost_s)
         if isinstance(outcome, Failure):
-            reading = BenchReading(
-                latency_ms=None, failure=f"{outcome.stage}: {outcome.reason}", metrics={}, cost_s=cost_s
-            )
+            reading = replace(reading, failure=f"{outcome.stage}: {outcome.reason}")
         else:
-            reading = BenchReading(latency_ms=outcome.objective, failure="", metrics=outcome.metrics, cost_s=cost_s)
+            reading = replace(reading, latency_ms=outcome.objective, metrics=outcome.metrics)
         self._readings[model] = reading
         self.history.append(index)
         return reading
@@ -251,12 +250,16 @@ def load(name: str, *, seed: int = 0) -> BenchTask:
     return BenchTask(name, tasks[name], Landscape(read_scored_table(Path(name))), seed=seed)
 
 
-def read_scored_table(given: Path) -> BenchmarkTable:
-    """Read a table with the accuracy of its placements, from `scores` of its folder.
+def table_file(given: Path) -> Path:
+    """Return the file of a table that is given as a Parquet file or as the name of a task."""
+    return given if given.suffix == ".parquet" else table_path(str(given))
 
-    Args:
-        given: Parquet file, or name of a task.
-    """
-    is_file = given.suffix == ".parquet"
-    scores = read_accuracy((given.parent if is_file else data_folder()) / ACCURACY_FILE)
-    return join_accuracy(read_table(given if is_file else table_path(str(given))), scores)
+
+def scores_file(given: Path) -> Path:
+    """Return the file of the accuracies of a table, in the folder of its Parquet file or of the tasks."""
+    return (given.parent if given.suffix == ".parquet" else data_folder()) / ACCURACY_FILE
+
+
+def read_scored_table(given: Path) -> BenchmarkTable:
+    """Read a table, given as a Parquet file or as the name of a task, with the accuracy of its placements."""
+    return join_accuracy(read_table(table_file(given)), read_accuracy(scores_file(given)))

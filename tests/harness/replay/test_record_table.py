@@ -306,6 +306,7 @@ def test_record_and_replay_commands_run(model, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--dimensions", "17"], "--dimensions: 1 to 16, but got 17"),
+        (["--param", "seed"], "--param seed: NAME=VALUE, for instance --param threads=1"),
         (["--fidelity"], "cannot be scored; evaluate: the simulated benchmarker has only latencies"),
         (["mixed.yaml", "--dimensions", "1"], "--dimensions 1: nothing to enumerate, for a dimension has at least 3"),
     ],
