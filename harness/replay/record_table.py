@@ -107,57 +107,71 @@ def record(
         raise UserError("--like: the other table decides on the placements; leave out --search")
     if dimensions is not None and not 1 <= dimensions <= math.log2(MAX_PLACEMENTS):
         raise UserError(f"--dimensions: 1 to {int(math.log2(MAX_PLACEMENTS))}, but got {dimensions}")
-    opened = partial(open_engines, limits=study.experiment.limits)
     if out.exists():
         with TemporaryDirectory(prefix="qdq-record-") as scratch:
             task, worker = prepare_study(study, Path(scratch), observer)
-            with opened(worker) as engines:
+            with open_engines(worker, study.experiment.limits) as engines:
                 facts = _describe_inputs(study, task, engines)
         _check_finished_table(out, facts, dimensions, like)
         return out
-    folder, most = out.with_name(f"{out.name}.recording"), DEFAULT_DIMENSIONS if dimensions is None else dimensions
+    folder = out.with_name(f"{out.name}.recording")
     with owned_results_dir(folder, study.experiment):
-        machine = describe_environment()
-        record_or_check(folder / "env.json", comparability_key(machine))
-        task, worker = prepare_study(study, folder, observer)
-        if like is None:
-            _check_dimensions(task.space, most)
-        else:
-            _check_same_space(task, like)
-            machine["placements_of"] = like.path.stem
-        if note:
-            machine["note"] = note
-        with opened(worker) as engines:
-            runtime = engines.describe()
-            machine["noise_floor"], _ = measure_noise_floor(opened, worker, task.model_file, runtime, folder, observer)
-            level_ms = reference_latency_if_noisy(folder, task.spec.backend, study.experiment.sampling.interleave)
-            if worker.evaluators:
-                AccuracyStore(folder, engines, observer).require_float_score(task.model_file)
-            recording = _Recording(
-                study=study,
-                task=task,
-                engines=engines,
-                open_engines=lambda: opened(worker),
-                folder=folder,
-                observer=observer,
-                facts=_describe_inputs(study, task, engines),
-                level_ms=level_ms,
-            )
-            if like is None:
-                subspace, sensitivities = recording.screen(most, search)
-            else:
-                recording.measure_missing("sensitivity", task.placements.values())
-                subspace, sensitivities = _reduce_subspace(like, most), like.metadata.sensitivity
-            recording.measure_subspace(subspace)
-    metadata = TableMetadata(**recording.facts, sensitivity=dict(sensitivities), environment=machine)
+        metadata, rows = _measure_table(study, folder, dimensions or DEFAULT_DIMENSIONS, observer, search, like, note)
     with explain_write_errors(out):
-        write_table(out, metadata, recording.rows)
+        write_table(out, metadata, rows)
         read_table(out)
     size_mb = out.stat().st_size / 1e6
     if size_mb > MAX_TABLE_MB:
         observer.say(f"{out} has {size_mb:.1f} MB, more than the {MAX_TABLE_MB} MB of a committed table: sample less")
     shutil.rmtree(folder)
     return out
+
+
+def _measure_table(
+    study: StudyTask,
+    folder: Path,
+    dimensions: int,
+    observer: Observer,
+    search: int,
+    like: BenchmarkTable | None,
+    note: str,
+) -> tuple[TableMetadata, Mapping[str, TableEntry]]:
+    """Return the metadata and all rows of a table, see `record`; the journals of the measurements are in `folder`."""
+    machine = describe_environment()
+    record_or_check(folder / "env.json", comparability_key(machine))
+    task, worker = prepare_study(study, folder, observer)
+    if like is None:
+        _check_dimensions(task.space, dimensions)
+    else:
+        _check_same_space(task, like)
+        machine["placements_of"] = like.path.stem
+    if note:
+        machine["note"] = note
+    opened = partial(open_engines, limits=study.experiment.limits)
+    with opened(worker) as engines:
+        runtime = engines.describe()
+        machine["noise_floor"], _ = measure_noise_floor(opened, worker, task.model_file, runtime, folder, observer)
+        level_ms = reference_latency_if_noisy(folder, task.spec.backend, study.experiment.sampling.interleave)
+        if worker.evaluators:
+            AccuracyStore(folder, engines, observer).require_float_score(task.model_file)
+        recording = _Recording(
+            study=study,
+            task=task,
+            engines=engines,
+            open_engines=lambda: opened(worker),
+            folder=folder,
+            observer=observer,
+            facts=_describe_inputs(study, task, engines),
+            level_ms=level_ms,
+        )
+        if like is None:
+            subspace, sensitivities = recording.screen(dimensions, search)
+        else:
+            recording.measure_missing("sensitivity", task.placements.values())
+            subspace, sensitivities = _reduce_subspace(like, dimensions), like.metadata.sensitivity
+        recording.measure_subspace(subspace)
+    metadata = TableMetadata(**recording.facts, sensitivity=dict(sensitivities), environment=machine)
+    return metadata, recording.rows
 
 
 def _describe_inputs(study: StudyTask, task: Task, engines: Engines) -> dict[str, Any]:

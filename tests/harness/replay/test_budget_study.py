@@ -220,7 +220,7 @@ def test_oversized_cache_is_neither_read_nor_written(tables, tmp_path, capsys, m
     ("arguments", "message"),
     [
         (["one.parquet", "--budget", "3"], "budgets must be above the 3 initial placements"),
-        (["one.parquet", "--searcher", "nobody"], "no searcher is called 'nobody'"),
+        (["one.parquet", "--searcher", "unknown"], "no searcher is called 'unknown'"),
         (["one.parquet", "copy/one.parquet"], "two tables have one name: one"),
         (["one.parquet", "--out", "."], "the folder has the tables, and walks.parquet would be read as one"),
         (["one.parquet", "--out", "busy"], "is replaying a study; wait for it, or use another --out"),
@@ -261,10 +261,10 @@ def test_study_runs_from_yaml_file_in_another_folder(tables, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr(sys, "path", [*sys.path])
     source = "from search.algorithms.random import RandomSearcher\n\n\nclass Mine(RandomSearcher):\n    pass\n"
-    searchers = "{use: local, label: tour, seeds: 2}, 'beside_a_study:Mine'"
+    searchers = "{use: local, label: tour, seeds: 2}, 'plugin_of_study:Mine'"
     (tmp_path / "study.yaml").write_text(STUDY.replace("{use: local, label: tour, seeds: 2}", searchers))
     for text in (source, f"{source}# a remark\n", f"{source}CHANGED = 1\n"):
-        (tmp_path / "beside_a_study.py").write_text(text)
+        (tmp_path / "plugin_of_study.py").write_text(text)
         assert qdq("study", "../study.yaml", "--out", "out", "--workers", "1", "--json") == 0
         printed = capsys.readouterr()
         again = "Replayed again, because the cache is of other code, tables or libraries, or damaged: Mine"

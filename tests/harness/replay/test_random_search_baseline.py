@@ -93,9 +93,9 @@ def partly_alike(noise: float) -> Callable[[tuple[int, ...]], Outcome]:
     """Return outcomes in which the sixth choice matters only with the first: some models have two placements."""
 
     def outcome(choices: tuple[int, ...]) -> Outcome:
-        told = (*choices[:5], choices[5] if choices[0] else 0)
-        log_ms = 2 + np.array([-0.2, -0.1, 0.15, -0.05, 0.04, -0.02]) @ told - 0.1 * told[0] * told[2]
-        samples = np.exp(log_ms + noise * np.random.default_rng(told).standard_normal(7))
+        effective = (*choices[:5], choices[5] if choices[0] else 0)
+        log_ms = 2 + np.array([-0.2, -0.1, 0.15, -0.05, 0.04, -0.02]) @ effective - 0.1 * effective[0] * effective[2]
+        samples = np.exp(log_ms + noise * np.random.default_rng(effective).standard_normal(7))
         return Measured(samples_ms=tuple(samples.tolist()), build_s=0.1, measure_s=0.1)
 
     return outcome
@@ -112,8 +112,8 @@ def test_random_searcher_matches_random_search_mean_and_score_0(make_table, nois
     random_ms = random_search(landscape, 25, initial).mean(axis=0)
     error = searched.std(axis=0) / np.sqrt(seeds)
     assert (abs(searched.mean(axis=0) - random_ms) < 4 * error + 1e-9).all()
-    told = len(initial_models(landscape, initial))
-    scores = score_against_random(searched, random_ms, landscape.latency_ms.min(), told)
+    effective = len(initial_models(landscape, initial))
+    scores = score_against_random(searched, random_ms, landscape.latency_ms.min(), effective)
     assert abs(scores.mean()) < 4 * scores.std() / np.sqrt(seeds)
     assert scores.std() > 0
 

@@ -22,7 +22,7 @@ def measured(latency_ms: float, **metrics: float) -> Measured:
 def test_optimum_and_anchors(make_table):
     landscape = Landscape(make_table())
     best = list(landscape.table.subspace.placements())[landscape.optimum]
-    assert best.choices == (1, 1, 1, 0, 1, 0)  # the second helps only beside the first
+    assert best.choices == (1, 1, 1, 0, 1, 0)  # the second helps only with the first
     assert landscape.latency_ms[landscape.optimum] == pytest.approx(
         10 * math.exp(-0.4 + 0.3 - 0.4 - 0.2 - 0.05), rel=1e-6
     )

@@ -23,18 +23,18 @@ from search.api import Failure, Observation, Placement, Score
 
 
 class Listed:
-    """Searcher that asks for given placements and stores what it is told."""
+    """Searcher that asks for given placements and stores its observations."""
 
     def __init__(self, placements: Sequence[tuple[int, ...]]) -> None:
         self.left = [Placement(choices) for choices in placements]
-        self.told: list[Observation] = []
+        self.observed: list[Observation] = []
 
     def ask(self, n: int) -> Sequence[Placement]:
         taken, self.left = self.left[:n], self.left[n:]
         return taken
 
     def tell(self, observation: Observation) -> None:
-        self.told.append(observation)
+        self.observed.append(observation)
 
 
 def run(landscape: Landscape, use: str, seeds: Sequence[int], budget: int, **more: Any) -> Searches:
@@ -64,7 +64,7 @@ def test_searchers_reach_optimum_and_are_reproducible(name, make_table):
     one, two = (run(landscape, name, range(3), 64, initial=("float",)) for _ in range(2))
     np.testing.assert_array_equal(one.latency_ms, two.latency_ms)
     assert one.latency_ms[:, -1] == pytest.approx(landscape.latency_ms.min(), rel=0.03)
-    assert one.latency_ms[:, 0] == pytest.approx(10.0, rel=0.02)  # the float model is told first
+    assert one.latency_ms[:, 0] == pytest.approx(10.0, rel=0.02)  # the float model is the first evaluation
     assert one.elapsed_s[:, -1] == pytest.approx(0.6 * one.evaluations, rel=1e-3)
 
 
@@ -72,9 +72,9 @@ def test_duplicate_placement_is_free_with_same_reading(make_table):
     landscape = Landscape(make_table(dimensions=2, noise=0.1))
     searcher = Listed([(0, 0), (0, 0), (1, 0), (0, 0), (1, 1)])
     assert replay_once(landscape, searcher, budget=3, seed=0) == [0, 2, 3]
-    assert len(searcher.told) == 5
-    assert searcher.told[0] == searcher.told[1] == searcher.told[3]
-    assert searcher.told[0].digest == landscape.table.subspace.space.digest(Placement((0, 0)))
+    assert len(searcher.observed) == 5
+    assert searcher.observed[0] == searcher.observed[1] == searcher.observed[3]
+    assert searcher.observed[0].digest == landscape.table.subspace.space.digest(Placement((0, 0)))
 
 
 def test_failed_and_infeasible_placements_are_no_incumbents(make_table):
@@ -85,7 +85,7 @@ def test_failed_and_infeasible_placements_are_no_incumbents(make_table):
     assert path == [3, 2, 1]
     readings_ms = Searches(landscape, {0: np.array(path, dtype=np.int32)}, 3).readings_ms
     assert readings_ms.tolist() == [[math.inf, math.inf, 4.0]]
-    failed, bad, good = (observation.outcome for observation in searcher.told)
+    failed, bad, good = (observation.outcome for observation in searcher.observed)
     assert failed == Failure(stage="crash", reason="the worker died")
     assert isinstance(bad, Score)
     assert bad.violation == pytest.approx(10.0)
@@ -114,9 +114,9 @@ def test_readings_are_reproducible_from_evaluated_placements(make_table):
         placements = list(landscape.table.subspace.placements())
         searcher = Listed([placements[i].choices for i in np.random.default_rng(seed).permutation(len(placements))])
         path = replay_once(landscape, searcher, budget=30, seed=seed)
-        told = [each.outcome.objective if isinstance(each.outcome, Score) else math.inf for each in searcher.told]
-        assert Searches(landscape, {seed: np.array(path, dtype=np.int32)}, 30).readings_ms.tolist() == [told]
-        assert math.inf in told
+        observed = [each.outcome.objective if isinstance(each.outcome, Score) else math.inf for each in searcher.observed]
+        assert Searches(landscape, {seed: np.array(path, dtype=np.int32)}, 30).readings_ms.tolist() == [observed]
+        assert math.inf in observed
 
 
 BROKEN = """
