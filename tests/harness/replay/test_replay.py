@@ -114,7 +114,9 @@ def test_readings_are_reproducible_from_evaluated_placements(make_table):
         placements = list(landscape.table.subspace.placements())
         searcher = Listed([placements[i].choices for i in np.random.default_rng(seed).permutation(len(placements))])
         path = replay_once(landscape, searcher, budget=30, seed=seed)
-        observed = [each.outcome.objective if isinstance(each.outcome, Score) else math.inf for each in searcher.observed]
+        observed = [
+            each.outcome.objective if isinstance(each.outcome, Score) else math.inf for each in searcher.observed
+        ]
         assert Searches(landscape, {seed: np.array(path, dtype=np.int32)}, 30).readings_ms.tolist() == [observed]
         assert math.inf in observed
 
