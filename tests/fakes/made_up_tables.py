@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.measure.records import Measured, Outcome
+from harness.measure.records import Failed, Measured, Outcome
 from harness.runtimes.benchmark_table import (
     BenchmarkTable,
     TableEntry,
@@ -29,6 +29,21 @@ def log_latency(choices: tuple[int, ...]) -> float:
     """Of the first six dimensions; additive, and one pair that helps only together."""
     on = np.array(choices[: len(EFFECTS)]) > 0
     return math.log(10.0) + float(EFFECTS[: len(on)] @ on) - 0.4 * float(on[0] and on[1])
+
+
+def outcomes_of(
+    latency_ms: Callable[..., float | None], **metrics: Callable[..., float]
+) -> Callable[[tuple[int, ...]], Outcome]:
+    """Return the outcomes of a table by functions of the first two choices; None is a failure."""
+
+    def outcome(choices: tuple[int, ...]) -> Outcome:
+        ms = latency_ms(*choices[:2])
+        if ms is None:
+            return Failed(stage="crash", reason="the worker died", wall_s=3.0)
+        values = {name: value(*choices[:2]) for name, value in metrics.items()}
+        return Measured(samples_ms=(ms,) * 7, build_s=1.0, measure_s=0.5, metrics=values)
+
+    return outcome
 
 
 def facts_of(space: Space, varied: tuple[int, ...], base: Placement, **changes: Any) -> TableMetadata:

@@ -17,10 +17,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from made_up_tables import outcomes_of
 from small import qdq
 
 from harness.config.yaml_loader import read_experiment_yaml
-from harness.measure.records import Measured, Outcome
 from harness.plugins.registry import check_params
 from harness.replay import budget_study, path_cache, simulated_selection
 from harness.replay.replay import ReplayRequest
@@ -103,10 +103,10 @@ def test_study_compares_searchers_at_every_budget(make_table, tmp_path, capsys):
 
 
 def test_time_to_the_gain_has_no_line_without_gain_and_censors_unreached_targets(tables, make_table, tmp_path, capsys):
-    def slower(choices: tuple[int, ...]) -> Outcome:
-        return Measured(samples_ms=(1.0 + sum(choices),) * 7, build_s=0.1, measure_s=0.1)
-
-    flat, out = make_table(path=tmp_path / "slower.parquet", outcome=slower), tmp_path / "out"
+    flat, out = (
+        make_table(path=tmp_path / "slower.parquet", outcome=outcomes_of(lambda a, b: 1.0 + a + b)),
+        tmp_path / "out",
+    )
     order = ["--searcher", "random", "--seeds", "3", "--budget", "2", "--workers", "1", "--cold"]
     assert qdq("study", tables[0], str(flat.path), "--out", str(out), *order) == 0
     (line,) = pd.read_csv(out / "reach.csv").to_dict("records")
@@ -339,9 +339,7 @@ def test_committed_studies_are_valid():
 
 
 def test_table_with_optimum_among_initial_placements_is_excluded(tables, make_table, tmp_path, capsys):
-    def fastest_quantized(choices: tuple[int, ...]) -> Outcome:
-        return Measured(samples_ms=(10.0 - sum(choices[:6]),) * 7, build_s=0.5, measure_s=0.1)
-
+    fastest_quantized = outcomes_of(lambda a, b: 10.0 - a - b)
     idle, out = str(make_table(outcome=fastest_quantized, path=tmp_path / "idle.parquet").path), tmp_path / "out"
     assert qdq("study", tables[0], idle, "--out", str(out), *ORDER) == 0
     printed = capsys.readouterr().out

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from made_up_tables import outcomes_of
 from small import qdq
 
 from harness.base.errors import UserError
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed, Measured, Outcome
+from harness.replay.record_table import EnumeratingSearcher
 from harness.replay.recorded_landscape import Landscape, MetricBound
 from harness.replay.replay import ReplayRequest, replay, replay_once
 from harness.replay.replay_report import check_table, replay_all, table_lines
@@ -22,16 +24,12 @@ from harness.replay.simulated_selection import Searches
 from search.api import Failure, Observation, Placement, Score
 
 
-class Listed:
+class Listed(EnumeratingSearcher):
     """Searcher that asks for given placements and stores its observations."""
 
     def __init__(self, placements: Sequence[tuple[int, ...]]) -> None:
-        self.left = [Placement(choices) for choices in placements]
+        super().__init__(map(Placement, placements))
         self.observed: list[Observation] = []
-
-    def ask(self, n: int) -> Sequence[Placement]:
-        taken, self.left = self.left[:n], self.left[n:]
-        return taken
 
     def tell(self, observation: Observation) -> None:
         self.observed.append(observation)
@@ -43,19 +41,6 @@ def run(landscape: Landscape, use: str, seeds: Sequence[int], budget: int, **mor
     table = landscape.table.path
     request = ReplayRequest(searcher=searcher, table=table, seeds=seeds, budget=budget, initial=initial)
     return Searches(landscape, replay(landscape, request), budget)
-
-
-def two_choices(latency_ms: Any) -> Any:
-    """Outcomes by the first two choices; None is a failure."""
-
-    def outcome(choices: tuple[int, ...]) -> Outcome:
-        ms = latency_ms(*choices[:2])
-        if ms is None:
-            return Failed(stage="crash", reason="the worker died", wall_s=3.0)
-        metrics = {"sqnr_db": 30.0 - 20 * choices[0]}
-        return Measured(samples_ms=(ms,) * 7, build_s=1.0, measure_s=0.5, metrics=metrics)
-
-    return outcome
 
 
 @pytest.mark.parametrize("name", ["random", "random_mutation", "evolutionary", "local"])
@@ -78,7 +63,9 @@ def test_duplicate_placement_is_free_with_same_reading(make_table):
 
 
 def test_failed_and_infeasible_placements_are_no_incumbents(make_table):
-    table = make_table(dimensions=2, outcome=two_choices(lambda a, b: None if a and b else 4.0 - a))
+    table = make_table(
+        dimensions=2, outcome=outcomes_of(lambda a, b: None if a and b else 4.0 - a, sqnr_db=lambda a, b: 30.0 - 20 * a)
+    )
     landscape = Landscape(table, MetricBound(metric="sqnr_db", at_least=20.0))
     searcher = Listed([(1, 1), (1, 0), (0, 1)])
     path = replay_once(landscape, searcher, budget=10, seed=0)
@@ -216,7 +203,7 @@ def test_lines_of_a_table_and_its_initial_placements_show_known_values(make_tabl
     ],
 )
 def test_table_with_optimum_among_initial_placements_warns(make_table, initial, gain, named):
-    table = make_table(dimensions=2, outcome=two_choices(lambda a, b: 4.0 - gain * (a + b)))
+    table = make_table(dimensions=2, outcome=outcomes_of(lambda a, b: 4.0 - gain * (a + b)))
     *_, notes = replay_all(table, ["random"], seeds=1, budget=4, initial=initial)
     found = [note for note in notes if "all searchers are equal" in note]
     assert len(found) == (named is not None)
@@ -224,7 +211,7 @@ def test_table_with_optimum_among_initial_placements_warns(make_table, initial, 
 
 
 def test_skewed_results_show_median_and_quartiles(make_table):
-    table = make_table(dimensions=2, outcome=two_choices(lambda a, b: 100.0 if not (a or b) else 1.0))
+    table = make_table(dimensions=2, outcome=outcomes_of(lambda a, b: 100.0 if not (a or b) else 1.0))
     _, (random, searched), _ = replay_all(table, ["random"], seeds=20, budget=1)
     assert random[1].startswith("0.00 [0.00, ")
     assert searched[0] == "random"
