@@ -22,6 +22,7 @@ from harness.runtimes.benchmark_table import (
 from search.space import Placement, Space
 from search.synthetic_problem import synthetic_space
 
+SPACE = Space(synthetic_space(8, groups=2, seed=3).dimensions)
 EFFECTS = np.array([-0.4, 0.3, -0.2, 0.1, -0.05, 0.02])
 
 
@@ -77,8 +78,7 @@ def save_table(
     **changes: Any,
 ) -> BenchmarkTable:
     """Write a table of `dimensions` of 8 dimensions; `outcome` gives what became of a full placement's choices."""
-    space = synthetic_space(8, groups=2, seed=3)
-    whole = Space(tuple(space.dimensions[i] for i in range(8)))
+    whole = SPACE
     subspace = TableSubspace(whole, tuple(range(dimensions)), whole.float_placement())
     rng = np.random.default_rng(0)
 

@@ -1,9 +1,10 @@
-"""The replay benchmarker answers what was recorded, and nothing else."""
+"""The replay benchmarker returns recorded readings and failures, and refuses other placements."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from made_up_tables import SPACE, save_table
 
 from harness.base.errors import BuildFailed, EvaluationFailed, MeasureFailed, UserError
 from harness.config.experiment import parse_experiment
@@ -12,49 +13,39 @@ from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured
 from harness.plugins import registry
 from harness.plugins.api import Candidate
-from harness.runtimes.benchmark_table import TableEntry, TableMetadata, TableSubspace, write_table
 from harness.runtimes.replay import ReplayBenchmarker
 from harness.workers.engines import WorkerSpec
 from harness.workers.sandbox import open_engines
-from search.space import Edge, Placement, Resolved, Space, edges_digest
-from search.synthetic_problem import synthetic_space
+from search.space import Edge, Placement, Resolved, edges_digest
 
-SPACE = Space(synthetic_space(4, groups=2, seed=1).dimensions)
-SUBSPACE = TableSubspace(SPACE, (0, 1), SPACE.float_placement())
 FAILED = {(1, 0): Failed(stage="crash", reason="the worker died"), (0, 1): Failed(stage="measure", reason="no clock")}
 
 
 def candidate(edges: Resolved) -> Candidate:
     def source() -> Path:
-        raise AssertionError("a replay never asks for a file")
+        raise AssertionError("a replay reads no file of a candidate")
 
     return Candidate(digest=edges_digest(edges), edges=edges, source=source)
 
 
-def of(*choices: int) -> Candidate:
-    return candidate(SPACE.resolve(SUBSPACE.to_full_space(Placement(choices))))
-
-
 @pytest.fixture
 def table(tmp_path):
-    rows = {}
-    for number, placement in enumerate(SUBSPACE.placements()):
-        full = SUBSPACE.to_full_space(placement)
-        measured = Measured(
-            samples_ms=(1.0, 2.0, 3.0), build_s=0.75, measure_s=0.1, metrics={}, info={"layers": {"u8": 2}}
-        )
-        outcome = FAILED.get(placement.choices, measured)
-        rows[SPACE.digest(full)] = TableEntry(number=number, choices=full.choices, outcome=outcome)
-    facts = TableMetadata(
-        model="m", source="m.onnx", model_sha256="0" * 64, dimensions=SPACE.dimensions,
-        varied=tuple(d.name for d in SUBSPACE.space.dimensions), base=SUBSPACE.base.choices, anchors={},
-        sensitivity=dict.fromkeys((d.name for d in SPACE.dimensions), 0.1), precision="int8", dialect="onnxruntime_s8",
-        calibrated_on="", ranges="", sampling={},
-        backend={"name": "onnxruntime", "version": "1.24", "device": "a CPU", "options": {}, "float_precision": "f32"},
-        environment={},
-    )  # fmt: skip
-    write_table(tmp_path / "t.parquet", facts, rows)
-    return tmp_path / "t.parquet"
+    measured = Measured(samples_ms=(1.0, 2.0, 3.0), build_s=0.75, measure_s=0.1, info={"layers": {"u8": 2}})
+    backend = {"name": "onnxruntime", "version": "1.24", "device": "a CPU", "options": {}, "float_precision": "f32"}
+    made = save_table(
+        tmp_path / "t.parquet",
+        2,
+        outcome=lambda choices: FAILED.get(choices[:2], measured),
+        backend=backend,
+        dialect="onnxruntime_s8",
+        model="m",
+    )
+    return made.path
+
+
+def of(*choices: int) -> Candidate:
+    """Return the candidate of some choices of the space of `made_up_tables`, of which the table varies two."""
+    return candidate(SPACE.resolve(Placement((*choices, *(0,) * (len(SPACE) - len(choices))))))
 
 
 def test_samples_are_drawn_from_those_recorded(table, tmp_path):
@@ -82,7 +73,7 @@ def test_recorded_failures_fail_again(table, tmp_path):
 
 def test_placements_outside_the_table_are_refused(table, tmp_path):
     replay = ReplayBenchmarker(table)
-    outside = candidate(SPACE.resolve(Placement((0, 0, 1, 0))))
+    outside = of(0, 0, 1)
     with pytest.raises(
         BuildFailed, match=r"is not in table t\.parquet, which has the 4 placements of 2 dimensions of m"
     ):
