@@ -47,7 +47,7 @@ def outcomes_of(
     return outcome
 
 
-def facts_of(space: Space, varied: tuple[int, ...], base: Placement, **changes: Any) -> TableMetadata:
+def facts_of(space: Space, varied: tuple[int, ...], base: Placement, /, **changes: Any) -> TableMetadata:
     described: dict[str, Any] = {
         "model": "made-up",
         "source": "made-up.onnx",

@@ -1,4 +1,4 @@
-"""A replay table comes back as it was written, and anything else is refused with a reason."""
+"""Replay tables are read as they were written; other files are refused with a reason."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from made_up_tables import facts_of
 
 from harness.base.errors import UserError
 from harness.measure.records import Failed, Measured
@@ -34,19 +35,9 @@ MEASURED = Measured(
 )  # fmt: skip
 
 
-SENSITIVITY = dict.fromkeys((dimension.name for dimension in SPACE.dimensions), 0.5)
-
-
 def facts(**changes: Any) -> TableMetadata:
-    backend = {"name": "openvino", "version": "1", "device": "a CPU", "float_precision": "f32"}
-    plain: dict[str, Any] = {
-        "model": "m", "source": "m.onnx", "model_sha256": "0" * 64, "dimensions": SPACE.dimensions,
-        "varied": tuple(SPACE.dimensions[i].name for i in SUBSPACE.varied), "base": SUBSPACE.base.choices,
-        "anchors": {"linear": SUBSPACE.base.choices}, "sensitivity": SENSITIVITY, "precision": "int8",
-        "dialect": "openvino", "backend": backend, "calibrated_on": "random data", "ranges": "", "sampling": {},
-        "environment": {},
-    }  # fmt: skip
-    return TableMetadata(**{**plain, **changes})
+    anchors = {"linear": SUBSPACE.base.choices}
+    return facts_of(SPACE, SUBSPACE.varied, SUBSPACE.base, **{"anchors": anchors, **changes})
 
 
 def rows() -> dict[str, TableEntry]:
@@ -104,9 +95,7 @@ def test_2048_placements_take_less_than_1_mb(path):
         space.digest(full): TableEntry(number=i, choices=full.choices, outcome=samples)
         for i, full in enumerate(subspace.to_full_space(p) for p in subspace.placements())
     }
-    changes: dict[str, Any] = {"dimensions": space.dimensions, "base": subspace.base.choices, "anchors": {}}
-    changes["sensitivity"] = dict.fromkeys((dimension.name for dimension in space.dimensions), 0.5)
-    write_table(path, facts(**changes, varied=tuple(d.name for d in subspace.space.dimensions)), found)
+    write_table(path, facts_of(space, subspace.varied, subspace.base, anchors={}), found)
     assert path.stat().st_size < 1e6
     assert len(read_table(path).subspace) == 2048
 
@@ -127,7 +116,7 @@ def zero_latency(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
 
 
 def with_first(**changes: Any) -> Callable[[dict[str, TableEntry]], dict[str, TableEntry]]:
-    """The rows with the first one's outcome changed."""
+    """Return a function that changes the outcome of the first row."""
 
     def change(found: dict[str, TableEntry]) -> dict[str, TableEntry]:
         first, *rest = found.items()
@@ -171,7 +160,7 @@ def test_invalid_rows_are_rejected(path, change, message):
     [
         ({"base": (0, 0)}, "a placement here has 5 choices, but got 2"),
         ({"base": (0, 0, 0, 0, 7)}, "choice 0 to 1, but got 7"),
-        ({"varied": ("missing",)}, "'missing' is not in list"),
+        ({"varied": ("unknown",)}, "'unknown' is not in list"),
         ({"varied": (SPACE.dimensions[1].name,) * 2}, "a dimension is varied twice|share one name"),
         ({"anchors": {"float": (0,) * 5}}, "damaged: incomplete: no row for 'float'; record it again"),
         ({"sensitivity": {}}, "its sensitivity is not one number for each dimension"),
