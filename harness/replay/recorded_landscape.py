@@ -18,8 +18,6 @@ from harness.runtimes.benchmark_table import BenchmarkTable
 from search.api import Failure, Score
 from search.space import Placement
 
-__all__ = ["NEAR_OPTIMUM_SHARE", "Floats", "Landscape", "MetricBound"]
-
 Floats = npt.NDArray[np.float64]
 NEAR_OPTIMUM_SHARE = 0.01  # relative to the optimum's latency; placements within it count as optimal
 

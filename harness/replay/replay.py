@@ -21,11 +21,6 @@ from harness.runtimes.benchmark_table import read_table
 from harness.workers.in_process import as_outcome
 from search.api import Failure, Observation, Placement, Score, Searcher
 
-__all__ = [
-    "Indices", "ReplayRequest", "initial_models", "initial_placements", "is_valid_path", "load_landscape",
-    "optimum_in_initial_design", "reading_rng", "replay", "replay_once",
-]  # fmt: skip
-
 Indices = npt.NDArray[np.int32]
 """Path of a search: indices of its evaluated placements on the landscape, in order."""
 
