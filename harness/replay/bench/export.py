@@ -80,13 +80,17 @@ def _write_t4_table(name: str, table: BenchmarkTable, out: Path) -> Iterator[Pat
 
 def _t4_outcome(outcome: Outcome) -> dict[str, Any]:
     """Return times in milliseconds, validity and measurements of a placement."""
-    times: dict[str, Any] = {"framework": 0.0, "search_algorithm": 0.0, "validation": 0.0}
+    unused = {"framework": 0.0, "search_algorithm": 0.0}
     if isinstance(outcome, Failed):
-        times |= {"compilation_time": 1000 * outcome.wall_s, "runtimes": []}
+        times = {"compilation_time": 1000 * outcome.wall_s, "runtimes": [], **unused, "validation": 0.0}
         invalidity = T4_INVALIDITY.get(outcome.stage, "runtime")
         return {"times": times, "invalidity": invalidity, "correctness": 0, "measurements": []}
-    times |= {"compilation_time": 1000 * outcome.build_s, "runtimes": list(outcome.samples_ms)}
-    times["validation"] = 1000 * outcome.evaluate_s
+    times = {
+        "compilation_time": 1000 * outcome.build_s,
+        "runtimes": list(outcome.samples_ms),
+        **unused,
+        "validation": 1000 * outcome.evaluate_s,
+    }
     measurements = [{"name": "time", "value": median_ci(outcome.samples_ms).value, "unit": "ms"}]
     measurements += [{"name": name, "value": value, "unit": ""} for name, value in outcome.metrics.items()]
     return {"times": times, "invalidity": "correct", "correctness": 1, "measurements": measurements}
