@@ -19,7 +19,6 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from threading import Thread
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -230,15 +229,15 @@ def write_part(path: Path, key: SearchKey, paths: Mapping[int, SearchPath]) -> N
 
 
 def _write_atomically(path: Path, paths: Mapping[SearchKey, Mapping[int, SearchPath]]) -> None:
-    lines = [(*astuple(key), seed, each) for key, some in sorted(paths.items()) for seed, each in sorted(some.items())]
-    ends = np.cumsum([0, *(len(line[-1].indices) for line in lines)], dtype=np.int64)
-    if len(lines) > MAX_LINES or ends[-1] > MAX_EVALUATIONS:
+    lines = [
+        (*astuple(key), seed, found.budget, found.indices)
+        for key, some in sorted(paths.items())
+        for seed, found in sorted(some.items())
+    ]
+    if len(lines) > MAX_LINES or sum(len(indices) for *_, indices in lines) > MAX_EVALUATIONS:
         raise UserError(f"{path}: {len(lines)} searches are more than one file takes; use another --out for new ones")
-    columns = zip(*((*line[:-1], line[-1].budget) for line in lines), strict=True)
-    evaluated = np.concatenate([line[-1].indices for line in lines], dtype=np.int32)
-    walks = pa.ListArray.from_arrays(ends.astype(np.int32), evaluated)
     with replacing(path) as part:
-        table = pa.table([*map(list, columns), walks], schema=COLUMNS)
+        table = pa.table([list(column) for column in zip(*lines, strict=True)], schema=COLUMNS)
         pq.write_table(table, part, compression="zstd", compression_level=9, write_page_checksum=True)
 
 
