@@ -154,5 +154,4 @@ def _correlation(first: Floats, second: Floats) -> float:
     """Return Pearson's correlation; 0 if one side is constant."""
     if min(np.ptp(first), np.ptp(second)) < FLAT_LOG_LATENCY:
         return 0.0
-    a, b = first - first.mean(), second - second.mean()
-    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+    return float(np.corrcoef(first, second)[0, 1])

@@ -50,8 +50,8 @@ class Landscape:
     def __init__(self, table: BenchmarkTable, bound: MetricBound | None = None) -> None:
         self.table = table
         self.sizes = table.subspace.space.sizes
-        self.outcomes = [table.row(placement).outcome for placement in table.subspace.placements()]
-        self.identity = np.array([table.row(p).number for p in table.subspace.placements()])
+        rows = [table.row(placement) for placement in table.subspace.placements()]
+        self.outcomes, self.identity = [row.outcome for row in rows], np.array([row.number for row in rows])
         self._bound = bound
         if bound is not None:
             known = {name for o in self.outcomes if isinstance(o, Measured) for name in o.metrics}
