@@ -135,7 +135,8 @@ def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
         if shipment.dynamic_model is not None:
             copy_model(shipment.dynamic_model, target, facts["dynamic_file"])
     script = target / SCRIPT_FILE
-    write_text(script, deploy_script(model, facts["runtime"], shipment.target, _timed_inputs(facts)))
+    dynamic = target / facts["dynamic_file"] if facts["dynamic_file"] else None
+    write_text(script, deploy_script(model, facts["runtime"], shipment.target, _timed_inputs(facts), dynamic))
     with observer.work(f"run {shipment.name}/{SCRIPT_FILE}", 2) as step, timing_lock():
         footprints = {}
         for name, file in (("model", model), ("float", shipment.float_model)):

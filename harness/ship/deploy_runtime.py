@@ -30,6 +30,7 @@ INPUTS: dict[str, Any] = {}  # shape and NumPy type by name
 OUTPUTS: dict[str, Any] = {}
 PROGRAM = ""  # of a child process
 SHAPES: dict[str, Any] = {}  # shape of each input, by the names of several timed shapes
+DYNAMIC: dict[str, Any] = {}  # sizes of each input of the file with dynamic axes, which are names or None
 
 
 def script_folder() -> str:
@@ -53,6 +54,32 @@ def remove_bytecode(spec: object) -> None:
             pass  # not stored, or other files are next to it
 
 
+def is_shape_of(shape: Any, axes: Any) -> bool:
+    """Return whether an array of a shape fits axes; one that is a name or None takes any size."""
+    fixed = [(axis, size) for axis, size in zip(axes, shape, strict=False) if isinstance(axis, int)]
+    return len(axes) == len(shape) and all(axis == size for axis, size in fixed)
+
+
+def fit_inputs(feeds: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return arrays in the types of the inputs; raise `ValueError` if names, shapes or values do not fit.
+
+    Args:
+        sizes: Sizes of each input by name, see `is_shape_of`.
+    """
+    if set(feeds) != set(sizes):
+        raise ValueError(f"the inputs are {', '.join(sizes)}, but the arrays are {', '.join(feeds) or 'none'}")
+    fitted = {}
+    for name, axes in sizes.items():
+        array, dtype = np.asarray(feeds[name]), np.dtype(INPUTS[name][1])
+        if not is_shape_of(array.shape, axes):
+            raise ValueError(f"{name}: shape {array.shape}, but the model takes {tuple(axes)}")
+        with np.errstate(invalid="ignore"):
+            fitted[name] = array if array.dtype == dtype else array.astype(dtype)
+        if array.dtype.kind not in "fiub" or (dtype.kind != "f" and not np.array_equal(fitted[name], array)):
+            raise ValueError(f"{name}: an array of {array.dtype} has values that {dtype}, the model's type, has not")
+    return fitted
+
+
 def load_openvino(
     model: object, options: dict[str, Any] = OPTIONS, shapes: dict[str, Any] | None = None
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -65,11 +92,18 @@ def load_openvino(
         graph.reshape({name: list(shape) for name, shape in shapes.items()})
     compiled = core.compile_model(graph, "CPU", options)
     requests = threading.local()  # threads may call at the same time, each stream serves one of them
+    sizes = {  # OpenVINO checks neither the fixed axes of a file with dynamic ones, nor that each input has an array
+        name: [None if axis.is_dynamic else axis.get_length() for axis in port.partial_shape]
+        for name in INPUTS
+        for port in compiled.inputs
+        if name in port.names
+    }
 
     def run(feeds: dict[str, Any]) -> dict[str, Any]:
+        fitted = fit_inputs(feeds, sizes)
         if not hasattr(requests, "own"):
             requests.own = compiled.create_infer_request()
-        found = requests.own.infer(feeds)
+        found = requests.own.infer(fitted)
         return {name: np.array(found[port]) for name, port in zip(OUTPUTS, compiled.outputs, strict=True)}
 
     return run
@@ -94,7 +128,8 @@ def load_onnxruntime(
             if isinstance(axis, str):  # fixes a dynamic axis
                 settings.add_free_dimension_override_by_name(axis, size)
     session = onnxruntime.InferenceSession(str(model), settings, providers=providers)
-    return lambda feeds: dict(zip(OUTPUTS, session.run(list(OUTPUTS), feeds), strict=True))
+    sizes = shapes or {value.name: value.shape for value in session.get_inputs()}
+    return lambda feeds: dict(zip(OUTPUTS, session.run(list(OUTPUTS), fit_inputs(feeds, sizes)), strict=True))
 
 
 def load_onnxruntime_web(model: Any, options: dict[str, Any] = OPTIONS) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -154,7 +189,7 @@ def load_tensorrt(model: object, options: dict[str, Any] = OPTIONS) -> Callable[
         context.set_input_shape(name, tuple(shape))
 
     def run(feeds: dict[str, Any]) -> dict[str, Any]:
-        for name, value in feeds.items():
+        for name, value in fit_inputs(feeds, {name: shape for name, (shape, _) in INPUTS.items()}).items():
             array = np.ascontiguousarray(value)
             call_cuda(cuda.cudaMemcpy, buffers[name], array.ctypes.data, array.nbytes, to_device)
         if not context.execute_async_v3(int(stream)):
@@ -245,25 +280,31 @@ def main(load: Callable[..., Any]) -> None:
     model = given.model or (Path(__file__).with_name(MODEL) if at is None else dynamic)
     if not model.exists() and not (model := Path(__file__).with_name(model.name)).exists():
         parser.error(f"--model {given.model}: no such file, in this folder or next to {Path(__file__).name}")
+    if given.output is not None and not given.output.parent.is_dir():
+        parser.error(f"--output {given.output}: the folder does not exist")
     inputs = INPUTS if at is None else {name: (at[name], dtype) for name, (_, dtype) in INPUTS.items()}
     feeds = random_inputs(inputs)
     for text in given.input:
         name, _, file = text.partition("=")
         if name not in feeds:
             parser.error(f"--input {text}: the inputs are {', '.join(feeds)}")
-        shape, dtype = inputs[name]
+        shape = inputs[name][0]
         try:
             array = np.load(file, allow_pickle=False)
+            feeds[name] = array[None] if array.shape == tuple(shape[1:]) else array
+            if at or model.name == MODEL:  # another file may have dynamic axes
+                fit_inputs({name: feeds[name]}, {name: shape})
         except (OSError, ValueError) as error:
-            parser.error(f"--input {text}: {error}")
-        array = array[None] if array.shape == tuple(shape[1:]) else array
-        if array.shape != tuple(shape) and (at or model.name == MODEL):  # another file may have dynamic axes
-            other = f"; --model {dynamic.name} takes other sizes" if dynamic.exists() and not at else ""
-            parser.error(f"--input {text}: shape {array.shape}, but the model takes {tuple(shape)}{other}")
-        feeds[name] = array.astype(dtype)
+            found = feeds[name].shape
+            fits = not at and found != tuple(shape) and is_shape_of(found, DYNAMIC.get(name, ()))
+            other = f"; --model {dynamic.name} takes other sizes" if fits else ""
+            parser.error(f"--input {text}: {error}{other}")
     start = time.perf_counter()
     run = load(model) if at is None else load(model, at)
-    run(feeds)  # the first run allocates memory
+    try:
+        run(feeds)  # the first run allocates memory
+    except ValueError as error:
+        parser.error(f"--input {error}")
     load_ms = 1000 * (time.perf_counter() - start)
     getattr(run, "warm_up", lambda _: None)(feeds)
     samples_ms = time_runs(run, feeds, max(1, given.repeat))

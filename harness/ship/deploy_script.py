@@ -117,7 +117,11 @@ def find_target(facts: Facts) -> DeployTarget | None:
 
 
 def deploy_script(
-    model: Path, facts: Facts, target: DeployTarget, shapes: Mapping[str, Mapping[str, Any]] | None = None
+    model: Path,
+    facts: Facts,
+    target: DeployTarget,
+    shapes: Mapping[str, Mapping[str, Any]] | None = None,
+    dynamic: Path | None = None,
 ) -> str:
     """Return the text of a script that runs a model with the settings of its measurement.
 
@@ -125,6 +129,7 @@ def deploy_script(
         model: ONNX file with static shapes, in the folder of the script.
         facts: Description of the benchmarker that timed the model.
         shapes: Shape of each input by the label of the timed shape, if there is a file with dynamic axes.
+        dynamic: File with dynamic axes, or None.
     """
     graph = read_qdq_graph(model).proto.graph
     version = short_version(facts.get("version"))
@@ -137,9 +142,12 @@ def deploy_script(
         "INPUTS": _describe_values(input_values(graph)),
         "OUTPUTS": _describe_values(graph.output),
         "SHAPES": {name: dict(inputs) for name, inputs in (shapes or {}).items()} if reshapes else {},
+        "DYNAMIC": {} if dynamic is None else _dynamic_sizes(input_values(read_qdq_graph(dynamic).proto.graph)),
     }
     at = ", OPTIONS, shapes" if reshapes else ""
     functions: tuple[Callable[..., Any], ...] = (
+        deploy_runtime.is_shape_of,
+        deploy_runtime.fit_inputs,
         *target.helpers,
         target.load,
         deploy_runtime.runtime_version,
@@ -158,7 +166,7 @@ def deploy_script(
         f"Needs the packages numpy and {target.package}. In a program of your own:\n\n"
         "    from deploy import load\n"
         "    run = load()\n"
-        "    outputs = run(inputs)  # arrays by the names in INPUTS\n"
+        "    outputs = run(inputs)  # arrays by the names in INPUTS, of the shapes and types there\n"
         '"""',
         "\n".join(_PATH_IMPORTS),
         *(
@@ -179,6 +187,14 @@ def deploy_script(
         '\nif __name__ == "__main__":\n    main(load)\nelse:\n    sys.path[:] = PROGRAM_PATH\n',
     ]
     return "\n\n".join(parts)
+
+
+def _dynamic_sizes(values: Any) -> dict[str, tuple[int | str | None, ...]]:
+    """Return the sizes of each input by name: a number, the name of a dynamic axis, or None."""
+    return {
+        value.name: tuple(size.dim_value or size.dim_param or None for size in value.type.tensor_type.shape.dim)
+        for value in values
+    }
 
 
 def _describe_values(values: Any) -> dict[str, tuple[tuple[int, ...], str] | None]:

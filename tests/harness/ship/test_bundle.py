@@ -168,12 +168,11 @@ def program(request, tmp_path, monkeypatch):
     assert target is not None
     script = tmp_path / "deploy.py"
     shapes = {f"batch={size}": {"x": (size, 3, 8, 8)} for size in (1, 2)}
-    script.write_text(deploy_script(quantized, facts, target, shapes))
+    script.write_text(deploy_script(quantized, facts, target, shapes, save_dynamic(quantized)))
     written = runpy.run_path(str(script))
-    for name in ("MODEL", "PACKAGE", "OPTIONS", "INPUTS", "OUTPUTS", "SHAPES"):
+    for name in ("MODEL", "PACKAGE", "OPTIONS", "INPUTS", "OUTPUTS", "SHAPES", "DYNAMIC"):
         monkeypatch.setattr(deploy_runtime, name, written[name])
     monkeypatch.setattr(deploy_runtime, "__file__", str(script))
-    save_dynamic(quantized)
 
     def run(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["deploy.py", "--repeat", "2", *arguments])
@@ -182,13 +181,15 @@ def program(request, tmp_path, monkeypatch):
     return run
 
 
-def save_dynamic(model: Path) -> None:
-    """Write a copy of a model with a dynamic batch next to it, as `qdq run` does."""
+def save_dynamic(model: Path) -> Path:
+    """Write a copy of a model with a dynamic batch next to it, as `qdq run` does, and return its path."""
     proto = onnx.load(model)
     for value in (*proto.graph.input, *proto.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
     del proto.graph.value_info[:]
-    onnx.save(proto, model.with_suffix(".dynamic.onnx"))
+    path = model.with_suffix(".dynamic.onnx")
+    onnx.save(proto, path)
+    return path
 
 
 def test_the_script_reports_what_it_ran(program, tmp_path, capsys):
@@ -225,27 +226,59 @@ def test_help_of_the_script_lists_only_its_options_and_keeps_lines(monkeypatch, 
     assert ("--at" in text) is bool(shapes)
 
 
-@pytest.mark.parametrize("program", ["onnxruntime"], indirect=True)
-@pytest.mark.parametrize(
-    ("given", "fact"),
-    [
+@pytest.mark.parametrize("program", ["openvino", "onnxruntime"], indirect=True)
+def test_the_script_names_an_argument_that_it_cannot_use(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.npy").write_text("1 2 3")
+    for name, shape in (("small", (2, 2)), ("last", (1, 8, 8, 3)), ("two", (2, 3, 8, 8))):
+        np.save(f"{name}.npy", np.zeros(shape, np.float32))
+    dynamic, other = ("--model", "all.dynamic.onnx"), "; --model all.dynamic.onnx takes other sizes"
+    for given, fact in (
         (("--input", "y=x.npy"), "the inputs are x"),
         (("--input", "x=gone.npy"), "gone.npy"),
         (("--input", "x=text.npy"), "text.npy"),
-        (("--input", "x=small.npy"), "shape (2, 2), but the model takes (1, 3, 8, 8); --model all.dynamic.onnx"),
+        (("--input", "x=small.npy"), "shape (2, 2), but the model takes (1, 3, 8, 8)\n"),
+        (("--input", "x=last.npy"), "shape (1, 8, 8, 3), but the model takes (1, 3, 8, 8)\n"),
+        (("--input", "x=two.npy"), f"shape (2, 3, 8, 8), but the model takes (1, 3, 8, 8){other}\n"),
+        (("--input", "x=last.npy", *dynamic), "shape (1, 8, 8, 3), but the model takes ("),
         (("--at", "batch=2", "--input", "x=small.npy"), "the model takes (2, 3, 8, 8)\n"),
         (("--at", "batch=3"), "batch=3"),
         (("--model", "gone.onnx"), "gone.onnx"),
-    ],
-)
-def test_the_script_names_an_argument_that_it_cannot_use(program, tmp_path, monkeypatch, capsys, given, fact):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.npy").write_text("1 2 3")
-    np.save("small.npy", np.zeros((2, 2), np.float32))
-    with pytest.raises(SystemExit) as refused:
-        program(*given)
-    assert refused.value.code == 2
-    assert fact in capsys.readouterr().err
+        (("--output", "gone/y.npz"), "gone/y.npz: the folder does not exist"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            program(*given)
+        assert refused.value.code == 2
+        assert fact in capsys.readouterr().err
+    program("--input", "x=two.npy", *dynamic)
+
+
+@pytest.mark.parametrize("runtime", ["openvino", "onnxruntime", "tensorrt"])
+def test_loaded_function_refuses_arrays_that_do_not_fit(tmp_path, monkeypatch, runtime):
+    fake_tensorrt(monkeypatch, 11)
+    _, quantized = save_quantized(tmp_path)
+    facts = TENSORRT if runtime == "tensorrt" else describe(runtime)
+    target = find_target(facts)
+    assert target is not None
+    script = tmp_path / "deploy.py"
+    script.write_text(deploy_script(quantized, facts, target))
+    found = runpy.run_path(str(script))
+    run, x = found["load"](), np.random.default_rng(5).random((1, 3, 8, 8), np.float32)
+    expected = next(iter(run({"x": x}).values()))
+    for feeds, fact in (
+        ({}, "inputs are x, but the arrays are none"),
+        ({"y": x}, "inputs are x, but the arrays are y"),
+        ({"x": x.transpose(0, 2, 3, 1)}, "x: shape"),
+        ({"x": x[:, :, :0]}, "x: shape"),
+        ({"x": x.astype(str)}, "x: an array of"),
+    ):
+        with pytest.raises(ValueError, match=fact):
+            run(feeds)
+    np.testing.assert_array_equal(next(iter(run({"x": x.astype(np.float64)}).values())), expected)
+    found["INPUTS"]["x"] = ((1, 2), "int64")
+    assert found["fit_inputs"]({"x": [[1.0, 2.0]]}, {"x": (1, 2)})["x"].dtype == np.int64
+    with pytest.raises(ValueError, match="x: an array of float64 has values that int64"):
+        found["fit_inputs"]({"x": [[1.5, 2.0]]}, {"x": (1, 2)})
 
 
 @pytest.mark.parametrize(
