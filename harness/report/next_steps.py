@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from harness.accuracy.metrics.intervals import decode_accuracy, unseen_loss
 from harness.base.statistics import Interval
 from harness.graph.io.digests import digest_file
 from harness.measure.provenance import format_options
@@ -122,7 +123,8 @@ def describe_answers(results: Results, main: pd.DataFrame, base: Path | None = N
             yield f"{prefix}keep the float model at {format_float(task, row, main)}{where}, because {reason}{asked}"
             continue
         line = (
-            f"{prefix}take {file}: {format_answer(task, row)}{_dynamic_axes_note(task, str(row['row']), file)}{asked}"
+            f"{prefix}take {file}: {format_answer(task, row)}"
+            f"{_unseen_loss_note(task, str(row['row']))}{_dynamic_axes_note(task, str(row['row']), file)}{asked}"
         )
         yield f"{line}; to confirm again: {_confirm_again(task, results, row, base)}" if row["busy"] else line
 
@@ -192,16 +194,16 @@ def ship_path(folder: Path, task: str) -> Path:
 def format_answer(task: TaskResults, row: Row) -> str:
     """Return speedup, change of accuracy, method and settings of a row as text.
 
-    For instance "1.77x [1.70, 1.85], top-1 -0.4 points [-1.0, +0.2] (auto, ship: fastest); on this processor, threads
-    1, precision f32". A metric whose reference is the float model itself is given as it is: "SQNR 44.2 dB".
+    For instance "1.77x [1.70, 1.85], loses 0.4 points of top-1 [-0.2, +1.0] (auto, ship: fastest); on this processor,
+    threads 1, precision f32". A metric whose reference is the float model itself is given as it is: "SQNR 44.2 dB".
     """
     speed = f"{row['speedup']:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
-    change = (
-        format_score(row["score"], row["metric"])
-        if row["metric"] in METRIC_CAPS
-        else (_format_change(row, higher_is_better=task.higher_is_better))
-    )
-    accuracy = "" if is_missing(row["drop"]) else f", {change}"
+    if is_missing(row["drop"]):
+        accuracy = ""
+    elif row["metric"] in METRIC_CAPS:
+        accuracy = f", {format_score(row['score'], row['metric'])}"
+    else:
+        accuracy = f", {_format_change(row, higher_is_better=task.higher_is_better)}"
     options = format_options(row_runtime(task, row).get("options", {}))
     settings = f", {options}" if options else ""
     return f"{speed}{accuracy} ({row['method']}, {row['decision']}); on this processor{settings}"
@@ -235,15 +237,37 @@ def _row_command(name: str, results: Results, row: Row, base: Path | None) -> st
 
 
 def _format_change(row: Row, *, higher_is_better: bool) -> str:
-    """Return the change of a metric, in points if it is a share: "top-1 -0.4 points [-1.0, +0.2]"."""
+    """Return the change of a metric as text.
+
+    It is "loses 0.4 points of top-1 [-0.2, +1.0]" or "gains ..." for a metric whose higher values are better, in points
+    if it is a share, else "perplexity +0.5000", a loss too.
+    """
     name = metric_name(row["metric"])
     scale, unit, digits = (100, " points", 1) if row["metric"] in UNIT_INTERVAL_METRICS else (1, "", 4)
-    scale = -scale if higher_is_better else scale
+    gains = higher_is_better and row["drop"] < 0
+    scale = -scale if gains else scale
     # Adding 0 after rounding turns -0.0 into 0.0.
-    value, *limits_found = (round(scale * _or_nan(row[key]), digits) + 0.0 for key in ("drop", "drop_high", "drop_low"))
+    value, *limits_found = (round(scale * _or_nan(row[key]), digits) + 0.0 for key in ("drop", "drop_low", "drop_high"))
     low, high = sorted(limits_found)
     limits = "" if math.isnan(low) or math.isnan(high) else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
+    if higher_is_better:
+        return f"{'gains' if gains else 'loses'} {value:.{digits}f}{unit} of {name}{limits}"
     return f"{name} {value:+.{digits}f}{unit}{limits}"
+
+
+def _unseen_loss_note(task: TaskResults, row: str) -> str:
+    """Return the loss that samples do not exclude although none of them lost its answer, as text; else ""."""
+    scores = [task.scores.get(name, {}) for name in (FLOAT_ROW, row)]
+    if task.metric is None or row == FLOAT_ROW or not all("metrics" in score for score in scores):
+        return ""
+    reference, found = map(decode_accuracy, scores)
+    loss = unseen_loss(reference, found)
+    if loss is None:
+        return ""
+    return (
+        f"; none of {len(found.per_item)} samples lost its answer, which does not exclude a loss of up to "
+        f"{100 * loss:.1f} points (rule of three)"
+    )
 
 
 def _dynamic_axes_note(task: TaskResults, row: str, file: Path) -> str:

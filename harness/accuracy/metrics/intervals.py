@@ -180,6 +180,22 @@ def surely_within(
     return NormalDist(loss, math.sqrt(3) / images).cdf(bound + ROUND_OFF) >= SURELY_WITHIN
 
 
+def unseen_loss(reference: Accuracy, found: Accuracy) -> float | None:
+    """Return the loss of a share of right answers that the samples do not exclude at 95 %, if none lost its answer.
+
+    The bootstrap interval of equal answers has no width. If none of n samples has a change, its probability may be up
+    to 3/n (Hanley and Lippman-Hand 1983, "If nothing goes wrong, is everything all right?", JAMA 249, 1743-1745).
+
+    Returns:
+        The loss, or None if a sample lost its answer or samples are not scored 0 or 1.
+    """
+    before, after = reference.per_item, found.per_item
+    if not after or len(before) != len(after) or not {*before, *after} <= {0, 1}:
+        return None
+    lost = any(one > other for one, other in zip(before, after, strict=True))
+    return None if lost else min(1.0, 3 / len(after))
+
+
 def _difference(reference: Accuracy, found: Accuracy, metric: str) -> float:
     return reference.metrics[metric] - found.metrics[metric]
 

@@ -149,29 +149,39 @@ def test_the_file_to_deploy_is_named_if_it_exists(folder, monkeypatch):
     (bare,) = describe_answers(results, main)
     assert "precision bf16" in bare, "not that of the baseline"
     speedup = f"{best['speedup']:.2f}x [{best['speedup_low']:.2f}, {best['speedup_high']:.2f}]"
-    assert line.startswith(f"take {path}: {speedup}, top-1 -1.0 points ({best['method']}, ")
+    assert line.startswith(f"take {path}: {speedup}, loses 1.0 points of top-1 ({best['method']}, ")
     shipped = folder / f"ship/{TASK}/{TASK}.onnx"
     shipped.parent.mkdir(parents=True)
     shipped.touch()
     recorded[shipped] = row.sha256
     (line,) = describe_answers(results, main)
     assert line.startswith(f"take {shipped}: "), "the folder to deploy"
+    hits = {"metrics": {"top1": 0.5}, "per_item": [1, 0] * 20}
+    edit_json(
+        folder / TASK / "accuracy.json",
+        **{f"{results.tasks[0].rows['float'].sha256} main": hits, f"{row.sha256} main": hits},
+    )
+    results = load(folder)
+    (line,) = describe_answers(results, main)
+    assert "none of 40 samples lost its answer, which does not exclude a loss of up to 7.5 points" in line
 
 
 @pytest.mark.parametrize(
     ("metric", "values", "lower", "expected"),
     [
         ("sqnr_db", {"score": 44.24, "drop": 75.76}, False, ", SQNR 44.2 dB ("),
-        ("agreement", {"score": 0.99, "drop": 0.01}, False, ", agreement -1.0 points ("),
+        ("agreement", {"score": 0.99, "drop": 0.01}, False, ", loses 1.0 points of agreement ("),
+        ("top1", {"score": 0.81, "drop": -0.004, "drop_low": -0.01, "drop_high": 0.0}, False,
+         ", gains 0.4 points of top-1 [+0.0, +1.0] ("),
         ("perplexity", {"score": 5.5, "drop": 0.5}, True, ", perplexity +0.5000 ("),
         ("top1", {"score": None, "drop": None}, False, "4.00] (m, "),
     ],
-)
+)  # fmt: skip
 def test_the_answer_states_the_accuracy(folder, metric, values, lower, expected):
     edit_json(folder / TASK / "task.json", metric=metric, higher_is_better=not lower)
     row = {"speedup": 4.0, "speedup_low": 4.0, "speedup_high": 4.0, "method": "m", "decision": "ship", **values}
     limits = {"metric": metric, "drop_low": None, "drop_high": None, "precision": "int8+f32"}
-    assert expected in format_answer(load(folder).tasks[0], row | limits)
+    assert expected in format_answer(load(folder).tasks[0], limits | row)
 
 
 def test_the_answer_of_a_busy_machine_has_the_command_that_confirms_it(folder, monkeypatch):
