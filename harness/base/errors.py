@@ -182,7 +182,8 @@ def _cause_with_news(error: UserError) -> BaseException | None:
 
 
 def _repeats(cause: BaseException, error: UserError) -> bool:
-    text = str(cause)  # empty for a bare `assert` of a library, of which the message has nothing
+    reason = cause.strerror if isinstance(cause, OSError) else None
+    text = reason or str(cause)  # empty for a bare `assert` of a library, of which the message has nothing
     return bool(text) and text in str(error) and not _is_foreign(cause)
 
 

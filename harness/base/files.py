@@ -6,6 +6,7 @@ forgery.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -66,14 +67,13 @@ def remove_checksum(raw: bytes) -> bytes:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Convert an `OSError` of the body to a `UserError` with advice on how to continue."""
+    """Convert an `OSError` of the body to a `UserError`, with advice on how to continue if there is no room."""
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); everything measured before is safe: "
-            "make room, then run the same command again to continue"
-        ) from error
+        advice = "; everything measured before is safe: make room, then run the same command again to continue"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise UserError(f"{path}: cannot be written ({error.strerror or error}){advice * is_full}") from error
 
 
 def read_json(path: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def autotune(
     Raises:
         UserError: An argument cannot be used, or a searcher failed; in the latter case the report is written.
     """
+    from harness.base.files import explain_write_errors
     from harness.base.progress import NullProgress
     from harness.base.terminal_progress import TerminalProgress
     from harness.compat import autotune_experiment as config
@@ -101,19 +102,24 @@ def autotune(
     config.check_argument_names(keys, inspect.signature(autotune).parameters)
     name = model_label(str(model)) if isinstance(model, str | Path) else "autotune"
     folder = Path("results", name) if out is None else Path(out)
-    described = model_mapping(
-        model,
-        Path(os.path.relpath(folder / INPUTS_FOLDER)),  # results have no absolute paths
-        calibration=calibration,
-        metric=metric,
-        test=test,
-        preprocess=preprocess,
-        example_inputs=example_inputs,
-        sizes={"shapes": shapes, "dims": dims},
-    )
+    objective = {} if max_drop is None else config.drop_objective(max_drop)
+    if metric is None and (max_drop is not None or test is not None):
+        name_given = "test" if max_drop is None else "max_drop"
+        raise UserError(f"{name_given}: needs a metric, for instance metric='top1', test=(inputs, labels)")
+    with explain_write_errors(folder):
+        described = model_mapping(
+            model,
+            Path(os.path.relpath(folder / INPUTS_FOLDER)),  # results have no absolute paths
+            calibration=calibration,
+            metric=metric,
+            test=test,
+            preprocess=preprocess,
+            example_inputs=example_inputs,
+            sizes={"shapes": shapes, "dims": dims},
+        )
     if max_drop is not None:
         halves = isinstance(described.get("evaluator", {}).get("params", {}).get("data"), dict)
-        keys = {"objective": {**config.drop_objective(max_drop), "halves": halves}, **keys}
+        keys = {"objective": {**objective, "halves": halves}, **keys}
     searchers: Sequence[Any] = searcher if isinstance(searcher, list | tuple) else [searcher]
     settings = {
         "backends": [plugin_mapping("backend", backend)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -63,6 +64,9 @@ def owned_results_dir(out: Path, experiment: Experiment, accept_changes: bool = 
 def check_ownership(out: Path, experiment: Experiment, accept_changes: bool = False) -> str:
     """Return what `owned_results_dir` would yield, or raise its error, without writing or locking anything."""
     file = out / EXPERIMENT_FILE
+    place = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{out}: cannot be written, because {place} has no write permission; use another --out")
     is_recorded, solved = _require_own_dir(out, to_yaml(experiment))
     if is_recorded or not file.exists():
         return solved

@@ -127,6 +127,16 @@ def array_kind(path: Path) -> str:
     return next((kind for kind in ("npz", "npy") if array_files(path, kind)), "")
 
 
+def count_samples(spec: Mapping[str, Any]) -> int:
+    """Return the number of samples in the file, or the folder of files, of a data mapping, without a selection."""
+    path = Path(spec["path"])
+    count = 0
+    for file in array_files(path, spec["use"]) if path.is_dir() else (path,):
+        with _translate_read_errors(file):
+            count += _check_lengths(file, {name: header[0] for name, header in _read_headers(file).items()})
+    return count
+
+
 def is_array_data(data: object) -> bool:
     """Return whether a data mapping describes arrays (`use` is npz or npy), not images."""
     return isinstance(data, Mapping) and data.get("use") in ("npz", "npy")

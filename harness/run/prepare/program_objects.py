@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.data.arrays import UNNAMED_ARRAY, array_kind
+from harness.accuracy.data.arrays import UNNAMED_ARRAY, array_kind, count_samples, is_array_data
 from harness.accuracy.metrics.custom import source_digest
 from harness.base.errors import MAX_COUNT, EvaluationFailed, UserError
 from harness.base.text import safe_file_name
@@ -150,7 +150,10 @@ def evaluator_mapping(metric: Any, test: tuple[Any, Any] | None, folder: Path) -
         raise UserError(f"test: a pair (inputs, labels), but got {type(test).__name__}")
     samples, labels = test
     data = data_mapping(samples, folder / "test")
-    np.save(folder / "labels.npy", _to_array(labels, "labels"))
+    rows = _to_array(labels, "labels")
+    if is_array_data(data) and rows.shape[:1] != (count := count_samples(data),):
+        raise UserError(f"test: {count} inputs, but {len(rows) if rows.ndim else 'one number as'} labels")
+    np.save(folder / "labels.npy", rows)
     return described | {
         "params": {**described.get("params", {}), "data": {**data, "labels": str(folder / "labels.npy")}}
     }

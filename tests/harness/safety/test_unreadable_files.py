@@ -120,3 +120,8 @@ def test_full_disk_names_the_file(tmp_path):
     path = tmp_path / "a.json"
     with pytest.raises(UserError, match=r"a\.json: cannot be written \(No space left"), explain_write_errors(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        pytest.raises(UserError, match=r"a\.json: cannot be written \(Permission denied\)$"),
+        explain_write_errors(path),
+    ):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
