@@ -159,11 +159,14 @@ def _show_plan(
     from harness.run.prepare.bounds import bound_lines
     from harness.run.prepare.model_checks import check_models
     from harness.run.prepare.model_loader import describe_workload
+    from harness.run.prepare.preflight import check_recorded_inputs
 
     with prefix_file(file):
         print_remarks(check_models(config))
     if extension := check_ownership(folder, config, accept_changes):
         echo(f"{folder}: {extension}: would continue from the existing results")
+    if not accept_changes:
+        check_recorded_inputs(config, folder)
     for task in plan_tasks(config):
         echo(f"{task.name}: {', '.join(search.name for search in task.runs)}")
     echo("\n".join([*bound_lines(config), describe_workload(config, score_s)]))

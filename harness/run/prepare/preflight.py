@@ -27,6 +27,7 @@ from harness.base.errors import (
     prefix_key,
     suggest_names,
 )
+from harness.base.files import read_json
 from harness.base.paths import resolve_path
 from harness.config.experiment import Experiment
 from harness.config.initial import PTQ_TOOLS
@@ -39,6 +40,8 @@ from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.plugins import registry
 from harness.plugins.api import ExternalSearchTask, capabilities_of, require_timing
 from harness.results.display_names import UNIT_INTERVAL_METRICS, metric_name
+from harness.results.fingerprint import require_same_fingerprint
+from harness.run.prepare.accuracy import make_scoring
 from harness.run.prepare.accuracy_store import has_float_score
 from harness.run.prepare.bounds import bound_resolution_note, check_bound, loose_bound_note
 from harness.run.prepare.external_tools import tool_remarks
@@ -122,6 +125,19 @@ def check_and_time(experiment: Experiment, results: Path | None = None) -> tuple
             score_s |= {} if seconds is None else {model.name: seconds}
     errors.raise_all()
     return tuple(remarks), score_s
+
+
+def check_recorded_inputs(experiment: Experiment, results: Path) -> None:
+    """Raise `FingerprintMismatch` if a model or the data of its evaluator differ from those of existing results."""
+    for spec in plan_tasks(experiment):
+        path = results / spec.name / "task.json"
+        if not path.exists():
+            continue
+        with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
+            model = open_model(spec.model, Path(scratch))
+            scoring = make_scoring(experiment.objective, spec.model, model, Path(scratch))
+        recorded, now = read_json(path), {"model_sha256": model.sha256, **scoring.facts, "data": dict(scoring.data)}
+        require_same_fingerprint(path, {key: recorded.get(key) for key in now}, now)
 
 
 def _require_trust(experiment: Experiment) -> None:

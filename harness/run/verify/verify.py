@@ -29,6 +29,7 @@ from harness.plugins.api import Accuracy, Candidate
 from harness.report.exported_row import ExportedRow
 from harness.results.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.results.display_names import METRIC_CAPS, format_drop
+from harness.results.fingerprint import changed_data
 from harness.results.folder import TaskResults, load
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.run.prepare.accuracy import make_scoring
@@ -162,6 +163,10 @@ class _Reproduction:
         )
         task = task.with_benchmarkers(benchmarkers)
         yield self._check_edges(task)
+        if changed := changed_data(self.results.facts, {**scoring.facts, "data": scoring.data}):
+            yield CheckResult(
+                what="data", holds=False, found=f"{changed}, so accuracy is not comparable with the record"
+            )
         evaluators = {name: use for name, use in scoring.evaluators.items() if name == MAIN_BENCHMARKER}
         shapes = make_shape_set(task, self.scratch, self._open_engines, observer)
         worker = WorkerSpec(

@@ -87,10 +87,14 @@ def test_changed_data_with_same_name_are_refused(folder, bounded, tmp_path, caps
         shutil.copy(folder / file, tmp_path)
     shutil.copytree(bounded, tmp_path / "out")
     command = ("run", str(tmp_path / "bounded.yaml"), "--out", str(tmp_path / "out"))
+    assert qdq(*command, "--check") == 0
     rows = np.random.default_rng(9).normal(size=(40, 3, 8, 8)).astype(np.float32)
     np.savez(tmp_path / "labelled.npz", x=rows)
-    assert qdq(*command) == 2
-    assert re.search(r"data\.main: '\w+' -> '\w+'", capsys.readouterr().err)
+    for arguments in ((*command, "--check"), command):
+        assert qdq(*arguments) == 2
+        assert "the data of the evaluator changed (labelled.npz)" in capsys.readouterr().err
+    assert qdq("verify", str(tmp_path / "out"), "all", "--base", str(tmp_path)) == 1
+    assert "data: MISMATCH: the data of the evaluator changed (labelled.npz)" in capsys.readouterr().out
     assert qdq(*command, "--accept-changes") == 0
     assert (tmp_path / "out" / "net-bench-int8.1").is_dir()
 
