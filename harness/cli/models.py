@@ -77,7 +77,9 @@ def _write_page(path: Path, text: str) -> None:
 
 
 def explain(
-    model: Annotated[str, typer.Argument(help="ONNX file, zoo:NAME or assets:PATH; or a results folder.")],
+    model: Annotated[
+        str, typer.Argument(help="ONNX file, folder to deploy, zoo:NAME or assets:PATH; or a results folder.")
+    ],
     row: Annotated[str | None, typer.Argument(help="With a results folder: row of its main table.")] = None,
     backend: Annotated[
         str | None,
@@ -105,7 +107,11 @@ def explain(
 
     Example: `qdq explain out/mine/TASK/models/float.onnx --against out/mine/TASK/models/DIGEST.onnx`
     """
+    from harness.results.deploy_folder import bundle_model, is_bundle
+
     check_path(Path(model))
+    if row is None and is_bundle(Path(model)):
+        model = str(bundle_model(Path(model)))
     if row is not None or Path(model).is_dir():
         _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve(), as_json=as_json)
         return

@@ -112,7 +112,7 @@ def show_report(
     current = current_report(folder, task_plots=task_plots)
     if current is None:
         with TerminalProgress() as terminal:
-            results, tables = write_report(folder, task_plots=task_plots, observer=terminal)
+            results, tables = write_report(folder, task_plots=task_plots, observer=terminal, base=base)
     else:
         results, tables = current
     mains = [table.raw for table in tables if table.name == "main"]

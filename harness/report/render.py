@@ -131,7 +131,7 @@ def load(folder: Path | str) -> Frames:
 
 @fast_small_frames
 def write_report(
-    folder: Path, *, task_plots: bool | None = None, observer: Observer | None = None
+    folder: Path, *, task_plots: bool | None = None, observer: Observer | None = None, base: Path | None = None
 ) -> tuple[Results, list[ReportTable]]:
     """Write tables, plots and the page into `folder/report`; return the results and all tables.
 
@@ -142,6 +142,7 @@ def write_report(
     Args:
         task_plots: Write the plots of each task that the page draws itself as files, too; None: if there are at most
             `MAX_TASKS_WITH_PLOTS` tasks.
+        base: Folder from which relative paths of the experiment start, for the commands of the page.
 
     Raises:
         UserError: The folder is no results folder or damaged, or the report cannot be written.
@@ -155,7 +156,7 @@ def write_report(
         tables = write_tables(results, out)
         all_plots = _wants_task_plots(folder, task_plots)
         pictures = draw_plots(results, out, cache, all_plots=all_plots, observer=observer)
-        write_text(out / "index.html", render_index(results, tables, read_graph, pictures))
+        write_text(out / "index.html", render_index(results, tables, read_graph, pictures, base))
         files = describe_files(out, list_files(out))
         write_json(out / MANIFEST_FILE, {"inputs": digest, "files": files, "plots": cache.entries})
     return results, tables

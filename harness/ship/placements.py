@@ -354,6 +354,8 @@ def _report_ranges(task: Task, resolved: Resolved, imported: Ranges, observer: O
             f"{task.model.source}: {share if imported else ''}no calibration data given, random data is used: do not "
             "trust any accuracy"
         )
+    if not resolved:
+        return "no data, because nothing is quantized"
     if not random and tensors <= imported.keys():
         return "the ranges of the file alone"
     return task.calibrated_on

@@ -434,9 +434,16 @@ def _select_within_span(chosen: Sequence[int]) -> Any:
 
 
 def _check_lengths(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    lengths = {name: shape[0] if shape else 0 for name, shape in shapes.items()}
-    if len(set(lengths.values())) != 1 or not all(lengths.values()):
-        raise UserError(f"{path}: the first axis of every array counts the samples, but their lengths are {lengths}")
+    rule = f"{path}: the first axis of every array counts the samples, but"
+    for name, shape in shapes.items():
+        if not shape:
+            one = "a file of one sample has labels of shape (1,), and inputs with a first axis of 1 (array[None])"
+            raise UserError(f"{rule} {name!r} is a single number: {one}")
+        if not shape[0]:
+            raise UserError(f"{path}: there are no samples: array {name!r} has length 0")
+    lengths = {name: shape[0] for name, shape in shapes.items()}
+    if len(set(lengths.values())) != 1:
+        raise UserError(f"{rule} their lengths are {lengths}")
     return next(iter(lengths.values()))
 
 
@@ -454,6 +461,6 @@ def _check_size(path: Path, headers: Mapping[str, Header], chosen: Sequence[int]
 def _check_finite(path: Path, name: str, array: Array) -> None:
     if array.dtype.kind != "f":
         return
-    for number, row in enumerate(array, start=1):
+    for number, row in enumerate(array):
         if not np.isfinite(row).all():
-            raise UserError(f"{path}: array {name!r} has NaN or infinite values, in sample {number} of {len(array)}")
+            raise UserError(f"{path}: array {name!r} has NaN or infinite values, in row {number}")

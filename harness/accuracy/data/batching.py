@@ -245,7 +245,7 @@ def _check_names(data: ArrayDataset, inputs: InputTypes) -> None:
         if name not in inputs:
             remedy = f"an array of labels is named by 'labels: {name}' next to its path"
             if data.labels is not None:
-                remedy = "the labels are read from elsewhere: leave it out of the file, or give it the name of an input"
+                remedy = "leave it out of the file, or give it the name of an input"
             raise UserError(f"{data.source}: the model has no input {name!r}; {suggest_names(name, inputs)}; {remedy}")
 
 
@@ -303,8 +303,8 @@ def _own_shapes(
                 one = "samples of different sizes are run one at a time" if axis == 0 and size == 1 else ""
                 raise UserError(
                     f"{where}: array {name!r} has {size} in axis {axis} of the input, which the model fixes to {known}"
-                    f"{one and f' ({one})'}; pad or cut the samples to {_format_dimensions(fixed)}, or export the "
-                    "model with this axis dynamic"
+                    f"{one and f' ({one})'}; {_describe_layout(own, fixed)}pad or cut the samples to "
+                    f"{_format_dimensions(fixed)}, or export the model with this axis dynamic"
                 )
             other, first = symbols.setdefault(symbol, (size, name)) if isinstance(symbol, str) else (size, name)
             if other != size:
@@ -338,7 +338,18 @@ def _batch_size(data: ArrayDataset, name: str, shape: tuple[int, ...]) -> int:
     raise UserError(
         f"{data.source}: a sample of array {name!r} is {_format_dimensions(array.shape[1:])}, "
         f"but the input takes {_format_dimensions(shape)}, the batch first"
+        f"{'; ' * bool(layout := _describe_layout(array.shape[1:], shape))}{layout.removesuffix(', or ')}"
     )
+
+
+def _describe_layout(sample: Sequence[int], shape: Sequence[int]) -> str:
+    """Return the transposition of samples that have the channels at the other end than the input, as text; else ""."""
+    axes = range(1, len(shape))
+    orders = {"last": (0, axes[-1], *axes[:-1]), "first": (0, *axes[1:], 1)} if len(shape) > 2 else {}
+    for place, order in orders.items():
+        if len(sample) == len(axes) and all(sample[order[axis] - 1] == shape[axis] for axis in axes):
+            return f"the samples have the channels {place}: x.transpose{order}, or "
+    return ""
 
 
 def _format_dimensions(shape: Sequence[int]) -> str:

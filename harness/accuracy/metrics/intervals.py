@@ -67,7 +67,9 @@ class Estimate:
 def few_images_note(images: int) -> str:
     """Return a caveat about an accuracy on less than 20 images; else ""."""
     return (
-        f"only {images} images: the interval is too wide to say much; score more of them" if images < MIN_IMAGES else ""
+        f"only {images} samples: the interval is too wide to say much; score more of them"
+        if images < MIN_IMAGES
+        else ""
     )
 
 

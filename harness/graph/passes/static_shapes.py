@@ -216,10 +216,7 @@ def _describe_default_sizes(resolved: ResolvedShapes) -> str:
     sizes = ", ".join(f"{name} is dynamic and set to {size}" for name, size in resolved.default_sizes.items())
     symbol = next((name.strip("'") for name in resolved.default_sizes if name.startswith("'")), "batch")
     option = format_size_options({symbol: 8}, {})
-    return (
-        f"{sizes}; another size: `dims: {{{symbol}: 8}}` at the model of an experiment, {option} for a command that "
-        f"takes a model, or dims={{{symbol!r}: 8}} in Python"
-    )
+    return f"{sizes}; another size: {option}, or dims: {{{symbol}: 8}} of the model"
 
 
 def _missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, sizes: InputSizes, source: str) -> SizesMissing:

@@ -252,7 +252,7 @@ def require_float_model(model: Model) -> None:
         if node.op in QDQ_OPS or _is_qoperator(node.op):
             raise UserError(
                 f"{model.source}: {node.op} {node.name!r} shows that this model is already quantized; give the float "
-                "model that it was made from. A Q/DQ model can be where a search starts: --qdq_baseline FILE of 'qdq "
+                "model that it was made from. A Q/DQ model can be where a search starts: --start FILE of 'qdq "
                 "autotune', or 'initial: [{use: import, params: {path: FILE}, label: mine}]' in an experiment"
             )
 

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -54,6 +55,7 @@ def render_index(
     tables: Sequence[ReportTable],
     read_graph: Callable[[TaskResults], Mapping[str, Any] | None],
     pictures: Sequence[PlotFile] = (),
+    base: Path | None = None,
 ) -> str:
     """Return the page as HTML.
 
@@ -61,6 +63,7 @@ def render_index(
         tables: Tables in order, the first one open.
         read_graph: Returns the graph of a task, see `harness.report.page.graph_layout.load_task_graph`, or None.
         pictures: Plots that are shown as images.
+        base: See `harness.report.next_steps.describe_answers`.
     """
     main = main_frame(results)
     lines, budgets = rows_by_task(main), rows_by_task(budget_frame(results))
@@ -84,7 +87,7 @@ def render_index(
         "description": results.stored.description,
         "partial": partial_note(results),
         "progress": progress_note(results),
-        "answers": _answers(results, main),
+        "answers": _answers(results, main, base),
         "verdicts": [_task_verdict(task, lines.get(task.name, ())) for task in results.tasks],
         "tables": map(table_json, tables),  # lazily, as the cells of all tables take much memory
         "pictures": [_embed_plot(picture) for picture in pictures if not picture.task],
@@ -104,16 +107,16 @@ def render_index(
     return render_html("page.html.j2", scripts, packed, values)
 
 
-def _answers(results: Results, main: pd.DataFrame) -> dict[str, Any]:
+def _answers(results: Results, main: pd.DataFrame, base: Path | None) -> dict[str, Any]:
     """Return the file to take of each finished task, the commands to deploy and to verify it, and other steps."""
     commands = []
     for task in results.tasks:
         if (folder := ship_path(results.folder, task.name).parent).exists():
             path, name = hide_paths(str(folder)), next(iter(task.facts.get("inputs", {})), "NAME")
             commands += [["python", f"{path}/deploy.py", "--input", f"{name}=FILE.npy"], ["qdq", "verify", path]]
-    steps = [step.split("\n- ") for step in describe_next_steps(results, main)]
+    steps = [step.split("\n- ") for step in describe_next_steps(results, main, base)]
     return {
-        "lines": [hide_paths(line) for line in describe_answers(results, main)],
+        "lines": [hide_paths(line) for line in describe_answers(results, main, base)],
         "commands": list(map(shlex.join, commands)),
         "steps": [(head, remedies) for head, *remedies in steps],
     }

@@ -85,16 +85,16 @@ def bound_resolution_note(objective: Objective, metric: str | None, images: int)
         return ""
     if metric in IMAGE_COUNT_METRICS and 1 / images > most:
         return (
-            f"one image of {images} is {1 / images:.4f}, more than the bound {_format_bound(bound)}: a row that loses "
-            "one exceeds it; use more images, or a looser bound"
+            f"one sample of {images} is {1 / images:.4f}, more than the bound {_format_bound(bound)}: a row that loses "
+            "one exceeds it; use more samples, or a looser bound"
         )
     width = HALF_WIDTHS[metric] / math.sqrt(images)
     if most >= width / 2:
         return ""
     return (
-        f"with {images} images a loss of {metric_name(metric)} is known to about ±{width:.3f}, so the bound "
+        f"with {images} samples a loss of {metric_name(metric)} is known to about ±{width:.3f}, so the bound "
         f"{_format_bound(bound)} may reject files that lose nothing; use about {(HALF_WIDTHS[metric] / most) ** 2:.0f} "
-        "images, or a looser bound"
+        "samples, or a looser bound"
     )
 
 

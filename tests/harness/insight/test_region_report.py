@@ -52,4 +52,4 @@ def test_quantized_model_is_refused_with_remedy(folder, capsys):
         assert qdq(*command) == 2
         text = capsys.readouterr().err
         assert "shows that this model is already quantized; give the float model" in text
-        assert "--qdq_baseline FILE" in text
+        assert "--start FILE" in text

@@ -17,6 +17,7 @@ from harness.measure.records import Failed
 from harness.measure.turn_log import TWIN
 from harness.report.frames.main_frame import main_frame
 from harness.report.next_steps import best_row, describe_answers, describe_next_steps, format_answer
+from harness.report.page.index_page import render_index
 from harness.report.tables.notes import early_end_notes
 from harness.report.trace import find_main_row
 from harness.results.folder import load
@@ -196,6 +197,7 @@ def test_the_answer_of_a_busy_machine_has_the_command_that_confirms_it(folder, m
     (there,) = describe_answers(results, main_frame(results), folder.parent)
     assert here.endswith(f": qdq verify {folder} {TASK}/random")
     assert there.endswith(f": qdq verify {folder} {TASK}/random --base {folder.parent}")
+    assert f"{TASK}/random --base " in render_index(results, [], lambda task: None, base=folder.parent)
     of_program = replace(results, stored=replace(results.stored, from_program=True))
     (called,) = describe_answers(of_program, main_frame(results), Path.cwd())
     assert "qdq.autotune" in called

@@ -536,6 +536,8 @@ def test_the_script_warns_of_another_version_in_one_line(folder, monkeypatch, ca
 def test_verify_runs_the_folder_but_not_its_script(folder, tmp_path, capsys):
     assert qdq("verify", str(folder)) == 0
     assert "run: ok" in capsys.readouterr().out
+    assert qdq("explain", str(folder), "--runs", "2") == 0, "the model of a folder to deploy"
+    capsys.readouterr()
     (folder / "deploy.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
     seal_bundle(folder)
     found = compare_runtimes(

@@ -235,6 +235,8 @@ def test_insert_applies_a_rule_or_stored_placement(tmp_path, capsys):
     assert f"{first}: {count_pairs(first)} Q/DQ pairs" in capsys.readouterr().out
     assert qdq("insert", str(net), "-o", str(second), "--placement", str(first), "--backend", "tensorrt", *data) == 0
     assert digest_file(first) == digest_file(second)
+    assert qdq("insert", str(net), "-o", str(second), "--placement", "float", *data, "--no-run") == 0
+    assert "calibrated on no data, because nothing is quantized" in capsys.readouterr().out
     assert qdq("insert", str(net), "-o", str(net)) == 2
     for wrong, remedy in {"linar": "linear", "modelopt_ptq": "ptq", "ship/gone": "no such"}.items():
         assert qdq("insert", str(net), "-o", str(second), "--placement", wrong) == 2

@@ -117,6 +117,19 @@ def test_arrays_that_mismatch_the_model_are_refused(tmp_path, inputs, message):
         make_batches(arrays(tmp_path, x=np.zeros((4, 2)), y=np.zeros(4)), None, inputs)
 
 
+def test_samples_in_another_layout_are_refused_with_the_transposition(tmp_path):
+    first, last = ("float", (1, 3, 8, 6)), ("float", (1, 8, 6, 3))
+    axes = {"x": ("batch", 3, 8, 6)}
+    for shape, taken, known, hint in (
+        ((2, 8, 6, 3), first, None, r"the samples have the channels last: x\.transpose\(0, 3, 1, 2\)$"),
+        ((2, 8, 6, 3), first, axes, r"the samples have the channels last: x\.transpose\(0, 3, 1, 2\), or pad"),
+        ((2, 3, 8, 6), last, None, r"the samples have the channels first: x\.transpose\(0, 2, 3, 1\)$"),
+        ((2, 1, 8, 6), first, axes, r"fixes to 3; pad or cut"),
+    ):
+        with pytest.raises(UserError, match=hint):
+            make_batches(arrays(tmp_path, x=np.zeros(shape)), None, {"x": taken}, axes=known)
+
+
 def test_integer_data_and_single_samples_are_warned_about(tmp_path, caplog):
     np.savez(tmp_path / "raw.npz", x=np.full((1, 3, 4, 4), 255, np.uint8))
     arrays = open_data({"use": "npz", "path": "raw.npz"}, tmp_path)

@@ -267,9 +267,13 @@ def test_invalid_arrays_are_refused(tmp_path):
             {"x": np.zeros((2, 3)), "y": np.zeros(3)},
             r"the first axis of every array counts the samples.*'x': 2, 'y': 3",
         ),
-        ({"x": np.float32(1)}, "the first axis of every array"),
+        (
+            {"x": np.zeros(10), "y": np.int64(1)},
+            r"'y' is a single number: .* of shape \(1,\), and inputs .*array\[None\]",
+        ),
+        ({"x": np.zeros((0, 2)), "y": np.zeros(0)}, "there are no samples: array 'x' has length 0"),
         ({}, "the first axis of every array"),
-        ({"x": np.array([1.0, np.nan])}, "array 'x' has NaN or infinite values"),
+        ({"x": np.array([1.0, np.nan])}, "array 'x' has NaN or infinite values, in row 1"),
         ({"x": np.array([{}])}, "not an .npz file of plain arrays: object arrays are pickles, which are never read"),
     ):
         np.savez(tmp_path / "a.npz", **content)

@@ -75,7 +75,7 @@ def test_metrics_have_intervals_and_top5_can_be_primary(folder):
     for metric in ("top1", "top5"):
         estimate = metric_estimate(accuracy, metric)
         assert estimate.interval.low < estimate.interval.value == accuracy.metrics[metric] < estimate.interval.high
-        assert estimate.caveat.startswith("only 10 images")
+        assert estimate.caveat.startswith("only 10 samples")
     assert top5(folder).score(logits).per_item == (1.0,) * 8 + (0.0,) * 2
     assert (Top5.metric, Top5.higher_is_better) == ("top5", True)
     with pytest.raises(UserError, match=r"top5: data.labels: classes are needed"):

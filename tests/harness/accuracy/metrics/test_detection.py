@@ -76,7 +76,7 @@ def test_evidence_reproduces_the_metric(coco):
     accuracy = open_evaluator("coco_map", PARAMS, SUPPLIED).score(oracle(coco, shift=3.0))
     estimate = metric_estimate(accuracy, "map")
     assert estimate.interval.low <= accuracy.metrics["map"] <= estimate.interval.high
-    assert estimate.caveat == "only 6 images: the interval is too wide to say much; score more of them"
+    assert estimate.caveat == "only 6 samples: the interval is too wide to say much; score more of them"
 
 
 def test_shifted_boxes_lower_map_and_no_boxes_give_zero(coco, capsys):

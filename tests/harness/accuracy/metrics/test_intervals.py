@@ -217,7 +217,7 @@ def test_secondary_metric_interval_needs_its_evidence():
 
 def test_few_images_give_a_caveat():
     estimate = metric_estimate(hits(np.array([1.0, 0.0] * 9)), "top1")
-    assert estimate.caveat == "only 18 images: the interval is too wide to say much; score more of them"
+    assert estimate.caveat == "only 18 samples: the interval is too wide to say much; score more of them"
 
 
 def test_paired_interval_needs_equal_image_counts():

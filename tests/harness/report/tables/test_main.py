@@ -194,7 +194,7 @@ def test_random_data_and_few_images_are_noted_below_every_table(folder):
     for file in (folder / "report").glob("*.md"):
         note = read_note(folder, file.stem)
         assert "Calibrated on random data (no accuracy): net." in note, file.name
-        assert f"Accuracy of {TASK}: only 19 images" in note, file.name
+        assert f"Accuracy of {TASK}: only 19 samples" in note, file.name
 
 
 @pytest.mark.parametrize(

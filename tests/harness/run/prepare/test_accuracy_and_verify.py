@@ -199,8 +199,8 @@ def test_check_warns_of_half_with_few_samples(folder, capsys):
     said = capsys.readouterr()
     assert "bound: cosine may drop by at most 0.1\n" in said.out
     error = said.err
-    assert re.search(r"model 'net': evaluator, search half: only \d+ images: the interval is too wide", error)
-    assert re.search(r"model 'net': evaluator, report half: only \d+ images: the interval is too wide", error)
+    assert re.search(r"model 'net': evaluator, search half: only \d+ samples: the interval is too wide", error)
+    assert re.search(r"model 'net': evaluator, report half: only \d+ samples: the interval is too wide", error)
 
 
 @pytest.fixture

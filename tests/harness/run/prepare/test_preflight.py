@@ -84,7 +84,7 @@ def test_all_invalid_settings_are_named_together(folder):
 def test_few_images_and_random_calibration_data_are_said(folder):
     random, few = checked(folder, top1(count=12))
     assert random == "model 'net': no calibration data given, random data is used: do not trust any accuracy"
-    assert few == "model 'net': evaluator: only 12 images: the interval is too wide to say much; score more of them"
+    assert few == "model 'net': evaluator: only 12 samples: the interval is too wide to say much; score more of them"
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_bound_in_decibels_is_accepted(folder):
 def test_bound_below_one_image_is_noted(folder, bound, shown):
     """Also of a share of the float model's figure, which is 1 at most."""
     said = (
-        f"model 'net': evaluator: one image of 24 is 0.0417, more than the bound {shown}: a row that loses one exceeds "
-        "it; use more images, or a looser bound"
+        f"model 'net': evaluator: one sample of 24 is 0.0417, more than the bound {shown}: a row that loses one "
+        "exceeds it; use more samples, or a looser bound"
     )
     assert checked(folder, top1(), IMAGES, top1_drop=bound) == (() if shown is None else (said,))
 
@@ -143,7 +143,9 @@ def test_bound_of_many_points_is_questioned(folder, bound, words):
 
 def test_each_half_has_its_own_number_of_images(folder):
     said = checked(folder, top1(), IMAGES, top1_drop=0.01, halves=True)
-    counts = [int(found[2]) for line in said if (found := re.search(r"(search|report) half: one image of (\d+)", line))]
+    counts = [
+        int(found[2]) for line in said if (found := re.search(r"(search|report) half: one sample of (\d+)", line))
+    ]
     assert sum(counts) == COUNT
 
 
