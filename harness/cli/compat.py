@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.base.errors import UserError, prefix_file
+from harness.base.errors import ErrorCollector, UserError, prefix_file, prefix_key
 from harness.cli.common import (
     ExitStatus,
     JsonOption,
@@ -48,7 +49,7 @@ def autotune(context: typer.Context) -> None:
     With a loss of at most half a point:
     `qdq autotune --onnx_path model.onnx --max_drop 0.5 --test_data test.npz --calibration_data c.npz`
     """
-    from harness.base.paths import WAIT_VARIABLE
+    from harness.base.paths import WAIT_VARIABLE, resolve_path
     from harness.base.terminal_progress import TerminalProgress
     from harness.compat.autotune_experiment import command_experiment, region_flags
     from harness.compat.modelopt_autotune.__main__ import autotune as run_regions
@@ -59,6 +60,7 @@ def autotune(context: typer.Context) -> None:
     if not HELP_OPTIONS.isdisjoint(context.args):
         get_parser(prog).print_help()
         return
+    _require_option(context.args)
     options = parse_arguments(context.args, prog)
     if not region_flags(context.args):
         check_counts(options)
@@ -69,7 +71,14 @@ def autotune(context: typer.Context) -> None:
             )
         if options.wait is not None:
             os.environ[WAIT_VARIABLE] = f"{options.wait}"
-        config = command_experiment(options)
+        errors = ErrorCollector()
+        for option in ("test_data", "calibration_data"):
+            if (given := getattr(options, option)) is not None:
+                with errors.collect(), prefix_key(f"--{option}"):
+                    resolve_path(given, None)
+        with errors.collect():
+            config = command_experiment(options)
+        errors.raise_all()
         print_remarks(check_experiment(config, Path(options.output_dir)))
         with replace_change_advice("--output_dir"):
             run_and_report(config, Path(options.output_dir), anytime=True, as_json=options.json)
@@ -79,6 +88,12 @@ def autotune(context: typer.Context) -> None:
             run_regions(context.args, prog, terminal)
         except KeyboardInterrupt as stop:  # it has printed what is kept
             raise typer.Exit(ExitStatus.INTERRUPTED) from stop
+
+
+def _require_option(arguments: Sequence[str]) -> None:
+    """Raise `UserError` if a command line begins with a file instead of an option."""
+    if arguments and not arguments[0].startswith("-"):
+        raise UserError(f"{arguments[0]}: the model needs its option; did you mean --onnx_path {arguments[0]}?")
 
 
 def quantize(
@@ -129,7 +144,8 @@ def ptq(context: typer.Context) -> None:
     if not HELP_OPTIONS.isdisjoint(context.args):
         get_parser().print_help()
         return
-    result = run_ptq(context.args)
+    _require_option(context.args)
+    result = run_ptq([re.sub("^--calibration(?==|$)", "--calibration_data", given) for given in context.args])
     if isinstance(result, list):
         echo("\n".join(result))
         return

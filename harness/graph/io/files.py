@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx
 
 from harness.base.errors import UserError
+from harness.base.files import explain_write_errors
 from harness.graph.io.digests import ir_weights, may_have_external_data
 from harness.graph.io.model_reader import ExternalTensors, distinct_files, read_external_tensors, rename_external_files
 from harness.graph.protos import copy_message, encoded_size_bytes, iter_graphs
@@ -90,17 +91,18 @@ def move_model(model_path: Path, target: Path) -> None:
 
     Existing files are replaced, and the folder of `target` is created.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    content, destinations = _renamed_after(target, model_path)
-    if destinations:
-        model_path.write_bytes(content)
-    for file, destination in [*destinations.items(), (model_path, target)]:
-        part = destination.with_name(f"{destination.name}.{os.getpid()}.part")
-        part.touch()
-        mode = part.stat().st_mode  # by the umask; tools create files for their owner only
-        shutil.move(file, part)
-        part.chmod(mode)
-        os.replace(part, destination)
+    with explain_write_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        content, destinations = _renamed_after(target, model_path)
+        if destinations:
+            model_path.write_bytes(content)
+        for file, destination in [*destinations.items(), (model_path, target)]:
+            part = destination.with_name(f"{destination.name}.{os.getpid()}.part")
+            part.touch()
+            mode = part.stat().st_mode  # by the umask; tools create files for their owner only
+            shutil.move(file, part)
+            part.chmod(mode)
+            os.replace(part, destination)
 
 
 def set_model_aside(model_path: Path, target: Path) -> Path:

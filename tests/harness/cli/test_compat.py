@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from small import qdq
+from small import qdq, save_chain
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = "experiments/specs/evaluate_classifier.yaml"
@@ -17,6 +17,23 @@ def test_the_help_has_an_example_for_a_classifier(capsys):
     assert qdq("evaluate", "--help") == 0
     assert EXAMPLE in capsys.readouterr().out
     assert (ROOT / EXAMPLE).exists()
+
+
+def test_mistakes_of_a_command_line_are_named_together(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").touch()
+    model = str(save_chain(tmp_path / "net.onnx", (8, 4)))
+    start = ("autotune", "-m", model, "-o", "out")
+    for command, facts in (
+        (("autotune", "net.onnx"), ["did you mean --onnx_path net.onnx?"]),
+        (("ptq", "net.onnx"), ["did you mean --onnx_path net.onnx?"]),
+        (("ptq", "--onnx_path", model, "--calibration=gone.npy"), ["gone.npy: no such file"]),
+        ((*start, "--max_evals", "5", "--calibration_data", "gone.npy"), ["gone.npy: no such file", "at least 6"]),
+        (start, ["out: is a file, not a folder"]),
+    ):
+        assert qdq(*command) == 2
+        error = capsys.readouterr().err
+        assert all(fact in error for fact in facts), error
 
 
 @pytest.mark.assets

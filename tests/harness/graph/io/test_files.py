@@ -62,6 +62,8 @@ def test_external_data_is_copied_and_moved_with_the_model(location, tmp_path):
     (tmp_path / "in" / "bystander.txt").write_text("")
     (tmp_path / "out").mkdir()
     copy = copy_model(path, tmp_path / "out", "copy.onnx")
+    with pytest.raises(UserError, match=r"bystander\.txt/x\.onnx: cannot be written \([\w ]+\)$"):
+        move_model(copy, tmp_path / "in/bystander.txt/x.onnx")
     assert model_files(copy) == [copy, tmp_path / "out" / "copy.onnx.data"]
     assert added(copy) == 1.0
     move_model(copy, tmp_path / "there" / "moved.onnx")
