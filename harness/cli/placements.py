@@ -121,9 +121,16 @@ def import_placement(
 
 
 def _ranges_config(calibration: Path | None, preprocess: str | None, samples: int, method: str) -> dict[str, Any]:
+    from harness.accuracy.data.arrays import count_samples, is_array_data
     from harness.ship.placements import calibration_config
 
-    return calibration_config(calibration, preprocess, samples, method, Path.cwd())
+    found = calibration_config(calibration, preprocess, samples, method, Path.cwd())
+    data = found.get("calibration", {}).get("data")
+    if calibration is not None and calibration.exists() and is_array_data(data):
+        count = count_samples(data)
+        if samples < count:
+            echo(f"--samples {samples}: the first {samples} of {count} calibration samples are used", err=True)
+    return found
 
 
 def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_json: bool, **described: Any) -> None:

@@ -233,6 +233,8 @@ def test_insert_applies_a_rule_or_stored_placement(tmp_path, capsys):
     data = ["--calibration", str(tmp_path / "calib.npy")]
     assert qdq("insert", str(net), "-o", str(first), "--placement", "linear", "--backend", "tensorrt", *data) == 0
     assert f"{first}: {count_pairs(first)} Q/DQ pairs" in capsys.readouterr().out
+    assert qdq("insert", str(net), "-o", str(second), *data, "--samples", "3", "--no-run") == 0
+    assert "the first 3 of 4 calibration samples are used" in capsys.readouterr().err
     assert qdq("insert", str(net), "-o", str(second), "--placement", str(first), "--backend", "tensorrt", *data) == 0
     assert digest_file(first) == digest_file(second)
     assert qdq("insert", str(net), "-o", str(second), "--placement", "float", *data, "--no-run") == 0
