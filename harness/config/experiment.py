@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from harness.config.initial import (
     DEFAULT_BASELINES,
     DEFAULT_INITIAL,
+    LAST_VERSION_WITH_REMOVED_KEYS,
     as_list,
     check_baselines,
     check_initial,
@@ -90,7 +91,16 @@ class Experiment(ConfigSection):
     confirmation: Confirmation = Confirmation()
     limits: Limits = Limits()
     executor: ExecutorSpec = ExecutorSpec()
-    prescreening: Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_removed_keys(cls, body: Any) -> Any:
+        """Accept `prescreening: null` of stored experiments, and refuse the removed key with any other value."""
+        if not isinstance(body, dict) or "prescreening" not in body:
+            return body
+        if body["prescreening"] is not None:
+            raise ValueError(f"prescreening: this key was removed; {LAST_VERSION_WITH_REMOVED_KEYS} reads it")
+        return {key: value for key, value in body.items() if key != "prescreening"}
 
     @model_validator(mode="after")
     def _check_names(self) -> Experiment:

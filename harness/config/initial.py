@@ -18,9 +18,10 @@ BASELINE_TOOLS = ("ort_dynamic", "nncf_ptq", "nncf_ptq_onnx", "nncf_accuracy_con
 #: Placements from a file, `params: {path: ...}`: a Q/DQ model of any tool, an exported model of the same structure, a
 #: pattern cache, or the output of `qdq sensitivity`. The first two give their ranges too if `ranges` is true.
 FILE_SOURCES = ("import", "placement", "pattern_cache", "sensitivity")
-#: Placements that a predictor trained on committed readings expects to be fast, `params: {limit: ...}`.
-PREDICTED = "predicted"
 MAX_FILE_PLACEMENTS = 32
+
+LAST_VERSION_WITH_REMOVED_KEYS = "qdq-bench 0.1.0 at commit f7c262ac"
+_REMOVED = ("predicted",)
 
 DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TOOLS)
 DEFAULT_BASELINES = ("all", "linear", *_COMMON_TOOLS)
@@ -52,7 +53,6 @@ _PARAM_CHECKS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "placement": {"path": _is_path, "ranges": _is_flag},
     "pattern_cache": {"path": _is_path, "limit": _is_limit},
     "sensitivity": {"path": _is_path, "limit": _is_limit},
-    PREDICTED: {"limit": _is_limit},
 }
 
 
@@ -63,8 +63,10 @@ def as_list(value: Any) -> Any:
 
 def check_initial(initial: Sequence[PluginSpec]) -> None:
     """Raise ValueError for an unknown name, an ambiguous label or a wrong parameter in the key `initial`."""
-    allowed = (*_RULE_PLACEMENTS, PREDICTED, *PTQ_TOOLS, *FILE_SOURCES)
+    allowed = (*_RULE_PLACEMENTS, *PTQ_TOOLS, *FILE_SOURCES)
     for entry in initial:
+        if entry.use in _REMOVED:
+            raise ValueError(f"initial: {entry.use!r} was removed; {LAST_VERSION_WITH_REMOVED_KEYS} reads it")
         if entry.use not in allowed:
             raise ValueError(
                 f"initial: no placement is called {entry.use!r}; {suggest_names(entry.use, allowed)}; for none: 'none'"

@@ -31,7 +31,6 @@ from harness.run.prepare.task import Task
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
 from harness.run.search.optuna_mirror import OPTUNA_JOURNAL_NAME, mirror_to_optuna
-from harness.run.search.prescreening import Prescreening, count_prescreened
 from harness.run.search.trial import MAX_BUILDS, NoisePolicy, measure
 from harness.run.time_limit import TimeLeft, TimeLimit
 from harness.run.verify.runtime_checker import RuntimeChecker
@@ -122,7 +121,7 @@ class TaskRun:
             Journal(self._journal(run), self._search_fingerprint(run)) as journal,
             recorded_log(self._journal(run)),
             self.observer.work(f"{self.task.spec.name} {run.name}", most) as step,
-            workers(self._make_trial_fn_factory(run, journal)) as executor,
+            workers(self._make_trial_fn_factory(run)) as executor,
         ):
             task = SearchTask(
                 space=search.space,
@@ -157,7 +156,6 @@ class TaskRun:
             if self.answers is not None:
                 watch = _with_answers(self.answers, run.searcher.name, task, watch)
             ending = run_search(task, executor, journal, watch)
-        self._report_prescreening(run)
         if ending.failure is not None or search.close_error is None:
             return ending
         return replace(ending, reason=f"on leaving: {search.close_error.reason}", failure=search.close_error)
@@ -185,25 +183,12 @@ class TaskRun:
         confirmed = self.answers.note if self.answers else ""
         return ", ".join(filter(None, (best, confirmed, gain, left.describe(trial.evaluations))))
 
-    def _report_prescreening(self, run: SearchSpec) -> None:
-        if self.experiment.prescreening is not None:
-            counts = count_prescreened(
-                entry.result.outcome for entry in read_journal(self._journal(run)) if entry.result
-            )
-            self.observer.say(
-                f"{self.task.spec.name} {run.name}: pre-screening for {self.experiment.prescreening}: "
-                f"{counts['refused']} of {counts.total()} candidates refused, {counts['equal']} with the kernels of a "
-                "timed one"
-            )
-
-    def _make_trial_fn_factory(self, run: SearchSpec, journal: Journal) -> TrialFnFactory:
+    def _make_trial_fn_factory(self, run: SearchSpec) -> TrialFnFactory:
         """Return the factory of trial functions for the candidates of a search."""
         without, level_ms = run.searcher.without, self._reference_latency_ms
-        target, reuse = self.experiment.prescreening, self.judge.goal.metric is None
-        screening = None if target is None else Prescreening(target, journal.entries, reuse=reuse)
 
         def attempt(engines: Engines) -> TrialFn:
-            trial = partial(
+            return partial(
                 measure,
                 engines=engines,
                 sampling=self.experiment.sampling,
@@ -215,7 +200,6 @@ class TaskRun:
                     reference_latency_ms=level_ms,
                 ),
             )
-            return trial if screening is None else screening.wrap(trial, engines)
 
         return attempt
 
@@ -232,8 +216,7 @@ class TaskRun:
         window = self.experiment.executor.max_pending
         method = run.searcher.model_dump(exclude=None if run.searcher.without else {"without"})
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
-        later = {"window": (window, 1), "prescreening": (self.experiment.prescreening, None)}
-        return fingerprint | {key: value for key, (value, default) in later.items() if value != default}
+        return fingerprint if window == 1 else {**fingerprint, "window": window}
 
     def _journal(self, run: SearchSpec) -> Path:
         return self.folder / "runs" / f"{run.name}.jsonl"
@@ -256,8 +239,6 @@ class TaskRun:
     def experiment_digest(self) -> str:
         """Return the digest (16 hexadecimal digits) of the experiment's settings that affect results."""
         unused: dict[str, Any] = {"description": True, "executor": True, "models": {"__all__": {"expect"}}}
-        if self.experiment.prescreening is None:  # keys that were added later count only where they are used
-            unused["prescreening"] = True
         if self.experiment.budget.stop_at is None:
             unused["budget"] = {"stop_at"}
         if self.experiment.budget.task_minutes is None:

@@ -85,10 +85,6 @@ class Engines(ABC):
         """Return the UUIDs of the GPUs that the engines run on, see `harness.plugins.api.UsesGpu`; empty on a CPU."""
         return frozenset()
 
-    def examine(self, candidate: Candidate, look: Callable[[Path], T]) -> T:
-        """Return the result of `look` on the candidate's written file, under the timing policy of a build."""
-        return look(candidate.source())
-
     def sample(
         self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
     ) -> Samples | Failed:
@@ -207,10 +203,6 @@ class PolicedEngines(Engines):
         """Build as `Engines.build`; the candidate's file, if it is missing, is written under the write lock."""
         with self._policy.building():
             return self._engines.build(self._with_write_lock(candidate), benchmarker)
-
-    def examine(self, candidate: Candidate, look: Callable[[Path], T]) -> T:
-        with self._policy.building():
-            return super().examine(self._with_write_lock(candidate), look)
 
     def _with_write_lock(self, candidate: Candidate) -> Candidate:
         def source() -> Path:

@@ -21,6 +21,7 @@ from digests import _ranges
 from harness import zoo
 from harness.accuracy.calibration.ptq import quantize
 from harness.base.errors import CandidateError
+from harness.base.files import facts_digest
 from harness.base.random_inputs import random_feeds
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
@@ -29,7 +30,6 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.insight.compiled import explain_compilation
 from harness.run.prepare.model_loader import input_types
-from harness.run.search.prescreening import kernels_digest
 from harness.runtimes.rtx_compile.compiler import compile_file
 from search.heuristics import HEURISTIC_RULES
 from search.space import Placement, Space
@@ -102,8 +102,11 @@ def judge(path: Path) -> dict[str, Any]:
     report = explain_compilation(path, made)
     types = Counter(next((tensor.type for tensor in kernel.inputs), "none") for kernel in made.kernels)
     effects = dict(Counter(edge.effect for edge in report.edges))
-    digest = kernels_digest(made.kernels)
-    return {"refusal": "", "kernels": dict(types), "kernels_digest": digest, "effects": effects}
+    facts = [
+        [each.kind, each.tactic, *([t.type, *t.shape] for t in (*each.inputs, *each.constants, *each.outputs))]
+        for each in made.kernels
+    ]
+    return {"refusal": "", "kernels": dict(types), "kernels_digest": facts_digest(facts), "effects": effects}
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -10,41 +10,30 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from harness import zoo
 from harness.base.errors import BuildFailed, CandidateError, UserError
 from harness.base.files import write_json
 from harness.base.paths import hide_paths, resolve_path
-from harness.graph.load import load
-from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import load_dialect
 from harness.insight.gpu_validation.conformance import (
     Check,
     check_benchmarker,
-    equal_ranges,
     file_candidate,
     work_folder,
 )
 from harness.plugins.registry import create_plugin
-from harness.run.search.prescreening import kernels_digest
 from harness.runtimes.cuda.device import CudaRuntime, GpuMonitor, open_device
 from harness.runtimes.cuda.timing import GpuTimer
-from harness.runtimes.rtx_compile.compiler import DEFAULT_TARGET, TARGETS, compile_file
 from harness.runtimes.tensorrt.builder import build_plan, load_engine
 from harness.runtimes.tensorrt.inspection import profile_layers
 from harness.runtimes.tensorrt.library import TimingCache, open_library
 from harness.runtimes.tensorrt.options import BuildOptions
 from harness.runtimes.tensorrt.session import LoadedEngine
 from harness.workers.helper_process import RUNTIME_FACTOR, HelperCallFailed, call_in_helper_process
-from search.heuristics import HEURISTIC_RULES
 
 TIMER_BYTES = (2**26, 2**30)
 ROUNDS, READINGS = 10, 50
@@ -111,38 +100,6 @@ def _model_file(use: str) -> Path:
     return resolve_path(use)
 
 
-def check_prescreening(use: str) -> Iterator[Check]:
-    """Yield whether placements with equal kernels by TensorRT-RTX's compiler are equally fast in TensorRT.
-
-    Args:
-        use: Model, as `zoo:NAME` or a path.
-    """
-    made, dialect, folder = create_plugin("benchmarker", "tensorrt", {}), load_dialect("tensorrt"), work_folder()
-    model = load(_model_file(use), min_opset=dialect.opset(["int8"]))
-    space, rng = build_space(model, dialect, precisions=["int8"]), np.random.default_rng(0)
-    inserter = Inserter(model, dialect, equal_ranges(space))
-    placements = [HEURISTIC_RULES[name](space, None) for name in ("linear_add", "movers")]
-    placements += [space.quantize_all(), *(space.random(rng) for _ in range(5))]
-    capability = "".join(map(str, open_device()[1].capability))
-    target = f"sm{capability}" if f"sm{capability}" in TARGETS else DEFAULT_TARGET
-    groups: dict[str, dict[str, Any]] = {}
-    with ExitStack() as opened:
-        for digest, placement in {space.digest(each): each for each in placements}.items():
-            path = inserter.export(space.resolve(placement), folder / f"{digest}.onnx")
-            kernels = kernels_digest(compile_file(path, target).kernels)
-            groups.setdefault(kernels, {})[digest] = opened.enter_context(
-                made.open(made.build(file_candidate(path), folder))
-            )
-        probes = [(kernels, digest, probe) for kernels, group in groups.items() for digest, probe in group.items()]
-        turns = [{(k, d): median(probe.sample(READINGS)) for k, d, probe in probes} for _ in range(ROUNDS)]
-    yield Check(
-        name="placements", passed=True, detail=f"{len(probes)}, with {len(groups)} kinds of kernels for {target}"
-    )
-    for kernels, group in groups.items():
-        first, *others = ([turn[kernels, digest] for turn in turns] for digest in group)
-        yield from (_agreement(f"equal kernels {kernels}", other, first) for other in others)
-
-
 def compare_verdicts() -> Iterator[Check]:
     """Yield a check for each small model that only one of TensorRT and TensorRT-RTX's compiler accepts, and the counts.
 
@@ -203,7 +160,6 @@ MEASURES: Mapping[str, Callable[..., Iterator[Check]]] = {
     "timer": check_timer,
     "conformance": check_benchmarker,
     "trtexec-timing": compare_with_trtexec,
-    "prescreening": check_prescreening,
     "verdicts": compare_verdicts,
 }
 

@@ -89,12 +89,6 @@ def list_steps() -> tuple[Step, ...]:
             needs=("tensorrt",),
             program=(*CLI, "noise", model, "--backend", "tensorrt", "--out", "noise"),
         ),
-        Step(
-            name="prescreening",
-            title="placements with equal kernels by TensorRT-RTX's compiler, timed in turns",
-            needs=("tensorrt", "rtx_compile"),
-            program=(*MEASURES, "prescreening", model),
-        ),
         *(_search_step(method, name) for method in METHODS for name in MODELS),
         Step(
             name="verdicts",
@@ -159,7 +153,7 @@ def _checkout_problem() -> str:
 
 
 REQUIREMENTS: Mapping[str, Callable[[], str]] = {
-    **{use: partial(_benchmarker_problem, use) for use in (*TENSORRT_BENCHMARKERS, "rtx_compile")},
+    **{use: partial(_benchmarker_problem, use) for use in TENSORRT_BENCHMARKERS},
     "gpu": _gpu_problem,
     "modelopt": _modelopt_problem,
     "checkout": _checkout_problem,

@@ -13,7 +13,7 @@ from harness.base.errors import UserError
 from harness.base.files import explain_write_errors, read_json
 from harness.base.paths import resolve_path
 from harness.base.progress import Observer
-from harness.config.initial import BASELINE_TOOLS, PREDICTED, initial_count, split_rule_precision
+from harness.config.initial import BASELINE_TOOLS, split_rule_precision
 from harness.config.plan import TaskSpec
 from harness.config.sections import PluginSpec
 from harness.graph.load import read_signature
@@ -25,7 +25,6 @@ from harness.graph.pattern_cache_io import read_cache
 from harness.graph.qdq.import_differences import find_differences, summarize_differences
 from harness.graph.qdq.import_placement import ImportedPlacement, require_pairs, transfer_placement
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.latency_predictor import propose_fast_placements, runtime_key
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, count_pairs, read_qdq_graph
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.dialects import Dialect
@@ -179,8 +178,6 @@ class InitialDesign:
             yield from self._pattern_cache_placements(start)
         elif start.use == "sensitivity":
             yield from self._prior_placements(start)
-        elif start.use == PREDICTED:
-            yield from self._predicted_placements(start)
         elif start.use in BASELINE_TOOLS:
             return
         elif start.name in self.external_models:
@@ -268,13 +265,6 @@ class InitialDesign:
         )
         if not found:
             self.observer.say(f"{self.model.source}: {start.name}: the pattern cache contains none of its patterns")
-        yield from _number_names(start, found)
-
-    def _predicted_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
-        found = propose_fast_placements(self.model, self.space, self.facts, initial_count(start))
-        if not found:
-            known = f"{self.spec.precision} on {runtime_key(self.facts)}"
-            self.observer.say(f"{self.model.source}: {start.name}: the predictor was not trained for {known}")
         yield from _number_names(start, found)
 
     def _prior_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:

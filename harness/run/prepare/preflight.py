@@ -48,9 +48,8 @@ from harness.run.prepare.external_tools import tool_remarks
 from harness.run.prepare.float_trial import try_float_model
 from harness.run.prepare.initial_design import check_files
 from harness.run.prepare.methods import is_external_searcher
-from harness.run.prepare.model_checks import COMPILED_DIALECTS, offered_precisions
+from harness.run.prepare.model_checks import offered_precisions
 from harness.run.prepare.model_loader import calibration_batches, evaluator_spec, input_types, open_model
-from harness.runtimes.rtx_compile.compiler import import_compiler
 from harness.workers.ray import require_trusted_address
 from search.api import CONTRACT
 from search.synthetic_problem import synthetic_space
@@ -98,15 +97,10 @@ def check_and_time(experiment: Experiment, results: Path | None = None) -> tuple
                 _check_searcher(method, precisions)
     for i, backend in enumerate(experiment.backends):
         with errors.collect(), prefix_key(f"backends.{i}"):
-            dialect = _check_backend(with_base_dir(backend), precisions)
+            _check_backend(with_base_dir(backend), precisions)
             runs_models |= not capabilities_of(registry.load_plugin("benchmarker", backend.use)).in_process
             if backend.use == "replay" and any(model.shape_set for model in experiment.models):
                 raise UserError("backend 'replay': its tables are of one shape, but a model has a shape_set")
-            if experiment.prescreening is not None and dialect not in COMPILED_DIALECTS:
-                raise UserError(f"prescreening: backend {backend.use!r} reads files of another dialect than TensorRT's")
-    if experiment.prescreening is not None:
-        with errors.collect(), prefix_key("prescreening"):
-            import_compiler()
     with errors.collect(), prefix_key("initial"):
         check_files(experiment.initial)
     data, remarks, score_s = DatasetCache(), list[str](), dict[str, float]()
@@ -198,20 +192,17 @@ def _check_external_searcher(method: SearcherSpec, experiment: Experiment) -> No
     registry.create_plugin("external searcher", method.use, method.params, {"task": task})
 
 
-def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> str:
-    """Check a backend, and return the name of its dialect."""
+def _check_backend(backend: PluginSpec, precisions: tuple[str, ...]) -> None:
     what = f"backend {backend.use!r}"
     try:
         made = registry.create_plugin("benchmarker", backend.use, backend.params)
     except CandidateError as error:
         raise UserError(f"{what}: {error}") from error
     require_timing(backend.use, made)
-    name = dialect_name_for(made, backend.use, {})
-    dialect = load_dialect(name)
+    dialect = load_dialect(dialect_name_for(made, backend.use, {}))
     for precision in precisions:
         if precision not in dialect.precisions:
             raise UserError(f"precision {precision!r}: {what} runs {', '.join(sorted(dialect.precisions))}")
-    return name
 
 
 def _check_model(model: ModelSpec, data: DatasetCache) -> None:

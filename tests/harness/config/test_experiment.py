@@ -46,6 +46,10 @@ def test_experiments_survive_a_round_trip_through_yaml(text, check):
     assert parse_experiment(to_yaml(experiment), "again") == experiment
 
 
+def test_removed_key_without_effect_is_accepted():
+    assert parse_experiment(MINIMAL + "prescreening: null", "stored") == parse_experiment(MINIMAL, "now")
+
+
 def test_yaml_has_every_default():
     resolved = yaml.safe_load(to_yaml(parse_experiment(MINIMAL, "e.yaml")))
     assert resolved["confirmation"]["builds"] == 5
@@ -122,6 +126,11 @@ STARTS = MINIMAL + "initial: [{}]"
         (MINIMAL + "baselines: [mine]", "baselines: no baseline is called 'mine'"),
         (MINIMAL + "budget: {evaluations: [5]}", "budget.evaluations: .*7 placements.*but got 5"),
         (STARTS.format("all, all"), "initial: all appears twice"),
+        (
+            MINIMAL + "prescreening: sm89",
+            "prescreening: this key was removed; qdq-bench 0.1.0 at commit f7c262ac reads",
+        ),
+        (STARTS.format("predicted"), "initial: 'predicted' was removed; qdq-bench 0.1.0 at commit f7c262ac reads it"),
         (STARTS.format("linaer"), "initial: .*'linaer'; did you mean 'linear'"),
         (STARTS.format("import"), "'import' needs a file: {use: import, params: {path: ...}}"),
         (STARTS.format("{use: linear, params: {path: a}}"), "initial: 'linear' has no parameter 'path'"),

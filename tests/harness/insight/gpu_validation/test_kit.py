@@ -7,7 +7,6 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from harness.graph.builder import GraphBuilder
 from harness.insight.gpu_validation import kit, measures, steps
 from harness.insight.gpu_validation.conformance import check_benchmarker, file_candidate
 from harness.insight.gpu_validation.kit import check_steps, run_validation
-from harness.insight.gpu_validation.measures import check_prescreening, check_timer, compare_with_trtexec
+from harness.insight.gpu_validation.measures import check_timer, compare_with_trtexec
 from harness.insight.gpu_validation.steps import Step, list_steps
 from harness.results.manifest import find_changed_files
 from harness.workers import helper_process
@@ -196,17 +195,6 @@ def test_the_timer_is_compared_with_itself_and_with_trtexec(folder, monkeypatch)
     assert [check.passed for check in compare_with_trtexec("net.onnx")] == [False, False]
     monkeypatch.setattr(fake_trt, "KERNEL_MS", 0.78)
     assert [check.passed for check in compare_with_trtexec("net.onnx")] == [True, True]
-
-
-@pytest.mark.usefixtures("machine")
-def test_placements_with_equal_kernels_are_timed_in_turns(folder, monkeypatch):
-    """The stand-in of the compiler makes the same kernels of all models."""
-    monkeypatch.setattr(measures, "compile_file", lambda path, target: SimpleNamespace(kernels=()))
-    small_model(folder / "net.onnx")
-    first, *others = check_prescreening("net.onnx")
-    assert "1 kinds of kernels for sm89" in first.detail
-    assert others
-    assert all(check.passed and check.name.startswith("equal kernels") for check in others)
 
 
 class OneCase:

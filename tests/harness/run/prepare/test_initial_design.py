@@ -238,10 +238,3 @@ def test_all_searchers_get_same_initial_placements_or_none(folder):
 
 def test_default_initial_placements():
     assert DEFAULT_INITIAL == ("float", "all", "linear", "linear_add", "movers", "modelopt_ptq", "ort_static")
-
-
-def test_predicted_placements_need_supported_runtime(folder, model, space):
-    listening = Listening()
-    found = seeding(folder, model, space, "[float, {use: predicted, params: {limit: 3}}]", observer=listening)
-    assert found["predicted"] == {}
-    assert ["predicted" in line and "simulated" in line for line in listening.said] == [True]
