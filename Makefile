@@ -7,8 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # Tests of what differs between versions of Python: imports, child processes, simulated GPU, a run in simulation.
-QUICK_TESTS := tests/test_imports.py tests/harness/accuracy/test_tools.py tests/harness/insight/gpu_validation \
-  tests/harness/workers
+QUICK_TESTS := tests/test_imports.py tests/harness/accuracy/test_tools.py tests/harness/runtimes/test_gpu.py tests/harness/workers
 
 .PHONY: demo test quick check lint bench clean
 

@@ -106,7 +106,8 @@ NATIVE_MODULES = {
     "accuracy.tools.programs.nncf_child",
     "graph.builder", "graph.equivalence.versions", "graph.passes.normalize", "graph.passes.pipeline",
     "graph.passes.simplify", "graph.passes.static_shapes", "graph.segmented_run",
-    "runtimes.onnxruntime", "runtimes.openvino", "runtimes.tensorrt.model_checks", "runtimes.tensorrt_rtx",
+    "runtimes.example", "runtimes.onnxruntime", "runtimes.openvino", "runtimes.tensorrt.model_checks",
+    "runtimes.tensorrt_rtx", "runtimes.testing",
     "run.prepare.size_check", "run.verify.dynamic_check", "ship.deploy_runtime",
 }  # fmt: skip
 """Modules whose native code is run in the helper process, a worker or a tool's process, or on models made by code."""

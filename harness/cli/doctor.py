@@ -1,4 +1,4 @@
-"""`qdq list`, `qdq doctor`, `qdq tools` and `qdq validate-gpu`: the installation and the machine."""
+"""`qdq list`, `qdq doctor` and `qdq tools`: the installation and the machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -22,7 +20,7 @@ from packaging.requirements import Requirement
 
 from harness.base.errors import CandidateError, UserError, install_hint, suggest_names
 from harness.base.text import printable
-from harness.cli.common import ExitStatus, JsonOption, echo, print_json, print_table, replace_change_advice, short_path
+from harness.cli.common import JsonOption, echo, print_table
 
 #: Imported module and installation command by name of the package.
 INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -65,40 +63,6 @@ def _describe_readiness(rows: Sequence[Row]) -> str:
     uses += [f"PTQ by {', '.join(quantizers)}"] if quantizers else []
     remedy = "" if runtimes else f"; no runtime works: {INSTALL_COMMANDS['openvino'][1]}"
     return f"ready for: {'; '.join([*uses, 'replays and simulated runs'])}{remedy}"
-
-
-def validate_gpu(
-    out: Annotated[Path, typer.Argument(help="Folder of the results.")],
-    check: Annotated[
-        bool, typer.Option("--check", help="List the steps and the missing software and devices, without a run.")
-    ] = False,
-    retry_failed: Annotated[bool, typer.Option(help="Run failed steps once more.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Test the TensorRT part of this project on an NVIDIA GPU, and write a folder to send back.
-
-    To continue after an interruption, or after the installation of missing software, run the same command again. The
-    exit status is 1 if a step failed.
-
-    Example: `qdq validate-gpu out/gpu`
-    """
-    from harness.insight.gpu_validation.kit import check_steps, run_validation
-
-    if check:
-        print_table(("step", "state", "detail"), list(check_steps(out)), as_json=as_json)
-        return
-    with replace_change_advice():
-        records = run_validation(out, echo, retry_failed=retry_failed)
-    counts = Counter(record.status for record in records)
-    if as_json:
-        print_json([asdict(record) for record in records])
-        raise typer.Exit(ExitStatus(bool(counts["failed"])))
-    echo(", ".join(f"{count} {status}" for status, count in counts.items()))
-    echo(
-        f"Send back the folder {short_path(out / 'send')}: texts without models and names; its manifest lists the files"
-    )
-    if counts["failed"]:
-        raise typer.Exit(ExitStatus.DOES_NOT_HOLD)
 
 
 def tools(

@@ -30,7 +30,7 @@ from harness.cli.bench import (
 )
 from harness.cli.common import ExitStatus, add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
-from harness.cli.doctor import doctor, list_plugins, tools, validate_gpu
+from harness.cli.doctor import doctor, list_plugins, tools
 from harness.cli.models import check, explain, regions, zoo
 from harness.cli.placements import apply, export_recipe, import_placement, insert
 from harness.cli.report import compare, report, trace
@@ -77,10 +77,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "list": list_plugins,
     "doctor": doctor,
     "tools": tools,
-    "validate-gpu": validate_gpu,
 }
 #: Commands that continue after an interruption.
-RESUMABLE_COMMANDS = ("run", "autotune", "reproduce", "record", "study", "bench", "validate-gpu")
+RESUMABLE_COMMANDS = ("run", "autotune", "reproduce", "record", "study", "bench")
 #: Commands that measure and keep nothing of an interrupted run.
 RESTARTED_COMMANDS = ("verify", "explain", "sensitivity", "recover", "agreement", "noise")
 
@@ -133,7 +132,6 @@ TRUSTING_COMMANDS = frozenset(COMMANDS) - {
     "report",
     "tools",
     "trace",
-    "validate-gpu",
     "zoo",
 }
 #: Commands that write results.

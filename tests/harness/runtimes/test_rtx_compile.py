@@ -10,10 +10,10 @@ from compiler_cases import FP8, INT8, Case, Pair, save
 
 from harness.base.errors import BuildFailed, UserError
 from harness.cli.main import main
-from harness.insight.gpu_validation.conformance import file_candidate
 from harness.runtimes.rtx_compile import compiler
 from harness.runtimes.rtx_compile.compiler import read_kernels
 from harness.runtimes.rtx_compile.plugin import RTXCompiler
+from harness.runtimes.testing import file_candidate
 from harness.workers.helper_process import HelperCallFailed
 
 INSTALLED = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="needs the extra rtx")

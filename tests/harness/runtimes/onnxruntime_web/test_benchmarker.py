@@ -13,7 +13,6 @@ import pytest
 from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.graph.builder import GraphBuilder
-from harness.insight.gpu_validation.conformance import check_benchmarker
 from harness.measure.records import Failed
 from harness.plugins.api import Candidate, Layer
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
@@ -128,17 +127,3 @@ def test_hanging_node_process_is_ended_with_its_worker(node, candidate, tmp_path
     assert isinstance(found, Failed)
     assert "0.5 s" in found.reason
     assert {child.pid for child in children(recursive=True)} <= before
-
-
-@pytest.mark.parametrize("browser", [False, True], ids=["node", "chromium"])
-def test_real_engines_keep_the_contract(browser, tmp_path):
-    if browser and CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    params = {"chromium": CHROMIUM} if browser else {}
-    try:
-        ONNXRuntimeWebBenchmarker(**params).describe()
-    except UserError as error:
-        pytest.skip(str(error))
-    checks = list(check_benchmarker("onnxruntime_web", tmp_path, params))
-    assert len(checks) > 8
-    assert all(check.passed for check in checks), [str(check) for check in checks if not check.passed]

@@ -278,16 +278,3 @@ def test_damaged_files_are_a_failed_measurement(tmp_path):
             read_times(file, 200)
     with pytest.raises(BuildFailed, match=r"does not report its version: 'hello'"):
         parse_version("hello")
-
-
-@pytest.mark.gpu
-def test_real_trtexec_builds_and_runs_a_model(tmp_path):
-    made = TrtexecBenchmarker(precision="f32")
-    try:
-        made.describe()
-    except UserError as error:
-        pytest.skip(str(error))
-    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
-        assert min(probe.sample(20)) > 0
-        answer = probe.infer({"x": np.array([[[-1, 2], [3, -4]]], np.float32)})["y"]
-    np.testing.assert_allclose(answer, [[[0, 2], [3, 0]]])

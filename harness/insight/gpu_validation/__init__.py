@@ -1,1 +1,0 @@
-"""Validation on a machine with an NVIDIA GPU: steps with records, and one folder to send back."""
