@@ -108,7 +108,7 @@ NATIVE_MODULES = {
     "graph.passes.simplify", "graph.passes.static_shapes", "graph.segmented_run",
     "runtimes.example", "runtimes.onnxruntime", "runtimes.openvino", "runtimes.tensorrt.model_checks",
     "runtimes.tensorrt_rtx", "runtimes.testing",
-    "run.prepare.size_check", "run.verify.dynamic_check", "ship.deploy_runtime",
+    "run.prepare.model_checks", "run.verify.dynamic_check", "ship.deploy_runtime",
 }  # fmt: skip
 """Modules whose native code is run in the helper process, a worker or a tool's process, or on models made by code."""
 

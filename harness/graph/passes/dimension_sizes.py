@@ -31,6 +31,17 @@ MAX_EXPRESSION_CHARS = 200  # longer texts are names, not expressions
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 
 
+def iter_sizes(axes: Mapping[str, Axes | None], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str]]:
+    """Yield the size of each symbol in `axes`, and the shape of each input with a dynamic axis without a symbol."""
+    for name, shape in shapes.items():
+        declared = axes[name]
+        if declared is None or None in declared:
+            yield name, "x".join(map(str, shape))
+        for axis, size in zip(declared or (), shape, strict=declared is not None):
+            if isinstance(axis, str):
+                yield axis, str(size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSizes:
     """Sizes that a user gives for dynamic inputs.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from harness.accuracy.calibration.ranges import explain_unrunnable
@@ -12,21 +13,25 @@ from harness.base.errors import CandidateError, ErrorCollector, UserError, prefi
 from harness.config.experiment import Experiment
 from harness.config.plan import TaskSpec, plan_tasks, quantized_precisions, with_base_dir
 from harness.config.sections import ModelSpec
-from harness.graph.load import load, save_to_folder
+from harness.graph.equivalence.versions import iter_random_inputs
+from harness.graph.load import load, read_signature, save_to_folder
 from harness.graph.model import Model
-from harness.graph.passes.dimension_sizes import InputSizes
+from harness.graph.passes.dimension_sizes import InputSizes, iter_sizes, resolve_shapes
 from harness.graph.qdq.import_placement import require_float_model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
-from harness.plugins.api import capabilities_of
+from harness.graph.segmented_run import open_reference_session
+from harness.plugins.api import Array, capabilities_of
 from harness.plugins.registry import create_plugin
 from harness.run.prepare.external_tools import PTQ_FUNCTIONS
 from harness.run.prepare.float_baseline import cast_problems, runtime_input_file
 from harness.run.prepare.model_loader import calibration_batches, input_types, open_model, require_own_sizes
-from harness.run.prepare.size_check import TrialInputs, check_input_sizes
+from harness.runtimes.host_clock import one_line_error
 from harness.runtimes.rtx_compile.compiler import compile_file, import_compiler
+from harness.workers.helper_process import RUNTIME_FACTOR, HelperCallFailed, call_in_helper_process
 
+MAX_REASON_CHARS = 200
 COMPILED_DIALECTS = ("tensorrt", "tensorrt_rtx")
 ANY_RANGE = (-1.0, 1.0)
 """Range of each tensor; the verdicts of the compiler do not depend on the values of scales."""
@@ -80,11 +85,57 @@ def _cast_remarks(experiment: Experiment, model: Model, precisions: Sequence[str
 
 
 def _size_remark(model: ModelSpec, loaded: Model) -> str:
-    types, sample = input_types(loaded), None
-    if loaded.origin is not None and model.calibration.data is not None:
-        sample = next(iter(calibration_batches(model, loaded, DatasetCache())))
-    given = InputSizes(shapes=model.shapes, dims=model.dims)
-    return check_input_sizes(loaded, TrialInputs(types=types, sample=sample), given)
+    """Return a remark on a model whose run at its input sizes crashes ONNX Runtime, else "".
+
+    Models with static inputs, or widened to several samples, are not checked, nor those that ONNX Runtime does not
+    load.
+
+    Raises:
+        UserError: The model runs neither on the calibration data nor on any kind of random inputs; the message names
+            its sizes, and the keys that give them.
+    """
+    if loaded.origin is None or not isinstance(path := loaded.origin.model, Path):
+        return ""
+    axes, types = read_signature(path, loaded.source).axes, input_types(loaded)
+    shapes = {name: shape for name, (_, shape) in types.items()}
+    if any(
+        isinstance(axis, int) and axis != size
+        for name, shape in shapes.items()
+        for axis, size in zip(axes.get(name) or (), shape, strict=False)
+    ):
+        return ""  # the file takes one sample
+    data = model.calibration.data
+    feeds = iter_random_inputs(types) if data is None else calibration_batches(model, loaded, DatasetCache())
+    sizes = dict.fromkeys(f"{name} {size}" for name, size in iter_sizes({**dict.fromkeys(shapes), **axes}, shapes))
+    at = f"with {', '.join(sizes)} on {'random inputs' if data is None else 'calibration data'}"
+    what, tried = f"{loaded.source}: the run at its input sizes", list(islice(feeds, None if data is None else 1))
+    try:
+        reason = call_in_helper_process(what, _explain_failure, path, tried, factor=RUNTIME_FACTOR)
+    except HelperCallFailed as error:
+        return f"not run {at}: ONNX Runtime {error.how}"
+    if not reason:
+        return ""
+    keys = [key for key in ("shapes", "dims") if getattr(model, key)]
+    if resolve_shapes(axes, InputSizes(shapes=model.shapes, dims=model.dims), loaded.source).missing:
+        keys.append("calibration.data")
+    raise UserError(f"{' or '.join(keys)}: {loaded.source} does not run {at} ({reason}); give other sizes or data")
+
+
+def _explain_failure(path: Path, feeds: Sequence[Mapping[str, Array]]) -> str:
+    """Return why a model runs on none of the inputs; "" if it runs on one, or cannot be loaded (see `_ort_remark`)."""
+    try:
+        session = open_reference_session(str(path))
+    except Exception:  # ONNX Runtime's exceptions have no common base
+        return ""
+    reasons = []
+    for each in feeds:
+        try:
+            session.run(None, dict(each))
+        except Exception as error:  # ONNX Runtime's exceptions have no common base
+            reasons.append(one_line_error(error))
+        else:
+            return ""
+    return (reasons[0].partition("while running ")[2] or reasons[0])[:MAX_REASON_CHARS]
 
 
 def _ort_remark(model: Model) -> str:

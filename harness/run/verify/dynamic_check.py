@@ -11,19 +11,24 @@ from typing import Any
 import numpy as np
 
 from harness.base.errors import UserError
-from harness.base.random_inputs import random_feeds
+from harness.base.random_inputs import MAX_INPUT_ELEMENTS, random_feeds
 from harness.graph.model import TensorType
-from harness.graph.passes.dimension_sizes import Axes
+from harness.graph.passes.dimension_sizes import Axes, evaluate_expression, expression_symbols, is_batch, iter_sizes
 from harness.graph.segmented_run import open_reference_session
 from harness.plugins.api import Array, name_arrays
-from harness.run.prepare.input_shapes import Shapes, iter_sizes, other_shapes, resize_array, small_shapes
 from harness.runtimes.host_clock import one_line_error
 from harness.workers.helper_process import call_in_helper_process
 
 Outputs = tuple[Array, ...]
 Feeds = Mapping[str, Array]
+Shapes = Mapping[str, tuple[int, ...]]
 Case = tuple[int, Shapes]
 """Number of an input, from 1, which is the seed of a random one (not that of the calibration), and its shapes."""
+# Sizes to try: number of samples to add to the batch; factor and offset of other dimensions.
+RESIZE_PLANS = (
+    (1, 2.0, 0), (2, 1.0, -1), (1, 0.5, 0), (2, 1.0, 32), (1, 1.0, 0), (2, 1.0, 0), (0, 2.0, 0), (0, 1.0, -1),
+    (0, 0.5, 0), (0, 1.0, 32), (0, 1.0, 1), (3, 1.5, 0), (0, 1.5, 0),
+)  # fmt: skip
 CHECK_RUNTIMES = ("onnxruntime", "openvino")
 OTHER_SHAPE_COUNT = 2  # number of other sizes at which a model is compared with the float model
 MAX_RELATIVE_DIFFERENCE = 1e-3  # of the dynamic file to the fixed file at the sizes of the search
@@ -84,6 +89,61 @@ class DynamicCheckTarget:
         yield from (shape for shape in other_shapes(self.axes, self.searched_shapes) if shape not in requested)
 
 
+def other_shapes(axes: Mapping[str, Axes | None], searched: Shapes) -> Iterator[Shapes]:
+    """Yield shapes of the inputs with other sizes of the dynamic axes, each once, in the order of `RESIZE_PLANS`.
+
+    Axes with the same symbol have the same size, and the sizes of expressions such as "past + 1" follow from those of
+    their symbols.
+
+    Args:
+        axes: Declared dimensions by input; all dimensions of an input without an entry are dynamic.
+        searched: Shapes of the search by input, which are left out.
+    """
+    declared = {name: axes.get(name) or (None,) * len(shape) for name, shape in searched.items()}
+    # The key of a dynamic dimension is its symbol, or its input and position if it has none.
+    keys = {
+        name: [(name, place) if axis is None else axis for place, axis in enumerate(declared[name])]
+        for name in searched
+    }
+    places = [(key, name, place) for name in keys for place, key in enumerate(keys[name]) if not isinstance(key, int)]
+    sizes = {key: searched[name][place] for key, name, place in places}
+    batches = {key for key, name, place in places if is_batch(declared[name][place], place)}
+    parts = {
+        key: names
+        for key in sizes
+        if isinstance(key, str)
+        and not key.isidentifier()
+        and (names := expression_symbols(key))
+        and sizes.keys() >= set(names)
+    }
+    tried = [dict(searched)]
+    for samples, factor, offset in RESIZE_PLANS:
+        changed = {
+            key: size + samples if key in batches else math.ceil(size * factor) + offset for key, size in sizes.items()
+        }
+        for key, names in parts.items():
+            value = evaluate_expression(key, {name: changed[name] for name in names})
+            changed[key] = -1 if value is None else value
+        shapes = {name: tuple(key if isinstance(key, int) else changed[key] for key in keys[name]) for name in keys}
+        pairs = [pair for name in shapes for pair in zip(shapes[name], searched[name], strict=True)]
+        if shapes not in tried and all(size > 0 or size == old for size, old in pairs):
+            tried.append(shapes)
+            yield shapes
+
+
+def resize_array(array: Array, shape: Sequence[int]) -> Array:
+    """Return an array of another shape, of the nearest values (nearest-neighbor interpolation along each axis).
+
+    An empty array becomes one of zeros.
+    """
+    if not array.size:
+        return np.zeros(shape, array.dtype)
+    for axis, (old, new) in enumerate(zip(array.shape, shape, strict=True)):
+        if old != new:
+            array = np.take(array, np.arange(new) * old // new, axis)
+    return array
+
+
 class _OutputMismatch(Exception):
     """The dynamic file fails, or its outputs differ from those of the fixed file or the float model."""
 
@@ -101,7 +161,11 @@ def check_dynamic_model(subject: DynamicCheckTarget, backend: str) -> str:
     Raises:
         UserError: The outputs differ, or the file fails at a size at which the float model runs.
     """
-    others = small_shapes(subject.other_shapes())
+    others = (
+        shapes
+        for shapes in subject.other_shapes()
+        if all(math.prod(shape) <= MAX_INPUT_ELEMENTS for shape in shapes.values())
+    )
     cases = list(enumerate([*[subject.searched_shapes] * subject.search_inputs, *others], start=1))
     count = max(OTHER_SHAPE_COUNT, len(subject.requested)) + subject.search_inputs
     try:

@@ -25,12 +25,12 @@ from harness.results.artifacts import (
     read_dynamic_axes,
 )
 from harness.results.manifest import write_record
-from harness.run.prepare.input_shapes import Shapes
 from harness.run.verify.dynamic_check import (
     CHECK_INPUT_COUNT,
     DynamicCheckFiles,
     DynamicCheckTarget,
     Feeds,
+    Shapes,
     check_dynamic_model,
 )
 

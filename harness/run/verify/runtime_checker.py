@@ -27,8 +27,8 @@ from harness.results.artifacts import FinalistSet
 from harness.results.manifest import write_record
 from harness.results.output_check import CHECK_FILE_NAME, OutputCheck, encode_check, not_checked
 from harness.run.prepare.float_baseline import available_precisions
-from harness.run.prepare.input_shapes import resize_array
 from harness.run.prepare.task import Task
+from harness.run.verify.dynamic_check import resize_array
 from harness.run.verify.fault_localization import LOCALIZATION_LIMIT_S, SuspectModel, find_fault, write_report
 from harness.run.verify.output_comparison import Comparison, Outputs, compare_float, require_outputs
 from harness.runtimes.sample_sizes import SampleSizes

@@ -30,9 +30,8 @@ from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.results.artifacts import ExportedModel, FinalistSet
-from harness.run.prepare.input_shapes import other_shapes, resize_array
 from harness.run.verify import dynamic_check, dynamic_delivery
-from harness.run.verify.dynamic_check import DynamicCheckFiles, DynamicCheckTarget
+from harness.run.verify.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, other_shapes, resize_array
 from harness.run.verify.dynamic_delivery import DynamicModel, write_dynamic_model, write_dynamic_rows
 from search.space import Placement, Space
 
