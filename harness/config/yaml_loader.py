@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from harness.base.errors import UserError, describe_type
+from harness.base.paths import replacing
 from harness.base.text import shorten
 from harness.base.untrusted import MAX_BYTES, read_text
 
@@ -182,6 +183,7 @@ _CONSTRUCTORS: Mapping[str, Callable[[str], Any]] = {
     "str": str,
 }
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a PyYAML that was built without libyaml has none
+_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def dump_yaml(value: Any) -> str:
@@ -205,7 +207,27 @@ def quote_core_schema(dumper: Any) -> None:
         dumper.add_implicit_resolver(f"{_TAG_PREFIX}{tag}", re.compile(f"(?:{pattern})\\Z"), [*first, ""])
 
 
+def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
+    """Write a YAML file atomically, with lists of plain values on one line each; folders are created.
+
+    Raises:
+        OSError: The file cannot be written; an old one is kept.
+    """
+    text = yaml.dump(dict(body), Dumper=_FastDumper, sort_keys=False, default_flow_style=None, width=4096)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+class _FastDumper(_SafeDumper):  # type: ignore[misc]
+    """Dumper of libyaml if it is installed, with the text of `_Dumper`."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 quote_core_schema(_Dumper)
+quote_core_schema(_FastDumper)
 
 
 def _problem(text: str, event: Any) -> yaml.constructor.ConstructorError:

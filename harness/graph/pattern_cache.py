@@ -1,4 +1,4 @@
-"""Pattern cache: the best schemes of each pattern, across runs and models; `pattern_cache_io` reads and writes it.
+"""Pattern cache: the best schemes of each pattern, across runs and models, and its YAML file.
 
 A scheme is a set of points in pattern coordinates with the names of a space's dimensions, so it fits every region with
 that pattern in any model. Schemes are ranked by the ratio of their latency to the baseline's, which is comparable
@@ -10,13 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, cast
 
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from harness.base.errors import UserError
+from harness.base.text import shorten
+from harness.config.sections import duplicates
+from harness.config.yaml_loader import read_cache_file, write_plain_yaml
+from harness.measure.records import Count, LatencyMs, field_values, first_problem
 from search.api import Observation, Score
 from search.space import FLOAT, Placement, PointKind, Space
 
 MIN_DISTANCE_POINTS = 4
 MAX_SCHEMES = 32
+_ShortText = Annotated[str, Field(max_length=200, strict=True)]
+_Limit = Annotated[int, Field(ge=0, le=1000, strict=True)]
+_CONFIG = ConfigDict(extra="forbid")
 _POINT = re.compile(r"(node_input|child_input|output)/([0-9]{1,6})\.([0-9]{1,6})/([a-z][a-z0-9]{0,15})")
 
 
@@ -29,9 +40,11 @@ class MeasurementOrigin:
         device: Device in the benchmarker's description; "" if unknown.
     """
 
-    backend: str
-    precision: str
-    device: str = ""
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    backend: _ShortText
+    precision: _ShortText
+    device: _ShortText = ""
 
     @classmethod
     def of_backend(cls, facts: Mapping[str, Any], precision: str) -> MeasurementOrigin:
@@ -56,6 +69,21 @@ class CachedPoint:
         return f"{self.kind}/{self.place[0]}.{self.place[1]}/{self.precision}"
 
 
+def parse_point(text: Any) -> CachedPoint:
+    """Return the point of a text such as "node_input/4.0/int8".
+
+    Raises:
+        ValueError: The value is no text of a point.
+    """
+    match = _POINT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(
+            f"a point is KIND/PLACE.INPUT/PRECISION, such as node_input/4.0/int8, but got {shorten(repr(text))}"
+        )
+    kind, place, slot, precision = match.groups()
+    return CachedPoint(cast(PointKind, kind), (int(place), int(slot)), precision)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedScheme:
     """Quantized points of a pattern, with the latency of the fastest model that has exactly these points.
@@ -65,10 +93,15 @@ class CachedScheme:
         baseline_ms: Latency in ms of the float model in the same run.
     """
 
-    points: frozenset[CachedPoint]
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    points: Annotated[
+        frozenset[Annotated[CachedPoint, BeforeValidator(parse_point)]],
+        Field(max_length=10_000, fail_fast=True),
+    ]
     origin: MeasurementOrigin
-    latency_ms: float | None = None
-    baseline_ms: float | None = None
+    latency_ms: LatencyMs | None = None
+    baseline_ms: LatencyMs | None = None
 
     @property
     def latency_ratio(self) -> float:
@@ -76,6 +109,14 @@ class CachedScheme:
         if self.latency_ms is None or self.baseline_ms is None:
             return float("inf")
         return self.latency_ms / self.baseline_ms
+
+
+def _nest_origin(scheme: Any) -> Any:
+    """Return the body of a scheme in a file with its origin as one value."""
+    if not isinstance(scheme, dict):
+        return scheme
+    origin = {key: scheme[key] for key in ("backend", "precision", "device") if key in scheme}
+    return {**{key: value for key, value in scheme.items() if key not in origin}, "origin": origin}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +128,14 @@ class CachedPattern:
         size: Number of its nodes.
     """
 
-    signature: str
-    size: int
-    schemes: tuple[CachedScheme, ...]
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", strict=True)]
+    size: Count
+    schemes: Annotated[
+        tuple[Annotated[CachedScheme, BeforeValidator(_nest_origin)], ...],
+        Field(max_length=1000, fail_fast=True),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +158,68 @@ class PatternCache:
         return tuple(sorted({scheme.origin for pattern in self.patterns.values() for scheme in pattern.schemes}))
 
 
-def parse_point(text: str) -> CachedPoint:
-    """Return the point of a text such as "node_input/4.0/int8".
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CacheFile:
+    """Content of a cache file; the limits are those of `PatternCache`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
+
+    kind: Literal["qdq pattern cache"]
+    schema: Literal[1]
+    minimum_distance: _Limit = MIN_DISTANCE_POINTS
+    maximum_schemes: _Limit = MAX_SCHEMES
+    patterns: Annotated[list[CachedPattern], Field(max_length=100_000, fail_fast=True)]
+
+
+_FILE: TypeAdapter[_CacheFile] = TypeAdapter(_CacheFile)
+
+
+def read_cache(path: Path) -> PatternCache:
+    """Read a cache file; schemes beyond its limits, which an editor may have added, are left out.
 
     Raises:
-        ValueError: The text is no point.
+        UserError: The file cannot be read, is too large, or is not a pattern cache of qdq-bench.
     """
-    match = _POINT.fullmatch(text)
-    if match is None:
-        raise ValueError(f"a point is KIND/PLACE.INPUT/PRECISION, such as node_input/4.0/int8, but got {text[:80]!r}")
-    kind, place, slot, precision = match.groups()
-    return CachedPoint(cast(PointKind, kind), (int(place), int(slot)), precision)
+    body = read_cache_file(path, "a pattern cache")
+    if "pattern_schemes" in body:
+        raise UserError(
+            f"{path}: a pattern cache of ModelOpt; its signatures name other patterns than ours, so nothing in it "
+            "would match. Give the Q/DQ model that it led to as --qdq_baseline instead"
+        )
+    try:
+        file = _FILE.validate_python(body)
+    except ValidationError as error:
+        raise UserError(f"{path}: not a pattern cache of qdq-bench: {first_problem(error)}") from None
+    if repeated := duplicates(pattern.signature for pattern in file.patterns):
+        raise UserError(f"{path}: not a pattern cache of qdq-bench: pattern {repeated[0][:12]} appears twice")
+    limits = PatternCache(minimum_distance=file.minimum_distance, maximum_schemes=file.maximum_schemes)
+    return merge_caches(limits, PatternCache(patterns={pattern.signature: pattern for pattern in file.patterns}))
+
+
+def write_cache(cache: PatternCache, path: Path) -> None:
+    """Write a cache file atomically; an existing file is replaced.
+
+    Raises:
+        OSError: The file cannot be written; an old one is kept.
+    """
+    patterns = [
+        {
+            "signature": pattern.signature,
+            "size": pattern.size,
+            "schemes": [
+                {
+                    "latency_ms": scheme.latency_ms,
+                    "baseline_ms": scheme.baseline_ms,
+                    **field_values(scheme.origin),
+                    "points": [str(point) for point in sorted(scheme.points)],
+                }
+                for scheme in pattern.schemes
+            ],
+        }
+        for pattern in cache.patterns.values()
+    ]
+    limits = {"minimum_distance": cache.minimum_distance, "maximum_schemes": cache.maximum_schemes}
+    write_plain_yaml({"kind": "qdq pattern cache", "schema": 1, **limits, "patterns": patterns}, path)
 
 
 def count_differing_points(first: CachedScheme, second: CachedScheme) -> int:

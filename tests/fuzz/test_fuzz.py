@@ -60,7 +60,7 @@ from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
 from harness.graph.load import load, load_proto, read_signature
 from harness.graph.model import Model
-from harness.graph.pattern_cache_io import read_cache
+from harness.graph.pattern_cache import read_cache
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph

@@ -20,8 +20,13 @@ from harness.graph.load import read_signature
 from harness.graph.model import Model
 from harness.graph.passes.dimension_sizes import InputSizes
 from harness.graph.passes.static_shapes import copy_with_static_inputs
-from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, describe_foreign_schemes, propose_placements
-from harness.graph.pattern_cache_io import read_cache
+from harness.graph.pattern_cache import (
+    MeasurementOrigin,
+    PatternCache,
+    describe_foreign_schemes,
+    propose_placements,
+    read_cache,
+)
 from harness.graph.qdq.import_differences import find_differences, summarize_differences
 from harness.graph.qdq.import_placement import ImportedPlacement, require_pairs, transfer_placement
 from harness.graph.qdq.insert import Inserter

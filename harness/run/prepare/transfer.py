@@ -15,8 +15,7 @@ from harness.base.files import explain_write_errors
 from harness.config.plan import TaskSpec
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
-from harness.graph.pattern_cache import MeasurementOrigin, build_cache, propose_placements
-from harness.graph.pattern_cache_io import read_cache, write_cache
+from harness.graph.pattern_cache import MeasurementOrigin, build_cache, propose_placements, read_cache, write_cache
 from harness.graph.qdq.import_placement import import_placement
 from harness.results.artifacts import best_choice, read_finalists
 from harness.results.goal import Goal

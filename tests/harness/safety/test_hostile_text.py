@@ -18,7 +18,7 @@ from harness.compat.modelopt_autotune.storage import read_state
 from harness.config.experiment import load_experiment, parse_experiment
 from harness.config.sections import ExecutorSpec, Limits
 from harness.graph.io.files import model_files
-from harness.graph.pattern_cache_io import read_cache
+from harness.graph.pattern_cache import read_cache
 from harness.plugins import registry
 from harness.workers.ray import open_execution_target
 

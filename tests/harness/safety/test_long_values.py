@@ -19,7 +19,7 @@ from harness.base.text import MAX_LINE_CHARS, MAX_VALUE_CHARS
 from harness.compat.modelopt_autotune.storage import read_state
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
-from harness.graph.pattern_cache_io import read_cache
+from harness.graph.pattern_cache import read_cache
 from harness.results.deploy_folder import read_bundle
 from harness.results.folder import load
 from harness.results.journal import read_journal

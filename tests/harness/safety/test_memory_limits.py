@@ -23,7 +23,7 @@ from harness.compat.modelopt_autotune.storage import read_state
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
 from harness.config.plan import plan_tasks
-from harness.graph.pattern_cache_io import read_cache
+from harness.graph.pattern_cache import read_cache
 from harness.replay.path_cache import COLUMNS, PathCache
 from harness.results.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes
 from harness.results.deploy_folder import MANIFEST_FILE, read_bundle

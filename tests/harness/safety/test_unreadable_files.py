@@ -19,7 +19,7 @@ from harness.compat.modelopt_autotune.storage import read_state
 from harness.compat.tao_specs.engine import read_facts
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
-from harness.graph.pattern_cache_io import read_cache
+from harness.graph.pattern_cache import read_cache
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.replay.bench.accuracy import read_accuracy
 from harness.replay.path_cache import FILE, PathCache

@@ -13,7 +13,7 @@ from harness.base.errors import UserError
 from harness.base.statistics import Interval
 from harness.compat.modelopt_autotune import workflows
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow, summary_lines
-from harness.graph.pattern_cache_io import read_cache
+from harness.graph.pattern_cache import read_cache
 from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.measure.turn_statistics import ConfirmationSummary, RowSummary

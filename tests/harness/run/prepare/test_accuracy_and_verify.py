@@ -17,7 +17,7 @@ from stored import forget_task, read_records, replace_text, unpack, write_record
 from harness.base.files import read_json, write_json
 from harness.base.statistics import Interval
 from harness.cli.main import main
-from harness.graph.pattern_cache_io import read_cache
+from harness.graph.pattern_cache import read_cache
 from harness.results.goal import PROXY
 from harness.results.journal import read_journal
 from harness.results.lines import restore_lines

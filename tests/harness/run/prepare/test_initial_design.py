@@ -15,8 +15,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, read_signature
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
-from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, build_cache
-from harness.graph.pattern_cache_io import write_cache
+from harness.graph.pattern_cache import MeasurementOrigin, PatternCache, build_cache, write_cache
 from harness.graph.qdq.import_placement import read_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
