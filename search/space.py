@@ -59,7 +59,7 @@ class Dimension:
         choices: Allowed precisions, first "float", then for instance "int8", "fp8".
         edges: All edges that the dimension covers, in every region that has the pattern.
         role: Kind of consumer of the tensor: "linear", "add", "mul", "pool", "concat", "activation", "normalization",
-            "movement" or "other"; heuristics use it.
+            "movement" or "other"; fixed placements use it.
         cost: Share of the model's multiply-accumulates behind this point, 0 to 1.
     """
 

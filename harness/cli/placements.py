@@ -60,7 +60,8 @@ def insert(
     model: ModelArgument,
     output: OutputOption,
     placement: Annotated[
-        str, typer.Option(help="Name of a rule (all, linear, movers, ...), folder to deploy (ship/NAME), or Q/DQ file.")
+        str,
+        typer.Option(help="Fixed placement (all, linear, movers, ...), folder to deploy (ship/NAME), or Q/DQ file."),
     ] = "linear",
     backend: BackendOption = "openvino",
     param: ParamOption = None,
@@ -74,7 +75,7 @@ def insert(
     run: RunOption = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a model with the Q/DQ pairs of a rule or of a stored placement, without a search and without timing.
+    """Write a model with the Q/DQ pairs of a fixed or a stored placement, without a search and without timing.
 
     Where the runtime is installed, the file is compared in it with what the file describes. If the result is wrong or
     the runtime refuses the file, it becomes NAME.wrong.onnx, an older NAME.onnx is removed, and the exit status is 1.

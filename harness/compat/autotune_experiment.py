@@ -13,16 +13,18 @@ from harness.accuracy.data.arrays import array_kind, array_names
 from harness.base.errors import MAX_COUNT, UserError, suggest_names
 from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError
 from harness.config.experiment import Experiment, parse_experiment
+from harness.config.initial import DEFAULT_INITIAL
 from harness.config.objective import validate_bound
 from harness.config.yaml_loader import dump_yaml, parse_params
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.run.prepare.study_task import model_label
 from harness.ship.placements import file_entry
+from search.fixed_placements import FIXED_PLACEMENTS
 
 DEFAULT_EVALUATIONS = 50
 PROXY_SAMPLES = 8
 STOP_AT = 0.9
-INITIAL_RULES = ("float", "all", "linear", "linear_add", "movers")
+INITIAL_NAMES = tuple(name for name in DEFAULT_INITIAL if name in FIXED_PLACEMENTS)
 KEYS_SET_BY_PARAMETERS = frozenset({"experiment", "models", "backends", "searchers", "seeds"})
 CONFIRMATION = {"builds": 4, "rounds": 12, "samples": 3}
 
@@ -85,7 +87,7 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         "precision": [options.quant_type],
         "searchers": [options.searcher or "auto"],
         "seeds": [options.seed],
-        "initial": [*INITIAL_RULES, *starts],
+        "initial": [*INITIAL_NAMES, *starts],
         "baselines": [*(start["label"] for start in starts), *(options.baseline or ())],
         "budget": make_budget(options.max_evals, options.max_minutes),
         "confirmation": CONFIRMATION,
@@ -112,7 +114,7 @@ def _start_entries(files: Iterable[str], *, ranges: bool) -> list[dict[str, Any]
     """Return the entries of an experiment's key `initial` for the options --start, labelled with the files' names."""
     entries: list[dict[str, Any]] = []
     for file in files:
-        label, used = model_label(file), {*INITIAL_RULES, *(entry["label"] for entry in entries)}
+        label, used = model_label(file), {*INITIAL_NAMES, *(entry["label"] for entry in entries)}
         label = f"start{len(entries) + 1}-{label}" if label in used else label
         try:
             entries.append(file_entry(Path(file), label, ranges=ranges))
@@ -205,7 +207,7 @@ def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> E
     described = {
         "experiment": "autotune",
         "models": [{"label": model_label(model["use"]), **model}],
-        "initial": list(INITIAL_RULES),
+        "initial": list(INITIAL_NAMES),
         "baselines": ["all", "linear"],
         **keys,
     }

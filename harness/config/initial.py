@@ -8,30 +8,29 @@ from typing import Any
 
 from harness.base.errors import suggest_names
 from harness.config.sections import PluginSpec
-from search.heuristics import HEURISTIC_RULES
+from search.fixed_placements import FIXED_PLACEMENTS
 
 _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
 #: PTQ tools whose placements can be initial; the last one has INT8 activations in every dialect of the backend.
 PTQ_TOOLS = (*_COMMON_TOOLS, "ort_static_s8")
 #: Tools whose models can only be baselines, as they are not Q/DQ placements of the dialect.
 BASELINE_TOOLS = ("ort_dynamic", "nncf_ptq", "nncf_ptq_onnx", "nncf_accuracy_control", "quark_ptq", "quark_adaquant")
-#: Placements from a file, `params: {path: ...}`: a Q/DQ model of any tool, an exported model of the same structure, a
-#: pattern cache, or the output of `qdq sensitivity`. The first two give their ranges too if `ranges` is true.
-FILE_SOURCES = ("import", "placement", "pattern_cache", "sensitivity")
+TOOLS = (*PTQ_TOOLS, *BASELINE_TOOLS)
 MAX_FILE_PLACEMENTS = 32
-
-LAST_VERSION_WITH_REMOVED_KEYS = "qdq-bench 0.1.0 at commit f7c262ac"
-_REMOVED = ("predicted",)
 
 DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TOOLS)
 DEFAULT_BASELINES = ("all", "linear", *_COMMON_TOOLS)
+#: The fixed placement of TensorRT's guide, which depends on the order of the nodes.
+TENSORRT_GUIDE = "trt_guide"
 #: Stress test: everything quantized symmetrically; see `harness.run.prepare.external_tools`.
 FULLY_QUANTIZED = "extreme"
+LAST_VERSION_WITH_REMOVED_KEYS = "qdq-bench 0.1.0 at commit f7c262ac"
+_REMOVED = ("predicted",)
 _FP8_SUFFIX = "-fp8"
 _FLOAT_ROW_NAME = re.compile(r"float-(f|bf|fp|tf)\d+")
-_RULE_PLACEMENTS = (
-    "float", "all", FULLY_QUANTIZED, *HEURISTIC_RULES, "trt_guide", *(f"{name}{_FP8_SUFFIX}" for name in ("all",
-    *HEURISTIC_RULES)),
+FIXED_NAMES = (
+    *FIXED_PLACEMENTS, TENSORRT_GUIDE, FULLY_QUANTIZED,
+    *(f"{name}{_FP8_SUFFIX}" for name in FIXED_PLACEMENTS if name != "float"),
 )  # fmt: skip
 
 
@@ -48,12 +47,21 @@ def _is_flag(value: Any) -> bool:
 
 
 _PARAM_HINTS = {"path": "the name of a file", "limit": f"1 to {MAX_FILE_PLACEMENTS}", "ranges": "true or false"}
-_PARAM_CHECKS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
-    "import": {"path": _is_path, "ranges": _is_flag},
-    "placement": {"path": _is_path, "ranges": _is_flag},
-    "pattern_cache": {"path": _is_path, "limit": _is_limit},
-    "sensitivity": {"path": _is_path, "limit": _is_limit},
+_MODEL_FILE: Mapping[str, Callable[[Any], bool]] = {"path": _is_path, "ranges": _is_flag}
+_RANKED_FILE: Mapping[str, Callable[[Any], bool]] = {"path": _is_path, "limit": _is_limit}
+#: Parameters of placements from a file: a Q/DQ model of any tool, an exported model of the same structure, a pattern
+#: cache, or the output of `qdq sensitivity`. The first two give their ranges too if `ranges` is true.
+FILE_SOURCES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+    "import": _MODEL_FILE,
+    "placement": _MODEL_FILE,
+    "pattern_cache": _RANKED_FILE,
+    "sensitivity": _RANKED_FILE,
 }
+
+
+def is_placement_plugin(entry: PluginSpec) -> bool:
+    """Return whether an entry of `initial` is a fixed placement of the user, `package.module:function`."""
+    return ":" in entry.use
 
 
 def as_list(value: Any) -> Any:
@@ -63,15 +71,16 @@ def as_list(value: Any) -> Any:
 
 def check_initial(initial: Sequence[PluginSpec]) -> None:
     """Raise ValueError for an unknown name, an ambiguous label or a wrong parameter in the key `initial`."""
-    allowed = (*_RULE_PLACEMENTS, *PTQ_TOOLS, *FILE_SOURCES)
+    allowed = (*FIXED_NAMES, *PTQ_TOOLS, *FILE_SOURCES)
     for entry in initial:
         if entry.use in _REMOVED:
             raise ValueError(f"initial: {entry.use!r} was removed; {LAST_VERSION_WITH_REMOVED_KEYS} reads it")
-        if entry.use not in allowed:
+        if entry.use not in allowed and not is_placement_plugin(entry):
             raise ValueError(
                 f"initial: no placement is called {entry.use!r}; {suggest_names(entry.use, allowed)}; for none: 'none'"
             )
-        if entry.name != entry.use and (entry.use not in FILE_SOURCES or entry.name in allowed):
+        own_name = entry.use in FILE_SOURCES or is_placement_plugin(entry)
+        if entry.name != entry.use and (not own_name or entry.name in allowed):
             raise ValueError(f"initial: {entry.use!r} keeps its own name, but got the label {entry.name!r}")
         _check_initial_params(entry)
     names = [entry.name for entry in initial]
@@ -82,7 +91,7 @@ def check_initial(initial: Sequence[PluginSpec]) -> None:
 
 
 def _check_initial_params(entry: PluginSpec) -> None:
-    allowed = _PARAM_CHECKS.get(entry.use, {})
+    allowed = FILE_SOURCES.get(entry.use, {})
     for name, value in entry.params.items():
         if name not in allowed:
             raise ValueError(f"initial: {entry.use!r} has no parameter {name!r}; {suggest_names(name, allowed)}")
@@ -93,19 +102,19 @@ def _check_initial_params(entry: PluginSpec) -> None:
 
 
 def check_baselines(names: Sequence[str], initial: Sequence[PluginSpec]) -> None:
-    """Raise ValueError for a baseline that is neither a known name nor an entry of the key `initial` from a file.
+    """Raise ValueError for a baseline that is neither a known name nor an entry of `initial` from a file or a plug-in.
 
     "float" is not allowed, as the float model always has a row.
     """
-    tools = (*PTQ_TOOLS, *BASELINE_TOOLS)
-    known = (*_RULE_PLACEMENTS[1:], *tools, *(entry.name for entry in initial if entry.use in FILE_SOURCES))
+    labels = (entry.name for entry in initial if entry.use in FILE_SOURCES or is_placement_plugin(entry))
+    known = (*(name for name in FIXED_NAMES if name != "float"), *TOOLS, *labels)
     for name in names:
         if name not in known:
             raise ValueError(f"baselines: no baseline is called {name!r}; {suggest_names(name, known)}")
 
 
-def split_rule_precision(name: str) -> tuple[str, str | None]:
-    """Return rule and precision of a placement's name: "linear-fp8" is "linear" at "fp8"; None: the task's first."""
+def split_precision(name: str) -> tuple[str, str | None]:
+    """Return the parts of a fixed placement's name: "linear-fp8" is "linear" at "fp8"; None: the task's first one."""
     return (name.removesuffix(_FP8_SUFFIX), _FP8_SUFFIX[1:]) if name.endswith(_FP8_SUFFIX) else (name, None)
 
 

@@ -178,9 +178,8 @@ def decode_line(text: str | bytes) -> JournalLine:
 def first_problem(error: ValidationError, skipped: int = 0) -> str:
     """Return the first error of pydantic as "key.path: message", without the first `skipped` keys of the path."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'][skipped:]))}: {first['msg'].removeprefix('Value error, ')}".removeprefix(
-        ": "
-    )
+    place, problem = ".".join(map(str, first["loc"][skipped:])), first["msg"].removeprefix("Value error, ")
+    return f"{place}: {problem}" if place else problem
 
 
 @functools.cache

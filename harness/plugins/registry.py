@@ -51,6 +51,7 @@ CONTRACT_METHODS: Mapping[str, tuple[str, ...]] = {
 #: Parameters that a function `package.module:function` must have, by the kind of plug-in.
 CONTRACT_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "decoder": ("outputs", "prepared", "size"),
+    "fixed placement": ("space", "precision"),
     "function": (),
     "weight estimator": ("rows", "quantize"),
 }

@@ -164,7 +164,7 @@ def insert(
     run: bool = True,
     **described: Any,
 ) -> InsertedModel:
-    """Write a model with the Q/DQ pairs of a rule or of a stored placement, without a search; see `qdq insert`.
+    """Write a model with the Q/DQ pairs of a fixed or a stored placement, without a search; see `qdq insert`.
 
     The file is run in its runtime, and `check` of the result has the comparison with what the file describes. A file
     that is not usable (`check.is_usable`) is at `path`, which is NAME.wrong.onnx, and an older file `out` is removed.
@@ -172,7 +172,7 @@ def insert(
     Args:
         model: See `autotune`.
         out: File to write.
-        placement: Name of a rule, a folder to deploy, or a Q/DQ file.
+        placement: Name of a fixed placement, a folder to deploy, or a Q/DQ file.
         calibration: See `autotune`.
         backend: Runtime whose dialect of Q/DQ pairs is written; its device may be absent.
         precision: Precision of quantized values.

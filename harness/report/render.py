@@ -59,7 +59,7 @@ class Frames:
         overview: Speedups by method with geometric means.
         finalists: All confirmed placements of searches.
         precision: Methods with a score, or of several precisions.
-        decision: Float precisions, PTQ tools, rules, and the best found.
+        decision: Float precisions, PTQ tools, fixed placements, and the best found.
         tools: Methods of tasks with rows of other tools, also scored as their files describe them.
         budget: Confirmed speedup by searcher and budget.
         fixed: Gain over the best fixed row of the task.

@@ -79,7 +79,7 @@ def shipment_facts(
 
     Args:
         answer: Line with file, speedup, loss of accuracy and settings.
-        method: Name of the searcher or rule that chose the placement.
+        method: Name of the searcher that chose the placement, or of the fixed placement.
         decision: Verdict of the confirmation, such as "faster" or "tie".
         timing: Speedup and latencies in ms; see `harness.ship.results_bundle.confirmation_facts`.
         runtime: Description of the benchmarker.

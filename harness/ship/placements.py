@@ -21,7 +21,7 @@ from harness.base.files import explain_write_errors
 from harness.base.paths import resolve_path
 from harness.base.progress import Observer
 from harness.config.experiment import Experiment, parse_experiment
-from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
+from harness.config.initial import TENSORRT_GUIDE, TOOLS
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import PluginSpec
 from harness.config.yaml_loader import dump_yaml
@@ -55,7 +55,7 @@ from harness.run.prepare.model_loader import MIN_OPSET, input_types, open_model
 from harness.run.prepare.study_task import model_label
 from harness.run.prepare.task import Task, calibrate_task
 from harness.run.verify.runtime_checker import check_file
-from search.heuristics import HEURISTIC_RULES
+from search.fixed_placements import FIXED_PLACEMENTS
 from search.space import Resolved
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def apply_experiment(
     changes = {**changes, **({"calibration": calibration} if calibration else {})}
     if facts.get("method") == FLOAT_ROW:
         raise UserError(f"{folder}: holds the float model, so there is no placement to apply")
-    made_by_tool = facts.get("method") in (*PTQ_TOOLS, *BASELINE_TOOLS)
+    made_by_tool = facts.get("method") in TOOLS
     changes = {**changes, **_replacement_evaluator(stored_model, calibration, folder, shipped)}
     described = {
         **stored,
@@ -235,7 +235,7 @@ def insert_placement(
 
     Args:
         model: ONNX file, `zoo:NAME` or `assets:PATH`.
-        placement: Name of a rule, a folder to deploy, or a Q/DQ file made from a model of this structure.
+        placement: Name of a fixed placement, a folder to deploy, or a Q/DQ file made from a model of this structure.
         out: ONNX file to write; its folder is created, and an existing file is replaced.
         backend: Benchmarker that determines the dialect of the pairs; its device may be absent.
         run: Whether the file is run in the benchmarker's runtime, if that is installed.
@@ -362,10 +362,10 @@ def _report_ranges(task: Task, resolved: Resolved, imported: Ranges, observer: O
 
 
 def _initial_entry(placement: str, ranges: bool) -> dict[str, Any]:
-    """Return the entry of an experiment's key `initial` for the name of a rule, a folder to deploy or a Q/DQ file."""
+    """Return the entry of an experiment's key `initial` for a fixed placement's name, a folder to deploy or a file."""
     path = Path(placement)
     if not path.is_file() and not holds_bundle(path):
-        _check_rule(placement, path)
+        _check_fixed_placement(placement, path)
         return {"use": placement, "label": placement}
     return file_entry(path, ROW, ranges=ranges)
 
@@ -386,18 +386,21 @@ def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
     return {"use": "placement" if is_exported(path) else "import", "params": params, "label": label}
 
 
-def _check_rule(placement: str, path: Path) -> None:
-    """Raise `UserError` with the remedy if a placement is not the name of a rule."""
-    if placement in (*PTQ_TOOLS, *BASELINE_TOOLS):
-        raise UserError(f"--placement {placement}: a tool, not a rule; run the tool, or `qdq ptq` for ModelOpt's")
+def _check_fixed_placement(placement: str, path: Path) -> None:
+    """Raise `UserError` with the remedy for a name that no fixed placement has."""
+    if placement in TOOLS:
+        raise UserError(
+            f"--placement {placement}: a tool, not a fixed placement; run the tool, or `qdq ptq` for ModelOpt's"
+        )
     if (path / "experiment.yaml").is_file():
         raise UserError(
             f"--placement {placement}: a results folder without a folder to deploy, so there is no placement"
         )
-    rules = ("float", "all", *HEURISTIC_RULES)
-    if placement not in rules:
+    names = (*FIXED_PLACEMENTS, TENSORRT_GUIDE)
+    if placement not in names:
         raise UserError(
-            f"--placement {placement}: no such rule, folder to deploy or file; {suggest_names(placement, rules)}"
+            f"--placement {placement}: no such fixed placement, folder to deploy or file; "
+            f"{suggest_names(placement, names)}"
         )
 
 

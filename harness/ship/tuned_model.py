@@ -37,7 +37,7 @@ class TunedModel:
         proven: Whether the confirmed model is the delivered one and faster than the float model beyond noise.
         dynamic: File with the dynamic axes of the original model, or None without such axes.
         name: Name of the folder; "": MODEL-RUNTIME-PRECISION.
-        method: Name of the searcher or rule that chose the placement.
+        method: Name of the searcher that chose the placement, or of the fixed placement.
         row: Name of the model in the confirmation.
         baseline: Name of the float model in the confirmation.
         shapes: Shape of each input by the label of the timed shape, if several were timed.

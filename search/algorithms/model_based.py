@@ -1,4 +1,4 @@
-"""Default searcher: expert rules, then moves of blocks and their combinations, chosen by a model of latency."""
+"""Default searcher: expert placements, then moves of blocks and their combinations, chosen by a model of latency."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from search.acquisition import AcquisitionScores, SurrogateModel
 from search.api import Placement, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher
-from search.heuristics import expert_placements
+from search.fixed_placements import expert_placements
 from search.moves import assign, crossover_by_group, flip, move_sets, random_neighbour, random_with_density, singletons
 
 __all__ = ["AutoSearcher"]
@@ -28,10 +28,10 @@ MAX_CUMULATIVE_MOVES = 12
 
 
 class AutoSearcher(ArchiveSearcher):
-    """Searcher that starts from expert rules and continues with a surrogate model of latency; the default.
+    """Searcher that starts from expert placements and continues with a surrogate model of latency; the default.
 
-    The search begins with the expert rules that are new (`search.heuristics`). Every later proposal is the candidate
-    with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
+    The search begins with the expert placements that are new (`search.fixed_placements`). Every later proposal is the
+    candidate with the largest expected improvement (`search.acquisition`), from two rounds of candidates:
 
     1. Moves from several good placements that differ from each other: blocks across patterns (a role, the readers of
        its results), blocks within a pattern, and single points; also crossovers of patterns, flips of two to four
@@ -46,7 +46,7 @@ class AutoSearcher(ArchiveSearcher):
     Args:
         space: Space to search.
         seed: Seed of all draws.
-        rules: Number of expert rules tried before the model decides.
+        rules: Number of expert placements tried before the model decides.
         surrogate: Whether a model chooses among the candidates. If not, moves from the best placements are proposed in
             a fixed order, coarse ones first.
         blocks: Whether blocks are moved; if not, only single points.
@@ -70,21 +70,22 @@ class AutoSearcher(ArchiveSearcher):
         self._advisor = SurrogateModel(space) if surrogate else None
         sets = move_sets(space) if blocks else ((), (), singletons(space))
         self._wide, self._narrow, self._points = (_moves_of_sets(s, space) for s in sets)
-        self._rules = list(expert_placements(space))[:rules]
+        self._expert = list(expert_placements(space))[:rules]
 
     def _propose(self) -> Placement | None:
-        while self._rules:
-            rule = self._rules.pop(0)
-            if self._space.digest(rule) not in self._archive and not self._is_dominated_by_violation(rule):
-                return rule
+        while self._expert:
+            placement = self._expert.pop(0)
+            known = self._space.digest(placement) in self._archive
+            if not known and not self._is_dominated_by_violation(placement):
+                return placement
         if not len(self._archive):
             return random_neighbour(self._space.quantize_roles({"linear"}), self._space, self._rng, self._archive)
         found = self._first_unseen_move() if self._advisor is None else self._propose_by_acquisition(self._advisor)
         best = self._archive.best(1)[0].placement
         return found or random_neighbour(best, self._space, self._rng, self._archive)
 
-    def _is_dominated_by_violation(self, rule: Placement) -> bool:
-        """Return whether a rule quantizes everything that a violating placement quantizes.
+    def _is_dominated_by_violation(self, placement: Placement) -> bool:
+        """Return whether a placement quantizes everything that a violating placement quantizes.
 
         False unless the float model is known to be feasible: otherwise the constraint may be one that more Q/DQ pairs
         help to satisfy, such as a bound on latency.
@@ -93,7 +94,7 @@ class AutoSearcher(ArchiveSearcher):
         if unquantized is None or unquantized.score.violation > 0:
             return False
         broken = [entry.placement.choices for entry in self._archive if entry.score.violation > 0]
-        return any(all(a == b for a, b in zip(known, rule.choices, strict=True) if a) for known in broken)
+        return any(all(a == b for a, b in zip(known, placement.choices, strict=True) if a) for known in broken)
 
     def _first_unseen_move(self) -> Placement | None:
         for entry in self._archive.base_entries(MAX_BASES):

@@ -31,7 +31,7 @@ from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.insight.compiled import explain_compilation
 from harness.run.prepare.model_loader import input_types
 from harness.runtimes.rtx_compile.compiler import compile_file
-from search.heuristics import HEURISTIC_RULES
+from search.fixed_placements import FIXED_PLACEMENTS
 from search.space import Placement, Space
 
 INITIAL = ("linear", "linear_add", "movers")
@@ -83,7 +83,7 @@ def quantized_files(
 
 def placements(space: Space) -> dict[str, Placement]:
     rng = np.random.default_rng(0)
-    rules = {name: HEURISTIC_RULES[name](space, None) for name in INITIAL}
+    rules = {name: FIXED_PLACEMENTS[name](space, None) for name in INITIAL}
     return {"all": space.quantize_all(), **rules, **{f"random{i}": space.random(rng) for i in range(RANDOM_COUNT)}}
 
 

@@ -1,4 +1,4 @@
-"""Tables by model and device: decisions (float precisions, PTQ tools, rules, best placement), and shapes."""
+"""Tables by model and device: decisions (float precisions, PTQ tools, fixed placements, best placement), and shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.config.initial import BASELINE_TOOLS, PTQ_TOOLS
+from harness.config.initial import TOOLS
 from harness.measure.turn_statistics import summarize_parts
 from harness.report.frames.main_frame import UNUSABLE, RowStatus, interval_columns, rows_by_task, with_backend_column
 from harness.report.report_table import ReportTable, frame_rows
@@ -22,7 +22,7 @@ from harness.results.stored_experiment import StoredExperiment
 from harness.results.task_files import sizes_of
 
 BEST_FOUND = "best found"
-RULE_LABELS = {
+FIXED_PLACEMENT_LABELS = {
     "linear": "linear operators",
     "linear-fp8": "linear operators, fp8",
     "all": "all operators",
@@ -124,10 +124,9 @@ def _iter_roles(
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
     named = [(PRECISION_LABELS.get(row["precision"], FLOAT_ROW), row) for row in rows if row["method"] == FLOAT_ROW]
     yield from sorted(named, key=lambda pair: pair[0] != "FP32")
-    tools = {*PTQ_TOOLS, *BASELINE_TOOLS}
-    yield from ((f"default PTQ, {row['method']}", row) for row in rows if row["method"] in tools)
-    rules = (row for row in rows if row["method"] in stored.baselines and row["method"] not in tools)
-    yield from ((RULE_LABELS.get(row["method"], row["method"]), row) for row in rules)
+    yield from ((f"default PTQ, {row['method']}", row) for row in rows if row["method"] in TOOLS)
+    fixed = (row for row in rows if row["method"] in stored.baselines and row["method"] not in TOOLS)
+    yield from ((FIXED_PLACEMENT_LABELS.get(row["method"], row["method"]), row) for row in fixed)
     if searched := [row for row in rows if row["method"] in stored.searchers]:
         yield BEST_FOUND, _best_row(searched, losses)
 

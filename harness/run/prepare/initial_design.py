@@ -13,7 +13,16 @@ from harness.base.errors import UserError
 from harness.base.files import explain_write_errors, read_json
 from harness.base.paths import resolve_path
 from harness.base.progress import Observer
-from harness.config.initial import BASELINE_TOOLS, split_rule_precision
+from harness.config.initial import (
+    BASELINE_TOOLS,
+    FIXED_NAMES,
+    FULLY_QUANTIZED,
+    PTQ_TOOLS,
+    TENSORRT_GUIDE,
+    initial_count,
+    is_placement_plugin,
+    split_precision,
+)
 from harness.config.plan import TaskSpec
 from harness.config.sections import PluginSpec
 from harness.graph.load import read_signature
@@ -34,9 +43,10 @@ from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, count_pairs, read_qdq
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.rules.dialects import Dialect
 from harness.measure.records import SCHEMA_VERSION
+from harness.plugins.registry import call_plugin, load_plugin
 from harness.results.deploy_folder import bundle_model
 from harness.run.prepare.external_tools import ExternalModel
-from search.heuristics import HEURISTIC_RULES
+from search.fixed_placements import FIXED_PLACEMENTS
 from search.space import Edge, Placement, Space
 
 
@@ -130,10 +140,10 @@ def load_imported_ranges(
 
 
 def check_files(starts: Sequence[PluginSpec]) -> None:
-    """Check every file that the entries of an experiment's key `initial` name.
+    """Check every file and plug-in that the entries of an experiment's key `initial` name.
 
     Raises:
-        UserError: A file does not exist, or is not of the expected kind.
+        UserError: A file or plug-in does not exist, or is not of the expected kind.
     """
     load_imported_models(starts)
     for start in starts:
@@ -142,7 +152,9 @@ def check_files(starts: Sequence[PluginSpec]) -> None:
         elif start.use == "sensitivity":
             read_prior(resolve_path(start.params["path"], start.base_dir))
         elif start.use == "pattern_cache":
-            read_cache(resolve_path(start.params["path"], start.base_dir))
+            _read_pattern_cache(start)
+        elif is_placement_plugin(start):
+            load_plugin("fixed placement", start.use)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,36 +181,14 @@ class InitialDesign:
         Raises:
             UserError: A file cannot be read, or its placement does not exist in the space.
         """
-        return {start.name: dict(self._placements_of(start)) for start in starts}
+        found = {}
+        for start in starts:
+            source = _plugin_placement if is_placement_plugin(start) else SOURCES[start.use]
+            placements = enumerate(source(self, start), start=1)
+            found[start.name] = {start.name if rank == 1 else f"{start.name}-{rank}": each for rank, each in placements}
+        return found
 
-    def _placements_of(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
-        rule, precision = split_rule_precision(start.use)
-        if rule in HEURISTIC_RULES:
-            yield start.name, HEURISTIC_RULES[rule](self.space, precision)
-        elif start.use == "trt_guide":
-            yield start.name, tensorrt_guide_placement(self.space, self.model)
-        elif start.use == "placement":
-            yield start.name, self._read_placement(initial_file(start))
-        elif start.use == "pattern_cache":
-            yield from self._pattern_cache_placements(start)
-        elif start.use == "sensitivity":
-            yield from self._prior_placements(start)
-        elif start.use in BASELINE_TOOLS:
-            return
-        elif start.name in self.external_models:
-            yield from self._read_external_placement(start.name, self.external_models[start.name].path)
-        else:
-            yield start.name, self.space.quantize_all(precision) if rule == "all" else self.space.float_placement()
-
-    def _read_external_placement(self, name: str, path: Path | None) -> Iterator[tuple[str, Placement]]:
-        if path is None:
-            return
-        try:
-            yield name, self.space.nearest(self.read(path).edges)
-        except UserError as error:
-            self.observer.say(f"{self.model.source}: the placement of {name} cannot be read back: {error}")
-
-    def _read_placement(self, path: Path) -> Placement:
+    def read_placement(self, path: Path) -> Placement:
         """Return the placement of an exported file, or the nearest placement of the space for a file of another tool.
 
         Raises:
@@ -249,40 +239,72 @@ class InitialDesign:
         Raises:
             UserError: A pattern cache cannot be read.
         """
-        caches = {start.name: self._read_pattern_cache(start) for start in starts if start.use == "pattern_cache"}
+        caches = {start.name: _read_pattern_cache(start) for start in starts if start.use == "pattern_cache"}
         return tuple(
             f"{name}: {text}"
             for name, cache in caches.items()
-            for text in describe_foreign_schemes(cache, self._origin())
+            for text in describe_foreign_schemes(cache, self.origin())
         )
 
-    def _read_pattern_cache(self, start: PluginSpec) -> PatternCache:
-        return read_cache(resolve_path(start.params["path"], start.base_dir))
-
-    def _origin(self) -> MeasurementOrigin:
+    def origin(self) -> MeasurementOrigin:
+        """Return the origin of measurements in this task."""
         return MeasurementOrigin.of_backend(self.facts, self.spec.precision)
 
-    def _pattern_cache_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
-        for sentence in self.foreign_origin_notes((start,)):
-            self.observer.say(f"{self.model.source}: {sentence}")
-        found = propose_placements(
-            self._read_pattern_cache(start), self.space, self._origin(), int(start.params.get("limit", 1))
-        )
-        if not found:
-            self.observer.say(f"{self.model.source}: {start.name}: the pattern cache contains none of its patterns")
-        yield from _number_names(start, found)
 
-    def _prior_placements(self, start: PluginSpec) -> Iterator[tuple[str, Placement]]:
-        units = read_prior(resolve_path(start.params["path"], start.base_dir))
-        found = nested_prior_placements(units, self.space, int(start.params.get("limit", 1)))
-        if not found:
-            self.observer.say(f"{self.model.source}: {start.name}: no unit with a gain exists in this model")
-        yield from _number_names(start, found)
+def _read_pattern_cache(start: PluginSpec) -> PatternCache:
+    return read_cache(resolve_path(start.params["path"], start.base_dir))
 
 
-def _number_names(start: PluginSpec, found: Sequence[Placement]) -> Iterator[tuple[str, Placement]]:
-    for rank, placement in enumerate(found, start=1):
-        yield (start.name if rank == 1 else f"{start.name}-{rank}"), placement
+def _fixed_placement(design: InitialDesign, start: PluginSpec) -> Iterator[Placement]:
+    name, precision = split_precision(start.use)
+    yield FIXED_PLACEMENTS[name](design.space, precision)
+
+
+def _plugin_placement(design: InitialDesign, start: PluginSpec) -> Iterator[Placement]:
+    place = load_plugin("fixed placement", start.use)
+    yield call_plugin(
+        f"fixed placement {start.use!r}", lambda: design.space.validate(place(space=design.space, precision=None))
+    )
+
+
+def _external_model(design: InitialDesign, start: PluginSpec) -> Iterator[Placement]:
+    """Yield the placement that is nearest to that of a tool's or a user's Q/DQ model, if there is such a model."""
+    model = design.external_models.get(start.name)
+    if model is None or model.path is None:
+        return
+    try:
+        yield design.space.nearest(design.read(model.path).edges)
+    except UserError as error:
+        design.observer.say(f"{design.model.source}: the placement of {start.name} cannot be read back: {error}")
+
+
+def _cached_schemes(design: InitialDesign, start: PluginSpec) -> Iterator[Placement]:
+    for sentence in design.foreign_origin_notes((start,)):
+        design.observer.say(f"{design.model.source}: {sentence}")
+    cache, count = _read_pattern_cache(start), initial_count(start)
+    if not (found := propose_placements(cache, design.space, design.origin(), count)):
+        design.observer.say(f"{design.model.source}: {start.name}: the pattern cache contains none of its patterns")
+    yield from found
+
+
+def _sensitive_units(design: InitialDesign, start: PluginSpec) -> Iterator[Placement]:
+    units = read_prior(resolve_path(start.params["path"], start.base_dir))
+    if not (found := nested_prior_placements(units, design.space, initial_count(start))):
+        design.observer.say(f"{design.model.source}: {start.name}: no unit with a gain exists in this model")
+    yield from found
+
+
+PlacementSource = Callable[[InitialDesign, PluginSpec], Iterator[Placement]]
+SOURCES: Mapping[str, PlacementSource] = {
+    **dict.fromkeys(FIXED_NAMES, _fixed_placement),
+    TENSORRT_GUIDE: lambda design, _: iter([tensorrt_guide_placement(design.space, design.model)]),
+    **dict.fromkeys((FULLY_QUANTIZED, *PTQ_TOOLS, "import"), _external_model),
+    "placement": lambda design, start: iter([design.read_placement(initial_file(start))]),
+    "pattern_cache": _cached_schemes,
+    "sensitivity": _sensitive_units,
+    **dict.fromkeys(BASELINE_TOOLS, lambda design, start: iter(())),
+}
+"""Functions that yield the placements of an entry, by its name in `initial` and `baselines`."""
 
 
 def tensorrt_guide_placement(space: Space, model: Model) -> Placement:

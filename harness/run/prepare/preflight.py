@@ -57,6 +57,7 @@ from search.synthetic_problem import synthetic_space
 CODE_KEYS: Mapping[str, str] = {
     "searchers.*.use": "searcher",
     "backends.*.use": "benchmarker",
+    "initial.*.use": "fixed placement",
     "models.*.preprocess.use": "preprocessing",
     "models.*.evaluator.use": "evaluator",
     "models.*.calibration.method": "range estimator",

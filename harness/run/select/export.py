@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.base.files import explain_write_errors
 from harness.config.experiment import Experiment
-from harness.config.initial import split_rule_precision
+from harness.config.initial import split_precision
 from harness.config.plan import SearchSpec
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
@@ -140,7 +140,7 @@ def _transferred_rows(transferred: Mapping[str, TransferredPlacement], exporter:
 
 def _baseline_row(name: str, task: Task, exporter: _Exporter) -> tuple[str, str]:
     """Return the id of the row of a fixed baseline and "", or "" and the reason for its absence."""
-    external, precision = task.external_models.get(name), split_rule_precision(name)[1]
+    external, precision = task.external_models.get(name), split_precision(name)[1]
     if external is not None and external.path is None:
         return "", external.reason
     if external is not None and external.path is not None:

@@ -35,7 +35,7 @@ from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, T
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.ship.recipes import RECIPES, export_recipe, summarize_placement
 from harness.ship.runtime_comparison import EdgeCost, measure_edge_costs
-from search.heuristics import HEURISTIC_RULES
+from search.fixed_placements import FIXED_PLACEMENTS
 from search.space import Edge
 
 needs_nncf = pytest.mark.skipif(find_spec("nncf") is None, reason="NNCF is not installed")
@@ -50,7 +50,7 @@ def ship(folder: Path, *, without: str = "", dialect: Dialect = ONNXRUNTIME) -> 
     onnx.save(model.proto, folder / "float.onnx")
     feed = {"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}
     space = build_space(model, dialect, precisions=("int8",))
-    placed = space.resolve(HEURISTIC_RULES["linear"](space, None))
+    placed = space.resolve(FIXED_PLACEMENTS["linear"](space, None))
     kept = tuple((edge, precision) for edge, precision in placed if edge.consumer != without)
     Inserter(model, dialect, activation_ranges(model, [feed])).export(kept, folder / "net.onnx")
     return model, folder
@@ -113,7 +113,7 @@ def test_nncf_recipe_keeps_the_scale_granularity(tmp_path, warm_python, choice):
     model = load(builder.save(tmp_path / "float.onnx"))
     feed = {"x": np.random.default_rng(0).random((1, 3, 16, 16), np.float32)}
     space = build_space(model, OPENVINO, precisions=("int8",))
-    placed = space.resolve(HEURISTIC_RULES["linear"](space, None))
+    placed = space.resolve(FIXED_PLACEMENTS["linear"](space, None))
     tensors = {edge.tensor for edge, _ in placed if edge.tensor not in model.constants}
     ranges = calibrate(tmp_path / "float.onnx", tensors, [feed], channels=depthwise_inputs(model))
     Inserter(model, OPENVINO, ranges, NumericChoices(depthwise=choice)).export(placed, tmp_path / "net.onnx")

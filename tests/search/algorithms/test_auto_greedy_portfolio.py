@@ -10,7 +10,7 @@ from search.algorithms.model_based import AutoSearcher
 from search.algorithms.random import RandomSearcher
 from search.algorithms.surrogate import SurrogateSearcher
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
-from search.heuristics import expert_placements
+from search.fixed_placements import expert_placements
 from search.testing import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
 
 

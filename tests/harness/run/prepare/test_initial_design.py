@@ -237,3 +237,33 @@ def test_all_searchers_get_same_initial_placements_or_none(folder):
 
 def test_default_initial_placements():
     assert DEFAULT_INITIAL == ("float", "all", "linear", "linear_add", "movers", "modelopt_ptq", "ort_static")
+
+
+PLUGIN = """
+def edges_of_first_pattern(space, precision):
+    return space.quantize_dimensions(next(iter(space.groups.values())), precision)
+
+def wrong(space, precision):
+    return None
+
+def without_precision(space):
+    return space.float_placement()
+"""
+
+
+def test_function_of_a_module_is_a_fixed_placement(folder, model, space, monkeypatch):
+    (folder / "mine.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(folder))
+    found = seeding(folder, model, space, "[float, {use: 'mine:edges_of_first_pattern', label: first}]")
+    first = set(next(iter(space.groups.values())))
+    assert {i for i, choice in enumerate(found["first"]["first"].choices) if choice} == first
+    path = written(folder, "plugin.yaml", "['mine:edges_of_first_pattern']", "[edges_of_first_pattern]")
+    main = load_results(run(path, folder / "plugin").parent).tasks[0]
+    assert "edges_of_first_pattern" in {pick.method for pick in main.picks}
+    with pytest.raises(UserError, match="fixed placement 'mine:wrong'"):
+        seeding(folder, model, space, "['mine:wrong']")
+    with pytest.raises(UserError, match="no function with the parameters space, precision"):
+        check_experiment(load_experiment(written(folder, "odd.yaml", "['mine:without_precision']")))
+    monkeypatch.delenv("QDQ_TRUST_PLUGINS")
+    with pytest.raises(UserError, match=r"initial\.0\.use: .*would run code of the module mine"):
+        check_experiment(load_experiment(path))

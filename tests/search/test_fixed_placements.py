@@ -1,9 +1,9 @@
-"""Placements by rule: what each takes, at which precision, and which of them experts try where."""
+"""Fixed placements: the dimensions that each quantizes, its precision, and those that experts try by runtime."""
 
 import pytest
 
 from search.api import Dimension, Edge, Placement, Space
-from search.heuristics import HEURISTIC_RULES, expert_placements
+from search.fixed_placements import FIXED_PLACEMENTS, expert_placements
 
 ROLES = ("linear", "activation", "mul", "pool", "movement", "normalization")
 """A chain in which each node reads what the one before gives."""
@@ -32,17 +32,17 @@ def chain(*, output: bool = False, precisions: tuple[str, ...] = ("int8",)) -> S
         ("gates_io", (1, 1, 1, 1, 1, 0)),
     ],
 )
-def test_rule_quantizes_its_roles_and_with_io_their_outputs(name, taken):
-    assert HEURISTIC_RULES[name](chain(), None) == Placement(taken)
+def test_fixed_placement_quantizes_its_roles_and_with_io_their_outputs(name, taken):
+    assert FIXED_PLACEMENTS[name](chain(), None) == Placement(taken)
 
 
-@pytest.mark.parametrize("name", HEURISTIC_RULES)
-def test_rule_keeps_float_where_precision_is_unavailable(name):
+@pytest.mark.parametrize("name", FIXED_PLACEMENTS)
+def test_fixed_placement_keeps_float_where_precision_is_unavailable(name):
     both, one = chain(precisions=("int8", "fp8")), chain()
-    at_int8, at_fp8 = HEURISTIC_RULES[name](both, "int8"), HEURISTIC_RULES[name](both, "fp8")
-    assert at_int8 == HEURISTIC_RULES[name](both, None)
+    at_int8, at_fp8 = FIXED_PLACEMENTS[name](both, "int8"), FIXED_PLACEMENTS[name](both, "fp8")
+    assert at_int8 == FIXED_PLACEMENTS[name](both, None)
     assert at_fp8.choices == tuple(2 * choice for choice in at_int8.choices)
-    assert HEURISTIC_RULES[name](one, "fp8") == one.float_placement()
+    assert FIXED_PLACEMENTS[name](one, "fp8") == one.float_placement()
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_rule_keeps_float_where_precision_is_unavailable(name):
 )
 def test_expert_placements_depend_on_output_dimensions(output, names):
     space = chain(output=output)
-    assert list(expert_placements(space)) == [HEURISTIC_RULES[name](space, None) for name in names]
+    assert list(expert_placements(space)) == [FIXED_PLACEMENTS[name](space, None) for name in names]
 
 
 def test_expert_placements_of_subspace_use_whole_space():
     part = chain(output=True).subspace(range(len(ROLES)))
     assert part.dimensions == chain().dimensions
     for space in (part, part.with_dimensions(part.dimensions[:3]), part.subspace([0, 1])):
-        assert next(expert_placements(space)) == HEURISTIC_RULES["movers_io"](space, None)
+        assert next(expert_placements(space)) == FIXED_PLACEMENTS["movers_io"](space, None)
