@@ -77,12 +77,6 @@ class HalfAndFull11(TensorRT11):
     offered = frozenset({"f16", "f32"})
 
 
-class BrainAndFull11(TensorRT11):
-    """TensorRT 11 with BF16, which ONNX Runtime cannot compute on a CPU, and FP32."""
-
-    offered = frozenset({"bf16", "f32"})
-
-
 class NoDriver(TensorRT11):
     """TensorRT 11 without a GPU."""
 

@@ -115,18 +115,29 @@ class WrongContract(BenchmarkerContract):
         return WrongBenchmarker()
 
 
-def test_contract_finds_every_fault(tmp_path):
-    contract, found = WrongContract(), {}
+def broken_tests(contract: BenchmarkerContract, tmp_path) -> dict[str, str]:
+    """The error by the name of each test of a contract that fails, and of those that are skipped."""
+    found = {}
     for name in [name for name in dir(contract) if name.startswith("test_")]:
-        folder = tmp_path / name
-        folder.mkdir()
+        folder = tmp_path / type(contract).__name__ / name
+        folder.mkdir(parents=True)
         fixtures = {"tmp_path": folder, "record_property": lambda *_: None}
         method = getattr(contract, name)
         try:
             method(**{each: fixtures[each] for each in method.__func__.__annotations__ if each in fixtures})
         except Exception as error:
-            found[name] = type(error)
-        else:
-            found[name] = None
-    assert len(found) == 10
-    assert not [name for name, error in found.items() if error is None]
+            found[name.removeprefix("test_")] = str(error)
+    return found
+
+
+def test_contract_finds_every_fault(tmp_path):
+    assert len(broken_tests(WrongContract(), tmp_path)) == 10
+
+
+@pytest.mark.usefixtures("machine")
+def test_contract_on_simulated_libraries(tmp_path):
+    """The simulated TensorRT computes right and lists no layers; that of trtexec always has the same outputs."""
+    assert broken_tests(TestTensorRT(), tmp_path).keys() == {"layers_show_the_quantized_precision"}
+    found = broken_tests(TestTrtexec(), tmp_path)
+    assert "outputs {'y': (1, 2, 2)} instead of" in found["float_model_computes_the_reference"]
+    assert "readings_are_positive" not in found

@@ -36,10 +36,9 @@ from harness.runtimes.tensorrt.library import TimingCache, open_library
 from harness.runtimes.tensorrt.options import BuildOptions
 from harness.runtimes.tensorrt.session import LoadedEngine
 from harness.runtimes.testing import file_candidate
-from harness.workers import helper_process
 from harness.workers.helper_process import RUNTIME_FACTOR, HelperCallFailed, call_in_helper_process
 
-FAKES, ROOT = Path(__file__).parents[2] / "fakes", Path(__file__).parents[3]
+ROOT = Path(__file__).parents[3]
 ROUNDS, READINGS = 10, 50
 """Rounds of a comparison in turns, and inferences of a turn."""
 MAX_DIFFERENCE, MAX_DIFFERENCE_MS = 0.02, 0.002
@@ -219,28 +218,6 @@ def build_precisions(path: Path, node: str) -> tuple[str, ...]:
     engine = load_engine(library, plan.content, path.name)
     loaded = LoadedEngine(library=library, engine=engine, cuda=cuda, clocks=GpuMonitor(device.uuid), graph=False)
     return tuple(layer.precision for layer in profile_layers(loaded, 1) if node in layer.origin)
-
-
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """A simulated GPU with TensorRT 11 and trtexec, also for programs that are started."""
-    program = tmp_path / "bin" / "trtexec"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKES}/fake_trtexec.py" "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.setenv("FAKE_TRTEXEC", "11")
-    monkeypatch.setenv("FAKE_TRTEXEC_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (FAKES / "gpu_machine", FAKES))))
-    monkeypatch.syspath_prepend(str(FAKES / "gpu_machine"))
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tensorrt", "cuda")]:
-        monkeypatch.delitem(sys.modules, name)
-    helper_process._process_helper(os.getpid())._stop()  # it may have imported an installed package of that name
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tensorrt", "cuda")]:
-        del sys.modules[name]  # PyTorch asks each module of this name for its specification
 
 
 @pytest.mark.usefixtures("machine")
