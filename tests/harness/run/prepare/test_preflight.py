@@ -428,33 +428,6 @@ def test_missing_evaluator_and_proxy_samples_are_noted(folder):
     ]
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "words"),
-    [
-        (8, 16, None),
-        (12, 24, ["calibration.data: ", "does not run with N 1, h 12, w 24 on calibration data (MatMul node."]),
-    ],
-)
-def test_check_names_sizes_at_which_a_model_does_not_run(tmp_path, height, width, words):
-    """The model takes images of 8 rows and an even number of columns."""
-    builder = GraphBuilder("net")
-    x = builder.input("x", ("N", 3, "h", "w"))
-    y = builder.op("Reshape", x, builder.const(np.array([0, 0, 4, 2, -1, 2])))
-    y = builder.op(
-        "MatMul",
-        builder.op("Reshape", y, builder.const(np.array([0, 0, 8, -1]))),
-        builder.op("Transpose", x, perm=[0, 1, 3, 2]),
-    )
-    builder.output(y, ("N", 3, 8, 8), name="y")
-    builder.save(tmp_path / "net.onnx")
-    np.save(tmp_path / "data.npy", np.zeros((2, 3, height, width), np.float32))
-    data = {"use": "npy", "path": "data.npy"}
-    experiment = models(tmp_path, models=[{"use": "net.onnx", "calibration": {"data": data}}])
-    with nullcontext() if words is None else pytest.raises(UserError) as caught:
-        assert check_models(experiment) == ()
-    assert words is None or all(word in str(caught.value) for word in words)
-
-
 def test_workload_estimate_counts_tasks_searches_and_evaluations():
     text = "experiment: e\nmodels: [a.onnx, b.onnx]\nsearchers: [random, tpe]\nseeds: [0, 1]\n"
     text += "budget: {evaluations: [20, 40]}\n"

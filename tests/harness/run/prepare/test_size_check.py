@@ -46,6 +46,7 @@ def test_sizes_are_named_with_all_their_keys(tmp_path):
     data = {"x": np.zeros((2, 40), np.float32), "y": np.zeros((2, 40, 3), np.float32)}
     found = checked(tmp_path, builder, data, dims={"h": 40})
     assert "dims or calibration.data: net.onnx does not run with N 1, h 40, w 3 on calibration data (" in found
+    assert "): dims: net.onnx" in checked(tmp_path, builder, data, dims={"h": 40, "w": 3})
     assert checked(tmp_path, builder, dims={"h": 38, "w": 3}) == "remark: "
 
 

@@ -15,7 +15,7 @@ from harness.runtimes.cuda.device import import_runtime
 ROOT = Path(__file__).parents[4] / "harness"
 FOLDERS = ("runtimes/tensorrt", "runtimes/trtexec", "runtimes/cuda")
 SOURCES = (*(path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))),
-           *sorted((ROOT / "runtimes").glob("t*.py")))  # fmt: skip
+           *sorted((ROOT / "runtimes").glob("tensorrt*.py")))  # fmt: skip
 OWNERS = {
     "trt", "library.trt", "builder", "network", "parser", "config", "engine", "context", "inspector", "runtime",
     "error", "cache", "self.context", "session.context", "artifact.engine", "loaded.engine", "self._loaded.engine",
