@@ -15,7 +15,7 @@ _COMMON_TOOLS = ("modelopt_ptq", "ort_static")
 PTQ_TOOLS = (*_COMMON_TOOLS, "ort_static_s8")
 #: Tools whose models can only be baselines, as they are not Q/DQ placements of the dialect.
 BASELINE_TOOLS = ("ort_dynamic", "nncf_ptq", "nncf_ptq_onnx", "nncf_accuracy_control", "quark_ptq", "quark_adaquant")
-TOOLS = (*PTQ_TOOLS, *BASELINE_TOOLS)
+TOOL_NAMES = (*PTQ_TOOLS, *BASELINE_TOOLS)
 MAX_FILE_PLACEMENTS = 32
 
 DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TOOLS)
@@ -107,7 +107,7 @@ def check_baselines(names: Sequence[str], initial: Sequence[PluginSpec]) -> None
     "float" is not allowed, as the float model always has a row.
     """
     labels = (entry.name for entry in initial if entry.use in FILE_SOURCES or is_placement_plugin(entry))
-    known = (*(name for name in FIXED_NAMES if name != "float"), *TOOLS, *labels)
+    known = (*(name for name in FIXED_NAMES if name != "float"), *TOOL_NAMES, *labels)
     for name in names:
         if name not in known:
             raise ValueError(f"baselines: no baseline is called {name!r}; {suggest_names(name, known)}")

@@ -40,10 +40,10 @@ from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.run.prepare.task import Task
 from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.workers.sandbox import open_engines
+from search.fixed_placements import FIXED_PLACEMENTS
 from search.space import Resolved
 
-PLACEMENT_NAMES: Mapping[str, tuple[str, ...]] = {"linear": ("linear",), "all": ()}
-"""Roles of the quantized points by name of the placement; empty: every point."""
+PLACEMENT_NAMES = tuple(name for name in FIXED_PLACEMENTS if name != "float")
 PLOTTED_SAMPLES = 4
 COLUMN_NAMES = ("pairs", "recovery", "{metric}", "drop [95 % CI]", "gain of each step on held-out samples")
 
@@ -53,7 +53,7 @@ class RecoveryRequest:
     """Choices whose combinations are scored in addition to the choices of the study.
 
     Attributes:
-        placement: A key of `PLACEMENT_NAMES`, a PTQ tool that is run, or a Q/DQ file that was made from the model.
+        placement: An element of `PLACEMENT_NAMES`, a PTQ tool that is run, or a Q/DQ file that was made from the model.
         float_nodes: Wildcards of nodes that stay float.
         methods: Range estimators of activations; empty, also for `weights` and `depthwise`: that of the study.
         steps: Names of recovery steps, in order.
@@ -211,8 +211,7 @@ def _iter_models(
 def _resolve(task: Task, request: RecoveryRequest, feeds: CalibrationBatches, observer: Observer) -> Resolved:
     space = task.space
     if request.placement in PLACEMENT_NAMES:
-        roles = PLACEMENT_NAMES[request.placement]
-        resolved = space.resolve(space.quantize_roles(roles) if roles else space.quantize_all())
+        resolved = space.resolve(FIXED_PLACEMENTS[request.placement](space, None))
     else:
         file = _tool_file(task, request.placement, feeds, observer)
         resolved = space.resolve(space.nearest(import_placement(file, task.model)))

@@ -21,7 +21,7 @@ from harness.base.files import explain_write_errors
 from harness.base.paths import resolve_path
 from harness.base.progress import Observer
 from harness.config.experiment import Experiment, parse_experiment
-from harness.config.initial import TENSORRT_GUIDE, TOOLS
+from harness.config.initial import TENSORRT_GUIDE, TOOL_NAMES
 from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import PluginSpec
 from harness.config.yaml_loader import dump_yaml
@@ -155,7 +155,7 @@ def apply_experiment(
     changes = {**changes, **({"calibration": calibration} if calibration else {})}
     if facts.get("method") == FLOAT_ROW:
         raise UserError(f"{folder}: holds the float model, so there is no placement to apply")
-    made_by_tool = facts.get("method") in TOOLS
+    made_by_tool = facts.get("method") in TOOL_NAMES
     changes = {**changes, **_replacement_evaluator(stored_model, calibration, folder, shipped)}
     described = {
         **stored,
@@ -388,7 +388,7 @@ def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
 
 def _check_fixed_placement(placement: str, path: Path) -> None:
     """Raise `UserError` with the remedy for a name that no fixed placement has."""
-    if placement in TOOLS:
+    if placement in TOOL_NAMES:
         raise UserError(
             f"--placement {placement}: a tool, not a fixed placement; run the tool, or `qdq ptq` for ModelOpt's"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.config.initial import TOOLS
+from harness.config.initial import TOOL_NAMES
 from harness.measure.turn_statistics import summarize_parts
 from harness.report.frames.main_frame import UNUSABLE, RowStatus, interval_columns, rows_by_task, with_backend_column
 from harness.report.report_table import ReportTable, frame_rows
@@ -124,8 +124,8 @@ def _iter_roles(
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
     named = [(PRECISION_LABELS.get(row["precision"], FLOAT_ROW), row) for row in rows if row["method"] == FLOAT_ROW]
     yield from sorted(named, key=lambda pair: pair[0] != "FP32")
-    yield from ((f"default PTQ, {row['method']}", row) for row in rows if row["method"] in TOOLS)
-    fixed = (row for row in rows if row["method"] in stored.baselines and row["method"] not in TOOLS)
+    yield from ((f"default PTQ, {row['method']}", row) for row in rows if row["method"] in TOOL_NAMES)
+    fixed = (row for row in rows if row["method"] in stored.baselines and row["method"] not in TOOL_NAMES)
     yield from ((FIXED_PLACEMENT_LABELS.get(row["method"], row["method"]), row) for row in fixed)
     if searched := [row for row in rows if row["method"] in stored.searchers]:
         yield BEST_FOUND, _best_row(searched, losses)

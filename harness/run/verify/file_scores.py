@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.base.progress import Observer
-from harness.config.initial import TOOLS
+from harness.config.initial import TOOL_NAMES
 from harness.config.sections import Limits, PluginSpec
 from harness.graph.io.digests import IR_SUFFIX
 from harness.measure.provenance import count_cores
@@ -44,7 +44,7 @@ def score_tool_files(
         limits: Limits of each build and scoring.
         evaluator: Digest of the evaluator's settings; scores with another digest are outdated.
     """
-    rows = [row for row in table.rows if row.id in TOOLS]
+    rows = [row for row in table.rows if row.id in TOOL_NAMES]
     for suffix, use in _reference_runtimes().items():
         own = tuple(replace(row, benchmarker=FILE_BENCHMARKER) for row in rows if Path(row.file).suffix == suffix)
         if not own:
