@@ -80,7 +80,10 @@ def sensitivity(
 def recover(
     model: StudyArgument,
     placement: Annotated[
-        str, typer.Option(help="Fixed placement (linear, all, ...), PTQ tool (which is run), Q/DQ file, or folder to deploy.")
+        str,
+        typer.Option(
+            help="Fixed placement (linear, all, ...), PTQ tool (which is run), Q/DQ file, or folder to deploy."
+        ),
     ] = "linear",
     float_node: Annotated[
         list[str] | None, typer.Option(help="Name or wildcard of nodes that stay float; repeat for each.")

@@ -25,10 +25,10 @@ from harness.compat.modelopt_autotune.settings import (
 )
 from harness.compat.modelopt_autotune.storage import AutotuneState, PatternCache, read_state
 from harness.config.sections import PluginSpec
+from harness.config.yaml_loader import write_plain_yaml
 from harness.graph.io.files import digest_model, serialize_model, to_proto, write_model
 from harness.graph.load import load_proto
 from harness.graph.model import Model, Node
-from harness.graph.pattern_cache_io import write_plain_yaml
 from harness.graph.rules.operator_sets import ACTIVATION_OPS
 from harness.run.prepare.float_baseline import read_runtime
 from harness.run.prepare.model_loader import MIN_OPSET

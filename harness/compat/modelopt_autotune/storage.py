@@ -19,7 +19,7 @@ from harness.compat.modelopt_autotune.placement_map import RegionIndex
 from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, PatternSchemes, RegionPattern
 from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import AutotunerError, InvalidSchemeError
-from harness.config.yaml_loader import read_cache_file, write_plain_yaml
+from harness.config.yaml_loader import read_cache_file
 from harness.graph import pattern_cache as engine
 from harness.graph.pattern_cache import read_cache, write_cache
 from harness.graph.qdq.import_placement import map_to_float_tensors
