@@ -252,18 +252,18 @@ def without_precision(space):
 
 
 def test_function_of_a_module_is_a_fixed_placement(folder, model, space, monkeypatch):
-    (folder / "mine.py").write_text(PLUGIN)
+    (folder / "own_placements.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(str(folder))
-    found = seeding(folder, model, space, "[float, {use: 'mine:edges_of_first_pattern', label: first}]")
+    found = seeding(folder, model, space, "[float, {use: 'own_placements:edges_of_first_pattern', label: first}]")
     first = set(next(iter(space.groups.values())))
     assert {i for i, choice in enumerate(found["first"]["first"].choices) if choice} == first
-    path = written(folder, "plugin.yaml", "['mine:edges_of_first_pattern']", "[edges_of_first_pattern]")
+    path = written(folder, "plugin.yaml", "['own_placements:edges_of_first_pattern']", "[edges_of_first_pattern]")
     main = load_results(run(path, folder / "plugin").parent).tasks[0]
     assert "edges_of_first_pattern" in {pick.method for pick in main.picks}
-    with pytest.raises(UserError, match="fixed placement 'mine:wrong'"):
-        seeding(folder, model, space, "['mine:wrong']")
+    with pytest.raises(UserError, match="fixed placement 'own_placements:wrong'"):
+        seeding(folder, model, space, "['own_placements:wrong']")
     with pytest.raises(UserError, match="no function with the parameters space, precision"):
-        check_experiment(load_experiment(written(folder, "odd.yaml", "['mine:without_precision']")))
+        check_experiment(load_experiment(written(folder, "odd.yaml", "['own_placements:without_precision']")))
     monkeypatch.delenv("QDQ_TRUST_PLUGINS")
-    with pytest.raises(UserError, match=r"initial\.0\.use: .*would run code of the module mine"):
+    with pytest.raises(UserError, match=r"initial\.0\.use: .*would run code of the module own_placements"):
         check_experiment(load_experiment(path))
