@@ -62,9 +62,8 @@ from harness.workers.trial_pool import SyncExecutor
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 
-OPTIMUM_SEARCHER = (
-    "portfolio"  # for the optional search: a table must not be centred on placements that the expert placements of `auto` find
-)
+OPTIMUM_SEARCHER = "portfolio"
+"""For the optional search: a table must not be centred on what the expert placements of `auto` find."""
 DEFAULT_DIMENSIONS = 11  # two thousand placements, some hours for a model of a few milliseconds
 MAX_TABLE_MB = 5  # limit for a committed table
 FASTEST_PER_COMPARISON = 16
