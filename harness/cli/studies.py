@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -28,7 +29,17 @@ from harness.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from harness.base.terminal_progress import TerminalProgress
     from harness.replay.study_file import BudgetStudy
+
+
+@contextmanager
+def study_progress() -> Iterator[TerminalProgress]:
+    """Yield the progress in the terminal of a command whose results folder is `--out`."""
+    from harness.base.terminal_progress import TerminalProgress
+
+    with replace_change_advice(), TerminalProgress() as terminal:
+        yield terminal
 
 
 def sensitivity(
@@ -57,12 +68,11 @@ def sensitivity(
 
     Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
     """
-    from harness.base.terminal_progress import TerminalProgress
     from harness.insight.reports import sensitivity_report
 
     task = study_of(model, backend, param, shape, dim, precision=precision)
     folder = short_path(out or Path(f"sensitivity-{task.spec.name}"))
-    with replace_change_advice(), TerminalProgress() as terminal:
+    with study_progress() as terminal:
         table = sensitivity_report(task, by, folder, terminal, samples)
     print_table(*table, as_json=as_json)
 
@@ -106,7 +116,6 @@ def recover(
 
     Example: `qdq recover mobilenet.yaml --method mean --step bias_correction`
     """
-    from harness.base.terminal_progress import TerminalProgress
     from harness.insight.recovery_study import RecoveryRequest, recovery_report
     from harness.results.deploy_folder import bundle_model
 
@@ -127,7 +136,7 @@ def recover(
         float_groups=float_groups,
     )
     folder = short_path(out or Path(f"recover-{task.spec.name}"))
-    with replace_change_advice(), TerminalProgress() as terminal:
+    with study_progress() as terminal:
         table = recovery_report(task, request, folder, terminal)
     print_table(*table, as_json=as_json)
 
@@ -145,12 +154,11 @@ def agreement(
 
     The figures are those of the evaluators agreement and fidelity. Example: `qdq agreement mobilenet.yaml`
     """
-    from harness.base.terminal_progress import TerminalProgress
     from harness.insight.agreement_study import agreement_report
 
     task = study_of(model, backend, param, None, None)
     folder = short_path(out or Path(f"agreement-{task.spec.name}"))
-    with replace_change_advice(), TerminalProgress() as terminal:
+    with study_progress() as terminal:
         table = agreement_report(task, placements, samples, folder, terminal)
     print_table(*table, as_json=as_json)
 
@@ -193,14 +201,13 @@ def record(
 
     Example: `qdq record zoo:resnet18 --dimensions 11 --param precision=f32`
     """
-    from harness.base.terminal_progress import TerminalProgress
     from harness.replay.record_table import record as record_table
     from harness.replay.replay_report import table_lines
     from harness.runtimes.benchmark_table import read_table
 
     task = study_of(model, backend, param, shape, dim, fidelity=fidelity)
     path = out or Path(f"{task.spec.name}.parquet")
-    with replace_change_advice(), TerminalProgress() as terminal:
+    with study_progress() as terminal:
         other = None if like is None else read_table(like)
         record_table(task, path, dimensions, terminal, search=search, like=other, note=note)
     echo("\n".join(table_lines(read_table(path))))
@@ -226,13 +233,22 @@ def replay(
     Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
     """
     from harness.replay.bench.tasks import read_scored_table
-    from harness.replay.replay_report import ReplayRequest, replay_all, table_lines
+    from harness.replay.replay_report import replay_all, table_lines
 
     table = read_scored_table(recorded)
-    request = ReplayRequest(seeds=seeds, budget=budget, initial=tuple(initial or ()), at_least=at_least, model=model)
     if not as_json:
         echo("\n".join(table_lines(table)))
-    print_table(*replay_all(table, tuple(searcher or ()), request, out), as_json=as_json)
+    found = replay_all(
+        table,
+        searcher or (),
+        seeds=seeds,
+        budget=budget,
+        initial=initial or (),
+        at_least=at_least,
+        model=model,
+        out=out,
+    )
+    print_table(*found, as_json=as_json)
 
 
 def study(
@@ -320,7 +336,6 @@ def noise(
 
     Example: `qdq noise zoo:resnet18 --param precision=f32`
     """
-    from harness.base.terminal_progress import TerminalProgress
     from harness.insight.noise import NestedDesign
     from harness.insight.reports import noise_report
     from harness.run.prepare.study_task import study_name
@@ -328,6 +343,6 @@ def noise(
     task = study_of(model, backend, param, shape, dim)
     design = NestedDesign(processes=processes, builds=builds, readings=readings)
     folder = out or Path(f"noise-{study_name(task, placement)}")
-    with replace_change_advice(), TerminalProgress() as terminal:
+    with study_progress() as terminal:
         table = noise_report(task, placement, design, folder, terminal)
     print_table(*table, as_json=as_json)
