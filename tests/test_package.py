@@ -44,7 +44,7 @@ def test_a_wheel_installs_and_runs_outside_of_the_checkout(tmp_path):
     assert Path(where.stdout.strip()).is_relative_to(target)
     qdq = [sys.executable, "-m", "harness.cli.main"]
     subprocess.run([*qdq, "zoo", "shapes_detector", "-o", "model.onnx"], **outside)
-    shown = subprocess.run([*qdq, "regions", "model.onnx"], **outside)
+    shown = subprocess.run([*qdq, "inspect", "regions", "model.onnx"], **outside)
     assert "region" in shown.stdout
     listed = subprocess.run([*qdq, "list"], **outside)
     assert "evolutionary" in listed.stdout

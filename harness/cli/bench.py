@@ -78,7 +78,7 @@ def bench_run(
 def bench_check(
     folder: Annotated[Path, typer.Argument(help="Folder of a submission.")],
     searches: Annotated[int, count_option("Number of searches of each searcher to repeat.", most=10_000)] = 3,
-    seed: Annotated[int, typer.Option(help="Random seed for the choice of these searches.")] = 0,
+    seed: Annotated[int, count_option("Random seed for the choice of these searches.", least=0)] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Check the files of a submission, and repeat a random sample of its searches.
@@ -109,7 +109,7 @@ def bench_score(
         Path, typer.Argument(help="Experiment file with the models, their calibration data and evaluators.")
     ],
     table: Annotated[
-        list[Path], typer.Argument(metavar="TABLE...", help="Parquet files of qdq record, or names of tasks.")
+        list[Path], typer.Argument(metavar="TABLE...", help="Parquet files of qdq bench record, or names of tasks.")
     ],
     out: Annotated[
         Path | None,
@@ -135,7 +135,7 @@ def bench_score(
 
 
 def bench_surrogate(
-    table: Annotated[Path, typer.Argument(help="Parquet file of qdq record, or name of a task.")],
+    table: Annotated[Path, typer.Argument(help="Parquet file of qdq bench record, or name of a task.")],
     out: Annotated[Path, typer.Option(help="ONNX file to write.")],
     as_json: JsonOption = False,
 ) -> None:

@@ -137,7 +137,7 @@ def _benchmarkers() -> Iterator[Row]:
     for plugin in registry.installed_plugins("benchmarker"):
         what = f"benchmarker {plugin.name}"
         if plugin.name == "replay":
-            yield (what, "ok", "replays a recorded table: qdq replay TABLE")
+            yield (what, "ok", "replays a recorded table: qdq bench replay TABLE")
             continue
         try:
             facts = registry.call_plugin(what, partial(_describe, plugin.name))

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,40 +32,33 @@ from harness.cli.common import ExitStatus, add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
 from harness.cli.doctor import doctor, list_plugins, tools
 from harness.cli.models import check, explain, regions, zoo
-from harness.cli.placements import apply, export_recipe, import_placement, insert
-from harness.cli.report import compare, report, trace
-from harness.cli.run import reproduce, run, verify
+from harness.cli.placements import apply, import_placement, insert
+from harness.cli.report import report
+from harness.cli.run import init, run, verify
 from harness.cli.studies import agreement, noise, record, recover, replay, sensitivity, study
 
 #: Commands in the order of the help text; the first of two words is a group. Commands import modules inside their
 #: functions, to keep `qdq --help` fast.
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "run": run,
     "autotune": autotune,
+    "init": init,
+    "run": run,
     "report": report,
-    "compare": compare,
-    "trace": trace,
-    "reproduce": reproduce,
-    "insert": insert,
-    "import": import_placement,
-    "apply": apply,
-    "export-recipe": export_recipe,
-    "regions": regions,
-    "explain": explain,
-    "check": check,
-    "quantize": quantize,
-    "ptq": ptq,
-    "calib-data": calib_data,
-    "gen-trt-engine": gen_trt_engine,
-    "evaluate": evaluate,
     "verify": verify,
-    "sensitivity": sensitivity,
-    "recover": recover,
-    "agreement": agreement,
-    "record": record,
-    "replay": replay,
-    "study": study,
-    "noise": noise,
+    "explain": explain,
+    "insert": insert,
+    "apply": apply,
+    "import": import_placement,
+    "evaluate": evaluate,
+    "inspect regions": regions,
+    "inspect sensitivity": sensitivity,
+    "inspect check": check,
+    "inspect agreement": agreement,
+    "inspect recover": recover,
+    "bench record": record,
+    "bench replay": replay,
+    "bench study": study,
+    "bench noise": noise,
     "bench tasks": bench_tasks,
     "bench run": bench_run,
     "bench check": bench_check,
@@ -77,11 +70,19 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "list": list_plugins,
     "doctor": doctor,
     "tools": tools,
+    "quantize": quantize,
+    "ptq": ptq,
+    "calib-data": calib_data,
+    "gen-trt-engine": gen_trt_engine,
 }
 #: Commands that continue after an interruption.
-RESUMABLE_COMMANDS = ("run", "autotune", "reproduce", "record", "study", "bench")
+RESUMABLE_COMMANDS = ("run", "autotune", "bench record", "bench study", "bench run")
 #: Commands that measure and keep nothing of an interrupted run.
-RESTARTED_COMMANDS = ("verify", "explain", "sensitivity", "recover", "agreement", "noise")
+RESTARTED_COMMANDS = (
+    "verify", "explain", "inspect sensitivity", "inspect recover", "inspect agreement", "bench noise",
+)  # fmt: skip
+#: Names of TAO Toolkit and ModelOpt, which `qdq --help --all` lists.
+HIDDEN_COMMANDS = frozenset({"quantize", "ptq", "calib-data", "gen-trt-engine"})
 
 
 class _WithoutFlagTypes:
@@ -100,7 +101,14 @@ class _Command(_WithoutFlagTypes, TyperCommand):
 
 
 class _Group(_WithoutFlagTypes, TyperGroup):
-    pass
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta.setdefault("words", [word for word in args if not word.startswith("-")])
+        if "--all" in args and not {"-h", "--help"}.isdisjoint(args):
+            for command in self.commands.values():
+                command.hidden = False
+            args = [word for word in args if word != "--all"]
+        found: list[str] = super().parse_args(ctx, args)
+        return found
 
 
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -109,7 +117,7 @@ app = typer.Typer(
     cls=_Group,
     help="Find the best placement of Q/DQ pairs in an ONNX model, by measured latency and accuracy.",
     epilog="Exit status: 0 done, or the result holds; 1 a result does not hold; 2 wrong usage or input; 3 internal "
-    "error; 130 interrupted.",
+    "error; 130 interrupted. Names of TAO Toolkit and ModelOpt: qdq --help --all.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -123,23 +131,21 @@ TRUSTING_COMMANDS = frozenset(COMMANDS) - {
     "bench export",
     "bench leaderboard",
     "bench tasks",
-    "check",
-    "compare",
     "doctor",
-    "export-recipe",
+    "inspect check",
     "list",
     "ptq",
     "report",
     "tools",
-    "trace",
     "zoo",
 }
 #: Commands that write results.
-RESULTS_COMMANDS = frozenset({"run", "reproduce", "apply", "record", "report"})
+RESULTS_COMMANDS = frozenset({"run", "apply", "bench record", "report"})
 #: Commands that time engines; `autotune` parses its own `--wait`.
-TIMING_COMMANDS = frozenset(
-    {"run", "reproduce", "apply", "verify", "explain", "sensitivity", "recover", "agreement", "record", "noise"}
-)
+TIMING_COMMANDS = frozenset({
+    "run", "apply", "verify", "explain", "inspect sensitivity", "inspect recover", "inspect agreement", "bench record",
+    "bench noise",
+})  # fmt: skip
 
 
 def _trust_plugins(trusted: bool | None) -> None:
@@ -221,13 +227,37 @@ def _shared_options(name: str) -> dict[str, Any]:
     return trust | wait | ({"with_host": HostOption} if name in RESULTS_COMMANDS else {})
 
 
-bench_app = typer.Typer(cls=_Group, help="Compare searchers on recorded tasks: QDQ-Bench.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench", context_settings=HELP_SETTINGS)
+#: Lines of the short help.
+SUMMARIES = {
+    "autotune": "Search the fastest placement for one model",
+    "init": "Write a first experiment file for a model",
+    "run": "Run an experiment, or reproduce a results folder",
+    "report": "Print tables; compare two folders; trace a cell",
+    "verify": "Measure a file again and compare it with the tables",
+    "explain": "Show fused layers, and pairs without effect",
+    "insert": "Write a model with the Q/DQ pairs of a rule",
+    "apply": "Apply a shipped placement to a retrained model",
+    "import": "Convert a Q/DQ file of another tool",
+    "evaluate": "Score a model or engine on labelled images",
+    "zoo": "Write a model that code makes",
+    "list": "List plug-ins and zoo models",
+    "doctor": "Show the runtimes that work on this machine",
+    "tools": "Install tools that need a separate environment",
+}
+GROUPS = {
+    "": app,
+    "inspect": typer.Typer(cls=_Group, help="Look at regions, sensitivities, compiler, recovery", no_args_is_help=True),
+    "bench": typer.Typer(cls=_Group, help="Record tables, replay and compare searchers", no_args_is_help=True),
+}
 for _name, _function in COMMANDS.items():
-    _group = bench_app if " " in _name else app
-    _group.command(
-        name=_name.rpartition(" ")[2],
+    _group, _, _word = _name.rpartition(" ")
+    if _group and not GROUPS[_group].registered_commands:
+        app.add_typer(GROUPS[_group], name=_group, context_settings=HELP_SETTINGS)
+    GROUPS[_group].command(
+        name=_word,
         cls=_Command,
+        hidden=_name in HIDDEN_COMMANDS,
+        short_help=SUMMARIES.get(_name),
         context_settings=PASSTHROUGH_SETTINGS if _name in ("autotune", "ptq") else HELP_SETTINGS,
     )(_with_options(_function, _shared_options(_name)))
 
@@ -250,11 +280,11 @@ def _global_options(
 ) -> None:
     add_to_sys_path(Path.cwd())
     context.with_resource(_log_to_stderr(verbose))
-    context.with_resource(_report_interrupt(context.invoked_subcommand))
+    context.with_resource(_report_interrupt(context.meta["words"]))
 
 
 @contextmanager
-def _report_interrupt(command: str | None) -> Iterator[None]:
+def _report_interrupt(words: Sequence[str]) -> Iterator[None]:
     """Print after Ctrl-C whether the work can be continued, and keep typer from choosing the exit status of errors.
 
     Raises:
@@ -264,10 +294,10 @@ def _report_interrupt(command: str | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        advice = ""
-        if command in RESUMABLE_COMMANDS:
+        advice, names = "", {words[0], " ".join(words[:2])} if words else set()
+        if not names.isdisjoint(RESUMABLE_COMMANDS):
             advice = "; measurements are kept: run the same command again to continue"
-        elif command in RESTARTED_COMMANDS:
+        elif not names.isdisjoint(RESTARTED_COMMANDS):
             advice = "; its measurements are not kept: the same command starts from the beginning"
         echo(f"qdq: interrupted{advice}", err=True)
         raise

@@ -1,4 +1,4 @@
-"""`qdq regions`, `qdq explain`, `qdq check` and `qdq zoo`."""
+"""`qdq inspect regions`, `qdq explain`, `qdq inspect check` and `qdq zoo`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def regions(
 ) -> None:
     """Show the regions and patterns into which a model is divided, and the insertion points for Q/DQ pairs.
 
-    Example: `qdq regions zoo:resnet18 --html resnet18.html`
+    Example: `qdq inspect regions zoo:resnet18 --html resnet18.html`
     """
     from harness.graph.partition.summary import TreeOptions
     from harness.insight.region_report import inspect_regions
@@ -135,7 +135,7 @@ def explain(
         _explain_compiled(reports, top, as_json=as_json, html=html)
         return
     if html is not None:
-        raise UserError("--html is for backend rtx_compile; qdq regions --html draws the graph of any model")
+        raise UserError("--html is for backend rtx_compile; qdq inspect regions --html draws the graph of any model")
     report = explain_model(model, spec, runs, **sizes)
     if against is None:
         _print_report(report_data(report), report_lines(report, top), as_json=as_json)
@@ -173,7 +173,7 @@ def check(
 
     The exit status is 1 if the file is refused.
 
-    Example: `qdq check model.onnx --dialect tensorrt`
+    Example: `qdq inspect check model.onnx --dialect tensorrt`
     """
     from harness.insight.file_check import check_file
 

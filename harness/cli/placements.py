@@ -1,4 +1,4 @@
-"""`qdq insert`, `qdq import`, `qdq apply` and `qdq export-recipe`: placements without a search."""
+"""`qdq insert`, `qdq import` and `qdq apply`: placements without a search."""
 
 from __future__ import annotations
 
@@ -161,8 +161,10 @@ def _insert(model: str, placement: str, output: Path, runtime: PluginSpec, as_js
 
 def apply(
     result: Annotated[Path, typer.Argument(help="Folder to deploy of an earlier run (RESULTS/ship/NAME).")],
-    model: Annotated[Path, typer.Argument(help="ONNX file of the retrained float model.")],
-    out: Annotated[Path, typer.Option(help="New results folder.")],
+    model: Annotated[
+        Path | None, typer.Argument(help="ONNX file of the retrained float model; none with --recipe.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New results folder.")] = None,
     calibration: CalibrationOption = None,
     preprocess: PreprocessOption = None,
     method: Annotated[str | None, typer.Option(help="Range estimator [default: that of the earlier run].")] = None,
@@ -172,9 +174,29 @@ def apply(
     builds: Annotated[
         int | None,
         count_option(
-            "Number of fresh builds for the comparison with float [default: as the earlier run].", least=3, most=1_000
+            "Number of fresh builds for the comparison with float [default: as the earlier run], or of fresh processes "
+            "with --measure [default: 5].",
+            least=3,
+            most=1_000,
         ),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOOL",
+            help="Write the placement as the input of another quantization tool, and list the differences: ort, "
+            "modelopt, nncf, olive, tao or ultralytics.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="With --recipe: script or spec file to write.")
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="With --recipe: measure the cost of inputs that the tool cannot leave in float."
+        ),
+    ] = False,
     base: BaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -184,8 +206,18 @@ def apply(
     on accuracy, the recovery of accuracy is repeated for the new weights (row "recovered"). A model of another
     structure is refused with the first difference.
 
-    Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`
+    With --recipe, write the placement as the input of another quantization tool, and list the inputs that it leaves in
+    float and the tool may quantize; without --measure their cost is unknown.
+
+    Example: `qdq apply out/mine/ship/NAME retrained.onnx --calibration calib.npy --out out/retrained`, or
+    `qdq apply out/mine/ship/NAME --recipe ort --measure -o quantize.py`
     """
+    if recipe is not None:
+        if output is None or model is not None:
+            raise UserError("--recipe: needs the folder to deploy and --output, and no model")
+        return _export_recipe(result, recipe, output, builds or DEFAULT_BUILDS, measure=measure, as_json=as_json)
+    if model is None or out is None:
+        raise UserError("apply: give the retrained model and --out, or --recipe TOOL --output FILE")
     from harness.results.deploy_folder import find_bundle
     from harness.run.prepare.preflight import check_experiment
     from harness.ship.placements import apply_experiment, calibration_config, check_structure
@@ -209,25 +241,7 @@ def apply(
         echo("\n".join(notes or ["Recovery: nothing was gained, so the file is the placement as calibrated."]))
 
 
-def export_recipe(
-    result: Annotated[Path, typer.Argument(help="Folder to deploy (RESULTS/ship/NAME).")],
-    tool: Annotated[str, typer.Option("--for", help="Tool: ort, modelopt, nncf, olive, tao or ultralytics.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Script or spec file to write.")],
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the cost of inputs that the tool cannot leave in float.")
-    ] = False,
-    builds: Annotated[
-        int, count_option("With --measure: number of fresh processes of each file.", least=2, most=1_000)
-    ] = DEFAULT_BUILDS,
-    as_json: JsonOption = False,
-) -> None:
-    """Write a shipped placement as the input of another quantization tool, and list the differences.
-
-    These are inputs that the placement leaves in float and the tool may quantize. Without `--measure` their cost is
-    unknown.
-
-    Example: `qdq export-recipe out/mine/ship/NAME --for ort --measure -o quantize.py`
-    """
+def _export_recipe(result: Path, tool: str, output: Path, builds: int, *, measure: bool, as_json: bool) -> None:
     from harness.base.terminal_progress import TerminalProgress
     from harness.results.deploy_folder import find_bundle, read_bundle
     from harness.ship.recipes import export_recipe as export

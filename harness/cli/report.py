@@ -1,4 +1,4 @@
-"""`qdq report`, `qdq compare` and `qdq trace`."""
+"""`qdq report`, with the comparison of two results folders and the trace of a table cell."""
 
 from __future__ import annotations
 
@@ -34,14 +34,42 @@ def report(
             help="Write the plots of each task as PNG, SVG and PDF. [default: if there are at most 20 tasks]",
         ),
     ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            help="Compare with the results folder of another machine, version, or after a change: ratios of matching "
+            "rows and differences of the environment. The exit status is 1 if a row differs."
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ROW:COLUMN",
+            help="Show the samples from which a table cell is computed, with file and line of each. ROW is the number "
+            "of a row (from 1), its method, its id, or TASK/METHOD; COLUMN is the start of a heading.",
+        ),
+    ] = None,
+    table: Annotated[
+        str, typer.Option(help="With --trace: table, by the name of its file in `report` without suffix.")
+    ] = "main",
+    last: Annotated[int, count_option("With --trace: number of turns or trials of each source, the last ones.")] = 5,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="With --trace: show every sample of every turn and trial.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the tables and curves of a results folder, unless they are up to date, and print the tables.
 
-    Example: `qdq report out/quickstart`
+    Example: `qdq report out/quickstart`, `qdq report results/quickstart --compare out/quickstart`, or
+    `qdq report results/quickstart --trace linear:speedup`
     """
     _import_pandas_alone()
-    show_report(folder, task_plots=plots, as_json=as_json)
+    if compare is not None:
+        print_comparison(folder, compare, as_json=as_json)
+    elif trace is not None:
+        _print_trace(folder, trace, table, last=last, raw=raw, as_json=as_json)
+    else:
+        show_report(folder, task_plots=plots, as_json=as_json)
 
 
 def _import_pandas_alone() -> None:
@@ -136,21 +164,15 @@ def show_report(
         echo("Nothing has changed since they were drawn; to draw them again, remove that folder.")
     if original is not None:
         echo("")
-        compare(original, folder)
+        print_comparison(original, folder)
 
 
-def compare(
-    first: Annotated[Path, typer.Argument(help="Results folder.")],
-    second: Annotated[
-        Path, typer.Argument(help="Results folder of another machine, another version, or after a change.")
-    ],
-    as_json: JsonOption = False,
-) -> None:
-    """Compare two results folders: ratios of matching rows with intervals, and differences of the environment.
+def print_comparison(first: Path, second: Path, *, as_json: bool = False) -> None:
+    """Print ratios of matching rows of two results folders, and differences of the environment.
 
-    The exit status is 1 if a row differs: its latency beyond noise, its verdict, or the score of the same file.
-
-    Example: `qdq compare results/quickstart out/quickstart`
+    Raises:
+        typer.Exit: Always; the status is 1 if a row differs: its latency beyond noise, its verdict, or the score of the
+            same file.
     """
     from harness.report.report_table import render_plain_text
 
@@ -181,20 +203,7 @@ def _comparison_values(table: ReportTable, differing: list[str], lines: list[str
     return {"rows": frame_values(table.raw), "differing_rows": differing, "differences": lines}
 
 
-def trace(
-    folder: ResultsArgument,
-    cell: Annotated[str, typer.Argument(help="Cell as ROW:COLUMN, such as auto:speedup.")],
-    table: Annotated[str, typer.Option(help="Table, by the name of its file in `report` without suffix.")] = "main",
-    last: Annotated[int, count_option("Number of turns or trials to show from each source, the last ones.")] = 5,
-    raw: Annotated[bool, typer.Option("--raw", help="Show every sample of every turn and trial.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the samples from which a table cell is computed, with file and line of each, and the computation.
-
-    ROW is the number of a row (from 1), its method, its id, or TASK/METHOD; COLUMN is the start of a heading.
-
-    Example: `qdq trace results/quickstart linear:speedup`
-    """
+def _print_trace(folder: Path, cell: str, table: str, *, last: int, raw: bool, as_json: bool) -> None:
     from harness.report import trace as tracing
     from harness.results.folder import load
 

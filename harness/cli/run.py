@@ -1,4 +1,4 @@
-"""`qdq run`, `qdq reproduce` and `qdq verify`."""
+"""`qdq init`, `qdq run` and `qdq verify`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from harness.cli.common import (
     BaseOption,
     ExitStatus,
     JsonOption,
-    ResultsArgument,
     TargetOption,
     add_to_sys_path,
     count_option,
@@ -36,9 +35,40 @@ SPECIAL_VERDICT_WORDS = {("bound", False): "BROKEN", ("latency", None): "inconcl
 """Words by check and result; no recorded value needs to differ if a bound is violated."""
 
 
+def init(
+    model: Annotated[Path, typer.Argument(help="ONNX file of the float model.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Experiment file to write; must not exist.")],
+    images: Annotated[Path | None, typer.Option(help="Folder of images for calibration and score.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="Labels of the images: COCO JSON or CSV.")] = None,
+    backend: Annotated[str, typer.Option(help="Runtime to measure on.")] = "openvino",
+) -> None:
+    """Write a first experiment file for a model, with what its inputs and outputs tell; comments say what to fill in.
+
+    Example: `qdq init model.onnx --images val --labels val.json -o mine.yaml`
+    """
+    from harness.base.files import write_text
+    from harness.run.prepare.first_experiment import first_experiment
+
+    if output.exists():
+        raise UserError(f"{output}: exists; give another --output")
+    for option, path in (("--images", images), ("--labels", labels)):
+        if path is not None and not path.exists():
+            raise UserError(f"{option} {path}: no such file or folder")
+    write_text(output, first_experiment(model, output, images, labels, backend))
+    echo(f"{output}: check it by: qdq run {output} --check")
+
+
 def run(
-    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
+    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML); with --reproduce a results folder.")],
     out: Annotated[Path | None, typer.Option(help="Results folder [default: results/NAME of the experiment].")] = None,
+    reproduce: Annotated[
+        bool,
+        typer.Option(
+            "--reproduce",
+            help="Repeat the experiment of a results folder in a new folder [default: FOLDER-again], and compare both.",
+        ),
+    ] = False,
+    base: BaseOption = None,
     accept_changes: Annotated[
         bool,
         typer.Option(
@@ -75,13 +105,18 @@ def run(
 ) -> None:
     """Run an experiment and print its tables. To continue after an interruption, run the same command again.
 
-    Example: `qdq run experiments/quickstart.yaml --out out/quickstart`
+    Example: `qdq run experiments/quickstart.yaml --out out/quickstart`, or
+    `qdq run results/quickstart --reproduce --out out/again`
     """
     from harness.config.experiment import load_experiment
     from harness.run.prepare.preflight import check_and_time
 
     if compile_models and not check:
         raise UserError("--compile: only with --check")
+    if reproduce:
+        return _reproduce(experiment, out, base, as_json=as_json)
+    if base is not None:
+        raise UserError("--base: only with --reproduce; paths of an experiment file start from its folder")
     config = load_experiment(experiment)
     add_to_sys_path(config.base_dir)
     folder = out or Path("results") / config.experiment
@@ -183,18 +218,8 @@ def _compile_models(file: Path, config: Experiment, target: str | None) -> None:
     echo(SCOPE_NOTE)
 
 
-def reproduce(
-    folder: ResultsArgument,
-    out: Annotated[Path | None, typer.Option(help="Results folder of the repetition [default: FOLDER-again].")] = None,
-    base: BaseOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Repeat the experiment of a results folder in a new folder, and print a comparison of both as `qdq compare`.
-
-    Calibration, searches and confirmation are repeated. To continue after an interruption, run the same command again.
-
-    Example: `qdq reproduce results/quickstart --out out/again`
-    """
+def _reproduce(folder: Path, out: Path | None, base: Path | None, *, as_json: bool) -> None:
+    """Repeat calibration, searches and confirmation of a results folder, and print a comparison of both folders."""
     from harness.base.terminal_progress import TerminalProgress
     from harness.config.experiment import load_experiment
     from harness.results.folder import load

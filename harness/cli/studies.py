@@ -1,4 +1,4 @@
-"""`qdq sensitivity`, `qdq recover`, `qdq agreement`, `qdq record`, `qdq replay`, `qdq study` and `qdq noise`."""
+"""`qdq inspect sensitivity`, `agreement` and `recover`, and `qdq bench record`, `replay`, `study` and `noise`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def sensitivity(
     from which searches can start: {use: sensitivity, params: {path: ...}}. A model without an experiment file gets
     random data, so its agreement means little; an experiment file with one task brings real data.
 
-    Example: `qdq sensitivity zoo:resnet18 --param precision=f32`
+    Example: `qdq inspect sensitivity zoo:resnet18 --param precision=f32`
     """
     from harness.insight.reports import sensitivity_report
 
@@ -114,7 +114,7 @@ def recover(
     The choices of the experiment file are scored first, then each combination of the given ones. The steps do not
     change latency. A step that does not improve the outputs on held-out calibration samples is undone.
 
-    Example: `qdq recover mobilenet.yaml --method mean --step bias_correction`
+    Example: `qdq inspect recover mobilenet.yaml --method mean --step bias_correction`
     """
     from harness.insight.recovery_study import RecoveryRequest, recovery_report
     from harness.results.deploy_folder import bundle_model
@@ -152,7 +152,7 @@ def agreement(
 ) -> None:
     """Show the rank correlation of label-free figures with the metric, over random placements of a labelled model.
 
-    The figures are those of the evaluators agreement and fidelity. Example: `qdq agreement mobilenet.yaml`
+    The figures are those of the evaluators agreement and fidelity. Example: `qdq inspect agreement mobilenet.yaml`
     """
     from harness.insight.agreement_study import agreement_report
 
@@ -199,7 +199,7 @@ def record(
     To continue after an interruption, run the same command again. 1,024 placements of a small model take 20 to 30
     minutes; leave the machine idle.
 
-    Example: `qdq record zoo:resnet18 --dimensions 11 --param precision=f32`
+    Example: `qdq bench record zoo:resnet18 --dimensions 11 --param precision=f32`
     """
     from harness.replay.record_table import record as record_table
     from harness.replay.replay_report import table_lines
@@ -214,7 +214,7 @@ def record(
 
 
 def replay(
-    recorded: Annotated[Path, typer.Argument(metavar="TABLE", help="Table of qdq record, or name of a task.")],
+    recorded: Annotated[Path, typer.Argument(metavar="TABLE", help="Table of qdq bench record, or name of a task.")],
     searcher: Annotated[list[str] | None, typer.Option(help="Searcher, see qdq list; repeat to compare.")] = None,
     seeds: Annotated[int, count_option("Number of searches of each searcher.", most=10_000)] = 100,
     budget: Annotated[int, count_option("Number of evaluations of each search.", most=5_000)] = 100,
@@ -230,7 +230,7 @@ def replay(
 ) -> None:
     """Run searchers on a recorded table, and compare them with ten thousand random searches from the same start.
 
-    Example: `qdq replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
+    Example: `qdq bench replay resnet18-openvino-int8.parquet --searcher tpe --searcher local --seeds 20`
     """
     from harness.replay.bench.tasks import read_scored_table
     from harness.replay.replay_report import replay_all, table_lines
@@ -253,7 +253,8 @@ def replay(
 
 def study(
     what: Annotated[
-        list[Path], typer.Argument(metavar="STUDY.yaml|TABLE...", help="A study file, or Parquet files of qdq record.")
+        list[Path],
+        typer.Argument(metavar="STUDY.yaml|TABLE...", help="A study file, or Parquet files of qdq bench record."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the tables, the plots and the search paths.")],
     searcher: Annotated[
@@ -277,7 +278,7 @@ def study(
 
     Searches run in memory, without the device. To continue after an interruption, run the same command again.
 
-    Example: `qdq study experiments/studies/budgets.yaml --out out/budgets`
+    Example: `qdq bench study experiments/studies/budgets.yaml --out out/budgets`
     """
     from harness.base.terminal_progress import TerminalProgress
     from harness.measure.provenance import count_cores
@@ -334,7 +335,7 @@ def noise(
     A model without an experiment file gets random data; an experiment file with one task brings calibration data and
     settings of the sampling.
 
-    Example: `qdq noise zoo:resnet18 --param precision=f32`
+    Example: `qdq bench noise zoo:resnet18 --param precision=f32`
     """
     from harness.insight.noise import NestedDesign
     from harness.insight.reports import noise_report

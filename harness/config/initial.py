@@ -50,7 +50,7 @@ _PARAM_HINTS = {"path": "the name of a file", "limit": f"1 to {MAX_FILE_PLACEMEN
 _MODEL_FILE: Mapping[str, Callable[[Any], bool]] = {"path": _is_path, "ranges": _is_flag}
 _RANKED_FILE: Mapping[str, Callable[[Any], bool]] = {"path": _is_path, "limit": _is_limit}
 #: Parameters of placements from a file: a Q/DQ model of any tool, an exported model of the same structure, a pattern
-#: cache, or the output of `qdq sensitivity`. The first two give their ranges too if `ranges` is true.
+#: cache, or the output of `qdq inspect sensitivity`. The first two give their ranges too if `ranges` is true.
 FILE_SOURCES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "import": _MODEL_FILE,
     "placement": _MODEL_FILE,

@@ -1,4 +1,4 @@
-"""Report of `qdq regions`: the region tree, the patterns and the insertion points of a model."""
+"""Report of `qdq inspect regions`: the region tree, the patterns and the insertion points of a model."""
 
 from __future__ import annotations
 

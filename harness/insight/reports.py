@@ -1,4 +1,4 @@
-"""Reports of `qdq sensitivity` and `qdq noise`: terminal text, plots and JSON; and the plots of other analyses."""
+"""Reports of sensitivity and noise: terminal text, plots and JSON; and the plots of other analyses."""
 
 from __future__ import annotations
 

@@ -207,7 +207,9 @@ def capabilities_of(benchmarker: object) -> Capabilities:
 def require_timing(use: str, benchmarker: object) -> None:
     """Raise `UserError` if a backend compiles models but does not time them."""
     if capabilities_of(benchmarker).compile_only:
-        raise UserError(f"backend {use!r} only compiles models, without timing: use it in qdq explain or qdq check")
+        raise UserError(
+            f"backend {use!r} only compiles models, without timing: use it in qdq explain or qdq inspect check"
+        )
 
 
 @runtime_checkable

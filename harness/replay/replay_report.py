@@ -1,4 +1,4 @@
-"""Report of `qdq replay` on a table, and on searchers that were replayed on it."""
+"""Report of `qdq bench replay` on a table, and on searchers that were replayed on it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class BudgetStudy(BaseModel):
 
     Attributes:
         study: Name of the study.
-        tables: Files of `qdq record`, relative to the study's file; `*` matches existing files.
+        tables: Files of `qdq bench record`, relative to the study's file; `*` matches existing files.
         searchers: Searchers to replay; empty: all installed ones but `EXCLUDED_SEARCHERS`.
         seeds: Number of searches of each searcher on each table, with seeds 0, 1, ...
         budgets: Evaluations at which searches are compared; searches run to the largest.
@@ -91,6 +91,6 @@ def _resolve_table_files(path: Path, tables: tuple[str, ...]) -> list[str]:
         names = sorted(glob(text, root_dir=path.parent, recursive=True)) if "*" in text else [text]
         files = [path.parent / name for name in names]
         if not files:
-            raise UserError(f"{path}: tables: no file matches {text!r}; 'qdq record MODEL --out FILE' makes one")
+            raise UserError(f"{path}: tables: no file matches {text!r}; 'qdq bench record MODEL --out FILE' makes one")
         found += [str(file) for file in files]
     return found

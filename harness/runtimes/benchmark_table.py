@@ -201,7 +201,7 @@ def read_table(path: Path) -> BenchmarkTable:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (pa.ArrowException, ValueError) as error:
-        raise UserError(f"{path}: no replay table, or damaged ({error}); 'qdq record MODEL' makes one") from error
+        raise UserError(f"{path}: no replay table, or damaged ({error}); 'qdq bench record MODEL' makes one") from error
     try:
         table = BenchmarkTable(path, metadata, {line["digest"]: _decode_entry(line) for line in listed})
         _check_table(table)
@@ -219,7 +219,7 @@ def read_table_metadata(path: Path) -> TableMetadata:
     try:
         return _read_metadata(path, pq.read_schema(path).metadata or {})
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: a name that is no UTF-8
-        raise UserError(f"{path}: no replay table, or damaged ({error}); 'qdq record MODEL' makes one") from error
+        raise UserError(f"{path}: no replay table, or damaged ({error}); 'qdq bench record MODEL' makes one") from error
 
 
 def read_rows(path: Path, file: pq.ParquetFile, most: int) -> Iterator[dict[str, Any]]:
@@ -245,7 +245,7 @@ def _limit_decoded(path: Path, size: int) -> None:
 def _read_metadata(path: Path, stored: Mapping[bytes, bytes]) -> TableMetadata:
     text = stored.get(METADATA_KEY)
     if text is None:
-        raise UserError(f"{path}: a Parquet file, but no replay table; 'qdq record MODEL' makes one")
+        raise UserError(f"{path}: a Parquet file, but no replay table; 'qdq bench record MODEL' makes one")
     if stored.get(DIGEST_KEY, digest := hashlib.sha256(text).hexdigest().encode()) != digest:
         raise UserError(f"{path}: damaged: its description does not match its checksum; record it again")
     try:

@@ -23,7 +23,7 @@ class ReplayBenchmarker:
     """Benchmarker that draws a placement's samples from recorded ones, instead of timing an engine.
 
     Args:
-        table: Replay table, a file that `qdq record` wrote.
+        table: Replay table, a file that `qdq bench record` wrote.
         noise_seed: Seed of the draws; None: other draws in each run, as on a real machine.
         base: Folder that a relative path starts from, which the harness sets; None: the working folder.
 
@@ -54,13 +54,13 @@ class ReplayBenchmarker:
         if foreign is not None:
             raise BuildFailed(
                 f"table {self._table.path.name} is of another model: {facts.model} has no edge "
-                f"{foreign.tensor!r} -> {foreign.consumer!r}; record one of this model with 'qdq record'"
+                f"{foreign.tensor!r} -> {foreign.consumer!r}; record one of this model with 'qdq bench record'"
             )
         if row is None:
             raise BuildFailed(
                 f"placement {candidate.digest} is not in table {self._table.path.name}, which has the "
                 f"{len(self._table.subspace)} placements of {len(facts.varied)} dimensions of {facts.model}; "
-                "search that subspace with 'qdq replay'"
+                "search that subspace with 'qdq bench replay'"
             )
         if isinstance(row.outcome, Failed):
             raise ERROR_BY_STAGE.get(row.outcome.stage, BuildFailed)(

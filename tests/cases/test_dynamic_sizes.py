@@ -81,22 +81,22 @@ def test_dynamic_batch_is_set_to_1_with_one_warning(inputs, expected, tmp_path, 
 def test_missing_symbol_sizes_are_requested_with_options(inputs, asked, tmp_path, capsys):
     path = saved(tmp_path, inputs)
     with pytest.raises(SystemExit):
-        main(["regions", str(path)])
+        main(["inspect", "regions", str(path)])
     said = capsys.readouterr().err
     options = shlex.split(said[said.index("--dim") :])
     assert options == [word for each in asked for word in ("--dim", each)]
-    main(["regions", str(path), *options])
+    main(["inspect", "regions", str(path), *options])
     assert region_inspect(["-m", str(path), *options]) == 0
 
 
 def test_unnamed_dimensions_are_requested_by_shape(tmp_path, capsys):
     path = saved(tmp_path, {"x": ("batch", "time"), "y": (None, None, "time")})
     with pytest.raises(SystemExit):
-        main(["regions", str(path)])
+        main(["inspect", "regions", str(path)])
     said = capsys.readouterr().err
     options = shlex.split(said[said.index("--dim") :])
     assert options == ["--dim", "time=128", "--shape", "y:1x128x128"]
-    main(["regions", str(path), *options])
+    main(["inspect", "regions", str(path), *options])
 
 
 def test_suggested_sizes_are_valid_for_the_model(tmp_path):
@@ -150,7 +150,7 @@ def test_invalid_dims_are_refused(dims, message, tmp_path):
 @pytest.mark.parametrize("option", ["time", "=3", "time=", "time=x", "time=-1"])
 def test_invalid_dim_options_are_refused(option, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["regions", str(saved(tmp_path, LSTM)), "--dim", option])
+        main(["inspect", "regions", str(saved(tmp_path, LSTM)), "--dim", option])
     assert "--dim time=128" in capsys.readouterr().err
 
 

@@ -486,8 +486,9 @@ def test_mutated_files_are_used_or_refused(kind, tmp_path):
 
 PATH_PARTS = ("a", "..", "\0", "\n", "\ud800", "x" * 300, "", "con", "-", "%s", "a b", "$H", "*", "\u202e", "d.onnx")
 COMMANDS = (
-    "run {} --check", "regions {}", "explain {}", "report {}", "compare {} {}", "verify {}", "trace {} 1:speedup",
-    "evaluate {}", "quantize {}", "gen-trt-engine {}", "calib-data {} --output {}", "replay {}", "reproduce {}",
+    "run {} --check", "inspect regions {}", "explain {}", "report {}", "report {} --compare {}", "verify {}",
+    "report {} --trace 1:speedup", "run {} --reproduce", "init {} -o first.yaml",
+    "evaluate {}", "quantize {}", "gen-trt-engine {}", "calib-data {} --output {}", "bench replay {}",
 )  # fmt: skip
 
 

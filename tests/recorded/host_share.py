@@ -73,7 +73,7 @@ def main() -> None:
     starts: list[Any] = ["float", {"use": "placement", "params": {"path": str(shipped)}, "label": "ours"}]
     for tool in TOOLS:
         script, made = folder / f"quantize_by_{tool}.py", folder / f"{tool}.onnx"
-        run_qdq("export-recipe", str(shipped), "--for", tool, "-o", str(script))
+        run_qdq("apply", str(shipped), "--recipe", tool, "-o", str(script))
         command = [sys.executable, str(script), str(float_model), str(folder / "calibration.npz"), str(made)]
         subprocess.run(command, check=True)
         starts.append({"use": "import", "params": {"path": str(made)}, "label": tool})

@@ -1,4 +1,4 @@
-"""ModelOpt's region_inspect, with the output of `qdq regions`."""
+"""ModelOpt's region_inspect, with the output of `qdq inspect regions`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """Print the regions of a model; return 1 after any error, as ModelOpt's program does."""
     parser = argparse.ArgumentParser(
         prog="python -m harness.compat.modelopt_autotune.region_inspect",
-        description="Show the regions of a model, as `qdq regions` does.",
+        description="Show the regions of a model, as `qdq inspect regions` does.",
     )
     parser.add_argument("--model", "-m", required=True, help="ONNX file; also zoo:NAME or assets:PATH")
     parser.add_argument("--verbose", "-v", action="store_true", help="show the names of nodes and boundary tensors")

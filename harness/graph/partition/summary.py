@@ -1,4 +1,4 @@
-"""Summary of regions and patterns for `qdq regions`: figures, lines of text, and JSON."""
+"""Summary of regions and patterns for `qdq inspect regions`: figures, lines of text, and JSON."""
 
 from __future__ import annotations
 

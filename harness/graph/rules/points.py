@@ -130,7 +130,7 @@ def explain_no_points(model: Model, dialect: Dialect, precision: str = "int8") -
     ((rule, _),) = Counter(rule for _, rule in refused).most_common(1)
     return (
         f"{head}: rule {rule.name!r} keeps them float ({rule.text.removesuffix('.')}), and it has no convolution or "
-        f"product; see 'qdq regions {model.source} --dialect {dialect.name} --verbose' for the rule of each input"
+        f"product; rules of all inputs: 'qdq inspect regions {model.source} --dialect {dialect.name} --verbose'"
     )
 
 

@@ -59,7 +59,7 @@ def score_tables(experiment: Experiment, tables: Sequence[Path], out: Path, obse
 
     Args:
         experiment: Models with calibration data and evaluators; a table belongs to the model of its name.
-        tables: Files of `qdq record`.
+        tables: Files of `qdq bench record`.
         out: Parquet file of accuracies (`harness.replay.bench.accuracy`); others in it are kept.
         observer: Shows progress.
 

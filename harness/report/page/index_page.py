@@ -206,4 +206,4 @@ def _reproduction_commands(results: Results) -> list[str]:
     commits = {str(task.environment.get("git_commit", "")) for task in results.tasks} - {""}
     lines = [f"git checkout {commit}" for commit in sorted(c.removesuffix("+changes") for c in commits)]
     lines += ["pip install -c constraints.txt -e '.[modelopt]'"]
-    return [*lines, f"qdq reproduce {folder}", f"qdq report {folder}"]
+    return [*lines, f"qdq run {folder} --reproduce", f"qdq report {folder}"]

@@ -105,7 +105,7 @@ def score_frame(results: Results) -> pd.DataFrame:
     Random search is the mean over the seeds of the searcher `random` of the task; latencies are those of `curve_frame`,
     and the best is the lowest of any search of the task. There is no row for tasks without random search, for tasks
     that minimise something else than latency, and for searchers with other initial placements than random search. On
-    recorded tables `qdq study` compares with ten thousand random searches instead.
+    recorded tables `qdq bench study` compares with ten thousand random searches instead.
 
     Returns:
         Columns task, searcher, seeds, score, low, high: median over seeds with its 95 % interval.

@@ -328,14 +328,14 @@ def tensorrt_guide_placement(space: Space, model: Model) -> Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScreenedUnit:
-    """Names of dimensions that reduce the latency if only they are quantized, to `precision`, by `qdq sensitivity`."""
+    """Dimensions that reduce the latency if only they are quantized to `precision`, see `qdq inspect sensitivity`."""
 
     dimensions: tuple[str, ...]
     precision: str
 
 
 def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
-    """Return the groups of dimensions in a file of `qdq sensitivity` that reduced the latency, in the file's order.
+    """Return the groups of dimensions in a file of sensitivities that reduced the latency, in the file's order.
 
     The file has the most beneficial group first. The result is empty if no group reduced the latency.
 
@@ -348,7 +348,7 @@ def read_prior(path: Path) -> tuple[ScreenedUnit, ...]:
             raise ValueError(f"no sensitivities of schema {SCHEMA_VERSION}")
         return tuple(_units_with_gain(body["units"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a file of 'qdq sensitivity' that can be read: {error}") from error
+        raise UserError(f"{path}: not a file of 'qdq inspect sensitivity' that can be read: {error}") from error
 
 
 def _units_with_gain(units: Sequence[Any]) -> Iterator[ScreenedUnit]:

@@ -220,7 +220,7 @@ def compose_task(
     model = open_model(spec.model, work, max(MIN_OPSET, dialect.opset(spec.precisions)))
     if facts.get("model_sha256", model.sha256) != model.sha256:
         raise UserError(
-            f"backend {spec.backend.use!r} has recordings of another model than {model.source}: see 'qdq record'"
+            f"backend {spec.backend.use!r} has recordings of another model than {model.source}: see 'qdq bench record'"
         )
     with explain_write_errors(work):
         model_file = save_to_folder(model, work)

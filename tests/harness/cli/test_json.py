@@ -13,7 +13,7 @@ from harness.base.terminal_progress import EventProgress
 from harness.cli.main import COMMANDS
 
 #: Commands that write files and print no table.
-WITHOUT_TABLE = {"record", "calib-data", "gen-trt-engine", "zoo", "bench score", "bench export"}
+WITHOUT_TABLE = {"bench record", "calib-data", "gen-trt-engine", "init", "zoo", "bench score", "bench export"}
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -34,10 +34,10 @@ def test_a_report_and_a_comparison_have_raw_values(tmp_path, capsys):
     speedups = {row["method"]: row["speedup"] for row in found["tables"]["main"] if row["task"] == TASK}
     assert speedups["all"] == pytest.approx(4.0)
     assert isinstance(found["answers"], list)
-    found = printed(capsys, "compare", str(folder), str(folder), "--json")
+    found = printed(capsys, "report", str(folder), "--compare", str(folder), "--json")
     assert found["rows"]
     assert found["differences"] == []
-    found = printed(capsys, "trace", str(folder), "all:speedup", "--json")
+    found = printed(capsys, "report", str(folder), "--trace", "all:speedup", "--json")
     assert found["lines"]
     assert found["shown"].startswith("4.00")
 

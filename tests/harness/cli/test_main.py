@@ -146,15 +146,18 @@ def test_check_reports_errors_before_run(folder, capsys, change, expected):
         ("insert net.onnx -o x.onnx --calibration folder", "images need --preprocess"),
         ("insert net.onnx -o x.onnx --placement .", ".: a results folder without a folder to deploy"),
         ("explain net.onnx --backend onnxruntime --html x.html", "--html is for backend rtx_compile"),
-        ("check net.onnx --dialect onnxruntime", "--dialect onnxruntime: no rules about files"),
+        ("inspect check net.onnx --dialect onnxruntime", "--dialect onnxruntime: no rules about files"),
         ("report net.onnx", "net.onnx: a file, not the results folder"),
         ("report folder", "folder: contains output of ModelOpt's procedure"),
-        ("trace net.onnx x:speedup", "net.onnx: a file, not the results folder"),
-        ("recover net.onnx --backend onnxruntime", "recovery needs an evaluator"),
-        ("agreement net.onnx --backend onnxruntime", "the study needs an evaluator whose data have labels"),
-        ("noise net.onnx --backend simulated --placement lineer", "unknown placement 'lineer'; did you mean 'linear'"),
-        ("regions assets:net.onnx", "assets:net.onnx: set the environment variable QDQ_ASSETS"),
-        ("regions ~nobody_here/net.onnx", "~nobody_here/net.onnx: Could not determine home directory"),
+        ("report net.onnx --trace x:speedup", "net.onnx: a file, not the results folder"),
+        ("inspect recover net.onnx --backend onnxruntime", "recovery needs an evaluator"),
+        ("inspect agreement net.onnx --backend onnxruntime", "the study needs an evaluator whose data have labels"),
+        (
+            "bench noise net.onnx --backend simulated --placement lineer",
+            "unknown placement 'lineer'; did you mean 'linear'",
+        ),
+        ("inspect regions assets:net.onnx", "assets:net.onnx: set the environment variable QDQ_ASSETS"),
+        ("inspect regions ~nobody_here/net.onnx", "~nobody_here/net.onnx: Could not determine home directory"),
     ],
 )
 def test_arguments_that_a_command_cannot_use_are_named(folder, capsys, monkeypatch, command, expected):
@@ -171,7 +174,7 @@ def test_arguments_that_a_command_cannot_use_are_named(folder, capsys, monkeypat
 def test_assets_are_in_their_folder(folder, capsys, monkeypatch):
     monkeypatch.setenv("QDQ_ASSETS", str(folder / "assets"))
     (folder / "assets").mkdir()
-    assert qdq("regions", "assets:../net.onnx") == 2
+    assert qdq("inspect", "regions", "assets:../net.onnx") == 2
     assert "assets:../net.onnx: leads outside of the folder that QDQ_ASSETS names" in capsys.readouterr().err
 
 
@@ -231,7 +234,7 @@ def test_every_command_shows_an_example(capsys, command):
     assert qdq(*command.split(), "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Example: " in text
-    assert ("an experiment file with one task brings" in text) is (command in ("noise", "sensitivity"))
+    assert ("an experiment file with one task brings" in text) is (command in ("bench noise", "inspect sensitivity"))
 
 
 def test_help_imports_no_heavy_library():
@@ -251,9 +254,9 @@ def test_list_shows_broken_plug_ins_too(capsys, monkeypatch):
 
 
 def test_regions_command_prints_json(folder, capsys):
-    assert qdq("regions", str(folder / "net.onnx"), "--json") == 0
+    assert qdq("inspect", "regions", str(folder / "net.onnx"), "--json") == 0
     assert json.loads(capsys.readouterr().out)["dialect"] == "openvino"
-    assert qdq("regions", str(folder / "net.onnx"), "--shape", "1x3") == 2
+    assert qdq("inspect", "regions", str(folder / "net.onnx"), "--shape", "1x3") == 2
     assert "--shape 1x3: NAME:SHAPE, for instance" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Names of the results of `qdq record` and `qdq noise`, and the advice if other results exist there."""
+"""Names of the results of `qdq bench record` and `qdq bench noise`, and the advice if other results exist there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path, monkeypatch):
 
 
 def test_a_finished_table_is_not_overwritten_by_another_one(model, capsys):
-    table = ("record", model, *SIMULATED, "--out", "t.parquet", "--dimensions")
+    table = ("bench", "record", model, *SIMULATED, "--out", "t.parquet", "--dimensions")
     assert qdq(*table, "2") == 0
     said = capsys.readouterr().out
     assert "4 placements of 2 of " in said
@@ -56,7 +56,7 @@ def test_noise_reports_disturbed_turns(model, disturbed, monkeypatch, capsys):
 
     monkeypatch.setattr(InProcess, "sample", taken)
     few = ("--processes", "2", "--builds", "2", "--readings", "6", "--out", "n")
-    assert qdq("noise", model, *SIMULATED, *few) == 0
+    assert qdq("bench", "noise", model, *SIMULATED, *few) == 0
     note = "100% of the turns were disturbed, which distorts speedups, usually upwards: close other work"
     assert (note in capsys.readouterr().out) is bool(disturbed)
     assert read_json(Path("n/noise.json"))["disturbed"] == float(bool(disturbed))
@@ -67,7 +67,7 @@ def test_the_advice_of_noise_names_only_its_own_options(model, monkeypatch, caps
         raise FingerprintMismatch(f"float.json: backend.version: '1' -> '2'\n{CHANGED_RUN_ADVICE}")
 
     monkeypatch.setattr("harness.insight.reports.noise_report", changed)
-    assert qdq("noise", model, *SIMULATED) == 2
+    assert qdq("bench", "noise", model, *SIMULATED) == 2
     expected = "qdq: float.json: backend.version: '1' -> '2'\nuse another --out, or move"
     assert capsys.readouterr().err.startswith(expected)
 

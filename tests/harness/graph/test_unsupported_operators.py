@@ -134,7 +134,7 @@ def test_omitted_outputs_and_inputs_are_not_connected(dialect):
 def test_regions_command_names_inputs_that_stay_float(op, tmp_path, capsys):
     make, message = CASES[op]
     onnx.save(odd(make), tmp_path / "odd.onnx")
-    assert qdq("regions", str(tmp_path / "odd.onnx"), "--verbose") == 0
+    assert qdq("inspect", "regions", str(tmp_path / "odd.onnx"), "--verbose") == 0
     shown = capsys.readouterr()
     assert message in shown.err
     assert "(100.0%)" in shown.out

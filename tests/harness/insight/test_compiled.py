@@ -1,4 +1,4 @@
-"""What a compiler made of a model, on kernels made up; and `qdq check`, which needs no compiler."""
+"""What a compiler made of a model, on kernels made up; and `qdq inspect check`, which needs no compiler."""
 
 import json
 import sys
@@ -115,7 +115,7 @@ def test_a_file_is_checked_without_the_compiler(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     for zero, status in ((0, 0), (3, 1)):
         onnx.save(Case(operator="MatMul", pairs=(Pair(storage="int8", zero=zero), INT8)).build(), tmp_path / "m.onnx")
-        assert qdq("check", str(tmp_path / "m.onnx")) == status
+        assert qdq("inspect", "check", str(tmp_path / "m.onnx")) == status
         shown = capsys.readouterr().out
         assert ("zero point: QuantizeLinear 'QuantizeLinear_0'" in shown) == bool(status)
         assert "not asked" in shown
@@ -136,4 +136,4 @@ def test_check_command_ends_on_damaged_files(damage, status, tmp_path, monkeypat
     elif damage == "no scale":
         del nodes["DequantizeLinear_0"].input[1:]
     path.write_bytes(b"no model" if damage == "no ONNX" else proto.SerializeToString())
-    assert qdq("check", str(path)) == status
+    assert qdq("inspect", "check", str(path)) == status

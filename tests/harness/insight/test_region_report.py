@@ -1,4 +1,4 @@
-"""Messages of `qdq regions` on inputs without a point, and on models that are quantized already."""
+"""Messages of `qdq inspect regions` on inputs without a point, and on models that are quantized already."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def test_quantized_model_is_refused_with_remedy(folder, capsys):
     model = load(g.save(Path("net.onnx")))
     space = build_space(model, OPENVINO)
     Inserter(model, OPENVINO, {"x": (-1.0, 1.0)}).export(space.resolve(space.quantize_all()), Path("quantized.onnx"))
-    for command in (("regions", "quantized.onnx"), ("autotune", "-m", "quantized.onnx", "--backend", "simulated")):
+    for command in (
+        ("inspect", "regions", "quantized.onnx"),
+        ("autotune", "-m", "quantized.onnx", "--backend", "simulated"),
+    ):
         assert qdq(*command) == 2
         text = capsys.readouterr().err
         assert "shows that this model is already quantized; give the float model" in text

@@ -43,7 +43,7 @@ class Noisy(Bench):
 def test_invalid_model_leaves_no_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "cut.onnx").write_bytes(b"hello")
     monkeypatch.chdir(tmp_path)
-    assert qdq("sensitivity", "cut.onnx") == 2
+    assert qdq("inspect", "sensitivity", "cut.onnx") == 2
     assert "cut.onnx: not an ONNX file" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["cut.onnx"]
 
@@ -61,7 +61,17 @@ def measured(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        arguments = ("sensitivity", "net.onnx", "--by", "point", "--backend", "paying_plugin:Paying", "--samples", "2")
+        arguments = (
+            "inspect",
+            "sensitivity",
+            "net.onnx",
+            "--by",
+            "point",
+            "--backend",
+            "paying_plugin:Paying",
+            "--samples",
+            "2",
+        )
         assert qdq(*arguments, "--out", "out") == 0
     return folder / "out"
 
@@ -97,7 +107,7 @@ def test_sensitivity_output_has_headings_and_noise_note(folder, monkeypatch, cap
     monkeypatch.syspath_prepend(folder)
     out = f"../{folder.name}/{backend}"
     arguments = ("--by", "point", "--backend", f"paying_plugin:{backend}", "--samples", "2", "--out", out)
-    assert qdq("sensitivity", "net.onnx", *arguments) == 0
+    assert qdq("inspect", "sensitivity", "net.onnx", *arguments) == 0
     heads, *lines = capsys.readouterr().out.splitlines()
     assert heads.split("\t")[:5] == ["unit", "precision", "role", "edges", "alone µs [CI]"]
     assert len(lines[0].split("\t")) == len(heads.split("\t"))

@@ -75,7 +75,7 @@ def walks(out: Path) -> dict[tuple[str, str, int], list[int]]:
 def test_study_compares_searchers_at_every_budget(make_table, tmp_path, capsys):
     out = tmp_path / "out"
     tables = [make_table(noise=0.01, path=tmp_path / f"{name}.parquet").path for name in ("one", "two", "three")]
-    assert qdq("study", *map(str, tables), "--out", str(out), *ORDER, "--searcher", "annealing") == 0
+    assert qdq("bench", "study", *map(str, tables), "--out", str(out), *ORDER, "--searcher", "annealing") == 0
     printed = capsys.readouterr().out
     names = ["random, 10000 searches", "random", "local", "annealing"]
     read = {name: pd.read_csv(out / f"{name}.csv") for name in ("means", "found", "budget", "reach", "score", "pairs")}
@@ -108,7 +108,7 @@ def test_time_to_the_gain_has_no_line_without_gain_and_censors_unreached_targets
         tmp_path / "out",
     )
     order = ["--searcher", "random", "--seeds", "3", "--budget", "2", "--workers", "1", "--cold"]
-    assert qdq("study", tables[0], str(flat.path), "--out", str(out), *order) == 0
+    assert qdq("bench", "study", tables[0], str(flat.path), "--out", str(out), *order) == 0
     (line,) = pd.read_csv(out / "reach.csv").to_dict("records")
     assert (line["table"], line["reached_99"]) == ("one", 0)
     assert math.isnan(line["evaluations_99"])
@@ -117,7 +117,7 @@ def test_time_to_the_gain_has_no_line_without_gain_and_censors_unreached_targets
 
 def test_interrupted_study_resumes(tables, tmp_path, replayed, monkeypatch):
     out, whole = tmp_path / "out", tmp_path / "whole"
-    assert qdq("study", *tables, "--out", str(whole), *ORDER) == 0
+    assert qdq("bench", "study", *tables, "--out", str(whole), *ORDER) == 0
     assert len(replayed) == len(walks(whole)) == 2 * 2 * 4
     replayed.clear()
     write_part = path_cache.write_part
@@ -129,10 +129,10 @@ def test_interrupted_study_resumes(tables, tmp_path, replayed, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(path_cache, "write_part", stops)
-        assert qdq("study", *tables, "--out", str(out), *ORDER) == 130
+        assert qdq("bench", "study", *tables, "--out", str(out), *ORDER) == 130
     assert {(table, name) for table, name, _ in replayed} == {("one", "random"), ("one", "local")}
     replayed.clear()
-    assert qdq("study", *tables, "--out", str(out), *ORDER) == 0
+    assert qdq("bench", "study", *tables, "--out", str(out), *ORDER) == 0
     assert {(table, name) for table, name, _ in replayed} == {("one", "local"), ("two", "random"), ("two", "local")}
     assert walks(out) == walks(whole)
     assert (out / "means.csv").read_text() == (whole / "means.csv").read_text()
@@ -152,7 +152,7 @@ def test_interrupted_study_resumes(tables, tmp_path, replayed, monkeypatch):
     ],
 )
 def test_only_searches_that_the_cache_lacks_are_replayed(tables, tmp_path, replayed, capsys, change, searches):
-    order, out = ["study", *tables, *SEARCHERS, "--workers", "1"], ["--out", str(tmp_path / "out")]
+    order, out = ["bench", "study", *tables, *SEARCHERS, "--workers", "1"], ["--out", str(tmp_path / "out")]
     limits = [*([] if "--seeds" in change else ["--seeds", "4"]), *([] if "--budget" in change else ["--budget", "20"])]
     assert qdq(*order, *out, "--seeds", "4", "--budget", "20") == 0
     before = walks(tmp_path / "out")
@@ -168,7 +168,7 @@ def test_only_searches_that_the_cache_lacks_are_replayed(tables, tmp_path, repla
 
 @pytest.mark.parametrize("walk", [[10_000], [-1], [0] * 20, list(range(21)), [], [5]])
 def test_cached_paths_that_cannot_be_searches_are_replayed(tables, tmp_path, capsys, replayed, walk):
-    out, order = tmp_path / "out", ["study", tables[0], "--out", str(tmp_path / "out"), *ORDER]
+    out, order = tmp_path / "out", ["bench", "study", tables[0], "--out", str(tmp_path / "out"), *ORDER]
     assert qdq(*order) == 0
     good, means = pq.read_table(out / "walks.parquet"), (out / "means.csv").read_text()
     lines = [{**line, "walk": walk if line["searcher"] == "local" else line["walk"]} for line in good.to_pylist()]
@@ -190,7 +190,10 @@ def test_cached_paths_that_cannot_be_searches_are_replayed(tables, tmp_path, cap
     ],
 )
 def test_file_that_is_no_cache_is_refused(tables, tmp_path, capsys, change, message):
-    order, file = ["study", tables[0], "--out", str(tmp_path / "out"), *ORDER], tmp_path / "out" / "walks.parquet"
+    order, file = (
+        ["bench", "study", tables[0], "--out", str(tmp_path / "out"), *ORDER],
+        tmp_path / "out" / "walks.parquet",
+    )
     assert qdq(*order) == 0
     good = pq.read_table(file)
     bad = good.drop_columns("seed")
@@ -203,7 +206,7 @@ def test_file_that_is_no_cache_is_refused(tables, tmp_path, capsys, change, mess
 
 @pytest.mark.parametrize("limit", [{"MAX_LINES": 15}, {"MAX_EVALUATIONS": 99, "MAX_LINES": 50}])
 def test_oversized_cache_is_neither_read_nor_written(tables, tmp_path, capsys, monkeypatch, limit):
-    out, order = tmp_path / "out", ["study", *tables, *ORDER]
+    out, order = tmp_path / "out", ["bench", "study", *tables, *ORDER]
     assert qdq(*order, "--out", str(out)) == 0
     before = (out / "walks.parquet").read_bytes()
     for name, value in limit.items():
@@ -249,7 +252,7 @@ def test_study_that_cannot_run_is_refused_before_replays(
         Path("changed.yaml").write_text(STUDY.replace(*arguments))
         arguments = ["changed.yaml"]
     with exclusive_lock(tmp_path / "busy", "replaying a study"):
-        assert qdq("study", "--out", "out", *arguments) == 2
+        assert qdq("bench", "study", "--out", "out", *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not replayed
     assert not Path("out").exists()
@@ -265,7 +268,7 @@ def test_study_runs_from_yaml_file_in_another_folder(tables, tmp_path, monkeypat
     (tmp_path / "study.yaml").write_text(STUDY.replace("{use: local, label: tour, seeds: 2}", searchers))
     for text in (source, f"{source}# a remark\n", f"{source}CHANGED = 1\n"):
         (tmp_path / "plugin_of_study.py").write_text(text)
-        assert qdq("study", "../study.yaml", "--out", "out", "--workers", "1", "--json") == 0
+        assert qdq("bench", "study", "../study.yaml", "--out", "out", "--workers", "1", "--json") == 0
         printed = capsys.readouterr()
         again = "Replayed again, because the cache is of other code, tables or libraries, or damaged: Mine"
         assert (again in printed.err) == ("CHANGED" in text)
@@ -295,13 +298,23 @@ def test_result_is_independent_of_worker_count_and_working_folder(tables, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "multiprocessing.py").write_text("raise SystemExit('imported from the working folder')")
     for workers in ("1", "2"):
-        assert qdq("study", *tables, "--out", str(tmp_path / workers), *ORDER[:-1], workers) == 0
+        assert qdq("bench", "study", *tables, "--out", str(tmp_path / workers), *ORDER[:-1], workers) == 0
     assert walks(tmp_path / "1") == walks(tmp_path / "2")
 
 
 def test_workers_end_with_a_killed_command(tables, tmp_path):
     endless = ["--searcher", "annealing", "--seeds", "5000", "--budget", "60", "--workers", "2"]
-    command = [sys.executable, "-m", "harness.cli.main", "study", *tables, "--out", str(tmp_path / "out"), *endless]
+    command = [
+        sys.executable,
+        "-m",
+        "harness.cli.main",
+        "bench",
+        "study",
+        *tables,
+        "--out",
+        str(tmp_path / "out"),
+        *endless,
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
         kept = tmp_path / "out" / "walks"
         try:
@@ -341,7 +354,7 @@ def test_committed_studies_are_valid():
 def test_table_with_optimum_among_initial_placements_is_excluded(tables, make_table, tmp_path, capsys):
     fastest_quantized = outcomes_of(lambda a, b: 10.0 - a - b)
     idle, out = str(make_table(outcome=fastest_quantized, path=tmp_path / "idle.parquet").path), tmp_path / "out"
-    assert qdq("study", tables[0], idle, "--out", str(out), *ORDER) == 0
+    assert qdq("bench", "study", tables[0], idle, "--out", str(out), *ORDER) == 0
     printed = capsys.readouterr().out
     reason = "an initial placement is within 1 % of the optimum, so all searchers are equal: idle ('all')"
     assert printed.count(f"Left out: {reason}") == 7, "below each table"
@@ -351,9 +364,9 @@ def test_table_with_optimum_among_initial_placements_is_excluded(tables, make_ta
     assert "no interval, for 3 tables are needed" in printed
     assert "too few for a test" in printed
     assert "inf]" not in printed
-    assert qdq("study", idle, "--out", str(out), *ORDER) == 2
+    assert qdq("bench", "study", idle, "--out", str(out), *ORDER) == 2
     assert f"no table is left: {reason}" in capsys.readouterr().err
-    assert qdq("study", idle, "--out", str(out), *ORDER, "--cold") == 0
+    assert qdq("bench", "study", idle, "--out", str(out), *ORDER, "--cold") == 0
     assert "Left out" not in capsys.readouterr().out
 
 
@@ -361,7 +374,7 @@ def test_exhausted_searcher_is_noted_below_each_table(tables, tmp_path, capsys):
     study = tmp_path / "study.yaml"
     walk = "{use: random_mutation, label: walk, params: {scope: per_pattern, schemes_per_pattern: 3}}"
     study.write_text(f"study: mine\ntables: {tables}\nsearchers: [random, {walk}]\nseeds: 2\nbudgets: [10, 40]\n")
-    assert qdq("study", str(study), "--out", str(tmp_path / "out"), "--workers", "1") == 0
+    assert qdq("bench", "study", str(study), "--out", str(tmp_path / "out"), "--workers", "1") == 0
     printed = capsys.readouterr().out
     assert printed.count("Nothing more to propose before 40 evaluations: walk (4 of 4 searches, in the median") == 7
     assert "random (" not in printed

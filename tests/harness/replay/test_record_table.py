@@ -292,12 +292,23 @@ def test_sensitivity_is_rms_change_of_log_latency():
 
 def test_record_and_replay_commands_run(model, tmp_path, capsys):
     chosen = ["--backend", "simulated", "--param", "seed=5", "--param", "noise=0.01"]
-    assert qdq("record", str(model), "--dimensions", "2", *chosen) == 0
+    assert qdq("bench", "record", str(model), "--dimensions", "2", *chosen) == 0
     printed = capsys.readouterr().out
     assert "4 placements of 2 of" in printed
     assert "optimum" in printed
     assert (
-        qdq("replay", "net-simulated-int8.parquet", "--searcher", "random", "--seeds", "2", "--model", str(model)) == 0
+        qdq(
+            "bench",
+            "replay",
+            "net-simulated-int8.parquet",
+            "--searcher",
+            "random",
+            "--seeds",
+            "2",
+            "--model",
+            str(model),
+        )
+        == 0
     )
     assert "random: 8 evaluations in" in capsys.readouterr().out
 
@@ -314,7 +325,7 @@ def test_record_and_replay_commands_run(model, tmp_path, capsys):
 def test_record_errors_end_with_one_message(model, arguments, message, capsys):
     Path("mixed.yaml").write_text("experiment: mixed\nmodels: [net.onnx]\nbackends: [simulated]\nprecision: [mixed]\n")
     given = [] if arguments[0] == "mixed.yaml" else [str(model), "--backend", "simulated"]
-    assert qdq("record", *given, *arguments) == 2
+    assert qdq("bench", "record", *given, *arguments) == 2
     assert message in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Replays of searchers on a table: the evaluations of a search, and what `qdq replay` reports."""
+"""Replays of searchers on a table: the evaluations of a search, and what `qdq bench replay` reports."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_replay_that_fails_names_the_cause(make_table, tmp_path, monkeypatch, us
     ],
 )
 def test_invalid_options_are_refused_with_remedy(make_table, capsys, options, message):
-    assert qdq("replay", str(make_table(dimensions=2).path), *options) == 2
+    assert qdq("bench", "replay", str(make_table(dimensions=2).path), *options) == 2
     assert message in capsys.readouterr().err
 
 
@@ -164,7 +164,7 @@ def test_table_of_another_model_is_refused(make_table, tmp_path):
 def test_replay_command_prints_and_writes_results(make_table, tmp_path, capsys):
     table, out = make_table(noise=0.01), tmp_path / "out"
     order = ["--searcher", "random", "--searcher", "local", "--seeds", "4", "--budget", "12", "--out", str(out)]
-    assert qdq("replay", str(table.path), *order) == 0
+    assert qdq("bench", "replay", str(table.path), *order) == 0
     printed = capsys.readouterr().out
     assert "made-up (made-up.onnx, 000000000000) on openvino 1, a CPU, floats in f32" in printed
     assert "64 placements of 6 of 8 dimensions" in printed

@@ -36,7 +36,7 @@ def differences(one, two) -> list[str]:
 
 
 def printed(one, two) -> str:
-    return CliRunner().invoke(app, ["compare", str(one), str(two)]).stdout
+    return CliRunner().invoke(app, ["report", str(one), "--compare", str(two)]).stdout
 
 
 def test_rows_are_matched_with_a_ratio_and_missing_ones_named(folder, other):

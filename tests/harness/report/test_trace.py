@@ -1,4 +1,4 @@
-"""Trace of table cells to their readings, and what `qdq trace` prints."""
+"""Trace of table cells to their readings, and what `qdq report --trace` prints."""
 
 import re
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from harness.results.lines import compress_lines
 
 
 def printed(*arguments: object) -> list[str]:
-    done = CliRunner().invoke(app, ["trace", *map(str, arguments)])
+    done = CliRunner().invoke(app, ["report", str(arguments[0]), "--trace", *map(str, arguments[1:])])
     assert done.exit_code == 0, done.output
     return done.stdout.splitlines()
 
@@ -60,7 +60,7 @@ def test_raw_shows_every_reading_of_turns_and_trials(folder):
 def test_the_number_of_turns_is_an_option(folder):
     assert sum("build" in line for line in printed(folder, "random:latency", "--last", 2)) == 2 + 1
     assert not any("before these" in line for line in printed(folder, "random:latency", "--last", 6))
-    assert CliRunner().invoke(app, ["trace", str(folder), "random:latency", "--last", "0"]).exit_code == 2
+    assert CliRunner().invoke(app, ["report", str(folder), "--trace", "random:latency", "--last", "0"]).exit_code == 2
 
 
 def test_trace_of_search_has_line_per_trial(folder):

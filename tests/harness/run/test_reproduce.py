@@ -1,4 +1,4 @@
-"""`qdq reproduce`: the stored experiment once more, and how both compare."""
+"""`qdq run --reproduce`: the stored experiment once more, and how both compare."""
 
 import json
 import shutil
@@ -27,14 +27,14 @@ def done(tmp_path):
 
 
 def test_reproduce_repeats_run_and_compares(done, tmp_path, capsys):
-    assert qdq("reproduce", str(done), "--base", str(tmp_path)) == 0
+    assert qdq("run", str(done), "--reproduce", "--base", str(tmp_path)) == 0
     said = capsys.readouterr().out
     assert (tmp_path / "out-again" / "report" / "index.html").exists()
     assert "ratio [CI" in said
     assert "same" in said, "the same seeds on a runtime without noise choose the same file"
     assert "model_sha256" not in said, "what was run is what was stored"
     assert list((tmp_path / "out-again").glob("*/optuna.journal"))
-    assert qdq("reproduce", str(done), "--base", str(tmp_path), "--json") == 0
+    assert qdq("run", str(done), "--reproduce", "--base", str(tmp_path), "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert {row["method"] for row in values["tables"]["main"]} >= {"all", "random"}
     assert values["comparison"]["rows"]
@@ -60,7 +60,7 @@ def test_reproduce_compares_despite_failed_searcher(done, tmp_path, capsys):
     (tmp_path / "small.yaml").write_text(EXPERIMENT.replace("[random]", "[random, 'breaking:Breaks']"))
     assert qdq("run", str(tmp_path / "small.yaml"), "--out", str(done)) == 1
     capsys.readouterr()
-    assert qdq("reproduce", str(done), "--base", str(tmp_path)) == 1
+    assert qdq("run", str(done), "--reproduce", "--base", str(tmp_path)) == 1
     said = capsys.readouterr()
     assert "same" in said.out[said.out.index("ratio [CI") :]
     assert "LookupError: a bug in ask (traceback: " in said.err
@@ -68,11 +68,11 @@ def test_reproduce_compares_despite_failed_searcher(done, tmp_path, capsys):
 
 def test_reproduce_errors_name_the_remedy(done, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(done)
-    assert qdq("reproduce", str(done)) == 2
+    assert qdq("run", str(done), "--reproduce") == 2
     assert "relative paths of the experiment start from" in capsys.readouterr().err
-    assert qdq("reproduce", str(done), "--out", str(done)) == 2
+    assert qdq("run", str(done), "--reproduce", "--out", str(done)) == 2
     assert "is the folder to be reproduced; use another one" in capsys.readouterr().err
     shutil.rmtree(done)
     monkeypatch.chdir(tmp_path)
-    assert qdq("reproduce", str(done)) == 2
+    assert qdq("run", str(done), "--reproduce") == 2
     assert "no results here" in capsys.readouterr().err

@@ -157,7 +157,7 @@ def test_tool_model_of_other_precision_is_not_selected(folder, tmp_path):
 
 
 def test_trace_finds_row_of_tool_model_by_method(fast, capsys):
-    assert qdq("trace", str(fast), "mine:speedup") == 0
+    assert qdq("report", str(fast), "--trace", "mine:speedup") == 0
     assert "mine" in capsys.readouterr().out
 
 

@@ -184,7 +184,7 @@ def test_file_that_is_no_table_is_rejected(path, monkeypatch):
     with pytest.raises(UserError, match="no replay table, or damaged"):
         read_table(path)
     pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(UserError, match="a Parquet file, but no replay table; 'qdq record MODEL' makes one"):
+    with pytest.raises(UserError, match="a Parquet file, but no replay table; 'qdq bench record MODEL' makes one"):
         read_table(path)
     pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({METADATA_KEY: facts().model_dump_json()}), path)
     with pytest.raises(UserError, match="its columns are not those of a replay table"):

@@ -136,7 +136,7 @@ def compare_with_trtexec(path: Path, *, graph: bool) -> str:
 @pytest.mark.gpu
 def test_noise_floor_of_rebuilt_model_is_measured(results):
     require_runtime("tensorrt")
-    run_qdq("noise", "zoo:resnet18", "--backend", "tensorrt", "--out", str(results / "noise"))
+    run_qdq("bench", "noise", "zoo:resnet18", "--backend", "tensorrt", "--out", str(results / "noise"))
 
 
 @pytest.mark.gpu

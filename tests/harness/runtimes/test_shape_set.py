@@ -238,11 +238,11 @@ def test_early_answer_has_the_dynamic_file_and_shapes(tmp_path, several):
         assert not facts["experiment"]["models"][0]["shapes"], "qdq apply takes each shape of the set"
 
 
-@pytest.mark.parametrize("command", ["sensitivity", "record", "noise"])
+@pytest.mark.parametrize("command", ["inspect sensitivity", "bench record", "bench noise"])
 def test_studies_refuse_a_shape_set(tmp_path, command, capsys):
     save_net(tmp_path / "net.onnx")
     (tmp_path / "e.yaml").write_text(EXPERIMENT.replace("OBJECTIVE", "worst"))
-    assert qdq(command, str(tmp_path / "e.yaml"), "--out", str(tmp_path / "out")) == 2
+    assert qdq(*command.split(), str(tmp_path / "e.yaml"), "--out", str(tmp_path / "out")) == 2
     assert "shape_set" in capsys.readouterr().err
 
 

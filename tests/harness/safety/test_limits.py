@@ -24,7 +24,7 @@ from harness.plugins import registry
 from harness.replay.study_file import BudgetStudy
 from harness.zoo.shapes import draw_split
 
-UNLIMITED_OPTIONS = {"record --dimensions": "the command itself knows the limit"}
+UNLIMITED_OPTIONS = {"bench record --dimensions": "the command itself knows the limit"}
 
 
 def numbers_without_limit(annotation: Any, metadata: tuple[Any, ...], path: str) -> Iterator[str]:
@@ -51,11 +51,17 @@ def test_numbers_in_files_have_an_upper_limit(model):
     assert free <= bounds | {".seeds"}
 
 
+def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        yield prefix + name, command
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{prefix}{name} ")
+
+
 def test_numbers_on_the_command_line_have_an_upper_limit():
-    group: Any = typer.main.get_command(app)
     free = {
         f"{name} {option.opts[0]}"
-        for name, command in group.commands.items()
+        for name, command in commands(typer.main.get_command(app))
         for option in command.params
         if re.search(r"\bint\b", str(option.type_descriptor.annotation)) and option.max is None
     }

@@ -460,12 +460,12 @@ def test_a_listed_file_that_no_folder_to_deploy_has_is_reported(folder):
     [
         ("verify", "SHIP"),
         ("apply", "SHIP", "float.onnx", "--out", "out"),
-        ("export-recipe", "SHIP", "--for", "ort", "-o", "recipe.py"),
+        ("apply", "SHIP", "--recipe", "ort", "-o", "recipe.py"),
         ("explain", "SHIP/net.onnx"),
         ("explain", "SHIP/net.onnx", "--backend", "openvino"),
         ("insert", "float.onnx", "--placement", "SHIP", "-o", "q.onnx"),
         ("insert", "float.onnx", "--placement", "SHIP/net.onnx", "-o", "q.onnx"),
-        ("recover", "float.onnx", "--placement", "SHIP/net.onnx"),
+        ("inspect", "recover", "float.onnx", "--placement", "SHIP/net.onnx"),
         ("autotune", "--onnx_path", "float.onnx", "--start", "SHIP", "--output_dir", "out"),
     ],
 )
@@ -666,7 +666,7 @@ def test_results_path_resolves_to_its_only_deploy_folder(folder, tmp_path, capsy
         assert find_bundle(path) == folder
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
-    assert qdq("export-recipe", ".", "--for", "ort", "-o", "recipe.py", "--json") == 0
+    assert qdq("apply", ".", "--recipe", "ort", "-o", "recipe.py", "--json") == 0
     assert json.loads(capsys.readouterr().out)["op_types"]
     shutil.copytree(folder, folder.with_name("other"))
     for path, fact in ((tmp_path, "other"), (tmp_path / "gone", "no such"), (Path(__file__).parent, "no folder")):

@@ -260,7 +260,7 @@ def test_costs_are_printed_with_their_source(tmp_path, monkeypatch, capsys, meas
     monkeypatch.setattr("harness.results.deploy_folder.find_bundle", lambda path: path)
     monkeypatch.setattr("harness.results.deploy_folder.read_bundle", lambda _: FACTS)
     monkeypatch.setattr("harness.ship.runtime_comparison.measure_edge_costs", lambda *_, **__: (cost,))
-    command = ["export-recipe", str(folder), "--for", "ort", "-o", str(folder / "recipe.py")]
+    command = ["apply", str(folder), "--recipe", "ort", "-o", str(folder / "recipe.py")]
     command += ["--measure"] if measured else []
     assert qdq(*command) == 0
     text = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What `qdq regions` shows."""
+"""What `qdq inspect regions` shows."""
 
 import json
 

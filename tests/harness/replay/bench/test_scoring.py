@@ -72,8 +72,8 @@ def test_tables_of_one_model_share_accuracy_scores(experiment, tasks, tmp_path, 
     assert 5 < reading.metrics["sqnr_db"] < 60
     assert 0 <= reading.metrics["agreement"] <= 1
     for table in ("two", str(two)):  # scores serve replays under a bound too
-        assert qdq("replay", table, "--at-least", "agreement=0", "--searcher", "random", "--seeds", "1") == 0
-    assert qdq("replay", str(two), "--at-least", "agreement=1.1", "--seeds", "1") == 2
+        assert qdq("bench", "replay", table, "--at-least", "agreement=0", "--searcher", "random", "--seeds", "1") == 0
+    assert qdq("bench", "replay", str(two), "--at-least", "agreement=1.1", "--seeds", "1") == 2
     names = ["accuracy.parquet", "one.parquet", "two.parquet", "three.parquet", "solved.parquet"]
     croissant = json.loads(write_croissant(tmp_path)[0].read_text())
     assert [each["@id"] for each in croissant["distribution"]] == names

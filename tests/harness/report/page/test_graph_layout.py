@@ -1,4 +1,4 @@
-"""The graph as a picture: where things stand, and what `qdq regions --html` writes."""
+"""The graph as a picture: where things stand, and what `qdq inspect regions --html` writes."""
 
 import json
 import re
@@ -111,18 +111,18 @@ def net(tmp_path):
 
 def test_regions_command_writes_html_and_prints_path(net, tmp_path):
     path = tmp_path / "out.html"
-    found = CliRunner().invoke(app, ["regions", net, "--html", str(path)])
+    found = CliRunner().invoke(app, ["inspect", "regions", net, "--html", str(path)])
     assert found.exit_code == 0
     assert str(path) in found.stderr
     assert path.read_text().startswith("<!doctype html>")
-    wrong = CliRunner().invoke(app, ["regions", net, "--html", str(tmp_path / "no" / "x.html")])
+    wrong = CliRunner().invoke(app, ["inspect", "regions", net, "--html", str(tmp_path / "no" / "x.html")])
     assert isinstance(wrong.exception, UserError)
     assert "cannot be written (No such file or directory)" in str(wrong.exception)
 
 
 def test_regions_command_prints_phases_hierarchy_and_coverage(net):
     def regions(*options: str) -> str:
-        return CliRunner().invoke(app, ["regions", net, *options]).stdout
+        return CliRunner().invoke(app, ["inspect", "regions", net, *options]).stdout
 
     text = regions()
     for line in (

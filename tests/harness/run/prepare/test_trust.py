@@ -185,7 +185,7 @@ def test_each_text_parameter_of_a_plugin_is_known(kind):
 def test_check_run_and_python_refuse_the_same_keys(folder, monkeypatch, capsys, key, changes):
     monkeypatch.chdir(folder)
     Path("e.yaml").write_text(json.dumps(described(**changes)))
-    for command in (("run", "e.yaml", "--check"), ("run", "e.yaml"), ("sensitivity", "e.yaml")):
+    for command in (("run", "e.yaml", "--check"), ("run", "e.yaml"), ("inspect", "sensitivity", "e.yaml")):
         assert qdq(*command) == 2
         text = capsys.readouterr().err
         assert key in text
