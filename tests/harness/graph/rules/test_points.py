@@ -209,7 +209,7 @@ def test_explain_no_points_names_the_command_for_rules():
     g, x = start((4, 4), "int64")
     text = explain_no_points(finish(g, g.op("Neg", x)), OPENVINO)
     assert "rule 'operator' keeps them float (The dialect offers no point at this operator)" in text
-    assert text.endswith("; see 'qdq inspect regions m --dialect openvino --verbose' for the rule of each input")
+    assert text.endswith("; rules of all inputs: 'qdq inspect regions m --dialect openvino --verbose'")
     g, x = start((4, 4))
     empty = replace(finish(g, g.op("Relu", x)), nodes=())
     assert explain_no_points(empty, OPENVINO).endswith("at int8: it has no operator that reads a tensor")
