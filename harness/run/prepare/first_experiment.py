@@ -22,8 +22,8 @@ CHANNELS = 3
 def first_experiment(model: Path, output: Path, images: Path | None, labels: Path | None, backend: str) -> str:
     """Return the text of an experiment that `qdq run --check` accepts.
 
-    Preprocessing, layout and decoder are found by the shapes of inputs and outputs. What is not known is a comment, and
-    without images the calibration is random.
+    Preprocessing, layout and decoder are found by the shapes of inputs and outputs. Lines to fill in are comments, and
+    without images the calibration is on random inputs.
 
     Args:
         model: ONNX file.

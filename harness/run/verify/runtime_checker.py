@@ -273,7 +273,7 @@ class RuntimeChecker:
 
     @cached_property
     def _part(self) -> _ComparedPart:
-        """Return what is compared of each model.
+        """Return the part of the models that is compared.
 
         Every model gets the same values, those of one run of the float model, in place of the results of random
         operators; the inputs of these operators are compared too. If all outputs depend on indices, the tensors that

@@ -1,4 +1,4 @@
-"""Loading: a loaded model equals its file, and errors name what is wrong with a file."""
+"""Loading: a loaded model equals its file, and errors name the damage of a file."""
 
 import logging
 import os
