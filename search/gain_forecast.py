@@ -1,7 +1,7 @@
 """Forecast of the further gain of a search, and the stopping rule based on it.
 
 The inputs are three counts: evaluations so far, evaluations since the last gain, and evaluations left. The coefficients
-were fitted to replayed searches of `auto` on recorded tables (`tests/recorded/gain_forecast.py`, which prints the
+were fitted to replayed searches of `auto` on recorded tables (`experiments/scripts/gain_forecast.py`, which prints the
 calibration on held-out models). The posterior of a Gaussian process, as in Wilson 2024 ("Stopping Bayesian optimization
 with probabilistic regret bounds"), did not predict the later gains of these searches better.
 """

@@ -1,6 +1,6 @@
 """Detectors: `yolo_tiny` with random weights, and `shapes_detector`, trained on `harness.zoo.shapes`.
 
-Layout of `shapes_detector` (trained and exported by `tests/recorded/train_shapes.py`):
+Layout of `shapes_detector` (trained and exported by `experiments/scripts/train_shapes.py`):
 
 - input `images`: 1 x 3 x 128 x 128, float, RGB, pixel values divided by 255 (preprocessing `shapes`);
 - output `detections`: 1 x 320 x 7, one row per cell: first the 16 x 16 cells of stride 8, then the 8 x 8 cells of

@@ -1,4 +1,4 @@
-"""Train the detector of the zoo on the made-up shapes and export it: `python tests/recorded/train_shapes.py`.
+"""Train the detector of the zoo on the made-up shapes and export it: `python experiments/scripts/train_shapes.py`.
 
 A small anchor-free detector in the manner of YOLOX (Ge et al. 2021, arXiv:2107.08430): CSP blocks with SiLU, a neck
 that goes up once and down once, decoupled heads at strides 8 and 16. Cells are assigned to shapes as in TOOD (Feng et

@@ -1,6 +1,6 @@
 """Fit the forecast of `search.gain_forecast` to replayed searches, and print its calibration on held-out models.
 
-    python tests/recorded/gain_forecast.py [--seeds 8] [--searcher auto]
+    python experiments/scripts/gain_forecast.py [--seeds 8] [--searcher auto]
 
 Takes about ten minutes on one core. The target is the true gain of the best placement between an evaluation and the end
 of a search of 100, from the recorded medians; the features are known during the search (readings with noise).

@@ -1,7 +1,7 @@
 """Print the speed of common steps on one checkout over that on another, by processor time, in turns of one run.
 
     git worktree add ../old 3ca0195
-    python tests/recorded/speed_ratio.py . ../old
+    python experiments/scripts/speed_ratio.py . ../old
 
 Above 1, the first checkout is faster. Insertion (20 placements) and discovery are those of an encoder of 4,223 nodes,
 `replay` of 40 random searches of 100 evaluations and one of `auto`, a run

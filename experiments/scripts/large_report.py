@@ -1,7 +1,7 @@
 """Print what the report of many tasks takes on this checkout and on others, in one run.
 
     git worktree add ../old 3ca0195
-    python tests/recorded/large_report.py . ../old
+    python experiments/scripts/large_report.py . ../old
 
 Each checkout runs one experiment of two tasks on the simulated runtime, copies them under other labels in its own
 format, and reports the copies in a process of its own. The journals of both checkouts are of the same length, but not

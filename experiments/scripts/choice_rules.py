@@ -1,6 +1,6 @@
 """Compare rules that choose the fastest file within a bound, on random halves of a model's images.
 
-    python tests/recorded/choice_rules.py experiments/recovery_mobilenet.yaml --out out/choice [--bound 0.005]
+    python experiments/scripts/choice_rules.py experiments/recovery_mobilenet.yaml --out out/choice [--bound 0.005]
 
 Needs QDQ_ASSETS, and takes about ten minutes a model. Linear operators are quantized, all of them or random parts, as
 given and with recovery; each file is scored on all images. A rule then sees the scores of one half of the images, and

@@ -1,7 +1,7 @@
 """Print how soon `qdq autotune` delivers confirmed files on one checkout, as shares of the time of another.
 
     git worktree add ../old 3ca0195
-    QDQ_ASSETS=FOLDER python tests/recorded/time_to_answer.py . ../old
+    QDQ_ASSETS=FOLDER python experiments/scripts/time_to_answer.py . ../old
 
 Each checkout searches seven models with `auto` (OpenVINO, one thread), one run after the other. The columns are the
 times until the first confirmed file, until a file with 97 % of the best confirmed speedup of both checkouts, and until

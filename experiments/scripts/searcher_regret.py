@@ -1,7 +1,7 @@
 """Print the regret and the processor time of `auto` on synthetic problems, on one checkout and on another.
 
     git worktree add ../old 3ca0195
-    python tests/recorded/searcher_regret.py . ../old --seeds 20 --evaluations 2000
+    python experiments/scripts/searcher_regret.py . ../old --seeds 20 --evaluations 2000
 
 Each seed has a space, a landscape and noise of its own, the same for both checkouts. The regret is that of the
 placement with the lowest reading (noise 1 %): its noise-free latency over the optimum, less 1. The ratio of the mean

@@ -1,6 +1,6 @@
 """Measure what other tools keep of a placement's gain if they quantize by its recipe.
 
-    python tests/recorded/host_share.py MODEL OUT [--evaluations 16]
+    python experiments/scripts/host_share.py MODEL OUT [--evaluations 16]
 
 Searches a placement (OpenVINO, one thread, ranges of random data), writes its recipe for each tool, runs the recipes,
 and times the files in turns on fresh builds. The share is that of the saved time, 1 - 1 / speedup. Takes about five
