@@ -36,6 +36,7 @@ ENTRY_POINT_GROUPS: Mapping[str, str] = {
     "range estimator": "qdq.range_estimators",
     "weight estimator": "qdq.weight_estimators",
     "recovery step": "qdq.recovery_steps",
+    "table": "qdq.tables",
 }
 
 #: Methods that a class `package.module:Class` must have, by the kind of plug-in.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
+from harness.results.folder import Results
 
 Row = Mapping[Any, Any]
 
@@ -77,6 +78,7 @@ class TableSpec:
         shows_selection: Whether rows were selected among seeds or candidates of a search.
         source: Readings behind a cell: those of rows of the main table (in the order of `raw`, if "aligned rows"), of
             all confirmed rows, of the searches' choices, or of the searches' trials.
+        frame: Returns the `raw` figures of a table of a plug-in.
     """
 
     name: str
@@ -93,6 +95,7 @@ class TableSpec:
     assumes_budget: bool = False
     shows_selection: bool = False
     source: Literal["aligned rows", "rows", "confirmed rows", "choices", "trials"] = "trials"
+    frame: Callable[[Results], pd.DataFrame] | None = None
 
     def build(
         self,

@@ -13,7 +13,7 @@ from harness.report.frames.main_frame import main_frame
 from harness.report.provenance_lines import ValueSource
 from harness.report.report_table import ReportTable, frame_rows
 from harness.report.table_spec import Row, is_missing
-from harness.report.tables.catalog import SPECS, build_tables
+from harness.report.tables.catalog import build_tables, table_specs
 from harness.report.tables.overview import MEAN_LABEL
 from harness.results.folder import Results, TaskResults
 from harness.results.lines import shown_path
@@ -66,7 +66,7 @@ def trace_cell(results: Results, address: str, name: str = "main") -> CellSource
         raise UserError(f"{address!r}: expected ROW:COLUMN, for instance '1:speedup' or 'linear:latency'")
     table = _find_table(results, name)
     cells = frame_rows(table.cells)
-    rows = frame_rows(table.raw) if SPECS[name].source == "aligned rows" else cells
+    rows = frame_rows(table.raw) if table_specs()[name].source == "aligned rows" else cells
     number = _row_number(rows, where, name)
     head = _find_heading(table, column)
     return CellSource(
@@ -145,7 +145,7 @@ def _row_ids(row: Row) -> set[str]:
 
 def _cell_sources(results: Results, table: ReportTable, number: int, head: str) -> Iterator[ValueSource]:
     line, tasks = frame_rows(table.cells)[number], {task.name: task for task in results.tasks}
-    source = SPECS[table.name].source
+    source = table_specs()[table.name].source
     if source in ("aligned rows", "rows"):
         for raw in _raw_rows(table, number, head):
             if table.name == "overview" and raw is not None and raw["seeds"] > 1:  # a median over seeds
@@ -194,7 +194,7 @@ def _row_sources(tasks: Mapping[str, TaskResults], raw: Row | None, head: str) -
 def _raw_rows(table: ReportTable, number: int, head: str) -> Sequence[Row | None]:
     """Return the raw row of a figure, or the rows of a mean; an entry is None if its row is missing."""
     raw, line = frame_rows(table.raw), frame_rows(table.cells)[number]
-    if SPECS[table.name].source == "aligned rows":
+    if table_specs()[table.name].source == "aligned rows":
         return [raw[number]]
     if table.name == "overview":
         keys = (line["device"], line["quantized"], head)

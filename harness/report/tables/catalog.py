@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+from harness.base.errors import UserError
+from harness.plugins.registry import installed_plugins, load_plugin
 from harness.report.frames.confirmation import variance_frame
 from harness.report.frames.main_frame import main_frame
 from harness.report.report_table import ReportTable
@@ -39,14 +42,28 @@ SPECS: Mapping[str, TableSpec] = {
 }  # fmt: skip
 
 
+def table_specs() -> Mapping[str, TableSpec]:
+    """Return every table by name, in order: those of `SPECS`, then those of installed plug-ins (`qdq.tables`)."""
+    plugins: dict[str, TableSpec] = {}
+    for plugin in installed_plugins("table"):
+        spec: Any = load_plugin("table", plugin.name)
+        if not isinstance(spec, TableSpec) or spec.frame is None or spec.name != plugin.name or spec.name in SPECS:
+            raise UserError(
+                f"table {plugin.name!r} of {plugin.origin}: needs a TableSpec of this new name with a frame"
+            )
+        plugins[spec.name] = spec
+    return {**SPECS, **plugins}
+
+
 def build_tables(results: Results) -> Iterator[ReportTable]:
     """Yield every table that has a row, each computed on demand."""
     common = (*scenario_notes(results.tasks), *data_notes(results.tasks), *backend_notes(results.tasks))
     ends, losses = tuple(early_end_notes(results)), loss_note(results)
     warnings = tuple(filter(None, map(noise_note, results.tasks)))
-    for table in _iter_tables(results):
+    specs = table_specs()
+    for table in _iter_tables(results, specs):
         if len(table.cells):
-            spec = SPECS[table.name]
+            spec = specs[table.name]
             notes = [
                 *(losses if spec.shows_selection else ()),
                 *([noise_floor_note(results.tasks)] if spec.timed and not spec.states_noise_floor else ()),
@@ -57,7 +74,7 @@ def build_tables(results: Results) -> Iterator[ReportTable]:
             yield replace(table, note="\n".join([table.note, *notes]), warnings=doubts)
 
 
-def _iter_tables(results: Results) -> Iterator[ReportTable]:
+def _iter_tables(results: Results, specs: Mapping[str, TableSpec]) -> Iterator[ReportTable]:
     main, budgets = main_frame(results), budget_frame(results)
     yield main_table(results, main)
     yield overview_table(overview_frame(main, budgets))
@@ -77,3 +94,4 @@ def _iter_tables(results: Results) -> Iterator[ReportTable]:
     yield from transfer_tables(results)
     yield volume_table(results)
     yield VARIANCE.build(variance_frame(results))
+    yield from (spec.build(spec.frame(results)) for spec in specs.values() if spec.frame)
