@@ -251,6 +251,8 @@ def list_plugins(
         rows += [(ZOO_KIND, name, "", purpose) for name, purpose in zoo.model_names().items()]
     if as_json:
         print_table(("kind", "name", "origin", "what it does"), rows, as_json=True)
+    elif kind and not rows:
+        echo(f"no {asked} is installed; docs/architecture.md says how to add one")
     elif kind:
         _print_entries([(name, _with_origin(purpose, origin)) for _, name, origin, purpose in rows])
     else:

@@ -136,6 +136,8 @@ def normalised_ast(code: bytes) -> bytes:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = [each for each in node.body if not _is_docstring(each)] or [ast.Pass()]
+        elif isinstance(node, ast.JoinedStr):  # Python 3.12 ends some format specifications by an empty text
+            node.values = [each for each in node.values if not (isinstance(each, ast.Constant) and each.value == "")]
     return _dump_ast(tree).encode()
 
 
