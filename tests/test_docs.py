@@ -215,7 +215,7 @@ def test_the_citations_are_valid_and_of_this_version():
     assert all({"name"} <= author.keys() or {"family-names"} <= author.keys() for author in cited["authors"])
     assert cited["version"] == version("qdq-bench")
     (entry,) = re.findall(
-        r"```bibtex\n@\w+\{\S+,\n(.*?)\n\}\n```", (ROOT / "docs/reference/results.md").read_text(), re.S
+        r"```bibtex\n@\w+\{\S+,\n(.*?)\n\}\n```", (ROOT / "docs/results/comparisons.md").read_text(), re.S
     )
     fields = dict(re.findall(r"^  (\w+) = \{(.*)\},$", entry, re.MULTILINE))
     assert fields["title"] == cited["title"]
