@@ -24,7 +24,7 @@ from search.gaussian_process import ADDITIVE_KERNEL_WEIGHTS, GaussianProcess, Re
 from search.placement_features import FeatureExtractor, FeatureRows
 
 __all__ = [
-    "AcquisitionScores", "ParetoFront", "SurrogateModel", "expected_hypervolume_improvement",
+    "AcquisitionScores", "SurrogateModel", "expected_hypervolume_improvement",
     "front_with_reference", "signed_violations",
 ]  # fmt: skip
 
@@ -36,19 +36,6 @@ MAX_TRAINING_FAILURES = 100
 """Largest number of failures that the failure model is fitted to; the latest are used."""
 REFERENCE_MARGIN_SHARE = 0.1
 """Distance of the hypervolume's reference point from the worst values of the front, as a share of their range."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParetoFront:
-    """Pareto front attained so far in two objectives.
-
-    Attributes:
-        points: Non-dominated points, shape (points, 2), the first objective ascending and the second descending.
-        reference: Reference point of the hypervolume, in both objectives.
-    """
-
-    points: Vector
-    reference: Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +56,13 @@ class AcquisitionScores:
     violation: Vector
 
     def best_new_index(self, known: Set[bytes]) -> int | None:
-        """Return the index of the best candidate with a key that is not in `known`, or None if all are known."""
-        return next((index for index in self.ranking if self.keys[index] not in known), None)
+        """Return the index of the best candidate with a key that is not in `known`, or None if all are known.
 
-    @property
-    def ranking(self) -> list[int]:
-        """Return the candidate indices in descending order of `acquisition`.
-
-        Values that are equal after rounding keep the order of the candidates.
+        Candidates of an equal acquisition, after rounding, keep their order.
         """
         largest = max(float(self.acquisition.max(initial=0.0)), 1e-300)
-        return [int(index) for index in np.argsort(-np.round(self.acquisition / largest, 9), kind="stable")]
+        ranking = np.argsort(-np.round(self.acquisition / largest, 9), kind="stable").tolist()
+        return next((index for index in ranking if self.keys[index] not in known), None)
 
 
 class SurrogateModel:
@@ -98,14 +81,11 @@ class SurrogateModel:
     def __init__(self, space: Space, model: Callable[[], Regressor] = GaussianProcess) -> None:
         self._features = FeatureExtractor(space)
         self._objective, self._failure = model(), model()
-        self._second, self._violation = (
-            GaussianProcess(ADDITIVE_KERNEL_WEIGHTS),
-            GaussianProcess(ADDITIVE_KERNEL_WEIGHTS),
-        )
+        self._second, self._violation = [GaussianProcess(ADDITIVE_KERNEL_WEIGHTS) for _ in range(2)]
         self.constrained = False
         self._failing = False
         self._best: float | None = None
-        self._front: ParetoFront | None = None  # None if there is one objective
+        self._front: tuple[Vector, Vector] | None = None  # and its reference point; None if there is one objective
         self.known: set[bytes] = set()
         self._seen_count = 0  # number of placements of the archive that are in `known`
 
@@ -123,17 +103,26 @@ class SurrogateModel:
         tried = self._features([*scored, *pending])
         rows, awaited = tried[len(failed) : len(scored)], tried[len(scored) :]
         scores = [entry.score for entry in entries]
-        values, errors = _log_objectives(scores)
+        values = np.array([score.objective for score in scores])
+        errors = np.array([score.stderr for score in scores])
+        if (values > 0).all():
+            values, errors = np.log(values), errors / values
         smooth = self._objective.fit(rows, values, errors)
         believed = np.zeros(0)
         if pending:
             believed, _ = self._objective.predict(awaited)
             errors = np.append(errors, np.zeros(len(pending)))
             smooth = self._objective.fit(tried[len(failed) :], np.append(values, believed), errors)[: len(entries)]
-        self._fit_violations(rows, scores)
+        signed = signed_violations(scores)
+        known = [index for index, value in enumerate(signed) if not math.isnan(value)]
+        self.constrained = bool((signed[known] > 0).any())
+        holding = np.ones(len(pending), dtype=bool)  # pending placements that are expected to satisfy the constraint
+        if self.constrained:
+            self._violation.fit(rows[known], signed[known], np.zeros(len(known)))
+            if pending:
+                holding = self._violation.predict(awaited)[0] <= 0
         eligible = np.array([score.violation == 0 and not score.assumed for score in scores])
         # The incumbent's value is the model's prediction, not the measurement, which may be low by chance.
-        holding = self._predicted_feasible(awaited)
         attained = [*smooth[eligible], *believed[holding]]
         self._best = float(min(attained)) if attained else None
         self._fit_front(rows, scores, smooth, awaited[np.flatnonzero(holding)])
@@ -141,13 +130,6 @@ class SurrogateModel:
         if failed:
             outcomes = np.array([1.0] * len(failed) + [0.0] * len(entries))
             self._failure.fit(tried[: len(scored)], outcomes, np.zeros(len(outcomes)))
-
-    def _predicted_feasible(self, awaited: FeatureRows) -> npt.NDArray[np.bool_]:
-        """Return for each pending row whether it is expected to satisfy the constraint."""
-        if not self.constrained or not len(awaited):
-            return np.ones(len(awaited), dtype=bool)
-        holding: npt.NDArray[np.bool_] = self._violation.predict(awaited)[0] <= 0
-        return holding
 
     def _fit_front(self, rows: FeatureRows, scores: Sequence[Score], firsts: Vector, awaited: FeatureRows) -> None:
         """Fit the second objective, and set the front of all rows that are feasible or expected to be."""
@@ -163,19 +145,17 @@ class SurrogateModel:
             attained += zip(self._objective.predict(awaited)[0], self._second.predict(awaited)[0], strict=True)
         self._front = front_with_reference(np.array(attained), np.column_stack([firsts[rated], seconds]))
 
-    def _fit_violations(self, rows: FeatureRows, scores: Sequence[Score]) -> None:
-        signed = signed_violations(scores)
-        known = [index for index, value in enumerate(signed) if not math.isnan(value)]
-        self.constrained = bool((signed[known] > 0).any())
-        if self.constrained:
-            self._violation.fit(rows[known], signed[known], np.zeros(len(known)))
-
     def score(self, candidates: Sequence[Placement]) -> AcquisitionScores:
         """Return the predictions for the candidates; call `fit` first."""
         rows = self._features(candidates)
         mean, deviation = self._objective.predict(rows)
-        worth = self._acquisition(rows, mean, deviation)
-        violation = np.zeros(len(mean))
+        worth, violation = np.ones(len(mean)), np.zeros(len(mean))
+        if self._best is not None and self._front is None:
+            worth = _expected_improvement(self._best - mean, deviation)
+        elif self._best is not None and self._front is not None:
+            second, doubt = self._second.predict(rows)
+            means, deviations = np.stack([mean, second]), np.stack([deviation, doubt])
+            worth = expected_hypervolume_improvement(*self._front, means, deviations)
         if self.constrained:
             violation, doubt = self._violation.predict(rows)
             worth = worth * ndtr(-violation / doubt)
@@ -183,14 +163,6 @@ class SurrogateModel:
             chance, _ = self._failure.predict(rows)
             worth = worth * np.clip(1.0 - chance, 0.0, 1.0)
         return AcquisitionScores(keys=rows.keys(), acquisition=worth, objective=mean, violation=violation)
-
-    def _acquisition(self, rows: FeatureRows, mean: Vector, deviation: Vector) -> Vector:
-        if self._best is None:
-            return np.ones(len(mean))
-        if self._front is None:
-            return _expected_improvement(self._best - mean, deviation)
-        second, doubt = self._second.predict(rows)
-        return expected_hypervolume_improvement(self._front, np.stack([mean, second]), np.stack([deviation, doubt]))
 
 
 def _select_entries(archive: Archive) -> list[ArchiveEntry]:
@@ -246,8 +218,8 @@ def signed_violations(scores: Sequence[Score]) -> Vector:
     return fitting[0] if len(fitting) == 1 else plain
 
 
-def front_with_reference(attained: Vector, seen: Vector) -> ParetoFront:
-    """Return the Pareto front of feasible points, with a reference point slightly worse than all of it.
+def front_with_reference(attained: Vector, seen: Vector) -> tuple[Vector, Vector]:
+    """Return the Pareto front of feasible points, and a reference point slightly worse than all of it.
 
     Args:
         attained: Feasible points, shape (points, 2).
@@ -258,10 +230,10 @@ def front_with_reference(attained: Vector, seen: Vector) -> ParetoFront:
     steps = ordered[np.append(True, ordered[1:, 1] < lowest[:-1])]
     span = np.ptp(steps, axis=0)
     span = np.where(span > 0, span, np.maximum(np.ptp(seen, axis=0), 1e-9))
-    return ParetoFront(steps, steps.max(axis=0) + REFERENCE_MARGIN_SHARE * span)
+    return steps, steps.max(axis=0) + REFERENCE_MARGIN_SHARE * span
 
 
-def expected_hypervolume_improvement(front: ParetoFront, mean: Vector, deviation: Vector) -> Vector:
+def expected_hypervolume_improvement(front: Vector, reference: Vector, mean: Vector, deviation: Vector) -> Vector:
     """Return the expected growth of the hypervolume for each candidate.
 
     The area that the reference point bounds is divided into strips between the points of the front. In each strip the
@@ -270,21 +242,16 @@ def expected_hypervolume_improvement(front: ParetoFront, mean: Vector, deviation
     decomposition algorithms", J. Global Optim. 75, section 3).
 
     Args:
-        front: Present front.
+        front: Non-dominated points, shape (points, 2), the first objective ascending and the second descending.
+        reference: Reference point of the hypervolume, in both objectives.
         mean: Expected objectives of the candidates, normal and independent, shape (2, candidates).
         deviation: Standard deviations of the objectives, shape (2, candidates).
     """
-    ends = np.append(front.points[:, 0], front.reference[0])
-    heights = np.append(front.reference[1], front.points[:, 1])
+    ends = np.append(front[:, 0], reference[0])
+    heights = np.append(reference[1], front[:, 1])
     widths = np.diff(_expected_improvement(ends[:, None] - mean[0], deviation[0]), axis=0, prepend=0.0)
     grown: Vector = (widths * _expected_improvement(heights[:, None] - mean[1], deviation[1])).sum(axis=0)
     return grown
-
-
-def _log_objectives(scores: Sequence[Score]) -> tuple[Vector, Vector]:
-    values = np.array([score.objective for score in scores])
-    errors = np.array([score.stderr for score in scores])
-    return (np.log(values), errors / values) if (values > 0).all() else (values, errors)
 
 
 def _expected_improvement(gain: Vector, deviation: Vector) -> Vector:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from itertools import groupby, islice
 
 import numpy as np
 
 from search.api import Failure, Observation, Placement, Score, Space
+from search.moves import flip, random_with_density
 from search.pareto import dominates, nsga_ranking
 
 __all__ = ["Archive", "ArchiveEntry", "ArchiveSearcher", "improves"]
@@ -43,25 +43,33 @@ class Archive:
         archive.tell(observation)
         asked = archive.ask(n, lambda: flip(archive.best(1)[0].placement, space, rng), space)
         parents = archive.best(10)
+
+    Attributes:
+        seen: All placements proposed or observed, by digest, in the order of their first appearance.
+        failures: Outcomes of placements that failed and were never scored, by digest, in the order reported.
+        pending: Placements that were proposed and have no outcome yet, by digest, in the order proposed.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, Placement] = {}
+        self.seen: dict[str, Placement] = {}
+        self.failures: dict[str, Observation] = {}
+        self.pending: dict[str, Placement] = {}
         self._scores: dict[str, list[Score]] = {}
         self._entries: dict[str, ArchiveEntry] = {}
-        self._failures: dict[str, Observation] = {}
-        self._pending: dict[str, Placement] = {}
-        self._positions: dict[str, int] = {}  # digest: number of placements that were scored earlier
-        self._ranked: list[ArchiveEntry] = []
-        self._unranked: list[ArchiveEntry] = []  # not yet in `_ranked`; many searchers never read it
-        self._incumbents: tuple[int, float, list[ArchiveEntry]] | None = None  # of the last k and significance
-        self._leaders: tuple[int, list[list[Any]]] | None = (
-            None  # of the last k of `nsga_order`, see `_leading_entries`
-        )
         self._most_objectives = 1
+        self._restart_rankings()
+
+    def _restart_rankings(self) -> None:
+        """Forget the rankings, which are otherwise extended by the entries that were scored since the last access."""
+        self._ranked: list[ArchiveEntry] = []
+        self._incumbents: list[ArchiveEntry] = []
+        self._incumbents_of = (0, 1.0)  # number of incumbents and significance
+        self._leaders: list[tuple[ArchiveEntry, int]] = []  # with the number of entries that precede each
+        self._leaders_of = 0
+        self._leaders_read = self._incumbents_read = 0
 
     def __contains__(self, digest: object) -> bool:
-        return digest in self._seen
+        return digest in self.seen
 
     def __len__(self) -> int:
         """Return the number of scored placements."""
@@ -75,12 +83,12 @@ class Archive:
         """Return up to n proposals, fewer if `propose` returns None.
 
         Each proposal is recorded before the next one is made and counts as seen from then on. `propose` must return
-        unseen placements, see `search.moves.first_unseen`.
+        unseen placements.
         """
         asked: list[Placement] = []
         while len(asked) < n and (placement := propose()) is not None:
             digest = space.digest(placement)
-            self._pending[digest] = self._seen[digest] = placement
+            self.pending[digest] = self.seen[digest] = placement
             asked.append(placement)
         return asked
 
@@ -93,60 +101,29 @@ class Archive:
         mean comes from the scatter. An equal score is a repeated report of one measurement and changes nothing. A score
         replaces a failure; a later failure does not replace a score.
         """
-        digest = observation.digest
-        self._seen.setdefault(digest, observation.placement)
-        self._pending.pop(digest, None)
-        if isinstance(observation.outcome, Failure):
-            if digest not in self._entries:
-                self._failures[digest] = observation
-            return
-        self._failures.pop(digest, None)
-        scores = self._scores.setdefault(digest, [])
-        if observation.outcome in scores:
-            return
-        scores.append(observation.outcome)
+        digest, outcome = observation.digest, observation.outcome
+        self.seen.setdefault(digest, observation.placement)
+        self.pending.pop(digest, None)
         known = self._entries.get(digest)
-        self._entries[digest] = entry = ArchiveEntry(
-            placement=known.placement if known else observation.placement,
-            digest=digest,
-            score=_pool_scores(scores),
-            tells=len(scores),
-        )
-        self._positions.setdefault(digest, len(self._positions))
-        if known or len(entry.score.values) > self._most_objectives:
-            self._leaders = None
-        self._most_objectives = max(self._most_objectives, len(entry.score.values))
-        if self._leaders is not None:
-            self._insert_leader(*self._leaders, entry)
-        if known:
-            ranked = self.ranked
-            del ranked[bisect_left(ranked, self._rank(known), key=self._rank)]
-            self._incumbents = None
-        self._unranked.append(entry)
-        if self._incumbents is not None:
-            _insert_incumbent(self._incumbents[2], entry, *self._incumbents[:2])
-
-    def _rank(self, entry: ArchiveEntry) -> tuple[tuple[float, bool, float], int]:
-        return entry.score.rank, self._positions[entry.digest]
+        if isinstance(outcome, Failure):
+            if known is None:
+                self.failures[digest] = observation
+            return
+        self.failures.pop(digest, None)
+        scores = self._scores.setdefault(digest, [])
+        if outcome in scores:
+            return
+        scores.append(outcome)
+        placement = known.placement if known else observation.placement
+        score = _pool_scores(scores)
+        self._entries[digest] = ArchiveEntry(placement=placement, digest=digest, score=score, tells=len(scores))
+        if known or len(score.values) > self._most_objectives:
+            self._restart_rankings()
+        self._most_objectives = max(self._most_objectives, len(score.values))
 
     def get(self, digest: str) -> ArchiveEntry | None:
         """Return the scored placement with this digest, or None."""
         return self._entries.get(digest)
-
-    @property
-    def seen(self) -> Mapping[str, Placement]:
-        """Return all placements proposed or observed, by digest, in the order of their first appearance."""
-        return self._seen
-
-    @property
-    def failures(self) -> Mapping[str, Observation]:
-        """Return the outcomes of placements that failed and were never scored, by digest, in the order reported."""
-        return self._failures
-
-    @property
-    def pending(self) -> Mapping[str, Placement]:
-        """Return the placements that were proposed and have no outcome yet, by digest, in the order proposed."""
-        return self._pending
 
     @property
     def ranked(self) -> list[ArchiveEntry]:
@@ -154,9 +131,8 @@ class Archive:
 
         The list is the archive's own: do not change it; a later `tell` may.
         """
-        for entry in self._unranked:
-            insort(self._ranked, entry, key=self._rank)
-        self._unranked.clear()
+        for entry in islice(self, len(self._ranked), None):
+            insort(self._ranked, entry, key=lambda known: known.score.rank)
         return self._ranked
 
     def best(self, k: int) -> tuple[ArchiveEntry, ...]:
@@ -178,9 +154,7 @@ class Archive:
             group = list(alike)
             values = np.array([entry.score.values for entry in group])
             errors = np.array([entry.score.stderr for entry in group])
-            found += [group[index] for index in nsga_ranking(values, errors, k)]
-            if len(found) >= k:
-                break
+            found += [group[index] for index in nsga_ranking(values, errors)]
         return tuple(found[:k])
 
     def _standing(self, entry: ArchiveEntry) -> tuple[float, bool, bool]:
@@ -192,29 +166,22 @@ class Archive:
         They contain the first k of `nsga_order` ("k-skyband", Papadias, Tao, Fu, Seeger 2005, "Progressive skyline
         computation in database systems", ACM TODS 30, section 5.4).
         """
-        if self._leaders is None or self._leaders[0] < k:
-            self._leaders = (k, [])  # `tell` updates it from then on
-            for entry in self:
-                self._insert_leader(*self._leaders, entry)
-        return [entry for entry, _ in self._leaders[1]]
+        if self._leaders_of < k:
+            self._leaders_of, self._leaders_read, self._leaders = k, 0, []
 
-    def _insert_leader(self, k: int, leaders: list[list[Any]], new: ArchiveEntry) -> None:
-        above = 0
-        for leader in leaders:
-            if self._precedes(leader[0], new):
-                above += 1
-            elif self._precedes(new, leader[0]):
-                leader[1] += 1
-        leaders[:] = [leader for leader in leaders if leader[1] < k]
-        if above < k:
-            leaders.append([new, above])
-
-    def _precedes(self, one: ArchiveEntry, other: ArchiveEntry) -> bool:
-        first, second = self._standing(one), self._standing(other)
-        if first != second:
+        def precedes(one: ArchiveEntry, other: ArchiveEntry) -> bool:
+            first, second = self._standing(one), self._standing(other)
+            noise = math.hypot(one.score.stderr, other.score.stderr)
+            if first == second:
+                return dominates(one.score.values, other.score.values, noise)
             return first < second
-        noise = math.hypot(one.score.stderr, other.score.stderr)
-        return dominates(one.score.values, other.score.values, noise)
+
+        for new in islice(self, self._leaders_read, None):
+            above = sum(precedes(leader, new) for leader, _ in self._leaders)
+            counted = [(leader, count + precedes(new, leader)) for leader, count in self._leaders]
+            self._leaders = [pair for pair in [*counted, (new, above)] if pair[1] < self._leaders_of]
+        self._leaders_read = len(self)
+        return [entry for entry, _ in self._leaders]
 
     def base_entries(self, k: int) -> tuple[ArchiveEntry, ...]:
         """Return the placements to continue from: the k best, or `nsga_order(k)` with several objectives."""
@@ -231,21 +198,17 @@ class Archive:
             k: Largest number of placements.
             significance: Number of combined standard errors that count as noise.
         """
+        size = self._incumbents_of[0] if self._incumbents_of[1] == significance else 0
+        if size < k:  # the first k do not depend on the rest, so a growing k starts over only when it has doubled
+            size = max(k, 2 * size)
+            self._incumbents, self._incumbents_of, self._incumbents_read = [], (size, significance), 0
         kept = self._incumbents
-        if kept is None or kept[1] != significance or kept[0] < k:
-            # The first k do not depend on the rest, so a growing k starts over only when it has doubled.
-            size = max(k, 2 * kept[0]) if kept is not None and kept[1] == significance else k
-            self._incumbents = kept = (size, significance, [])  # `tell` updates it from then on
-            for entry in self:
-                _insert_incumbent(kept[2], entry, size, significance)
-        return tuple(kept[2][:k])
-
-
-def _insert_incumbent(standing: list[ArchiveEntry], entry: ArchiveEntry, k: int, significance: float) -> None:
-    beaten = (n for n, other in enumerate(standing) if improves(entry.score, other.score, significance))
-    place = next(beaten, len(standing))
-    if place < k:
-        standing[place:] = [entry, *standing[place : k - 1]]
+        for entry in islice(self, self._incumbents_read, None):
+            beaten = (n for n, other in enumerate(kept) if improves(entry.score, other.score, significance))
+            kept.insert(next(beaten, len(kept)), entry)
+            del kept[size:]
+        self._incumbents_read = len(self)
+        return tuple(kept[:k])
 
 
 class ArchiveSearcher(ABC):
@@ -273,6 +236,30 @@ class ArchiveSearcher(ABC):
     def _propose(self) -> Placement | None:
         """Return an unseen placement, or None if there is none until an outcome arrives."""
 
+    def _is_new(self, placement: Placement) -> bool:
+        return self._space.digest(placement) not in self._archive
+
+    def _first_new(self, make: Callable[[], Placement], attempts: int) -> Placement | None:
+        """Return the first new one of up to `attempts` placements, or None if all are known."""
+        made = (make() for _ in range(attempts))
+        return next((placement for placement in made if self._is_new(placement)), None)
+
+    def _neighbour(self, placement: Placement) -> Placement | None:
+        """Return a new placement a few flips away, or None if 200 attempts find none.
+
+        The number of flips is 1 with probability 1/2, 2 with probability 1/4, and so on.
+        """
+        return self._first_new(lambda: flip(placement, self._space, self._rng, int(self._rng.geometric(0.5))), 200)
+
+    def _kick(self, placement: Placement, flips: int) -> Placement | None:
+        """Return a placement `flips` flips away, a few more if that one is known, or None if no new one is found."""
+        found = flip(placement, self._space, self._rng, flips)
+        return found if self._is_new(found) else self._neighbour(found)
+
+    def _random_placement(self) -> Placement:
+        """Return a placement with a share of quantized points drawn uniformly from 0 to 1."""
+        return random_with_density(self._space, self._rng, self._rng.random())
+
 
 def improves(new: Score, old: Score, significance: float = 1.0) -> bool:
     """Return whether `new` beats `old` by more than the noise; a tie is no improvement.
@@ -292,37 +279,29 @@ def _pool_scores(scores: list[Score]) -> Score:
     scores = checked or scores  # one check of the constraint is enough
     if len(scores) == 1:
         return scores[0]
-    weights = [1.0] * len(scores)
     errors_known = all(score.stderr > 0 for score in scores)
-    stderr = 0.0 if errors_known else _stderr_of_mean(scores)
-    if errors_known:
-        weights = [score.stderr**-2 for score in scores]
-        stderr = sum(weights) ** -0.5
+    weights = [score.stderr**-2 if errors_known else 1.0 for score in scores]
     total = sum(weights)
-    objective = sum(w * score.objective for w, score in zip(weights, scores, strict=True)) / total
+
+    def weighted_sum(values: Iterable[float]) -> float:
+        return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+    objective = weighted_sum(score.objective for score in scores) / total
     if errors_known:
-        chi2 = sum(w * (score.objective - objective) ** 2 for w, score in zip(weights, scores, strict=True))
-        stderr *= max(1.0, math.sqrt(chi2 / (len(scores) - 1)))
+        chi2 = weighted_sum((score.objective - objective) ** 2 for score in scores)
+        stderr = total**-0.5 * max(1.0, math.sqrt(chi2 / (len(scores) - 1)))
+    else:
+        scatter = statistics.stdev(score.objective for score in scores)
+        stderr = max(scatter, *(score.stderr for score in scores)) / math.sqrt(len(scores))
+    objectives = scores[-1].objectives  # the latest if their number differs
+    if len({len(score.objectives) for score in scores}) == 1:
+        columns = zip(*(score.objectives for score in scores), strict=True)
+        objectives = tuple(weighted_sum(values) / total for values in columns)
     return Score(
         objective=objective,
         stderr=stderr,
-        violation=sum(w * score.violation for w, score in zip(weights, scores, strict=True)) / total,
+        violation=weighted_sum(score.violation for score in scores) / total,
         assumed=not checked,
         metrics=scores[-1].metrics,
-        objectives=_pool_objectives(scores, weights),
+        objectives=objectives,
     )
-
-
-def _stderr_of_mean(scores: list[Score]) -> float:
-    """Return the standard error of the mean from the larger of scatter and largest known error."""
-    scatter = statistics.stdev(score.objective for score in scores)
-    return max(scatter, *(score.stderr for score in scores)) / math.sqrt(len(scores))
-
-
-def _pool_objectives(scores: list[Score], weights: list[float]) -> tuple[float, ...]:
-    """Return the weighted mean of each objective, or the latest objectives if their number differs."""
-    if len({len(score.objectives) for score in scores}) > 1:
-        return scores[-1].objectives
-    total = sum(weights)
-    columns = zip(*(score.objectives for score in scores), strict=True)
-    return tuple(sum(w * v for w, v in zip(weights, values, strict=True)) / total for values in columns)

@@ -9,7 +9,6 @@ two placements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -57,31 +56,6 @@ class Regressor(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Posterior:
-    """Result of a fit.
-
-    Attributes:
-        rows: Features that the model was fitted to.
-        kernel: Kernel of the rows, not scaled.
-        mean: Mean of the values.
-        scale: Standard deviation of the values.
-        kernel_weights: Prior variances of the kernel's parts, scaled to explain the variance of the values.
-        cholesky_factor: Lower Cholesky factor of the covariance of the values.
-        weights: Weights of the rows in a prediction.
-        nugget: Chosen variance of `NUGGET_VARIANCES`.
-    """
-
-    rows: FeatureRows
-    kernel: Matrix
-    mean: float
-    scale: float
-    kernel_weights: Vector
-    cholesky_factor: Matrix
-    weights: Vector
-    nugget: float
-
-
 class GaussianProcess:
     """Gaussian process on features of placements.
 
@@ -94,44 +68,41 @@ class GaussianProcess:
 
     def __init__(self, kernel_weights: Sequence[float] = KERNEL_WEIGHTS) -> None:
         self._mix = np.array(kernel_weights)
-        self._fitted: _Posterior | None = None
+        self._rows: FeatureRows | None = None
+        self._nugget = NUGGET_VARIANCES[0]
         self._fits = 0
 
     def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
         """Fit the model and choose the nugget; arguments and result as in `Regressor.fit`."""
-        mean, scale = float(values.mean()), max(float(values.std()), 1e-9)
-        targets, noise = (values - mean) / scale, (errors / scale) ** 2
-        plain = self._extend_kernel(rows)
+        self._mean, self._scale = float(values.mean()), max(float(values.std()), 1e-9)
+        targets, noise = (values - self._mean) / self._scale, (errors / self._scale) ** 2
+        self._fits += 1
+        nuggets: tuple[float, ...] = NUGGET_VARIANCES
+        if self._rows is not None and len(rows) >= LARGE_FIT_ROWS and self._fits % NUGGET_PERIOD:
+            nuggets = (self._nugget,)
+        self._kernel = plain = self._extend_kernel(rows)
+        self._rows = rows
         explained = max(float(np.trace(plain) / len(plain) - plain.mean()), 1e-6)
-        kernel, mix = plain / explained, self._mix / explained
-        solved = {n: _solve(kernel + np.diag(n + noise), targets) for n in self._nuggets(len(rows))}
-        nugget, (_, root, weights) = max(solved.items(), key=lambda found: found[1][0])
-        self._fitted = _Posterior(rows, plain, mean, scale, mix, root, weights, nugget)
-        smooth: Vector = mean + scale * (kernel @ weights)
+        self._scaled_mix, kernel = self._mix / explained, plain / explained
+        solved = {nugget: _solve(kernel + np.diag(nugget + noise), targets) for nugget in nuggets}
+        self._nugget = max(solved, key=lambda nugget: solved[nugget][0])
+        _, self._root, self._weights = solved[self._nugget]
+        smooth: Vector = self._mean + self._scale * (kernel @ self._weights)
         return smooth
 
     def _extend_kernel(self, rows: FeatureRows) -> Matrix:
         """Return the kernel of the rows; values of row pairs of the last fit are reused."""
         kernel, keys = np.empty((len(rows), len(rows))), rows.keys()
-        fresh = list(range(len(rows)))
-        if (last := self._fitted) is not None:
-            places = {key: place for place, key in enumerate(last.rows.keys())}
-            known = [number for number, key in enumerate(keys) if key in places]
+        places = {} if self._rows is None else {key: place for place, key in enumerate(self._rows.keys())}
+        known = [number for number, key in enumerate(keys) if key in places]
+        if known:
             before = [places[keys[number]] for number in known]
-            kernel[np.ix_(known, known)] = last.kernel[np.ix_(before, before)]
-            fresh = [number for number, key in enumerate(keys) if key not in places]
+            kernel[np.ix_(known, known)] = self._kernel[np.ix_(before, before)]
+        fresh = [number for number, key in enumerate(keys) if key not in places]
         block = _kernel(rows[fresh], rows, self._mix)
         kernel[:, fresh] = block.T
         kernel[fresh] = block
         return kernel
-
-    def _nuggets(self, size: int) -> tuple[float, ...]:
-        """Return the nuggets to choose from: all, or in most large fits only that of the last fit."""
-        self._fits += 1
-        last = self._fitted
-        if last is None or size < LARGE_FIT_ROWS or self._fits % NUGGET_PERIOD == 0:
-            return NUGGET_VARIANCES
-        return (last.nugget,)
 
     def predict(self, rows: FeatureRows) -> tuple[Vector, Vector]:
         """Return the posterior mean and standard deviation of each row.
@@ -139,13 +110,15 @@ class GaussianProcess:
         Raises:
             ValueError: `fit` was not called.
         """
-        fitted = self._fitted
-        if fitted is None:
+        if self._rows is None:
             raise ValueError("predict needs a fit first")
-        across = _kernel(rows, fitted.rows, fitted.kernel_weights)
-        inner = solve_triangular(fitted.cholesky_factor, across.T, lower=True, check_finite=False)
-        variance = np.maximum(fitted.kernel_weights @ _kernel_diagonals(rows) - (inner**2).sum(axis=0), 1e-10)
-        return fitted.mean + fitted.scale * (across @ fitted.weights), fitted.scale * np.sqrt(variance)
+        across = _kernel(rows, self._rows, self._scaled_mix)
+        inner = solve_triangular(self._root, across.T, lower=True, check_finite=False)
+        ones, borders = np.ones(len(rows)), _squared_norms(rows.borders) / max(rows.borders.shape[1], 1)
+        scopes, points, pairs = map(_squared_norms, (rows.scopes, rows.points, rows.pairs))
+        prior = self._scaled_mix @ np.stack([ones, scopes, points, pairs, borders, ones])
+        variance = np.maximum(prior - (inner**2).sum(axis=0), 1e-10)
+        return self._mean + self._scale * (across @ self._weights), self._scale * np.sqrt(variance)
 
 
 def _solve(covariance: Matrix, targets: Vector) -> tuple[float, Matrix, Vector]:
@@ -161,29 +134,17 @@ def _kernel(a: FeatureRows, b: FeatureRows, mix: Vector) -> Matrix:
     roles, points = a.roles @ b.roles.T, a.points @ b.points.T
     kernel: Matrix = mix[0] * np.exp(-0.5 * _squared_distances(a.roles, b.roles, roles))
     kernel += mix[2] * points
-    kernel += _weighted_features(a, mix) @ np.concatenate([b.scopes, b.pairs, b.borders], axis=1).T
+    borders = mix[4] / max(a.borders.shape[1], 1) * a.borders
+    weighted = np.concatenate([mix[1] * a.scopes, mix[3] * a.pairs, borders], axis=1)
+    kernel += weighted @ np.concatenate([b.scopes, b.pairs, b.borders], axis=1).T
     kernel += mix[5] * np.exp(-4.0 * np.sqrt(_squared_distances(a.points, b.points, points)))
     return kernel
-
-
-def _weighted_features(rows: FeatureRows, mix: Vector) -> Matrix:
-    """Return scope, pair and border features weighted by their prior variances, for one matrix product."""
-    borders = mix[4] / max(rows.borders.shape[1], 1)
-    return np.concatenate([mix[1] * rows.scopes, mix[3] * rows.pairs, borders * rows.borders], axis=1)
 
 
 def _squared_distances(a: Matrix, b: Matrix, products: Matrix) -> Matrix:
     """Return the squared distances of the rows, computed from their inner products."""
     distances: Matrix = np.maximum(_squared_norms(a)[:, None] + _squared_norms(b) - 2 * products, 0.0)
     return distances
-
-
-def _kernel_diagonals(rows: FeatureRows) -> Matrix:
-    ones = np.ones(len(rows.states))
-    borders = _squared_norms(rows.borders) / max(rows.borders.shape[1], 1)
-    return np.stack(
-        [ones, _squared_norms(rows.scopes), _squared_norms(rows.points), _squared_norms(rows.pairs), borders, ones]
-    )
 
 
 def _squared_norms(rows: Matrix) -> Vector:

@@ -6,7 +6,7 @@ A dimension is quantized if its choice is not 0 ("float"). No function modifies 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -14,9 +14,8 @@ import numpy as np
 from search.space import Placement, PointKind, Space
 
 __all__ = [
-    "assign", "crossover_by_group", "dimension_blocks", "first_unseen", "flip", "move_sets", "mutate_per_kind",
-    "mutate_rate", "next_inputs", "random_kick", "random_neighbour", "random_with_density", "result_readers",
-    "singletons",
+    "assign", "crossover_by_group", "dimension_blocks", "flip", "move_sets", "mutate_per_kind", "mutate_rate",
+    "next_inputs", "random_with_density", "result_readers", "singletons",
 ]  # fmt: skip
 
 
@@ -105,41 +104,11 @@ def dimension_blocks(space: Space) -> tuple[tuple[int, ...], ...]:
 
     Sets of one dimension and repeated sets are left out; sets with a larger share of the model's cost come first.
     """
-    found: dict[tuple[str, str], list[int]] = {}
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, dimension in enumerate(space.dimensions):
         for key in ((dimension.role, ""), ("", dimension.group), (dimension.role, dimension.group)):
-            found.setdefault(key, []).append(index)
-    unique = dict.fromkeys(tuple(indices) for indices in found.values() if len(indices) > 1)
-    return tuple(sorted(unique, key=lambda indices: -sum(space.dimensions[i].cost for i in indices)))
-
-
-def first_unseen(
-    propose: Callable[[], Placement], space: Space, seen: Container[str], attempts: int
-) -> Placement | None:
-    """Return the first of up to `attempts` proposals whose digest is not in `seen`, or None if all are."""
-    for _ in range(attempts):
-        placement = propose()
-        if space.digest(placement) not in seen:
-            return placement
-    return None
-
-
-def random_neighbour(
-    placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], attempts: int = 200
-) -> Placement | None:
-    """Return a placement a few flips away with a digest not in `seen`, or None if no attempt finds one.
-
-    The number of flips is 1 with probability 1/2, 2 with probability 1/4, and so on.
-    """
-    return first_unseen(lambda: flip(placement, space, rng, int(rng.geometric(0.5))), space, seen, attempts)
-
-
-def random_kick(
-    placement: Placement, space: Space, rng: np.random.Generator, seen: Container[str], count: int
-) -> Placement | None:
-    """Return an unseen placement `count` flips away, a few more if that one is in `seen`, or None if none is found."""
-    found = flip(placement, space, rng, count)
-    return random_neighbour(found, space, rng, seen) if space.digest(found) in seen else found
+            found[key].append(index)
+    return _sort_new_sets((indices for indices in found.values() if len(indices) > 1), set(), space)
 
 
 def _sample_some(rng: np.random.Generator, candidates: list[int], maximum: int) -> list[int]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -18,32 +14,21 @@ T = TypeVar("T")
 Values = npt.NDArray[np.float64]
 
 
-def front_numbers(values: Values, noise: Values | None = None, stop_after: int | None = None) -> npt.NDArray[np.int64]:
+def front_numbers(values: Values, noise: Values | None = None) -> npt.NDArray[np.int64]:
     """Return each point's front number, shape (points,): 0 if no other dominates it, 1 if only front 0 does, and so on.
 
     One point dominates another if no coordinate is larger and at least one is smaller (Deb et al. 2002, "A fast and
     elitist multiobjective genetic algorithm: NSGA-II", section III A); the first coordinate counts as smaller only if
-    the difference exceeds the noise. The time is O(n log n) for two coordinates, unless many points have the same
-    second one and different noise; else O(n²).
+    the difference exceeds the noise. All pairs are compared.
 
     Args:
         values: Shape (points, coordinates).
         noise: Standard error of each point's first coordinate, shape (points,); None: 0.
-        stop_after: Once this number of points has a front, all other points get the next number; None: no limit.
     """
-    error = np.zeros(len(values)) if noise is None else noise
-    front = _fronts_of_two(values, error) if values.shape[1] == 2 else _fronts_of_any(values, error)
-    if stop_after is not None and len(front):
-        before = np.cumsum(np.bincount(front)) - np.bincount(front)
-        front = np.minimum(front, np.searchsorted(before, stop_after))
-    return front
-
-
-def _fronts_of_any(values: Values, error: Values) -> npt.NDArray[np.int64]:
-    """Return the front of each point by comparing all pairs."""
     first, second = values[:, None, :], values[None, :, :]
     smaller = first < second
     if values.shape[1]:
+        error = np.zeros(len(values)) if noise is None else noise
         smaller[..., 0] = second[..., 0] - first[..., 0] > np.hypot(error[:, None], error[None, :])
     dominates = np.asarray((first <= second).all(axis=2) & smaller.any(axis=2))
     front = np.full(len(values), -1)
@@ -55,43 +40,6 @@ def _fronts_of_any(values: Values, error: Values) -> npt.NDArray[np.int64]:
         above -= dominates[here].sum(axis=0)
         number += 1
     return front
-
-
-def _fronts_of_two(values: Values, error: Values) -> npt.NDArray[np.int64]:
-    """Return the front of each point that has two coordinates.
-
-    Points are visited in ascending order of the second coordinate, then of the first. The fronts that dominate a point
-    are those whose smallest first coordinate so far is not larger, found by bisection (Jensen 2003, "Reducing the
-    run-time complexity of multiobjective EAs", IEEE Trans. Evol. Comput. 7, section III). Points with an equal second
-    coordinate dominate each other only if the first differs by more than the noise.
-    """
-    front = np.empty(len(values), dtype=np.int64)
-    lowest: list[float] = []  # smallest first coordinate of each front, ascending
-    order = np.lexsort((values[:, 0], values[:, 1]))
-    for _, alike in groupby(order.tolist(), key=lambda index: values[index, 1]):
-        members: dict[int, list[tuple[float, float]]] = {}  # first coordinates and errors by front
-        last = 0
-        for index in alike:
-            value, noise = float(values[index, 0]), float(error[index])
-            is_free = partial(_is_undominated, members, value, noise)
-            start = bisect_right(lowest, value)
-            last = max(last, start)
-            number = start + bisect_left(range(start, last + 1), True, key=is_free)
-            last = max(last, number)
-            front[index] = number
-            same = members.setdefault(number, [])
-            if not same or noise < same[-1][1]:  # else an earlier member dominates all points that this one does
-                same.append((value, noise))
-        for number, same in sorted(members.items()):
-            lowest[number : number + 1] = [min([same[0][0], *lowest[number : number + 1]])]
-    return front
-
-
-def _is_undominated(
-    members: Mapping[int, Sequence[tuple[float, float]]], value: float, noise: float, number: int
-) -> bool:
-    """Return whether no member of a front has a first coordinate below `value` by more than the noise."""
-    return not any(value - low > math.hypot(other, noise) for low, other in members.get(number, ()))
 
 
 def insert_nondominated(front: list[T], new: T, values: Callable[[T], Sequence[float]]) -> bool:
@@ -143,15 +91,14 @@ def crowding_distance(values: Values) -> Values:
     return room
 
 
-def nsga_ranking(values: Values, noise: Values | None = None, stop_after: int | None = None) -> npt.NDArray[np.int64]:
+def nsga_ranking(values: Values, noise: Values | None = None) -> npt.NDArray[np.int64]:
     """Return point indices front by front, the least crowded first within a front; ties keep their order.
 
     Args:
         values: Shape (points, coordinates).
         noise: Standard error of each point's first coordinate, shape (points,); None: 0.
-        stop_after: Number of points after which the others need no order and come last; None: no limit.
     """
-    front = front_numbers(values, noise, stop_after)
+    front = front_numbers(values, noise)
     room = np.empty(len(values))
     for number in np.unique(front):
         room[front == number] = crowding_distance(values[front == number])

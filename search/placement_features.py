@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations
 
 import numpy as np
@@ -49,14 +49,7 @@ class FeatureRows:
 
     def __getitem__(self, rows: slice | list[int] | npt.NDArray[np.int64]) -> FeatureRows:
         """Return some of the rows; a slice makes no copy."""
-        return FeatureRows(
-            states=self.states[rows],
-            roles=self.roles[rows],
-            scopes=self.scopes[rows],
-            points=self.points[rows],
-            pairs=self.pairs[rows],
-            borders=self.borders[rows],
-        )
+        return FeatureRows(*(getattr(self, part.name)[rows] for part in fields(self)))
 
     def __len__(self) -> int:
         return len(self.states)
@@ -64,25 +57,6 @@ class FeatureRows:
     def keys(self) -> list[bytes]:
         """Return the identity of each row: equal if and only if the resolved edges are equal."""
         return [row.tobytes() for row in self.states]
-
-
-@dataclass(frozen=True, slots=True)
-class _EdgeIndicators:
-    """Atoms of a space.
-
-    Attributes:
-        cover: Indices of the dimensions that cover each atom, ascending, padded with -1, shape (atoms, depth).
-        count: Number of edges of each atom.
-        cost: Share of the model's multiply-accumulates behind each atom.
-        owner: Index of the dimension whose role and pattern each atom has: of kind "node_input" if there is one.
-        members: Index of the atom of each edge.
-    """
-
-    cover: npt.NDArray[np.int64]
-    count: Matrix
-    cost: Matrix
-    owner: tuple[int, ...]
-    members: Mapping[Edge, int]
 
 
 class FeatureExtractor:
@@ -95,24 +69,41 @@ class FeatureExtractor:
     def __init__(self, space: Space) -> None:
         self._space = space
         self.precisions = tuple(dict.fromkeys(name for d in space.dimensions for name in d.choices[1:]))
-        self._atoms = atoms = _edge_indicators(space)
         states = np.zeros((len(space) + 1, max(space.sizes, default=1)), dtype=np.int8)
         for index, dimension in enumerate(space.dimensions):
             for choice, name in enumerate(dimension.choices[1:], start=1):
                 states[index, choice] = 1 + self.precisions.index(name)
         self._states = states
-        owners = [space.dimensions[index] for index in atoms.owner]
-        worth = 0.5 * _normalize(atoms.count) + 0.5 * _normalize(atoms.cost)
-        self._roles = np.column_stack([_share_matrix([d.role for d in owners], atoms.count), atoms.cost[:, None]])
+        covers: dict[Edge, list[int]] = defaultdict(list)
+        for index, dimension in enumerate(space.dimensions):
+            for edge in dict.fromkeys(dimension.edges):
+                covers[edge].append(index)
+        atoms = {cover: number for number, cover in enumerate(dict.fromkeys(map(tuple, covers.values())))}
+        members = {edge: atoms[tuple(cover)] for edge, cover in covers.items()}  # atom of each edge
+        depth = max(map(len, atoms), default=1)
+        padded = [[*cover, *[-1] * (depth - len(cover))] for cover in atoms]
+        self._cover = np.array(padded, dtype=np.int64).reshape(len(atoms), depth)  # dimensions of each atom, ascending
+        sizes = Counter(members.values())
+        count = np.array([float(sizes[number]) for number in range(len(atoms))])  # edges of each atom
+        points = [[space.dimensions[index] for index in cover] for cover in atoms]
+        cost = np.array([max(d.cost / len(d.edges) for d in point) for point in points]) * count
+        # The role and the pattern of an atom are those of a dimension of kind "node_input" if there is one.
+        places = [next((i for i, d in enumerate(point) if d.kind == "node_input"), 0) for point in points]
+        owner = [cover[place] for cover, place in zip(atoms, places, strict=True)]
+        owners = [space.dimensions[index] for index in owner]
+        worth = 0.5 * _normalize(count) + 0.5 * _normalize(cost)
+        self._roles = np.column_stack([_share_matrix([d.role for d in owners], count), cost[:, None]])
         scopes = [f"{d.group} {d.role}" for d in owners]
-        self._scopes = _share_matrix(scopes, atoms.count) * np.sqrt(_sum_by_name(scopes, worth))
+        totals: dict[str, float] = defaultdict(float)
+        for scope, value in zip(scopes, worth.tolist(), strict=True):
+            totals[scope] += value
+        self._scopes = _share_matrix(scopes, count) * np.sqrt([*totals.values()])
         self._points = np.sqrt(worth)
-        self._first, self._second, instances = _adjacent_indicators(space, atoms)
+        pairs = _count_adjacent(space, members, owner, count)
+        self._first, self._second = np.array([*pairs], dtype=np.int64).reshape(len(pairs), 2).T
+        instances = np.array([float(number) for number in pairs.values()])
         self._pairs = np.sqrt(_normalize(instances))
-        kinds = [
-            "-".join(sorted((owners[a].role, owners[b].role))) for a, b in zip(self._first, self._second, strict=True)
-        ]
-        self._borders = _share_matrix(kinds, instances)
+        self._borders = _share_matrix(["-".join(sorted((owners[a].role, owners[b].role))) for a, b in pairs], instances)
 
     def __call__(self, placements: Sequence[Placement]) -> FeatureRows:
         """Return the features of the placements, in their order."""
@@ -120,8 +111,8 @@ class FeatureExtractor:
         choices = np.frombuffer(encoded, dtype=np.uint8).reshape(len(placements), len(self._space))
         coded = np.zeros((len(placements), len(self._space) + 1), dtype=np.int8)  # last column: padding of `cover`
         coded[:, :-1] = self._states[np.arange(len(self._space)), choices]
-        states = np.zeros((len(placements), len(self._atoms.count)), dtype=np.int8)
-        for column in self._atoms.cover.T:  # the earlier dimension decides
+        states = np.zeros((len(placements), len(self._cover)), dtype=np.int8)
+        for column in self._cover.T:  # the earlier dimension decides
             states = np.where(states == 0, coded[:, column], states)
         at = [(states == 1 + k).astype(float) for k in range(len(self.precisions))]
         apart = (states[:, self._first] != states[:, self._second]).astype(float)
@@ -135,48 +126,25 @@ class FeatureExtractor:
         )
 
 
-def _edge_indicators(space: Space) -> _EdgeIndicators:
-    covers: dict[Edge, list[int]] = defaultdict(list)
-    for index, dimension in enumerate(space.dimensions):
-        for edge in dict.fromkeys(dimension.edges):
-            covers[edge].append(index)
-    kinds = {cover: number for number, cover in enumerate(dict.fromkeys(tuple(cover) for cover in covers.values()))}
-    members = {edge: kinds[tuple(cover)] for edge, cover in covers.items()}
-    depth = max((len(cover) for cover in kinds), default=1)
-    padded = [[*cover, *[-1] * (depth - len(cover))] for cover in kinds]
-    count = Counter(members.values())
-    dimensions = space.dimensions
-    return _EdgeIndicators(
-        cover=np.array(padded, dtype=np.int64).reshape(len(kinds), depth),
-        count=np.array([float(count[number]) for number in range(len(kinds))]),
-        cost=np.array(
-            [max(dimensions[i].cost / len(dimensions[i].edges) for i in c) * count[n] for c, n in kinds.items()]
-        ),
-        owner=tuple(next((i for i in cover if dimensions[i].kind == "node_input"), cover[0]) for cover in kinds),
-        members=members,
-    )
-
-
-def _adjacent_indicators(
-    space: Space, atoms: _EdgeIndicators
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Matrix]:
-    """Return both atoms of each adjacent pair and how often the pair occurs, the most frequent pairs only."""
+def _count_adjacent(
+    space: Space, members: Mapping[Edge, int], owner: Sequence[int], count: Matrix
+) -> dict[tuple[int, int], int]:
+    """Return how often each pair of adjacent atoms occurs, the most frequent pairs only."""
     together: dict[tuple[str, str], set[int]] = defaultdict(set)
     found: Counter[tuple[int, int]] = Counter()
-    for edge, atom in atoms.members.items():
-        for place in (("node", edge.consumer), ("tensor", edge.tensor)):
-            if place != ("node", ""):
-                together[place].add(atom)
+    for edge, atom in members.items():
+        together["tensor", edge.tensor].add(atom)
+        together["node", edge.consumer].add(atom)
+    together.pop(("node", ""), None)
     for near in together.values():
         found.update(combinations(sorted(near)[:8], 2))
-    own = {dimension: atom for atom, dimension in reversed(list(enumerate(atoms.owner)))}
+    own = {dimension: atom for atom, dimension in reversed([*enumerate(owner)])}
     for index, after in next_inputs(space).items():
         if index in own and after in own and own[index] != own[after]:
             low, high = sorted((own[index], own[after]))
-            found[low, high] += int(min(atoms.count[low], atoms.count[high]))
-    pairs = sorted(found, key=lambda pair: (-found[pair], pair))[:MAX_ADJACENT_PAIRS]
-    indices = np.array(pairs, dtype=np.int64).reshape(len(pairs), 2)
-    return indices[:, 0], indices[:, 1], np.array([float(found[pair]) for pair in pairs])
+            found[low, high] += int(min(count[low], count[high]))
+    frequent = sorted(found, key=lambda pair: (-found[pair], pair))[:MAX_ADJACENT_PAIRS]
+    return {pair: found[pair] for pair in frequent}
 
 
 def _share_matrix(names: Sequence[str], weights: Matrix) -> Matrix:
@@ -187,13 +155,6 @@ def _share_matrix(names: Sequence[str], weights: Matrix) -> Matrix:
         sums[row, columns[name]] = weights[row]
     shares: Matrix = sums / np.maximum(sums.sum(axis=0), 1e-12)
     return shares
-
-
-def _sum_by_name(names: Sequence[str], weights: Matrix) -> Matrix:
-    totals: dict[str, float] = dict.fromkeys(names, 0.0)
-    for name, weight in zip(names, weights, strict=True):
-        totals[name] += float(weight)
-    return np.array(list(totals.values()))
 
 
 def _normalize(weights: Matrix) -> Matrix:

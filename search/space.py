@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -34,8 +34,8 @@ class Edge:
     slot: int
 
 
-_Path = tuple[tuple[int, ...], ...]
-"""Operand's edges as positions in the sorted edges: each edge, followed by the other input edges of its consumer."""
+_Path = list[list[int]]
+"""Operand's edges as positions in the sorted edges: each edge, followed by all input edges of its consumer."""
 
 Resolved = tuple[tuple[Edge, str], ...]
 """The quantized edges of a placement with their precision, sorted; float edges are absent."""
@@ -78,19 +78,9 @@ class Dimension:
             raise ValueError(f"{self.name}: a dimension acts on at least one edge")
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Requirement that both operands of an operator have the same precision if both are quantized.
-
-    The precision of an operand is that of the first quantized edge on its path.
-
-    Attributes:
-        first: Edges of the first operand, from the operator backwards.
-        second: Edges of the second operand, from the operator backwards; made float if the precisions differ.
-    """
-
-    first: tuple[Edge, ...]
-    second: tuple[Edge, ...]
+Agreement = tuple[tuple[Edge, ...], tuple[Edge, ...]]
+"""Two operands of an operator whose precisions must agree if both are quantized, as their edges from the operator
+backwards. The precision of an operand is that of its first quantized edge; if they differ, the second becomes float."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +149,10 @@ class Space:
             if choice:
                 for place in places:
                     found[place] = found[place] or dimension.choices[choice]
-        for first, second in self._agreement_table:
-            while (ours := _first_quantized(found, first)) and (theirs := _first_quantized(found, second)):
-                if found[ours[0]] == found[theirs[0]]:
+        for pair in self._agreement_table:
+            while True:
+                ours, theirs = (next((places for places in path if found[places[0]]), ()) for path in pair)
+                if not ours or not theirs or found[ours[0]] == found[theirs[0]]:
                     break
                 for place in theirs:
                     found[place] = ""
@@ -175,20 +166,18 @@ class Space:
         return edges, tuple(tuple(place[edge] for edge in dimension.edges) for dimension in self.dimensions)
 
     @cached_property
-    def _agreement_table(self) -> tuple[tuple[_Path, _Path], ...]:
+    def _agreement_table(self) -> list[list[_Path]]:
         """Return the two paths of each agreement, without edges that no dimension covers."""
-        edges, _ = self._edge_table
-        own = {edge: place for place, edge in enumerate(edges)}
-        readers: dict[str, list[int]] = {}
-        for place, edge in enumerate(edges):
-            readers.setdefault(edge.consumer, []).append(place)
-
-        def positions(path: tuple[Edge, ...]) -> _Path:
-            known = [(own[edge], readers[edge.consumer]) for edge in path if edge in own]
-            return tuple((place, *(other for other in others if other != place)) for place, others in known)
-
-        pairs = ((positions(each.first), positions(each.second)) for each in self.agreements)
-        return tuple((first, second) for first, second in pairs if first and second)
+        own = {edge: place for place, edge in enumerate(self._edge_table[0])}
+        readers: dict[str, list[int]] = defaultdict(list)
+        for edge, place in own.items():
+            readers[edge.consumer].append(place)
+        table = []
+        for agreement in self.agreements:
+            paths = [[(own[edge], readers[edge.consumer]) for edge in path if edge in own] for path in agreement]
+            if all(paths):
+                table.append([[[place, *others] for place, others in path] for path in paths])
+        return table
 
     def with_dimensions(self, dimensions: tuple[Dimension, ...]) -> Space:
         """Return a space with other dimensions that cover edges of this one, and with the same agreements."""
@@ -215,17 +204,22 @@ class Space:
 
     def quantize_all(self, precision: str | None = None) -> Placement:
         """Return the placement with `precision` at all points that offer it; None: with each point's first one."""
-        return self._quantize_where(lambda _: True, precision)
+        return self.quantize_dimensions(range(len(self)), precision)
 
     def quantize_roles(self, roles: Iterable[str], precision: str | None = None) -> Placement:
         """Return the placement with only the points of these roles quantized, in the way of `quantize_all`."""
         wanted = frozenset(roles)
-        return self._quantize_where(lambda dimension: dimension.role in wanted, precision)
+        indices = (index for index, dimension in enumerate(self.dimensions) if dimension.role in wanted)
+        return self.quantize_dimensions(indices, precision)
 
     def quantize_dimensions(self, indices: Iterable[int], precision: str | None = None) -> Placement:
         """Return the placement with only the points of these indices quantized, in the way of `quantize_all`."""
-        wanted, choices = frozenset(indices), self.quantize_all(precision).choices
-        return Placement(tuple(choice if index in wanted else 0 for index, choice in enumerate(choices)))
+        choices = [0] * len(self)
+        for index in indices:
+            offered = self.dimensions[index].choices
+            wanted = offered[1] if precision is None else precision
+            choices[index] = offered.index(wanted) if wanted in offered else 0
+        return Placement(tuple(choices))
 
     def nearest(self, edges: Mapping[Edge, str]) -> Placement:
         """Return the placement that agrees with most of the given quantized edges, for instance of an external model.
@@ -233,42 +227,20 @@ class Space:
         If a placement of this space has exactly these edges, the result resolves to them. Otherwise a dimension is
         quantized if more than half of its edges are, and has the precision that most of them have.
         """
-        exact = Placement(tuple(_common_choice(dimension, edges) for dimension in self.dimensions))
-        if self.resolve(exact) == tuple(sorted(edges.items())):
-            return exact
-        choices = []
+        exact, majority = [], []
         for dimension in self.dimensions:
             votes = [edges.get(edge, FLOAT) for edge in dimension.edges]
             allowed = [vote if vote in dimension.choices else FLOAT for vote in votes]
+            exact.append(dimension.choices.index(allowed[0]) if len(set(votes)) == 1 else 0)
             best = max(dimension.choices[1:], key=allowed.count)
-            quantized = len(allowed) - allowed.count(FLOAT)
-            choices.append(dimension.choices.index(best) if 2 * quantized > len(allowed) else 0)
-        return Placement(tuple(choices))
+            is_quantized = 2 * allowed.count(FLOAT) < len(allowed)
+            majority.append(dimension.choices.index(best) if is_quantized else 0)
+        found = Placement(tuple(exact))
+        return found if self.resolve(found) == tuple(sorted(edges.items())) else Placement(tuple(majority))
 
     def random(self, rng: np.random.Generator) -> Placement:
         """Return a placement drawn uniformly, each dimension on its own."""
         return Placement(tuple(int(rng.integers(size)) for size in self.sizes))
-
-    def _quantize_where(self, wanted: Callable[[Dimension], bool], precision: str | None) -> Placement:
-        def choice(dimension: Dimension) -> int:
-            if not wanted(dimension):
-                return 0
-            if precision is None:
-                return 1
-            return dimension.choices.index(precision) if precision in dimension.choices else 0
-
-        return Placement(tuple(choice(dimension) for dimension in self.dimensions))
-
-
-def _first_quantized(found: Sequence[str], path: _Path) -> tuple[int, ...]:
-    return next((places for places in path if found[places[0]]), ())
-
-
-def _common_choice(dimension: Dimension, edges: Mapping[Edge, str]) -> int:
-    """Return the choice that all edges of a dimension share, or 0 if they differ or the dimension does not offer it."""
-    found = {edges.get(edge, FLOAT) for edge in dimension.edges}
-    precision = found.pop() if len(found) == 1 else FLOAT
-    return dimension.choices.index(precision) if precision in dimension.choices else 0
 
 
 def edges_digest(resolved: Resolved) -> str:

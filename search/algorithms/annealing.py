@@ -6,7 +6,7 @@ import math
 
 from search.api import Observation, Placement, Score, Space, check_range
 from search.archive import ArchiveSearcher, improves
-from search.moves import assign, dimension_blocks, first_unseen, flip, random_neighbour
+from search.moves import assign, dimension_blocks, flip
 
 __all__ = ["AnnealingSearcher"]
 
@@ -60,33 +60,30 @@ class AnnealingSearcher(ArchiveSearcher):
         again = base is not None and base.digest == observation.digest and entry != base  # the base was measured again
         if again or (own and self._evaluated % self._cycle == 0 and len(self._archive)):
             self._base = self._archive.incumbents(1)[0].placement
-        elif entry is not None and self._accepts(entry.score, base.score if base else None, own):
+        elif entry is not None and (base is None or self._accepts(entry.score, base.score, own)):
             self._base = observation.placement
 
-    def _accepts(self, new: Score, old: Score | None, own: bool) -> bool:
+    def _accepts(self, new: Score, old: Score, own: bool) -> bool:
         """Return whether the base moves to the new placement.
 
         Args:
             new: Score of the new placement.
-            old: Score of the base; None if it has none.
+            old: Score of the base.
             own: Whether this searcher proposed the placement; any other must be better than the base.
         """
-        if old is None or improves(new, old):
+        if improves(new, old):
             return True
         if not own or new.violation > old.violation:
             return False
-        loss = (new.objective - old.objective + math.hypot(new.stderr, old.stderr)) / abs(old.objective or 1.0)
-        return bool(self._rng.random() < math.exp(-max(loss, 0.0) / self._temperature()))
-
-    def _temperature(self) -> float:
         progress = (self._evaluated % self._cycle) / self._cycle
-        return float(self._hottest * (self._coldest / self._hottest) ** progress)
+        temperature = self._hottest * (self._coldest / self._hottest) ** progress
+        loss = (new.objective - old.objective + math.hypot(new.stderr, old.stderr)) / abs(old.objective or 1.0)
+        return bool(self._rng.random() < math.exp(-max(loss, 0.0) / temperature))
 
     def _propose(self) -> Placement | None:
-        if self._space.digest(self._base) not in self._archive:
+        if self._is_new(self._base):
             return self._base
-        placement = first_unseen(self._random_move, self._space, self._archive, MAX_ATTEMPTS)
-        return placement or random_neighbour(self._base, self._space, self._rng, self._archive)
+        return self._first_new(self._random_move, MAX_ATTEMPTS) or self._neighbour(self._base)
 
     def _random_move(self) -> Placement:
         if self._blocks and self._rng.random() < self._block:

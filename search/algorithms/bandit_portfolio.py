@@ -68,15 +68,10 @@ class PortfolioSearcher(ArchiveSearcher):
         self._archive.tell(observation)
         for member in self._members.values():
             member.tell(observation)
-        gained = self._update_best()
+        before, self._best = self._best, next((entry.score for entry in self._archive.incumbents(1)), None)
         if (name := self._asked_by.pop(observation.digest, None)) is not None:
+            gained = self._best is not None and before is not None and improves(self._best, before)
             self._turns.append((name, gained))
-
-    def _update_best(self) -> bool:
-        """Return whether the best placement improved by more than the noise, and store it if so."""
-        now = next((entry.score for entry in self._archive.incumbents(1)), None)
-        before, self._best = self._best, now
-        return now is not None and before is not None and improves(now, before)
 
     def _propose(self) -> Placement | None:
         for name in sorted(self._members, key=lambda name: -self._credit(name)):
@@ -86,12 +81,9 @@ class PortfolioSearcher(ArchiveSearcher):
                     if digest not in self._archive:
                         self._asked_by[digest] = name
                         return placement
-                    self._tell_known(name, placement, digest)
+                    if (known := known_outcome(self._archive, placement, digest)) is not None:
+                        self._members[name].tell(known)
         return None
-
-    def _tell_known(self, name: str, placement: Placement, digest: str) -> None:
-        if (known := known_outcome(self._archive, placement, digest)) is not None:
-            self._members[name].tell(known)
 
     def _credit(self, name: str) -> float:
         mine = [gained for turn, gained in self._turns if turn == name]

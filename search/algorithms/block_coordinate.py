@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, get_args
 
 from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive, ArchiveSearcher
-from search.moves import random_kick
 from search.subspace import SubspaceSearcher, known_outcome, load_searcher
 
 __all__ = ["PerPatternSearcher"]
@@ -76,7 +76,7 @@ class PerPatternSearcher(ArchiveSearcher):
 
     def _propose(self) -> Placement | None:
         """Return a proposal of the first pattern that has one, or None while pending outcomes may change the base."""
-        part = self._part or self._start_block(self._base_placement())
+        part = self._part or self._start_block(self._base_placement(self._descent))
         while self._in_vain < len(self._turns):
             if self._left and (placement := self._propose_in_pattern(part)) is not None:
                 self._left -= 1
@@ -85,19 +85,8 @@ class PerPatternSearcher(ArchiveSearcher):
                 return None
             self._in_vain = self._in_vain + 1 if self._left == self._evaluations else 0
             self._turns.append(self._turns.pop(0))
-            part = self._start_block(self._base_placement())
-        return self._restart()
-
-    def _base_placement(self) -> Placement:
-        """Return the best placement of this descent, or of all descents if none of it could be measured."""
-        best = self._descent.incumbents(1) or self._archive.incumbents(1)
-        return best[0].placement if best else self._space.float_placement()
-
-    def _restart(self) -> Placement | None:
-        """Return the start of the next descent, or None if no unseen placement is near."""
-        best = self._archive.incumbents(1)
-        around = best[0].placement if best else self._space.float_placement()
-        start = random_kick(around, self._space, self._rng, self._archive, self._flips)
+            part = self._start_block(self._base_placement(self._descent))
+        start = self._kick(self._base_placement(self._archive), self._flips)
         if start is not None:
             self._before = frozenset([*(entry.digest for entry in self._archive), *self._archive.failures])
             self._descent = Archive()
@@ -105,27 +94,29 @@ class PerPatternSearcher(ArchiveSearcher):
             self._start_block(start)
         return start
 
+    def _base_placement(self, archive: Archive) -> Placement:
+        """Return the best placement of an archive, or of all descents if none of it could be measured."""
+        best = archive.incumbents(1) or self._archive.incumbents(1)
+        return best[0].placement if best else self._space.float_placement()
+
     def _start_block(self, base: Placement) -> SubspaceSearcher:
         """Start the search of the current pattern and tell its searcher all known outcomes that differ only there."""
         self._left = self._evaluations
         indices = self._turns[0] if self._turns else ()
-        seed = int(self._rng.integers(2**31))
-        part = SubspaceSearcher(
-            self._space, indices, base, make=lambda inside: self._make(inside, seed=seed, **self._params)
-        )
+        make = partial(self._make, seed=int(self._rng.integers(2**31)), **self._params)
+        self._part = part = SubspaceSearcher(self._space, indices, base, make)
         for known in [*self._archive, *self._archive.failures.values()]:
             self._tell_known(part, known.placement)
-        self._part = part
         return part
 
     def _propose_in_pattern(self, part: SubspaceSearcher) -> Placement | None:
         for entry in self._archive.incumbents(MAX_EMBEDDED_PLACEMENTS):
             graft = part.embed(entry.placement)
-            if self._space.digest(graft) not in self._archive:
+            if self._is_new(graft):
                 return graft
         for _ in range(MAX_ATTEMPTS):
             asked = part.ask(1)
-            if not asked or self._space.digest(asked[0]) not in self._archive:
+            if not asked or self._is_new(asked[0]):
                 return asked[0] if asked else None
             self._tell_known(part, asked[0])
         return None

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from search.api import Placement, Score, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher, improves
-from search.moves import assign, move_sets, random_neighbour
+from search.moves import assign, move_sets
 
 __all__ = ["SensitivityGreedySearcher"]
 
@@ -76,7 +76,7 @@ class SensitivityGreedySearcher(ArchiveSearcher):
                 done.add(base.digest)
                 yield from self._round(base)
             else:
-                yield random_neighbour(self._space.random(self._rng), self._space, self._rng, self._archive)
+                yield self._neighbour(self._space.random(self._rng))
 
     def _round(self, base: ArchiveEntry) -> Iterator[Placement | None]:
         for number, blocks in enumerate(self._stages):
@@ -84,8 +84,8 @@ class SensitivityGreedySearcher(ArchiveSearcher):
             if number:
                 changes = changes[: math.ceil(self._share * len(changes))]
             for change in changes:
-                placement = self._apply(base, change)
-                if self._space.digest(placement) not in self._archive:
+                placement = assign(base.placement, *change, self._space)
+                if self._is_new(placement):
                     yield placement
             base = yield from self._combine(base, changes)
 
@@ -95,20 +95,29 @@ class SensitivityGreedySearcher(ArchiveSearcher):
         """Apply changes that gained on their own, best first, and keep each that gains on top of those before it."""
         gained: list[tuple[float, Change]] = []
         for change in changes:
-            alone = yield from self._measure(self._apply(base, change))
-            own = self._current_score(base)
+            alone, own = yield from self._measure_change(base, change)
             if alone is not None and improves(alone.score, own, self._significance):
-                gained.append((_gain_rate(alone.score, own, self._count_edges(change)), change))
+                # The value per cost: the violation removed per increase of latency if the base violates the
+                # constraint, else the latency saved per edge.
+                lost = alone.score.objective - own.objective
+                rate = -lost / sum(len(self._space.dimensions[index].edges) for index in change[0])
+                if own.violation > 0:
+                    paid = max(lost, 1e-3 * abs(own.objective), 1e-12)
+                    rate = (own.violation - alone.score.violation) / paid
+                gained.append((rate, change))
         reached = base
         for _, change in sorted(gained, key=lambda pair: -pair[0]):
-            both = yield from self._measure(self._apply(reached, change))
-            if both is not None and improves(both.score, self._current_score(reached), self._significance):
+            both, own = yield from self._measure_change(reached, change)
+            if both is not None and improves(both.score, own, self._significance):
                 reached = both
         return reached
 
-    def _current_score(self, entry: ArchiveEntry) -> Score:
-        """Return the pooled score of a placement, which may have been measured again."""
-        return (self._archive.get(entry.digest) or entry).score
+    def _measure_change(
+        self, base: ArchiveEntry, change: Change
+    ) -> Generator[Placement | None, None, tuple[ArchiveEntry | None, Score]]:
+        """Measure a change, and return its entry and the pooled score of the base, which may be measured again."""
+        entry = yield from self._measure(assign(base.placement, *change, self._space))
+        return entry, (self._archive.get(base.digest) or base).score
 
     def _measure(self, placement: Placement) -> Generator[Placement | None, None, ArchiveEntry | None]:
         """Propose a placement unless it is known, wait for its outcome, and return its entry; None if it failed."""
@@ -124,21 +133,3 @@ class SensitivityGreedySearcher(ArchiveSearcher):
             allowed = self._direction == "both" or (self._direction == "in") == (choice > 0)
             if allowed and assign(base, block, choice, self._space) != base:
                 yield block, choice
-
-    def _apply(self, base: ArchiveEntry, change: Change) -> Placement:
-        return assign(base.placement, *change, space=self._space)
-
-    def _count_edges(self, change: Change) -> int:
-        return sum(len(self._space.dimensions[index].edges) for index in change[0])
-
-
-def _gain_rate(alone: Score, base: Score, edges: int) -> float:
-    """Return the value of a change per cost; larger is better.
-
-    It is the violation removed per increase of latency if the base violates the constraint, else the latency saved per
-    edge.
-    """
-    lost = alone.objective - base.objective
-    if base.violation > 0:
-        return (base.violation - alone.violation) / max(lost, 1e-3 * abs(base.objective), 1e-12)
-    return -lost / edges

@@ -8,11 +8,11 @@ from operator import ne
 
 import numpy as np
 
-from search.acquisition import AcquisitionScores, SurrogateModel
+from search.acquisition import SurrogateModel
 from search.api import Placement, Space, check_range
-from search.archive import ArchiveEntry, ArchiveSearcher
+from search.archive import ArchiveSearcher
 from search.fixed_placements import expert_placements
-from search.moves import assign, crossover_by_group, flip, move_sets, random_neighbour, random_with_density, singletons
+from search.moves import assign, crossover_by_group, flip, move_sets, singletons
 
 __all__ = ["AutoSearcher"]
 
@@ -75,14 +75,12 @@ class AutoSearcher(ArchiveSearcher):
     def _propose(self) -> Placement | None:
         while self._expert:
             placement = self._expert.pop(0)
-            known = self._space.digest(placement) in self._archive
-            if not known and not self._is_dominated_by_violation(placement):
+            if self._is_new(placement) and not self._is_dominated_by_violation(placement):
                 return placement
         if not len(self._archive):
-            return random_neighbour(self._space.quantize_roles({"linear"}), self._space, self._rng, self._archive)
-        found = self._first_unseen_move() if self._advisor is None else self._propose_by_acquisition(self._advisor)
-        best = self._archive.best(1)[0].placement
-        return found or random_neighbour(best, self._space, self._rng, self._archive)
+            return self._neighbour(self._space.quantize_roles({"linear"}))
+        found = self._first_new_move() if self._advisor is None else self._propose_by_acquisition(self._advisor)
+        return found or self._neighbour(self._archive.best(1)[0].placement)
 
     def _is_dominated_by_violation(self, placement: Placement) -> bool:
         """Return whether a placement quantizes everything that a violating placement quantizes.
@@ -96,17 +94,20 @@ class AutoSearcher(ArchiveSearcher):
         broken = [entry.placement.choices for entry in self._archive if entry.score.violation > 0]
         return any(all(a == b for a, b in zip(known, placement.choices, strict=True) if a) for known in broken)
 
-    def _first_unseen_move(self) -> Placement | None:
+    def _first_new_move(self) -> Placement | None:
         for entry in self._archive.base_entries(MAX_BASES):
-            for indices, choice in (*self._wide, *self._narrow, *self._points):
-                placement = assign(entry.placement, indices, choice, self._space)
-                if self._space.digest(placement) not in self._archive:
+            for move in (*self._wide, *self._narrow, *self._points):
+                placement = self._apply(entry.placement, move)
+                if self._is_new(placement):
                     return placement
         return None
 
     def _propose_by_acquisition(self, advisor: SurrogateModel) -> Placement | None:
         advisor.fit(self._archive)
-        base = self._base()
+        # With several objectives, the base is drawn from the least crowded placements of the front.
+        leaders = self._archive.base_entries(MAX_BASES)
+        place = int(self._rng.integers(len(leaders))) if self._archive.is_multi_objective else 0
+        base = leaders[place].placement
         moves = self._sample_moves(self._candidates // 2)
         near = {move: self._apply(base, move) for move in moves}
         first = list(dict.fromkeys([*near.values(), *self._random_candidates()]))
@@ -115,14 +116,11 @@ class AutoSearcher(ArchiveSearcher):
         best_moves = sorted(moves, key=lambda move: -gains[near[move]])
         second = list(dict.fromkeys(self._combination_candidates(base, best_moves[:MAX_PAIRED_MOVES], advisor)))
         pool = [(first, advice), (second, advisor.score(second))] if second else [(first, advice)]
-        fresh = [found for found in (_best_new(candidates, a, advisor) for candidates, a in pool) if found]
-        return max(fresh, key=lambda pair: round(pair[0], 12))[1] if fresh else None
-
-    def _base(self) -> Placement:
-        """Return the best placement; with several objectives, one drawn from the least crowded of the front."""
-        leaders = self._archive.base_entries(MAX_BASES)
-        place = int(self._rng.integers(len(leaders))) if self._archive.is_multi_objective else 0
-        return leaders[place].placement
+        fresh: list[tuple[float, Placement]] = []
+        for candidates, advice in pool:
+            if (index := advice.best_new_index(advisor.known)) is not None:
+                fresh.append((round(float(advice.acquisition[index]), 12), candidates[index]))
+        return max(fresh, key=lambda pair: pair[0])[1] if fresh else None
 
     def _sample_moves(self, count: int) -> list[Move]:
         """Return the moves across patterns and a random sample of the others: `count` moves, or up to half more."""
@@ -137,7 +135,12 @@ class AutoSearcher(ArchiveSearcher):
         and random placements. If an operator gains only when several of its points change together, no sequence of
         improving single moves finds that.
         """
-        bases = [entry.placement for entry in self._diverse_elite()]
+        bases: list[Placement] = []  # they differ from each other by more than a tenth of the points
+        for entry in self._archive.base_entries(6 * MAX_BASES):
+            apart = (sum(map(ne, entry.placement.choices, other.choices)) for other in bases)
+            if all(distance > 0.1 * len(self._space) for distance in apart):
+                bases.append(entry.placement)
+        del bases[MAX_BASES:]
         room = self._candidates // 2
         for base in bases[1:]:
             for move in self._sample_moves(room // (2 * MAX_BASES)):
@@ -152,16 +155,7 @@ class AutoSearcher(ArchiveSearcher):
         for _ in range(room // 4):
             parent = bases[int(self._rng.integers(len(bases)))]
             yield flip(parent, self._space, self._rng, int(self._rng.integers(2, 5)))
-            yield random_with_density(self._space, self._rng, self._rng.random())
-
-    def _diverse_elite(self) -> list[ArchiveEntry]:
-        """Return the best placements that differ from each other by more than a tenth of the points."""
-        kept: list[ArchiveEntry] = []
-        for entry in self._archive.base_entries(6 * MAX_BASES):
-            apart = [_distance(entry.placement, other.placement) for other in kept]
-            if not apart or min(apart) > 0.1 * len(self._space):
-                kept.append(entry)
-        return kept[:MAX_BASES]
+            yield self._random_placement()
 
     def _apply(self, base: Placement, move: Move) -> Placement:
         return assign(base, *move, space=self._space)
@@ -204,20 +198,9 @@ class AutoSearcher(ArchiveSearcher):
             if touched.isdisjoint(indices) and rungs < MAX_CUMULATIVE_MOVES:
                 touched.update(indices)
                 rungs += 1
-                base = assign(base, indices, choice, self._space)
+                base = self._apply(base, (indices, choice))
                 yield base
 
 
 def _moves_of_sets(sets: Sequence[tuple[int, ...]], space: Space) -> tuple[Move, ...]:
     return tuple((indices, choice) for indices in sets for choice in range(max(space.sizes[i] for i in indices)))
-
-
-def _distance(a: Placement, b: Placement) -> int:
-    return sum(map(ne, a.choices, b.choices))
-
-
-def _best_new(
-    candidates: Sequence[Placement], advice: AcquisitionScores, advisor: SurrogateModel
-) -> tuple[float, Placement] | None:
-    index = advice.best_new_index(advisor.known)
-    return None if index is None else (float(advice.acquisition[index]), candidates[index])

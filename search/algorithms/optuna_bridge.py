@@ -21,7 +21,6 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from search.api import Failure, Observation, Placement, Score, Space, check_range
 from search.archive import ArchiveSearcher
-from search.moves import random_neighbour
 
 __all__ = ["OptunaSearcher", "TPESearcher"]
 
@@ -95,12 +94,11 @@ class _OptunaStudySearcher(ArchiveSearcher):
         for _ in range(MAX_SAMPLER_DRAWS):
             trial = self._study.ask(self._distributions)
             placement = self._placement(trial)
-            digest = self._space.digest(placement)
-            if digest not in self._archive:
-                self._running[digest] = trial
+            if self._is_new(placement):
+                self._running[self._space.digest(placement)] = trial
                 return placement
             self._study.tell(trial, state=TrialState.FAIL)
-        nudged = random_neighbour(placement, self._space, self._rng, self._archive)
+        nudged = self._neighbour(placement)
         if nudged is not None:
             self._running[self._space.digest(nudged)] = self._enqueue(nudged)
         return nudged

@@ -1,7 +1,8 @@
-"""Random search without repeats, the reference in comparisons of searchers."""
+"""Searches without feedback: random placements without repeats, the reference in comparisons, and all placements."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Literal, get_args
@@ -10,9 +11,8 @@ import numpy as np
 
 from search.api import Placement, Space
 from search.archive import ArchiveSearcher
-from search.moves import first_unseen, random_with_density
 
-__all__ = ["RandomSearcher"]
+__all__ = ["ExhaustiveSearcher", "RandomSearcher"]
 
 Density = Literal["stratified", "uniform"]
 MAX_ENUMERATED_PLACEMENTS = 4096
@@ -47,16 +47,40 @@ class RandomSearcher(ArchiveSearcher):
         sizes = self._space.sizes
         total = math.prod(sizes)
         if total > MAX_ENUMERATED_PLACEMENTS:
-            while (placement := first_unseen(self._draw, self._space, self._archive, MAX_ATTEMPTS)) is not None:
+            while (placement := self._first_new(self._draw, MAX_ATTEMPTS)) is not None:
                 yield placement
             return
         every = np.indices(sizes).reshape(len(sizes), total).T
-        for choices in every[self._rng.permutation(total)].tolist():
-            placement = Placement(tuple(choices))
-            if self._space.digest(placement) not in self._archive:
-                yield placement
+        placements = (Placement(tuple(choices)) for choices in every[self._rng.permutation(total)].tolist())
+        yield from filter(self._is_new, placements)
 
     def _draw(self) -> Placement:
-        if self._density == "uniform":
-            return self._space.random(self._rng)
-        return random_with_density(self._space, self._rng, self._rng.random())
+        return self._space.random(self._rng) if self._density == "uniform" else self._random_placement()
+
+
+class ExhaustiveSearcher(ArchiveSearcher):
+    """Searcher that proposes all placements by ascending number of quantized points; for small spaces.
+
+    Among equal numbers, points with more multiply-accumulates come first. Known placements are left out. A space of n
+    points with two choices has 2**n placements.
+
+    Args:
+        space: Space to enumerate.
+        seed: No effect; the order is fixed.
+    """
+
+    def __init__(self, space: Space, *, seed: int) -> None:
+        super().__init__(space, seed)
+        self._fresh = filter(self._is_new, _by_quantized_count(space))
+
+    def _propose(self) -> Placement | None:
+        return next(self._fresh, None)
+
+
+def _by_quantized_count(space: Space) -> Iterator[Placement]:
+    costly = sorted(range(len(space)), key=lambda index: -space.dimensions[index].cost)
+    for weight in range(len(space) + 1):
+        for points in itertools.combinations(costly, weight):
+            for precisions in itertools.product(*(range(1, space.sizes[index]) for index in points)):
+                chosen = dict(zip(points, precisions, strict=True))
+                yield Placement(tuple(chosen.get(index, 0) for index in range(len(space))))

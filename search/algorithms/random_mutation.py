@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from search.api import Observation, Placement, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher
-from search.moves import first_unseen, mutate_per_kind
+from search.moves import mutate_per_kind
 
 __all__ = ["RandomMutationSearcher"]
 
@@ -68,9 +68,13 @@ class RandomMutationSearcher(ArchiveSearcher):
         self._foreign: set[str] = set()
         self._foreign_ranked: list[Placement] | None = None
         self._committed = space.float_placement()
-        joint = scope == "joint"
-        self._turns = [tuple(range(len(space)))] if joint else _composite_last(space)
-        self._schemes = math.inf if joint else schemes_per_pattern
+        self._turns = [tuple(range(len(space)))]
+        if scope == "per_pattern":  # in graph order, COMPOSITE patterns (with inputs of child regions) last
+            kinds = [dimension.kind for dimension in space.dimensions]
+            self._turns = sorted(
+                space.groups.values(), key=lambda group: any(kinds[index] == "child_input" for index in group)
+            )
+        self._schemes = math.inf if scope == "joint" else schemes_per_pattern
         self._had = {space.digest(self._committed)}
         self._alike: set[str] = set()  # digests that equal the committed placement outside the current pattern
 
@@ -87,37 +91,38 @@ class RandomMutationSearcher(ArchiveSearcher):
     def _propose(self) -> Placement | None:
         """Return a scheme of the current pattern, or of the next one that has any; None while outcomes are pending."""
         while self._turns:
-            if (placement := self._propose_in_pattern()) is not None:
+            pool = self._parent_pool()
+            if (placement := self._propose_in_pattern(pool)) is not None:
                 self._had.add(self._space.digest(placement))
                 return placement
             if self._archive.pending:
                 return None
-            self._commit()
+            self._committed = pool[0].placement if pool else self._committed
+            self._had = {self._space.digest(self._committed)}
+            del self._turns[0]
+            if self._turns:
+                self._alike = {entry.digest for entry in self._archive if self._matches_committed(entry)}
         return None
 
-    def _propose_in_pattern(self) -> Placement | None:
-        pool = self._parent_pool()
-        if not pool and self._space.digest(self._committed) not in self._archive:
+    def _propose_in_pattern(self, pool: Sequence[ArchiveEntry]) -> Placement | None:
+        if not pool and self._is_new(self._committed):
             return self._committed
         if len(self._had) >= self._schemes:
             return None
-        for placement in self._warm_start_schemes():
-            if self._space.digest(placement) not in self._archive:
-                return placement
-        most = max(int(len(pool) * self._top_share), self._minimum_parents)
-        parents = [entry.placement for entry in pool[:most]] or [self._committed]
-        return first_unseen(lambda: self._mutate_parent(parents), self._space, self._archive, self._attempts)
-
-    def _mutate_parent(self, parents: Sequence[Placement]) -> Placement:
-        parent = parents[int(self._rng.integers(len(parents)))]
-        return mutate_per_kind(parent, self._space, self._rng, self._maximum_mutations, self._turns[0])
-
-    def _warm_start_schemes(self) -> list[Placement]:
-        """Return the schemes that placements from other sources have for the current pattern, best first."""
-        if self._foreign_ranked is None:
+        if self._foreign_ranked is None:  # placements from other sources, whose schemes are tried first
             ranked = self._archive.ranked
             self._foreign_ranked = [entry.placement for entry in ranked if entry.digest in self._foreign]
-        return [self._embed(placement) for placement in self._foreign_ranked]
+        foreign = filter(self._is_new, map(self._embed, self._foreign_ranked))
+        if (placement := next(foreign, None)) is not None:
+            return placement
+        most = max(int(len(pool) * self._top_share), self._minimum_parents)
+        parents = [entry.placement for entry in pool[:most]] or [self._committed]
+
+        def mutate() -> Placement:
+            parent = parents[int(self._rng.integers(len(parents)))]
+            return mutate_per_kind(parent, self._space, self._rng, self._maximum_mutations, self._turns[0])
+
+        return self._first_new(mutate, self._attempts)
 
     def _parent_pool(self) -> Sequence[ArchiveEntry]:
         """Return the measured placements that equal the committed one outside the current pattern, best first."""
@@ -132,18 +137,3 @@ class RandomMutationSearcher(ArchiveSearcher):
         for index in self._turns[0]:
             choices[index] = placement.choices[index]
         return Placement(tuple(choices))
-
-    def _commit(self) -> None:
-        pool = self._parent_pool()
-        self._committed = pool[0].placement if pool else self._committed
-        self._had = {self._space.digest(self._committed)}
-        del self._turns[0]
-        if self._turns:
-            self._alike = {entry.digest for entry in self._archive if self._matches_committed(entry)}
-
-
-def _composite_last(space: Space) -> list[tuple[int, ...]]:
-    """Return the patterns in graph order, COMPOSITE ones (with inputs of child regions) last."""
-    return sorted(
-        space.groups.values(), key=lambda group: any(space.dimensions[i].kind == "child_input" for i in group)
-    )

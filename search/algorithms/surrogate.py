@@ -13,7 +13,7 @@ from search.acquisition import SurrogateModel
 from search.api import Placement, Space, check_range
 from search.archive import ArchiveSearcher
 from search.gaussian_process import GaussianProcess, Vector
-from search.moves import assign, crossover_by_group, flip, move_sets, random_neighbour, random_with_density
+from search.moves import assign, crossover_by_group, flip, move_sets
 from search.placement_features import FeatureRows
 
 __all__ = ["ExtraTrees", "SurrogateSearcher"]
@@ -66,15 +66,11 @@ class SurrogateSearcher(ArchiveSearcher):
 
     def _propose(self) -> Placement | None:
         if len(self._archive) < self._startup:
-            return random_neighbour(
-                random_with_density(self._space, self._rng, self._rng.random()), self._space, self._rng, self._archive
-            )
+            return self._neighbour(self._random_placement())
         self._advisor.fit(self._archive)
         candidates = list(dict.fromkeys(self._make_candidates()))
-        advice = self._advisor.score(candidates)
-        if (index := advice.best_new_index(self._advisor.known)) is not None:
-            return candidates[index]
-        return random_neighbour(self._archive.best(1)[0].placement, self._space, self._rng, self._archive)
+        index = self._advisor.score(candidates).best_new_index(self._advisor.known)
+        return self._neighbour(self._archive.best(1)[0].placement) if index is None else candidates[index]
 
     def _make_candidates(self) -> Iterator[Placement]:
         parents = [entry.placement for entry in self._archive.base_entries(self._parents)]
@@ -88,7 +84,7 @@ class SurrogateSearcher(ArchiveSearcher):
             parent = parents[int(self._rng.integers(len(parents)))]
             yield flip(parent, self._space, self._rng, int(self._rng.integers(2, 5)))
         for _ in range(self._candidates - moves - children - flips):
-            yield random_with_density(self._space, self._rng, self._rng.random())
+            yield self._random_placement()
 
     def _single_moves(self, parent: Placement) -> Iterator[Placement]:
         most = max(self._space.sizes, default=1)

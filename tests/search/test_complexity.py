@@ -81,8 +81,8 @@ def test_incremental_nsga_order_equals_full_ranking(seed):
             violation=float(rng.choice([0.0, 0.0, 0.5])), objectives=objectives,
         )  # fmt: skip
         archive.tell(Observation(placement=placement, digest=space.digest(placement), outcome=score))
-        standing = archive._standing
-        expected = []
+
+        standing, expected = archive._standing, []
         for _, alike in groupby(sorted(archive, key=standing), key=standing):
             group = list(alike)
             values, errors = (np.array([getattr(e.score, name) for e in group]) for name in ("values", "stderr"))

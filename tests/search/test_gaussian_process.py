@@ -164,7 +164,7 @@ def test_surrogate_avoids_failures_and_constraint_violations():
     assert advisor.constrained
     fresh = [space.random(rng) for _ in range(60)]
     advice = advisor.score(fresh)
-    best = [fresh[index] for index in advice.ranking[:10]]
+    best = [fresh[index] for index in np.argsort(-advice.acquisition)[:10]]
     assert sum(p.choices[first] for p in best) <= 2
     assert sum(p.choices[second] for p in best) <= 2
 

@@ -1,7 +1,6 @@
 """Moves yield valid placements, change what they say, and nothing else."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,11 +9,9 @@ from search.moves import (
     assign,
     crossover_by_group,
     dimension_blocks,
-    first_unseen,
     flip,
     mutate_per_kind,
     mutate_rate,
-    random_neighbour,
     random_with_density,
 )
 from search.testing import synthetic_space
@@ -41,7 +38,6 @@ def test_moves_are_valid_and_deterministic(first, second, seed):
         lambda rng: mutate_per_kind(first, SPACE, rng),
         lambda rng: crossover_by_group(first, second, SPACE, rng),
         lambda rng: random_with_density(SPACE, rng, 0.3),
-        lambda rng: random_neighbour(first, SPACE, rng, seen=()),
     )
     for move in moves:
         assert SPACE.validate(move(rng_of(seed))) == move(rng_of(seed))
@@ -118,24 +114,3 @@ def test_blocks_are_roles_patterns_and_roles_within_patterns_by_cost():
     assert tuple(i for i, d in enumerate(SPACE.dimensions) if d.role == "linear") == found[0]
     assert len(set(found)) == len(found)
     assert all(len(indices) > 1 for indices in found)
-
-
-def test_unseen_returns_none_after_maximum_attempts():
-    calls = []
-
-    def propose():
-        calls.append(1)
-        return SPACE.float_placement()
-
-    assert first_unseen(propose, SPACE, {SPACE.digest(SPACE.float_placement())}, 7) is None
-    assert len(calls) == 7
-    assert first_unseen(propose, SPACE, set(), 7) == SPACE.float_placement()
-
-
-@pytest.mark.parametrize("known", [0, 3])
-def test_nearby_returns_unseen_placement_or_none(known):
-    space = synthetic_space(2, groups=2)
-    everything = [Placement((a, b)) for a in (0, 1) for b in (0, 1)]
-    seen = {space.digest(placement) for placement in everything[: known + 1]}
-    found = random_neighbour(everything[0], space, rng_of(0), seen)
-    assert (found is None) == (len(seen) == len({space.digest(p) for p in everything}))

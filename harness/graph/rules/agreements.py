@@ -27,7 +27,7 @@ def find_agreements(model: Model, dialect: Dialect) -> tuple[Agreement, ...]:
     """Return the products whose operands must have one precision, each with the edges that decide the precisions."""
     products = (node for node in model.nodes if node.op in dialect.linear_ops - CONVOLUTION_OPS and not node.opaque)
     paths = ([tuple(_iter_path(model, node, slot)) for slot in (0, 1)] for node in products)
-    return tuple(Agreement(first, second) for first, second in paths if len(first) > 1 or len(second) > 1)
+    return tuple((first, second) for first, second in paths if len(first) > 1 or len(second) > 1)
 
 
 def _iter_path(model: Model, node: Node, slot: int) -> Iterator[Edge]:

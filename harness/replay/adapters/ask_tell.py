@@ -13,7 +13,6 @@ import numpy as np
 
 from search.api import Observation, Placement, Score, Space
 from search.archive import ArchiveSearcher
-from search.moves import random_neighbour
 
 __all__ = ["AskTellSearcher", "require_library"]
 
@@ -110,4 +109,4 @@ class AskTellSearcher(ArchiveSearcher):
                 return last
             if digest in self._values:
                 self.report(choices, handle, self._values[digest])
-        return random_neighbour(last, self._space, self._rng, self._archive)
+        return self._neighbour(last)

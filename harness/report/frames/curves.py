@@ -12,7 +12,7 @@ import pandas as pd
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.folder import TaskResults
 from harness.results.search_log import SearchLog
-from search.pareto import front_numbers, hypervolume, insert_nondominated
+from search.pareto import hypervolume, insert_nondominated
 
 CURVE_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "speedup"]
 HYPERVOLUME_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "volume", "scored"]
@@ -142,9 +142,11 @@ def pareto_front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
         points: Columns latency_ms, score.
         higher_is_better: Direction of the score.
     """
-    loss = points["score"] * (-1 if higher_is_better else 1)
-    front: pd.DataFrame = points[front_numbers(np.column_stack([points["latency_ms"], loss]).astype(float)) == 0]
-    return front.drop_duplicates(["latency_ms", "score"]).sort_values("latency_ms", kind="stable")
+    loss = (points["score"] * (-1 if higher_is_better else 1)).astype(float)
+    ordered = points.assign(loss=loss).sort_values(["latency_ms", "loss"])
+    best = ordered["loss"].cummin().shift(fill_value=np.inf)
+    front: pd.DataFrame = ordered[ordered["loss"] < best]
+    return front.drop(columns="loss")
 
 
 def close_intervals(main: pd.DataFrame) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, TENSORRT, Dialect
-from search.space import Agreement, Dimension, Edge, Placement, Space
+from search.space import Dimension, Edge, Placement, Space
 
 
 def attention() -> Model:
@@ -55,7 +55,7 @@ def test_second_operand_is_changed_until_both_agree():
         Dimension(name=name, group=name, kind="node_input", choices=("float", "int8", "fp8"), edges=edges)
         for name, edges in (("own", (own,)), ("near", (near,)), ("far", (far, second)), ("left", (left,)))
     )
-    space = Space(dimensions, (Agreement((own, left), (near, far)),))
+    space = Space(dimensions, (((own, left), (near, far)),))
     resolved = {
         choices: dict(space.resolve(Placement(choices))) for choices in ((0, 2, 2, 1), (0, 2, 1, 1), (2, 2, 1, 1))
     }
