@@ -218,14 +218,10 @@ class KernelReader:
                 found.setdefault(name, []).append(kernel)
         return found
 
-    @cached_property
-    def _nodes(self) -> Mapping[str, Any]:
-        return dict(zip(self._graph.labels, self._graph.proto.graph.node, strict=True))
-
     def layers(self) -> Iterator[CompiledLayer]:
         """Yield the layers that are linear or read quantized tensors, in the order of the file."""
         by_input = {(edge.consumer, edge.slot): edge for edge in self.edges}
-        for label, node in self._nodes.items():
+        for label, node in self._graph.nodes.items():
             linear = node.op_type in LINEAR_OPS
             found = [by_input.get((label, slot)) for slot in range(2 if linear else len(node.input))]
             if node.op_type not in QDQ_OPS and (linear or any(found)):
@@ -248,7 +244,7 @@ class KernelReader:
         return tuple(self._explain_edge(edge, precision) for edge, precision in self._graph.edges.items())
 
     def _explain_edge(self, edge: Edge, precision: str) -> EdgeEffect:
-        node = self._nodes.get(edge.consumer)
+        node = self._graph.nodes.get(edge.consumer)
         kernels = [] if node is None else self._main_kernels(node)
         return EdgeEffect(
             tensor=edge.tensor,

@@ -27,11 +27,12 @@ from harness.config.sections import PluginSpec
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.io.files import move_model, set_model_aside
 from harness.graph.load import save_to_folder
-from harness.graph.qdq.import_differences import find_differences, summarize_reasons
 from harness.graph.qdq.import_placement import (
     ImportDifference,
     ImportedPlacement,
+    find_differences,
     read_placement,
+    summarize_reasons,
     transfer_placement,
 )
 from harness.graph.qdq.qdq_graph import read_qdq_graph

@@ -116,7 +116,7 @@ def decode_nanodet(
 def decode_shapes(
     outputs: Mapping[str, Array], prepared: Prepared, size: Size, score: float = 0.001, nms: float = 0.65
 ) -> Detections:
-    """Decode the zoo's detector: boxes decoded in the graph, in input pixels (layout: `harness.zoo.detector`).
+    """Decode the zoo's detector: boxes decoded in the graph, in input pixels (layout: `harness.zoo.catalog`).
 
     Args:
         outputs: One output, 1 x cells x (centre x, centre y, width, height, one score per class).

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, quantized_layers
-from harness.graph.constant_edits import replace_constants, with_own_biases
 from harness.graph.load import save_to_folder
+from harness.graph.quantize.weights import replace_constants, with_own_biases
 from harness.graph.segmented_run import measure_layer_shifts
 from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel
-from harness.graph.constant_edits import is_private, replace_constants
 from harness.graph.load import save_to_folder
 from harness.graph.model import Model, Node
 from harness.graph.quantize.numeric_choices import is_depthwise
+from harness.graph.quantize.weights import is_private, replace_constants
 from harness.graph.segmented_run import channel_maxima
 from harness.plugins.api import Array
 from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process

@@ -15,13 +15,12 @@ from pathlib import Path
 from harness.accuracy.calibration.ranges import calibrate_by_methods
 from harness.accuracy.calibration.usable_ranges import finite_ranges
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel
-from harness.graph.constant_edits import is_private, replace_constants
 from harness.graph.io.files import write_model
 from harness.graph.load import save_to_folder
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.quantize.numeric_choices import is_depthwise
 from harness.graph.quantize.scales import ScaleLinks
-from harness.graph.quantize.weights import QUANTIZABLE_DTYPES
+from harness.graph.quantize.weights import QUANTIZABLE_DTYPES, is_private, replace_constants
 from harness.graph.reader_errors import ReaderErrors, read_input_form
 from harness.graph.segmented_run import sum_outputs
 from harness.plugins import registry

@@ -10,8 +10,7 @@ import numpy as np
 
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, measure_sqnr_db
 from harness.base.progress import Observer
-from harness.graph.constant_edits import is_private, replace_constants
-from harness.graph.quantize.weights import bias_place
+from harness.graph.quantize.weights import bias_place, is_private, replace_constants
 from harness.plugins.api import Array
 
 MAX_SAMPLES = 2

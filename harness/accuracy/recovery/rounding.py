@@ -17,10 +17,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from threadpoolctl import threadpool_limits
 
 from harness.accuracy.recovery.pipeline import Feeds, PlacedModel, quantized_layers
-from harness.graph.constant_edits import is_private, replace_constants
 from harness.graph.load import save_to_folder
 from harness.graph.model import Node
 from harness.graph.qdq.qdq_graph import read_qdq_graph
+from harness.graph.quantize.weights import is_private, replace_constants
 from harness.graph.segmented_run import SegmentedRun
 from harness.plugins.api import Array
 from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process

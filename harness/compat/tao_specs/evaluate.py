@@ -50,8 +50,7 @@ from harness.compat.tao_specs.spec import DatasetSection, EvaluateSection, Spec,
 from harness.config.sections import PluginSpec, PreprocessSpec
 from harness.graph.load import Dims, read_signature
 from harness.graph.passes.dimension_sizes import parse_shape
-from harness.graph.qdq.reduce_model import PairRemover
-from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
+from harness.graph.qdq.reduce_model import UPCAST_NOTE, PairRemover, write_float32_copy
 from harness.plugins import registry
 from harness.plugins.api import Accuracy, Array, Benchmarker, Candidate, Evaluator, NeedsPreparation
 from harness.run.prepare.accuracy_store import scoring_progress

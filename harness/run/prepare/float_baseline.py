@@ -23,7 +23,7 @@ from harness.config.sections import Confirmation, PluginSpec
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import require_all_nodes
+from harness.graph.qdq.insert import require_all_nodes
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.measure.records import MAIN_BENCHMARKER

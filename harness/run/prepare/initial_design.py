@@ -36,8 +36,13 @@ from harness.graph.pattern_cache import (
     propose_placements,
     read_cache,
 )
-from harness.graph.qdq.import_differences import find_differences, summarize_differences
-from harness.graph.qdq.import_placement import ImportedPlacement, require_pairs, transfer_placement
+from harness.graph.qdq.import_placement import (
+    ImportedPlacement,
+    find_differences,
+    require_pairs,
+    summarize_differences,
+    transfer_placement,
+)
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, count_pairs, read_qdq_graph
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX

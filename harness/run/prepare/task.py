@@ -29,9 +29,8 @@ from harness.config.plan import TaskSpec
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model, require_all_nodes
 from harness.graph.qdq.import_placement import read_placement
-from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.insert import CastInserter, Inserter, map_edges_to_cast_model, require_all_nodes
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, channel_tensor, depthwise_inputs
 from harness.graph.rules.dialects import Dialect

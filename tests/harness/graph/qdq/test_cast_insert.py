@@ -12,9 +12,8 @@ from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model
 from harness.graph.qdq.import_placement import import_placement
-from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.insert import CastInserter, Inserter, map_edges_to_cast_model
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
 from harness.plugins import registry
@@ -48,7 +47,7 @@ def test_placement_maps_to_the_cast_model(precision, kind, tmp_path):
     resolved = space.resolve(space.quantize_all())
     ranges = {edge.tensor: (-4.0, 4.0) for d in space.dimensions for edge in d.edges}
     cast = load(cast_model(tmp_path / "net.onnx", precision, tmp_path), min_opset=19)
-    plain, inserter = Inserter(model, TENSORRT, ranges), CastInserter(cast, TENSORRT, ranges)
+    plain, inserter = Inserter(model, TENSORRT, ranges), CastInserter(cast, TENSORRT, ranges, model)
     path = inserter.export(resolved, tmp_path / "cast.onnx")
     proto = onnx.load(path)
     kinds = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
