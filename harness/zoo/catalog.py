@@ -4,7 +4,7 @@ ResNet (He et al. 2016) and MobileNetV2 (Sandler et al. 2018) are graphs as torc
 1x3x224x224 in, `logits` 1x1000 out. The ResNets keep their BatchNormalization nodes, like a file exported after
 training; in MobileNetV2 they are folded.
 
-Layout of `shapes_detector` (trained on `harness.zoo.shapes` and exported by `tests/recorded/train_shapes.py`):
+Layout of `shapes_detector` (trained on `harness.zoo.shapes` and exported by `experiments/scripts/train_shapes.py`):
 
 - input `images`: 1 x 3 x 128 x 128, float, RGB, pixel values divided by 255 (preprocessing `shapes`);
 - output `detections`: 1 x 320 x 7, one row per cell: first the 16 x 16 cells of stride 8, then the 8 x 8 cells of
