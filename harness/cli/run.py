@@ -189,7 +189,7 @@ def _show_plan(
     file: Path, config: Experiment, folder: Path, score_s: Mapping[str, float], accept_changes: bool
 ) -> None:
     """Check the models and the results folder, and print the tasks, the bounds and an estimate of the time."""
-    from harness.config.plan import plan_tasks
+    from harness.config.experiment import plan_tasks
     from harness.results.ownership import check_ownership
     from harness.run.prepare.bounds import bound_lines
     from harness.run.prepare.model_checks import check_models
@@ -298,7 +298,7 @@ def verify(
     if file.is_dir() and row is None:
         raise typer.Exit(_check_folder(short_path(file), as_json=as_json))
     from harness.base.terminal_progress import TerminalProgress
-    from harness.config.objective import parse_bound
+    from harness.config.sections import parse_bound
     from harness.report.exported_row import find_exported_row
     from harness.run.verify.verify import verify as verify_model
 

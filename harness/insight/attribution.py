@@ -15,8 +15,7 @@ from typing import Any
 from harness.base.errors import UserError
 from harness.base.progress import Observer
 from harness.base.statistics import Interval
-from harness.config.experiment import Experiment, load_experiment
-from harness.config.plan import plan_tasks
+from harness.config.experiment import Experiment, load_experiment, plan_tasks
 from harness.config.sections import Confirmation, PluginSpec
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions

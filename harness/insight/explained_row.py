@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.base.errors import UserError
-from harness.config.experiment import Experiment
-from harness.config.initial import PTQ_TOOLS
+from harness.config.experiment import PTQ_TOOLS, Experiment
 from harness.report.frames.main_frame import main_frame
 from harness.report.report_table import frame_rows
 from harness.report.trace import find_main_row

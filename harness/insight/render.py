@@ -16,8 +16,8 @@ from harness.insight.attribution import FEWEST_POINTS_STEP, attribute_row
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_attribution
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, render_markdown
-from harness.results.display_names import METRIC_CAPS, format_drop, metric_name, truncate
 from harness.results.manifest import recorded
+from harness.results.scores import METRIC_CAPS, format_drop, metric_name, truncate
 from harness.results.task_files import AttributionReport, EdgeFusion, MeasuredStep, PartEffect, write_attribution
 
 ATTRIBUTION_LEGEND = (

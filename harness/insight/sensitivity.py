@@ -262,7 +262,7 @@ def _replace_unit(base: Placement, unit: QuantizationUnit, space: Space, precisi
 
 
 def write_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
-    """Write the sensitivities as JSON; a later search can start from the file, see `harness.config.initial`.
+    """Write the sensitivities as JSON; a later search can start from the file, see `harness.config.experiment`.
 
     Raises:
         UserError: The file cannot be written.

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from harness.base.untrusted import parse_json
+from harness.base.files import parse_json
 from harness.measure.records import Count, Failed, LatencyMs, Readings, from_json
 
 TWIN = "A/A twin"  # name of the row with the second build of the baseline

@@ -188,7 +188,7 @@ def insert(
 
     from harness.base.progress import NullProgress
     from harness.config.sections import PluginSpec
-    from harness.config.validation_errors import to_user_error
+    from harness.config.yaml_loader import to_user_error
     from harness.run.prepare.program_objects import model_mapping, plugin_mapping
     from harness.ship.placements import insert_placement
 

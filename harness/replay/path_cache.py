@@ -23,9 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.base.errors import UserError
+from harness.base.files import open_regular
 from harness.base.paths import replacing
 from harness.base.progress import Observer
-from harness.base.untrusted import open_regular
 from harness.replay.replay import Indices, ReplayRequest, initial_models, is_valid_path, load_landscape, replay
 from harness.replay.search_key import SearchKey
 

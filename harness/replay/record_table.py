@@ -31,11 +31,10 @@ from harness.plugins import registry
 from harness.replay.recorded_landscape import Floats
 from harness.replay.simulated_selection import recorded_duration_s
 from harness.results.artifacts import FLOAT_ROW
-from harness.results.fingerprint import require_same_fingerprint
-from harness.results.goal import Goal
-from harness.results.journal import Journal
+from harness.results.journal import Journal, require_same_fingerprint
 from harness.results.manifest import record_or_check
 from harness.results.ownership import owned_results_dir
+from harness.results.search_log import Goal
 from harness.results.turns import baseline_latency
 from harness.run.confirm.confirmation import measure_noise_floor, reference_latency_if_noisy
 from harness.run.confirm.paired_timing import PairedComparison, run_comparison, warn_if_disturbed

@@ -9,10 +9,9 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from harness.base.errors import UserError
-from harness.config.initial import as_list
+from harness.config.experiment import as_list
 from harness.config.sections import PluginSpec
-from harness.config.validation_errors import to_user_error
-from harness.config.yaml_loader import read_experiment_yaml, read_text_file
+from harness.config.yaml_loader import read_experiment_yaml, read_text_file, to_user_error
 from harness.plugins.registry import installed_plugins
 
 # Replayed only if a study names them: the first enumerates a table, the Gaussian process of the second takes up to a

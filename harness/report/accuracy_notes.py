@@ -17,9 +17,9 @@ from harness.plugins.api import Accuracy
 from harness.report.report_table import MISSING_CELL, format_interval
 from harness.results.artifacts import FLOAT_ROW, NOT_TRIED, RECOVERED_PREFIX, recovered_row
 from harness.results.cross_fitting import FOLDS, cross_fitted_drop
-from harness.results.display_names import metric_name
 from harness.results.folder import TaskResults
 from harness.results.journal import read_journal
+from harness.results.scores import metric_name
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from harness.measure.turn_log import Turn, TurnMatrix
 from harness.report.frames.confirmation import valid_turns
 from harness.report.table_spec import Row, is_missing
 from harness.results.artifacts import FLOAT_ROW
-from harness.results.display_names import METRIC_CAPS, METRIC_FORMATS
 from harness.results.folder import TaskResults
 from harness.results.journal import read_journal
 from harness.results.lines import shown_path
+from harness.results.scores import METRIC_CAPS, METRIC_FORMATS
 from harness.results.turns import CONFIRMATION_LOG_NAME
 
 FIRST_EVENT_LINE = 2  # after the header

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.base.errors import UserError
-from harness.base.files import DamagedFile, read_json
-from harness.base.untrusted import parse_json
+from harness.base.files import DamagedFile, parse_json, read_json
 from harness.config.sections import Confirmation
 from harness.measure.turn_log import (
     TWIN,

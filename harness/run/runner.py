@@ -38,11 +38,10 @@ from typing import Any
 from harness.base.errors import UserError
 from harness.base.files import read_json
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment
-from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.experiment import Experiment, TaskSpec, plan_tasks
 from harness.graph.io.files import model_files
 from harness.measure.provenance import git_commit
-from harness.results.fingerprint import FingerprintMismatch
+from harness.results.journal import FingerprintMismatch
 from harness.results.manifest import archive_task, close_results
 from harness.results.ownership import owned_results_dir
 from harness.results.termination import SearcherFailures, read_termination, write_task_error

@@ -12,14 +12,13 @@ from typing import Any
 
 from harness.base.files import archive_existing, facts_digest
 from harness.base.progress import Observer, ProgressTask, format_incumbent
-from harness.config.experiment import Experiment
-from harness.config.plan import SearchSpec
+from harness.config.experiment import Experiment, SearchSpec
 from harness.graph.io.digests import digest_file
 from harness.measure.records import SCHEMA_VERSION
-from harness.results.goal import encode_goal
 from harness.results.journal import Journal, read_journal
 from harness.results.lines import first_line, restore_lines
 from harness.results.manifest import recorded, recorded_log
+from harness.results.search_log import encode_goal
 from harness.results.termination import Termination, clear_termination, read_termination, write_termination
 from harness.results.turns import baseline_latency
 from harness.run.confirm.confirmation import reference_latency_if_noisy

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.base.errors import UserError
-from harness.config.validation_errors import to_user_error
+from harness.config.yaml_loader import to_user_error
 from harness.measure.records import Failed, Measured, Outcome
 from search.space import Dimension, Placement, Space
 

@@ -20,9 +20,7 @@ from harness.base.errors import UserError, suggest_names
 from harness.base.files import explain_write_errors
 from harness.base.paths import resolve_path
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment, parse_experiment
-from harness.config.initial import TENSORRT_GUIDE, TOOL_NAMES
-from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.experiment import TENSORRT_GUIDE, TOOL_NAMES, Experiment, TaskSpec, parse_experiment, plan_tasks
 from harness.config.sections import PluginSpec
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.io.files import move_model, set_model_aside

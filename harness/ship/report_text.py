@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.base.text import printable
 from harness.measure.provenance import format_options, format_scenario
-from harness.results.display_names import metric_name
+from harness.results.scores import metric_name
 
 Facts = Mapping[str, Any]
 

@@ -18,8 +18,7 @@ from harness.base.progress import NullProgress
 from harness.compat.autotune_experiment import command_experiment
 from harness.compat.modelopt_autotune.settings import parse_arguments
 from harness.compat.tao_specs.ptq import run_ptq
-from harness.config.experiment import Experiment, parse_experiment
-from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.experiment import Experiment, TaskSpec, parse_experiment, plan_tasks
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.load import save_to_folder

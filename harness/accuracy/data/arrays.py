@@ -19,9 +19,9 @@ import numpy as np
 from harness.accuracy.data.labels import MAX_LABEL_BYTES
 from harness.accuracy.data.subsets import canonical_json, read_text_key, select_rows
 from harness.base.errors import UserError
+from harness.base.files import read_text
 from harness.base.paths import resolve_path
 from harness.base.text import shorten
-from harness.base.untrusted import read_text
 from harness.plugins.api import Array
 
 UNNAMED_ARRAY = ""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.base.errors import UserError, suggest_names
-from harness.base.untrusted import read_text
+from harness.base.files import read_text
 
 MAX_PIXELS = 1e9  # limit of coordinates; no image is larger
 MAX_LABEL_BYTES = 2**30  # those of COCO's training images have 450 MB

@@ -21,7 +21,7 @@ from harness.compat.modelopt_autotune.region_pattern import UNMEASURED_MS, Patte
 from harness.compat.modelopt_autotune.regions import Region, RegionType
 from harness.compat.modelopt_autotune.settings import AutotunerError, Config
 from harness.compat.modelopt_autotune.storage import Measurement
-from harness.config.plan import TaskSpec
+from harness.config.experiment import TaskSpec
 from harness.config.sections import Calibration, ModelSpec, PluginSpec
 from harness.graph import pattern_cache
 from harness.graph.load import save_to_folder

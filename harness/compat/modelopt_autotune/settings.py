@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from harness.base.errors import MAX_COUNT, UserError
-from harness.config.precision_names import normalize_float_precision
+from harness.config.sections import normalize_float_precision
 
 __all__ = [
     "MIN_TIMING_RUNS", "MODE_PRESETS", "REGION_FLAGS", "AutotunerError", "AutotunerNotInitializedError", "Config",

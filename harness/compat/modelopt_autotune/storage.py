@@ -24,7 +24,7 @@ from harness.graph import pattern_cache as engine
 from harness.graph.pattern_cache import read_cache, write_cache
 from harness.graph.qdq.import_placement import map_to_float_tensors
 from harness.measure.records import first_problem
-from harness.results.fingerprint import require_same_fingerprint
+from harness.results.journal import require_same_fingerprint
 
 _logger = logging.getLogger(__name__)
 

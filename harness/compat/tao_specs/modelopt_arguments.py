@@ -24,7 +24,7 @@ from harness.compat.tao_specs.layers import (
     match_skip_names,
 )
 from harness.compat.tao_specs.spec import Dtype, LayerSpec, QuantizeSection
-from harness.config.precision_names import normalize_float_precision
+from harness.config.sections import normalize_float_precision
 from harness.measure.provenance import describe_environment
 
 logger = logging.getLogger(__name__)

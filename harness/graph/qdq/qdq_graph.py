@@ -18,7 +18,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from harness.base.errors import UserError
-from harness.base.untrusted import open_regular
+from harness.base.files import open_regular
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.io.model_reader import check_functions, refuse_damage
 from harness.graph.passes.normalize import inline_functions

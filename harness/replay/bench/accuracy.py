@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.base.errors import UserError
-from harness.base.files import explain_write_errors
+from harness.base.files import explain_write_errors, open_regular, parse_json, read_text
 from harness.base.paths import replacing
-from harness.base.untrusted import open_regular, parse_json, read_text
 from harness.measure.records import Measured
 from harness.runtimes.benchmark_table import BenchmarkTable, TableEntry, TableMetadata, read_rows
 

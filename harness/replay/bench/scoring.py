@@ -22,8 +22,7 @@ from harness.base.errors import CandidateError, UserError, suggest_names
 from harness.base.files import explain_write_errors
 from harness.base.progress import NullProgress, Observer
 from harness.base.random_inputs import random_feeds
-from harness.config.experiment import Experiment
-from harness.config.plan import plan_tasks
+from harness.config.experiment import Experiment, plan_tasks
 from harness.graph.load import save_to_folder
 from harness.graph.rules.dialects import load_dialect
 from harness.plugins import registry

@@ -21,7 +21,7 @@ from harness.base.errors import DoesNotHold, UserError, suggest_names
 from harness.base.files import explain_write_errors, file_sha256, read_json, write_json
 from harness.base.progress import Observer
 from harness.config.sections import ConfigSection, PluginSpec
-from harness.config.validation_errors import to_user_error
+from harness.config.yaml_loader import to_user_error
 from harness.replay.bench.tasks import TierName, read_catalogue, table_path
 from harness.replay.path_cache import FILE, PARTS_FOLDER, PathCache, replay_cached
 from harness.replay.replay import ReplayRequest, load_landscape, replay

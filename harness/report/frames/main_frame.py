@@ -13,7 +13,7 @@ import pandas as pd
 
 from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
 from harness.base.statistics import Interval
-from harness.config.plan import TaskSpec
+from harness.config.experiment import TaskSpec
 from harness.measure.provenance import processor_label
 from harness.measure.turn_log import disturbance_note
 from harness.report.frames.confirmation import statistical_ties

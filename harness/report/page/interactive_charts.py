@@ -23,8 +23,8 @@ from harness.report.frames.curves import (
 )
 from harness.report.plots.result_plots import median_steps, series_style
 from harness.report.report_table import frame_rows
-from harness.results.display_names import metric_name, truncate
 from harness.results.folder import TaskResults
+from harness.results.scores import metric_name, truncate
 
 PLOTLY_DASH_BY_LINE = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
 PLOTLY_SYMBOL_BY_MARKER = {

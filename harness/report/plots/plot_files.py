@@ -30,9 +30,9 @@ from harness.report.tables.budget import budget_frame
 from harness.report.tables.overview import overview_frame
 from harness.report.tables.searchers import rank_searchers
 from harness.report.tables.transfer import transfer_frame
-from harness.results.display_names import metric_name, row_labels
-from harness.results.folder import Results, TaskResults
+from harness.results.folder import Results, TaskResults, row_labels
 from harness.results.manifest import FileTable, find_changed_files, read_manifest
+from harness.results.scores import metric_name
 from harness.results.task_files import AttributionReport, read_attributions
 
 

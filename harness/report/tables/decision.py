@@ -9,15 +9,15 @@ from typing import Any
 
 import pandas as pd
 
-from harness.config.initial import TOOL_NAMES
+from harness.config.experiment import TOOL_NAMES
 from harness.measure.turn_statistics import summarize_parts
 from harness.report.frames.main_frame import UNUSABLE, RowStatus, interval_columns, rows_by_task, with_backend_column
 from harness.report.report_table import ReportTable, frame_rows
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.report.tables.main import DECISION_NOTE, FIGURES, PAIRS, VERDICT
 from harness.results.artifacts import FLOAT_ROW
-from harness.results.display_names import score_column_title
 from harness.results.folder import Results, TaskResults
+from harness.results.scores import score_column_title
 from harness.results.stored_experiment import StoredExperiment
 from harness.results.task_files import sizes_of
 

@@ -16,18 +16,17 @@ from harness.report.report_table import MISSING_CELL, ReportTable, format_interv
 from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
 from harness.report.tables.notes import float_estimate, group_names, noise_floor_note, partial_note
 from harness.results.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice
-from harness.results.display_names import (
+from harness.results.folder import Results, TaskResults, row_labels
+from harness.results.scores import (
     BEYOND_BOUND_VERDICT,
     METRIC_CAPS,
     UNSCORED_VERDICT,
     format_drop,
     format_score,
     metric_name,
-    row_labels,
     score_column_title,
     verdict_label,
 )
-from harness.results.folder import Results, TaskResults
 
 DECISION_NOTE = (
     "Decision: a row is shipped if it is faster than the float baseline beyond the noise and its drop (not the "

@@ -11,8 +11,8 @@ from harness.measure.provenance import format_scenario, lacks_vnni, processor_la
 from harness.measure.turn_log import disturbance_note
 from harness.report.report_table import format_interval
 from harness.results.artifacts import FLOAT_ROW
-from harness.results.display_names import METRIC_CAPS
 from harness.results.folder import NOISY_FLOOR, Results, TaskResults
+from harness.results.scores import METRIC_CAPS
 from harness.results.search_log import SearchLog
 from harness.results.stored_experiment import StoredExperiment
 

@@ -16,8 +16,8 @@ from harness.report.statistics import geometric_mean
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
 from harness.report.tables.main import FIGURES, PAIRS
 from harness.results.artifacts import FLOAT_ROW
-from harness.results.display_names import BEYOND_BOUND_VERDICT, format_score, score_column_title, verdict_label
 from harness.results.folder import Results
+from harness.results.scores import BEYOND_BOUND_VERDICT, format_score, score_column_title, verdict_label
 
 MEAN_LABEL = "geometric mean"
 OVERVIEW_COLUMNS = (

@@ -17,8 +17,8 @@ from harness.report.statistics import geometric_mean
 from harness.report.table_spec import Column, Row, TableSpec, is_missing, number_column, text_column
 from harness.report.tables.main import FIGURES, VERDICT
 from harness.results.artifacts import FLOAT_ROW
-from harness.results.display_names import format_score, score_column_title
 from harness.results.folder import Results, TaskResults
+from harness.results.scores import format_score, score_column_title
 
 
 def _format_within(row: Row) -> str:

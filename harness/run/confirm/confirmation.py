@@ -24,7 +24,7 @@ from harness.measure.turn_statistics import MAX_GROUP_ROWS, summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Candidate, capabilities_of
 from harness.results.artifacts import FLOAT_ROW, FinalistSet
-from harness.results.fingerprint import read_matching_record
+from harness.results.journal import read_matching_record
 from harness.results.manifest import write_record
 from harness.results.turns import (
     CONFIRMATION_LOG_NAME,

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.files import archive_existing, json_equal
+from harness.base.files import archive_existing, json_equal, parse_json
 from harness.base.progress import Observer
-from harness.base.untrusted import parse_json
 from harness.config.sections import TurnSchedule
 from harness.measure.turn_log import (
     TWIN,

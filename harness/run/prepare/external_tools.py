@@ -18,9 +18,7 @@ from harness.base.errors import BuildFailed
 from harness.base.files import explain_write_errors
 from harness.base.paths import cache_dir
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment
-from harness.config.initial import FULLY_QUANTIZED
-from harness.config.plan import quantized_precisions
+from harness.config.experiment import FULLY_QUANTIZED, Experiment, quantized_precisions
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter

@@ -31,7 +31,7 @@ from harness.measure.turn_log import TurnEvent, encode_turn_event
 from harness.measure.turn_statistics import summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Candidate, SupportsCast, capabilities_of, require_timing
-from harness.results.fingerprint import read_matching_record
+from harness.results.journal import read_matching_record
 from harness.results.manifest import write_record
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.workers.engines import WorkerSpec

@@ -13,17 +13,17 @@ from harness.base.errors import UserError
 from harness.base.files import explain_write_errors, read_json
 from harness.base.paths import resolve_path
 from harness.base.progress import Observer
-from harness.config.initial import (
+from harness.config.experiment import (
     BASELINE_TOOLS,
     FIXED_NAMES,
     FULLY_QUANTIZED,
     PTQ_TOOLS,
     TENSORRT_GUIDE,
+    TaskSpec,
     initial_count,
     is_placement_plugin,
     split_precision,
 )
-from harness.config.plan import TaskSpec
 from harness.config.sections import PluginSpec
 from harness.graph.load import read_signature
 from harness.graph.model import Model

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.base.errors import BuildFailed
 from harness.base.paths import resolve_path
-from harness.config.plan import SearchSpec
+from harness.config.experiment import SearchSpec
 from harness.config.sections import SearcherSpec
 from harness.graph.qdq.qdq_graph import read_precisions
 from harness.graph.qdq.space import build_space

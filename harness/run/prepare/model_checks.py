@@ -10,8 +10,7 @@ from pathlib import Path
 from harness.accuracy.calibration.ranges import explain_unrunnable
 from harness.accuracy.data.datasets import DatasetCache
 from harness.base.errors import CandidateError, ErrorCollector, UserError, prefix_key
-from harness.config.experiment import Experiment
-from harness.config.plan import TaskSpec, plan_tasks, quantized_precisions, with_base_dir
+from harness.config.experiment import Experiment, TaskSpec, plan_tasks, quantized_precisions, with_base_dir
 from harness.config.sections import ModelSpec
 from harness.graph.equivalence.versions import iter_random_inputs
 from harness.graph.load import load, read_signature, save_to_folder

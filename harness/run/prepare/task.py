@@ -22,11 +22,8 @@ from harness.accuracy.calibration.usable_ranges import (
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment
-from harness.config.initial import FULLY_QUANTIZED
-from harness.config.objective import Objective
-from harness.config.plan import TaskSpec
-from harness.config.sections import ModelSpec, PluginSpec
+from harness.config.experiment import FULLY_QUANTIZED, Experiment, TaskSpec
+from harness.config.sections import ModelSpec, Objective, PluginSpec
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import read_placement

@@ -15,7 +15,7 @@ from harness.graph.io.digests import digest_file
 from harness.graph.load import save_to_folder
 from harness.measure.records import Failed
 from harness.plugins.api import Candidate
-from harness.results.fingerprint import read_matching_record
+from harness.results.journal import read_matching_record
 from harness.results.manifest import write_record
 from harness.run.prepare.model_loader import MIN_OPSET, open_model
 from harness.run.prepare.task import Task

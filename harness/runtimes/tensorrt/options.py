@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from harness.base.errors import BuildFailed, MeasureFailed, UserError
-from harness.config.precision_names import normalize_float_precision
+from harness.config.sections import normalize_float_precision
 from harness.runtimes.cuda.device import Device
 from harness.runtimes.tensorrt.library import POLICIES, STRONG_TYPING_ONLY_MAJOR, CachePolicy
 from harness.runtimes.tensorrt.model_checks import (

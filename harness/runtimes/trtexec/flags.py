@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.errors import BuildFailed, CandidateError, MeasureFailed, UserError
-from harness.base.untrusted import parse_json, read_bounded
+from harness.base.files import parse_json, read_bounded
 from harness.runtimes.tensorrt.library import STRONG_TYPING_ONLY_MAJOR
 from harness.runtimes.tensorrt.options import BuildOptions, ShapeProfile, format_shape
 

@@ -10,7 +10,7 @@ import pytest
 from small import qdq, save_chain
 
 from harness.base.files import read_json
-from harness.results.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.results.journal import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.run.prepare.study_task import make_study, study_name
 from harness.workers.in_process import InProcess
 

@@ -21,8 +21,8 @@ from harness.report.page.index_page import render_index
 from harness.report.tables.notes import early_end_notes
 from harness.report.trace import find_main_row
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.output_check import CHECK_FILE_NAME, OutputCheck, encode_check
+from harness.results.search_log import Goal
 from harness.results.termination import write_termination
 
 STRICT = asdict(Goal(metric="top1", reference=0.8, max_drop=0.005))

@@ -24,9 +24,8 @@ from harness.measure.records import Measured
 from harness.measure.turn_statistics import ConfirmationSummary, summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Candidate
-from harness.results.goal import Goal
 from harness.results.journal import Journal, read_journal
-from harness.results.journal_reader import state_at_budgets
+from harness.results.search_log import Goal, state_at_budgets
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.run.search.loop import InitialPlacement, SearchTask, run_search
 from harness.run.search.trial import measure

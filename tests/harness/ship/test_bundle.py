@@ -38,8 +38,8 @@ from harness.report.next_steps import describe_answers, ship_path
 from harness.results.artifacts import read_finalists
 from harness.results.deploy_folder import check_bundle, find_bundle, read_bundle
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.manifest import reopen_results
+from harness.results.search_log import Goal
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker

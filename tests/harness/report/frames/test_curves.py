@@ -19,8 +19,7 @@ from harness.report.render import write_tables
 from harness.report.tables.budget import budget_frame, target_frame
 from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
-from harness.results.display_names import row_labels
-from harness.results.folder import load
+from harness.results.folder import load, row_labels
 
 FAILED = Failed(stage="build", reason="no", wall_s=1.0)
 

@@ -20,9 +20,8 @@ from harness.report.render import write_tables
 from harness.report.report_table import ReportTable, render_markdown, write_table
 from harness.report.statistics import compute_ranks
 from harness.report.tables.budget import budget_frame
-from harness.results.display_names import row_labels
-from harness.results.folder import load
-from harness.results.goal import Goal
+from harness.results.folder import load, row_labels
+from harness.results.search_log import Goal
 
 ALL_FORMATS = LATEX = True
 

@@ -18,9 +18,8 @@ from harness.report.frames.main_frame import main_frame
 from harness.report.tables.catalog import build_tables
 from harness.report.tables.cost import cost_frame
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.journal import RETRY_ORIGIN, Journal
-from harness.results.search_log import read_search
+from harness.results.search_log import Goal, read_search
 
 
 def once_more(path, outcome, elapsed_s):

@@ -29,8 +29,8 @@ from harness.report.render import write_tables
 from harness.report.tables.catalog import SPECS
 from harness.results.artifacts import recovered_row
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.journal import Journal
+from harness.results.search_log import Goal
 from harness.results.task_files import read_graph
 
 BOUND = {"metric": "top1", "reference": 0.8}

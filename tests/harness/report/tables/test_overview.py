@@ -20,7 +20,7 @@ from harness.report.render import write_tables
 from harness.report.tables.overview import MEAN_LABEL
 from harness.report.trace import trace_cell
 from harness.results.folder import load
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 
 OTHER = "other-openvino-int8"
 TWO_BACKENDS = """

@@ -7,8 +7,7 @@ import pytest
 
 from harness.base.files import read_json, write_json
 from harness.base.progress import NullProgress
-from harness.config.objective import Objective
-from harness.config.sections import Limits, PluginSpec
+from harness.config.sections import Limits, Objective, PluginSpec
 from harness.graph.io.digests import digest_file
 from harness.plugins.api import Accuracy
 from harness.results.artifacts import ExportedModel, FinalistSet

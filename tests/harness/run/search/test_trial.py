@@ -15,7 +15,7 @@ from harness.config.sections import Sampling
 from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured, Outcome, TrialResult, decode_line, encode_line
 from harness.measure.sampling import Samples
 from harness.plugins.api import Accuracy, Candidate
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.trial import NoisePolicy, measure
 from harness.workers.requests import BuiltEngine
