@@ -36,7 +36,7 @@ def test_search_imports_only_allowed_packages():
 
 
 CALIBRATION_WITH_ONNX = (
-    "calibration/histogram_calibrators", "calibration/ptq_child",
+    "calibration/histogram_calibrators", "tools/programs/ptq_child",
     "tools/programs/nncf_child",
 )  # fmt: skip
 
@@ -102,7 +102,7 @@ NATIVE_CALLS = {
     "import_model", "infer_node_outputs", "infer_shapes", "open_reference_session", "quantize_static",
 }  # fmt: skip
 NATIVE_MODULES = {
-    "accuracy.calibration.histogram_calibrators", "accuracy.calibration.ptq_child", "accuracy.calibration.ranges",
+    "accuracy.calibration.histogram_calibrators", "accuracy.tools.programs.ptq_child", "accuracy.calibration.ranges",
     "accuracy.tools.programs.nncf_child",
     "graph.builder", "graph.equivalence.versions", "graph.passes.normalize", "graph.passes.pipeline",
     "graph.passes.simplify", "graph.passes.static_shapes", "graph.segmented_run",

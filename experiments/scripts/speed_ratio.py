@@ -34,7 +34,7 @@ if command == "harness.cli":  # the names of commit 3ca0195
     from search.algorithms.auto import AutoSearcher
 else:
     from harness.runtimes.benchmark_table import read_table
-    from harness.replay.recorded_landscape import Landscape
+    from harness.replay.replay import Landscape
     from search.algorithms.model_based import AutoSearcher
 from harness.replay.replay import replay_once
 from search.algorithms.random import RandomSearcher

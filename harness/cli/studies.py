@@ -30,7 +30,7 @@ from harness.cli.common import (
 
 if TYPE_CHECKING:
     from harness.base.terminal_progress import TerminalProgress
-    from harness.replay.study_file import BudgetStudy
+    from harness.replay.budget_study import BudgetStudy
 
 
 @contextmanager
@@ -303,7 +303,7 @@ def study(
 
 def _load_budget_study(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> BudgetStudy:
     """Return the study of a study file, or of tables and the keys of options."""
-    from harness.replay.study_file import BudgetStudy, load_study
+    from harness.replay.budget_study import BudgetStudy, load_study
 
     if what[0].suffix not in (".yaml", ".yml"):
         keys = {key: value for option in options.values() for key, value in option.items()}

@@ -9,18 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.calibration.ranges import CalibrationBatches
 from harness.accuracy.metrics.intervals import drop_estimate
-from harness.accuracy.recovery.float_layers import FloatGroup, leave_float, rank_groups
 from harness.accuracy.recovery.pipeline import (
+    FloatGroup,
     PlacedModel,
     RecoveryStep,
     StepGain,
     create_steps,
+    leave_float,
+    rank_groups,
     recover,
     split_held_out,
 )
-from harness.accuracy.tools.catalog import TOOLS
+from harness.accuracy.tools.ptq import TOOLS, ptq_options
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors, write_json
 from harness.base.progress import Observer
@@ -234,7 +236,7 @@ def _tool_file(task: Task, placement: str, feeds: CalibrationBatches, observer: 
             names = ", ".join((*PLACEMENT_NAMES, *TOOLS))
             raise UserError(f"--placement {placement}: no such file, and none of {names}")
         return Path(placement)
-    options = feeds.ptq_options(task.dialect, task.spec.precisions[0])
+    options = ptq_options(feeds.settings, task.dialect, task.spec.precisions[0])
     request = QuantizationRequest(
         model_file=task.float_file,
         source=task.model.source,

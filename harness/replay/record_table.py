@@ -28,7 +28,7 @@ from harness.measure.sampling import STEADY_TOLERANCE
 from harness.measure.turn_log import TurnMatrix
 from harness.measure.turn_statistics import MAX_GROUP_ROWS
 from harness.plugins import registry
-from harness.replay.recorded_landscape import Floats
+from harness.replay.replay import Floats
 from harness.replay.simulated_selection import recorded_duration_s
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.journal import Journal, require_same_fingerprint

@@ -12,8 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.calibration.calibration_batches import CalibrationBatches
-from harness.accuracy.calibration.usable_ranges import Ranges
+from harness.accuracy.calibration.range_estimators import Ranges
+from harness.accuracy.calibration.ranges import CalibrationBatches
 from harness.accuracy.data.arrays import array_kind
 from harness.accuracy.data.batching import RANDOM_DATA
 from harness.base.errors import UserError, suggest_names

@@ -11,9 +11,9 @@ from onnx import helper, numpy_helper
 from onnx_models import run_onnxruntime
 from typer.testing import CliRunner
 
-from harness.accuracy.calibration.ptq import quantize
+from harness.accuracy.calibration.range_estimators import finite_ranges, range_warnings
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
+from harness.accuracy.tools.ptq import quantize
 from harness.base.errors import BuildFailed, UserError
 from harness.cli.main import app
 from harness.compat.modelopt_autotune import Config, QDQAutotuner

@@ -6,8 +6,8 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper, parser
 
+from harness.accuracy.metrics.closeness import MAX_SQNR_DB
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.base.errors import EvaluationFailed
 from harness.base.progress import NullProgress
 from harness.base.random_inputs import random_feeds

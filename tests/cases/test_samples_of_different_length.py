@@ -10,7 +10,7 @@ import pytest
 import qdq
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.calibration.ranges import CalibrationBatches
 from harness.accuracy.data.batching import make_batches
 from harness.accuracy.data.datasets import open_data
 from harness.base.errors import UserError

@@ -46,7 +46,7 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         if not getattr(request.module, "LATEX", False):
             patch.setattr("harness.report.report_table._render_latex", lambda _: "% left out\n")
         if not getattr(request.module, "REAL_TOOLS", False):
-            patch.setattr("harness.accuracy.calibration.ptq._child_command", WARM_PYTHON.tool_command)
+            patch.setattr("harness.accuracy.tools.ptq._child_command", WARM_PYTHON.tool_command)
         if not getattr(request.module, "REAL_WORKERS", False):
             patch.setattr("harness.workers.sandbox.Sandbox", lambda spec, *_: InProcess(spec))
         yield

@@ -70,9 +70,8 @@ from harness.plugins import registry
 from harness.replay.bench.accuracy import PlacementAccuracy, read_accuracy, write_accuracy
 from harness.replay.bench.submission import check_submission, run_searchers
 from harness.replay.bench.tasks import DATA_VARIABLE
-from harness.replay.path_cache import PathCache, SearchPath, write_part
-from harness.replay.search_key import SearchKey
-from harness.replay.study_file import ReplayedSearcher
+from harness.replay.budget_study import ReplayedSearcher
+from harness.replay.path_cache import PathCache, SearchKey, SearchPath, write_part
 from harness.report.frames.main_frame import main_frame
 from harness.results.deploy_folder import read_bundle
 from harness.results.folder import load as load_results

@@ -19,7 +19,7 @@ import numpy as np
 from digests import _ranges
 
 from harness import zoo
-from harness.accuracy.calibration.ptq import quantize
+from harness.accuracy.tools.ptq import quantize
 from harness.base.errors import CandidateError
 from harness.base.files import facts_digest
 from harness.base.random_inputs import random_feeds

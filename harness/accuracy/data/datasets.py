@@ -9,7 +9,7 @@
 
 Labels of images are a `.json` file in COCO's form or a `.txt` file with lines "FILENAME CLASS"; the images are those
 that the file lists, in its order. Without labels they are all images of the folder, by name. `masks` is a folder of PNG
-files (`harness.accuracy.data.masks`). `classes` lists the names of the model's classes in the order of its outputs;
+files (`harness.accuracy.data.labels`). `classes` lists the names of the model's classes in the order of its outputs;
 without it they are the categories of the labels by ascending id. An `.npz` file has one array per input of the model,
 the samples along the first axis; a `.npy` file is for a model with one input. `path` may be a folder of such files,
 whose samples may differ in shape. `labels` of arrays are the name of an
@@ -32,11 +32,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.accuracy.data.arrays import ArrayDataset, SubsetSelector, open_arrays
-from harness.accuracy.data.labels import LabelFile, order_coco_categories, read_labels, select_coco_images
-from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, open_picture, require_mask_files
+from harness.accuracy.data.arrays import (
+    SUBSET_KEYS,
+    ArrayDataset,
+    SubsetSelector,
+    canonical_json,
+    open_arrays,
+    read_int_key,
+    read_text_key,
+    select_rows,
+)
+from harness.accuracy.data.labels import (
+    IndexMasks,
+    LabelFile,
+    Mask,
+    Masks,
+    PanopticMasks,
+    open_picture,
+    order_coco_categories,
+    read_labels,
+    require_mask_files,
+    select_coco_images,
+)
 from harness.accuracy.data.preprocess import RgbImage
-from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json, read_int_key, read_text_key, select_rows
 from harness.base.errors import UserError, suggest_names
 from harness.base.paths import resolve_path
 from harness.config.sections import duplicates

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.data.arrays import ArrayDataset, is_array_data, open_arrays
+from harness.accuracy.data.arrays import SUBSET_KEYS, ArrayDataset, canonical_json, is_array_data, open_arrays
 from harness.accuracy.data.batching import image_input, image_preparer, make_batch, make_batches
 from harness.accuracy.data.datasets import ImageDataset, open_images
 from harness.accuracy.data.preprocess import Prepared, preprocess_fingerprint
-from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE
 from harness.base.errors import EvaluationFailed, UserError
 from harness.base.random_inputs import InputTypes

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from harness.accuracy.calibration.calibration_batches import ALL_SAMPLES, CalibrationBatches
+from harness.accuracy.calibration.ranges import ALL_SAMPLES, CalibrationBatches
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress
 from harness.compat.modelopt_autotune.placement_map import PlacementMap, RegionIndex

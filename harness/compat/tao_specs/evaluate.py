@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from harness.accuracy.data.batching import image_input, image_size
-from harness.accuracy.data.decode_boxes import suggest_decoder
+from harness.accuracy.data.decode import suggest_decoder
 from harness.accuracy.data.preprocess import Layout, parse_preprocess
 from harness.accuracy.metrics.base import low_reference_warning
 from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
@@ -237,7 +237,7 @@ def _evaluator_use(
     if "reference" in registry.plugin_signature("evaluator", use.use).parameters:
         raise UserError(
             f"evaluate.evaluator: {use.use!r} compares with the float model, which a spec file does not name; use "
-            "it in an experiment (qdq run), or harness.accuracy.metrics.sqnr.output_sqnr in Python"
+            "it in an experiment (qdq run), or harness.accuracy.metrics.closeness.output_sqnr in Python"
         )
     params, preprocess = {"data": data, **use.params}, dataset.preprocess if "images" in data else None
     if "images" in data:

@@ -126,7 +126,7 @@ def option_remedy(option: str) -> str:
     if remedy := _refusal_remedy(name):
         return remedy
     if name in ARGUMENTS_SET_BY_SPEC:
-        return "--calibration_data FILE, or batches in Python: harness.accuracy.calibration.ptq.modelopt"
+        return "--calibration_data FILE, or batches in Python: harness.accuracy.tools.ptq.modelopt"
     is_argument = name in {*modelopt_parameters(), *INT4_ARGUMENTS}
     return (
         f"'qdq quantize' passes it on: backend: modelopt.onnx, backend_kwargs: {{{name}: ...}}" if is_argument else ""

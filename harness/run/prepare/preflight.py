@@ -13,9 +13,9 @@ from typing import Any
 
 from harness import zoo
 from harness.accuracy.calibration.range_estimators import create_estimator
+from harness.accuracy.data.arrays import HALF_NAMES
 from harness.accuracy.data.datasets import DatasetCache, ImageDataset
 from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
-from harness.accuracy.data.subsets import HALF_NAMES
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import few_images_note
 from harness.base.errors import (

@@ -8,10 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.calibration.calibration_batches import CalibrationBatches
-from harness.accuracy.calibration.ptq import MetricRequest
-from harness.accuracy.calibration.ranges import cached_ranges
-from harness.accuracy.calibration.usable_ranges import (
+from harness.accuracy.calibration.range_estimators import (
     EMPTY_RANGE,
     Ranges,
     finite_ranges,
@@ -19,6 +16,8 @@ from harness.accuracy.calibration.usable_ranges import (
     require_quantizable,
     restrict_space,
 )
+from harness.accuracy.calibration.ranges import CalibrationBatches, cached_ranges
+from harness.accuracy.tools.ptq import MetricRequest, ptq_options
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
@@ -242,7 +241,7 @@ def compose_task(
         data=feeds,
         data_key=repr(feeds.cache_key),
         own_sizes=feeds.own_sizes,
-        options={**feeds.ptq_options(dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
+        options={**ptq_options(feeds.settings, dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
         metric=_metric_request(experiment.objective, spec.model, model, work),
     )
     external = {

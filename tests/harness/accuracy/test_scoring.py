@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from harness.accuracy.metrics.classification import Top1
 from harness.accuracy.metrics.fidelity import Fidelity
+from harness.accuracy.metrics.labelled import Top1
 from harness.base.files import read_json
 from harness.cli.main import main
 from harness.config.sections import Limits, PluginSpec

@@ -10,10 +10,16 @@ import numpy as np
 import onnx
 import pytest
 
-from harness.accuracy.calibration import ptq
-from harness.accuracy.calibration.ptq import MetricRequest, quantize
-from harness.accuracy.tools import catalog
-from harness.accuracy.tools.catalog import TOOLS, PtqTool, environment_python, install_environment, unavailable_reason
+from harness.accuracy.tools import ptq
+from harness.accuracy.tools.ptq import (
+    TOOLS,
+    MetricRequest,
+    PtqTool,
+    environment_python,
+    install_environment,
+    quantize,
+    unavailable_reason,
+)
 from harness.base.errors import BuildFailed, UserError
 from harness.base.paths import TRUST_VARIABLE
 from harness.base.random_inputs import random_feeds
@@ -64,7 +70,7 @@ def model(tmp_path_factory):
 def fake(tmp_path, monkeypatch):
     """Tools of a fake program in an environment of their own, which the tests' interpreter stands for."""
     log = tmp_path / "log.json"
-    programs = catalog._PROGRAMS
+    programs = ptq._PROGRAMS
     (tmp_path / "tool_child.py").write_bytes((programs / "tool_child.py").read_bytes())
     program = tmp_path / "fake_child.py"
     program.write_text(FAKE_PROGRAM.replace("{log!r}", repr(str(log))))
@@ -113,8 +119,8 @@ def test_tool_environment_is_created_once_and_removed_on_error(tmp_path, monkeyp
         called.append([str(part) for part in command])
         return SimpleNamespace(returncode=status)
 
-    monkeypatch.setattr(catalog, "venv", SimpleNamespace(create=lambda folder, with_pip: folder.mkdir(parents=True)))
-    monkeypatch.setattr(catalog, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(ptq, "venv", SimpleNamespace(create=lambda folder, with_pip: folder.mkdir(parents=True)))
+    monkeypatch.setattr(ptq, "subprocess", SimpleNamespace(run=run))
     with pytest.raises(UserError, match="pip"):
         install_environment("quark", "https://example.org/whl")
     assert environment_python("quark") is None
@@ -132,7 +138,7 @@ def test_tool_environment_is_created_once_and_removed_on_error(tmp_path, monkeyp
 
 def test_unsupported_method_is_replaced_by_the_nearest():
     assert TOOLS["nncf_ptq"].nearest_method("mse") == "mean"
-    assert catalog.method_substitute("ort_dynamic", "mse") == ""
+    assert ptq.method_substitute("ort_dynamic", "mse") == ""
 
 
 needs_nncf = pytest.mark.skipif(find_spec("nncf") is None, reason="NNCF is not installed")
@@ -219,7 +225,7 @@ serve_request({"scoring": scoring}, sys.argv[1])
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_tool_finds_the_plugins_of_the_experiment_only_if_they_are_trusted(model, tmp_path, monkeypatch, trusted):
     program, folder, working = (tmp_path / name for name in ("program.py", "experiment", "working"))
-    program.write_text(EVALUATING_PROGRAM.replace("{programs!r}", repr(str(catalog._PROGRAMS))))
+    program.write_text(EVALUATING_PROGRAM.replace("{programs!r}", repr(str(ptq._PROGRAMS))))
     folder.mkdir()
     working.mkdir()  # another folder, so that only the import path of the child finds the plug-in
     (folder / "own_metric.py").write_text(PLUGIN)

@@ -11,9 +11,9 @@ import pytest
 from onnxruntime.quantization.calibrate import HistogramCollector
 
 from harness.accuracy.calibration.histogram_calibrators import ActivationObserver
-from harness.accuracy.calibration.ptq import quantize
+from harness.accuracy.calibration.range_estimators import Ranges
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.calibration.usable_ranges import Ranges
+from harness.accuracy.tools.ptq import quantize
 from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
 

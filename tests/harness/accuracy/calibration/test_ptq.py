@@ -19,8 +19,8 @@ from onnx_models import run_onnxruntime
 from onnxruntime.quantization.calibrate import CalibraterBase, HistogramCollector, MinMaxCalibrater
 from onnxruntime.quantization.registry import QDQRegistry
 
-from harness.accuracy.calibration import ptq_child
-from harness.accuracy.calibration.ptq import ptq_fingerprint, quantize
+from harness.accuracy.tools.programs import ptq_child
+from harness.accuracy.tools.ptq import ptq_fingerprint, quantize
 from harness.base.errors import BuildFailed
 from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
@@ -209,7 +209,7 @@ def test_tool_ends_with_its_parent_process(model, tmp_path):
     note = f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
     slow.write_text(f"import os, pathlib, time\n{note}\ntime.sleep(60)")
     driver = (
-        "import numpy, pathlib, harness.accuracy.calibration.ptq as ptq\n"
+        "import numpy, pathlib, harness.accuracy.tools.ptq as ptq\n"
         f"ptq._CHILD_BOOTSTRAP = ptq._CHILD_BOOTSTRAP.replace('sys.argv[0]', repr({str(slow)!r}))\n"
         f"ptq.quantize('ort_static', pathlib.Path({str(model)!r}), pathlib.Path({str(tmp_path / 'q.onnx')!r}), "
         "[{'x': numpy.zeros(1)}], dialect_name='onnxruntime')"

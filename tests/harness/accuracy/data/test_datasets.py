@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 
 from harness.accuracy.data import arrays
-from harness.accuracy.data.arrays import ArrayDataset
+from harness.accuracy.data.arrays import HALF_NAMES, ArrayDataset, half_of
 from harness.accuracy.data.datasets import ImageDataset, open_data, open_images
-from harness.accuracy.data.subsets import HALF_NAMES, half_of
 from harness.base.errors import UserError
 
 

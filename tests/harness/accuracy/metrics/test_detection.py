@@ -11,8 +11,8 @@ from harness.accuracy.data.decode import Detections
 from harness.accuracy.data.preprocess import Shapes
 from harness.accuracy.metrics import base
 from harness.accuracy.metrics.base import evaluator_params
-from harness.accuracy.metrics.detection import CocoMAP, coco_metrics
 from harness.accuracy.metrics.intervals import metric_estimate
+from harness.accuracy.metrics.labelled import CocoMAP, coco_metrics
 from harness.base.errors import EvaluationFailed, UserError
 from harness.plugins import registry
 from harness.plugins.api import Evaluator, Infer

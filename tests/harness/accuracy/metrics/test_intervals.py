@@ -13,9 +13,13 @@ from pycocotools.cocoeval import COCOeval
 
 from harness.accuracy.data.decode import Detections
 from harness.accuracy.metrics import intervals
-from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, mixable_map_facts, resampled_map
-from harness.accuracy.metrics.box_matching import match_boxes
-from harness.accuracy.metrics.detection import coco_metrics
+from harness.accuracy.metrics.average_precision import (
+    MAP_METRICS,
+    map_facts,
+    match_boxes,
+    mixable_map_facts,
+    resampled_map,
+)
 from harness.accuracy.metrics.intervals import (
     check_consistency,
     decode_accuracy,
@@ -25,6 +29,7 @@ from harness.accuracy.metrics.intervals import (
     probability_within,
     surely_within,
 )
+from harness.accuracy.metrics.labelled import coco_metrics
 from harness.plugins.api import Accuracy
 
 

@@ -10,20 +10,21 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
+from harness.accuracy.calibration.range_estimators import Ranges, finite_ranges
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges
-from harness.accuracy.recovery.float_layers import leave_float, rank_groups
 from harness.accuracy.recovery.pipeline import (
     Feeds,
     PlacedModel,
     RecoveryStepContract,
     create_steps,
+    leave_float,
     measure_sqnr_db,
     quantized_layers,
+    rank_groups,
     recover,
     split_held_out,
 )
-from harness.accuracy.recovery.rounding import round_compensated
+from harness.accuracy.recovery.steps import round_compensated
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress
 from harness.graph.builder import GraphBuilder

@@ -14,7 +14,7 @@ from spec_runs import build_spec, evaluate_spec, layer, quantize_model
 from typer.testing import CliRunner
 
 from harness import zoo
-from harness.accuracy.data.decode_boxes import suggest_decoder
+from harness.accuracy.data.decode import suggest_decoder
 from harness.base.errors import BuildFailed, UserError
 from harness.base.progress import NullProgress
 from harness.cli.common import short_path

@@ -16,7 +16,7 @@ import yaml
 from numpy.random import Generator
 from PIL import Image
 
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
+from harness.accuracy.metrics.closeness import MAX_SQNR_DB
 from harness.base.errors import UserError
 from harness.config.experiment import parse_experiment
 from harness.config.sections import Objective

@@ -13,8 +13,8 @@ import pytest
 from onnx import numpy_helper
 from onnx_models import run_onnxruntime
 
+from harness.accuracy.calibration.range_estimators import finite_ranges
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.calibration.usable_ranges import finite_ranges
 from harness.base.errors import UserError
 from harness.base.files import read_json, write_json
 from harness.base.progress import NullProgress

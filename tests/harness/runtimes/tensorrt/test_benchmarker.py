@@ -14,8 +14,8 @@ from fake_cuda import FakeCuda, Status
 from fake_trt import KERNEL_MS, FakeTensorRT
 
 from harness import zoo
-from harness.accuracy.metrics.detection import CocoMAP
 from harness.accuracy.metrics.fidelity import Fidelity
+from harness.accuracy.metrics.labelled import CocoMAP
 from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load

@@ -1,4 +1,4 @@
-"""Program of the child process of `harness.accuracy.calibration.ptq`: one PTQ tool on one model.
+"""Program of the child process of `harness.accuracy.tools.ptq`: one PTQ tool on one model.
 
 A process of its own, because ModelOpt replaces methods of ONNX Runtime's calibraters and quantizers and deletes
 operators from their registries (`modelopt.onnx.quantization.ort_patching.patch_ort_modules`, `ort_utils.configure_ort`)

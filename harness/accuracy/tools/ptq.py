@@ -1,7 +1,4 @@
-"""Post-training quantization by external tools, for baselines and initial placements of searches.
-
-Each tool runs in a child process, for the reasons given in `harness.accuracy.calibration.ptq_child`.
-"""
+"""PTQ tools: the options of an experiment that each supports, and the interpreter or environment that runs it."""
 
 from __future__ import annotations
 
@@ -9,29 +6,169 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import venv
 import zipfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 
-from harness.accuracy.tools.catalog import TOOLS, tool_python
-from harness.base.errors import BuildFailed, UserError
-from harness.config.sections import PluginSpec
+from harness.base.errors import BuildFailed, UserError, install_hint, suggest_names
+from harness.base.files import explain_write_errors
+from harness.base.paths import cache_dir
+from harness.config.sections import Calibration, PluginSpec
 from harness.graph.io.files import copy_model, move_model
 from harness.graph.plugin_operators import extract_plugin_subgraph
-from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
+from harness.graph.rules.dialects import INT8_MAX_LEVEL, Dialect, load_dialect
 from harness.plugins.api import Array
 from harness.workers.helper_process import RUNTIME_FACTOR, StepLimits
 from harness.workers.process import python_command, wait_for_output
+
+#: Pinned packages that `pip` installs, by the name of the environment.
+REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    "quark": ("amd-quark==0.13", "torch==2.13.0", "onnxruntime==1.24.4", "onnx==1.21.0", "numpy==2.4.6"),
+}
+_COMPLETE_MARK = "complete.json"
+"""File that is written last, so that an interrupted installation counts as missing."""
+
+
+def environment_python(name: str) -> Path | None:
+    """Return the path of an installed environment's interpreter, or None if it is not installed."""
+    folder = _environment_folder(name)
+    return folder / "bin" / "python" if (folder / _COMPLETE_MARK).exists() else None
+
+
+def install_environment(name: str, index_url: str | None = None) -> Path:
+    """Create a tool's environment with its pinned packages, and return the path of its interpreter.
+
+    A complete environment is used as it is; one whose installation was interrupted is made again.
+
+    Args:
+        name: Name of the environment.
+        index_url: Additional package index, such as that of PyTorch's builds without CUDA.
+
+    Raises:
+        UserError: There is no tool with such an environment, the folder is not writable, or pip fails.
+    """
+    if name not in REQUIREMENTS:
+        raise UserError(f"no tool is called {name!r}; {suggest_names(name, REQUIREMENTS)}")
+    if (known := environment_python(name)) is not None:
+        return known
+    folder = _environment_folder(name)
+    with explain_write_errors(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=True)
+        python = folder / "bin" / "python"
+        index = [] if index_url is None else ["--extra-index-url", index_url]
+        done = subprocess.run([python, "-m", "pip", "install", "--quiet", *index, *REQUIREMENTS[name]], check=False)
+        if done.returncode:
+            raise UserError(f"{name}: pip ended with status {done.returncode}; its reason is above")
+        facts = {"requirements": REQUIREMENTS[name], "python": sys.version.split()[0]}
+        (folder / _COMPLETE_MARK).write_text(json.dumps(facts), encoding="utf-8")
+    return python
+
+
+def _environment_folder(name: str) -> Path:
+    """Return the folder of an environment; its name changes with the pinned packages."""
+    pins = hashlib.sha256(repr(REQUIREMENTS[name]).encode()).hexdigest()[:12]
+    return cache_dir() / "tools" / f"{name}-{pins}"
+
+
+_PROGRAMS = Path(__file__).with_name("programs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PtqTool:
+    """PTQ tool: what it supports and how it runs.
+
+    Attributes:
+        modules: Import names of the required modules.
+        precisions: Supported precisions.
+        methods: Supported calibration methods, by the names of this project; one if the tool has only one.
+        program: Program of the child process, which selects the function by the name of the tool.
+        extra: Optional dependency group of the project that installs the tool.
+        environment: Name of the tool's separate environment; "" if it runs in the current one.
+        controls_accuracy: Whether the tool keeps a bound on a metric, so that it needs an evaluator and a bound.
+    """
+
+    modules: tuple[str, ...]
+    precisions: tuple[str, ...] = ("int8",)
+    methods: tuple[str, ...]
+    program: Path = _PROGRAMS / "ptq_child.py"
+    extra: str = "modelopt"
+    environment: str = ""
+    controls_accuracy: bool = False
+
+    def nearest_method(self, method: str) -> str:
+        """Return the method if the tool supports it, else the most similar supported one.
+
+        It is "minmax" for "mean", and "entropy", which clips outliers, for all others.
+        """
+        if method in self.methods:
+            return method
+        return self.methods[0] if len(self.methods) == 1 else "minmax" if method == "mean" else "entropy"
+
+
+_ORT_STATIC = PtqTool(modules=("onnxruntime",), methods=("minmax", "max", "entropy", "percentile"))
+_NNCF = PtqTool(
+    modules=("nncf", "openvino"), methods=("mean",), program=_PROGRAMS / "nncf_child.py", extra="nncf"
+)  # fmt: skip
+_QUARK = PtqTool(
+    modules=("quark",), methods=("minmax",), program=_PROGRAMS / "quark_child.py", environment="quark"
+)  # fmt: skip
+TOOLS: Mapping[str, PtqTool] = {
+    "modelopt_ptq": PtqTool(
+        modules=("modelopt", "torch", "onnx_graphsurgeon"),
+        precisions=("int8", "fp8"),
+        methods=("minmax", "max", "entropy"),
+    ),
+    "ort_static": _ORT_STATIC,
+    "ort_static_s8": _ORT_STATIC,
+    "ort_dynamic": PtqTool(modules=("onnxruntime",), methods=("none",)),
+    "nncf_ptq": _NNCF,
+    "nncf_ptq_onnx": _NNCF,
+    "nncf_accuracy_control": PtqTool(
+        modules=_NNCF.modules, methods=_NNCF.methods, program=_NNCF.program, extra="nncf", controls_accuracy=True
+    ),
+    "quark_ptq": _QUARK,
+    "quark_adaquant": _QUARK,
+}  # fmt: skip
+
+
+def unavailable_reason(name: str, precision: str) -> str:
+    """Return why a tool cannot run on this machine or does not support a precision; "" if it can be used."""
+    tool = TOOLS[name]
+    if tool_python(tool) is None:
+        return f"{tool.environment} not installed: qdq tools install {tool.environment}"
+    if not tool.environment and (missing := [module for module in tool.modules if find_spec(module) is None]):
+        return f"{', '.join(missing)} not installed: {install_hint(tool.extra)}"
+    if precision not in tool.precisions:
+        return f"quantizes to {' or '.join(tool.precisions)}, not to {precision}"
+    return ""
+
+
+def tool_python(tool: PtqTool) -> Path | None:
+    """Return the path of the interpreter that runs a tool, or None if its environment is not installed."""
+    return environment_python(tool.environment) if tool.environment else Path(sys.executable)
+
+
+def method_substitute(name: str, method: str) -> str:
+    """Return a remark on the method that a tool uses instead of one that it lacks; "" if it supports the method."""
+    instead = TOOLS[name].nearest_method(method)
+    if instead in (method, "none"):  # "none": the tool uses no calibration data
+        return ""
+    return f"{name} has no calibration method {method} and calibrates by {instead}"
+
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +184,6 @@ _PLAIN_BOOTSTRAP = (  # for interpreters without the harness; does what `die_wit
     "fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp()); "
     "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC); " + _RUN_PROGRAM
 )
-_MODELOPT_PROGRAM = Path(__file__).with_name("ptq_child.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +225,16 @@ class PtqOptions(TypedDict, total=False):
     limit_s: float
 
 
+def ptq_options(settings: Calibration, dialect: Dialect, precision: str) -> PtqOptions:
+    """Return the options for PTQ tools that the settings of a calibration give."""
+    return {
+        "dialect_name": dialect.name,
+        "method": settings.method,
+        "percentile": settings.percentile,
+        "precision": precision,
+    }
+
+
 def quantize(
     tool: str,
     model_path: Path,
@@ -97,7 +243,7 @@ def quantize(
     metric: MetricRequest | None = None,
     **options: Unpack[PtqOptions],
 ) -> float:
-    """Quantize a model with a tool of `harness.accuracy.tools.catalog`.
+    """Quantize a model with a tool of `harness.accuracy.tools.ptq`.
 
     The Q/DQ pairs of ModelOpt are always in TensorRT's form: symmetric, with float biases.
 
@@ -148,7 +294,7 @@ def ptq_fingerprint(options: PtqOptions, tool: str = "") -> str:
         UserError: The dialect is unknown.
     """
     digest = hashlib.sha256(json.dumps(_tool_settings(options), sort_keys=True).encode())
-    digest.update((TOOLS[tool].program if tool in TOOLS else _MODELOPT_PROGRAM).read_bytes())
+    digest.update((TOOLS[tool].program if tool in TOOLS else PtqTool.program).read_bytes())
     return digest.hexdigest()
 
 
@@ -269,7 +415,7 @@ def _child_command(tool: str, request: Path) -> list[str]:
     folder.
     """
     found = TOOLS.get(tool)
-    program = _MODELOPT_PROGRAM if found is None else found.program
+    program = PtqTool.program if found is None else found.program
     python = sys.executable if found is None else str(tool_python(found))
     if python == sys.executable:
         return python_command(_CHILD_BOOTSTRAP, str(program), str(request))
