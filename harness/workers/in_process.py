@@ -34,6 +34,7 @@ from harness.plugins.api import (
     NeedsPreparation,
     Probe,
     ReportsParts,
+    SharesInputs,
     UsesGpu,
     capabilities_of,
     require_timing,
@@ -66,12 +67,15 @@ class Scorer:
     def __init__(self, plugins: Mapping[str, PluginSpec]) -> None:
         self._plugins = plugins
         self._evaluators: dict[str, Evaluator] = {}
+        self._inputs: dict[object, Any] = {}
 
     def evaluator(self, name: str) -> Evaluator:
         """Return the evaluator with a name; raise `KeyError` for an unknown one."""
         if name not in self._evaluators:
             plugin = self._plugins[name]
-            self._evaluators[name] = registry.create_plugin("evaluator", plugin.use, plugin.params)
+            made = self._evaluators[name] = registry.create_plugin("evaluator", plugin.use, plugin.params)
+            if isinstance(made, SharesInputs):
+                made.share_inputs(self._inputs)
         return self._evaluators[name]
 
     def prepare(self, infer: Infer, name: str, on_progress: ScoringCallback | None) -> None:

@@ -106,7 +106,7 @@ class WarmPython:
 
     def tool_command(self, tool: str, request: Path) -> list[str]:
         """Return the command of a PTQ tool, as `ptq._child_command` does."""
-        program = TOOLS[tool].program if tool in TOOLS else ptq._MODELOPT_PROGRAM
+        program = TOOLS[tool].program if tool in TOOLS else ptq._PTQ_CHILD
         return self.command(tool.partition("_")[0], program, request)
 
     @contextmanager

@@ -149,21 +149,6 @@ def spread_indices(total: int, count: int) -> Sequence[int]:
     return [int(index) for index in np.linspace(0, total - 1, count).round()]
 
 
-def open_images(spec: Mapping[str, Any], base: Path | None = None) -> ImageDataset:
-    """Open data like `open_data`, and require images.
-
-    Raises:
-        UserError: The data are arrays, or as in `open_data`.
-    """
-    data = open_data(spec, base)
-    if isinstance(data, ArrayDataset):
-        raise UserError(
-            f"data.use: images are needed here ('images' or 'shapes'), but got {spec['use']!r}: boxes and masks are "
-            "labels of images. Arrays with a label each are for top1, top5, metric and loss"
-        )
-    return data
-
-
 def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: SubsetSelector) -> ImageDataset:
     folder = _resolve_folder(spec, "images", base)
     labels_path = resolve_path(read_text_key(spec, "labels"), base) if spec.get("labels") is not None else None

@@ -35,6 +35,8 @@ MAX_PER_IMAGE = 100
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
+Boxes = npt.NDArray[np.void]
+"""Array of the type `_BOX`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,30 +63,16 @@ class CategoryMatches:
     ignored: Booleans
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Boxes:
-    """Boxes of all images; `box` has left, top, width and height."""
-
-    category: Integers
-    image: Integers
-    box: Floats
-    area: Floats
-    scores: Floats
-    crowd: npt.NDArray[np.uint8]
-
-    def select(self, chosen: Integers | Booleans | slice) -> _Boxes:
-        return _Boxes(**{name: getattr(self, name)[chosen] for name in self.__slots__})
-
-    def sort(self, *, by_class: bool) -> _Boxes:
-        """Return the boxes sorted by category, image and decreasing score.
-
-        Args:
-            by_class: If False, the categories are replaced by one, and boxes of equal score stay in their order.
-        """
-        kept = self.select(np.lexsort((self.category, -self.scores, self.image)))
-        if by_class:
-            return kept.select(np.argsort(kept.category, kind="stable"))
-        return _Boxes(**{name: getattr(kept, name) for name in self.__slots__} | {"category": 0 * kept.category})
+_BOX = np.dtype(
+    [
+        ("category", np.int64),
+        ("image", np.int64),
+        ("box", np.float64, 4),  # left, top, width and height
+        ("area", np.float64),
+        ("score", np.float64),
+        ("crowd", np.uint8),
+    ]
+)
 
 
 def match_boxes(
@@ -100,73 +88,63 @@ def match_boxes(
     Raises:
         UserError: A class index is beyond the categories of the labels.
     """
-    categories = sorted(category["id"] for category in labels["categories"])
+    categories = {each: k for k, each in enumerate(sorted(category["id"] for category in labels["categories"]))}
     for detections in found:
         if (highest := int(detections.classes.max(initial=-1))) >= len(categories):
             raise UserError(f"the model finds class {highest}, but the labels have {len(categories)} categories")
     places = np.argsort(np.argsort([image["id"] for image in labels["images"]]))
-    truth = _truth_boxes(labels, places, categories).sort(by_class=by_class)
-    boxes = _found_boxes(found, places).sort(by_class=by_class)
+    by_id = {image["id"]: place for image, place in zip(labels["images"], places.tolist(), strict=True)}
+    truth = np.array(
+        [
+            (categories[a["category_id"]], by_id[a["image_id"]], tuple(a["bbox"]), a["area"], 0.0, a["iscrowd"])
+            for a in labels["annotations"]
+            if a["image_id"] in by_id
+        ],
+        _BOX,
+    )
+    boxes = np.zeros(sum(len(each.scores) for each in found), _BOX)
+    corners = np.concatenate([each.boxes.reshape(-1, 4) for each in found])
+    size = corners[:, 2:] - corners[:, :2]
+    boxes["category"] = np.concatenate([each.classes for each in found])
+    boxes["image"] = np.repeat(places, [len(each.scores) for each in found])
+    boxes["box"] = np.concatenate([corners[:, :2], size], axis=1)
+    boxes["area"] = size[:, 0] * size[:, 1]
+    boxes["score"] = np.concatenate([each.scores for each in found])
+    for each in (truth, boxes):
+        each[:] = each[np.lexsort((each["category"], -each["score"], each["image"]))]
+        if by_class:
+            each[:] = each[np.argsort(each["category"], kind="stable")]
+        else:
+            each["category"] = 0
     return [
-        _match_category(category, truth.select(truth.category == category), boxes.select(boxes.category == category))
-        for category in np.unique(truth.category).tolist()
+        _match_category(category, truth[truth["category"] == category], boxes[boxes["category"] == category])
+        for category in np.unique(truth["category"]).tolist()
     ]
 
 
-def _truth_boxes(labels: Mapping[str, Any], places: Integers, categories: Sequence[int]) -> _Boxes:
-    by_id = {image["id"]: place for image, place in zip(labels["images"], places.tolist(), strict=True)}
-    kept = [a for a in labels["annotations"] if a["image_id"] in by_id]
-    return _Boxes(
-        category=np.searchsorted(categories, [a["category_id"] for a in kept]),
-        image=np.array([by_id[a["image_id"]] for a in kept], np.int64),
-        box=np.array([a["bbox"] for a in kept], np.float64).reshape(-1, 4),
-        area=np.array([a["area"] for a in kept], np.float64),
-        scores=np.zeros(len(kept)),
-        crowd=np.array([a["iscrowd"] for a in kept], np.uint8),
-    )
-
-
-def _found_boxes(found: Sequence[Detections], places: Integers) -> _Boxes:
-    corners = np.concatenate([each.boxes.reshape(-1, 4) for each in found])
-    size = corners[:, 2:] - corners[:, :2]
-    return _Boxes(
-        category=np.concatenate([each.classes for each in found]),
-        image=np.repeat(places, [len(each.scores) for each in found]),
-        box=np.concatenate([corners[:, :2], size], axis=1),
-        area=size[:, 0] * size[:, 1],
-        scores=np.concatenate([each.scores for each in found]).astype(np.float64),
-        crowd=np.zeros(len(corners), np.uint8),
-    )
-
-
-def _match_category(category: int, truth: _Boxes, boxes: _Boxes) -> CategoryMatches:
-    starts = np.searchsorted(boxes.image, boxes.image)
-    boxes = boxes.select(np.arange(len(boxes.image)) - starts < MAX_PER_IMAGE)
+def _match_category(category: int, truth: Boxes, boxes: Boxes) -> CategoryMatches:
+    starts = np.searchsorted(boxes["image"], boxes["image"])
+    boxes = boxes[np.arange(len(boxes)) - starts < MAX_PER_IMAGE]
     low, high = AREA_RANGES[:, :1], AREA_RANGES[:, 1:]
-    left_out = (truth.crowd > 0) | (truth.area < low) | (truth.area > high)
-    outside = (boxes.area < low) | (boxes.area > high)
-    matched = np.zeros((len(AREA_RANGES), len(IOU_THRESHOLDS), len(boxes.image)), np.bool_)
+    left_out = (truth["crowd"] > 0) | (truth["area"] < low) | (truth["area"] > high)
+    outside = (boxes["area"] < low) | (boxes["area"] > high)
+    matched = np.zeros((len(AREA_RANGES), len(IOU_THRESHOLDS), len(boxes)), np.bool_)
     ignored = np.repeat(outside[:, None], len(IOU_THRESHOLDS), axis=1)
-    for part, own in _iter_shared_images(truth.image, boxes.image):
-        ious = mask.iou(boxes.box[own], truth.box[part], truth.crowd[part])
-        matched[..., own], hidden = _match_image(ious, left_out[:, part], truth.crowd[part] > 0)
+    for image in np.intersect1d(truth["image"], boxes["image"]):
+        part, own = (slice(*np.searchsorted(each["image"], [image, image + 1])) for each in (truth, boxes))
+        corners = (np.ascontiguousarray(each["box"]) for each in (boxes[own], truth[part]))
+        ious = mask.iou(*corners, np.ascontiguousarray(truth["crowd"][part]))
+        matched[..., own], hidden = _match_image(ious, left_out[:, part], truth["crowd"][part] > 0)
         ignored[..., own] = np.where(matched[..., own], hidden, ignored[..., own])
     return CategoryMatches(
         category=category,
-        truth_image=truth.image,
+        truth_image=truth["image"],
         truth_counts=~left_out,
-        image=boxes.image,
-        scores=boxes.scores,
+        image=boxes["image"],
+        scores=boxes["score"],
         matched=matched,
         ignored=ignored,
     )
-
-
-def _iter_shared_images(truth: Integers, found: Integers) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices of the boxes and of the detections of each image that has both."""
-    for image in np.intersect1d(truth, found):
-        first, last = ((np.searchsorted(each, image), np.searchsorted(each, image, "right")) for each in (truth, found))
-        yield slice(*first), slice(*last)
 
 
 def _match_image(ious: Floats, left_out: Booleans, crowd: Booleans) -> tuple[Booleans, Booleans]:
@@ -223,14 +201,15 @@ def interpolate_precision(matches: Sequence[CategoryMatches], area: int) -> Floa
     return values
 
 
+ALL_LEVELS = tuple(range(len(IOU_THRESHOLDS)))
 MAP_METRICS: Mapping[str, tuple[int, tuple[int, ...]]] = MappingProxyType(
     {
-        "map": (0, tuple(range(len(IOU_THRESHOLDS)))),
+        "map": (0, ALL_LEVELS),
         "map50": (0, (0,)),
         "map75": (0, (5,)),
-        "maps": (1, tuple(range(len(IOU_THRESHOLDS)))),
-        "mapm": (2, tuple(range(len(IOU_THRESHOLDS)))),
-        "mapl": (3, tuple(range(len(IOU_THRESHOLDS)))),
+        "maps": (1, ALL_LEVELS),
+        "mapm": (2, ALL_LEVELS),
+        "mapl": (3, ALL_LEVELS),
     }
 )
 """Index of the range of areas and indices of the IoU thresholds of each metric, in the order of `COCOeval.stats`."""
@@ -238,6 +217,16 @@ DETECTION_FACTS = ("image", "hits", "misses")
 MAX_BLOCK_CELLS = 4_000_000  # largest number of draws times detections that are computed at a time
 Counts = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
+
+
+def map_figures(matches: Sequence[CategoryMatches]) -> dict[str, float]:
+    """Return COCO's metrics (0 to 1) by name, without those of a size class that has no boxes."""
+    precision = {area: interpolate_precision(matches, area) for area, _ in MAP_METRICS.values()}
+    return {
+        name: float(np.mean(precision[area][list(levels)].ravel()))
+        for name, (area, levels) in MAP_METRICS.items()
+        if precision[area].size
+    }
 
 
 def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]:
@@ -282,7 +271,11 @@ def mix_map_facts(records: Sequence[Mapping[str, Any]], sources: Counts) -> dict
         head = {name: parts[0][name] for name in ("category", "truth")}
         if any({name: part[name] for name in head} != head for part in parts):
             raise ValueError("records of different boxes")
-        columns = [_from_lists(part) for part in parts]
+        columns = []
+        for part in parts:  # in the form of `_iter_categories`
+            steps = np.array(part["scores"], np.int64)
+            rows = [part[name] for name in DETECTION_FACTS]
+            columns.append(np.array([*rows, 2 * steps[:1] - np.cumsum(steps)], np.int64))
         joined = np.concatenate([each[:, sources[each[0]] == k] for k, each in enumerate(columns)], axis=1)
         ranked = joined[:, np.lexsort((joined[0], -joined[-1]))]
         mixed.append({**head, **_to_lists(_drop_tail(ranked))})
@@ -317,12 +310,6 @@ def _to_lists(detections: Counts) -> dict[str, list[int]]:
     return {name: row.tolist() for name, row in zip(DETECTION_FACTS, detections[:-1], strict=True)}
 
 
-def _from_lists(facts: Mapping[str, Any]) -> Counts:
-    """Return the detections of a category of `mixable_map_facts`, in the form of `_iter_categories`."""
-    steps = np.array(facts["scores"], np.int64)
-    return np.array([*(facts[name] for name in DETECTION_FACTS), 2 * steps[:1] - np.cumsum(steps)], np.int64)
-
-
 def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Values:
     """Return a metric in each draw, shape (draws,): mean average precision over categories, NaN if a draw has no box.
 
@@ -332,63 +319,32 @@ def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Val
         weights: Multiplicity of each image in each draw, shape (draws, images).
     """
     area, levels = MAP_METRICS[metric]
-    ranking = _rank_detections(facts["areas"][area], weights.shape[1])
-    parts = np.array_split(weights, 1 + len(weights) * len(ranking.image) // MAX_BLOCK_CELLS)
-    return np.concatenate([_mean_over_categories(ranking, levels, part) for part in parts])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankedDetections:
-    """Detections of all categories, one category after the other, and the best first within a category.
-
-    Attributes:
-        image: Image of each detection.
-        category: Category of each detection.
-        hits: For each detection, a bit for each IoU threshold at which it is a hit.
-        counts: For each detection, a bit for each IoU threshold at which it is a hit or a miss.
-        first: Index of each category's first detection.
-        truth: Number of boxes that count, shape (images, categories).
-    """
-
-    image: Counts
-    category: Counts
-    hits: Counts
-    counts: Counts
-    first: Counts
-    truth: Values
-
-
-def _rank_detections(categories: Sequence[Mapping[str, Any]], images: int) -> _RankedDetections:
-    def joined(name: str) -> Counts:
-        return np.array([value for category in categories for value in category[name]], np.int64)
-
-    sizes = np.array([len(category["image"]) for category in categories], np.int64)
-    if any(max(category["truth"], default=0) >= images for category in categories):
+    categories, images = facts["areas"][area], weights.shape[1]
+    if any(max(each["truth"], default=0) >= images for each in categories):
         raise ValueError("a box of an image that there is not")
-    truth = [np.bincount(category["truth"], minlength=images) for category in categories]
-    return _RankedDetections(
-        image=joined("image"),
-        category=np.repeat(np.arange(len(categories)), sizes),
-        hits=joined("hits"),
-        counts=joined("hits") | joined("misses"),
-        first=np.cumsum(sizes) - sizes,
-        truth=np.array(truth, np.float64).reshape(len(categories), images).T,
+    image, hits, misses = (
+        np.array([value for each in categories for value in each[name]], np.int64) for name in DETECTION_FACTS
     )
-
-
-def _mean_over_categories(ranking: _RankedDetections, levels: Sequence[int], weights: Counts) -> Values:
-    counted = weights.take(ranking.image, axis=1)
-    passed, boxes = _cumulative_sums(counted), weights @ ranking.truth
-    total = np.zeros(len(weights))
-    for level in levels:
-        total += _average_precision(ranking, level, (counted, passed), boxes)
-    known = (boxes > 0).sum(axis=1)
-    mean: Values = np.divide(total, known * len(levels), out=np.full(len(weights), np.nan), where=known > 0)
-    return mean
+    sizes = np.array([len(each["image"]) for each in categories], np.int64)
+    category, first = np.repeat(np.arange(len(categories)), sizes), np.cumsum(sizes) - sizes
+    counts = np.array([np.bincount(each["truth"], minlength=images) for each in categories], np.float64)
+    truth = counts.reshape(len(categories), images).T
+    means = []
+    for part in np.array_split(weights, 1 + len(weights) * len(image) // MAX_BLOCK_CELLS):
+        counted, boxes, total = part.take(image, axis=1), part @ truth, np.zeros(len(part))
+        passed = _cumulative_sums(counted)
+        for level in levels:
+            places, left_out = (np.flatnonzero(bits >> level & 1) for bits in (hits, ~(hits | misses)))
+            if len(places):
+                total += _average_precision(places, left_out, category[places], first, counted, passed, boxes)
+        known = (boxes > 0).sum(axis=1)
+        missing = np.full(len(part), np.nan)
+        means.append(np.divide(total, known * len(levels), out=missing, where=known > 0))
+    return np.concatenate(means)
 
 
 def _average_precision(
-    ranking: _RankedDetections, level: int, detections: tuple[Counts, Counts], boxes: Values
+    places: Counts, left_out: Counts, category: Counts, starts: Counts, counted: Counts, passed: Counts, boxes: Values
 ) -> Values:
     """Return the average precision at one threshold in each draw, over 101 recalls, summed over categories.
 
@@ -396,31 +352,28 @@ def _average_precision(
     maximum is always at a hit, so only hits are evaluated. A category without a box adds 0.
 
     Args:
-        ranking: Detections of all categories.
-        level: Index of the IoU threshold.
-        detections: Multiplicity of each detection in each draw, shape (draws, detections), and its `_cumulative_sums`.
+        places: Indices of the detections that are hits; detections are sorted by category, the best first.
+        left_out: Indices of the detections that are neither hits nor misses.
+        category: Category of each hit.
+        starts: Index of the first detection of each category.
+        counted: Multiplicity of each detection in each draw, shape (draws, detections).
+        passed: Cumulative sums of `counted`.
         boxes: Number of boxes, shape (draws, categories).
     """
-    counted, passed = detections
-    places = np.flatnonzero(ranking.hits >> level & 1)
-    if not len(places):
-        return np.zeros(len(boxes))
-    left_out = np.flatnonzero(~ranking.counts >> level & 1)
-    category = ranking.category[places]
-    first = ranking.first[category]
-    starts = np.flatnonzero(np.diff(category, prepend=-1))
+    first = starts[category]
+    heads = np.flatnonzero(np.diff(category, prepend=-1))
     found, skipped = _cumulative_sums(counted.take(places, axis=1)), _cumulative_sums(counted.take(left_out, axis=1))
-    right = found[:, 1:] - found.take(np.repeat(starts, np.diff(starts, append=len(places))), axis=1)
+    right = found[:, 1:] - found.take(np.repeat(heads, np.diff(heads, append=len(places))), axis=1)
     seen = passed.take(places + 1, axis=1) - passed.take(first, axis=1)
     seen -= skipped.take(np.searchsorted(left_out, places), axis=1)
     seen += skipped.take(np.searchsorted(left_out, first), axis=1)
     best = right / np.maximum(seen, 1)
-    for part in np.split(best, starts[1:], axis=1):
+    for part in np.split(best, heads[1:], axis=1):
         part[:, ::-1] = np.maximum.accumulate(part[:, ::-1], axis=1)
     recall = right / np.maximum(boxes.take(category, axis=1), 1)
     gained = np.searchsorted(RECALL_THRESHOLDS, recall, side="right")
     before = np.concatenate([np.zeros((len(boxes), 1), np.int64), gained[:, :-1]], axis=1)
-    before[:, starts] = 0
+    before[:, heads] = 0
     average: Values = (best * (gained - before)).sum(axis=1) / len(RECALL_THRESHOLDS)
     return average
 

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def part_sqnr(reference: Array, output: Array, part: OutputPart | None = None) -
     usual = 0.0 if part is None else part.power * p.size
     if np.square(p).sum() < QUIET_POWER_SHARE * usual:
         return _ratio_db(usual, float(np.square(p - q).sum()))
-    rows = _group_slices(_SliceStatistics.of([p], 0)) if p.ndim > 1 and len(p) > 1 else ()
+    rows = _group_slices([p], 0)[0] if p.ndim > 1 and len(p) > 1 else ()
     pairs = [(p[list(chosen)], q[list(chosen)]) for chosen in rows] or [(p, q)]
     return min(_ratio_db(float(np.square(a).sum()), float(np.square(a - b).sum())) for a, b in pairs)
 
@@ -119,97 +119,59 @@ def split_output(samples: Sequence[Array]) -> tuple[OutputPart, ...]:
         return ()
     parts = []
     for axis in range(1, samples[0].ndim):
-        slices = _SliceStatistics.of(samples, axis)
-        for group in _group_slices(slices):
-            parts.append(OutputPart(axis=axis, slices=group, power=float(slices.power[list(group)].mean())))
+        groups, power = _group_slices(samples, axis)
+        for group in groups:
+            parts.append(OutputPart(axis=axis, slices=group, power=float(power[list(group)].mean())))
     return tuple(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SliceStatistics:
-    """Statistics of the slices of an output along one axis, over all samples.
+def _group_slices(arrays: Sequence[Array], axis: int) -> tuple[tuple[tuple[int, ...], ...], Floats]:
+    """Group the slices of an output along an axis of the given batches, of which axis 0 counts samples.
 
-    Attributes:
-        power: Mean square of each slice.
-        scale: Quantity by which slices are grouped: the RMS, or the standard deviation of slices with one value a
-            sample, because a logit may be near 0 on all samples by chance.
-        peak: Largest magnitude of each slice.
-        probable: Whether all values of a slice lie within 0 to 1.
-        constant: Whether all values of a slice are equal, on all samples.
-        graded: Whether slices are split wherever the ratio to the largest RMS of a group reaches `SEPARATE_RMS_RATIO`,
-            not only at a gap of that ratio between two successive values.
-        enough: Whether a slice has enough values for a meaningful RMS.
+    Returns:
+        Groups of slices, each of which is scored separately, none if all slices are scored together; and the mean
+        square of each slice.
     """
-
-    power: Floats
-    scale: Floats
-    peak: Floats
-    probable: npt.NDArray[np.bool_]
-    constant: npt.NDArray[np.bool_]
-    graded: bool
-    enough: bool
-
-    @classmethod
-    def of(cls, arrays: Sequence[Array], axis: int) -> _SliceStatistics:
-        """Return the statistics of the slices along an axis of the given batches; axis 0 counts samples."""
-        shape, others = arrays[0].shape, tuple(i for i in range(arrays[0].ndim) if i != axis)
-        sums = [_slice_sums(np.asarray(array, np.float64), others) for array in arrays]
-        low, high = np.min([s[0] for s in sums], axis=0), np.max([s[1] for s in sums], axis=0)
-        mean, power = np.mean([s[2] for s in sums], axis=0), np.mean([s[3] for s in sums], axis=0)
-        values = arrays[0].size // shape[axis] * len(arrays)
-        single, scale = axis > 0 and values == shape[0] * len(arrays), np.sqrt(power)
-        if single:
-            spread = np.sqrt(np.maximum(power - np.square(mean), 0.0))
-            scale = np.where(spread > ROUNDING_RESOLUTION * scale, spread, scale)
-        return cls(
-            power=power,
-            scale=scale,
-            peak=(peak := np.maximum(-low, high)),
-            probable=(low >= 0) & (high <= 1),
-            constant=high - low <= ROUNDING_RESOLUTION * np.maximum(1.0, peak),
-            graded=axis == _feature_axis(shape) and shape[axis] <= MAX_SLICES,
-            enough=values >= (MIN_SAMPLES if single else MIN_VALUES),
-        )
-
-
-def _slice_sums(array: Floats, axes: tuple[int, ...]) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return the least, largest, mean and mean square of each slice."""
-    return array.min(axis=axes), array.max(axis=axes), array.mean(axis=axes), np.square(array).mean(axis=axes)
-
-
-def _feature_axis(shape: Sequence[int]) -> int:
-    """Return the axis that by convention counts features, as opposed to positions."""
-    if len(shape) == 3:
-        return 1 if shape[1] <= shape[2] else 2
+    shape, others = arrays[0].shape, tuple(i for i in range(arrays[0].ndim) if i != axis)
+    exact = [np.asarray(array, np.float64) for array in arrays]
+    low, high = np.min([a.min(axis=others) for a in exact], axis=0), np.max([a.max(axis=others) for a in exact], axis=0)
+    power = np.mean([np.square(a).mean(axis=others) for a in exact], axis=0)
+    values = arrays[0].size // shape[axis] * len(arrays)
+    single, scale, peak = axis > 0 and values == shape[0] * len(arrays), np.sqrt(power), np.maximum(-low, high)
+    if single:  # by the standard deviation, because a logit may be near 0 on all samples by chance
+        mean = np.mean([a.mean(axis=others) for a in exact], axis=0)
+        spread = np.sqrt(np.maximum(power - np.square(mean), 0.0))
+        scale = np.where(spread > ROUNDING_RESOLUTION * scale, spread, scale)
+    features = 1  # by convention the axis that counts features, as opposed to positions
+    if len(shape) == 3 and shape[1] > shape[2]:
+        features = 2
     if len(shape) == 4 and shape[1] == shape[2] != shape[3]:
-        return 3
-    return 1
-
-
-def _group_slices(slices: _SliceStatistics) -> tuple[tuple[int, ...], ...]:
-    """Return groups of slices, each of which is scored separately; none if all slices are scored together."""
-    heard = slices.peak > ROUNDING_RESOLUTION * max(1.0, float(slices.peak.max()))
-    least = MIN_PEAK_PROBABILITY if slices.graded else MIN_POSITION_PEAK_PROBABILITY
-    read = heard & (~slices.probable | (slices.peak >= least))
-    if not (read & slices.probable).any():  # if all probabilities are small, they count nevertheless
+        features = 3
+    # Graded slices are split wherever the ratio to the largest of a group reaches `SEPARATE_RMS_RATIO`, others only at
+    # a gap of that ratio between two successive ones.
+    is_graded = axis == features and shape[axis] <= MAX_SLICES
+    probable, constant = (low >= 0) & (high <= 1), high - low <= ROUNDING_RESOLUTION * np.maximum(1.0, peak)
+    heard = peak > ROUNDING_RESOLUTION * max(1.0, float(peak.max()))
+    read = heard & (~probable | (peak >= (MIN_PEAK_PROBABILITY if is_graded else MIN_POSITION_PEAK_PROBABILITY)))
+    if not (read & probable).any():  # if all probabilities are small, they count nevertheless
         read = heard
     groups: list[list[int]] = []
-    for i in sorted(np.flatnonzero(read).tolist(), key=lambda i: -slices.scale[i]):
+    for i in sorted(np.flatnonzero(read).tolist(), key=lambda i: -scale[i]):
         # Probabilities have one unit and those of rare classes decrease gradually: they are split at gaps only.
-        first = slices.graded and groups and not slices.probable[[*groups[-1], i]].all()
-        if groups and slices.scale[i] * SEPARATE_RMS_RATIO > slices.scale[groups[-1][0 if first else -1]]:
+        first = is_graded and groups and not probable[[*groups[-1], i]].all()
+        if groups and scale[i] * SEPARATE_RMS_RATIO > scale[groups[-1][0 if first else -1]]:
             groups[-1].append(i)
         else:
             groups.append([i])
     for k in range(len(groups) - 1, 0, -1):  # quiet constants carry no information next to varying parts
-        if slices.constant[groups[k]].all() and not slices.constant[groups[0]].all():
+        if constant[groups[k]].all() and not constant[groups[0]].all():
             groups[k - 1] += groups.pop(k)
-    if len(groups) < 2 or not slices.enough:
-        return ()
+    if len(groups) < 2 or values < (MIN_SAMPLES if single else MIN_VALUES):
+        return (), power
     for i in np.flatnonzero(heard & ~read).tolist():
-        next(group for group in groups if slices.probable[group].any()).append(i)
+        next(group for group in groups if probable[group].any()).append(i)
     groups[-1] += np.flatnonzero(~heard).tolist()
-    return tuple(tuple(sorted(group)) for group in groups)
+    return tuple(tuple(sorted(group)) for group in groups), power
 
 
 def _ratio_db(signal: float, noise: float) -> float:
@@ -243,18 +205,18 @@ class ComparisonLayout:
         """Return a note on outputs that are compared in parts or skipped; "" if there are none."""
         said = []
         if self.silent and self.parts.keys() <= set(self.silent):
-            said.append(f"fidelity is undefined: every output is constant on all inputs ({self._skipped_note})")
+            said.append(f"fidelity is undefined: every output is constant on all inputs ({format_names(self.silent)})")
         elif self.silent:
-            said.append(f"fidelity leaves out what is the same all over, on all inputs: {self._skipped_note}")
+            said.append(f"fidelity leaves out what is the same all over, on all inputs: {format_names(self.silent)}")
         if self.untyped:
             said.append(f"fidelity does not compare outputs of whole numbers and others: {format_names(self.untyped)}")
-        if cut := [_describe_parts(name, parts) for name, parts in self.parts.items() if parts]:
+        cut = []
+        for name, parts in self.parts.items():
+            more = f" and {len(parts) - MAX_NAMES_SHOWN} more" if len(parts) > MAX_NAMES_SHOWN else ""
+            cut += [f"output {name!r}: {' and '.join(map(str, parts[:MAX_NAMES_SHOWN]))}{more}"] if parts else []
+        if cut:
             said.append(f"fidelity scores slices of different scale apart: {'; '.join(cut[:MAX_NAMES_SHOWN])}")
         return ". ".join(said)
-
-    @property
-    def _skipped_note(self) -> str:
-        return format_names(self.silent)
 
     def to_json(self) -> str:
         """Return the layout as text, for `from_json`."""
@@ -288,15 +250,6 @@ class Closeness:
     def metrics(self) -> dict[str, float]:
         """Return the mean over batches of each figure, by name."""
         return {name: float(np.mean(values)) for name, values in self.figures.items()}
-
-
-@dataclass(slots=True)
-class _BatchFigures:
-    """Figures batch by batch, by output and part."""
-
-    sqnr_db: dict[tuple[str, OutputPart | None], list[float]] = field(default_factory=lambda: defaultdict(list))
-    cosine: dict[tuple[str, OutputPart | None], list[float]] = field(default_factory=lambda: defaultdict(list))
-    kl: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 def plan_comparison(samples: Sequence[Mapping[str, Array]]) -> ComparisonLayout:
@@ -335,23 +288,33 @@ def compare_outputs(
     Raises:
         EvaluationFailed: An output is missing or of another shape, or none is of floating type.
     """
-    rows = _BatchFigures()
+    sqnr_db, cosine, kl = (defaultdict[Any, list[float]](list) for _ in range(3))
     for reference, outputs in pairs:
-        _check_outputs(reference, outputs, layout)
+        for name, expected in reference.items():
+            found = outputs.get(name)
+            if expected.dtype.kind == "f" and (found is None or found.shape != expected.shape):
+                what = "is missing" if found is None else f"has the shape {found.shape}"
+                raise EvaluationFailed(f"output {name!r} {what}, the float model's has {expected.shape}")
+        if not layout.parts:
+            raise EvaluationFailed(f"no output of floating type among {', '.join(reference)}: nothing to compare")
         for name, parts in layout.parts.items():
             p, q = reference[name], outputs[name]
             for part in parts or (None,):
-                rows.sqnr_db[name, part].append(part_sqnr(p, q, part))
+                sqnr_db[name, part].append(part_sqnr(p, q, part))
                 if not sqnr_only:
-                    rows.cosine[name, part].append(_cosine_similarity(select_values(p, part), select_values(q, part)))
+                    cosine[name, part].append(_cosine_similarity(select_values(p, part), select_values(q, part)))
             if not sqnr_only:
-                rows.kl[name].append(_kl_divergence(*np.atleast_1d(select_values(p, None), select_values(q, None))))
-    sqnr_db = {key: _replace_exact_batches(values) for key, values in rows.sqnr_db.items()}
+                kl[name].append(_kl_divergence(*np.atleast_1d(select_values(p, None), select_values(q, None))))
+    for key, values in sqnr_db.items():
+        best = max((value for value in values if value < MAX_SQNR_DB), default=MAX_SQNR_DB)
+        sqnr_db[key] = [min(value, best) for value in values]
     worst = min(sqnr_db, key=lambda key: np.mean(sqnr_db[key]))
-    said = "" if len(sqnr_db) == 1 else _describe_part(*worst, float(np.mean(sqnr_db[worst])))
-    figures = {"sqnr_db": sqnr_db[worst]}
+    figures: dict[str, Sequence[float]] = {"sqnr_db": sqnr_db[worst]}
     if not sqnr_only:
-        figures |= {"cosine": min(rows.cosine.values(), key=np.mean), "kl": max(rows.kl.values(), key=np.mean)}
+        figures |= {"cosine": min(cosine.values(), key=np.mean), "kl": max(kl.values(), key=np.mean)}
+    name, part = worst
+    where = "" if part is None else f", {part}"
+    said = "" if len(sqnr_db) == 1 else f"output {name!r}{where}: {np.mean(sqnr_db[worst]):.1f} dB"
     return Closeness(figures=figures, worst=said)
 
 
@@ -372,36 +335,8 @@ def constant_outputs(samples: Iterable[Mapping[str, Array]]) -> tuple[str, ...]:
     )
 
 
-def _check_outputs(reference: Mapping[str, Array], outputs: Mapping[str, Array], layout: ComparisonLayout) -> None:
-    for name, expected in reference.items():
-        if expected.dtype.kind != "f":
-            continue
-        found = outputs.get(name)
-        if found is None or found.shape != expected.shape:
-            what = "is missing" if found is None else f"has the shape {found.shape}"
-            raise EvaluationFailed(f"output {name!r} {what}, the float model's has {expected.shape}")
-    if not layout.parts:
-        raise EvaluationFailed(f"no output of floating type among {', '.join(reference)}: nothing to compare")
-
-
 def _float_outputs(outputs: Mapping[str, Array]) -> dict[str, Array]:
     return {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
-
-
-def _replace_exact_batches(values: Sequence[float]) -> list[float]:
-    """Return the values, those of batches without any error replaced by the best of the others."""
-    best = max((value for value in values if value < MAX_SQNR_DB), default=MAX_SQNR_DB)
-    return [min(value, best) for value in values]
-
-
-def _describe_parts(name: str, parts: Sequence[OutputPart]) -> str:
-    more = f" and {len(parts) - MAX_NAMES_SHOWN} more" if len(parts) > MAX_NAMES_SHOWN else ""
-    return f"output {name!r}: {' and '.join(map(str, parts[:MAX_NAMES_SHOWN]))}{more}"
-
-
-def _describe_part(name: str, part: OutputPart | None, sqnr_db: float) -> str:
-    where = "" if part is None else f", {part}"
-    return f"output {name!r}{where}: {sqnr_db:.1f} dB"
 
 
 def _cosine_similarity(p: Floats, q: Floats) -> float:

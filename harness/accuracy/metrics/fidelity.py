@@ -8,15 +8,16 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from harness.accuracy.data.arrays import is_array_data
 from harness.accuracy.data.batching import InputBatches, make_batches
 from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.decode import DetectionDecoder, Detections, box_iou
 from harness.accuracy.data.preprocess import parse_plugin_spec, preprocess_fingerprint
-from harness.accuracy.metrics.base import PreparedArrays, PreparedImages, open_samples, require_finite, select_output
+from harness.accuracy.metrics.base import SampleEvaluator, require_finite, select_output
 from harness.accuracy.metrics.closeness import (
     MAX_SQNR_DB,
     WORST_PREFIX,
@@ -111,7 +112,8 @@ class Fidelity:
         """Yield the inputs of each batch by name, the same at each call."""
         if not self._kept:
             made = random_feeds(self._inputs, self._samples) if self._batches is None else iter(self._batches)
-            if len(self) * sum(map(_input_bytes, self._inputs.values())) > MAX_KEPT_BYTES:
+            values = sum(math.prod(shape) for _, shape in self._inputs.values())
+            if len(self) * 8 * values > MAX_KEPT_BYTES:  # a value has at most 8 bytes
                 return made
             self._kept = list(made)
         return iter(self._kept)
@@ -122,7 +124,7 @@ class Fidelity:
         Raises:
             EvaluationFailed: The float model itself gives NaN or infinite values.
         """
-        samples = [self._comparable(o, f"sample {i}") for i, o in enumerate(infer_all(infer, self.feeds()))]
+        samples = list(self._outputs(infer))
         arrays: dict[str, Array] = {
             f"{i}/{name}": array for i, sample in enumerate(samples) for name, array in sample.items()
         }
@@ -138,7 +140,11 @@ class Fidelity:
         """
         with open_reference(self._reference, self.fingerprint, "fidelity") as reference:
             layout = ComparisonLayout.from_json(str(reference[LAYOUT]))
-            found = compare_outputs(self._output_pairs(reference, infer), layout, sqnr_only=self._sqnr_only)
+            pairs = (
+                ({k.removeprefix(f"{i}/"): reference[k] for k in reference.files if k.startswith(f"{i}/")}, outputs)
+                for i, outputs in enumerate(self._outputs(infer))
+            )
+            found = compare_outputs(pairs, layout, sqnr_only=self._sqnr_only)
         metrics = found.metrics
         worst = f"{WORST_PREFIX}{found.worst}" if found.worst and metrics["sqnr_db"] < MAX_SQNR_DB else ""
         random = f"fidelity leaves out outputs that change from run to run: {format_names(sorted(self._random))}"
@@ -149,37 +155,29 @@ class Fidelity:
             note=". ".join(filter(None, (layout.note, random if self._random else "", worst))),
         )
 
-    def _comparable(self, outputs: Mapping[str, Array], item: str) -> dict[str, Array]:
-        """Return the outputs that do not change from run to run.
+    def _outputs(self, infer: Infer) -> Iterator[dict[str, Array]]:
+        """Yield the outputs of each batch that do not change from run to run.
 
         Raises:
             EvaluationFailed: There are none, or one has NaN or infinite values.
         """
-        found = {name: array for name, array in require_finite(outputs, item).items() if name not in self._random}
-        if outputs and not found:
-            raise EvaluationFailed(
-                "every output depends on random operators, so none can be compared with the float model's; score the "
-                "model with a metric on labelled data, or export it without them (model.eval() removes a Dropout)"
-            )
-        return found
-
-    def _output_pairs(self, reference: Any, infer: Infer) -> Iterator[tuple[dict[str, Array], Mapping[str, Array]]]:
-        """Yield the float model's outputs and the engine's for each batch."""
-        for i, found in enumerate(infer_all(infer, self.feeds())):
-            outputs, prefix = self._comparable(found, f"sample {i}"), f"{i}/"
-            yield {k.removeprefix(prefix): reference[k] for k in reference.files if k.startswith(prefix)}, outputs
-
-
-def _input_bytes(input_type: tuple[str, tuple[int, ...]]) -> int:
-    """Return an upper bound of the bytes of an input; an element has at most 8 bytes."""
-    return 8 * math.prod(input_type[1])
+        for i, outputs in enumerate(infer_all(infer, self.feeds())):
+            finite = require_finite(outputs, f"sample {i}")
+            found = {name: array for name, array in finite.items() if name not in self._random}
+            if outputs and not found:
+                raise EvaluationFailed(
+                    "every output depends on random operators, so none can be compared with the float model's; score "
+                    "the model with a metric on labelled data, or export it without them (model.eval() removes a "
+                    "Dropout)"
+                )
+            yield found
 
 
 MIN_OVERLAP = 0.5
 """Smallest IoU of two boxes that match, as in AP50."""
 
 
-class FloatAgreement:
+class FloatAgreement(SampleEvaluator):
     """Share of samples with the float model's class; with a decoder, F1 score of the boxes against the float model's.
 
     Two boxes match if they have the same class and an IoU of at least 0.5. The share of an image is twice the number of
@@ -203,7 +201,6 @@ class FloatAgreement:
     """
 
     metric = "agreement"
-    higher_is_better = True
 
     def __init__(
         self,
@@ -217,21 +214,17 @@ class FloatAgreement:
         base: Path | None = None,
         axes: Mapping[str, Axes | None] | None = None,
     ) -> None:
-        self.samples = open_samples(data, preprocess, inputs, base, axes)
+        super().__init__(data, preprocess, inputs, base, axes)
         self._reference, self._output, self._min_score = Path(reference), output, min_score
-        self._decode = None if decode is None else _open_decoder(decode)
-        if decode is not None and isinstance(self.samples, PreparedArrays):
+        self._decode: DetectionDecoder | None = None
+        if decode is not None:
+            use, chosen = parse_plugin_spec(decode)
+            decoder = registry.check_params("decoder", use, chosen, supplied=("outputs", "prepared", "size"))
+            self._decode = functools.partial(decoder, **chosen)
+        if decode is not None and is_array_data(data):
             raise UserError("agreement: decode: boxes need images; give data: {use: images, images: FOLDER}")
         facts = [self.samples.fingerprint, decode, output, min_score]
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.samples.data)
-
-    @property
-    def inferences(self) -> int:
-        return self.samples.inferences
 
     def prepare(self, infer: Infer) -> None:
         """Write the classes or boxes of the float model to the reference file.
@@ -250,7 +243,10 @@ class FloatAgreement:
         Raises:
             EvaluationFailed: There is no reference for these data, or outputs are not finite or are no row of classes.
         """
-        expected = self._read_reference()
+        with open_reference(self._reference, self.fingerprint, "agreement") as stored:
+            ends = np.cumsum(stored["counts"])[:-1]
+            parts = {name: np.split(stored[name], ends) for name in Detections.__slots__}
+        expected = [Detections(**{name: parts[name][i] for name in parts}) for i in range(len(ends) + 1)]
         shares = tuple(matched_share(*pair) for pair in zip(expected, self._answers(infer), strict=True))
         return Accuracy(metrics={self.metric: float(np.mean(shares))}, per_item=shares)
 
@@ -266,15 +262,9 @@ class FloatAgreement:
                     )
                 yield Detections(boxes=np.zeros((1, 4)), scores=np.ones(1), classes=np.array([logits.argmax()]))
                 continue
-            found = self._decode(outputs, item, cast(PreparedImages, self.samples).size)
+            found = self._decode(outputs, item, self.samples.size)
             kept = found.scores >= self._min_score
             yield Detections(boxes=found.boxes[kept], scores=found.scores[kept], classes=found.classes[kept])
-
-    def _read_reference(self) -> list[Detections]:
-        with open_reference(self._reference, self.fingerprint, "agreement") as stored:
-            ends = np.cumsum(stored["counts"])[:-1]
-            parts = {name: np.split(stored[name], ends) for name in Detections.__slots__}
-        return [Detections(**{name: parts[name][i] for name in parts}) for i in range(len(ends) + 1)]
 
 
 def matched_share(expected: Detections, found: Detections) -> float:
@@ -296,9 +286,3 @@ def matched_share(expected: Detections, found: Detections) -> float:
             matches += 1
             overlap[:, best] = 0.0
     return 2 * matches / count
-
-
-def _open_decoder(decode: str | Mapping[str, Any]) -> DetectionDecoder:
-    use, params = parse_plugin_spec(decode)
-    decoder = registry.check_params("decoder", use, params, supplied=("outputs", "prepared", "size"))
-    return cast(DetectionDecoder, functools.partial(decoder, **params))

@@ -1,4 +1,4 @@
-"""Top-1 and top-5 accuracy of a classifier."""
+"""Metrics on labels: top-1 and top-5 accuracy, mean average precision, mean IoU, and functions of the user."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ import numpy.typing as npt
 from PIL import Image
 
 from harness.accuracy.data.arrays import is_array_data
+from harness.accuracy.data.datasets import ImageDataset
 from harness.accuracy.data.decode import DetectionDecoder, Detections, format_output_shapes, suggest_decoder
 from harness.accuracy.data.labels import VOID_CLASS, Mask
 from harness.accuracy.data.preprocess import Prepared, Size, parse_plugin_spec, parse_preprocess
 from harness.accuracy.metrics.average_precision import (
-    MAP_METRICS,
-    CategoryMatches,
-    interpolate_precision,
     map_facts,
+    map_figures,
     match_boxes,
     mixable_map_facts,
 )
-from harness.accuracy.metrics.base import LabelledImages, open_samples, select_output, select_output_name
+from harness.accuracy.metrics.base import SampleEvaluator, select_output, select_output_name
 from harness.accuracy.metrics.intervals import MAX_MIXABLE_IMAGES, NEGLIGIBLE_SCORE, encode_evidence
 from harness.base.errors import EvaluationFailed, UserError
 from harness.base.random_inputs import InputTypes
@@ -41,7 +40,7 @@ MIN_ANSWERS = 10
 """Smallest number of answers for checks of the labels; fewer may differ from them systematically by chance."""
 
 
-class Top1:
+class Top1(SampleEvaluator):
     """Share (0 to 1) of samples with their class as the highest output (top1) or among the five highest (top5).
 
     Args:
@@ -59,7 +58,6 @@ class Top1:
     """
 
     metric = "top1"
-    higher_is_better = True
 
     def __init__(
         self,
@@ -72,19 +70,28 @@ class Top1:
         inputs: InputTypes | None = None,
         axes: Mapping[str, Axes | None] | None = None,
     ) -> None:
-        types = inputs or {input_name: ("float", tuple(input_shape))}
-        self.images = open_samples(data, preprocess, types, base, axes)
-        self.fingerprint = self.images.fingerprint
-        self.labels = _sample_classes(self.images.data.labels, self.metric, is_array_data(data))
+        super().__init__(data, preprocess, inputs or {input_name: ("float", tuple(input_shape))}, base, axes)
+        labels, where = self.samples.data.labels, f"{self.metric}: data.labels"
+        if labels is None:
+            source = "a .txt file with lines 'FILENAME CLASS'"
+            if is_array_data(data):
+                source = "an array of the .npz file, by its name, or a file"
+            raise UserError(f"{where}: classes are needed, from {source}")
+        if labels.dtype.hasobject:
+            raise UserError(
+                f"{where}: one class a sample, but the rows differ in shape; score labels of every position by a "
+                "function of your own (evaluator metric)"
+            )
+        flat = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
+        if flat.ndim != 1:
+            shape = flat.shape[1:]
+            raise UserError(
+                f"{where}: one class a sample, but a row has the shape {shape}; of one-hot rows give the argmax"
+            )
+        if flat.dtype.kind not in "fiub" or (flat < 0).any() or (flat != flat.astype(np.int64)).any():
+            raise UserError(f"{where}: whole numbers from 0, but the first labels are {flat[:5].tolist()}")
+        self.labels: list[int] = flat.astype(np.int64).tolist()
         self._output = output
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.images.data)
-
-    @property
-    def inferences(self) -> int:
-        return self.images.inferences
 
     def check_outputs(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Check that the output with the logits has a value for every class of the labels.
@@ -95,9 +102,7 @@ class Top1:
         Raises:
             UserError: The output has too few values, or `output` does not select one of several.
         """
-        self._check_classes(shapes[select_output_name(shapes, self._output, f"{self.metric}: output")])
-
-    def _check_classes(self, shape: Sequence[int]) -> None:
+        shape = shapes[select_output_name(shapes, self._output, f"{self.metric}: output")]
         outputs, highest = max(shape, default=0), max(self.labels, default=0)
         if highest < outputs:
             return
@@ -106,7 +111,7 @@ class Top1:
         remedy = "they count from 1: take 1 off each" if shifted else "they are those of another model"
         if outputs == 1:
             remedy = "a single score needs a threshold, in a function for the evaluator metric"
-        where = self.images.data.sample_name(place)
+        where = self.samples.data.sample_name(place)
         raise UserError(
             f"{self.metric}: data.labels: class {highest} of {where}, but the model has {outputs} outputs, for the "
             f"classes 0 to {outputs - 1}: {remedy}"
@@ -120,36 +125,25 @@ class Top1:
             UserError: A label is no class of the model, or most answers differ from their labels by the same number.
         """
         ranks, answers = [], []
-        for (_, outputs), label in zip(self.images.run(infer), self.labels, strict=True):
-            logits = self._select_logits(outputs)
-            ranks.append(self._rank_of_label(logits, label))
+        for (_, outputs), label in zip(self.samples.run(infer), self.labels, strict=True):
+            name = select_output_name(outputs, self._output, f"{self.metric}: output")
+            logits = outputs[name].reshape(-1)
+            if len(logits) != max(outputs[name].shape, default=0):
+                raise EvaluationFailed(f"output {name!r} is no row of logits: its shape is {outputs[name].shape}")
+            if label >= len(logits):
+                self.check_outputs({name: logits.shape})  # which raises
+            ranks.append(int((logits > logits[label]).sum() + (logits[:label] == logits[label]).sum()))
             answers.append(int(logits.argmax()))
         self._check_label_shift(answers)
         hits = {f"top{k}": [float(rank < k) for rank in ranks] for k in (1, 5)}
+        # One answer for samples of several classes: as if the input had no effect.
+        is_stuck = len(answers) >= MIN_ANSWERS and len(set(answers)) == 1 < len(set(self.labels))
         return Accuracy(
             metrics={name: float(np.mean(values)) for name, values in hits.items()},
             per_item=tuple(hits[self.metric]),
             evidence=encode_evidence("mean", {**hits, "classes": self.labels}),
-            note=self._describe_single_answer(answers),
+            note=f"all {len(answers)} answers are class {answers[0]}" if is_stuck else "",
         )
-
-    def _describe_single_answer(self, answers: list[int]) -> str:
-        """Return a note if samples of several classes all get the same answer, as if the input had no effect."""
-        stuck = len(answers) >= MIN_ANSWERS and len(set(answers)) == 1 < len(set(self.labels))
-        return f"all {len(answers)} answers are class {answers[0]}" if stuck else ""
-
-    def _select_logits(self, outputs: Mapping[str, Array]) -> Array:
-        logits = select_output(outputs, self._output, f"{self.metric}: output")
-        if logits.size != max(logits.shape, default=0):
-            name = self._output or next(iter(outputs))
-            raise EvaluationFailed(f"output {name!r} is no row of logits: its shape is {logits.shape}")
-        return logits.reshape(-1)
-
-    def _rank_of_label(self, logits: Array, label: int) -> int:
-        """Return the number of classes that rank before the label."""
-        if label >= len(logits):
-            self._check_classes(logits.shape)  # which raises
-        return int((logits > logits[label]).sum() + (logits[:label] == logits[label]).sum())
 
     def _check_label_shift(self, answers: list[int]) -> None:
         """Raise if the answers of most classes are the labels plus a constant, which indicates wrong labels.
@@ -176,30 +170,36 @@ class Top1:
             )
 
 
-def _sample_classes(labels: Array | None, metric: str, arrays: bool) -> list[int]:
-    """Return the class of each sample.
+class LabelledImages(SampleEvaluator):
+    """Base class of evaluators on images.
+
+    Args:
+        data: Images (`harness.accuracy.data.datasets`).
+        preprocess: Name, or `{use: NAME, params: {...}}`.
+        input_name: Set by the harness: name of the model's image input.
+        input_shape: Set by the harness: static shape of that input, with three channels in axis 1 or 3 of four.
+        base: Set by the harness: folder that relative paths start from.
 
     Raises:
-        UserError: There are no labels, or they are not one whole number from 0 per sample.
+        UserError: An argument is invalid.
     """
-    if labels is None:
-        images, rows = "a .txt file with lines 'FILENAME CLASS'", "an array of the .npz file, by its name, or a file"
-        raise UserError(f"{metric}: data.labels: classes are needed, from {rows if arrays else images}")
-    if labels.dtype.hasobject:
-        raise UserError(
-            f"{metric}: data.labels: one class a sample, but the rows differ in shape; score labels of every position "
-            "by a function of your own (evaluator metric)"
-        )
-    flat = labels.reshape(-1) if labels.ndim == 2 and labels.shape[1] == 1 else labels
-    if flat.ndim != 1:
-        raise UserError(
-            f"{metric}: data.labels: one class a sample, but a row has the shape {flat.shape[1:]}; of one-hot rows "
-            "give the argmax"
-        )
-    if flat.dtype.kind not in "fiub" or (flat < 0).any() or (flat != flat.astype(np.int64)).any():
-        raise UserError(f"{metric}: data.labels: whole numbers from 0, but the first labels are {flat[:5].tolist()}")
-    classes: list[int] = flat.astype(np.int64).tolist()
-    return classes
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        preprocess: str | Mapping[str, Any],
+        input_name: str,
+        input_shape: Sequence[int],
+        base: Path | None = None,
+    ) -> None:
+        if is_array_data(data):
+            raise UserError(
+                f"data.use: images are needed here ('images' or 'shapes'), but got {data['use']!r}: boxes and masks "
+                "are labels of images. Arrays with a label each are for top1, top5, metric and loss"
+            )
+        super().__init__(data, preprocess, {input_name: ("float", tuple(input_shape))}, base)
+        assert isinstance(self.samples.data, ImageDataset)
+        self.images = self.samples.data
 
 
 class Top5(Top1):
@@ -238,9 +238,9 @@ class MeanIoU(LabelledImages):
         base: Path | None = None,
     ) -> None:
         super().__init__(data, preprocess, input_name, input_shape, base)
-        if self.images.data.mask is None:
+        if self.images.mask is None:
             raise UserError("miou: data.masks: masks are needed, a folder of PNG files")
-        self._mask = self.images.data.mask
+        self._mask = self.images.mask
         self._output = output
 
     def score(self, infer: Infer) -> Accuracy:
@@ -252,15 +252,22 @@ class MeanIoU(LabelledImages):
                 class that the model lacks; or the preprocessing cuts off a part of an image.
         """
         areas = []
-        for i, (item, outputs) in enumerate(self.images.run(infer)):
+        for i, (item, outputs) in enumerate(self.samples.run(infer)):
             found, classes = self._pixel_classes(outputs)
             mask = self._mask(i)
             if classes is not None and mask.max() >= classes:
                 raise UserError(
-                    f"miou: data.masks: class {mask.max()} on {self.images.data.sample_name(i)!r}, "
-                    f"but the model has {classes} outputs, for the classes 0 to {classes - 1}: correct the masks"
+                    f"miou: data.masks: class {mask.max()} on {self.images.sample_name(i)!r}, but the model has "
+                    f"{classes} outputs, for the classes 0 to {classes - 1}: correct the masks"
                 )
-            areas.append(_class_areas(_map_to_image(found, item, self.images.size), mask))
+            known = mask != VOID_CLASS
+            found, mask = _map_to_image(found, cast(Prepared, item), self.samples.size)[known], mask[known]
+            count = int(max(found.max(initial=0), mask.max(initial=0))) + 1
+            sides = mask[found == mask], mask, found
+            right, labelled, answered = (np.bincount(part, minlength=count) for part in sides)
+            present = np.flatnonzero(labelled + answered)
+            columns = np.stack([present, right[present], labelled[present], answered[present]], axis=1)
+            areas.append(columns.ravel().tolist())
         evidence = encode_evidence("miou", {"areas": areas})
         mixable = evidence if len(areas) <= MAX_MIXABLE_IMAGES else ""
         return Accuracy(metrics={"miou": _mean_iou(areas)}, evidence=evidence, mixable=mixable)
@@ -268,7 +275,9 @@ class MeanIoU(LabelledImages):
     def _pixel_classes(self, outputs: Mapping[str, Array]) -> tuple[npt.NDArray[np.int32], int | None]:
         """Return the class of each pixel of the output, and the number of classes if it is known."""
         values = select_output(outputs, self._output, "miou: output")
-        if values.ndim == 4 and self._are_classes_last(values.shape):
+        (height, width), shape = self.samples.size, values.shape
+        # The classes are last if axes 1 and 2 have the aspect ratio of the input, but axes 2 and 3 do not.
+        if len(shape) == 4 and shape[1] * width == shape[2] * height and shape[2] * width != shape[3] * height:
             values = values.transpose(0, 3, 1, 2)
         if values.ndim == 4 and len(values) == 1 and values.shape[1] > 1:
             return values[0].argmax(axis=0).astype(np.int32), values.shape[1]
@@ -278,11 +287,6 @@ class MeanIoU(LabelledImages):
                 f"{values.shape}"
             )
         return np.rint(values.reshape(values.shape[-2:])).astype(np.int32), None
-
-    def _are_classes_last(self, shape: Sequence[int]) -> bool:
-        """Return whether axes 1 and 2 have the aspect ratio of the input, but axes 2 and 3 do not."""
-        height, width = self.images.size
-        return shape[1] * width == shape[2] * height and shape[2] * width != shape[3] * height
 
 
 def _map_to_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> Mask:
@@ -303,17 +307,6 @@ def _map_to_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> M
     box = (max(left, 0), max(top, 0), min(right, found.shape[1]), min(bottom, found.shape[0]))
     resized = Image.fromarray(found).resize((width, height), Image.Resampling.NEAREST, box=box)
     return np.asarray(resized).astype(np.int64)
-
-
-def _class_areas(found: Mask, mask: Mask) -> list[int]:
-    """Return four numbers for each class of an image: the class, and its pixels found correctly, labelled and found."""
-    known = mask != VOID_CLASS
-    found, mask = found[known], mask[known]
-    count = int(max(found.max(initial=0), mask.max(initial=0))) + 1
-    right, labelled, answered = (np.bincount(part, minlength=count) for part in (mask[found == mask], mask, found))
-    return [
-        int(value) for k in np.flatnonzero(labelled + answered) for value in (k, right[k], labelled[k], answered[k])
-    ]
 
 
 def _mean_iou(areas: list[list[int]]) -> float:
@@ -370,7 +363,7 @@ class CocoMAP(LabelledImages):
         self._decoder, self._decode = use, cast(DetectionDecoder, functools.partial(decoder, **params))
         self._own = not decoder.__module__.startswith("harness.")
         super().__init__(data, preprocess, input_name, input_shape, base)
-        labels = self.images.data.coco
+        labels = self.images.coco
         if labels is None:
             raise UserError("coco_map: data.labels: boxes are needed, from a .json file in COCO's form")
         if not labels["annotations"]:
@@ -390,7 +383,7 @@ class CocoMAP(LabelledImages):
         """
         if self._own:
             return
-        size = self.images.size
+        size = self.samples.size
         blank = Prepared(tensor=np.zeros((3, *size), np.float32), scale=1.0, offset=(0.0, 0.0), original=size)
         self._decode_image({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, blank)
 
@@ -402,8 +395,10 @@ class CocoMAP(LabelledImages):
             UserError: The boxes match those of the labels, but most classes do not.
         """
         found = self._detect(infer)
-        boxes = _coco_figures(match_boxes(self._labels, found, by_class=False)).get("map50", 0.0)
-        classes = coco_metrics(self._labels, found).get("map50", 0.0)
+        boxes, classes = (
+            map_figures(match_boxes(self._labels, found, by_class=by_class)).get("map50", 0.0)
+            for by_class in (False, True)
+        )
         if boxes > MIN_BOX_AP50 and classes < MAX_CLASS_AP50_SHARE * boxes:
             raise UserError(
                 f"coco_map: the float model finds the boxes (AP50 {boxes:.3f} with classes left aside) but not their "
@@ -419,31 +414,28 @@ class CocoMAP(LabelledImages):
             UserError: A class of the model is beyond the categories of the labels.
         """
         matches = match_boxes(self._labels, self._detect(infer))
-        mixed = len(self) <= MAX_MIXABLE_IMAGES
-        figures = _coco_figures(matches)
-        note = self._suggest_layout() if figures.get(self.metric, 1.0) < NEGLIGIBLE_SCORE else ""
+        figures, note, fitting = map_figures(matches), "", self._fitting
+        if fitting and figures.get(self.metric, 1.0) < NEGLIGIBLE_SCORE:
+            used = {"decode": self._decoder, "preprocess": self._preprocess}
+            others = [f"{key}: {fitting}" for key, name in used.items() if name != fitting]
+            note = f"detectors with outputs of these shapes want {' and '.join(others)}" if others else ""
+        is_mixable = len(self) <= MAX_MIXABLE_IMAGES
         return Accuracy(
             metrics=figures,
             evidence=encode_evidence("map", map_facts(matches, len(self))),
-            mixable=encode_evidence("map", mixable_map_facts(matches, len(self))) if mixed else "",
+            mixable=encode_evidence("map", mixable_map_facts(matches, len(self))) if is_mixable else "",
             note=note,
         )
 
-    def _suggest_layout(self) -> str:
-        """Return a hint at the decoder and preprocessing that fit the outputs' shapes; "" if they are used already."""
-        used = {"decode": self._decoder, "preprocess": self._preprocess}
-        others = [f"{key}: {self._fitting}" for key, name in used.items() if name != self._fitting]
-        return f"detectors with outputs of these shapes want {' and '.join(others)}" if self._fitting and others else ""
-
     def _detect(self, infer: Infer) -> list[Detections]:
-        return [self._decode_image(outputs, item) for item, outputs in self.images.run(infer)]
+        return [self._decode_image(outputs, item) for item, outputs in self.samples.run(infer) if item]
 
     def _decode_image(self, outputs: Mapping[str, Array], item: Prepared) -> Detections:
-        fitting = suggest_decoder({name: array.shape for name, array in outputs.items()}, self.images.size)
+        fitting = suggest_decoder({name: array.shape for name, array in outputs.items()}, self.samples.size)
         self._fitting = fitting
         advice = f"; decode: {fitting} fits these shapes" if fitting not in (None, self._decoder) else ""
         try:
-            found = self._decode(outputs, item, self.images.size)
+            found = self._decode(outputs, item, self.samples.size)
         except EvaluationFailed as error:
             raise EvaluationFailed(f"decode: {error}{advice}") from error
         highest, known = int(found.classes.max(initial=-1)), len(self._labels["categories"])
@@ -455,30 +447,7 @@ class CocoMAP(LabelledImages):
         return found
 
 
-def coco_metrics(labels: Mapping[str, Any], found: Sequence[Detections]) -> dict[str, float]:
-    """Return COCO's metrics (0 to 1) of detections by name, without those of a size class that has no boxes.
-
-    Args:
-        labels: `pycocotools.coco.COCO.dataset`; not changed.
-        found: Detections of each image, in the order of the labels.
-
-    Raises:
-        UserError: A class index is beyond the categories of the labels.
-    """
-    return _coco_figures(match_boxes(labels, found))
-
-
-def _coco_figures(matches: Sequence[CategoryMatches]) -> dict[str, float]:
-    """Return COCO's metrics by name, without those of a size class that has no boxes."""
-    precision = {area: interpolate_precision(matches, area) for area, _ in MAP_METRICS.values()}
-    return {
-        name: float(np.mean(precision[area][list(levels)].ravel()))
-        for name, (area, levels) in MAP_METRICS.items()
-        if precision[area].size
-    }
-
-
-class Metric:
+class Metric(SampleEvaluator):
     """Metric that a Python function `(outputs, labels)` computes; higher is better (`Loss`: lower is better).
 
     The function receives the outputs of all samples, joined along the first axis, and their labels, one row per sample.
@@ -499,7 +468,6 @@ class Metric:
     """
 
     metric = "metric"
-    higher_is_better = True
 
     def __init__(
         self,
@@ -515,18 +483,10 @@ class Metric:
         if ":" not in function:
             raise UserError(f"{self.metric}: function: a name of the form module:function, but got {function!r}")
         self._function: Any = registry.load_plugin("function", function)
-        self.samples = open_samples(data, preprocess, inputs, base, axes)
+        super().__init__(data, preprocess, inputs, base, axes)
         if self.samples.data.labels is None:
             raise UserError(f"{self.metric}: data.labels: labels are needed, one row for each sample")
-        self.fingerprint = f"{self.samples.fingerprint} {function} {source_digest(self._function)}"
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.samples.data)
-
-    @property
-    def inferences(self) -> int:
-        return self.samples.inferences
+        self.fingerprint += f" {function} {source_digest(self._function)}"
 
     def score(self, infer: Infer) -> Accuracy:
         """Return the result of the function for the outputs of an engine.
@@ -535,8 +495,17 @@ class Metric:
             EvaluationFailed: Outputs are not finite, or the function raises or returns an invalid value.
         """
         rows = [outputs for _, outputs in self.samples.run(infer)]
+        joined: Any = {}
+        for name in rows[0]:
+            parts = [np.atleast_1d(row[name]) for row in rows]
+            # Outputs whose other axes differ stay a list.
+            joined[name] = np.concatenate(parts) if len({part.shape[1:] for part in parts}) == 1 else parts
+        if self._output is not None or len(joined) == 1:
+            joined = select_output(joined, self._output, f"{self.metric}: output")
+        labels: Any = self.samples.data.labels
+        labels = list(labels) if labels.dtype.hasobject else labels
         try:
-            found = registry.call_plugin(self._name, lambda: np.asarray(self._evaluate_function(rows), np.float64))
+            found = registry.call_plugin(self._name, lambda: np.asarray(self._function(joined, labels), np.float64))
         except UserError as error:
             raise EvaluationFailed(str(error)) from error
         if found.shape not in ((), (len(self),)) or not np.isfinite(found).all():
@@ -545,18 +514,6 @@ class Metric:
             raise EvaluationFailed(f"{self._name}: {wanted}, but it returned {what}")
         per_item: tuple[float, ...] = tuple(found.tolist()) if found.shape else ()
         return Accuracy(metrics={self.metric: float(found.mean())}, per_item=per_item)
-
-    def _evaluate_function(self, rows: Sequence[Mapping[str, Array]]) -> Any:
-        joined: Any = {name: _join([np.atleast_1d(row[name]) for row in rows]) for name in rows[0]}
-        if self._output is not None or len(joined) == 1:
-            joined = select_output(joined, self._output, f"{self.metric}: output")
-        labels = self.samples.data.labels
-        return self._function(joined, list(labels) if labels is not None and labels.dtype.hasobject else labels)
-
-
-def _join(outputs: Sequence[Array]) -> Array | Sequence[Array]:
-    """Return outputs joined along the first axis, or as they are if their other axes differ."""
-    return np.concatenate(outputs) if len({output.shape[1:] for output in outputs}) == 1 else outputs
 
 
 class Loss(Metric):

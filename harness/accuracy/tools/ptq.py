@@ -85,6 +85,7 @@ def _environment_folder(name: str) -> Path:
 
 
 _PROGRAMS = Path(__file__).with_name("programs")
+_PTQ_CHILD = _PROGRAMS / "ptq_child.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ class PtqTool:
     modules: tuple[str, ...]
     precisions: tuple[str, ...] = ("int8",)
     methods: tuple[str, ...]
-    program: Path = _PROGRAMS / "ptq_child.py"
+    program: Path = _PTQ_CHILD
     extra: str = "modelopt"
     environment: str = ""
     controls_accuracy: bool = False
@@ -199,13 +200,6 @@ class MetricRequest:
     evaluator: PluginSpec
     max_drop: float | str
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return `max_drop` as a number, and `relative_drop`, whether it is a share of the float model's metric."""
-        relative = isinstance(self.max_drop, str)
-        bound = float(self.max_drop.strip(" %")) / 100 if isinstance(self.max_drop, str) else self.max_drop
-        return {"max_drop": bound, "relative_drop": relative}
-
 
 class PtqOptions(TypedDict, total=False):
     """Options that all tools take.
@@ -261,9 +255,13 @@ def quantize(
     Raises:
         BuildFailed: The tool failed; the message is that of the tool on one line.
     """
-    return _run_tool(
-        tool, (model_path, output_path), batches, _tool_settings(options), options.get("limit_s"), metric
-    )  # fmt: skip
+    supported, settings = TOOLS[tool], _tool_settings(options)
+    if settings["precision"] not in supported.precisions:
+        precisions = " or ".join(supported.precisions)
+        raise BuildFailed(f"{tool}: quantizes to {precisions}, not to {settings['precision']}")
+    if len(supported.methods) > 1 and settings["method"] not in supported.methods:
+        raise BuildFailed(f"{tool}: calibrates by {', '.join(supported.methods)}, not by {settings['method']}")
+    return _run_tool(tool, (model_path, output_path), batches, settings, options.get("limit_s"), metric)
 
 
 def modelopt(
@@ -294,7 +292,7 @@ def ptq_fingerprint(options: PtqOptions, tool: str = "") -> str:
         UserError: The dialect is unknown.
     """
     digest = hashlib.sha256(json.dumps(_tool_settings(options), sort_keys=True).encode())
-    digest.update((TOOLS[tool].program if tool in TOOLS else PtqTool.program).read_bytes())
+    digest.update((TOOLS[tool].program if tool in TOOLS else _PTQ_CHILD).read_bytes())
     return digest.hexdigest()
 
 
@@ -311,51 +309,51 @@ def _run_tool(
     model_path, output_path = paths
     with tempfile.TemporaryDirectory(prefix="qdq-ptq-") as scratch:
         folder = Path(scratch)
-        made = folder / "out" / output_path.name
+        made, data, seconds = folder / "out" / output_path.name, folder / "data.npz", folder / "seconds.txt"
         made.parent.mkdir()
         (folder / "in").mkdir()
-        data = _write_data(batches, folder / "data.npz")
-        if not data["count"]:
+        names, count = list[str](), 0
+        with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            for count, batch in enumerate(batches, start=1):
+                names = names or list(batch)
+                for slot, name in enumerate(names):  # one array at a time: `numpy.savez` needs all in memory
+                    with archive.open(f"{count - 1}_{slot}.npy", "w", force_zip64=True) as file:
+                        np.lib.format.write_array(file, np.asanyarray(batch[name]), allow_pickle=False)
+        if not count:
             raise BuildFailed(f"{tool}: there is no calibration data; give at least one batch")
-        copy = copy_model(model_path, folder / "in")
-        behind = (
-            None
-            if _uses_tensorrt_plugins(settings)
-            else extract_plugin_subgraph(copy, runtime_operators(), model_path.name)
-        )
+        copy, behind = copy_model(model_path, folder / "in"), None
+        arguments = settings.get("arguments", {})
+        # ModelOpt runs a model with plug-in operators if its arguments name TensorRT.
+        if not arguments.get("trt_plugins") and "trt" not in arguments.get("calibration_eps", ()):
+            behind = extract_plugin_subgraph(copy, runtime_operators(), model_path.name)
         if behind is not None:
             logger.warning("%s: what lies behind plug-in operator %s stays float", tool, behind.operators)
         request = {
             **settings,
-            **data,
+            "data": str(data),
+            "names": names,
+            "count": count,
             "tool": tool,
             "model": str(copy),
             "output": str(made),
             "reason": str(folder / "reason.txt"),
-            "seconds": str(folder / "seconds.txt"),
+            "seconds": str(seconds),
         }
         if metric is not None:
-            evaluator = metric.evaluator.model_dump(mode="json")
-            request |= {**metric.settings, "evaluator": evaluator, "folder": str(Path.cwd())}
+            drop = metric.max_drop
+            request["relative_drop"] = isinstance(drop, str)
+            request["max_drop"] = float(drop.strip(" %")) / 100 if isinstance(drop, str) else drop
+            request |= {"evaluator": metric.evaluator.model_dump(mode="json"), "folder": str(Path.cwd())}
         started_s = time.monotonic()
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        done = _run_child(tool, folder, limit_s)
-        if done.returncode or not made.exists():
-            raise BuildFailed(f"{tool}: {_failure_reason(folder, done)}")
+        _run_child(tool, folder, made, limit_s)
         if behind is not None:
             try:
                 behind.restore_into(made)
             except UserError as error:
                 raise BuildFailed(f"{tool}: {error}") from error
         move_model(made, output_path)
-        file = folder / "seconds.txt"
-        return float(file.read_text(encoding="ascii")) if file.exists() else time.monotonic() - started_s
-
-
-def _uses_tensorrt_plugins(settings: Mapping[str, Any]) -> bool:
-    """Return whether ModelOpt's arguments make it run the model with TensorRT, which has plug-in operators."""
-    arguments = settings.get("arguments", {})
-    return bool(arguments.get("trt_plugins")) or "trt" in arguments.get("calibration_eps", ())
+        return float(seconds.read_text(encoding="ascii")) if seconds.exists() else time.monotonic() - started_s
 
 
 def _tool_settings(options: PtqOptions) -> dict[str, Any]:
@@ -371,71 +369,44 @@ def _tool_settings(options: PtqOptions) -> dict[str, Any]:
     }
 
 
-def _write_data(batches: Iterable[Mapping[str, Array]], path: Path) -> dict[str, Any]:
-    """Write the data in the form of `tool_child`; one array at a time, because `numpy.savez` needs all in memory."""
-    names: list[str] = []
-    count = 0
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for count, batch in enumerate(batches, start=1):
-            names = names or list(batch)
-            for slot, name in enumerate(names):
-                with archive.open(f"{count - 1}_{slot}.npy", "w", force_zip64=True) as file:
-                    np.lib.format.write_array(file, np.asanyarray(batch[name]), allow_pickle=False)
-    return {"data": str(path), "names": names, "count": count}
+def _child_command(tool: str, request: Path) -> list[str]:
+    found = TOOLS.get(tool)
+    program, python = (_PTQ_CHILD, Path(sys.executable)) if found is None else (found.program, tool_python(found))
+    if str(python) == sys.executable:
+        return python_command(_CHILD_BOOTSTRAP, str(program), str(request))
+    return [str(python), "-c", _PLAIN_BOOTSTRAP, str(program), str(request)]  # its environment lacks the harness
 
 
-def _run_child(tool: str, folder: Path, limit_s: float | None) -> subprocess.CompletedProcess[str]:
+def _run_child(tool: str, folder: Path, made: Path, limit_s: float | None) -> None:
     """Run the child process with the scratch folder as its working and temporary folder.
 
     Raises:
-        BuildFailed: The process took too long or too much memory.
+        BuildFailed: The process took too long or too much memory, or did not write the file `made`.
     """
-    environment = os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)}
+    limits = StepLimits.read(RUNTIME_FACTOR)
     theirs, ours = os.pipe()  # `die_with_parent` ends the child when this pipe is closed; nothing is written
     with open(ours, "wb"), open(theirs, "rb") as stdin:
         process = subprocess.Popen(
-            _child_command(tool, folder / "request.json"),
-            cwd=folder, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            _child_command(tool, folder / "request.json"), cwd=folder,
+            env=os.environ | {"PYTHONHASHSEED": "0", "TMPDIR": str(folder)},
+            stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         with process:
             try:
-                printed = _read_output(process, tool, limit_s)
+                seconds = limits.seconds if limit_s is None else limit_s
+                printed = wait_for_output(process, seconds, limits.memory_gb)[0]
+            except TimeoutError:
+                how = limits.time_message if limit_s is None else f"took longer than {limit_s:g} s"
+                raise BuildFailed(f"{tool}: {how}") from None
+            except MemoryError:
+                raise BuildFailed(f"{tool}: {limits.memory_message}") from None
             finally:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
     logger.debug("%s", printed)
-    return subprocess.CompletedProcess(process.args, process.returncode, printed)
-
-
-def _child_command(tool: str, request: Path) -> list[str]:
-    """Return the command of a tool's child process.
-
-    The interpreter of a separate environment lacks the harness, so its program imports only `tool_child`, from its own
-    folder.
-    """
-    found = TOOLS.get(tool)
-    program = PtqTool.program if found is None else found.program
-    python = sys.executable if found is None else str(tool_python(found))
-    if python == sys.executable:
-        return python_command(_CHILD_BOOTSTRAP, str(program), str(request))
-    return [python, "-c", _PLAIN_BOOTSTRAP, str(program), str(request)]
-
-
-def _read_output(process: subprocess.Popen[str], tool: str, limit_s: float | None) -> str:
-    limits = StepLimits.read(RUNTIME_FACTOR)
-    try:
-        return wait_for_output(process, limits.seconds if limit_s is None else limit_s, limits.memory_gb)[0]
-    except TimeoutError:
-        how = limits.time_message if limit_s is None else f"took longer than {limit_s:g} s"
-    except MemoryError:
-        how = limits.memory_message
-    raise BuildFailed(f"{tool}: {how}")
-
-
-def _failure_reason(folder: Path, done: subprocess.CompletedProcess[str]) -> str:
-    file = folder / "reason.txt"
-    if file.exists():
-        return file.read_text(encoding="utf-8")[:1000]
-    last = done.stdout.strip().rpartition("\n")[2][:500]
-    return f"ended with code {done.returncode} and no model; its last output: {last or 'none'}"
+    if process.returncode or not made.exists():
+        last = printed.strip().rpartition("\n")[2][:500]
+        reason = f"ended with code {process.returncode} and no model; its last output: {last or 'none'}"
+        file = folder / "reason.txt"
+        raise BuildFailed(f"{tool}: {file.read_text(encoding='utf-8')[:1000] if file.exists() else reason}")

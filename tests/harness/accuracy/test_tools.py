@@ -48,7 +48,7 @@ def fake(request):
         made.write(model.read())
     print(json.dumps({"total": total}))
     with open({log!r}, "w") as log:
-        json.dump({"total": total, "count": request["count"], "prefix": sys.prefix}, log)
+        json.dump({"total": total, **request}, log)
 
 def broken(request):
     raise ZeroDivisionError("by\\nzero")
@@ -83,13 +83,14 @@ def fake(tmp_path, monkeypatch):
     return log
 
 
-def test_external_tool_receives_batches_and_returns_a_file(fake, model, tmp_path):
-    made = tmp_path / "made.onnx"
-    seconds = quantize("fake", model, made, BATCHES, dialect_name="openvino")
+@pytest.mark.parametrize(("drop", "relative"), [(0.01, False), ("1 %", True)])
+def test_external_tool_receives_batches_and_bound_and_returns_a_file(fake, model, tmp_path, drop, relative):
+    made, metric = tmp_path / "made.onnx", MetricRequest(evaluator=PluginSpec(use="top1"), max_drop=drop)
+    seconds = quantize("fake", model, made, BATCHES, metric=metric, dialect_name="openvino")
     assert 0 <= seconds < 30
     assert made.read_bytes() == model.read_bytes()
     log = json.loads(fake.read_text())
-    assert log["count"] == len(BATCHES)
+    assert (log["count"], log["max_drop"], log["relative_drop"]) == (len(BATCHES), 0.01, relative)
     assert log["total"] == pytest.approx(float(np.sum([batch["x"].sum() for batch in BATCHES])), rel=1e-4)
 
 
@@ -102,12 +103,6 @@ def test_failing_tool_gives_its_reason_and_no_file(fake, model, tmp_path, tool, 
         quantize(tool, model, tmp_path / "made.onnx", BATCHES, dialect_name="openvino", method=method)
     assert str(caught.value) == message
     assert not (tmp_path / "made.onnx").exists()
-
-
-def test_metric_request_settings_of_absolute_and_relative_drop():
-    evaluator = PluginSpec(use="top1")
-    assert MetricRequest(evaluator=evaluator, max_drop=0.01).settings == {"max_drop": 0.01, "relative_drop": False}
-    assert MetricRequest(evaluator=evaluator, max_drop="1 %").settings == {"max_drop": 0.01, "relative_drop": True}
 
 
 def test_tool_environment_is_created_once_and_removed_on_error(tmp_path, monkeypatch):

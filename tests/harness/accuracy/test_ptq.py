@@ -19,7 +19,6 @@ from onnx_models import run_onnxruntime
 from onnxruntime.quantization.calibrate import CalibraterBase, HistogramCollector, MinMaxCalibrater
 from onnxruntime.quantization.registry import QDQRegistry
 
-from harness.accuracy.tools.programs import ptq_child
 from harness.accuracy.tools.ptq import ptq_fingerprint, quantize
 from harness.base.errors import BuildFailed
 from harness.base.random_inputs import random_feeds
@@ -168,24 +167,17 @@ def test_missing_calibration_data_is_refused(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tool", "asked", "words"),
+    ("tool", "options", "words"),
     [
-        ("modelopt_ptq", {"method": "percentile"}, "calibrates by minmax or max or entropy, not by percentile"),
-        ("modelopt_ptq", {"method": "mse"}, "calibrates by minmax or max or entropy, not by mse"),
+        ("modelopt_ptq", {"method": "percentile"}, "calibrates by minmax, max, entropy, not by percentile"),
         ("ort_static", {"precision": "fp8"}, "quantizes to int8, not to fp8"),
-        ("ort_static", {"precision": "int8", "method": "mse"}, "minmax, max, entropy, percentile, not by mse"),
+        ("ort_static", {"method": "mse"}, "minmax, max, entropy, percentile, not by mse"),
+        ("nncf_ptq", {"precision": "fp8"}, "quantizes to int8, not to fp8"),
     ],
 )
-def test_unsupported_tool_options_are_refused_in_the_child(tool, asked, words):
-    with pytest.raises(ValueError, match=words):
-        getattr(ptq_child, tool)(asked, None)
-
-
-@pytest.mark.usefixtures("warm_tools")
-def test_unsupported_precision_message_has_no_class_name(model, tmp_path):
-    with pytest.raises(BuildFailed) as caught:
-        ort_static(model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime", precision="fp8")
-    assert str(caught.value) == "ort_static: quantizes to int8, not to fp8"
+def test_unsupported_options_are_refused(tool, options, words, model, tmp_path):
+    with pytest.raises(BuildFailed, match=words):
+        quantize(tool, model, tmp_path / "q.onnx", BATCHES, dialect_name="onnxruntime", **options)
 
 
 @pytest.mark.usefixtures("warm_tools")
