@@ -43,15 +43,12 @@ from harness.accuracy.data.arrays import (
     select_rows,
 )
 from harness.accuracy.data.labels import (
-    IndexMasks,
     LabelFile,
     Mask,
     Masks,
-    PanopticMasks,
     open_picture,
     order_coco_categories,
     read_labels,
-    require_mask_files,
     select_coco_images,
 )
 from harness.accuracy.data.preprocess import RgbImage
@@ -152,23 +149,47 @@ def spread_indices(total: int, count: int) -> Sequence[int]:
 def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: SubsetSelector) -> ImageDataset:
     folder = _resolve_folder(spec, "images", base)
     labels_path = resolve_path(read_text_key(spec, "labels"), base) if spec.get("labels") is not None else None
-    labels = read_labels(labels_path) if labels_path else _list_images(folder)
+    if labels_path is not None:
+        labels = read_labels(labels_path)
+    else:
+        files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+        if not files:
+            raise UserError(f"data.images: no images ({', '.join(IMAGE_SUFFIXES)}) in {folder}")
+        labels = LabelFile(files=tuple(files))
     available = select_rows(spec, labels.files, str(spec["images"]))
     chosen = cut(available)
     names = tuple(labels.files[i] for i in chosen)
     for name in names:
         if not (folder / name).is_file():
             raise UserError(f"data.labels: {spec.get('labels')} names the image {name!r}, which is not in {folder}")
-    coco = None if labels.coco is None else _select_coco(spec, select_coco_images(labels.coco, chosen))
-    sizes = [(i.get("height"), i.get("width")) for i in coco["images"]] if coco else [(None, None)] * len(names)
+    coco = None if labels.coco is None else select_coco_images(labels.coco, chosen)
+    if coco is not None and spec.get("classes") is not None:
+        coco = order_coco_categories(coco, _class_names(spec))
     masks = None if spec.get("masks") is None else _open_masks(spec, base, names, labels, chosen)
 
     def image(i: int) -> RgbImage:
-        return _read_image(folder / names[i], sizes[i])
+        path = folder / names[i]
+        with open_picture(path, "an image") as picture:
+            if picture.mode[0] in "IF":  # Pillow would clip values at 255
+                raise UserError(
+                    f"{path}: has {picture.mode} pixels, of more than 8 bits; convert it to 8 bits a channel"
+                )
+            if (orientation := picture.getexif().get(ORIENTATION_TAG, 1)) != 1:
+                logger.warning("%s: EXIF orientation %s is ignored: pixels are used as stored", path, orientation)
+            pixels = np.asarray(picture.convert("RGB"))
+        if coco is not None:
+            size = tuple(coco["images"][i].get(key) for key in ("height", "width"))
+            if any(want not in (None, have) for have, want in zip(pixels.shape, size, strict=False)):
+                height, width = pixels.shape[:2]
+                raise UserError(f"{path}: is {height}x{width}, but its labels say {size[0]}x{size[1]}")
+        return pixels
 
     digest = hashlib.sha256(canonical_json(spec))
     digest.update(labels_path.read_bytes() if labels_path else b"")
-    for path in (*(folder / name for name in names), *([] if masks is None else map(masks.path, range(len(names))))):
+    for path in [
+        *(folder / name for name in names),
+        *(() if masks is None else map(masks.folder.joinpath, masks.files)),
+    ]:
         with path.open("rb") as file:
             digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
     return ImageDataset(
@@ -182,45 +203,29 @@ def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: SubsetSelector
     )
 
 
-def _select_coco(spec: Mapping[str, Any], coco: dict[str, Any]) -> dict[str, Any]:
-    return coco if spec.get("classes") is None else order_coco_categories(coco, _class_names(spec))
-
-
 def _open_masks(
-    spec: Mapping[str, Any], base: Path | None, names: tuple[str, ...], labels: LabelFile, chosen: Sequence[int]
+    spec: Mapping[str, Any], base: Path | None, names: Sequence[str], labels: LabelFile, chosen: Sequence[int]
 ) -> Masks:
     folder = _resolve_folder(spec, "masks", base)
-    masks: Masks = IndexMasks(folder=folder, names=names)
-    if labels.panoptic is not None:
-        masks = PanopticMasks(
+    if labels.panoptic is None:
+        masks = Masks(folder=folder, files=[str(Path(name).with_suffix(".png")) for name in names])
+    else:
+        annotations = [labels.panoptic["annotations"][i] for i in chosen]
+        masks = Masks(
             folder=folder,
-            annotations=tuple(labels.panoptic["annotations"][i] for i in chosen),
+            files=[str(annotation["file_name"]) for annotation in annotations],
+            segments=[annotation["segments_info"] for annotation in annotations],
             categories={category["id"]: category["name"] for category in labels.panoptic["categories"]},
             classes=_class_names(spec),
         )
-    require_mask_files(masks, len(names))
+    for file in masks.files:
+        if not (folder / file).is_file():
+            raise UserError(f"data.masks: {Path(file).name} is not in {folder}")
+    known = set(masks.categories.values())
+    for name in masks.classes[1:]:
+        if name not in known:
+            raise UserError(f"data.classes: the labels have no category {name!r}; {suggest_names(name, known)}")
     return masks
-
-
-def _list_images(folder: Path) -> LabelFile:
-    files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
-    if not files:
-        raise UserError(f"data.images: no images ({', '.join(IMAGE_SUFFIXES)}) in {folder}")
-    return LabelFile(files=tuple(files))
-
-
-def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage:
-    with open_picture(path, "an image") as image:
-        if image.mode[0] in "IF":  # Pillow would clip values at 255
-            raise UserError(f"{path}: has {image.mode} pixels, of more than 8 bits; convert it to 8 bits a channel")
-        if (orientation := image.getexif().get(ORIENTATION_TAG, 1)) != 1:
-            logger.warning("%s: EXIF orientation %s is ignored: pixels are used as stored", path, orientation)
-        pixels = np.asarray(image.convert("RGB"))
-    for have, want in zip(pixels.shape[:2], expected, strict=True):
-        if want not in (None, have):
-            height, width = pixels.shape[:2]
-            raise UserError(f"{path}: is {height}x{width}, but its labels say {expected[0]}x{expected[1]}")
-    return pixels
 
 
 def _open_shapes(spec: Mapping[str, Any], cut: SubsetSelector) -> ImageDataset:
@@ -228,8 +233,7 @@ def _open_shapes(spec: Mapping[str, Any], cut: SubsetSelector) -> ImageDataset:
     drawn = shapes.draw_split(
         read_text_key(spec, "split"), None if count is None else first + read_int_key(spec, "count", 1)
     )
-    files = [image["file_name"] for image in drawn.coco["images"]]
-    available = select_rows(spec, files, f"split {spec['split']!r}")
+    available = select_rows(spec, [image["file_name"] for image in drawn.coco["images"]], f"split {spec['split']!r}")
     chosen = cut(available)
     images, coco = [drawn.images[i] for i in chosen], select_coco_images(drawn.coco, chosen)
     digest = hashlib.sha256(canonical_json(spec) + canonical_json(coco))

@@ -128,9 +128,7 @@ def decode_shapes(
         EvaluationFailed: The output has another shape.
     """
     values = _single_output(outputs, "shapes")
-    half = values[:, 2:4] / 2
-    boxes = np.concatenate([values[:, :2] - half, values[:, :2] + half], axis=1)
-    return select_boxes(prepared.to_image(boxes), values[:, 4:], score, nms)
+    return select_boxes(prepared.to_image(_center_to_corners(values)), values[:, 4:], score, nms)
 
 
 def box_iou(a: Floats, b: Floats) -> Floats:
@@ -303,7 +301,7 @@ def decode_ultralytics(
     if array.shape[2] == DECODED_COLUMNS:
         return _sort_decoded_boxes(prepared.to_image(values[:, :4]), values[:, 4], values[:, 5], score)
     values = values.T
-    return select_boxes(prepared.to_image(_center_to_corners(values[:, :4])), values[:, 4:], score, nms, MAX_BOXES)
+    return select_boxes(prepared.to_image(_center_to_corners(values)), values[:, 4:], score, nms, MAX_BOXES)
 
 
 def decode_rtdetr(
@@ -329,31 +327,23 @@ def decode_rtdetr(
         labels, boxes, scores = (outputs[name] for name in ("labels", "boxes", "scores"))
         if boxes.ndim == 3 and boxes.shape[::2] == (1, 4) and labels.shape == scores.shape == boxes.shape[:2]:
             return _sort_decoded_boxes(prepared.to_image(boxes[0]), scores[0], labels[0], score)
-    relative, logits = (array[0].astype(np.float64) for array in _boxes_and_logits(outputs))
-    chances = 0.5 * (1 + np.tanh(logits / 2))  # the logistic function in a form that cannot overflow
-    queries, classes = np.divmod(np.argsort(-chances, axis=None, kind="stable")[:top], chances.shape[1])
-    boxes = _center_to_corners(relative) * np.tile([size[1], size[0]], 2)
-    return _sort_decoded_boxes(prepared.to_image(boxes)[queries], chances[queries, classes], classes, score)
-
-
-def _boxes_and_logits(outputs: Mapping[str, Array]) -> tuple[Array, Array]:
-    """Return boxes and logits of two outputs: boxes have 4 columns; names decide if logits have 4 columns as well.
-
-    Raises:
-        EvaluationFailed: The outputs have other shapes or cannot be distinguished.
-    """
+    # Boxes have 4 columns; names decide if logits have 4 columns as well.
     narrow = [name for name, array in outputs.items() if array.ndim == 3 and array.shape[2] == 4]
     called = [name for name in narrow if name == BOXES or (LOGITS in narrow and name != LOGITS)]
-    boxes = next(iter(narrow if len(narrow) == 1 else called), None)
+    name = next(iter(narrow if len(narrow) == 1 else called), None)
     shapes = {array.shape[:-1] for array in outputs.values()}
-    if boxes is None or len(outputs) != 2 or shapes != {(1, outputs[boxes].shape[1])}:
+    if name is None or len(outputs) != 2 or shapes != {(1, outputs[name].shape[1])}:
         raise EvaluationFailed(
             "decoder 'rtdetr' wants logits of 1 x queries x classes and boxes of 1 x queries x 4 (with 4 classes these "
             f"are distinguished by their names, {LOGITS} and {BOXES}), or outputs called labels, boxes and scores, "
             f"but got {format_output_shapes(outputs)}"
         )
-    (logits,) = (array for name, array in outputs.items() if name != boxes)
-    return outputs[boxes], logits
+    relative = outputs[name][0].astype(np.float64)
+    (logits,) = (array[0].astype(np.float64) for other, array in outputs.items() if other != name)
+    chances = 0.5 * (1 + np.tanh(logits / 2))  # the logistic function in a form that cannot overflow
+    queries, classes = np.divmod(np.argsort(-chances, axis=None, kind="stable")[:top], chances.shape[1])
+    boxes = _center_to_corners(relative) * np.tile([size[1], size[0]], 2)
+    return _sort_decoded_boxes(prepared.to_image(boxes)[queries], chances[queries, classes], classes, score)
 
 
 def _center_to_corners(values: Floats) -> Floats:
