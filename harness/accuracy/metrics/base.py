@@ -69,7 +69,7 @@ def require_finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Arra
     return outputs
 
 
-class Samples:
+class SampleSet:
     """Labelled data as inputs of one model: arrays, or images with a preprocessing.
 
     An image is prepared once and kept while there is room.
@@ -207,7 +207,7 @@ class SampleEvaluator:
         base: Path | None = None,
         axes: Mapping[str, Axes | None] | None = None,
     ) -> None:
-        self.samples = Samples(data, preprocess, inputs, base, axes)
+        self.samples = SampleSet(data, preprocess, inputs, base, axes)
         self.share_inputs = self.samples.share_inputs
         self.fingerprint = self.samples.fingerprint
 
