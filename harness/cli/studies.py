@@ -68,7 +68,7 @@ def sensitivity(
 
     Example: `qdq inspect sensitivity zoo:resnet18 --param precision=f32`
     """
-    from harness.insight.reports import sensitivity_report
+    from harness.insight.sensitivity import sensitivity_report
 
     task = study_of(model, backend, param, shape, dim, precision=precision)
     folder = short_path(out or Path(f"sensitivity-{task.spec.name}"))
@@ -337,8 +337,7 @@ def noise(
 
     Example: `qdq bench noise zoo:resnet18 --param precision=f32`
     """
-    from harness.insight.noise import NestedDesign
-    from harness.insight.reports import noise_report
+    from harness.insight.noise import NestedDesign, noise_report
     from harness.run.prepare.study_task import study_name
 
     task = study_of(model, backend, param, shape, dim)

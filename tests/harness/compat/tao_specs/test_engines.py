@@ -30,7 +30,7 @@ from harness.compat.tao_specs.evaluate import (
 from harness.compat.tao_specs.spec import parse_spec
 from harness.config.sections import PluginSpec
 from harness.graph.builder import GraphBuilder
-from harness.insight import file_check
+from harness.insight import compiled
 from harness.plugins import registry
 from harness.plugins.api import Accuracy
 from harness.runtimes.rtx_compile.compiler import Compilation
@@ -309,7 +309,7 @@ def test_batch_sizes_count_only_if_the_batch_is_dynamic(shape, options, given, p
 def test_missing_tensorrt_is_named(small, tmp_path, monkeypatch):
     pytest.importorskip("harness.runtimes.tensorrt.benchmarker")
     monkeypatch.setattr(
-        file_check, "compile_file", lambda path, target: Compilation(target=target, version="1", build_s=0)
+        compiled, "compile_file", lambda path, target: Compilation(target=target, version="1", build_s=0)
     )
     (tmp_path / "s.yaml").write_text(engine(small, "m.trt"))
     done = CliRunner().invoke(app, ["gen-trt-engine", str(tmp_path / "s.yaml")])
