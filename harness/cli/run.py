@@ -299,7 +299,7 @@ def verify(
         raise typer.Exit(_check_folder(short_path(file), as_json=as_json))
     from harness.base.terminal_progress import TerminalProgress
     from harness.config.sections import parse_bound
-    from harness.report.exported_row import find_exported_row
+    from harness.report.trace import find_exported_row
     from harness.run.verify.verify import verify as verify_model
 
     model = find_exported_row(short_path(file), row) if file.is_dir() else file

@@ -28,7 +28,7 @@ from harness.measure.turn_log import TWIN, TurnMatrix
 from harness.measure.turn_statistics import summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Accuracy
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.report.report_table import frame_rows
 from harness.report.trace import find_main_row
 from harness.results.artifacts import FLOAT_ROW, ExportedModel, recovered_row

@@ -15,9 +15,8 @@ from harness.accuracy.metrics.intervals import decode_accuracy, unseen_loss
 from harness.base.statistics import Interval
 from harness.graph.io.digests import digest_file
 from harness.measure.provenance import format_options
-from harness.report.frames.main_frame import RowStatus
-from harness.report.report_table import frame_rows
-from harness.report.table_spec import Row, is_missing
+from harness.report.frames import RowStatus
+from harness.report.report_table import Row, frame_rows, is_missing
 from harness.report.tables.main import wrong_result_rows
 from harness.report.tables.notes import limit_reached, without_vnni
 from harness.results.artifacts import DYNAMIC_MODEL_SUFFIX, FLOAT_ROW, read_dynamic_axes

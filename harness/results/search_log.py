@@ -347,7 +347,7 @@ class SearchLog:
         scored: Evaluations with a measured metric, in order.
         float_ms: Latency of the float model in the search's own samples; None if the search did not measure it.
         float_value: Metric of the float model in the search; None if the search did not measure it.
-        cost: Seconds and readings spent, including retries, by the columns of `harness.report.tables.cost.cost_frame`.
+        cost: Seconds and readings spent, including retries, by the columns of `cost_frame` of the report.
         end: Reason why the search ended before its budget was spent, or None.
     """
 

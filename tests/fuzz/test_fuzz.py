@@ -72,7 +72,7 @@ from harness.replay.bench.submission import check_submission, run_searchers
 from harness.replay.bench.tasks import DATA_VARIABLE
 from harness.replay.budget_study import ReplayedSearcher
 from harness.replay.path_cache import PathCache, SearchKey, SearchPath, write_part
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.results.deploy_folder import read_bundle
 from harness.results.folder import load as load_results
 from harness.results.journal import read_journal

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from harness.report.frames.confirmation import valid_turns
-from harness.report.frames.curves import (
+from harness.report.frames import (
     Curve,
     candidate_frame,
     candidate_label,
@@ -20,6 +19,7 @@ from harness.report.frames.curves import (
     hypervolume_frame,
     iter_speedup_curves,
     pareto_front,
+    valid_turns,
 )
 from harness.report.plots.result_plots import median_steps, series_style
 from harness.report.report_table import frame_rows

@@ -25,7 +25,7 @@ from harness.measure.provenance import machine_lacks_vnni
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.turn_statistics import summarize_turns
 from harness.plugins.api import Accuracy, Candidate
-from harness.report.exported_row import ExportedRow
+from harness.report.trace import ExportedRow
 from harness.results.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.results.folder import TaskResults, load
 from harness.results.journal import changed_data

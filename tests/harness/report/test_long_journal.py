@@ -13,7 +13,7 @@ import pytest
 from incumbents import iter_incumbents
 from long_results import TASK, write_long_results
 
-from harness.report.frames.curves import curve_frame
+from harness.report.frames import curve_frame
 from harness.report.plots.result_plots import median_band
 from harness.results.folder import load
 from harness.results.journal import Journal, read_journal

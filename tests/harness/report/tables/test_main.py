@@ -22,7 +22,7 @@ from harness.accuracy.metrics.closeness import WORST_PREFIX
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.base.files import write_json
 from harness.measure.records import Measured, Proposal, TrialResult
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.report.next_steps import describe_next_steps
 from harness.report.page.index_page import render_index
 from harness.report.render import write_tables

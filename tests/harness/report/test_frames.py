@@ -11,13 +11,12 @@ from stored import write_records
 
 from harness.measure.records import Failed, Measured
 from harness.measure.turn_log import TWIN, Turn, encode_turn_event
-from harness.report.frames.curves import curve_frame, hypervolume_frame
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import curve_frame, hypervolume_frame, main_frame
 from harness.report.page.interactive_charts import build_charts
 from harness.report.plots.result_plots import median_band
 from harness.report.render import write_tables
-from harness.report.tables.budget import budget_frame, target_frame
 from harness.report.tables.catalog import build_tables
+from harness.report.tables.searchers import budget_frame, target_frame
 from harness.report.trace import trace_cell
 from harness.results.folder import load, row_labels
 
