@@ -210,7 +210,7 @@ def _show_plan(
 def _compile_models(file: Path, config: Experiment, target: str | None) -> None:
     from harness.insight.compiled import SCOPE_NOTE
     from harness.run.prepare.model_checks import compile_tasks
-    from harness.runtimes.rtx_compile.compiler import DEFAULT_TARGET
+    from harness.runtimes.rtx_compile import DEFAULT_TARGET
 
     with prefix_file(file):
         for line in compile_tasks(config, target or DEFAULT_TARGET):

@@ -203,7 +203,7 @@ def record(
     """
     from harness.replay.record_table import record as record_table
     from harness.replay.replay_report import table_lines
-    from harness.runtimes.benchmark_table import read_table
+    from harness.runtimes.replay import read_table
 
     task = study_of(model, backend, param, shape, dim, fidelity=fidelity)
     path = out or Path(f"{task.spec.name}.parquet")

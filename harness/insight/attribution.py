@@ -24,8 +24,7 @@ from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.insight.layers import iter_edge_fusions, read_layers
 from harness.measure.records import MAIN_BENCHMARKER, Failed
-from harness.measure.turn_log import TWIN, TurnMatrix
-from harness.measure.turn_statistics import summarize_turns
+from harness.measure.turn_log import TWIN, TurnMatrix, summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Accuracy
 from harness.report.frames import main_frame

@@ -27,7 +27,7 @@ from harness.graph.rules.operator_sets import LINEAR_OPS, MOVEMENT_OPS
 from harness.insight.layers import is_low_precision
 from harness.insight.model_report import open_static_file
 from harness.plugins import registry
-from harness.runtimes.rtx_compile.compiler import (
+from harness.runtimes.rtx_compile import (
     DEFAULT_TARGET,
     TARGETS,
     Compilation,

@@ -17,8 +17,8 @@ from harness.measure.records import Failed
 from harness.plugins import registry
 from harness.plugins.api import Candidate, Layer, SupportsLayers
 from harness.results.task_files import EdgeFusion
+from harness.workers.engines import as_outcome
 from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
-from harness.workers.in_process import as_outcome
 from search.space import Resolved
 
 Kind = Literal["compute", "qdq", "reformat", "other"]

@@ -45,7 +45,7 @@ from harness.replay.replay import (
     replay,
 )
 from harness.run.search.loop import MAX_CONSECUTIVE_DUPLICATES
-from harness.runtimes.benchmark_table import BenchmarkTable
+from harness.runtimes.replay import BenchmarkTable
 from search.space import Space
 
 SEARCH_PACKAGE = Path(search.__file__).parent

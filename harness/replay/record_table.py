@@ -25,8 +25,7 @@ from harness.config.sections import TurnSchedule
 from harness.measure.provenance import comparability_key, describe_environment
 from harness.measure.records import Failed
 from harness.measure.sampling import STEADY_TOLERANCE
-from harness.measure.turn_log import TurnMatrix
-from harness.measure.turn_statistics import MAX_GROUP_ROWS
+from harness.measure.turn_log import MAX_GROUP_ROWS, TurnMatrix
 from harness.plugins import registry
 from harness.replay.replay import Floats
 from harness.replay.simulated_selection import recorded_duration_s
@@ -45,7 +44,7 @@ from harness.run.prepare.task import Task
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.loop import COLD_START_EVALUATIONS, InitialPlacement, SearchTask, TrialEvent, run_search
 from harness.run.search.trial import NoisePolicy, measure
-from harness.runtimes.benchmark_table import (
+from harness.runtimes.replay import (
     MAX_PLACEMENTS,
     BenchmarkTable,
     TableEntry,

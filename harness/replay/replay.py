@@ -19,8 +19,8 @@ from harness.config.sections import PluginSpec
 from harness.measure.records import Failed, Measured
 from harness.plugins import registry
 from harness.run.search.loop import MAX_CONSECUTIVE_DUPLICATES
-from harness.runtimes.benchmark_table import BenchmarkTable, read_table
-from harness.workers.in_process import as_outcome
+from harness.runtimes.replay import BenchmarkTable, read_table
+from harness.workers.engines import as_outcome
 from search.api import Failure, Observation, Placement, Score, Searcher
 
 Floats = npt.NDArray[np.float64]

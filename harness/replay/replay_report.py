@@ -31,7 +31,7 @@ from harness.replay.simulated_selection import RANDOM_LABEL, Searches, random_se
 from harness.report.report_table import format_interval, write_csv
 from harness.report.statistics import quartiles
 from harness.run.prepare.model_loader import open_model
-from harness.runtimes.benchmark_table import BenchmarkTable
+from harness.runtimes.replay import BenchmarkTable
 from search.api import Score
 
 FLAT_LOG_LATENCY = 1e-9  # smaller differences of log latency are rounding

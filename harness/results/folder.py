@@ -11,8 +11,7 @@ from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, decode_accuracy
 from harness.base.errors import UserError
 from harness.base.files import read_json
 from harness.measure.records import Failed, from_json
-from harness.measure.turn_log import RowFailure, TurnEvent
-from harness.measure.turn_statistics import RowSummary, summarize_turns
+from harness.measure.turn_log import RowFailure, RowSummary, TurnEvent, summarize_turns
 from harness.results.artifacts import FLOAT_ROW, RECOVERY_FILE, Choice, ExportedModel, read_finalists, recovered_row
 from harness.results.manifest import MANIFEST_FILE, require_unchanged_results
 from harness.results.output_check import CHECK_FILE_NAME, OutputCheck, read_checks

@@ -17,8 +17,8 @@ from harness.measure.turn_log import (
     TurnEvent,
     TurnMatrix,
     decode_turn_event,
+    summarize_turns,
 )
-from harness.measure.turn_statistics import summarize_turns
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.lines import first_line, read_lines, shown_path, stored_path
 

@@ -47,9 +47,9 @@ from harness.results.ownership import owned_results_dir
 from harness.results.termination import SearcherFailures, read_termination, write_task_error
 from harness.run.early_answer import AnswerSink
 from harness.run.task_pipeline import TaskPipeline
-from harness.workers.execution_target import ExecutionTarget
+from harness.workers.engines import WorkerLost
 from harness.workers.ray import open_execution_target
-from harness.workers.trial_pool import WorkerLost, run_concurrently
+from harness.workers.trial_pool import ExecutionTarget, run_concurrently
 
 MAX_WORKER_LOSSES = 3  # per task; counted only if no other worker can take over
 

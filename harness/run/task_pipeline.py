@@ -45,10 +45,8 @@ from harness.run.verify.file_scores import score_float_file, score_tool_files
 from harness.run.verify.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.run.verify.shape_files import make_shape_set
 from harness.runtimes.shape_set import ShapeSet
-from harness.workers.engines import Engines, WorkerSpec
-from harness.workers.execution_target import ExecutionTarget
-from harness.workers.in_process import as_outcome
-from harness.workers.trial_pool import run_concurrently
+from harness.workers.engines import Engines, WorkerSpec, as_outcome
+from harness.workers.trial_pool import ExecutionTarget, run_concurrently
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,7 @@ from harness.run.time_limit import TimeLeft, TimeLimit
 from harness.run.verify.runtime_checker import RuntimeChecker
 from harness.runtimes.shape_set import ShapeSet
 from harness.workers.engines import Engines
-from harness.workers.execution_target import QueueFactory
-from harness.workers.trial_pool import TrialFn, TrialFnFactory
+from harness.workers.trial_pool import QueueFactory, TrialFn, TrialFnFactory
 
 PRECISIONS_ADDED_LATER = frozenset({"fp8e5m2"})
 """Precisions that were added to dialects later; they are left out of fingerprints because they change no candidate."""

@@ -11,8 +11,7 @@ from harness.base.progress import Observer
 from harness.base.statistics import Interval
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.graph.io.digests import IR_SUFFIX
-from harness.measure.turn_log import TurnEvent
-from harness.measure.turn_statistics import ConfirmationSummary, summarize_parts
+from harness.measure.turn_log import ConfirmationSummary, TurnEvent, summarize_parts
 from harness.report.frames import valid_turns
 from harness.report.next_steps import answer_row, best_row, format_answer, format_float, row_runtime
 from harness.report.report_table import Row, is_missing

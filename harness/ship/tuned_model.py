@@ -11,8 +11,7 @@ from harness.accuracy.data.batching import RANDOM_DATA
 from harness.base.files import explain_write_errors, facts_digest
 from harness.base.progress import Observer
 from harness.measure.provenance import describe_environment, format_options
-from harness.measure.turn_log import TurnEvent
-from harness.measure.turn_statistics import ConfirmationSummary
+from harness.measure.turn_log import ConfirmationSummary, TurnEvent
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.deploy_folder import SHIP_FOLDER
 from harness.results.output_check import wrong_float_remedies

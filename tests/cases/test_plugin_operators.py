@@ -18,7 +18,7 @@ from harness.base.errors import BuildFailed, UserError
 from harness.cli.main import app
 from harness.compat.modelopt_autotune import Config, QDQAutotuner
 from harness.graph.load import load, save_to_folder
-from harness.runtimes.tensorrt.model_checks import cast_model
+from harness.runtimes.tensorrt.options import cast_model
 
 SHAPE = (1, 3, 16, 16)
 FEEDS = [{"images": np.random.default_rng(seed).random(SHAPE, np.float32)} for seed in range(2)]

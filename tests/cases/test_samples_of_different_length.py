@@ -33,10 +33,10 @@ from harness.run.prepare.model_loader import evaluator_spec, input_types, need_o
 from harness.run.prepare.placed_models import list_choices, open_placer
 from harness.run.prepare.program_objects import data_mapping
 from harness.run.prepare.task import Task, compose_task
-from harness.runtimes.sample_sizes import make_sample_sizes
+from harness.runtimes.shape_set import make_sample_sizes
 from harness.ship.placements import calibration_config
 from harness.workers.engines import WorkerSpec
-from harness.workers.in_process import InProcess
+from harness.workers.sandbox import InProcess
 
 RUNTIMES = ("openvino", "onnxruntime")
 LENGTHS = (5, 12, 8, 5)

@@ -9,7 +9,7 @@ import pytest
 from warm_python import WARM_PYTHON
 
 from harness.measure.machine_noise import MachineSnapshot
-from harness.workers.in_process import InProcess
+from harness.workers.sandbox import InProcess
 
 
 class QuietMachine:
@@ -37,7 +37,7 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr("harness.run.confirm.rounds.TURN_WARMUP_MS", 0.0)
             patch.setattr("harness.run.select.racing.TURNS_PER_RACING_ROUND", (4, 4, 4))
         if not getattr(request.module, "MONITORED", False):
-            patch.setattr("harness.workers.in_process.MachineMonitor", QuietMachine)
+            patch.setattr("harness.workers.sandbox.MachineMonitor", QuietMachine)
         if not getattr(request.module, "DRAWN", False):
             patch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
         if not getattr(request.module, "ALL_FORMATS", False):

@@ -78,8 +78,8 @@ from harness.results.folder import load as load_results
 from harness.results.journal import read_journal
 from harness.results.lines import strip_seal
 from harness.results.manifest import check_results, close_results, complete_task, describe_files
-from harness.runtimes.benchmark_table import DIGEST_KEY, METADATA_KEY, read_table, read_table_metadata
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
+from harness.runtimes.replay import DIGEST_KEY, METADATA_KEY, read_table, read_table_metadata
 from harness.ship.bundle import generated_script
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))

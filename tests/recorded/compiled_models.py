@@ -30,7 +30,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.insight.compiled import explain_compilation
 from harness.run.prepare.model_loader import input_types
-from harness.runtimes.rtx_compile.compiler import compile_file
+from harness.runtimes.rtx_compile import compile_file
 from search.fixed_placements import FIXED_PLACEMENTS
 from search.space import Placement, Space
 

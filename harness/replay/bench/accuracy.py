@@ -38,7 +38,7 @@ from harness.results.ownership import exclusive_lock
 from harness.run.prepare.float_baseline import BackendProperties
 from harness.run.prepare.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
 from harness.run.prepare.task import calibrate_task
-from harness.runtimes.benchmark_table import BenchmarkTable, TableEntry, TableMetadata, read_rows, read_table
+from harness.runtimes.replay import BenchmarkTable, TableEntry, TableMetadata, read_rows, read_table
 from search.space import Placement, Space
 
 ACCURACY_FILE = "scores/accuracy.parquet"  # in a subfolder, as tables are found by their suffix

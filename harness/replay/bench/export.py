@@ -24,7 +24,7 @@ from harness.graph.forest import write_forest
 from harness.measure.records import Failed, Measured, Outcome
 from harness.replay.bench.accuracy import ACCURACY_FILE, ACCURACY_SCHEMA, join_accuracy, read_accuracy
 from harness.replay.bench.tasks import ARCHIVE_FILE, data_folder, describe_task, read_catalogue, table_path
-from harness.runtimes.benchmark_table import TABLE_SCHEMA, BenchmarkTable, read_table
+from harness.runtimes.replay import TABLE_SCHEMA, BenchmarkTable, read_table
 
 T4_VERSION = "1.0.0"
 T4_INVALIDITY = {"build": "compile", "timeout": "timeout", "evaluate": "correctness"}

@@ -23,7 +23,7 @@ from harness.config.yaml_loader import read_experiment_yaml, read_text_file, to_
 from harness.replay.bench.accuracy import ACCURACY_FILE, join_accuracy, read_accuracy
 from harness.replay.replay import Floats, Landscape, reading_rng
 from harness.replay.simulated_selection import Searches, recorded_duration_s
-from harness.runtimes.benchmark_table import (
+from harness.runtimes.replay import (
     MAX_TABLE_BYTES,
     BenchmarkTable,
     TableMetadata,

@@ -13,7 +13,7 @@ import pandas as pd
 from harness.accuracy.metrics.intervals import SURELY_WITHIN, decode_accuracy, probability_within
 from harness.base.statistics import Interval
 from harness.config.experiment import TOOL_NAMES
-from harness.measure.turn_statistics import summarize_parts
+from harness.measure.turn_log import summarize_parts
 from harness.report.frames import UNUSABLE, RowStatus, interval_columns, rows_by_task, with_backend_column
 from harness.report.report_table import (
     MISSING_CELL,

@@ -19,7 +19,7 @@ from harness.plugins import registry
 from harness.plugins.api import Accuracy, Candidate
 from harness.results.scores import UNIT_INTERVAL_METRICS, metric_name
 from harness.run.prepare.model_loader import evaluator_spec, need_own_sizes
-from harness.runtimes.sample_sizes import make_sample_sizes
+from harness.runtimes.shape_set import make_sample_sizes
 from harness.workers.engines import Engines, WorkerSpec
 from harness.workers.sandbox import open_engines
 from search.space import edges_digest

@@ -21,7 +21,7 @@ from harness.plugins.api import Candidate, ExternalSearchTask
 from harness.run.prepare.task import Task
 from harness.run.search.external.adapter import ExternalSearcherAdapter, external_model_path
 from harness.run.search.loop import InitialPlacement
-from harness.workers.in_process import as_outcome
+from harness.workers.engines import as_outcome
 from search.api import Searcher
 from search.space import Placement, Space
 

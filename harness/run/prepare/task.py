@@ -62,7 +62,7 @@ from harness.run.prepare.model_loader import (
     require_own_sizes,
 )
 from harness.run.search.loop import InitialPlacement
-from harness.runtimes.sample_sizes import SampleSizes, make_sample_sizes
+from harness.runtimes.shape_set import SampleSizes, make_sample_sizes
 from search.space import Placement, Resolved, Space
 
 Facts = Mapping[str, Any]

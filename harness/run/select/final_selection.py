@@ -21,7 +21,7 @@ from pathlib import Path
 from harness.config.experiment import SearchSpec
 from harness.graph.io.digests import digest_file
 from harness.measure.elimination import TURNS_PER_RACING_ROUND
-from harness.measure.turn_statistics import MAX_GROUP_ROWS
+from harness.measure.turn_log import MAX_GROUP_ROWS
 from harness.plugins.api import Candidate
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.journal import read_journal

@@ -21,7 +21,7 @@ from harness.run.prepare.model_loader import MIN_OPSET, open_model
 from harness.run.prepare.task import Task
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.workers.engines import Engines, WorkerSpec
-from harness.workers.execution_target import SpecEngineFactory
+from harness.workers.trial_pool import SpecEngineFactory
 from search.space import edges_digest
 
 SHAPES_FILE_NAME = "shapes.json"

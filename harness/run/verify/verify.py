@@ -23,7 +23,7 @@ from harness.graph.io.digests import digest_file
 from harness.graph.qdq.qdq_graph import count_pairs, diff_edges
 from harness.measure.provenance import machine_lacks_vnni
 from harness.measure.records import MAIN_BENCHMARKER, Failed
-from harness.measure.turn_statistics import summarize_turns
+from harness.measure.turn_log import summarize_turns
 from harness.plugins.api import Accuracy, Candidate
 from harness.report.trace import ExportedRow
 from harness.results.artifacts import FLOAT_ROW, ExportedModel, FinalistSet

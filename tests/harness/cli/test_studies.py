@@ -12,7 +12,7 @@ from small import qdq, save_chain
 from harness.base.files import read_json
 from harness.results.journal import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.run.prepare.study_task import make_study, study_name
-from harness.workers.in_process import InProcess
+from harness.workers.sandbox import InProcess
 
 SIMULATED = ("--backend", "simulated", "--param", "noise=0.0")
 

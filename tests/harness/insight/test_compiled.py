@@ -12,8 +12,7 @@ from small import qdq
 from harness.cli.main import main
 from harness.insight.compiled import CompiledReport, explain_compilation
 from harness.insight.model_report import compare_precisions
-from harness.runtimes.rtx_compile import plugin
-from harness.runtimes.rtx_compile.compiler import Compilation, Kernel, KernelTensor, Refusal
+from harness.runtimes.rtx_compile import Compilation, Kernel, KernelTensor, Refusal
 
 MATMUL = Case(operator="MatMul", pairs=(INT8, INT8), behind="relu+pair")
 PAIRS = ("QuantizeLinear_0", "QuantizeLinear_1")
@@ -76,7 +75,7 @@ def test_the_command_shows_text_json_and_a_page(form, tmp_path, monkeypatch, cap
     path, page = tmp_path / "m.onnx", tmp_path / "page.html"
     onnx.save(MATMUL.build(), path)
     verdict = compiled(kernel("runtime_fusion", "int8 f32", ("MatMul_0",)))
-    monkeypatch.setattr(plugin, "compile_file", lambda path, target: verdict)
+    monkeypatch.setattr("harness.runtimes.rtx_compile.compile_file", lambda path, target: verdict)
     options = {"text": [], "json": ["--json"], "html": ["--html", str(page)]}[form]
     main(["explain", str(path), "--backend", "rtx_compile", "--target", "sm89", *options])
     shown = capsys.readouterr().out

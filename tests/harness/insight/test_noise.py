@@ -18,9 +18,8 @@ from harness.insight.noise import NestedDesign, NoiseComponents, estimate_compon
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.sampling import Samples
 from harness.plugins.api import Candidate
-from harness.workers.engines import Engines, WorkerSpec
-from harness.workers.in_process import InProcess
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine, Engines, WorkerSpec
+from harness.workers.sandbox import InProcess
 from search.space import edges_digest
 
 

@@ -21,7 +21,7 @@ from harness.insight.sensitivity import (
 )
 from harness.measure.records import SCHEMA_VERSION, Failed
 from harness.run.prepare.initial_design import ScreenedUnit, nested_prior_placements, read_prior
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine
 from search.space import Dimension, Edge, Placement, Space
 
 PLUGINS = """

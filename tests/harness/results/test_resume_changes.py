@@ -23,7 +23,7 @@ from harness.results.journal import RETRY_ORIGIN, read_journal
 from harness.results.lines import first_line
 from harness.results.ownership import owned_results_dir
 from harness.run.runner import MAX_WORKER_LOSSES, run_with_recovery
-from harness.workers.trial_pool import WorkerLost
+from harness.workers.engines import WorkerLost
 
 EXPERIMENT = """
 experiment: small

@@ -18,7 +18,7 @@ from harness.base.progress import NullProgress
 from harness.config.experiment import load_experiment
 from harness.graph.io.digests import digest_file
 from harness.measure.records import Failed
-from harness.measure.turn_statistics import summarize_turns
+from harness.measure.turn_log import summarize_turns
 from harness.report.plots.plot_files import draw_plots
 from harness.results.artifacts import read_finalists
 from harness.results.journal import read_journal

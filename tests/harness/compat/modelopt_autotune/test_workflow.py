@@ -16,7 +16,7 @@ from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning
 from harness.graph.pattern_cache import read_cache
 from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
-from harness.measure.turn_statistics import ConfirmationSummary, RowSummary
+from harness.measure.turn_log import ConfirmationSummary, RowSummary
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 

@@ -33,7 +33,7 @@ from harness.graph.builder import GraphBuilder
 from harness.insight import compiled
 from harness.plugins import registry
 from harness.plugins.api import Accuracy
-from harness.runtimes.rtx_compile.compiler import Compilation
+from harness.runtimes.rtx_compile import Compilation
 
 LABELLED = """
 dataset:

@@ -18,7 +18,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
 from harness.plugins import registry
 from harness.plugins.api import Candidate
-from harness.runtimes.tensorrt.model_checks import cast_model, dominant_float_type, read_structure
+from harness.runtimes.tensorrt.options import cast_model, dominant_float_type, read_structure
 from search.space import Edge, edges_digest
 
 FEEDS = {"x": np.random.default_rng(0).standard_normal((1, 3, 8, 8)).astype(np.float32)}
@@ -75,5 +75,5 @@ def test_cast_model_is_cached(tmp_path, monkeypatch):
     net(tmp_path / "net.onnx")
     first = cast_model(tmp_path / "net.onnx", "f16", tmp_path / "cast")
     assert [path.name for path in first.parent.iterdir()] == [first.name]
-    monkeypatch.setattr("harness.runtimes.tensorrt.model_checks.call_in_helper_process", None)
+    monkeypatch.setattr("harness.runtimes.tensorrt.options.call_in_helper_process", None)
     assert cast_model(tmp_path / "net.onnx", "f16", tmp_path / "cast") == first

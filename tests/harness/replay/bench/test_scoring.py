@@ -17,7 +17,7 @@ from harness.replay.bench.accuracy import ACCURACY_FILE, PlacementScorer, read_a
 from harness.replay.bench.export import write_croissant
 from harness.replay.record_table import record
 from harness.run.prepare.study_task import make_study
-from harness.runtimes.benchmark_table import read_table
+from harness.runtimes.replay import read_table
 
 TEXT = "experiment: scores\nmodels: [{model}]\nbackends: [simulated]\nprecision: [int8]\n"
 

@@ -16,8 +16,7 @@ from harness.run.prepare.accuracy import Scoring
 from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.verify import file_scores
 from harness.run.verify.file_scores import score_tool_files
-from harness.workers.engines import WorkerSpec
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine, WorkerSpec
 from search.space import Space
 
 

@@ -18,7 +18,7 @@ from harness.plugins.api import Accuracy, Candidate
 from harness.results.search_log import Goal
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.trial import NoisePolicy, measure
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
 SAMPLING = Sampling()

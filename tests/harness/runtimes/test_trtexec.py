@@ -13,15 +13,20 @@ from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.plugins import registry
 from harness.plugins.api import Candidate
-from harness.runtimes.trtexec.benchmarker import TrtexecBenchmarker
-from harness.runtimes.trtexec.flags import parse_version, read_outputs, read_profile, read_times
+from harness.runtimes.trtexec import (
+    TrtexecBenchmarker,
+    parse_version,
+    read_outputs,
+    read_profile,
+    read_times,
+)
 
 
 @pytest.fixture(params=[10, 11])
 def major(request, monkeypatch, tmp_path):
     """A machine with a GPU and this trtexec."""
     fake_trtexec.install(tmp_path, monkeypatch.setenv, request.param)
-    monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
+    monkeypatch.setattr("harness.runtimes.cuda.import_runtime", FakeCuda)
     return int(request.param)
 
 
@@ -67,7 +72,7 @@ def test_cuda_graph_can_be_disabled(major, tmp_path):
 
 def test_stale_readings_are_discarded(major, tmp_path, monkeypatch):
     now_s = [0.0]
-    monkeypatch.setattr("harness.runtimes.trtexec.benchmarker.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("harness.runtimes.trtexec.time.monotonic", lambda: now_s[0])
     made = TrtexecBenchmarker(precision="f32")
     with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
         first = probe.sample(2)
@@ -203,14 +208,14 @@ def test_description_lists_version_device_and_precisions(major):
 
 @pytest.mark.usefixtures("major")
 def test_precisions_beyond_the_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: FakeCuda(capability=(7, 5)))
+    monkeypatch.setattr("harness.runtimes.cuda.import_runtime", lambda: FakeCuda(capability=(7, 5)))
     assert list(TrtexecBenchmarker().describe()["float_params"]) == ["f32", "f16"]
     with pytest.raises(UserError, match=r"precision: bf16 needs compute capability 8.0, Fake GPU has 7.5"):
         TrtexecBenchmarker(precision="bf16").describe()
 
 
 def test_missing_trtexec_is_a_user_error(monkeypatch):
-    monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
+    monkeypatch.setattr("harness.runtimes.cuda.import_runtime", FakeCuda)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"no program trtexec on PATH; it comes with TensorRT's archive.*not with pip"):
         TrtexecBenchmarker().describe()
