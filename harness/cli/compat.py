@@ -126,7 +126,7 @@ def quantize(
 
 def _print_hand_over(model: Path, command: str, shapes: Mapping[str, str] | None = None) -> None:
     """Print on a machine without a GPU the results of the compiler, and the command for a machine with one."""
-    from harness.insight.compiled import hand_over_lines
+    from harness.insight.file_check import hand_over_lines
     from harness.measure.provenance import describe_environment
 
     if not describe_environment().get("gpus"):
@@ -256,16 +256,16 @@ def evaluate(
     for path in specs:
         add_to_sys_path(path.resolve().parent)
     with TerminalProgress() as terminal:
-        rows = compare_evaluations([run(spec, path, terminal) for path, spec in specs_by_path.items()])
+        results = [run(spec, path, terminal) for path, spec in specs_by_path.items()]
+        rows, drops = compare_evaluations(results)
     header = ("spec", "engine or model", "precision", "metric [95 %]", "drop [95 %]", "note")
-    print_table(header, [row.cells() for row in rows], as_json=as_json)
-    if as_json:
-        return
+    print_table(header, rows, as_json=as_json)
     models: set[Path | None] = set()
-    for row, (path, spec) in zip(rows, specs_by_path.items(), strict=True):
-        if suggest and row.scored.target.model not in models:
+    compared = zip(results, drops, specs_by_path.items(), strict=True)
+    for scored, drop, (path, spec) in compared if suggest and not as_json else ():
+        if scored.target.model not in models:
             with TerminalProgress() as terminal:
-                lines = advise_native_layers(row, spec.dataset, path.resolve().parent, terminal)
+                lines = advise_native_layers(scored, drop, spec.dataset, path.resolve().parent, terminal)
             for line in lines:
                 echo(line)
-        models.add(row.scored.target.model)
+        models.add(scored.target.model)

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.base.errors import UserError
-from harness.base.files import file_sha256, read_json, read_text
+from harness.base.files import file_sha256, read_json
+from harness.base.untrusted import read_text
 from harness.measure.records import first_problem
 
 SHIP_FOLDER = "ship"
@@ -19,7 +20,7 @@ FACTS_FILE, MANIFEST_FILE, REPORT_FILE, SCRIPT_FILE = "ship.json", "SHA256SUMS",
 
 
 class StoredFacts(BaseModel):
-    """Keys of `ship.json` that commands use (`harness.ship.bundle.shipment_facts`); it may come from a stranger."""
+    """Keys of `ship.json` that commands use (`harness.ship.results_bundle`); it may come from a stranger."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 

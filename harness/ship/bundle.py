@@ -9,17 +9,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.base.errors import DoesNotHold, UserError
 from harness.base.files import explain_write_errors, file_sha256, write_json, write_text
 from harness.base.progress import Observer
+from harness.base.text import printable
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model, model_files
+from harness.measure.provenance import format_options, format_scenario
 from harness.results.artifacts import DYNAMIC_MODEL_SUFFIX
 from harness.results.deploy_folder import (
     FACTS_FILE,
@@ -29,8 +30,8 @@ from harness.results.deploy_folder import (
     is_bundle_file,
     read_bundle,
 )
-from harness.ship.deploy_script import DeployTarget, deploy_script, find_target
-from harness.ship.report_text import report_text
+from harness.results.display_names import metric_name
+from harness.ship.deploy_script import deploy_script, find_target
 from harness.workers.helper_process import StepLimits
 from harness.workers.locks import timing_lock
 from harness.workers.process import wait_for_output
@@ -40,117 +41,74 @@ FOOTPRINT_RUNS = 5
 SCRIPT_LIMIT_S = 600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shipment:
-    """Model to deploy.
-
-    Attributes:
-        name: MODEL-RUNTIME-PRECISION, the name of the folder and of the ONNX file.
-        model: File that was timed and scored.
-        dynamic_model: File with the same placement and the dynamic axes of the original model, or None.
-        float_model: File of the baseline; its load time and memory are measured for comparison.
-        target: Runtime that `deploy.py` uses.
-        facts: Content of `ship.json`, see `shipment_facts`.
-    """
-
-    name: str
-    model: Path
-    float_model: Path
-    target: DeployTarget
-    facts: Mapping[str, Any]
-    dynamic_model: Path | None = None
+Facts = Mapping[str, Any]
 
 
-def shipment_facts(
+def write_bundle(
+    folder: Path,
+    model: Path,
+    float_model: Path,
+    facts: Facts,
+    observer: Observer,
     *,
-    answer: str,
-    method: str,
-    decision: str,
-    timing: Mapping[str, Any],
-    runtime: Mapping[str, Any],
-    environment: Mapping[str, Any],
-    calibration: Mapping[str, Any],
-    model: Mapping[str, Any],
-    dynamic_remark: str,
-    experiment: Mapping[str, Any],
-    accuracy: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the facts of a shipment as JSON values.
+    dynamic_model: Path | None = None,
+) -> None:
+    """Write a folder to deploy unless it exists unchanged; an earlier one there is replaced.
+
+    Load time and peak memory are measured in a process that runs `deploy.py`; if it fails, the reason is stored
+    instead.
 
     Args:
-        answer: Line with file, speedup, loss of accuracy and settings.
-        method: Name of the searcher that chose the placement, or of the fixed placement.
-        decision: Verdict of the confirmation, such as "faster" or "tie".
-        timing: Speedup and latencies in ms; see `harness.ship.results_bundle.confirmation_facts`.
-        runtime: Description of the benchmarker.
-        environment: See `harness.measure.provenance.describe_environment`.
-        calibration: `data` and `method` as text, and the digest of the `ranges`.
-        model: `source` and `sha256` of the float model.
-        dynamic_remark: Result of the check of the file with dynamic axes, "NAME: TEXT".
-        experiment: Keys of an experiment with only this task and without searches.
-        accuracy: `metric`, `score`, `float_score`, `drop` with its limits, `bound`; None if accuracy was not measured.
-    """
-    unknown = dict.fromkeys(("metric", "score", "float_score", "drop", "bound"))
-    return {
-        "answer": answer,
-        "method": method,
-        "decision": decision,
-        **timing,
-        **unknown,
-        **(accuracy or {}),
-        "runtime": dict(runtime),
-        "python": environment.get("python"),
-        "packages": environment.get("packages", {}),
-        "calibration": dict(calibration),
-        "model": dict(model),
-        "dynamic_remark": dynamic_remark.partition(": ")[2],
-        "experiment": dict(experiment),
-    }
-
-
-def write_bundle(folder: Path, shipment: Shipment, observer: Observer) -> Path:
-    """Write the folder of a model below `folder` unless it exists unchanged, and return its path.
-
-    An earlier bundle there is replaced. Load time and peak memory are measured in a process that runs `deploy.py`; if
-    it fails, the reason is stored instead.
+        folder: Folder to write, named MODEL-RUNTIME-PRECISION as the ONNX file.
+        model: File that was timed and scored.
+        float_model: File of the baseline; its load time and memory are measured for comparison.
+        facts: Content of `ship.json`, see `harness.ship.results_bundle`; its `runtime` has a script.
+        dynamic_model: File with the same placement and the dynamic axes of the original model, or None.
 
     Raises:
         UserError: A file cannot be written, or the folder has files that do not belong to a bundle.
     """
-    target = folder / shipment.name
+    target = find_target(facts["runtime"])
+    assert target is not None
+    name = folder.name
     facts = {
         "schema": SCHEMA,
-        "name": shipment.name,
-        "file": f"{shipment.name}.onnx",
-        "sha256": digest_file(shipment.model),
-        "dynamic_file": None if shipment.dynamic_model is None else f"{shipment.name}{DYNAMIC_MODEL_SUFFIX}",
-        **json.loads(json.dumps(shipment.facts)),
+        "name": name,
+        "file": f"{name}.onnx",
+        "sha256": digest_file(model),
+        "dynamic_file": None if dynamic_model is None else f"{name}{DYNAMIC_MODEL_SUFFIX}",
+        **json.loads(json.dumps(facts)),
     }
-    if _is_current(target, facts):
-        return target
-    remove_bundle(target)
-    with explain_write_errors(target):
-        target.mkdir(parents=True, exist_ok=True)
-        model = copy_model(shipment.model, target, facts["file"])
-        if shipment.dynamic_model is not None:
-            copy_model(shipment.dynamic_model, target, facts["dynamic_file"])
-    script = target / SCRIPT_FILE
-    dynamic = target / facts["dynamic_file"] if facts["dynamic_file"] else None
-    write_text(script, deploy_script(model, facts["runtime"], shipment.target, _timed_inputs(facts), dynamic))
-    with observer.work(f"run {shipment.name}/{SCRIPT_FILE}", 2) as step, timing_lock():
-        footprints = {}
-        for name, file in (("model", model), ("float", shipment.float_model)):
-            footprints[name] = _measure_footprint(script, file)
+    with suppress(UserError):
+        stored = read_bundle(folder)
+        if {key: value for key, value in stored.items() if key != "footprint"} == facts:
+            return
+    remove_bundle(folder)
+    with explain_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        shipped = copy_model(model, folder, facts["file"])
+        dynamic = None if dynamic_model is None else copy_model(dynamic_model, folder, facts["dynamic_file"])
+    script = folder / SCRIPT_FILE
+    write_text(script, deploy_script(shipped, facts["runtime"], target, _timed_inputs(facts), dynamic))
+    footprints: dict[str, dict[str, Any]] = {}
+    with observer.work(f"run {name}/{SCRIPT_FILE}", 2) as step, timing_lock():
+        for row, file in (("model", shipped), ("float", float_model)):
+            footprints[row] = {"file_mb": sum(path.stat().st_size for path in model_files(file)) / 1e6}
+            try:
+                ran = run_script(sys.executable, script, "--model", str(file), "--repeat", str(FOOTPRINT_RUNS))
+                footprints[row] |= {key: ran[key] for key in ("load_ms", "peak_memory_mb")}
+            except UserError as error:
+                footprints[row]["reason"] = str(error).replace(str(script), script.name)
             step.advance()
-    facts["footprint"] = footprints
-    write_text(target / REPORT_FILE, report_text(facts, shipment.target.title))
-    write_json(target / FACTS_FILE, facts)
-    write_text(target / MANIFEST_FILE, "".join(f"{file_sha256(path)}  {path.name}\n" for path in _bundle_files(target)))
-    return target
+    facts = {**facts, "footprint": footprints}
+    write_text(folder / REPORT_FILE, report_text(facts, target.title))
+    write_json(folder / FACTS_FILE, facts)
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST_FILE)
+    write_text(folder / MANIFEST_FILE, "".join(f"{file_sha256(path)}  {path.name}\n" for path in files))
 
 
 @contextmanager
-def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
+def generated_script(folder: Path, facts: Facts) -> Iterator[Path]:
     """Generate the script of a bundle again in a scratch folder, and yield its path.
 
     No command runs the stored `deploy.py`, because it may come from an untrusted source.
@@ -174,13 +132,13 @@ def generated_script(folder: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
         yield script
 
 
-def _timed_inputs(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _timed_inputs(facts: Facts) -> dict[str, Any]:
     """Return the shapes of the inputs at each timed shape; empty for a single shape or without dynamic axes."""
     shapes = facts.get("shapes", {}) if facts.get("dynamic_file") else {}
     return {str(name): each["inputs"] for name, each in shapes.items() if "inputs" in each}
 
 
-def run_bundle(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+def run_bundle(folder: Path, facts: Facts) -> dict[str, Any]:
     """Generate and run the script of a bundle in this environment, and return the JSON values that it prints.
 
     Args:
@@ -207,24 +165,8 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
         DoesNotHold: The script fails; the message has its last line.
         UserError: The script cannot be started, lacks a module or exceeds a limit.
     """
-    status, printed, errors = _run_limited([python, "-I", str(script), "--json", *arguments], f"{script} with {python}")
-    if status:
-        last = (errors.strip().splitlines() or [f"exit status {status}"])[-1]
-        failure = UserError if "ModuleNotFoundError" in last else DoesNotHold
-        raise failure(f"{script} with {python}: {last}")
-    try:
-        values = json.loads(printed.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        values = None
-    if not isinstance(values, dict):
-        raise UserError(f"{python}: cannot run a script: is it a Python program?")
-    return values
-
-
-def _run_limited(command: list[str], what: str) -> tuple[int, str, str]:
-    """Run a program, whose model may be untrusted, within limits; return exit status, stdout and stderr."""
-    limits = StepLimits.read()
-    pipe = subprocess.PIPE
+    what, limits, pipe = f"{script} with {python}", StepLimits.read(), subprocess.PIPE  # its model may be untrusted
+    command = [python, "-I", str(script), "--json", *arguments]
     try:
         with subprocess.Popen(
             command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
@@ -234,30 +176,23 @@ def _run_limited(command: list[str], what: str) -> tuple[int, str, str]:
             finally:  # including its child processes
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-        return process.returncode, printed, errors
     except TimeoutError as error:
         raise UserError(f"{what}: takes more than {SCRIPT_LIMIT_S:g} s") from error
     except MemoryError as error:
         raise UserError(f"{what}: {limits.memory_message}") from error
     except OSError as error:
         raise UserError(f"{what}: {error}") from error
-
-
-def _measure_footprint(script: Path, model: Path) -> dict[str, Any]:
-    """Measure file size, load time and peak memory of a model, or return the reason why it does not run."""
-    size_mb = sum(path.stat().st_size for path in model_files(model)) / 1e6
+    if process.returncode:
+        last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        failure = UserError if "ModuleNotFoundError" in last else DoesNotHold
+        raise failure(f"{what}: {last}")
     try:
-        found = run_script(sys.executable, script, "--model", str(model), "--repeat", str(FOOTPRINT_RUNS))
-    except UserError as error:
-        return {"file_mb": size_mb, "reason": str(error).replace(str(script), script.name)}
-    return {"file_mb": size_mb, "load_ms": found["load_ms"], "peak_memory_mb": found["peak_memory_mb"]}
-
-
-def _is_current(folder: Path, facts: Mapping[str, Any]) -> bool:
-    with suppress(UserError):
-        stored = read_bundle(folder)
-        return {name: value for name, value in stored.items() if name != "footprint"} == facts
-    return False
+        values = json.loads(printed.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(f"{python}: cannot run a script: is it a Python program?")
+    return values
 
 
 def remove_bundle(folder: Path) -> None:
@@ -273,5 +208,68 @@ def remove_bundle(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _bundle_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST_FILE)
+def report_text(facts: Facts, runtime_title: str) -> str:
+    """Return the report of a folder to deploy as Markdown: figures, settings, calibration and limits."""
+    runtime, calibration, metric = facts["runtime"], facts["calibration"], facts["metric"]
+    options = runtime.get("options", {})
+    settings = {name: value for name, value in options.items() if name not in ("streams", "shapes")}
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
+    conditions = [
+        f"{runtime_title} {runtime.get('version', '')} on {runtime.get('device', 'unknown')}",
+        f"{format_scenario(options)}; {format_options(settings)}",
+        f"{facts['builds']} fresh builds in turns with the float model, noise floor {100 * facts['noise_floor']:.1f} %",
+        f"Python {facts['python']}; {packages}",
+        f"calibration: {calibration['data']}, method {calibration['method']}, ranges {calibration['ranges']}",
+    ]
+    limits = ["The figures hold for this kind of processor, this version of the runtime, and these settings."]
+    if metric is None:
+        limits.append("Accuracy was not measured.")
+    elif facts["bound"] is None:
+        limits.append("No bound on accuracy was set.")
+    else:
+        limits.append(f"Bound on the loss of {metric_name(metric)}: {facts['bound']:g}.")
+    if calibration["data"] == "random data":
+        limits.append("The ranges are those of random data: calibrate with data of your own before use.")
+    files = [f"`{facts['file']}`: the bytes that were timed and scored, SHA-256 of the model `{facts['sha256']}`"]
+    if facts["dynamic_file"]:
+        files.append(f"`{facts['dynamic_file']}`: the same Q/DQ pairs with dynamic axes; {facts['dynamic_remark']}")
+    else:
+        limits.append("The file accepts only the input shapes in deploy.py.")
+    files += [
+        "`deploy.py`: loads the file with the measured settings and runs one input; `python deploy.py --help`",
+        "`SHA256SUMS`: digests, for `sha256sum -c SHA256SUMS` or for `qdq verify FOLDER`, which also runs the model",
+    ]
+    lines = [f"# {facts['name']}", "", f"{facts['answer']}.", "", *_figures(facts), ""]
+    for title, items in (("Measured with", conditions), ("Limits", limits), ("Files", files)):
+        lines += [f"## {title}", "", *(f"- {item}" for item in items), ""]
+    return "\n".join(map(printable, lines))
+
+
+def _figures(facts: Facts) -> Iterator[str]:
+    """Yield the lines of the tables of figures."""
+
+    def interval(values: Sequence[float], digits: int = 3) -> str:
+        value, low, high = (f"{each:.{digits}f}" for each in values)
+        return f"{value} [{low}, {high}]"
+
+    def pair(name: str, before: float | None, after: float | None, digits: int = 3) -> str:
+        cells = ("-" if value is None else f"{value:.{digits}f}" for value in (before, after))
+        return f"| {name} | {' | '.join(cells)} |"
+
+    own, base = facts["footprint"]["model"], facts["footprint"]["float"]
+    yield from ("| | float | this file |", "|---|---|---|")
+    yield f"| latency, ms, median [95 %] | {interval(facts['float_latency_ms'])} | {interval(facts['latency_ms'])} |"
+    yield pair("latency, ms, 99th percentile", facts["float_p99_ms"], facts["p99_ms"])
+    if facts["metric"] is not None:
+        yield pair(metric_name(facts["metric"]), facts["float_score"], facts["score"], 4)
+    yield pair("file, MB", base["file_mb"], own["file_mb"])
+    yield pair("load and first run, ms", base.get("load_ms"), own.get("load_ms"), 0)
+    yield pair("peak memory, MB", base.get("peak_memory_mb"), own.get("peak_memory_mb"), 0)
+    if facts.get("shapes"):
+        yield from ("", "| shape | float, ms | this file, ms | speedup [95 %] |", "|---|---|---|---|")
+    for shape, each in (facts.get("shapes") or {}).items():
+        cells = (interval(each["float_latency_ms"]), interval(each["latency_ms"]), interval(each["speedup"], 2))
+        yield f"| {shape} | {' | '.join(cells)} |"
+    for name in ("model", "float"):
+        if reason := facts["footprint"][name].get("reason"):
+            yield from ("", f"Not run ({name}): {reason}")

@@ -20,7 +20,7 @@ from harness.runtimes.onnxruntime import OPTIMIZATION_LEVEL_NAMES, PROVIDER_NAME
 from harness.runtimes.onnxruntime_web.benchmarker import PROGRAM, SESSION_OPTIONS
 from harness.runtimes.onnxruntime_web.session import WebSession
 from harness.runtimes.openvino import engine_properties
-from harness.runtimes.tensorrt.library import TIMING_RUNS_PER_TACTIC, weak_typing_flags
+from harness.runtimes.tensorrt.builder import TIMING_RUNS_PER_TACTIC, weak_typing_flags
 from harness.ship import deploy_runtime
 
 Facts = Mapping[str, Any]
@@ -133,6 +133,11 @@ def deploy_script(
     """
     graph = read_qdq_graph(model).proto.graph
     version = short_version(facts.get("version"))
+    dynamic_inputs = [] if dynamic is None else input_values(read_qdq_graph(dynamic).proto.graph)
+
+    def axes(value: Any) -> tuple[int | str | None, ...]:  # a size, the name of a dynamic axis, or None
+        return tuple(size.dim_value or size.dim_param or None for size in value.type.tensor_type.shape.dim)
+
     reshapes = "shapes" in inspect.signature(target.load).parameters
     values = {
         "MODEL": model.name,
@@ -142,7 +147,7 @@ def deploy_script(
         "INPUTS": _describe_values(input_values(graph)),
         "OUTPUTS": _describe_values(graph.output),
         "SHAPES": {name: dict(inputs) for name, inputs in (shapes or {}).items()} if reshapes else {},
-        "DYNAMIC": {} if dynamic is None else _dynamic_sizes(input_values(read_qdq_graph(dynamic).proto.graph)),
+        "DYNAMIC": {value.name: axes(value) for value in dynamic_inputs},
     }
     at = ", OPTIONS, shapes" if reshapes else ""
     functions: tuple[Callable[..., Any], ...] = (
@@ -187,14 +192,6 @@ def deploy_script(
         '\nif __name__ == "__main__":\n    main(load)\nelse:\n    sys.path[:] = PROGRAM_PATH\n',
     ]
     return "\n\n".join(parts)
-
-
-def _dynamic_sizes(values: Any) -> dict[str, tuple[int | str | None, ...]]:
-    """Return the sizes of each input by name: a number, the name of a dynamic axis, or None."""
-    return {
-        value.name: tuple(size.dim_value or size.dim_param or None for size in value.type.tensor_type.shape.dim)
-        for value in values
-    }
 
 
 def _describe_values(values: Any) -> dict[str, tuple[tuple[int, ...], str] | None]:

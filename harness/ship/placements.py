@@ -12,25 +12,26 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.calibration.range_estimators import Ranges
-from harness.accuracy.calibration.ranges import CalibrationBatches
+from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.calibration.usable_ranges import Ranges
 from harness.accuracy.data.arrays import array_kind
 from harness.accuracy.data.batching import RANDOM_DATA
 from harness.base.errors import UserError, suggest_names
 from harness.base.files import explain_write_errors
 from harness.base.paths import resolve_path
 from harness.base.progress import Observer
-from harness.config.experiment import TENSORRT_GUIDE, TOOL_NAMES, Experiment, TaskSpec, parse_experiment, plan_tasks
+from harness.config.experiment import Experiment, parse_experiment
+from harness.config.initial import TENSORRT_GUIDE, TOOL_NAMES
+from harness.config.plan import TaskSpec, plan_tasks
 from harness.config.sections import PluginSpec
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.io.files import move_model, set_model_aside
 from harness.graph.load import save_to_folder
+from harness.graph.qdq.import_differences import find_differences, summarize_reasons
 from harness.graph.qdq.import_placement import (
     ImportDifference,
     ImportedPlacement,
-    find_differences,
     read_placement,
-    summarize_reasons,
     transfer_placement,
 )
 from harness.graph.qdq.qdq_graph import read_qdq_graph
@@ -362,11 +363,18 @@ def _report_ranges(task: Task, resolved: Resolved, imported: Ranges, observer: O
 
 def _initial_entry(placement: str, ranges: bool) -> dict[str, Any]:
     """Return the entry of an experiment's key `initial` for a fixed placement's name, a folder to deploy or a file."""
-    path = Path(placement)
-    if not path.is_file() and not holds_bundle(path):
-        _check_fixed_placement(placement, path)
+    path, names = Path(placement), (*FIXED_PLACEMENTS, TENSORRT_GUIDE)
+    if path.is_file() or holds_bundle(path):
+        return file_entry(path, ROW, ranges=ranges)
+    if placement in TOOL_NAMES:
+        problem = "a tool, not a fixed placement; run the tool, or `qdq ptq` for ModelOpt's"
+    elif (path / "experiment.yaml").is_file():
+        problem = "a results folder without a folder to deploy, so there is no placement"
+    elif placement not in names:
+        problem = f"no such fixed placement, folder to deploy or file; {suggest_names(placement, names)}"
+    else:
         return {"use": placement, "label": placement}
-    return file_entry(path, ROW, ranges=ranges)
+    raise UserError(f"--placement {placement}: {problem}")
 
 
 def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
@@ -383,24 +391,6 @@ def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
     path = find_qdq_file(path)
     params = {"path": os.path.relpath(path), **({"ranges": True} if ranges else {})}
     return {"use": "placement" if is_exported(path) else "import", "params": params, "label": label}
-
-
-def _check_fixed_placement(placement: str, path: Path) -> None:
-    """Raise `UserError` with the remedy for a name that no fixed placement has."""
-    if placement in TOOL_NAMES:
-        raise UserError(
-            f"--placement {placement}: a tool, not a fixed placement; run the tool, or `qdq ptq` for ModelOpt's"
-        )
-    if (path / "experiment.yaml").is_file():
-        raise UserError(
-            f"--placement {placement}: a results folder without a folder to deploy, so there is no placement"
-        )
-    names = (*FIXED_PLACEMENTS, TENSORRT_GUIDE)
-    if placement not in names:
-        raise UserError(
-            f"--placement {placement}: no such fixed placement, folder to deploy or file; "
-            f"{suggest_names(placement, names)}"
-        )
 
 
 def _load_dialect_of(backend: PluginSpec) -> Dialect:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.metrics.closeness import MAX_SQNR_DB, output_sqnr
+from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, output_sqnr
 from harness.base.errors import DoesNotHold, UserError
 from harness.base.progress import Observer
 from harness.base.statistics import Interval, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
@@ -160,27 +160,33 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
         results = run_in_turns(runs, builds, f"compare environments on {folder.name}", observer)
         random = frozenset(find_random_outputs(read_qdq_graph(Path(model)).proto))
         sqnr_db = _least_agreement(_read_outputs(outputs["this"]), _read_outputs(outputs["other"]), random)
-    medians_ms = {name: [float(run["latency_ms"]) for run in each] for name, each in results.items()}
-    versions = {name: each[-1]["version"] for name, each in results.items()}
-    ratios = np.divide(medians_ms["this"], medians_ms["twin"])
-    by_turn = {name: [[value] for value in each] for name, each in medians_ms.items()}
-    speedup = paired_ratio_ci(by_turn["this"], by_turn["other"])
+    latency_ms, floor = _read_latencies(results, "this")
+    medians_ms = {name: float(np.median(each)) for name, each in latency_ms.items()}
+    speedup = paired_ratio_ci(latency_ms["this"], latency_ms["other"])
     here, there = (
-        paired_ratio_ci(by_turn[f"{name} float"], by_turn[name]) if has_pairs else None for name in ("this", "other")
+        paired_ratio_ci(latency_ms[f"{name} float"], latency_ms[name]) if has_pairs else None
+        for name in ("this", "other")
     )
-    floor = noise_floor_from_ratios(list(ratios))
-    latency_ms, other_ms = (float(np.median(medians_ms[name])) for name in ("this", "other"))
     return RuntimeComparison(
         speedup=speedup,
         noise_floor=floor,
         verdict=speedup_verdict(speedup, floor),
-        latencies_ms=(latency_ms, other_ms),
+        latencies_ms=(medians_ms["this"], medians_ms["other"]),
         sqnr_db=sqnr_db,
-        versions=(versions["this"], versions["other"]),
+        versions=(results["this"][-1]["version"], results["other"][-1]["version"]),
         recorded_version=str(facts["runtime"].get("version", "")),
         recorded_gain=Interval(**dict(zip(("value", "low", "high"), facts["speedup"], strict=True))),
         gains=None if here is None or there is None else (here, there),
     )
+
+
+def _read_latencies(
+    results: Mapping[str, Sequence[Mapping[str, Any]]], base: str
+) -> tuple[dict[str, list[list[float]]], float]:
+    """Return the latency in ms of each process by name, and the noise floor: `base` over its repetition "twin"."""
+    latency_ms = {name: [[float(run["latency_ms"])] for run in each] for name, each in results.items()}
+    ratios = [ours[0] / twin[0] for ours, twin in zip(latency_ms[base], latency_ms["twin"], strict=True)]
+    return latency_ms, noise_floor_from_ratios(ratios)
 
 
 def run_in_turns(
@@ -215,10 +221,10 @@ def run_script_in(python: str, script: Path, facts: Mapping[str, Any], *argument
     Raises:
         UserError: The script fails; if a module is missing, the message has the command that installs it.
     """
+    target = find_target(facts["runtime"])
     try:
         return run_script(python, script, *arguments)
     except UserError as error:
-        target = find_target(facts["runtime"])
         if target is None or "ModuleNotFoundError" not in str(error):
             raise
         missing = str(error).rpartition(": ")[2]
@@ -298,29 +304,20 @@ def measure_edge_costs(
         shipped = copy_model(folder / str(facts["file"]), Path(scratch))
         runs = {name: partial(run, str(shipped)) for name in ("shipped", "twin")}
         runs["shipped"]()  # raises if the runtime is not installed
-        groups = {}
-        for number, group in enumerate(_group_edges(edges)):
+        tensors = dict.fromkeys(edge.tensor for edge in edges)
+        groups = [tuple(edge for edge in edges if edge.tensor == tensor) for tensor in tensors]
+        timed = {}
+        for number, group in enumerate([*groups, tuple(edges)] if len(groups) > 1 else groups):
             path = shipped.with_name(f"{number}.onnx")
             if write_with_edges(shipped, group, path):
                 with suppress(UserError):
                     run(str(path))
-                    groups[str(number)], runs[str(number)] = group, partial(run, str(path))
+                    timed[str(number)], runs[str(number)] = group, partial(run, str(path))
         results = run_in_turns(runs, builds, f"time {folder.name} with more inputs quantized", observer)
-    latency_ms = {name: [float(run["latency_ms"]) for run in each] for name, each in results.items()}
-    return tuple(_read_cost(group, latency_ms, name) for name, group in groups.items())
-
-
-def _read_cost(edges: tuple[Edge, ...], latency_ms: Mapping[str, Sequence[float]], name: str) -> EdgeCost:
-    ours, twin, changed = ([[value] for value in latency_ms[each]] for each in ("shipped", "twin", name))
-    floor = noise_floor_from_ratios([a[0] / b[0] for a, b in zip(ours, twin, strict=True)])
-    verdict = speedup_verdict(paired_ratio_ci(ours, changed), floor)
-    return EdgeCost(edges=edges, ratio=paired_ratio_ci(changed, ours), verdict=verdict, noise_floor=floor)
-
-
-def _group_edges(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
-    """Yield the edges of each tensor, then all edges."""
-    tensors = dict.fromkeys(edge.tensor for edge in edges)
-    for tensor in tensors:
-        yield tuple(edge for edge in edges if edge.tensor == tensor)
-    if len(tensors) > 1:
-        yield tuple(edges)
+    latency_ms, floor = _read_latencies(results, "shipped")
+    shipped_ms, costs = latency_ms["shipped"], list[EdgeCost]()
+    for name, group in timed.items():
+        ratio = paired_ratio_ci(latency_ms[name], shipped_ms)
+        verdict = speedup_verdict(paired_ratio_ci(shipped_ms, latency_ms[name]), floor)
+        costs.append(EdgeCost(edges=group, ratio=ratio, verdict=verdict, noise_floor=floor))
+    return tuple(costs)

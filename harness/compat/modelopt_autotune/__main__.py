@@ -18,7 +18,7 @@ from harness.base.paths import WAIT_VARIABLE, resolve_path
 from harness.base.progress import Observer
 from harness.base.terminal_progress import TerminalProgress
 from harness.compat.modelopt_autotune.benchmark import backend_spec, init_benchmark_instance
-from harness.compat.modelopt_autotune.placement_map import untyped_linear_inputs
+from harness.compat.modelopt_autotune.region_pattern import untyped_linear_inputs
 from harness.compat.modelopt_autotune.region_search import get_node_filter_list
 from harness.compat.modelopt_autotune.session import calibration_batches
 from harness.compat.modelopt_autotune.settings import (
@@ -40,7 +40,7 @@ from harness.graph.qdq.import_placement import import_placement
 from harness.graph.rules.dialects import TENSORRT
 from harness.measure.records import MAIN_BENCHMARKER
 from harness.plugins.registry import find_entry_point
-from harness.results.journal import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.results.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.run.prepare.float_baseline import read_runtime, select_float_baseline
 from harness.run.prepare.model_loader import open_model
 from harness.workers.sandbox import open_engines

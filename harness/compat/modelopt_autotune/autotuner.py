@@ -11,19 +11,27 @@ from typing import Any
 
 from harness.base.files import explain_write_errors
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
-from harness.compat.modelopt_autotune.insertion_points import ResolvedInsertionPoint, get_autotuner_quantizable_ops
-from harness.compat.modelopt_autotune.placement_map import RegionIndex
-from harness.compat.modelopt_autotune.region_pattern import PatternSchemes
+from harness.compat.modelopt_autotune.insertion_points import (
+    Region,
+    RegionType,
+    ResolvedInsertionPoint,
+    get_autotuner_quantizable_ops,
+)
+from harness.compat.modelopt_autotune.region_pattern import PatternSchemes, RegionIndex
 from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
-from harness.compat.modelopt_autotune.regions import Region, RegionType
-from harness.compat.modelopt_autotune.session import AutotuneSession, PatternSearch
+from harness.compat.modelopt_autotune.session import (
+    AutotuneSession,
+    AutotuneState,
+    PatternCache,
+    PatternSearch,
+    read_state,
+)
 from harness.compat.modelopt_autotune.settings import (
     AutotunerError,
     AutotunerNotInitializedError,
     Config,
     InvalidSchemeError,
 )
-from harness.compat.modelopt_autotune.storage import AutotuneState, PatternCache, read_state
 from harness.config.sections import PluginSpec
 from harness.config.yaml_loader import write_plain_yaml
 from harness.graph.io.files import digest_model, serialize_model, to_proto, write_model
@@ -33,8 +41,6 @@ from harness.graph.rules.operator_sets import ACTIVATION_OPS
 from harness.run.prepare.float_baseline import read_runtime
 from harness.run.prepare.model_loader import MIN_OPSET
 from search.space import Placement
-
-__all__ = ["QDQAutotuner", "QDQAutotunerBase", "Transform"]
 
 _logger = logging.getLogger(__name__)
 Transform = Callable[[Any], Any]

@@ -25,13 +25,9 @@ from harness.measure.sampling import Samples
 from harness.plugins import registry
 from harness.plugins.api import Candidate
 from harness.run.search.trial import NoisePolicy, measure
-from harness.workers.engines import BuiltEngine, EngineRequest, Engines, Sample, ScoringCallback, WorkerSpec
+from harness.workers.engines import Engines, ScoringCallback, WorkerSpec
+from harness.workers.requests import BuiltEngine, EngineRequest, Sample
 from harness.workers.sandbox import open_engines
-
-__all__ = [
-    "Benchmark", "TensorRTPyBenchmark", "TrtExecBenchmark", "backend_spec", "benchmark_onnx_model",
-    "current_benchmark", "init_benchmark_instance", "is_noisy",
-]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
 _current_benchmarks: ContextVar[Benchmark | None] = ContextVar("benchmark", default=None)

@@ -7,17 +7,18 @@ from harness.compat.modelopt_autotune.insertion_points import (
     ChildRegionOutputInsertionPoint,
     InsertionPoint,
     NodeInputInsertionPoint,
+    Region,
+    RegionType,
     ResolvedInsertionPoint,
 )
 from harness.compat.modelopt_autotune.region_pattern import InsertionScheme, PatternSchemes
-from harness.compat.modelopt_autotune.regions import Region, RegionType
+from harness.compat.modelopt_autotune.session import PatternCache
 from harness.compat.modelopt_autotune.settings import (
     AutotunerError,
     AutotunerNotInitializedError,
     Config,
     InvalidSchemeError,
 )
-from harness.compat.modelopt_autotune.storage import PatternCache
 
 __all__ = [
     "AutotunerError", "AutotunerNotInitializedError", "ChildRegionInputInsertionPoint",

@@ -10,16 +10,13 @@ from types import MappingProxyType
 
 from harness.base.errors import MAX_COUNT, UserError
 from harness.base.text import printable_lines
-from harness.compat.modelopt_autotune.insertion_points import has_quantizable_operations
-from harness.compat.modelopt_autotune.placement_map import RegionIndex
+from harness.compat.modelopt_autotune.insertion_points import Region, has_quantizable_operations
+from harness.compat.modelopt_autotune.region_pattern import RegionIndex
 from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
-from harness.compat.modelopt_autotune.regions import Region
 from harness.compat.modelopt_autotune.settings import add_sizes
 from harness.graph.partition.summary import TreeOptions
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.insight.region_report import inspect_regions
-
-__all__ = ["inspect_region_search", "main"]
 
 
 def inspect_region_search(

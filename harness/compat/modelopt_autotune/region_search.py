@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness.base.errors import UserError, prefix_file
-from harness.base.files import read_text
-from harness.compat.modelopt_autotune.placement_map import RegionIndex
-from harness.compat.modelopt_autotune.regions import Region, RegionType, from_graph
+from harness.base.untrusted import read_text
+from harness.compat.modelopt_autotune.insertion_points import Region, RegionType, from_graph
+from harness.compat.modelopt_autotune.region_pattern import RegionIndex
 from harness.compat.modelopt_autotune.settings import AutotunerError
 from harness.graph.io.files import to_proto
 from harness.graph.model import Model, Node, read_nodes
 from harness.graph.partition.regions import discover_regions, find_boundary, find_readers
-
-__all__ = [
-    "CombinedRegionSearch", "RegionPartitioner", "RegionSearchBase", "TopDownRegionBuilder", "get_node_filter_list",
-    "select_regions",
-]  # fmt: skip
 
 
 class RegionSearchBase:

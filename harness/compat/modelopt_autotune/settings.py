@@ -11,13 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from harness.base.errors import MAX_COUNT, UserError
-from harness.config.sections import normalize_float_precision
-
-__all__ = [
-    "MIN_TIMING_RUNS", "MODE_PRESETS", "REGION_FLAGS", "AutotunerError", "AutotunerNotInitializedError", "Config",
-    "InvalidSchemeError", "add_sizes", "check_counts", "get_parser", "ineffective_flags",
-    "parse_arguments", "parse_dq_dtype", "select_mode_preset",
-]  # fmt: skip
+from harness.config.precision_names import normalize_float_precision
 
 QUANT_TYPES = ("int8", "fp8")
 DQ_DTYPES = ("float16", "float32", "bfloat16")

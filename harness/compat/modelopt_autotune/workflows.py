@@ -26,10 +26,10 @@ from harness.compat.modelopt_autotune.benchmark import (
     init_benchmark_instance,
     is_noisy,
 )
+from harness.compat.modelopt_autotune.insertion_points import Region
 from harness.compat.modelopt_autotune.region_search import select_regions
-from harness.compat.modelopt_autotune.regions import Region
+from harness.compat.modelopt_autotune.session import PatternCache
 from harness.compat.modelopt_autotune.settings import AutotunerError, AutotunerNotInitializedError, Config
-from harness.compat.modelopt_autotune.storage import PatternCache
 from harness.config.sections import Confirmation, Limits
 from harness.graph.io.files import move_model, write_model
 from harness.graph.load import load
@@ -38,17 +38,19 @@ from harness.graph.rules.points import explain_no_points
 from harness.measure.elimination import TURNS_PER_RACING_ROUND
 from harness.measure.provenance import format_options, machine_lacks_vnni
 from harness.measure.records import Failed
-from harness.measure.turn_log import ConfirmationSummary, summarize_turns
+from harness.measure.turn_statistics import ConfirmationSummary, summarize_turns
 from harness.plugins.api import Candidate
+from harness.results.artifacts import FLOAT_ROW
 from harness.results.output_check import CHECK_FILE_NAME
 from harness.results.turns import FINAL_SELECTION_LOG_NAME
 from harness.run.confirm.paired_timing import PairedComparison, run_comparison
 from harness.run.confirm.rounds import TimedRow
+from harness.run.early_answer import EarlyAnswer
 from harness.run.prepare.model_loader import MIN_OPSET
 from harness.run.select.racing import FIRST_SCHEDULE, select_winner
 from harness.run.verify.dynamic_delivery import format_fixed_shapes, write_dynamic_model
 from harness.run.verify.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
-from harness.ship.tuned_model import TunedModel, describe_accuracy, ship_tuned_model
+from harness.ship.results_bundle import ship_confirmed
 from search.space import Placement
 
 __all__ = ["benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow", "run_job"]
@@ -218,7 +220,21 @@ class AutotuneRun:
         self._say(f"scales: calibrated on {session.task.calibrated_on}")
         for precision in session.task.accuracy_only:
             self._say(f"this device only emulates {precision}: latencies do not transfer to a device that supports it")
-        self._time_baseline()
+        if autotuner.baseline_latency_ms is None:
+            outcome = self._benchmark.measure(self._candidate(self._float), self._log("baseline"))
+            if isinstance(outcome, Failed):
+                raise UserError(
+                    f"{graph.model.source}: the float model cannot be timed on {self._benchmark.backend.use}, so "
+                    f"there is nothing to compare with: {outcome.stage}: {outcome.reason}"
+                )
+            autotuner.submit(median_ci(outcome.samples_ms).value)
+            autotuner.interleaved = is_noisy(outcome)
+        if autotuner.interleaved:
+            self._benchmark.time_against_reference(self._out / BASELINE, self._baseline_ms)
+            self._say(
+                "timing noise is high on this machine: models are timed in turns with the float model, whose "
+                f"{self._baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
+            )
         turns = [session.placement_map.whole] if job.whole else regions
         with job.observer.work("search" if job.whole else "regions", len(turns)) as step:
             self._time_initial(cache_file)
@@ -229,29 +245,6 @@ class AutotuneRun:
                         self._search_region(region)
                 step.advance(self._describe_best())
             autotuner.set_profile_region(None, commit=True)
-
-    def _time_baseline(self) -> None:
-        """Time the float model alone; if that is too uncertain, time everything else in turns with it.
-
-        Raises:
-            UserError: It cannot be timed.
-        """
-        autotuner, benchmark = self._autotuner, self._benchmark
-        if autotuner.baseline_latency_ms is None:
-            outcome = benchmark.measure(self._candidate(self._float), self._log("baseline"))
-            if isinstance(outcome, Failed):
-                raise UserError(
-                    f"{autotuner.graph.model.source}: the float model cannot be timed on {benchmark.backend.use}, so "
-                    f"there is nothing to compare with: {outcome.stage}: {outcome.reason}"
-                )
-            autotuner.submit(median_ci(outcome.samples_ms).value)
-            autotuner.interleaved = is_noisy(outcome)
-        if autotuner.interleaved:
-            benchmark.time_against_reference(self._out / BASELINE, self._baseline_ms)
-            self._say(
-                "timing noise is high on this machine: models are timed in turns with the float model, whose "
-                f"{self._baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
-            )
 
     def _time_initial(self, cache_file: Path | None) -> None:
         """Time the initial design; its best placement applies to each pattern until the pattern is profiled."""
@@ -343,14 +336,14 @@ class AutotuneRun:
     def deliver(self) -> None:
         """Select and confirm the result, write it or the float model if that is not slower, and report both."""
         session, benchmark, out = self._session, self._benchmark, self._out
-        float_candidate = self._candidate(self._float, out / BASELINE)
+        job, task, float_candidate = self._job, session.task, self._candidate(self._float, out / BASELINE)
         best, rivals, wrong, float_fault = self._find_finalists(float_candidate)
         chosen = self._select(float_candidate, best, rivals)
         tried = self._export(chosen, out / UNPROVED)
         benchmark.measure(self._candidate(chosen), self._log("final"))
         confirmation = PairedComparison(
             name="confirmation",
-            baseline=TimedRow(name="baseline", candidate=float_candidate),
+            baseline=TimedRow(name=FLOAT_ROW, candidate=float_candidate),
             rows=(TimedRow(name="final", candidate=self._candidate(chosen, tried)),),
             schedule=Confirmation(
                 builds=NOISY_MACHINE_BUILDS if self._autotuner.interleaved else BUILDS,
@@ -358,39 +351,33 @@ class AutotuneRun:
                 samples=max(3, min(20, benchmark.timing_runs // 5)),
             ),
         )
-        events = run_comparison(confirmation, benchmark.open_fresh_engines, self._job.observer)
-        summary = summarize_turns(events, baseline="baseline")
+        events = run_comparison(confirmation, benchmark.open_fresh_engines, job.observer)
+        summary = summarize_turns(events, baseline=FLOAT_ROW)
         pairs, proven = count_pairs(tried), is_proven_faster(summary)
-        file, kept = self._write(tried, chosen, is_faster=proven)
-        runtime, calibrated = dict(benchmark.describe()), self._job.config.calibration_data is not None
+        file, slower = out / FINAL, out / NOT_FASTER
+        for path in (slower, slower.with_name(f"{slower.name}.data")):  # left by an earlier run
+            path.unlink(missing_ok=True)
+        kept = slower if any(chosen.choices) and not proven else None
+        self._autotuner.delivered = chosen if kept is None else self._float
+        move_model(tried, kept or file)
+        if kept is not None:
+            self._export(self._float, file)
         measurement = session.measured.get(session.space.digest(chosen))
-        read_ms = None if measurement is None else measurement.latency_ms
-        lines = [
-            *summary_lines(
-                summary,
-                file=file,
-                kept=kept,
-                pairs=pairs,
-                read=self._baseline_ms / read_ms if read_ms else None,
-                options=format_options(runtime.get("options", {})),
-                calibrated=calibrated,
-            )
-        ]
-        dynamic = write_dynamic_model(session.task.model, file, benchmark.backend.use, data=session.task.feeds)
+        read_ms, runtime = None if measurement is None else measurement.latency_ms, dict(benchmark.describe())
+        answer = EarlyAnswer(
+            task=task, file=file, runtime=runtime, method="autotune", digest="final", pairs=pairs, summary=summary,
+            events=events, evaluations=len(session.measured), metric=None,
+        )  # fmt: skip
+        calibrated = job.config.calibration_data is not None
+        lines = list(summary_lines(answer, kept, self._baseline_ms / read_ms if read_ms else None, calibrated))
+        dynamic = write_dynamic_model(task.model, file, benchmark.backend.use, data=task.feeds)
         if dynamic is not None:
-            lines.append(f"{file.name} takes {format_fixed_shapes(session.task.model)} alone; {dynamic.remark}")
+            lines.append(f"{file.name} takes {format_fixed_shapes(task.model)} alone; {dynamic.remark}")
         lines += self._remarks
-        if self._job.ship:
-            tuned = TunedModel(
-                file=file,
-                float_file=out / BASELINE,
-                dynamic=dynamic,
-                pairs=pairs,
-                accuracy=describe_accuracy(calibrated),
-                proven=kept is None and proven,
-                float_fault=float_fault,
-            )
-            lines.insert(0, ship_tuned_model(tuned, session.task, runtime, (summary, events), out, self._job.observer))
+        if job.ship:
+            proven = proven and kept is None
+            shipped = ship_confirmed(answer, dynamic, out, job.observer, proven=proven, float_fault=float_fault)
+            lines.insert(0, shipped)
         if wrong:
             lines.append(
                 f"{wrong} of the fastest models are left out: {runtime.get('name')} computes other results than their "
@@ -456,50 +443,23 @@ class AutotuneRun:
             return best if any(best.choices) else next(iter(rivals.values()))
         return rivals[won] if won and (speedup > 1 or any(best.choices)) else best
 
-    def _write(self, tried: Path, chosen: Placement, *, is_faster: bool) -> tuple[Path, Path | None]:
-        """Deliver the model that was confirmed, or the float model if it is not faster.
-
-        Returns:
-            The delivered file, and the file of the confirmed model if that is another one.
-        """
-        final, slower = self._out / FINAL, self._out / NOT_FASTER
-        for path in (slower, slower.with_name(f"{slower.name}.data")):  # left by an earlier run
-            path.unlink(missing_ok=True)
-        if is_faster or not any(chosen.choices):
-            self._autotuner.delivered = chosen
-            move_model(tried, final)
-            return final, None
-        self._autotuner.delivered = self._float
-        move_model(tried, slower)
-        return self._export(self._float, final), slower
-
 
 def is_proven_faster(summary: ConfirmationSummary) -> bool:
     """Return whether fresh builds of the result are faster than the float model beyond noise."""
     return "final" in summary.rows and summary.rows["final"].verdict == "faster"
 
 
-def summary_lines(
-    summary: ConfirmationSummary,
-    *,
-    file: Path,
-    kept: Path | None,
-    pairs: int,
-    read: float | None,
-    options: str,
-    calibrated: bool,
-) -> Iterator[str]:
+def summary_lines(answer: EarlyAnswer, kept: Path | None, read: float | None, calibrated: bool) -> Iterator[str]:
     """Yield the lines that end a run.
 
     Args:
-        summary: Confirmation with the rows "baseline" and "final".
-        file: Path of the delivered model.
+        answer: The delivered file with the confirmation of the row "final"; without pairs that is the float model.
         kept: Path of the confirmed model if the float model was delivered instead, else None.
-        pairs: Number of Q/DQ pairs of the confirmed model; 0: it is the float model.
         read: Speedup of the confirmed model by its reading in the search; None if unknown.
-        options: Options of the runtime, as text.
         calibrated: Whether the scales come from calibration data.
     """
+    summary, file, pairs = answer.summary, answer.file, answer.pairs
+    options = format_options(answer.runtime.get("options", {}))
     fallback = f"so {file.name} is that model"
     if kept is not None:
         fallback += f"; the one with Q/DQ pairs is kept as {kept.name}"
@@ -509,7 +469,7 @@ def summary_lines(
             yield f"A model that cannot be timed is not delivered, {fallback}"
         return
     row, interval = summary.rows["final"], summary.rows["final"].speedup
-    yield f"Baseline: {summary.rows['baseline'].latency_ms.value:.3f} ms, built afresh as the final model is"
+    yield f"Baseline: {summary.rows[FLOAT_ROW].latency_ms.value:.3f} ms, built afresh as the final model is"
     if kept is None and not pairs:
         yield "Final: the float model, because no placement of Q/DQ pairs proved faster"
         yield f"Written: {file}, which is that model"

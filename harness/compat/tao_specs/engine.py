@@ -14,9 +14,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from harness.base.errors import CandidateError, UserError
-from harness.base.files import file_sha256, parse_json, read_bounded
+from harness.base.files import file_sha256
 from harness.base.random_inputs import InputTypes
 from harness.base.text import safe_file_name
+from harness.base.untrusted import parse_json, read_bounded
 from harness.compat.tao_specs.model_file import (
     name_write_errors,
     open_onnx_file,
@@ -76,6 +77,14 @@ class EngineFacts:
     outputs: dict[str, Dims] = field(default_factory=dict)
     sha256: str = ""
 
+    @classmethod
+    def of(cls, declared: ModelSignature, backend: PluginSpec, types: InputTypes, onnx_file: str) -> EngineFacts:
+        """Return the facts of a model that is not built yet; they lack `describe` and `sha256`."""
+        return cls(
+            backend=backend.use, params=dict(backend.params), inputs=dict(types), onnx_file=onnx_file,
+            precisions=tuple(sorted(declared.precisions)), describe={}, outputs=dict(declared.outputs),
+        )  # fmt: skip
+
 
 def build_engine(section: EngineSection, dataset: DatasetSection, base: Path, backend: PluginSpec) -> EngineFacts:
     """Build an engine and write it with its facts.
@@ -94,21 +103,13 @@ def build_engine(section: EngineSection, dataset: DatasetSection, base: Path, ba
     """
     path, declared = open_onnx_file(section.onnx_file, base, "gen_trt_engine.onnx_file")
     options, target = section.tensorrt, engine_path(base / section.trt_engine, backend.use)
-    precisions = tuple(sorted(declared.precisions))
+    types = _types_at_batch(declared, options, dataset, options.opt_batch_size)
+    facts = EngineFacts.of(declared, backend, types, os.path.relpath(path, target.resolve().parent))
+    precisions = facts.precisions
     if precisions:
         logger.info("%s: Q/DQ pairs found (%s): strongly typed", section.onnx_file, ", ".join(precisions))
     if "fp8e5m2" in precisions and backend.use == TENSORRT:
         logger.warning("%s: TensorRT takes FP8 only as E4M3; this file has E5M2", section.onnx_file)
-    types = _types_at_batch(declared, options, dataset, options.opt_batch_size)
-    facts = EngineFacts(
-        backend=backend.use,
-        params=dict(backend.params),
-        inputs=dict(types),
-        onnx_file=os.path.relpath(path, target.resolve().parent),
-        precisions=precisions,
-        describe={},
-        outputs=dict(declared.outputs),
-    )
     if backend.use != TENSORRT:
         if any(None in dims for _, dims in declared.inputs.values()):
             logger.warning(
@@ -240,13 +241,13 @@ def read_facts(path: Path) -> EngineFacts | None:
     return facts
 
 
-def load_engine(path: Path, backend: PluginSpec) -> tuple[Benchmarker, Artifact]:
+def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
     """Load an engine from its file into this process.
 
     Raises:
         UserError: The runtime is missing, rejects the file or cannot read engines.
     """
-    runtime = create_saver(backend.use, backend.params, "read engines from")
+    runtime = create_saver(facts.backend, facts.params, "read engines from")
     try:
         return runtime, runtime.load(path)
     except CandidateError as error:

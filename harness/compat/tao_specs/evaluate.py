@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from harness.accuracy.data.batching import image_input, image_size
-from harness.accuracy.data.decode import suggest_decoder
+from harness.accuracy.data.decode_boxes import suggest_decoder
 from harness.accuracy.data.preprocess import Layout, parse_preprocess
 from harness.accuracy.metrics.base import low_reference_warning
 from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
 from harness.accuracy.metrics.intervals import drop_estimate, few_images_note, metric_estimate
 from harness.base.errors import CandidateError, EvaluationFailed, UserError
+from harness.base.files import file_sha256
 from harness.base.progress import NullProgress, Observer
-from harness.base.random_inputs import InputTypes
 from harness.base.statistics import Interval
 from harness.compat.tao_specs.dataset import (
     calibration_feeds,
@@ -48,9 +48,10 @@ from harness.compat.tao_specs.model_file import (
 )
 from harness.compat.tao_specs.spec import DatasetSection, EvaluateSection, Spec, require_section
 from harness.config.sections import PluginSpec, PreprocessSpec
-from harness.graph.load import Dims, read_signature
+from harness.graph.load import read_signature
 from harness.graph.passes.dimension_sizes import parse_shape
-from harness.graph.qdq.reduce_model import UPCAST_NOTE, PairRemover, write_float32_copy
+from harness.graph.qdq.reduce_model import PairRemover
+from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
 from harness.plugins import registry
 from harness.plugins.api import Accuracy, Array, Benchmarker, Candidate, Evaluator, NeedsPreparation
 from harness.run.prepare.accuracy_store import scoring_progress
@@ -77,21 +78,15 @@ class EvaluationTarget:
 
     Attributes:
         what: Name of the engine or model in the spec.
-        file: The engine if `saved`, else the model with static inputs.
-        inputs: Element type and shape of each input of the engine.
-        outputs: Shape of each output.
+        file: The engine, or the model with static inputs.
+        facts: Facts of the engine; those of a model have no digest.
         model: ONNX file; None if it is unknown or missing.
-        precisions: Precisions of its Q/DQ pairs.
     """
 
     what: str
-    backend: PluginSpec
     file: Path
-    saved: bool
-    inputs: InputTypes
-    outputs: Mapping[str, Dims]
+    facts: EngineFacts
     model: Path | None
-    precisions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +130,7 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Eval
             scored = call_with_reports(what, _score, source.stem, target, use, factor=SCORING_FACTOR, on_report=watch)
     except CandidateError as error:
         raise UserError(f"{source}: {section.trt_engine or section.onnx_file}: {error}") from error
-    if not target.precisions:
+    if not target.facts.precisions:
         text = low_reference_warning(scored.accuracy, scored.metric, scored.higher_is_better, use.params)
         if text:
             reporter.say(f"{source.stem}: {text}")
@@ -145,7 +140,7 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Eval
         "what": target.what,
         "metric": scored.metric,
         "metrics": dict(scored.accuracy.metrics),
-        "precisions": list(target.precisions),
+        "precisions": list(target.facts.precisions),
         "per_item": list(scored.accuracy.per_item),
         "evidence": scored.accuracy.evidence,
         "evaluate_s": round(scored.evaluate_s, 3),
@@ -162,15 +157,16 @@ def evaluate(spec: Spec, source: Path, observer: Observer | None = None) -> Eval
 def _score(name: str, target: EvaluationTarget, use: PluginSpec, on_progress: ScoringCallback) -> EvaluationResult:
     """Return the scores without the time; an evaluator may reject a float model with a low score."""
     evaluator: Evaluator = registry.create_plugin("evaluator", use.use, use.params)
-    if target.saved:
-        runtime, artifact = load_engine(target.file, target.backend)
+    facts = target.facts
+    if facts.sha256:
+        runtime, artifact = load_engine(target.file, facts)
     else:
-        runtime = registry.create_plugin("benchmarker", target.backend.use, target.backend.params)
+        runtime = registry.create_plugin("benchmarker", facts.backend, facts.params)
         candidate = Candidate(digest=target.file.stem, edges=(), source=lambda: target.file)
         artifact = runtime.build(candidate, target.file.parent)
     with runtime.open(artifact) as probe, open_infer(probe, evaluator, 0.0) as infer:
         accuracy = evaluator.score(with_progress(infer, evaluator, on_progress))
-        float_model = not target.precisions and isinstance(evaluator, NeedsPreparation)
+        float_model = not facts.precisions and isinstance(evaluator, NeedsPreparation)
         if float_model and accuracy.metrics.get(evaluator.metric, 1.0) < MIN_FLOAT_METRIC:
             evaluator.prepare(probe.infer)  # type: ignore[attr-defined]
     return EvaluationResult(
@@ -189,16 +185,9 @@ def _open_target(section: EvaluateSection, dataset: DatasetSection, base: Path, 
     if requested is None:
         path, declared = open_onnx_file(str(section.onnx_file), base, "evaluate.onnx_file")
         types = static_inputs(declared, dataset.shapes, dataset.dims, batch=dataset.batch_size)
-        return EvaluationTarget(
-            what=str(section.onnx_file),
-            backend=section.backend,
-            file=write_static_copy(path, declared, types, scratch / "model.onnx"),
-            saved=False,
-            inputs=types,
-            outputs=declared.outputs,
-            model=path,
-            precisions=tuple(sorted(declared.precisions)),
-        )
+        facts = EngineFacts.of(declared, section.backend, types, path.name)
+        file = write_static_copy(path, declared, types, scratch / "model.onnx")
+        return EvaluationTarget(what=str(section.onnx_file), file=file, facts=facts, model=path)
     other = engine_for_other_runtime(base / requested)
     if other is not None:
         logger.warning("evaluate.trt_engine: there is no %s; %s is used instead", requested, other.name)
@@ -206,55 +195,54 @@ def _open_target(section: EvaluateSection, dataset: DatasetSection, base: Path, 
     path = locate_spec_file(requested, base, "evaluate.trt_engine")
     if path.suffix == ".onnx":
         raise UserError(f"evaluate.trt_engine: {requested} is a model; use the key evaluate.onnx_file")
-    facts = read_facts(path)
-    if facts is None:  # an engine of another tool
+    stored = read_facts(path)
+    if stored is None:  # an engine of another tool
         if not dataset.shapes:
             raise UserError(
                 f"{path.name}: there is no {path.name}.json, as qdq gen-trt-engine writes; give its input under "
                 "dataset.shapes, for instance {images: 1x3x640x640}, and TensorRT is assumed"
             )
-        inputs = {n: ("float", parse_shape(shape, f"dataset.shapes.{n}")) for n, shape in dataset.shapes.items()}
-        facts = EngineFacts(backend=TENSORRT, params={}, inputs=inputs, onnx_file="", precisions=(), describe={})
-    create_saver(facts.backend, facts.params, "read engines from")
-    model = path.parent / facts.onnx_file
-    return EvaluationTarget(
-        what=requested,
-        backend=PluginSpec(use=facts.backend, params=facts.params),
-        file=path,
-        saved=True,
-        inputs=facts.inputs,
-        outputs=facts.outputs,
-        model=model.resolve() if model.is_file() else None,
-        precisions=facts.precisions,
-    )
+        stored = EngineFacts(
+            backend=TENSORRT,
+            params={},
+            inputs={n: ("float", parse_shape(shape, f"dataset.shapes.{n}")) for n, shape in dataset.shapes.items()},
+            onnx_file="",
+            precisions=(),
+            describe={},
+            sha256=file_sha256(path),
+        )
+    create_saver(stored.backend, stored.params, "read engines from")
+    model = path.parent / stored.onnx_file
+    found = model.resolve() if model.is_file() else None
+    return EvaluationTarget(what=requested, file=path, facts=stored, model=found)
 
 
 def _evaluator_use(
     section: EvaluateSection, dataset: DatasetSection, base: Path, target: EvaluationTarget
 ) -> PluginSpec:
-    data = labelled_data(dataset, base)
+    data, inputs = labelled_data(dataset, base), target.facts.inputs
     use = section.evaluator or PluginSpec(use="coco_map" if str(data.get("labels")).endswith(".json") else "top1")
     if "reference" in registry.plugin_signature("evaluator", use.use).parameters:
         raise UserError(
             f"evaluate.evaluator: {use.use!r} compares with the float model, which a spec file does not name; use "
-            "it in an experiment (qdq run), or harness.accuracy.metrics.closeness.output_sqnr in Python"
+            "it in an experiment (qdq run), or harness.accuracy.metrics.sqnr.output_sqnr in Python"
         )
     params, preprocess = {"data": data, **use.params}, dataset.preprocess if "images" in data else None
     if "images" in data:
         given = params.get("preprocess") if preprocess is None else preprocess.mapping
         axes = None if given is None else parse_preprocess(given)[2]
-        layout = _suggest_layout(target.inputs, target.outputs, axes)
+        layout = _suggest_layout(target.facts, axes)
         if preprocess is None and "preprocess" not in params:
             preprocess = PreprocessSpec(use=_require_plugin(layout, "dataset.preprocess", "preprocessing"))
         if use.use == "coco_map":
             params.setdefault("decode", _require_plugin(section.decode or layout, "evaluate.decode", "decoder"))
-    batch = next((shape[0] for _, shape in target.inputs.values() if shape), 1)
+    batch = next((shape[0] for _, shape in inputs.values() if shape), 1)
     if "batch_size" in dataset.model_fields_set and dataset.batch_size != batch:
         logger.warning("dataset.batch_size: %d is ignored: %s takes %d", dataset.batch_size, target.what, batch)
-    return complete_evaluator(use.model_copy(update={"params": params}), target.inputs, base, preprocess)
+    return complete_evaluator(use.model_copy(update={"params": params}), inputs, base, preprocess)
 
 
-def _suggest_layout(inputs: InputTypes, outputs: Mapping[str, Dims], axes: Layout | None = None) -> str | None:
+def _suggest_layout(facts: EngineFacts, axes: Layout | None = None) -> str | None:
     """Return the name that decoder and preprocessing of a detector share, by the shapes of its image input and outputs.
 
     None if the shapes fit no decoder or several.
@@ -262,8 +250,8 @@ def _suggest_layout(inputs: InputTypes, outputs: Mapping[str, Dims], axes: Layou
     Args:
         axes: Order of the axes of the image input, if the preprocessing states it.
     """
-    name = image_input(inputs)
-    return suggest_decoder(outputs, image_size(name, inputs[name][1], axes))
+    name = image_input(facts.inputs)
+    return suggest_decoder(facts.outputs, image_size(name, facts.inputs[name][1], axes))
 
 
 def _require_plugin(name: str | None, key: str, kind: str) -> str:
@@ -273,88 +261,74 @@ def _require_plugin(name: str | None, key: str, kind: str) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonRow:
-    """Row of the comparison.
+def compare_evaluations(results: Sequence[EvaluationResult]) -> tuple[list[tuple[str, ...]], list[Interval | None]]:
+    """Compare evaluations; the first is the baseline.
 
-    Attributes:
-        interval: The metric with its 95 % interval over images; without one, both limits are the metric.
-        drop: Loss against the first row, positive if this row is worse; None for the first row.
+    Returns:
+        For each evaluation its row (spec, engine or model, precisions, metric with its 95 % interval over images, drop,
+        note), and its drop: the loss against the first, positive if it is worse; None for the first.
     """
 
-    scored: EvaluationResult
-    interval: Interval
-    drop: Interval | None
-    note: str
+    def text(interval: Interval, digits: str) -> str:
+        if interval.low == interval.high:
+            return format(interval.value, digits)
+        return f"{interval.value:{digits}} [{interval.low:{digits}}, {interval.high:{digits}}]"
 
-    def cells(self) -> tuple[str, ...]:
-        """Return spec, engine or model, precisions, metric, drop and note as text."""
-        drop = "baseline" if self.drop is None else _format_interval(self.drop, "+.4f")
-        precisions = "+".join(self.scored.target.precisions) or "float"
-        metric = f"{self.scored.metric} {_format_interval(self.interval, '.4f')}"
-        return self.scored.name, self.scored.target.what, precisions, metric, drop, self.note
-
-
-def compare_evaluations(results: Sequence[EvaluationResult]) -> tuple[ComparisonRow, ...]:
-    """Return the rows of a comparison; the first evaluation is the baseline."""
-    first = results[0]
-    rows = []
+    first, rows, drops = results[0], list[tuple[str, ...]](), list[Interval | None]()
     for scored in results:
-        if scored.metric != first.metric:
-            raise UserError(f"{scored.name}: its metric is {scored.metric}, but that of {first.name} is {first.metric}")
-        estimate = metric_estimate(scored.accuracy, scored.metric)
+        facts, metric, accuracy = scored.target.facts, scored.metric, scored.accuracy
+        if metric != first.metric:
+            raise UserError(f"{scored.name}: its metric is {metric}, but that of {first.name} is {first.metric}")
+        value, reference = accuracy.metrics[metric], first.accuracy.metrics[metric]
+        estimate, drop = metric_estimate(accuracy, metric), None
+        interval = Interval(value=value, low=value, high=value) if estimate is None else estimate.interval
+        if scored is not first:
+            try:
+                lost = drop_estimate(first.accuracy, accuracy, metric, higher_is_better=scored.higher_is_better)
+            except ValueError as error:
+                raise UserError(f"{scored.name} and {first.name} cannot be compared: {error}") from error
+            loss = (reference - value) * (1.0 if scored.higher_is_better else -1.0)
+            drop = Interval(value=loss, low=loss, high=loss) if lost is None else lost.interval
         few = "" if estimate is None else few_images_note(estimate.images)
-        rows.append(
-            ComparisonRow(
-                scored=scored,
-                interval=_point(scored.accuracy.metrics[scored.metric]) if estimate is None else estimate.interval,
-                drop=None if scored is first else _estimate_drop(first, scored),
-                note="; ".join(filter(None, (few, FLOAT32_NOTE if scored.note else ""))),
-            )
-        )
-    return tuple(rows)
+        rows.append((
+            scored.name,
+            scored.target.what,
+            "+".join(facts.precisions) or "float",
+            f"{metric} {text(interval, '.4f')}",
+            "baseline" if drop is None else text(drop, "+.4f"),
+            "; ".join(filter(None, (few, FLOAT32_NOTE if scored.note else ""))),
+        ))  # fmt: skip
+        drops.append(drop)
+    return rows, drops
 
 
-def _estimate_drop(first: EvaluationResult, scored: EvaluationResult) -> Interval:
-    try:
-        estimate = drop_estimate(
-            first.accuracy, scored.accuracy, scored.metric, higher_is_better=scored.higher_is_better
-        )
-    except ValueError as error:
-        raise UserError(f"{scored.name} and {first.name} cannot be compared: {error}") from error
-    if estimate is not None:
-        return estimate.interval
-    sign = 1.0 if scored.higher_is_better else -1.0
-    return _point(sign * (first.accuracy.metrics[first.metric] - scored.accuracy.metrics[scored.metric]))
-
-
-def _point(value: float) -> Interval:
-    return Interval(value=value, low=value, high=value)
-
-
-def _format_interval(interval: Interval, digits: str) -> str:
-    if interval.low == interval.high:
-        return format(interval.value, digits)
-    return f"{interval.value:{digits}} [{interval.low:{digits}}, {interval.high:{digits}}]"
-
-
-def advise_native_layers(row: ComparisonRow, dataset: DatasetSection, base: Path, observer: Observer) -> list[str]:
+def advise_native_layers(
+    scored: EvaluationResult, drop: Interval | None, dataset: DatasetSection, base: Path, observer: Observer
+) -> list[str]:
     """Return lines with layers to leave native; none if the drop is at most `MAX_ACCEPTABLE_DROP` or not known.
 
     There are none either if nothing is quantized. If the layers cannot be ranked, a line has the reason.
 
     Args:
-        dataset: Section `dataset` of the row's spec, whose images the layers are ranked by.
+        drop: Its drop, see `compare_evaluations`.
+        dataset: Section `dataset` of the spec; a few images, of its calibration data or else labelled data, are run.
         base: Folder that relative paths start from.
     """
-    drop, target = row.drop, row.scored.target
-    if drop is None or drop.value <= MAX_ACCEPTABLE_DROP or not target.precisions:
+    target, sources = scored.target, dataset.test_data_sources
+    if drop is None or drop.value <= MAX_ACCEPTABLE_DROP or not target.facts.precisions:
         return []
-    head = f"{row.scored.name}: the drop, {drop.value:.4f}, is above {MAX_ACCEPTABLE_DROP:.2f}; leave layers native:"
+    head = f"{scored.name}: the drop, {drop.value:.4f}, is above {MAX_ACCEPTABLE_DROP:.2f}; leave layers native:"
     if target.model is None:
         return [head, f"(layers cannot be ranked: the ONNX file of {target.what} is missing)"]
+    evaluated = None if sources is None else sources.image_dir or sources.arrays
+    changes: dict[str, Any] = {"samples": MAX_FEEDS, "calibration_data": dataset.calibration_data or evaluated}
     try:
-        ranked = rank_layers(target.model, _open_feeds(target, dataset, base), observer)
+        if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
+            layout = _suggest_layout(target.facts)
+            changes["preprocess"] = layout and PreprocessSpec(use=layout)
+        dataset = dataset.model_copy(update=changes)
+        feeds, _ = calibration_feeds(dataset, open_calibration_data(dataset, base), target.facts.inputs)
+        ranked = rank_layers(target.model, feeds, observer)
     except (CandidateError, UserError) as error:
         return [head, f"(layers cannot be ranked: {error})"]
     if not ranked:
@@ -362,18 +336,6 @@ def advise_native_layers(row: ComparisonRow, dataset: DatasetSection, base: Path
     worst = [f'  - "{node}"  # {sqnr_db:.1f} dB' for node, sqnr_db in ranked[:MAX_SUGGESTED_LAYERS]]
     columns = "skip_names:  # the worst layers first, by outputs with and without the Q/DQ pairs of the layer"
     return [head, columns, *worst]
-
-
-def _open_feeds(target: EvaluationTarget, dataset: DatasetSection, base: Path) -> Iterable[Mapping[str, Array]]:
-    """Return a few inputs from the calibration data, or else from the labelled data."""
-    sources = dataset.test_data_sources
-    evaluated = None if sources is None else sources.image_dir or sources.arrays
-    changes: dict[str, Any] = {"samples": MAX_FEEDS, "calibration_data": dataset.calibration_data or evaluated}
-    if sources is not None and sources.image_dir is not None and dataset.preprocess is None:
-        layout = _suggest_layout(target.inputs, target.outputs)
-        changes["preprocess"] = layout and PreprocessSpec(use=layout)
-    dataset = dataset.model_copy(update=changes)
-    return calibration_feeds(dataset, open_calibration_data(dataset, base), target.inputs)[0]
 
 
 def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Observer) -> list[tuple[str, float]]:

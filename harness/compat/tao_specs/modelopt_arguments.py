@@ -24,7 +24,7 @@ from harness.compat.tao_specs.layers import (
     match_skip_names,
 )
 from harness.compat.tao_specs.spec import Dtype, LayerSpec, QuantizeSection
-from harness.config.sections import normalize_float_precision
+from harness.config.precision_names import normalize_float_precision
 from harness.measure.provenance import describe_environment
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def option_remedy(option: str) -> str:
     if remedy := _refusal_remedy(name):
         return remedy
     if name in ARGUMENTS_SET_BY_SPEC:
-        return "--calibration_data FILE, or batches in Python: harness.accuracy.tools.ptq.modelopt"
+        return "--calibration_data FILE, or batches in Python: harness.accuracy.calibration.ptq.modelopt"
     is_argument = name in {*modelopt_parameters(), *INT4_ARGUMENTS}
     return (
         f"'qdq quantize' passes it on: backend: modelopt.onnx, backend_kwargs: {{{name}: ...}}" if is_argument else ""
@@ -150,7 +150,23 @@ def make_modelopt_arguments(
         UserError: There is nothing to quantize, or ModelOpt does not have an argument.
     """
     check_arguments(section.backend_kwargs)
-    mode = _quantize_mode(layers)
+    dtypes = [dtype for layer in layers for dtype in layer.dtypes]
+    if not dtypes:
+        raise UserError("quantize.layers: every dtype is native, so there is nothing to quantize")
+    partial = [layer.module_name for layer in layers if len(layer.dtypes) == 1]
+    if len(set(dtypes)) > 1:  # TAO: "Critical limitation: no mixed-precision support"
+        logger.warning(
+            "layers: the backend modelopt.onnx does not mix dtypes (%s): it applies the first, %s, to all of them; "
+            "backend: qdq applies each", ", ".join(dict.fromkeys(dtypes)), dtypes[0],
+        )  # fmt: skip
+    elif partial:
+        logger.warning(
+            "layers: the backend modelopt.onnx quantizes weights and activations alike, also those of %s; "
+            "backend: qdq treats them separately", ", ".join(map(repr, partial)),
+        )  # fmt: skip
+    if dtypes[0] == "fp8_e5m2":
+        logger.warning("layers: ModelOpt writes FP8 only as E4M3; backend: qdq writes E5M2")
+    mode = MODELOPT_MODES[dtypes[0]]
     assigned = list(zip(nodes, assign_layers(nodes, layers, DEFAULT_OPERATORS[mode]), strict=True))
     native = [node for node, layer in assigned if layer and not layer.dtypes]
     to_quantize = [node for node, layer in assigned if layer and layer.dtypes]
@@ -200,24 +216,3 @@ def execution_providers(device: str) -> list[str]:
 def node_name_patterns(names: Iterable[str]) -> list[str]:
     """Return regular expressions for names of nodes; ModelOpt matches them at the beginning only."""
     return [f"{re.escape(name)}$" for name in sorted(names) if name]
-
-
-def _quantize_mode(layers: Sequence[LayerSpec]) -> str:
-    """Return the mode of the first dtype (TAO: "Critical limitation: no mixed-precision support")."""
-    dtypes = [dtype for layer in layers for dtype in layer.dtypes]
-    if not dtypes:
-        raise UserError("quantize.layers: every dtype is native, so there is nothing to quantize")
-    partial = [layer.module_name for layer in layers if len(layer.dtypes) == 1]
-    if len(set(dtypes)) > 1:
-        logger.warning(
-            "layers: the backend modelopt.onnx does not mix dtypes (%s): it applies the first, %s, to all of them; "
-            "backend: qdq applies each", ", ".join(dict.fromkeys(dtypes)), dtypes[0],
-        )  # fmt: skip
-    elif partial:
-        logger.warning(
-            "layers: the backend modelopt.onnx quantizes weights and activations alike, also those of %s; "
-            "backend: qdq treats them separately", ", ".join(map(repr, partial)),
-        )  # fmt: skip
-    if dtypes[0] == "fp8_e5m2":
-        logger.warning("layers: ModelOpt writes FP8 only as E4M3; backend: qdq writes E5M2")
-    return MODELOPT_MODES[dtypes[0]]

@@ -73,7 +73,13 @@ def run_ptq(given: Sequence[str]) -> QuantizationResult | list[str]:
     path, declared = open_onnx_file(options.onnx_path, Path.cwd(), "--onnx_path")
     refuse_quantized(declared, options.onnx_path)
     arguments = _modelopt_arguments(options, declared)
-    target = _output_path(options, path)
+    target = Path(options.output_path) if options.output_path else path.with_name(f"{path.stem}.quant.onnx")
+    if target.suffix != ".onnx":
+        raise UserError(f"--output_path: a name that ends in .onnx, but got {target.name}")
+    if target.resolve() == path.resolve():
+        raise UserError(f"--output_path: {target} is the float model itself; choose another name")
+    with name_write_errors(f"--output_path {target}"):
+        target.parent.mkdir(parents=True, exist_ok=True)
     place = options.calibration_data
     if place is not None and Path(place).is_dir():
         remedy = f"'qdq calib-data {place} -o calib.npy --preprocess NAME' writes one from its images"
@@ -151,7 +157,16 @@ def _modelopt_arguments(options: argparse.Namespace, declared: ModelSignature) -
         if not (name in ("NvTensorRtRtx", "trt", "cpu") or (kind in ("cuda", "dml") and number.isdecimal())):
             raise UserError(f"--calibration_eps: expected any of {', '.join(KNOWN_PROVIDERS)}, but got {name!r}")
     if options.preset is not None:
-        _add_preset(options.preset, mode, declared, passed)
+        preset, key = PRESETS[options.preset], "op_types_to_quantize"
+        if preset.expect:
+            logger.warning("preset %s: %s", options.preset, preset.expect)
+        if preset.op_types and mode != "int8":
+            raise UserError(f"--preset {options.preset} is for --quantize_mode int8, but got {mode}")
+        added = [op for op in preset.op_types if op in declared.operators]
+        if not preset.op_types:
+            key, where = "nodes_to_exclude", f"preset {options.preset}"
+            added = node_name_patterns(match_skip_names(declared.nodes, preset.skip_names, where))
+        passed[key] = [*passed.get(key, ()), *added]
     return {
         "quantize_mode": mode,
         "calibration_method": method or methods[0],
@@ -161,31 +176,5 @@ def _modelopt_arguments(options: argparse.Namespace, declared: ModelSignature) -
     }
 
 
-def _add_preset(name: str, mode: str, declared: ModelSignature, passed: dict[str, Any]) -> None:
-    """Add the operators or excluded nodes of a preset to the arguments of ModelOpt."""
-    preset = PRESETS[name]
-    if preset.expect:
-        logger.warning("preset %s: %s", name, preset.expect)
-    if preset.op_types and mode != "int8":
-        raise UserError(f"--preset {name} is for --quantize_mode int8, but got {mode}")
-    added = [op for op in preset.op_types if op in declared.operators]
-    key = "op_types_to_quantize"
-    if not preset.op_types:
-        key = "nodes_to_exclude"
-        added = node_name_patterns(match_skip_names(declared.nodes, preset.skip_names, f"preset {name}"))
-    passed[key] = [*passed.get(key, ()), *added]
-
-
 def _split_lists(values: Sequence[str]) -> list[str]:
     return [part for value in values for part in value.split(",") if part]
-
-
-def _output_path(options: argparse.Namespace, path: Path) -> Path:
-    target = Path(options.output_path) if options.output_path else path.with_name(f"{path.stem}.quant.onnx")
-    if target.suffix != ".onnx":
-        raise UserError(f"--output_path: a name that ends in .onnx, but got {target.name}")
-    if target.resolve() == path.resolve():
-        raise UserError(f"--output_path: {target} is the float model itself; choose another name")
-    with name_write_errors(f"--output_path {target}"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    return target

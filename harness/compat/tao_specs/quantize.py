@@ -11,9 +11,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.calibration.range_estimators import finite_ranges, range_warnings
+from harness.accuracy.calibration.ptq import modelopt
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.tools.ptq import modelopt
+from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
 from harness.base.errors import BuildFailed, UserError, suggest_names
 from harness.base.random_inputs import InputTypes
 from harness.compat.tao_specs.dataset import (
@@ -103,7 +103,7 @@ def quantize(
     section, layers = _apply_preset(section, declared)
     by_modelopt = section.backend == "modelopt.onnx"
     arguments = make_modelopt_arguments(section, layers, declared.nodes) if by_modelopt else {}
-    dialect = None if by_modelopt else _load_dialect(section, layers)
+    dialect, precisions = (None, ()) if by_modelopt else _load_dialect(section, layers)
     target = results / OUTPUT_FILE_NAME
     with name_write_errors(f"results_dir {results}"):
         results.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,11 @@ def quantize(
         )  # fmt: skip
     elif fixed:
         logger.warning("%s: its dynamic batch is 1 in the result; backend modelopt.onnx keeps it", section.model_path)
-    _quantize_layers(section, layers, path, shapes_of(types), feeds, dialect, target)
+    min_opset = max(MIN_OPSET, dialect.opset(precisions))
+    model = load(path, source=section.model_path, shapes=shapes_of(types), min_opset=min_opset)
+    skipped = match_skip_names(model.nodes, section.skip_names)
+    selected = _select_edges(model, dialect, precisions, layers, skipped)
+    _export(model, selected, feeds, section.algorithm, dialect, target)
     return checked_result(target, calibrated_on, path, types, compared, dialect.name)
 
 
@@ -145,7 +149,7 @@ def add_calibration_shapes(
 def quantize_with_modelopt(
     path: Path, target: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
 ) -> None:
-    """Run ModelOpt in a child process; for the arguments see `harness.accuracy.tools.ptq.modelopt`.
+    """Run ModelOpt in a child process; for the arguments see `harness.accuracy.calibration.ptq.modelopt`.
 
     Raises:
         UserError: ModelOpt fails, or leaves the model unchanged.
@@ -204,32 +208,26 @@ def checked_result(
     for node in result.nodes:
         found.setdefault(node.op, Counter()).update(sorted(node.precisions) or ["native"])
     layers = {op: dict(counts) for op, counts in sorted(found.items()) if set(counts) != {"native"}}
+    # The benchmarker has the name of the dialect, or of the start of it.
+    installed = {plugin.name for plugin in registry.installed_plugins("benchmarker")}
+    parts = dialect.split("_")
+    names = ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
+    use = next((name for name in names if name in installed), None)
     check, path = not_checked("the run is switched off"), target
-    if samples:
+    if samples and use is None:
+        check = not_checked(f"no backend runs the dialect {dialect!r}")
+    elif samples and use is not None:
+        params = {"optimization": "disabled"} if dialect == ONNXRUNTIME_UNFUSED.name else {}
         with tempfile.TemporaryDirectory(prefix="qdq-check-") as scratch:
             work = Path(scratch)
             files = (
                 write_static_copy(target, result, types, work / "quantized.onnx"),
                 write_static_copy(float_file, read_signature(float_file), types, work / "float.onnx"),
             )
-            check = _check_in_runtime(*files, samples, dialect)
+            check = check_file(*files, samples, PluginSpec(use=use, params=params))
     if not check.is_usable:
         path = set_model_aside(target, target)
     return QuantizationResult(path=path, layers=layers, calibrated_on=calibrated_on, check=check)
-
-
-def _check_in_runtime(
-    file: Path, float_file: Path, samples: Sequence[Mapping[str, Array]], dialect: str
-) -> OutputCheck:
-    """Return the check of a file in the benchmarker with the name of the dialect, or with the start of it."""
-    parts = dialect.split("_")
-    names = ["_".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    installed = {plugin.name for plugin in registry.installed_plugins("benchmarker")}
-    use = next((name for name in names if name in installed), None)
-    if use is None:
-        return not_checked(f"no backend runs the dialect {dialect!r}")
-    params = {"optimization": "disabled"} if dialect == ONNXRUNTIME_UNFUSED.name else {}
-    return check_file(file, float_file, samples, PluginSpec(use=use, params=params))
 
 
 def _apply_preset(section: QuantizeSection, declared: ModelSignature) -> tuple[QuantizeSection, tuple[LayerSpec, ...]]:
@@ -247,8 +245,8 @@ def _apply_preset(section: QuantizeSection, declared: ModelSignature) -> tuple[Q
     )
 
 
-def _load_dialect(section: QuantizeSection, layers: Sequence[LayerSpec]) -> Dialect:
-    """Return the dialect in `backend_kwargs`, with the precisions of the layers.
+def _load_dialect(section: QuantizeSection, layers: Sequence[LayerSpec]) -> tuple[Dialect, tuple[str, ...]]:
+    """Return the dialect in `backend_kwargs` with the precisions of the layers, and these in order of appearance.
 
     Raises:
         UserError: There is another key, or the dialect is unknown or lacks a dtype.
@@ -260,22 +258,7 @@ def _load_dialect(section: QuantizeSection, layers: Sequence[LayerSpec]) -> Dial
                 "(for ModelOpt's arguments set backend: modelopt.onnx)"
             )
     dialect = load_dialect(str(section.backend_kwargs.get("dialect", DEFAULT_DIALECT)))
-    precisions = _requested_precisions(layers)
-    names = {precision: dtype for dtype, precision in DTYPE_PRECISIONS.items()}
-    for precision in precisions:
-        base = "fp8" if precision == EMULATED_PRECISION else precision
-        if base not in dialect.precisions:
-            offered = ", ".join(names[p] for p in sorted(dialect.precisions) if p in names)
-            raise UserError(f"layers: dialect {dialect.name!r} has {offered}, but got {names[precision]}")
-    if EMULATED_PRECISION not in precisions:
-        return dialect
-    if dialect.name == DEFAULT_DIALECT:
-        logger.warning("layers: TensorRT takes FP8 only as E4M3: it rejects models with fp8_e5m2")
-    return replace(dialect, precisions=dialect.precisions | {EMULATED_PRECISION})
-
-
-def _requested_precisions(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
-    """Return the precisions of all layers in order of appearance."""
+    dtypes: dict[str, Dtype] = {}
     for i, layer in enumerate(layers):
         if len(set(layer.dtypes)) > 1:
             weights, activations = layer.dtypes
@@ -283,34 +266,38 @@ def _requested_precisions(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
                 f"layers.{i}: weights in {weights} and activations in {activations}: no runtime multiplies the two; "
                 "use one dtype for both, or native for one"
             )
-    precisions = dict.fromkeys(DTYPE_PRECISIONS[dtype] for layer in layers for dtype in layer.dtypes)
-    if not precisions:
+        dtypes |= {DTYPE_PRECISIONS[dtype]: dtype for dtype in layer.dtypes}
+    if not dtypes:
         raise UserError("quantize.layers: every dtype is native, so there is nothing to quantize")
-    return tuple(precisions)
+    for precision, dtype in dtypes.items():
+        if ("fp8" if precision == EMULATED_PRECISION else precision) not in dialect.precisions:
+            known = sorted(DTYPE_PRECISIONS.items(), key=lambda each: each[1])
+            offered = ", ".join(name for name, each in known if each in dialect.precisions)
+            raise UserError(f"layers: dialect {dialect.name!r} has {offered}, but got {dtype}")
+    if EMULATED_PRECISION in dtypes:
+        if dialect.name == DEFAULT_DIALECT:
+            logger.warning("layers: TensorRT takes FP8 only as E4M3: it rejects models with fp8_e5m2")
+        dialect = replace(dialect, precisions=dialect.precisions | {EMULATED_PRECISION})
+    return dialect, tuple(dtypes)
 
 
-def _quantize_layers(
-    section: QuantizeSection,
-    layers: Sequence[LayerSpec],
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
+def _export(
+    model: Model,
+    selected: Mapping[Edge, str],
     batches: Iterable[Mapping[str, Array]],
+    method: str,
     dialect: Dialect,
     target: Path,
 ) -> None:
-    """Quantize each layer of a model to its own precision, and write the result to `target`."""
-    precisions = _requested_precisions(layers)
-    min_opset = max(MIN_OPSET, dialect.opset(precisions))
-    model = load(path, source=section.model_path, shapes=shapes, min_opset=min_opset)
-    selected = _select_edges(model, dialect, precisions, layers, match_skip_names(model.nodes, section.skip_names))
+    """Calibrate the tensors of edges, and write a model that is quantized at these edges to `target`."""
     if not selected:
-        raise UserError(f"{section.model_path}: nothing is left to quantize; check layers and skip_names")
+        raise UserError(f"{model.source}: nothing is left to quantize; check layers and skip_names")
     tensors = {edge.tensor for edge in selected if edge.tensor not in model.constants}
     with tempfile.TemporaryDirectory(prefix="qdq-quantize-") as work:
         float_file = save_to_folder(model, Path(work))
-        ranges = calibrate(float_file, tensors, batches, method=section.algorithm, source=section.model_path)
+        ranges = calibrate(float_file, tensors, batches, method=method, source=model.source)
     for remark in range_warnings(ranges):
-        logger.warning("%s: %s", section.model_path, remark)
+        logger.warning("%s: %s", model.source, remark)
     usable = finite_ranges(ranges)
     float_nodes = {e.consumer for e in selected if e.tensor not in model.constants and e.tensor not in usable}
     edges = {e: p for e, p in selected.items() if e.consumer not in float_nodes or e.tensor in usable}

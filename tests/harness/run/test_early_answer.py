@@ -96,7 +96,7 @@ def test_an_interrupted_run_keeps_the_confirmed_file(tmp_path, monkeypatch, caps
         (out / "kept.onnx").write_bytes(answer.file.read_bytes())
         return "take kept.onnx"
 
-    monkeypatch.setattr("harness.ship.tuned_model.ship_answer", stop)
+    monkeypatch.setattr("harness.ship.results_bundle.ship_answer", stop)
     monkeypatch.setattr("harness.run.task_pipeline.select_final", lambda *arguments: interrupt())
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):

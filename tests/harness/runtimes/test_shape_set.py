@@ -21,7 +21,7 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.insight.attribution import attribute_row
-from harness.measure.turn_log import summarize_parts, summarize_turns
+from harness.measure.turn_statistics import summarize_parts, summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Candidate, ReportsParts
 from harness.report.tables.catalog import build_tables
@@ -33,10 +33,9 @@ from harness.run.runner import run_experiment
 from harness.run.verify.dynamic_delivery import write_dynamic_model
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.runtimes.simulated import SimulatedBenchmarker
-from harness.ship.bundle import Shipment, run_script, write_bundle
+from harness.ship.bundle import run_script, write_bundle
 from harness.ship.deploy_script import deploy_script, find_target
-from harness.ship.results_bundle import confirmation_facts
-from harness.ship.tuned_model import ship_answer
+from harness.ship.results_bundle import confirmation_facts, ship_answer
 
 SHAPES = (TimedShape(label="batch=1", share=0.75, float_ms=2.0), TimedShape(label="batch=4", share=0.25, float_ms=4.0))
 TASK = "net-simulated-int8"
@@ -270,11 +269,9 @@ def test_deploy_script_fixes_the_dynamic_file_to_a_shape(tmp_path):
         script.write_text(deploy_script(candidate.source(), runtime, target, {"batch=4": {"x": [4, 3, 8]}}))
         found = runpy.run_path(str(script))["load"](dynamic.file, {"x": [4, 3, 8]})(feeds)
         np.testing.assert_allclose(found["y"], expected, atol=0.05)
-    shipment = Shipment(
-        name="net", model=candidate.source(), float_model=tmp_path / "1" / "model.onnx", target=target,
-        dynamic_model=dynamic.file, facts={**FACTS, "runtime": runtimes[-1], "shapes": shapes},
-    )  # fmt: skip
-    folder = write_bundle(tmp_path / "ship", shipment, NullProgress())
+    folder, floating = tmp_path / "ship/net", tmp_path / "1" / "model.onnx"
+    facts = {**FACTS, "runtime": runtimes[-1], "shapes": shapes}
+    write_bundle(folder, candidate.source(), floating, facts, NullProgress(), dynamic_model=dynamic.file)
     assert "| batch=4 | 2.000 [1.900, 2.100] |" in (folder / "report.md").read_text()
     reported = run_script(sys.executable, folder / "deploy.py", "--repeat", "2", "--at", "batch=4")
     assert reported["outputs"] == {"y": [4, 3, 2, 4]}

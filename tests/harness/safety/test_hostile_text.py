@@ -14,7 +14,7 @@ from harness.base.errors import UserError
 from harness.base.files import read_json
 from harness.base.paths import TRUST_VARIABLE
 from harness.base.progress import NullProgress
-from harness.compat.modelopt_autotune.storage import read_state
+from harness.compat.modelopt_autotune.session import read_state
 from harness.config.experiment import load_experiment, parse_experiment
 from harness.config.sections import ExecutorSpec, Limits
 from harness.graph.io.files import model_files

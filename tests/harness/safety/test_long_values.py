@@ -16,7 +16,7 @@ from stored import JOURNAL_HEADER, write_lines
 from harness.base.errors import UserError
 from harness.base.files import read_json, write_json
 from harness.base.text import MAX_LINE_CHARS, MAX_VALUE_CHARS
-from harness.compat.modelopt_autotune.storage import read_state
+from harness.compat.modelopt_autotune.session import read_state
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
 from harness.graph.pattern_cache import read_cache

@@ -15,7 +15,7 @@ from harness.accuracy.data.labels import read_labels
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors, read_json
 from harness.compat.modelopt_autotune.region_search import get_node_filter_list
-from harness.compat.modelopt_autotune.storage import read_state
+from harness.compat.modelopt_autotune.session import read_state
 from harness.compat.tao_specs.engine import read_facts
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment
@@ -111,7 +111,7 @@ def test_file_without_permission_is_refused_with_the_path(tmp_path, monkeypatch,
     def refuse(file, *_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
-    monkeypatch.setattr("harness.base.files.os.open", refuse)
+    monkeypatch.setattr("harness.base.untrusted.os.open", refuse)
     with pytest.raises(UserError, match=rf"{path}: cannot be read: Permission denied"):
         READERS[reader](path)
 

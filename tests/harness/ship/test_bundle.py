@@ -33,18 +33,18 @@ from harness.graph.io.digests import digest_file
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
-from harness.report.frames import main_frame
+from harness.report.frames.main_frame import main_frame
 from harness.report.next_steps import describe_answers, ship_path
 from harness.results.artifacts import read_finalists
 from harness.results.deploy_folder import check_bundle, find_bundle, read_bundle
 from harness.results.folder import load
+from harness.results.goal import Goal
 from harness.results.manifest import reopen_results
-from harness.results.search_log import Goal
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
 from harness.ship import bundle, deploy_runtime
-from harness.ship.bundle import Shipment, run_script, write_bundle
+from harness.ship.bundle import run_script, write_bundle
 from harness.ship.deploy_script import deploy_script, find_target
 from harness.ship.results_bundle import ship_results
 from harness.ship.runtime_comparison import RuntimeComparison, compare_runtimes
@@ -103,13 +103,9 @@ def describe(runtime: str) -> dict[str, Any]:
 
 def write(tmp_path: Path, runtime: str = "onnxruntime", **changes: Any) -> Path:
     floating, quantized = save_quantized(tmp_path)
-    backend = describe(runtime)
-    target = find_target(backend)
-    assert target is not None
-    shipment = Shipment(
-        name="net", model=quantized, float_model=floating, target=target, facts={**FACTS, "runtime": backend, **changes}
-    )
-    return write_bundle(tmp_path / "ship", shipment, NullProgress())
+    folder, facts = tmp_path / "ship/net", {**FACTS, "runtime": describe(runtime), **changes}
+    write_bundle(folder, quantized, floating, facts, NullProgress())
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -14,14 +15,14 @@ from harness.base.statistics import Interval
 from harness.compat.modelopt_autotune import workflows
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow, summary_lines
 from harness.graph.pattern_cache import read_cache
-from harness.graph.qdq.qdq_graph import QDQGraph
+from harness.graph.qdq.qdq_graph import read_qdq_edges
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
-from harness.measure.turn_log import ConfirmationSummary, RowSummary
+from harness.measure.turn_statistics import ConfirmationSummary, RowSummary
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 
 def edges_in(path):
-    return sorted(QDQGraph(onnx.load(path)).edges.items())
+    return sorted(read_qdq_edges(onnx.load(path)).items())
 
 
 def consumers(candidate):
@@ -232,12 +233,10 @@ def test_delivered_model_equals_the_autotuners_best(folder, benchmark_instance):
 def test_result_message_names_the_next_step(verdict, pairs, calibrated, message):
     one = Interval(value=1.0, low=0.9, high=1.1)
     row = RowSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
-    summary = ConfirmationSummary(noise_floor=0.012, builds=3, rows={"baseline": row, "final": row}, failed={})
+    summary = ConfirmationSummary(noise_floor=0.012, builds=3, rows={"float": row, "final": row}, failed={})
     kept = Path("out/kept.onnx") if pairs and verdict != "faster" else None
-    file = Path("out/final.onnx")
-    printed = list(
-        summary_lines(summary, file=file, kept=kept, pairs=pairs, read=None, options="", calibrated=calibrated)
-    )
+    answer = SimpleNamespace(summary=summary, file=Path("out/final.onnx"), pairs=pairs, runtime={})
+    printed = list(summary_lines(answer, kept, None, calibrated))
     figures = f"{verdict}; 3 fresh builds in turns with the baseline, noise floor 1.2 %), {pairs} Q/DQ pairs"
     assert (figures in printed[1]) == (pairs > 0), "the float model has no speedup over itself"
     assert any(line.startswith(message) for line in printed)

@@ -14,7 +14,7 @@ from spec_runs import build_spec, evaluate_spec, layer, quantize_model
 from typer.testing import CliRunner
 
 from harness import zoo
-from harness.accuracy.data.decode import suggest_decoder
+from harness.accuracy.data.decode_boxes import suggest_decoder
 from harness.base.errors import BuildFailed, UserError
 from harness.base.progress import NullProgress
 from harness.cli.common import short_path
@@ -28,12 +28,11 @@ from harness.compat.tao_specs.evaluate import (
     compare_evaluations,
 )
 from harness.compat.tao_specs.spec import parse_spec
-from harness.config.sections import PluginSpec
 from harness.graph.builder import GraphBuilder
-from harness.insight import compiled
+from harness.insight import file_check
 from harness.plugins import registry
 from harness.plugins.api import Accuracy
-from harness.runtimes.rtx_compile import Compilation
+from harness.runtimes.rtx_compile.compiler import Compilation
 
 LABELLED = """
 dataset:
@@ -134,10 +133,10 @@ def test_engine_of_another_runtime_gets_its_own_file_suffix(small, tmp_path, cap
 def test_large_drop_names_layers_to_leave_native(detector, quantized, calibration, data, tmp_path):
     first = evaluate_spec(target(data, onnx_file=detector), tmp_path, "float")
     second = evaluate_spec(target(data, onnx_file=quantized), tmp_path, "int8")
-    _, row = compare_evaluations([first, second])
-    assert row.drop.low > 0.01
-    assert re.fullmatch(r"\+0\.\d{4} \[\+0\.\d{4}, \+0\.\d{4}\]", row.cells()[4])
-    lines = advise_native_layers(row, parse_spec(data, "s").dataset, tmp_path, NullProgress())
+    (_, row), (_, drop) = compare_evaluations([first, second])
+    assert drop.low > 0.01
+    assert re.fullmatch(r"\+0\.\d{4} \[\+0\.\d{4}, \+0\.\d{4}\]", row[4])
+    lines = advise_native_layers(second, drop, parse_spec(data, "s").dataset, tmp_path, NullProgress())
     assert lines[0].startswith("int8: the drop, 0.")
     assert lines[1].startswith("skip_names:")
     skipped = f"skip_names: {json.dumps([entry.split(chr(34))[1] for entry in lines[2:]])}"
@@ -172,26 +171,24 @@ def test_engine_is_evaluated_without_its_model(detector, quantized, data, tmp_pa
     alone = evaluate_spec(text, tmp_path, "alone")
     assert alone.accuracy.metrics == found.accuracy.metrics
     first = evaluate_spec(target(data, onnx_file=detector), tmp_path, "float")
-    row = compare_evaluations([first, alone])[1]
-    lines = advise_native_layers(row, parse_spec(text, "s").dataset, tmp_path, NullProgress())
+    _, drops = compare_evaluations([first, alone])
+    lines = advise_native_layers(alone, drops[1], parse_spec(text, "s").dataset, tmp_path, NullProgress())
     assert "the ONNX file of out/int8.blob is missing" in lines[1]
 
 
 def test_evaluations_that_cannot_be_compared():
     def scored(name: str, metric: str, items: tuple[float, ...]) -> EvaluationResult:
         accuracy = Accuracy(metrics={metric: 0.5}, per_item=items)
-        target = EvaluationTarget(
-            what=name, backend=PluginSpec(use="fake"), file=Path(name), saved=True, inputs={}, outputs={}, model=None,
-            precisions=(),
-        )  # fmt: skip
+        facts = EngineFacts(backend="fake", params={}, inputs={}, onnx_file="", precisions=(), describe={})
+        target = EvaluationTarget(what=name, file=Path(name), facts=facts, model=None)
         return EvaluationResult(name=name, target=target, metric=metric, higher_is_better=True, accuracy=accuracy)
 
     with pytest.raises(UserError, match=r"b: its metric is map, but that of a is top1"):
         compare_evaluations([scored("a", "top1", (1, 0)), scored("b", "map", ())])
     with pytest.raises(UserError, match=r"b and a cannot be compared: a paired interval needs the same images"):
         compare_evaluations([scored("a", "top1", (1, 0)), scored("b", "top1", (1, 0, 1))])
-    rows = compare_evaluations([scored("a", "mine", ()), scored("b", "mine", ())])
-    assert [row.cells()[3:5] for row in rows] == [("mine 0.5000", "baseline"), ("mine 0.5000", "+0.0000")], (
+    rows, _ = compare_evaluations([scored("a", "mine", ()), scored("b", "mine", ())])
+    assert [row[3:5] for row in rows] == [("mine 0.5000", "baseline"), ("mine 0.5000", "+0.0000")], (
         "without an interval"
     )
 
@@ -255,7 +252,7 @@ def test_backends_without_engine_files_are_refused(small, tmp_path, monkeypatch)
     with pytest.raises(UserError, match=r"backend 'fake' cannot write engines .* use openvino, onnxruntime"):
         engines.save_engine(small, tmp_path / "m.plan", facts)
     with pytest.raises(UserError, match=r"backend 'fake' cannot read engines"):
-        engines.load_engine(small, PluginSpec(use="fake"))
+        engines.load_engine(small, facts)
 
 
 def test_a_model_that_the_runtime_refuses_gives_no_engine(small, tmp_path, monkeypatch):
@@ -309,7 +306,7 @@ def test_batch_sizes_count_only_if_the_batch_is_dynamic(shape, options, given, p
 def test_missing_tensorrt_is_named(small, tmp_path, monkeypatch):
     pytest.importorskip("harness.runtimes.tensorrt.benchmarker")
     monkeypatch.setattr(
-        compiled, "compile_file", lambda path, target: Compilation(target=target, version="1", build_s=0)
+        file_check, "compile_file", lambda path, target: Compilation(target=target, version="1", build_s=0)
     )
     (tmp_path / "s.yaml").write_text(engine(small, "m.trt"))
     done = CliRunner().invoke(app, ["gen-trt-engine", str(tmp_path / "s.yaml")])

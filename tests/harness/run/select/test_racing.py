@@ -20,7 +20,8 @@ from harness.plugins.api import Candidate
 from harness.results.turns import read_speedups
 from harness.run.confirm.paired_timing import PairedComparison
 from harness.run.select.racing import FIRST_SCHEDULE, select, select_winner
-from harness.workers.engines import BuiltEngine, Engines
+from harness.workers.engines import Engines
+from harness.workers.requests import BuiltEngine
 
 FLOAT = "float"
 FULL_TURNS = True

@@ -1,0 +1,5 @@
+"""Results as pandas frames of unrounded figures.
+
+May import `report.load` and `statistics`.
+Must not import `report.plots`.
+"""
