@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
-from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.calibration.ranges import CalibrationBatches
 from harness.accuracy.metrics.intervals import SURELY_WITHIN, recompute_metric
 from harness.accuracy.recovery.pipeline import create_steps, recover, split_held_out
 from harness.base.progress import NullProgress

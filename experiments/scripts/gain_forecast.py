@@ -18,10 +18,9 @@ import numpy as np
 from scipy.optimize import minimize
 
 from harness.config.sections import PluginSpec
-from harness.replay.recorded_landscape import Landscape
-from harness.replay.replay import ReplayRequest, replay
+from harness.replay.replay import Landscape, ReplayRequest, replay
 from harness.replay.simulated_selection import Searches
-from harness.runtimes.benchmark_table import read_table
+from harness.runtimes.replay import read_table
 from search.gain_forecast import FIRST_FORECAST, HORIZON, THRESHOLD_SHARE, WORTHWHILE_GAIN, GainForecast, features
 
 STARTS = (("float", "all", "linear"), ())

@@ -20,7 +20,7 @@ import numpy as np
 from harness.base.random_inputs import random_feeds
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.load import load
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.results.folder import load as load_results
 
 TOOLS = ("nncf", "ort", "modelopt")

@@ -33,8 +33,8 @@ if command == "harness.cli":  # the names of commit 3ca0195
     from harness.tables import read_table
     from search.algorithms.auto import AutoSearcher
 else:
-    from harness.runtimes.benchmark_table import read_table
-    from harness.replay.recorded_landscape import Landscape
+    from harness.runtimes.replay import read_table
+    from harness.replay.replay import Landscape
     from search.algorithms.model_based import AutoSearcher
 from harness.replay.replay import replay_once
 from search.algorithms.random import RandomSearcher

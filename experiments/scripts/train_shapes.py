@@ -6,7 +6,7 @@ al. 2021, arXiv:2108.07755), so that a score learns how well its box fits; boxes
 arXiv:1911.08287).
 
 Takes about ten minutes on one core. The same seed on the same machine gives the same file. The layout of input and
-output are documented in `harness.zoo.detector`.
+output are documented in `harness.zoo.catalog`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from harness.zoo.detector import TRAINED_MODEL_PATH
+from harness.zoo.catalog import TRAINED_MODEL_PATH
 from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, ShapesSplit, draw_split
 
 STRIDES = (8, 16)

@@ -55,7 +55,7 @@ def bench_run(
     from harness.base.terminal_progress import TerminalProgress
     from harness.config.yaml_loader import parse_params
     from harness.replay.bench.submission import run_searchers
-    from harness.replay.study_file import ReplayedSearcher
+    from harness.replay.budget_study import ReplayedSearcher
 
     if len(searcher) > 1 and (param or label):
         raise UserError(f"--param and --label are of one searcher, but got {len(searcher)}")
@@ -125,7 +125,7 @@ def bench_score(
     """
     from harness.base.terminal_progress import TerminalProgress
     from harness.config.experiment import load_experiment
-    from harness.replay.bench.scoring import score_tables
+    from harness.replay.bench.accuracy import score_tables
     from harness.replay.bench.tasks import scores_file, table_file
 
     path = out or scores_file(table[0])
@@ -143,9 +143,9 @@ def bench_surrogate(
 
     Example: `qdq bench surrogate results/tables/yolox_nano-onnxruntime.parquet --out out/yolox.onnx`
     """
+    from harness.replay.bench.export import write_surrogate
     from harness.replay.bench.tasks import table_file
-    from harness.replay.table_surrogate import write_surrogate
-    from harness.runtimes.benchmark_table import read_table
+    from harness.runtimes.replay import read_table
 
     error = dataclasses.asdict(write_surrogate(read_table(table_file(table)), out))
     print_table(tuple(error), [tuple(f"{value:.3g}" for value in error.values())], as_json=as_json)

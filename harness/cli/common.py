@@ -92,7 +92,7 @@ def replace_change_advice(option: str = "--out") -> Iterator[None]:
     Args:
         option: Name of the option of the results folder.
     """
-    from harness.results.fingerprint import CHANGED_RUN_ADVICE
+    from harness.results.journal import CHANGED_RUN_ADVICE
 
     try:
         yield

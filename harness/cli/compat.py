@@ -126,7 +126,7 @@ def quantize(
 
 def _print_hand_over(model: Path, command: str, shapes: Mapping[str, str] | None = None) -> None:
     """Print on a machine without a GPU the results of the compiler, and the command for a machine with one."""
-    from harness.insight.file_check import hand_over_lines
+    from harness.insight.compiled import hand_over_lines
     from harness.measure.provenance import describe_environment
 
     if not describe_environment().get("gpus"):

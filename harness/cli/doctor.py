@@ -77,7 +77,7 @@ def tools(
 
     Example: `qdq tools install quark`
     """
-    from harness.accuracy.tools.catalog import install_environment
+    from harness.accuracy.tools.ptq import install_environment
 
     if action not in ("list", "install"):
         raise UserError(f"qdq tools: install or list, but got {action!r}")
@@ -172,7 +172,7 @@ def _one_line(error: Exception, prefix: str = "") -> str:
 
 
 def _tool_environments() -> Iterator[Row]:
-    from harness.accuracy.tools.catalog import REQUIREMENTS, environment_python
+    from harness.accuracy.tools.ptq import REQUIREMENTS, environment_python
 
     for name, requirements in REQUIREMENTS.items():
         ready = environment_python(name) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,13 +117,12 @@ def explain(
         _explain_row(short_path(Path(model)), row, (base or Path.cwd()).resolve(), as_json=as_json)
         return
     from harness.config.yaml_loader import parse_params
+    from harness.insight.compiled import compile_report
     from harness.insight.model_report import (
         change_lines,
         choose_backend,
-        compare_reports,
-        compile_report,
+        compare_precisions,
         explain_model,
-        report_data,
         report_lines,
     )
     from harness.plugins.api import capabilities_of
@@ -138,27 +138,27 @@ def explain(
         raise UserError("--html is for backend rtx_compile; qdq inspect regions --html draws the graph of any model")
     report = explain_model(model, spec, runs, **sizes)
     if against is None:
-        _print_report(report_data(report), report_lines(report, top), as_json=as_json)
+        _print_report(asdict(report), report_lines(report, top), as_json=as_json)
         return
     other = explain_model(against, spec, runs, **sizes)
-    changes = compare_reports(report, other)
-    rows = [{"name": change.name, "before": change.before, "after": change.after} for change in changes]
-    values = {"before": report_data(report), "after": report_data(other), "changes": rows}
-    lines = [*report_lines(other, top), "", *change_lines(report, other, changes, top)]
+    changes = compare_precisions(report.precision, other.precision)
+    rows = [{"name": name, "before": old, "after": new} for name, old, new in changes]
+    values = {"before": asdict(report), "after": asdict(other), "changes": rows}
+    lines = [*report_lines(other, top), "", *change_lines(report, other, top)]
     _print_report(values, lines, as_json=as_json)
 
 
 def _explain_compiled(reports: Sequence[CompiledReport], top: int, *, as_json: bool, html: Path | None) -> None:
     """Print the report of one model, or of the second model with the differences to the first."""
-    from harness.insight.model_report import compare_reports
+    from harness.insight.model_report import compare_precisions
 
     before, after = reports[0], reports[-1]
     if html is not None:
         _write_page(html, after.html())
     values = after.data() if len(reports) == 1 else [report.data() for report in reports]
     _print_report(values, after.lines(top), as_json=as_json)
-    for change in () if as_json else compare_reports(before, after):
-        echo(f"  {change.name}: {change.before or 'absent'} -> {change.after or 'absent'}")
+    for name, old, new in () if as_json else compare_precisions(before.precision, after.precision):
+        echo(f"  {name}: {old or 'absent'} -> {new or 'absent'}")
 
 
 def check(
@@ -175,7 +175,7 @@ def check(
 
     Example: `qdq inspect check model.onnx --dialect tensorrt`
     """
-    from harness.insight.file_check import check_file
+    from harness.insight.compiled import check_file
 
     check_path(Path(model))
     verdict = check_file(model, dialect, target or "sm89", **parse_sizes(shape, dim))

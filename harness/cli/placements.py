@@ -234,7 +234,7 @@ def apply(
     with replace_change_advice():
         run_and_report(config, out, as_json=as_json)
     if config.searchers and not as_json:
-        from harness.report.accuracy_notes import recovery_notes
+        from harness.report.tables.notes import recovery_notes
         from harness.results.folder import load
 
         notes = [note for task in load(out).tasks for note in recovery_notes(task)]

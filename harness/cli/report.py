@@ -127,11 +127,11 @@ def show_report(
     from harness.base.terminal_progress import TerminalProgress
     from harness.report.next_steps import describe_answers, describe_next_steps
     from harness.report.render import current_report, report_renderable, report_text, write_report
-    from harness.report.tables.overview import summary_table
+    from harness.report.tables.main import summary_table
 
     folder, task_plots = short_path(folder), False if ship else task_plots
     if ship:  # before the page, which shows the commands of the folders
-        from harness.report.frames.main_frame import main_frame
+        from harness.report.frames import main_frame
         from harness.results.folder import load
         from harness.ship.results_bundle import ship_results
 

@@ -189,7 +189,7 @@ def _show_plan(
     file: Path, config: Experiment, folder: Path, score_s: Mapping[str, float], accept_changes: bool
 ) -> None:
     """Check the models and the results folder, and print the tasks, the bounds and an estimate of the time."""
-    from harness.config.plan import plan_tasks
+    from harness.config.experiment import plan_tasks
     from harness.results.ownership import check_ownership
     from harness.run.prepare.bounds import bound_lines
     from harness.run.prepare.model_checks import check_models
@@ -210,7 +210,7 @@ def _show_plan(
 def _compile_models(file: Path, config: Experiment, target: str | None) -> None:
     from harness.insight.compiled import SCOPE_NOTE
     from harness.run.prepare.model_checks import compile_tasks
-    from harness.runtimes.rtx_compile.compiler import DEFAULT_TARGET
+    from harness.runtimes.rtx_compile import DEFAULT_TARGET
 
     with prefix_file(file):
         for line in compile_tasks(config, target or DEFAULT_TARGET):
@@ -298,8 +298,8 @@ def verify(
     if file.is_dir() and row is None:
         raise typer.Exit(_check_folder(short_path(file), as_json=as_json))
     from harness.base.terminal_progress import TerminalProgress
-    from harness.config.objective import parse_bound
-    from harness.report.exported_row import find_exported_row
+    from harness.config.sections import parse_bound
+    from harness.report.trace import find_exported_row
     from harness.run.verify.verify import verify as verify_model
 
     model = find_exported_row(short_path(file), row) if file.is_dir() else file

@@ -30,7 +30,7 @@ from harness.cli.common import (
 
 if TYPE_CHECKING:
     from harness.base.terminal_progress import TerminalProgress
-    from harness.replay.study_file import BudgetStudy
+    from harness.replay.budget_study import BudgetStudy
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def sensitivity(
 
     Example: `qdq inspect sensitivity zoo:resnet18 --param precision=f32`
     """
-    from harness.insight.reports import sensitivity_report
+    from harness.insight.sensitivity import sensitivity_report
 
     task = study_of(model, backend, param, shape, dim, precision=precision)
     folder = short_path(out or Path(f"sensitivity-{task.spec.name}"))
@@ -203,7 +203,7 @@ def record(
     """
     from harness.replay.record_table import record as record_table
     from harness.replay.replay_report import table_lines
-    from harness.runtimes.benchmark_table import read_table
+    from harness.runtimes.replay import read_table
 
     task = study_of(model, backend, param, shape, dim, fidelity=fidelity)
     path = out or Path(f"{task.spec.name}.parquet")
@@ -303,7 +303,7 @@ def study(
 
 def _load_budget_study(what: Sequence[Path], options: Mapping[str, Mapping[str, Any]]) -> BudgetStudy:
     """Return the study of a study file, or of tables and the keys of options."""
-    from harness.replay.study_file import BudgetStudy, load_study
+    from harness.replay.budget_study import BudgetStudy, load_study
 
     if what[0].suffix not in (".yaml", ".yml"):
         keys = {key: value for option in options.values() for key, value in option.items()}
@@ -337,8 +337,7 @@ def noise(
 
     Example: `qdq bench noise zoo:resnet18 --param precision=f32`
     """
-    from harness.insight.noise import NestedDesign
-    from harness.insight.reports import noise_report
+    from harness.insight.noise import NestedDesign, noise_report
     from harness.run.prepare.study_task import study_name
 
     task = study_of(model, backend, param, shape, dim)

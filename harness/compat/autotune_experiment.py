@@ -12,9 +12,8 @@ from typing import Any
 from harness.accuracy.data.arrays import array_kind, array_names
 from harness.base.errors import MAX_COUNT, UserError, suggest_names
 from harness.compat.modelopt_autotune.settings import REGION_FLAGS, AutotunerError
-from harness.config.experiment import Experiment, parse_experiment
-from harness.config.initial import DEFAULT_INITIAL
-from harness.config.objective import validate_bound
+from harness.config.experiment import DEFAULT_INITIAL, Experiment, parse_experiment
+from harness.config.sections import validate_bound
 from harness.config.yaml_loader import dump_yaml, parse_params
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.run.prepare.study_task import model_label

@@ -8,7 +8,7 @@ builder.op("GlobalAveragePool", x)), 10), name="logits") model = builder.build()
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -23,11 +23,20 @@ MAX_IR_VERSION = 10
 Shape = Sequence[int | str | None]
 
 
-class GraphBuilderBase:
-    """Builder of one ONNX graph; `opset` is the version of the default operator set."""
+class GraphBuilder:
+    """Builder of one ONNX graph, with random weights: the same seed and calls give the same bytes.
 
-    def __init__(self, name: str, opset: int) -> None:
+    Methods that add nodes return the names of output tensors.
+
+    Args:
+        name: Name of the graph.
+        seed: Seed of the random weights.
+        opset: Version of the default operator set.
+    """
+
+    def __init__(self, name: str, *, seed: int = 0, opset: int = 17) -> None:
         self.name = name
+        self._rng = np.random.default_rng(seed)
         self._opsets = {"": opset}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -101,7 +110,7 @@ class GraphBuilderBase:
         node = helper.make_node(op_type, list(inputs), list(names), name=label, domain=domain, **attrs)
         self._opsets.setdefault(domain, 1)
         self._nodes.append(node)
-        self._types.update(_infer_output_types(node, self._types, self._constants, self._opsets, self.name))
+        self._types.update(self._infer_types(node))
         return names[0] if outputs is None else names
 
     def shape(self, tensor: str) -> tuple[int, ...]:
@@ -154,20 +163,6 @@ class GraphBuilderBase:
             name = f"{stem}_{number}"
         self._taken.add(name)
         return name
-
-
-class GraphBuilder(GraphBuilderBase):
-    """Builder with random weights; the same seed and calls give the same bytes. Methods return names of output tensors.
-
-    Args:
-        name: Name of the graph.
-        seed: Seed of the random weights.
-        opset: Version of the default operator set.
-    """
-
-    def __init__(self, name: str, *, seed: int = 0, opset: int = 17) -> None:
-        super().__init__(name, opset)
-        self._rng = np.random.default_rng(seed)
 
     def conv(
         self,
@@ -250,7 +245,16 @@ class GraphBuilder(GraphBuilderBase):
             ValueError: The new name is taken, or the tensor is not the output of a node.
         """
         if name is not None and name != tensor:
-            tensor = self._rename(tensor, name)
+            if name in self._taken:
+                raise ValueError(f"{self.name}: the name {name!r} is taken")
+            if not any(tensor in node.output for node in self._nodes):
+                raise ValueError(f"{self.name}: {tensor!r} is not the output of a node, so it cannot become {name!r}")
+            for names in (names for node in self._nodes for names in (node.input, node.output)):
+                names[:] = [name if each == tensor else each for each in names]
+            self._taken.add(name)
+            if tensor in self._types:
+                self._types[name] = self._types.pop(tensor)
+            tensor = name
         info = onnx.ValueInfoProto(name=tensor)
         if shape is not None:
             info.type.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, list(shape)))
@@ -267,42 +271,19 @@ class GraphBuilder(GraphBuilderBase):
     def _bias(self, size: int, label: str) -> str:
         return self.const(self._rng.normal(0.0, 0.02, size).astype(np.float32), f"{label}_bias")
 
-    def _rename(self, old: str, new: str) -> str:
-        if new in self._taken:
-            raise ValueError(f"{self.name}: the name {new!r} is taken")
-        if not any(old in node.output for node in self._nodes):
-            raise ValueError(f"{self.name}: {old!r} is not the output of a node, so it cannot be renamed to {new!r}")
-        for node in self._nodes:
-            for names in (node.input, node.output):
-                for index, name in enumerate(names):
-                    if name == old:
-                        names[index] = new
-        self._taken.add(new)
-        if old in self._types:
-            self._types[new] = self._types.pop(old)
-        return new
-
-
-def _infer_output_types(
-    node: onnx.NodeProto,
-    types: Mapping[str, onnx.TypeProto],
-    constants: Mapping[str, onnx.TensorProto],
-    opsets: Mapping[str, int],
-    where: str,
-) -> dict[str, onnx.TypeProto]:
-    """Return the types of a node's outputs; none if ONNX does not know the operator or an input is untyped."""
-    known = {name: types[name] for name in node.input if name in types}
-    if len(known) < len({name for name in node.input if name}) or not onnx.defs.has(node.op_type, node.domain):
-        return {}
-    schema = onnx.defs.get_schema(node.op_type, opsets[node.domain], node.domain)
-    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
-    small = {
-        name: constants[name] for name in node.input if name in constants and np.prod(constants[name].dims) <= 1024
-    }
-    try:
-        found: dict[str, onnx.TypeProto] = shape_inference.infer_node_outputs(
-            schema, node, known, small, opset_imports=imports
-        )
-    except shape_inference.InferenceError as error:
-        raise ValueError(f"{where}: {node.op_type} {node.name!r}: {error}") from error
-    return found
+    def _infer_types(self, node: onnx.NodeProto) -> dict[str, onnx.TypeProto]:
+        """Return the types of a node's outputs; none if ONNX does not know the operator or an input is untyped."""
+        known = {name: self._types[name] for name in node.input if name in self._types}
+        if len(known) < len({name for name in node.input if name}) or not onnx.defs.has(node.op_type, node.domain):
+            return {}
+        schema = onnx.defs.get_schema(node.op_type, self._opsets[node.domain], node.domain)
+        imports = [helper.make_opsetid(domain, version) for domain, version in self._opsets.items()]
+        constants = {name: self._constants[name] for name in node.input if name in self._constants}
+        small = {name: tensor for name, tensor in constants.items() if np.prod(tensor.dims) <= 1024}
+        try:
+            found: dict[str, onnx.TypeProto] = shape_inference.infer_node_outputs(
+                schema, node, known, small, opset_imports=imports
+            )
+        except shape_inference.InferenceError as error:
+            raise ValueError(f"{self.name}: {node.op_type} {node.name!r}: {error}") from error
+        return found

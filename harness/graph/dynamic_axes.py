@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 import onnx
@@ -42,9 +43,6 @@ def load_dynamic(model: Model) -> Model | None:
     """Prepare the original of a model with its dynamic axes; return None if its inputs are static.
 
     Node names are those of `model`, except for nodes that are folded only at known shapes.
-
-    Raises:
-        UserError: The file cannot be read, or not be prepared with dynamic axes.
     """
     proto = read_original(model)
     if model.origin is None or proto is None:
@@ -64,10 +62,6 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
     Returns:
         The file of the original float model (`float.onnx` in the folder of `target` if it was given in memory), and the
         declared dimensions of its inputs by name.
-
-    Raises:
-        UserError: The inputs of `model` are static, the original lacks a tensor for a Q/DQ pair, or the result has
-            other inputs or outputs than the original.
     """
     given, twin = read_original(model), load_dynamic(model)
     if given is None or twin is None or model.origin is None:
@@ -88,7 +82,7 @@ def write_dynamic(model: Model, file: Path, target: Path) -> tuple[Path, dict[st
 def transfer_file(fixed: onnx.ModelProto, file: Path, other: onnx.ModelProto, target: Path) -> Path:
     """Write a quantized model with the shapes of another form of its float model, and return `target`.
 
-    The model is `transfer_changes(fixed, content of file, other)`; see there for arguments and errors.
+    The model is `transfer_changes(fixed, content of file, other)`; see there for arguments.
     """
     return write_model(transfer_changes(fixed, onnx.load(file), other), target)
 
@@ -136,16 +130,24 @@ class _ChangeTransfer:
 
     def sorted_nodes(self) -> list[onnx.NodeProto]:
         """Return all nodes in topological order."""
-        theirs = {node.name: node for node in self._dynamic.node}
+        theirs = {node.name for node in self._dynamic.node}
         for name, node in self._after.items():
             if node != self._before[name] and name not in theirs:
                 slot = next((i for i, t in enumerate(node.input) if t not in self._before[name].input), 0)
                 edge = f"edge {self._before[name].input[slot]!r} -> input {slot} of {name!r}"
                 raise TransferError(f"{edge}: the node exists only at fixed shapes")
         changed = [self._transfer_node(node) for node in self._dynamic.node]
-        self._check_added_nodes(changed)
+        # Tools may give a DequantizeLinear the name of the constant that it replaces.
+        made = {name for node in self._added for name in node.output}
+        known = {"", *self._there, *self._new, *(value.name for value in self._dynamic.input)} - made
+        made.update(known, *(node.output for node in changed))
+        for op, slot, name in ((n.op_type, i, name) for n in self._added for i, name in enumerate(n.input)):
+            if name in self._old and name in self._new and name not in self._there:
+                raise TransferError(f"tensor {name!r}, which is quantized, is a constant only at fixed shapes")
+            if name not in made:
+                raise TransferError(f"edge {name!r} -> input {slot} of {op}: the tensor is not there")
         added = [*self._added, *self.late.values()]
-        found = list(_sort_with_added(changed, added, self._initial_names().difference(self.late)))
+        found = list(_sort_with_added(changed, added, known.difference(self.late)))
         if len(found) != len(changed) + len(added):
             raise TransferError("a Q/DQ pair reads a tensor that is not there with dynamic axes")
         return found
@@ -164,14 +166,6 @@ class _ChangeTransfer:
                 elif name in self._there:
                     yield self._there[name]
 
-    def _initial_names(self) -> set[str]:
-        """Return the names of tensors that exist before any node runs.
-
-        Tools may give a DequantizeLinear the name of the constant that it replaces.
-        """
-        made = {name for node in self._added for name in node.output}
-        return {"", *self._there, *self._new, *(value.name for value in self._dynamic.input)} - made
-
     def _transfer_node(self, node: onnx.NodeProto) -> onnx.NodeProto:
         before, after = self._before.get(node.name), self._after.get(node.name)
         if before is None or after is None or before == after:
@@ -183,33 +177,26 @@ class _ChangeTransfer:
             replace_field(result.attribute, node.attribute)
         elif list(node.attribute) != list(before.attribute):
             raise TransferError(f"node {node.name!r} has other attributes at fixed shapes")
-        slots = max(len(before.input), len(after.input), len(node.input))
-        olds, news, own = (_pad_names(each.input, slots) for each in (before, after, node))
-        news = [old if self._is_copy(old, new) else new for old, new in zip(olds, news, strict=True)]
-        for slot, (old, new, mine) in enumerate(zip(olds, news, own, strict=True)):
-            if old != new:
-                self._check_edge(old, mine, new, f"edge {old!r} -> input {slot} of {node.name!r}")
-        inputs = [mine if old == new else new for old, new, mine in zip(olds, news, own, strict=True)]
+        inputs = []
+        for slot, (old, new, own) in enumerate(zip_longest(before.input, after.input, node.input, fillvalue="")):
+            edge = f"edge {old!r} -> input {slot} of {node.name!r}"
+            if old != new and old in self._old and new in self._new:  # tools rename copies of shared constants
+                renamed = copy_message(self._new[new])
+                renamed.name = old
+                new = old if renamed == self._old[old] else new
+            inputs.append(own if old == new else new)
+            if old == new:
+                continue
+            if old != own:
+                raise TransferError(f"{edge}: with dynamic axes it reads {own!r}")
+            if old in self._old and old not in self._there:
+                self._quantize_at_producer(old, new, edge)
+            elif old in self._there and self._old.get(old) != self._there[old]:
+                raise TransferError(f"{edge}: the constant has other values with dynamic axes")
         while inputs and not inputs[-1]:
             inputs.pop()
         replace_field(result.input, inputs)
         return result
-
-    def _is_copy(self, old: str, new: str) -> bool:
-        """Return whether two constants differ only in their names; tools rename copies of shared constants."""
-        if old == new or old not in self._old or new not in self._new:
-            return False
-        renamed = copy_message(self._new[new])
-        renamed.name = old
-        return bool(renamed == self._old[old])
-
-    def _check_edge(self, old: str, own: str, new: str, edge: str) -> None:
-        if old != own:
-            raise TransferError(f"{edge}: with dynamic axes it reads {own!r}")
-        if old in self._old and old not in self._there:
-            self._quantize_at_producer(old, new, edge)
-        elif old in self._there and self._old.get(old) != self._there[old]:
-            raise TransferError(f"{edge}: the constant has other values with dynamic axes")
 
     def _quantize_at_producer(self, old: str, new: str, edge: str) -> None:
         """Insert a pair after the producer of a tensor that is a quantized constant at fixed shapes.
@@ -228,15 +215,6 @@ class _ChangeTransfer:
             op_type="QuantizeLinear", name=f"{stored}.q", input=[old, *grid], output=[stored]
         )
 
-    def _check_added_nodes(self, changed: Iterable[onnx.NodeProto]) -> None:
-        made = {name for node in (*changed, *self._added) for name in node.output} | self._initial_names()
-        for node in self._added:
-            for slot, name in enumerate(node.input):
-                if name in self._old and name in self._new and name not in self._there:
-                    raise TransferError(f"tensor {name!r}, which is quantized, is a constant only at fixed shapes")
-                if name not in made:
-                    raise TransferError(f"edge {name!r} -> input {slot} of {node.op_type}: the tensor is not there")
-
 
 def _sort_with_added(
     nodes: Iterable[onnx.NodeProto], added: Iterable[onnx.NodeProto], known: set[str]
@@ -244,9 +222,7 @@ def _sort_with_added(
     """Yield nodes in their order, and each added node as soon as its inputs are known."""
     waiting: dict[str, list[onnx.NodeProto]] = defaultdict(list)
     missing: dict[int, int] = {}
-    known = set(known)
     ready: deque[onnx.NodeProto] = deque()
-    added = list(added)
     for node in added:
         lacking = {name for name in node.input if name not in known}
         missing[id(node)] = len(lacking)
@@ -255,8 +231,7 @@ def _sort_with_added(
         if not lacking:
             ready.append(node)
     for node in (None, *nodes):
-        if node is not None:
-            ready.append(node)
+        ready.extend([node] if node is not None else ())
         while ready:
             done = ready.popleft()
             yield done
@@ -265,8 +240,3 @@ def _sort_with_added(
                     missing[id(reader)] -= 1
                     if not missing[id(reader)]:
                         ready.append(reader)
-
-
-def _pad_names(names: Iterable[str], count: int) -> list[str]:
-    found = list(names)
-    return found + [""] * (count - len(found))

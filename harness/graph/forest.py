@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def write_forest(forest: Any, dimensions: int, interval: float, props: Mapping[s
         props: Metadata of the file, by key.
         path: File to write; an existing file is replaced.
     """
-    nodes, targets = _tree_attributes(forest)
+    attributes = _tree_attributes(forest)
     factor = helper.make_tensor("interval", TensorProto.FLOAT, [1], [interval])
     axes = helper.make_tensor("axes", TensorProto.INT64, [1], [1])
     zero = helper.make_tensor("zero", TensorProto.FLOAT, [1], [0.0])
@@ -36,7 +37,7 @@ def write_forest(forest: Any, dimensions: int, interval: float, props: Mapping[s
             helper.make_node("ReduceSum", ["quantized", "axes"], ["count"]),
             helper.make_node("Concat", ["floats", "count"], ["features"], axis=1),
             helper.make_node(
-                "TreeEnsembleRegressor", ["features"], ["log_ms"], domain="ai.onnx.ml", n_targets=1, **nodes, **targets
+                "TreeEnsembleRegressor", ["features"], ["log_ms"], domain="ai.onnx.ml", n_targets=1, **attributes
             ),
             helper.make_node("Exp", ["log_ms"], ["latency_ms"]),
             helper.make_node("Div", ["latency_ms", "interval"], ["low_ms"]),
@@ -56,25 +57,25 @@ def write_forest(forest: Any, dimensions: int, interval: float, props: Mapping[s
     onnx.save(model, path)
 
 
-def _tree_attributes(forest: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """Return the attributes of `TreeEnsembleRegressor` that describe nodes, and those that describe leaves."""
-    nodes: dict[str, list[Any]] = {
-        f"nodes_{name}": []
-        for name in ("treeids", "nodeids", "featureids", "modes", "values", "truenodeids", "falsenodeids")
-    }
-    targets: dict[str, list[Any]] = {f"target_{name}": [] for name in ("treeids", "nodeids", "ids", "weights")}
+def _tree_attributes(forest: Any) -> dict[str, list[Any]]:
+    """Return the attributes of `TreeEnsembleRegressor` that describe nodes and leaves."""
+    attributes: dict[str, list[Any]] = defaultdict(list)
     for number, fitted in enumerate(forest.estimators_):
         tree = fitted.tree_
         leaf, every = tree.children_left < 0, np.arange(tree.node_count)
-        nodes["nodes_treeids"] += [number] * tree.node_count
-        nodes["nodes_nodeids"] += every.tolist()
-        nodes["nodes_featureids"] += np.where(leaf, 0, tree.feature).tolist()
-        nodes["nodes_modes"] += np.where(leaf, "LEAF", "BRANCH_LEQ").tolist()
-        nodes["nodes_values"] += np.where(leaf, 0.0, tree.threshold).tolist()
-        nodes["nodes_truenodeids"] += np.where(leaf, 0, tree.children_left).tolist()
-        nodes["nodes_falsenodeids"] += np.where(leaf, 0, tree.children_right).tolist()
-        targets["target_treeids"] += [number] * int(leaf.sum())
-        targets["target_nodeids"] += every[leaf].tolist()
-        targets["target_ids"] += [0] * int(leaf.sum())
-        targets["target_weights"] += (tree.value[leaf, 0, 0] / len(forest.estimators_)).tolist()
-    return nodes, targets
+        parts = {
+            "nodes_treeids": np.full(tree.node_count, number),
+            "nodes_nodeids": every,
+            "nodes_featureids": np.where(leaf, 0, tree.feature),
+            "nodes_modes": np.where(leaf, "LEAF", "BRANCH_LEQ"),
+            "nodes_values": np.where(leaf, 0.0, tree.threshold),
+            "nodes_truenodeids": np.where(leaf, 0, tree.children_left),
+            "nodes_falsenodeids": np.where(leaf, 0, tree.children_right),
+            "target_treeids": np.full(leaf.sum(), number),
+            "target_nodeids": every[leaf],
+            "target_ids": np.zeros(leaf.sum(), int),
+            "target_weights": tree.value[leaf, 0, 0] / len(forest.estimators_),
+        }
+        for name, values in parts.items():
+            attributes[name] += values.tolist()
+    return attributes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 from onnx import helper
@@ -27,18 +28,18 @@ Dims = tuple[int | None, ...]
 """A shape; None for a dynamic dimension."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSignature:
+class NodeSignature(NamedTuple):
     """Node of the main graph of a file.
 
     Attributes:
         name: Name of the node; "" without one.
+        op: Type of the operator.
         precisions: Precisions of the quantized inputs, for instance "int8"; empty if all are float.
     """
 
     name: str
     op: str
-    precisions: frozenset[str] = frozenset()
+    precisions: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +90,6 @@ def load(
         dims: Sizes of dynamic dimensions by symbol, such as {"time": 128}; the batch is 1 by default.
         samples: Shape of one sample of data by input, for symbols without a size.
         min_opset: Models of an older default operator set are upgraded to this one.
-
-    Raises:
-        UserError: The file cannot be read, is not valid ONNX, stays dynamic, cannot be upgraded, or would compute
-            something else afterwards.
     """
     source = source or str(path)
     proto, sha256 = read_model(path, source)
@@ -111,7 +108,7 @@ def load_proto(
     dims: Mapping[str, int] = _NO_DIMENSION_SIZES.dims,
     min_opset: int = 17,
 ) -> Model:
-    """Prepare a model in memory for placement; see `load`, also for errors.
+    """Prepare a model in memory for placement; see `load`.
 
     Args:
         proto: Float model with all weights inside; it is not changed.
@@ -155,72 +152,52 @@ def prepare_model(
         given = [sorted(each.items()) for each in (sizes.shapes, sizes.dims, sizes.samples)]
         key = f"{sha256} {given} {min_opset}"
         original = OriginalModel.of(proto, file, key if isinstance(file, Path) else "")
-        return _prepare_proto(original, proto, source, sha256, sizes, min_opset)
-
-
-def _prepare_proto(
-    original: OriginalModel, proto: onnx.ModelProto, source: str, sha256: str, sizes: InputSizes, min_opset: int
-) -> Model:
-    densify_sparse_initializers(proto.graph)
-    replace_field(proto.graph.input, input_values(proto.graph))  # ONNX before IR version 4 lists initializers there
-    proto = with_batch_size(proto, sizes.shapes, source)
-    declared = {value.name: copy_message(value.type) for value in proto.graph.output}
-    if not sizes.keep_dynamic:
-        fix_inputs(proto, sizes, source)
-    interface = ModelInterface.from_graph(proto.graph)
-    draft = ModelDraft(proto=proto, source=source)
-    run_passes(draft, prepare_passes(min_opset))
-    proto = draft.proto
-    types = static_types(proto.graph)
-    for value in proto.graph.output:
-        if value.name in declared:
-            _restore_declared_type(value.type, declared[value.name], whole=sizes.keep_dynamic)
-    interface.check_unchanged(proto.graph, {}, source)
-    model = Model(proto=proto, source=source, sha256=sha256, nodes=read_nodes(proto), types=types)
-    # The comparison looks at shapes of results, not at declared ones; dynamic models are compared elsewhere.
-    if not sizes.keep_dynamic and not check_equivalent(original, model):
-        interface.check_unchanged(proto.graph, draft.types_before_upgrade, source)
-    return model
-
-
-def _restore_declared_type(kind: onnx.TypeProto, declared: onnx.TypeProto, *, whole: bool) -> None:
-    """Copy the declared shape and names of dimensions of an output to its inferred type, or the whole type."""
-    if whole or not kind.tensor_type.HasField("shape"):
-        kind.CopyFrom(declared)
-    sizes, named = kind.tensor_type.shape.dim, declared.tensor_type.shape.dim
-    for size, name in zip(sizes, named, strict=False) if len(sizes) == len(named) else ():
-        if not size.HasField("dim_value") and name.dim_param:
-            size.dim_param = name.dim_param
+        densify_sparse_initializers(proto.graph)
+        replace_field(proto.graph.input, input_values(proto.graph))  # before IR version 4 it lists initializers
+        proto = with_batch_size(proto, sizes.shapes, source)
+        declared = {value.name: copy_message(value.type) for value in proto.graph.output}
+        if not sizes.keep_dynamic:
+            fix_inputs(proto, sizes, source)
+        interface = ModelInterface.from_graph(proto.graph)
+        draft = ModelDraft(proto=proto, source=source)
+        run_passes(draft, prepare_passes(min_opset))
+        proto = draft.proto
+        types = static_types(proto.graph)
+        for value in proto.graph.output:
+            kind, wanted = value.type, declared.get(value.name)
+            if wanted is not None and (sizes.keep_dynamic or not kind.tensor_type.HasField("shape")):
+                kind.CopyFrom(wanted)
+            elif wanted is not None and len(kind.tensor_type.shape.dim) == len(wanted.tensor_type.shape.dim):
+                for size, named in zip(kind.tensor_type.shape.dim, wanted.tensor_type.shape.dim, strict=True):
+                    if not size.HasField("dim_value") and named.dim_param:
+                        size.dim_param = named.dim_param
+        interface.check_unchanged(proto.graph, {}, source)
+        model = Model(proto=proto, source=source, sha256=sha256, nodes=read_nodes(proto), types=types)
+        # The comparison looks at shapes of results, not at declared ones; dynamic models are compared elsewhere.
+        if not sizes.keep_dynamic and not check_equivalent(original, model):
+            interface.check_unchanged(proto.graph, draft.types_before_upgrade, source)
+        return model
 
 
 def read_signature(path: Path, source: str | None = None) -> ModelSignature:
-    """Read the inputs, outputs and nodes of a file; `source` is its name in messages, by default the path.
-
-    Raises:
-        UserError: See `read_model`.
-    """
+    """Read the inputs, outputs and nodes of a file; `source` is its name in messages, by default the path."""
     proto, _ = read_model(path, source or str(path))
     with refuse_damage(source or path):
-        return _describe_signature(proto)
-
-
-def _describe_signature(proto: onnx.ModelProto) -> ModelSignature:
-    graph = proto.graph
-    stored: dict[str, set[str]] = {}
-    index = QDQGraph(proto)
-    for edge, precision in index.edges.items():
-        stored.setdefault(edge.consumer, set()).add(precision)
-    tensors = [value for value in input_values(graph) if value.type.HasField("tensor_type")]
-    return ModelSignature(
-        inputs={v.name: (dtype_name(v.type.tensor_type.elem_type), _static_dims(v)) for v in tensors},
-        outputs={v.name: _static_dims(v) for v in graph.output},
-        axes={v.name: axes_of(v) for v in tensors},
-        nodes=tuple(
-            NodeSignature(name=node.name, op=node.op_type, precisions=frozenset(stored.get(name, ())))
-            for node, name in zip(graph.node, index.labels, strict=True)
-            if node.op_type not in QDQ_OPS
-        ),
-    )
+        stored: dict[str, set[str]] = {}
+        graph = QDQGraph(proto)
+        for edge, precision in graph.edges.items():
+            stored.setdefault(edge.consumer, set()).add(precision)
+        tensors = [value for value in input_values(proto.graph) if value.type.HasField("tensor_type")]
+        return ModelSignature(
+            inputs={v.name: (dtype_name(v.type.tensor_type.elem_type), _static_dims(v)) for v in tensors},
+            outputs={v.name: _static_dims(v) for v in proto.graph.output},
+            axes={v.name: axes_of(v) for v in tensors},
+            nodes=tuple(
+                NodeSignature(node.name, node.op_type, frozenset(stored.get(label, ())))
+                for label, node in graph.nodes.items()
+                if node.op_type not in QDQ_OPS
+            ),
+        )
 
 
 def write_without_output_transpose(source: Path, path: Path) -> Path:

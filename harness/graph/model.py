@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import onnx
@@ -121,6 +122,11 @@ class Model:
         return {t.name: t for t in self.proto.graph.initializer}
 
     @cached_property
+    def nodes_by_name(self) -> Mapping[str, Node]:
+        """Nodes by name."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
     def producer(self) -> Mapping[str, int]:
         """Index of the node that computes each tensor, by name; without inputs and constants."""
         return {out: node.index for node in self.nodes for out in node.outputs if out}
@@ -169,66 +175,52 @@ class Model:
 def read_nodes(proto: onnx.ModelProto) -> tuple[Node, ...]:
     """Return the nodes of the main graph of a cleaned model, in the order of the graph."""
     opsets, random = opset_versions(proto), find_random_nodes(proto)
-    return tuple(_read_node(index, node, opsets, index in random) for index, node in enumerate(proto.graph.node))
-
-
-def _read_node(index: int, node: onnx.NodeProto, opsets: dict[str, int], is_random: bool) -> Node:
-    body = _digest_subgraphs(node)
-    unreached = find_captures(node).difference(body.captures)  # by what no output of the subgraph depends on
-    return Node(
-        index=index,
-        name=node.name,
-        op=node.op_type,
-        domain=node.domain,
-        inputs=tuple(node.input),
-        outputs=tuple(node.output),
-        attributes={a.name: _attribute_value(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
-        opaque=is_random or bool(body.digest) or not is_standard_op(node, opsets),
-        captures=(*body.captures, *sorted(unreached)),
-        body=body.digest,
-    )
+    found = []
+    for index, node in enumerate(proto.graph.node):
+        digest, captures = _digest_subgraphs(node)
+        unreached = find_captures(node).difference(captures)  # by what no output of the subgraph depends on
+        found.append(
+            Node(
+                index=index,
+                name=node.name,
+                op=node.op_type,
+                domain=node.domain,
+                inputs=tuple(node.input),
+                outputs=tuple(node.output),
+                attributes={a.name: _attribute_value(a) for a in node.attribute if a.type not in _GRAPH_TYPES},
+                opaque=index in random or bool(digest) or not is_standard_op(node, opsets),
+                captures=(*captures, *sorted(unreached)),
+                body=digest,
+            )
+        )
+    return tuple(found)
 
 
 def _attribute_value(attribute: onnx.AttributeProto) -> Any:
     """Return the value of an attribute: a number, text (bytes if not UTF-8), a NumPy array, or a tuple of them."""
     value = helper.get_attribute_value(attribute)
-    if isinstance(value, bytes):
-        return _decode_text(value)
     if isinstance(value, onnx.TensorProto):
         return numpy_helper.to_array(value)
-    if attribute.type == onnx.AttributeProto.STRINGS:
-        return tuple(_decode_text(item) for item in value)
-    return tuple(value) if attribute.type in (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS) else value
+    is_tuple = attribute.type in (onnx.AttributeProto.STRINGS, onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS)
+    items = list(value) if is_tuple else [value]
+    for place, item in enumerate(items):
+        with suppress(UnicodeDecodeError):
+            items[place] = item.decode() if isinstance(item, bytes) else item
+    return tuple(items) if is_tuple else items[0]
 
 
-def _decode_text(value: bytes) -> str | bytes:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value
+def _digest_subgraphs(node: onnx.NodeProto) -> tuple[str, tuple[str, ...]]:
+    """Return the SHA-256 of a node's subgraphs ("" without any), and the tensors that they read from outside.
 
-
-class _SubgraphDigest(NamedTuple):
-    """The subgraphs of one node.
-
-    Attributes:
-        digest: SHA-256 in hexadecimal; "" for a node without subgraphs.
-        captures: Tensors that they read from outside, in the order of the walk.
+    Their nodes must be in topological order, as the checker requires; tensors are in the order of the walk.
     """
-
-    digest: str
-    captures: tuple[str, ...]
-
-
-def _digest_subgraphs(node: onnx.NodeProto) -> _SubgraphDigest:
-    """Return the digest of a node's subgraphs, whose nodes must be in topological order, as the checker requires."""
     captured: dict[str, int] = {}
     lines = []
     for attribute in sorted(node.attribute, key=lambda a: a.name):
-        for graph in _attribute_graphs(attribute):
+        for graph in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
             lines += [attribute.name, *_SubgraphWalk(graph, captured).serialize_nodes()]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
-    return _SubgraphDigest(digest, tuple(captured))
+    return digest, tuple(captured)
 
 
 class _SubgraphWalk:
@@ -245,9 +237,8 @@ class _SubgraphWalk:
         self._producers = {name: index for index, node in enumerate(self._nodes) for name in node.output if name}
         self._digests = [_digest_subgraphs(node) for node in self._nodes]
         self._labels = {"": "_", **{value.name: f"input {index}" for index, value in enumerate(graph.input)}}
-        self._labels.update({tensor.name: _serialize_constant(tensor) for tensor in graph.initializer})
-        sparse = (tensor.values for tensor in graph.sparse_initializer)
-        self._labels.update({values.name: _serialize_constant(values) for values in sparse})
+        constants = (*graph.initializer, *(tensor.values for tensor in graph.sparse_initializer))
+        self._labels.update({tensor.name: _serialize_constant(tensor) for tensor in constants})
         self._lines: list[str] = []
 
     def serialize_nodes(self) -> list[str]:
@@ -260,31 +251,22 @@ class _SubgraphWalk:
                 stack.pop()
                 self._resolve(name)
                 continue
-            inputs = self._inputs_of(producer)
+            inputs = (*self._nodes[producer].input, *self._digests[producer][1])
             pending = [read for read in inputs if read in self._producers and read not in self._labels]
             stack.extend(reversed(pending))
             if not pending:
-                self._number_node(producer)
+                node, (digest, _) = self._nodes[producer], self._digests[producer]
+                places = " ".join(map(self._resolve, inputs))
+                attributes = " ".join(sorted(filter(None, map(_serialize_attribute, node.attribute))))
+                number = len(self._lines)
+                self._labels.update({name: f"{number}.{slot}" for slot, name in enumerate(node.output) if name})
+                self._lines.append(f"{node.domain}:{node.op_type} {attributes} ({places}) {digest}")
         return [*self._lines, " ".join(map(self._resolve, self._outputs))]
-
-    def _inputs_of(self, index: int) -> tuple[str, ...]:
-        return (*self._nodes[index].input, *self._digests[index].captures)
 
     def _resolve(self, name: str) -> str:
         if name not in self._labels:
             self._labels[name] = f"outside {self._captured.setdefault(name, len(self._captured))}"
         return self._labels[name]
-
-    def _number_node(self, index: int) -> None:
-        node, digest = self._nodes[index], self._digests[index].digest
-        inputs = " ".join(map(self._resolve, self._inputs_of(index)))
-        attributes = " ".join(sorted(filter(None, map(_serialize_attribute, node.attribute))))
-        self._labels.update({name: f"{len(self._lines)}.{slot}" for slot, name in enumerate(node.output) if name})
-        self._lines.append(f"{node.domain}:{node.op_type} {attributes} ({inputs}) {digest}")
-
-
-def _attribute_graphs(attribute: onnx.AttributeProto) -> Sequence[onnx.GraphProto]:
-    return [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs
 
 
 def _serialize_constant(tensor: onnx.TensorProto) -> str:
@@ -294,7 +276,7 @@ def _serialize_constant(tensor: onnx.TensorProto) -> str:
 
 def _serialize_attribute(attribute: onnx.AttributeProto) -> str:
     """Return an attribute as text: "" for subgraphs, type and shape for tensors."""
-    if attribute.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS):
+    if attribute.type in _GRAPH_TYPES:
         return ""
     if attribute.type == onnx.AttributeProto.TENSOR:
         return f"{attribute.name} {_serialize_constant(attribute.t)}"

@@ -8,10 +8,11 @@ between models. The defaults 4 and 32 are those of ModelOpt's autotune (user gui
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -21,7 +22,7 @@ from harness.config.sections import duplicates
 from harness.config.yaml_loader import read_cache_file, write_plain_yaml
 from harness.measure.records import Count, LatencyMs, field_values, first_problem
 from search.api import Observation, Score
-from search.space import FLOAT, Placement, PointKind, Space
+from search.space import FLOAT, Dimension, Placement, PointKind, Space
 
 MIN_DISTANCE_POINTS = 4
 MAX_SCHEMES = 32
@@ -52,8 +53,7 @@ class MeasurementOrigin:
         return cls(backend=facts["name"], precision=precision, device=str(facts.get("device", "")))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class CachedPoint:
+class CachedPoint(NamedTuple):
     """Quantized insertion point of a pattern.
 
     Attributes:
@@ -175,11 +175,7 @@ _FILE: TypeAdapter[_CacheFile] = TypeAdapter(_CacheFile)
 
 
 def read_cache(path: Path) -> PatternCache:
-    """Read a cache file; schemes beyond its limits, which an editor may have added, are left out.
-
-    Raises:
-        UserError: The file cannot be read, is too large, or is not a pattern cache of qdq-bench.
-    """
+    """Read a cache file; schemes beyond its limits, which an editor may have added, are left out."""
     body = read_cache_file(path, "a pattern cache")
     if "pattern_schemes" in body:
         raise UserError(
@@ -222,15 +218,11 @@ def write_cache(cache: PatternCache, path: Path) -> None:
     write_plain_yaml({"kind": "qdq pattern cache", "schema": 1, **limits, "patterns": patterns}, path)
 
 
-def count_differing_points(first: CachedScheme, second: CachedScheme) -> int:
-    """Return the number of points that only one of two schemes has."""
-    return len(first.points ^ second.points)
-
-
 def merge_caches(cache: PatternCache, *others: PatternCache) -> PatternCache:
     """Return a cache with the best schemes of all caches, within the limits of the first; merging is idempotent.
 
-    Schemes that differ in fewer than `minimum_distance` points from a better one of the same origin are left out.
+    Schemes that differ in fewer than `minimum_distance` points from a better one of the same origin are left out. Each
+    origin gives schemes in turn, because devices differ in speed.
     """
     found: dict[str, list[CachedScheme]] = {}
     sizes: dict[str, int] = {}
@@ -238,17 +230,28 @@ def merge_caches(cache: PatternCache, *others: PatternCache) -> PatternCache:
         for signature, pattern in each.patterns.items():
             found.setdefault(signature, []).extend(pattern.schemes)
             sizes.setdefault(signature, pattern.size)
-    limits = cache.minimum_distance, cache.maximum_schemes
-    return PatternCache(
-        minimum_distance=cache.minimum_distance,
-        maximum_schemes=cache.maximum_schemes,
-        patterns={
-            signature: CachedPattern(
-                signature=signature, size=sizes[signature], schemes=_select_schemes(schemes, *limits)
-            )
-            for signature, schemes in found.items()
-        },
-    )
+
+    def rank(scheme: CachedScheme) -> tuple[float, float, int, list[CachedPoint], MeasurementOrigin]:
+        latency_ms = float("inf") if scheme.latency_ms is None else scheme.latency_ms
+        return scheme.latency_ratio, latency_ms, len(scheme.points), sorted(scheme.points), scheme.origin
+
+    patterns, maximum, distance = dict[str, CachedPattern](), cache.maximum_schemes, max(1, cache.minimum_distance)
+    for signature, schemes in found.items():
+        kept: dict[MeasurementOrigin, list[CachedScheme]] = {}
+        for scheme in sorted(schemes, key=rank):
+            known = kept.setdefault(scheme.origin, [])
+            is_full = maximum and len(known) == maximum
+            if not is_full and all(len(scheme.points ^ other.points) >= distance for other in known):
+                known.append(scheme)
+        ranked = [
+            (place, scheme.latency_ratio, origin, scheme)
+            for origin, own in kept.items()
+            for place, scheme in enumerate(own)
+        ]
+        ranked.sort(key=itemgetter(0, 1, 2))
+        chosen = tuple(scheme for *_, scheme in (ranked[:maximum] if maximum else ranked))
+        patterns[signature] = CachedPattern(signature=signature, size=sizes[signature], schemes=chosen)
+    return replace(cache, patterns=patterns)
 
 
 def build_cache(
@@ -270,12 +273,26 @@ def build_cache(
             observations; if it was not observed, the cache is empty.
         origin: Backend, precision and device of the search.
     """
-    patterns = _dimensions_by_signature(space, sizes)
-    best, own_ms = _lowest_latencies(observations, patterns)
-    float_ms = own_ms if baseline_ms is None else baseline_ms
+    first: dict[str, tuple[int, ...]] = {}
+    for group, indices in space.groups.items():  # without sharing, the dimensions of a pattern's first region
+        first.setdefault(group.partition(".")[0], indices)
+    patterns = {next(s for s in sizes if s.startswith(group)): indices for group, indices in first.items()}
+    best: dict[tuple[str, tuple[int, ...]], float] = {}
+    floats_ms: list[float] = []
+    for observation in observations:
+        score, choices = observation.outcome, observation.placement.choices
+        if isinstance(score, Score) and not any(choices):
+            floats_ms.append(score.objective)
+        if isinstance(score, Score) and score.rank[:2] == (0.0, False):
+            for signature, indices in patterns.items():
+                key = signature, tuple([choices[i] for i in indices])
+                best[key] = min(score.objective, best.get(key, score.objective))
+    float_ms = min(floats_ms, default=None) if baseline_ms is None else baseline_ms
     if float_ms is None:
         return PatternCache()
-    points = [[_point_of_dimension(d.name, d.group, precision) for precision in d.choices] for d in space.dimensions]
+    points = [
+        [_point_of_dimension(dimension, precision) for precision in dimension.choices] for dimension in space.dimensions
+    ]
     found: dict[str, list[CachedScheme]] = {}
     for (signature, chosen), latency_ms in best.items():
         own = frozenset(points[i][choice] for i, choice in zip(patterns[signature], chosen, strict=True) if choice)
@@ -283,6 +300,10 @@ def build_cache(
         found.setdefault(signature, []).append(scheme)
     raw = {s: CachedPattern(signature=s, size=sizes[s], schemes=tuple(schemes)) for s, schemes in found.items()}
     return merge_caches(PatternCache(patterns=raw))
+
+
+def _point_of_dimension(dimension: Dimension, precision: str) -> CachedPoint:
+    return parse_point(f"{dimension.name.removeprefix(f'{dimension.group}/')}/{precision}")
 
 
 def propose_placements(
@@ -300,12 +321,23 @@ def propose_placements(
     Returns:
         At most `limit` different placements, without the float model; empty if no pattern of the space is in the cache.
     """
-    schemes = {group: _schemes_for_group(cache, group, origin) for group in space.groups}
+    schemes: dict[str, list[CachedScheme]] = {}
+    for group in space.groups:  # its name begins the signature of its pattern
+        known = [each for signature, each in cache.patterns.items() if signature.startswith(group.partition(".")[0])]
+        if len(known) == 1 and known[0].schemes:
+            schemes[group] = sorted(known[0].schemes, key=lambda scheme: scheme.origin != origin)
+    points = [_point_of_dimension(dimension, FLOAT) for dimension in space.dimensions]
     found: dict[str, Placement] = {}
     for rank in range(max(map(len, schemes.values()), default=0)):
-        chosen = {group: each[min(rank, len(each) - 1)].points for group, each in schemes.items() if each}
-        placement = _quantized_points(space, chosen)
-        if any(placement.choices):
+        ranked = {group: each[min(rank, len(each) - 1)].points for group, each in schemes.items()}
+        wanted = {(group, p.kind, p.place): p.precision for group, each in ranked.items() for p in each}
+        choices = []
+        for dimension, point in zip(space.dimensions, points, strict=True):
+            precision = wanted.get((dimension.group, point.kind, point.place))
+            offered = dimension.choices.index(precision) if precision in dimension.choices else 1
+            choices.append(0 if precision is None else offered)
+        if any(choices):
+            placement = Placement(tuple(choices))
             found.setdefault(space.digest(placement), placement)
         if len(found) == limit:
             break
@@ -327,75 +359,3 @@ def describe_foreign_schemes(cache: PatternCache, origin: MeasurementOrigin) -> 
         if unlike:
             said.append(f"the pattern cache has schemes measured with {', '.join(unlike)}, so they may be slow here")
     return tuple(said)
-
-
-def _select_schemes(schemes: Iterable[CachedScheme], minimum_distance: int, maximum: int) -> tuple[CachedScheme, ...]:
-    """Return the best schemes with the minimum distance, from each origin in turn, because devices differ in speed."""
-    kept: dict[MeasurementOrigin, list[CachedScheme]] = {}
-    for scheme in sorted(schemes, key=_scheme_sort_key):
-        known = kept.setdefault(scheme.origin, [])
-        if maximum and len(known) == maximum:
-            continue
-        if all(count_differing_points(scheme, other) >= max(1, minimum_distance) for other in known):
-            known.append(scheme)
-    ranked = [
-        (rank, scheme.latency_ratio, origin, scheme) for origin, own in kept.items() for rank, scheme in enumerate(own)
-    ]
-    ranked.sort(key=lambda entry: entry[:3])
-    return tuple(scheme for *_, scheme in (ranked[:maximum] if maximum else ranked))
-
-
-def _scheme_sort_key(
-    scheme: CachedScheme,
-) -> tuple[float, float, int, list[tuple[PointKind, tuple[int, int], str]], MeasurementOrigin]:
-    latency_ms = float("inf") if scheme.latency_ms is None else scheme.latency_ms
-    points = sorted((point.kind, point.place, point.precision) for point in scheme.points)  # plain ones sort faster
-    return scheme.latency_ratio, latency_ms, len(points), points, scheme.origin
-
-
-def _schemes_for_group(cache: PatternCache, group: str, origin: MeasurementOrigin | None) -> Sequence[CachedScheme]:
-    """Return the schemes of the pattern of a group, whose name begins the signature."""
-    found = [pattern for signature, pattern in cache.patterns.items() if signature.startswith(group.partition(".")[0])]
-    return sorted(found[0].schemes, key=lambda scheme: scheme.origin != origin) if len(found) == 1 else ()
-
-
-def _point_of_dimension(name: str, group: str, precision: str) -> CachedPoint:
-    return parse_point(f"{name.removeprefix(f'{group}/')}/{precision}")
-
-
-def _lowest_latencies(
-    observations: Iterable[Observation], patterns: Mapping[str, Sequence[int]]
-) -> tuple[dict[tuple[str, tuple[int, ...]], float], float | None]:
-    """Return the lowest latency of each pattern's choices, and that of the float model, or None if not measured."""
-    best: dict[tuple[str, tuple[int, ...]], float] = {}
-    floats_ms: list[float] = []
-    for observation in observations:
-        score, choices = observation.outcome, observation.placement.choices
-        if not isinstance(score, Score):
-            continue
-        if not any(choices):
-            floats_ms.append(score.objective)
-        if score.rank[:2] == (0.0, False):
-            for signature, indices in patterns.items():
-                key = signature, tuple([choices[i] for i in indices])
-                best[key] = min(score.objective, best.get(key, score.objective))
-    return best, min(floats_ms, default=None)
-
-
-def _dimensions_by_signature(space: Space, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Return the dimensions of each pattern by signature; without sharing, those of the pattern's first region."""
-    first: dict[str, tuple[int, ...]] = {}
-    for group, indices in space.groups.items():
-        first.setdefault(group.partition(".")[0], indices)
-    return {next(s for s in sizes if s.startswith(group)): indices for group, indices in first.items()}
-
-
-def _quantized_points(space: Space, chosen: Mapping[str, frozenset[CachedPoint]]) -> Placement:
-    wanted = {group: {(p.kind, p.place): p.precision for p in points} for group, points in chosen.items()}
-    choices = []
-    for dimension in space.dimensions:
-        point = _point_of_dimension(dimension.name, dimension.group, FLOAT)
-        precision = wanted.get(dimension.group, {}).get((point.kind, point.place))
-        known = dimension.choices.index(precision) if precision in dimension.choices else 1
-        choices.append(0 if precision is None else known)
-    return Placement(tuple(choices))

@@ -95,11 +95,7 @@ class PluginSubgraph:
         return _operator_names(find_plugin_nodes(self.proto, self.known))
 
     def restore_into(self, file: Path) -> None:
-        """Add the removed nodes to a changed version of the file, in place; they are upgraded to its operator set.
-
-        Raises:
-            UserError: The nodes cannot be upgraded to that operator set.
-        """
+        """Add the removed nodes to a changed version of the file, in place; they are upgraded to its operator set."""
         cut, proto, nodes = onnx.load(file), self.proto, self.nodes
         plugins = find_plugin_nodes(proto, self.known)
         if _default_opset(cut) != _default_opset(proto) and len(nodes) > len(plugins):
@@ -193,16 +189,13 @@ def restore_plugins(
     extend_field(graph.initializer, constants.values())
     replace_field(graph.input, [value for value in graph.input if value.name not in made])
     replace_field(graph.output, list(proto.graph.output))
-    replace_field(graph.node, _sort_nodes([*graph.node, *nodes]))
+    nodes = [*graph.node, *nodes]
+    maker = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    needed = {index: sorted(maker[n] for n in tensors_read(node) if n in maker) for index, node in enumerate(nodes)}
+    replace_field(graph.node, [nodes[index] for index in TopologicalSorter(needed).static_order()])
     domains = {opset.domain for opset in whole.opset_import}
     whole.opset_import.extend(opset for opset in proto.opset_import if opset.domain not in domains)
     return whole
-
-
-def _sort_nodes(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    maker = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    needed = {index: sorted(maker[n] for n in tensors_read(node) if n in maker) for index, node in enumerate(nodes)}
-    return [nodes[index] for index in TopologicalSorter(needed).static_order()]
 
 
 def _dependent_nodes(proto: onnx.ModelProto, nodes: Collection[int]) -> dict[int, onnx.NodeProto]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -79,9 +79,16 @@ class ReaderErrors:
             if equal is not None:
                 found[name] = found[equal]
                 continue
-            changed = self._add_form(edge.tensor, form)
+            grid = [self._name() for _ in form.arrays]
+            tensors = map(numpy_helper.from_array, form.arrays, grid)
+            self.proto.graph.initializer.extend(tensors)
+            changed = edge.tensor if form.nodes else grid[0]
+            for template in form.nodes:
+                changed = self._add_copy(template, [changed, *grid])
             if reader is not None:
-                changed = self._add_reader(reader, edge.slot, changed)
+                inputs = list(reader.input)
+                inputs[edge.slot] = changed
+                changed = self._add_copy(reader, inputs)
             error = self._add("Sub", changed, result)
             if reader is not None and reader.op_type in CONVOLUTION_OPS:  # bias correction removes the mean error
                 error = self._add("Sub", error, self._add("GlobalAveragePool", error))
@@ -107,27 +114,11 @@ class ReaderErrors:
         self.proto.graph.node.append(made)
         return str(made.output[0])
 
-    def _add_constant(self, array: Array) -> str:
-        name = self._name()
-        self.proto.graph.initializer.append(numpy_helper.from_array(array, name))
-        return name
-
-    def _add_form(self, tensor: str, form: InputForm) -> str:
-        grid = [self._add_constant(array) for array in form.arrays]
-        if not form.nodes:
-            return grid[0]
-        for template in form.nodes:
-            node = copy_message(template)
-            node.name = self._name()
-            node.input[:] = [tensor, *grid]
-            node.output[:] = [tensor := self._name()]
-            self.proto.graph.node.append(node)
-        return tensor
-
-    def _add_reader(self, reader: onnx.NodeProto, slot: int, changed: str) -> str:
-        node = copy_message(reader)
-        node.name, node.input[slot] = self._name(), changed
-        node.output[:] = [self._name() if name else "" for name in reader.output]
+    def _add_copy(self, template: onnx.NodeProto, inputs: Sequence[str]) -> str:
+        node = copy_message(template)
+        node.name = self._name()
+        node.input[:] = inputs
+        node.output[:] = [self._name() if name else "" for name in template.output]
         self.proto.graph.node.append(node)
         return str(node.output[0])
 

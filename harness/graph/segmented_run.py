@@ -134,31 +134,22 @@ class SegmentedRun:
         kept = [name for name in made if name == target or self._last_use.get(name, -1) >= stop]
         read = dict.fromkeys(name for each in nodes for name in tensors_read(each))
         if kept:
-            segment = self._segment(nodes, [name for name in read if name in self.values], kept, read)
+            given = {name: self.values[name] for name in read if name in self.values}
+            inputs = [
+                helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(arrays[0].dtype), arrays[0].shape)
+                for name, arrays in given.items()
+            ]
+            outputs = [onnx.ValueInfoProto(name=name) for name in kept]
+            constants = [self._constants[name] for name in read if name in self._constants]
+            graph = helper.make_graph([copy_message(node) for node in nodes], "segment", inputs, outputs, constants)
+            segment = helper.make_model(graph, opset_imports=self._proto.opset_import)
+            segment.ir_version = self._proto.ir_version
             count = len(next(iter(self.values.values())))
-            feeds = [{name: self.values[name][i] for name in read if name in self.values} for i in range(count)]
+            feeds = [{name: arrays[i] for name, arrays in given.items()} for i in range(count)]
             results = list(_run_all(segment, feeds))
         self._position = stop
         self._drop_unread()
         self.values |= {name: [result[name] for result in results] for name in kept}
-
-    def _segment(
-        self, nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], outputs: Sequence[str], read: Mapping[str, None]
-    ) -> onnx.ModelProto:
-        given = [(name, self.values[name][0]) for name in inputs]
-        graph = helper.make_graph(
-            [copy_message(node) for node in nodes],
-            "segment",
-            [
-                helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-                for name, array in given
-            ],
-            [onnx.ValueInfoProto(name=name) for name in outputs],
-            [self._constants[name] for name in read if name in self._constants],
-        )
-        proto = helper.make_model(graph, opset_imports=self._proto.opset_import)
-        proto.ir_version = self._proto.ir_version
-        return proto
 
 
 def layer_sqnr_db(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,11 @@ from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.run.prepare.task import Task
 from harness.workers.engines import Engines
 from harness.workers.sandbox import open_engines
-from search.space import Placement, Space
 
 COLUMN_NAMES = ("figure", "placements", "rank correlation", "better half", "float", "worst")
 AGREEMENT, FIDELITY = "agreement", "sqnr_db"
 FIDELITY_SAMPLES = 32
 LABEL_FREE_EVALUATORS = ("agreement", "fidelity")
-Scores = Mapping[str, float]
 
 
 def agreement_report(
@@ -35,44 +33,48 @@ def agreement_report(
     """Score random placements by the metric, by agreement and by SQNR; return a table with its notes.
 
     Writes `agreement.json` with the figures of each placement. Each dimension of a placement is quantized with a
-    probability drawn for the placement.
+    probability drawn for the placement; the placements are of all degrees of quantization, and always the same.
 
     Args:
-        study: Model, backend and evaluator.
-        placements: Number of random placements.
+        placements: Number of random placements; the last quantizes everything.
         samples: Maximum number of scored samples.
-        folder: Folder of `agreement.json` and scratch files.
-
-    Raises:
-        UserError: The study cannot be used, or has no evaluator with labels.
     """
+    from scipy.stats import spearmanr
+
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     task, worker = prepare_study(study, folder, observer)
-    evaluators = _evaluators(study, task, samples)
-    scored: list[Scores] = []
+    space, evaluators = task.space, _evaluators(study, task, samples)
+    rng = np.random.default_rng(0)
+    usable = []
     with (
         open_engines(replace(worker, evaluators=evaluators), study.experiment.limits) as engines,
         observer.work("score placements", placements + 1) as step,
     ):
-        reference = _score(engines, task.candidate(task.space.float_placement()), evaluators, prepare=True)
-        for placement in random_placements(task.space, placements):
+        reference = _score(engines, task.candidate(space.float_placement()), evaluators, prepare=True)
+        for share in np.linspace(0, 1, placements + 1)[1:]:
             step.advance()
-            scored.append(_score(engines, task.candidate(placement), evaluators))
+            placement = space.quantize_dimensions(np.flatnonzero(rng.random(len(space)) < share).tolist())
+            if scores := _score(engines, task.candidate(placement), evaluators):
+                usable.append(scores)
         step.advance()
-    usable = [scores for scores in scored if scores]
     metric = next(iter(reference), "")
-    write_json(
-        folder / "agreement.json",
-        {"schema": SCHEMA_VERSION, "metric": metric, "float": reference, "placements": usable},
-    )
+    facts = {"metric": metric, "float": reference, "placements": usable}
+    write_json(folder / "agreement.json", {"schema": SCHEMA_VERSION, **facts})
     if len(usable) < 3:
         raise UserError(f"only {len(usable)} placements could be scored: a rank correlation needs three")
-    rows = [_row(name, metric, usable, reference) for name in (AGREEMENT, FIDELITY)]
-    note = (
-        f"{task.spec.name}: {len(usable)} random placements; {metric} of float {reference[metric]:.4f}, of the worst "
-    )
-    return COLUMN_NAMES, rows, [f"{note}{min(scores[metric] for scores in usable):.4f}"]
+    better = sorted(usable, key=lambda scores: -scores[metric])[: max(3, len(usable) // 2)]
+    rows = []
+    for name in (AGREEMENT, FIDELITY):
+        ranks = []
+        for part in (usable, better):
+            pair = np.array([(scores[name], scores[metric]) for scores in part])
+            ranks.append(f"{spearmanr(pair).statistic:.2f}" if np.ptp(pair, axis=0).all() else "-")
+        worst = min(scores[name] for scores in usable)
+        rows.append((name, str(len(usable)), *ranks, f"{reference[name]:.4g}", f"{worst:.4g}"))
+    worst = min(scores[metric] for scores in usable)
+    figures = f"{metric} of float {reference[metric]:.4f}, of the worst {worst:.4f}"
+    return COLUMN_NAMES, rows, [f"{task.spec.name}: {len(usable)} random placements; {figures}"]
 
 
 def _evaluators(study: StudyTask, task: Task, samples: int) -> dict[str, PluginSpec]:
@@ -81,14 +83,13 @@ def _evaluators(study: StudyTask, task: Task, samples: int) -> dict[str, PluginS
     if given is None or given.use in LABEL_FREE_EVALUATORS or not isinstance(given.params.get("data"), Mapping):
         raise UserError("the study needs an evaluator whose data have labels, for instance top1 or coco_map")
     data = {**given.params["data"], "count": min(samples, given.params["data"].get("count", samples))}
-    shared: dict[str, Any] = {
-        key: given.params[key] for key in ("preprocess", "decode", "output") if key in given.params
-    }
-    unlabelled = {"data": data} | {key: value for key, value in shared.items() if key == "preprocess"}
+    unlabelled: dict[str, Any] = {key: given.params[key] for key in ("preprocess",) if key in given.params}
+    shared = unlabelled | {key: given.params[key] for key in ("decode", "output") if key in given.params}
+    fidelity = {"data": data, **unlabelled, "samples": FIDELITY_SAMPLES, "sqnr_only": True}
     specs = {
         MAIN_BENCHMARKER: given.model_copy(update={"params": {**given.params, "data": data}}),
         AGREEMENT: PluginSpec(use="agreement", params={"data": data, **shared}),
-        FIDELITY: PluginSpec(use="fidelity", params=unlabelled | {"samples": FIDELITY_SAMPLES, "sqnr_only": True}),
+        FIDELITY: PluginSpec(use="fidelity", params=fidelity),
     }
     evaluators = {}
     for name, spec in specs.items():
@@ -96,13 +97,6 @@ def _evaluators(study: StudyTask, task: Task, samples: int) -> dict[str, PluginS
         if (complete := evaluator_spec(model, task.model, task.work / name)) is not None:
             evaluators[name] = complete
     return evaluators
-
-
-def random_placements(space: Space, count: int) -> list[Placement]:
-    """Return `count` placements of all degrees of quantization, always the same; the last quantizes everything."""
-    rng = np.random.default_rng(0)
-    shares = np.linspace(0, 1, count + 1)[1:]
-    return [space.quantize_dimensions(np.flatnonzero(rng.random(len(space)) < share).tolist()) for share in shares]
 
 
 def _score(
@@ -123,19 +117,3 @@ def _score(
     finally:
         engines.release(built.handle)
     return figures
-
-
-def _row(name: str, metric: str, found: Sequence[Scores], reference: Scores) -> tuple[str, ...]:
-    from scipy.stats import spearmanr
-
-    better = sorted(found, key=lambda scores: -scores[metric])[: max(3, len(found) // 2)]
-    pairs = [np.array([(scores[name], scores[metric]) for scores in part]) for part in (found, better)]
-    ranks = [spearmanr(pair).statistic if np.ptp(pair, axis=0).all() else np.nan for pair in pairs]
-    worst = min(scores[name] for scores in found)
-    return (
-        name,
-        str(len(found)),
-        *("-" if np.isnan(rank) else f"{rank:.2f}" for rank in ranks),
-        f"{reference[name]:.4g}",
-        f"{worst:.4g}",
-    )

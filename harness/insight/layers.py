@@ -1,4 +1,4 @@
-"""Layers of a built engine: kinds, times without disturbances, and fusion of quantized edges."""
+"""Layers of a built engine: kinds, times without disturbances, fusion of Q/DQ pairs, and reasons for missing fusion."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any, Literal
 from harness.config.sections import PluginSpec
 from harness.graph.io.digests import digest_file
 from harness.graph.model import Model
+from harness.graph.qdq.qdq_graph import QUANTIZE, QDQGraph
 from harness.measure.records import Failed
 from harness.plugins import registry
 from harness.plugins.api import Candidate, Layer, SupportsLayers
 from harness.results.task_files import EdgeFusion
+from harness.workers.engines import as_outcome
 from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
-from harness.workers.in_process import as_outcome
 from search.space import Resolved
 
 Kind = Literal["compute", "qdq", "reformat", "other"]
@@ -58,60 +59,36 @@ def classify_layer(layer: Layer, pairs: Collection[str], nodes: Collection[str])
         return "qdq"
     if COMPUTE_PATTERN.search(layer.kind):
         return "compute"
-    return "reformat" if REFORMAT_PATTERN.search(layer.kind) and _is_added_layer(layer, nodes) else "other"
+    # A Transpose or Cast of the model itself is no reformat.
+    is_added = re.search("reorder|reformat", layer.kind, re.IGNORECASE) or not any(n in nodes for n in layer.origin)
+    return "reformat" if REFORMAT_PATTERN.search(layer.kind) and is_added else "other"
 
 
-def _is_added_layer(layer: Layer, nodes: Collection[str]) -> bool:
-    """Return whether the runtime added the layer; a Transpose or Cast of the model itself is no reformat."""
-    return (
-        not any(name in nodes for name in layer.origin)
-        or "reorder" in layer.kind.lower()
-        or "reformat" in layer.kind.lower()
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTimings:
-    """Layer times of one engine.
-
-    Attributes:
-        layers: Layers with mean times.
-        readings_ms: Latencies of the averaged inferences.
-    """
-
-    layers: tuple[Layer, ...]
-    readings_ms: Sequence[float]
-
-    @property
-    def whole_ms(self) -> float:
-        """Return the median time of an inference."""
-        return statistics.median(self.readings_ms)
-
-    @property
-    def stretch(self) -> float:
-        """Return mean over median time; the excess over 1 is the share of interruptions in the means."""
-        return statistics.fmean(self.readings_ms) / self.whole_ms
-
-
-def time_layers(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int) -> LayerTimings:
-    """Build a candidate in this process, run it, and return the time of each layer.
+def time_layers(benchmarker: Any, candidate: Candidate, workdir: Path, runs: int) -> tuple[tuple[Layer, ...], float]:
+    """Build a candidate in this process, run it, and return the layers with mean times and the median of an inference.
 
     Runtimes report means, in which an interruption adds to the layer that it falls in. An engine whose mean is 10 %
-    above its median is therefore built and timed again, up to three times; the times with the least `stretch` are
-    returned. The benchmarker is a `harness.plugins.api.SupportsLayers`.
+    above its median is therefore built and timed again, up to three times; the times with the smallest ratio of mean
+    and median are returned. The benchmarker is a `harness.plugins.api.SupportsLayers`.
 
     Raises:
         CandidateError: The candidate cannot be built or run.
     """
-    found: list[LayerTimings] = []
-    while len(found) < MAX_TIMED_ENGINES and not any(each.stretch < MAX_QUIET_STRETCH for each in found):
-        folder = workdir / str(len(found))
+    best_stretch = float("inf")
+    found: tuple[tuple[Layer, ...], float] = ((), 0.0)
+    for number in range(MAX_TIMED_ENGINES):
+        folder = workdir / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         artifact = benchmarker.build(candidate, folder)
         with benchmarker.open(artifact) as probe:
             readings_ms = probe.sample(runs)
-            found.append(LayerTimings(layers=tuple(benchmarker.layers(artifact)), readings_ms=readings_ms))
-    return min(found, key=lambda each: each.stretch)
+            whole_ms = statistics.median(readings_ms)
+            stretch = statistics.fmean(readings_ms) / whole_ms
+            if stretch < best_stretch:
+                best_stretch, found = stretch, (tuple(benchmarker.layers(artifact)), whole_ms)
+        if stretch < MAX_QUIET_STRETCH:
+            break
+    return found
 
 
 def open_profiled(backend: PluginSpec) -> Any:
@@ -132,27 +109,28 @@ def read_layers(backend: PluginSpec, candidate: Candidate, workdir: Path) -> tup
     backend = backend.model_copy(update={"params": params})
     if not isinstance(open_profiled(backend), SupportsLayers):
         return ()
-    return as_outcome("build", lambda: time_layers_isolated(backend, candidate, workdir, LAYER_TIMING_RUNS)[0].layers)
+    return as_outcome("build", lambda: time_layers_isolated(backend, candidate.source(), workdir, LAYER_TIMING_RUNS)[0])
 
 
 def time_layers_isolated(
-    backend: PluginSpec, candidate: Candidate, workdir: Path, runs: int
-) -> tuple[LayerTimings, Mapping[str, Any]]:
-    """Return the layer times of a candidate, measured in the helper process, and the facts of the runtime.
+    backend: PluginSpec, path: Path, workdir: Path, runs: int
+) -> tuple[tuple[Layer, ...], float, Mapping[str, Any]]:
+    """Return the layers and the time of a file by `time_layers` in the helper process, and the facts of the runtime.
 
     Raises:
         CandidateError: The candidate cannot be built or run.
         UserError: The process crashed or exceeded a limit.
     """
-    path = candidate.source()
     what = f"{path.name}: the build and run on {backend.use}"
     return call_in_helper_process(what, _time_layers, backend, path, workdir, runs, factor=RUNTIME_FACTOR)
 
 
-def _time_layers(backend: PluginSpec, path: Path, workdir: Path, runs: int) -> tuple[LayerTimings, Mapping[str, Any]]:
+def _time_layers(
+    backend: PluginSpec, path: Path, workdir: Path, runs: int
+) -> tuple[tuple[Layer, ...], float, Mapping[str, Any]]:
     made = open_profiled(backend)
     candidate = Candidate(digest=digest_file(path)[:16], edges=(), source=lambda: path)
-    return time_layers(made, candidate, workdir, runs), dict(made.describe())
+    return *time_layers(made, candidate, workdir, runs), dict(made.describe())
 
 
 def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer]) -> Iterator[EdgeFusion]:
@@ -170,17 +148,171 @@ def iter_edge_fusions(resolved: Resolved, model: Model, layers: Sequence[Layer])
     names = {node.name for node in model.nodes}
     for edge, precision in resolved:
         layer = owner.get(edge.consumer) if edge.consumer in names else None
+        fusion = "unknown"
+        if layer is not None and layer.precision:
+            fusion = "fused" if is_low_precision(layer.precision) else "not fused"
         yield EdgeFusion(
             tensor=edge.tensor,
             consumer=edge.consumer,
             slot=edge.slot,
             precision=precision,
-            fusion=_fusion_state(layer),
+            fusion=fusion,
             layer="" if layer is None else f"{layer.kind} ({layer.precision})",
         )
 
 
-def _fusion_state(layer: Layer | None) -> str:
-    if layer is None or not layer.precision:
-        return "unknown"
-    return "fused" if is_low_precision(layer.precision) else "not fused"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionFinding:
+    """Deviation of an engine from the Q/DQ pairs of its model.
+
+    Attributes:
+        kind: "float operator" (quantized in the file, computed in float), "unfused node" (a Q or DQ node that is a
+            separate layer), or "reformat" (a layer that only changes layout or type).
+        name: Name of the model's node, or of the layer if no node became it.
+        reason: Probable reason, inferred from model and engine.
+        time_ms: Time of its layer; None if it was not measured.
+    """
+
+    kind: str
+    name: str
+    reason: str
+    time_ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionReport:
+    """Precision and fusion of the operators of a model in an engine.
+
+    Attributes:
+        runtime: Name, version and options of the runtime.
+        layers: Layers of the engine, in order.
+        fused: Number of Q and DQ nodes of the file that a layer absorbed, by name of the layer.
+        precision: Precision of the layer that computes a linear operator, by name of the operator; "" if unknown.
+        quantized_in_file: Number of linear operators whose data and weight are quantized in the file.
+        findings: Deviations, the slowest first.
+        whole_ms: Median time of one inference of the profiled engine in ms.
+    """
+
+    runtime: str
+    layers: tuple[Layer, ...]
+    fused: dict[str, int]
+    precision: dict[str, str]
+    quantized_in_file: int
+    findings: tuple[FusionFinding, ...]
+    whole_ms: float
+
+    @property
+    def low(self) -> int:
+        """Return the number of linear operators that run quantized."""
+        return sum(map(is_low_precision, self.precision.values()))
+
+
+def explain_layers(
+    layers: Sequence[Layer], graph: QDQGraph, *, runtime: str, quantize_outputs: bool, whole_ms: float
+) -> FusionReport:
+    """Return the report on the operators of a file in an engine, with deviations and their reasons.
+
+    Args:
+        graph: Q/DQ structure of the file.
+        runtime: Name, version and options, as text.
+        quantize_outputs: Whether the runtime fuses a linear operator only if its output is quantized.
+        whole_ms: Median time of one inference in ms.
+    """
+    layer_of = _layer_of_operator(layers, graph)
+    precision = {name: layer_of[name].precision if name in layer_of else "" for name in graph.linear}
+    found: list[tuple[str, str, str, Layer]] = []
+    for name, (data, weight) in graph.linear.items():
+        if name in layer_of and (data or weight) and not is_low_precision(precision[name]):
+            reason = _float_reason(name, graph, quantize_outputs, precision)
+            found.append(("float operator", name, reason, layer_of[name]))
+    fused = {}
+    for layer in layers:
+        kind = classify_layer(layer, graph.pairs, graph.operators)
+        absorbed = sum(name in graph.pairs for name in layer.origin)
+        if kind == "qdq":
+            name = next((origin for origin in (*layer.origin, layer.name) if origin in graph.pairs), layer.name)
+            if reason := _unfused_reason(name, graph, precision):
+                found.append(("unfused node", name, reason, layer))
+        elif absorbed:
+            fused[layer.name] = absorbed
+        if kind == "reformat":
+            found.append(("reformat", layer.name, f"{layer.kind} added by the runtime", layer))
+    found.sort(key=lambda each: -(each[-1].time_ms or 0.0))
+    return FusionReport(
+        runtime=runtime,
+        layers=tuple(layers),
+        fused=fused,
+        precision=precision,
+        quantized_in_file=sum(data is not None and weight is not None for data, weight in graph.linear.values()),
+        findings=tuple(
+            FusionFinding(kind=kind, name=name, reason=reason, time_ms=layer.time_ms)
+            for kind, name, reason, layer in found
+        ),
+        whole_ms=whole_ms,
+    )
+
+
+def _layer_of_operator(layers: Sequence[Layer], graph: QDQGraph) -> dict[str, Layer]:
+    """Return the layer of each linear operator by name; if several name it, one that computes.
+
+    Operators that no layer names are found by the names of nodes that were folded into them.
+    """
+    computing = [each for each in layers if classify_layer(each, graph.pairs, graph.operators) == "compute"]
+    layer_of: dict[str, Layer] = {}
+    for layer in layers:
+        computes = layer in computing
+        for origin in (*layer.origin, layer.name):
+            name = origin
+            while computes and name and name not in graph.operators:
+                name = name.rpartition("/")[0]  # runtimes add suffixes, as in "MatMul_7/DequantizationMultiply"
+            name = name or origin
+            if name in graph.linear and (computes or name not in layer_of):
+                layer_of[name] = layer
+    left = [layer for layer in computing if layer not in layer_of.values()]
+    before = -1
+    while len(layer_of) > before:  # a match may leave a single candidate for another layer
+        before = len(layer_of)
+        for layer in left:
+            named = [name for origin in (*layer.origin, layer.name) for name in graph.folded_into.get(origin, ())]
+            unmatched = [name for name in dict.fromkeys(named) if name not in layer_of]
+            if len(unmatched) == 1 and layer not in layer_of.values():  # two candidates are ambiguous
+                layer_of[unmatched[0]] = layer
+    return layer_of
+
+
+def _float_reason(name: str, graph: QDQGraph, quantize_outputs: bool, precision: Mapping[str, str]) -> str:
+    """Return the most reliable reason why a linear operator does not run quantized."""
+    data, weight = graph.linear[name]
+    if data is None or weight is None:
+        return f"only its {'weight' if data is None else 'data'} is quantized in the file"
+    for pair, text in graph.unfusable_reasons.items():
+        if name in graph.pair_neighbours[pair][1]:
+            return f"{pair}: {text}"
+    readers_of_output = graph.linear_readers.get(name, ())
+    if quantize_outputs and QUANTIZE not in readers_of_output:
+        readers = ", ".join(dict.fromkeys(readers_of_output)) or "the model's output"
+        return f"its output is not quantized (read by {readers}), and this runtime fuses only where it is"
+    operator = graph.operators[name]
+    alike = sum(graph.operators.get(other) == operator and is_low_precision(low) for other, low in precision.items())
+    if alike:
+        return f"its neighbors match no fusion pattern of the runtime; those of {alike} other {operator} do"
+    return f"the runtime has no quantized kernel for {operator} with {data} data and {weight} weight"
+
+
+def _unfused_reason(name: str, graph: QDQGraph, precision: Mapping[str, str]) -> str:
+    """Return the reason why a Q or DQ node runs as a separate layer, or ""."""
+    if name in graph.unfusable_reasons:
+        return graph.unfusable_reasons[name]
+    if name not in graph.pair_neighbours:
+        return "added by the runtime between a quantized layer and a float one"
+    source, users = graph.pair_neighbours[name]
+    in_float = [user for user in users if precision.get(user) and not is_low_precision(precision[user])]
+    if in_float:
+        return f"its consumer {in_float[0]} runs in {precision[in_float[0]]}"
+    if source.startswith("input "):
+        return f"{source} is float, so a separate layer quantizes it"
+    unknown = [user for user in users if not precision.get(user)]
+    if unknown:
+        operators = ", ".join(dict.fromkeys(graph.operators.get(user, user) for user in unknown))
+        return f"no quantized kernel includes it; it is read by {operators}"
+    return f"the kernel of its producer {source} does not write a quantized output"

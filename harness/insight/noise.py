@@ -14,21 +14,29 @@ builds. Processes run one after the other, so it contributes to the component be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from harness.base.errors import UserError
+from harness.base.errors import UserError, suggest_names
+from harness.base.files import explain_write_errors, write_json
 from harness.base.progress import Observer, ProgressTask
 from harness.base.statistics import Interval
 from harness.config.sections import Sampling
-from harness.measure.records import Failed
+from harness.measure.provenance import describe_environment
+from harness.measure.records import MAIN_BENCHMARKER, Failed
+from harness.measure.turn_log import disturbance_note
 from harness.plugins.api import Candidate
+from harness.plugins.registry import create_plugin
+from harness.report.plots.figures import COLOURS, figure_file
+from harness.run.confirm.rounds import EngineFactory
+from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.workers.engines import Engines
+from harness.workers.sandbox import open_engines
 
 Floats = npt.NDArray[np.float64]
 TARGET_HALF_WIDTH = 0.01  # relative; `processes_needed` is the number of processes that reach it
@@ -67,19 +75,6 @@ class NestedDesign:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseReadings:
-    """Readings of a nested design.
-
-    Attributes:
-        latency_ms: Latencies as [process, build, reading], or for one process as [build, reading].
-        disturbed: Share of the turns that other processes disturbed.
-    """
-
-    latency_ms: Floats
-    disturbed: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseComponent:
     """Source of noise.
 
@@ -113,20 +108,16 @@ class NoiseComponents:
 
 
 def measure_noise(
-    open_engines: Callable[[], AbstractContextManager[Engines]],
-    candidate: Candidate,
-    design: NestedDesign,
-    observer: Observer,
-) -> NoiseReadings:
-    """Time a model in a nested design, and return the readings of the processes without failures.
+    open_engines: EngineFactory, candidate: Candidate, design: NestedDesign, observer: Observer
+) -> tuple[Floats, float]:
+    """Time a model in a nested design; return readings [process, build, reading] and the share of disturbed turns.
 
-    Args:
-        design: Numbers of processes, builds and readings.
+    Processes that fail are left out.
 
     Raises:
         UserError: Fewer than two processes finished; the message has the first failure.
     """
-    found: list[NoiseReadings] = []
+    found: list[tuple[Floats, int]] = []
     failed: list[Failed] = []
     with observer.work("noise", design.processes * design.turns) as step:
         for process in range(design.processes):
@@ -139,16 +130,14 @@ def measure_noise(
                 found.append(outcome)
     if len(found) < 2:
         raise UserError(f"{len(found)} of {design.processes} processes finished; {failed[0].stage}: {failed[0].reason}")
-    return NoiseReadings(
-        latency_ms=np.array([each.latency_ms for each in found]),
-        disturbed=float(np.mean([each.disturbed for each in found])),
-    )
+    disturbed = float(np.mean([turns / (design.turns * design.builds) for _, turns in found]))
+    return np.array([readings for readings, _ in found]), disturbed
 
 
 def _measure_process(
     engines: Engines, candidate: Candidate, design: NestedDesign, rng: np.random.Generator, step: ProgressTask
-) -> NoiseReadings | Failed:
-    """Return the readings of one process as [build, reading], or its failure.
+) -> tuple[Floats, int] | Failed:
+    """Return the readings of one process as [build, reading] and its number of disturbed turns, or its failure.
 
     All builds are made first and then take turns in random order, so that a change of the machine's speed affects all
     builds equally.
@@ -171,9 +160,7 @@ def _measure_process(
                 disturbed += bool(samples.disturbed)
         if turn >= 0:
             step.advance(f"{np.median(readings):.3f} ms")
-    return NoiseReadings(
-        latency_ms=np.array(readings)[:, : design.readings], disturbed=disturbed / (design.turns * design.builds)
-    )
+    return np.array(readings)[:, : design.readings], disturbed
 
 
 def estimate_components(latency_ms: Floats) -> NoiseComponents:
@@ -193,64 +180,46 @@ def estimate_components(latency_ms: Floats) -> NoiseComponents:
     logs = np.log(latency_ms)
     p, b, r = logs.shape
     of_build, of_process = logs.mean(axis=2), logs.mean(axis=(1, 2))
-    run = _MeanSquare(float(((logs - of_build[..., None]) ** 2).sum()), p * b * (r - 1))
-    build = _MeanSquare(r * float(((of_build - of_process[:, None]) ** 2).sum()), p * (b - 1))
-    process = _MeanSquare(b * r * float(((of_process - logs.mean()) ** 2).sum()), p - 1)
-    variances = [
-        ("within a run", _variance_from_one_square(run)),
-        ("between builds", _variance_from_difference(build, run, r)),
-        ("between processes", _variance_from_difference(process, build, b * r)),
-    ]
-    total = sum(v.value for _, v in variances)
-    outside = _one_build_component(np.median(logs, axis=2))
+    squares = (
+        (float(((logs - of_build[..., None]) ** 2).sum()), p * b * (r - 1)),
+        (r * float(((of_build - of_process[:, None]) ** 2).sum()), p * (b - 1)),
+        (b * r * float(((of_process - logs.mean()) ** 2).sum()), p - 1),
+    )
+    run, build, process = ((total / degrees, degrees) for total, degrees in squares)
+    variances = {
+        "within a run": _variance_of_difference(run, (0.0, 1), 1),
+        "between builds": _variance_of_difference(build, run, r),
+        "between processes": _variance_of_difference(process, build, b * r),
+    }
+    total = sum(variance.value for variance in variances.values())
+    components = tuple(
+        NoiseComponent(
+            name=name,
+            sd=Interval(value=math.sqrt(each.value), low=math.sqrt(each.low), high=math.sqrt(each.high)),
+            share=each.value / total if total else 0.0,
+        )
+        for name, each in variances.items()
+    )
+    medians = np.median(logs, axis=2)
+    within, between = float(medians.var(axis=1, ddof=1).mean()), b * float(medians.mean(axis=1).var(ddof=1))
+    one_build = within + max(0.0, (between - within) / b)  # variance of the median of one build in a fresh process
     return NoiseComponents(
         latency_ms=float(np.exp(logs.mean())),
-        components=tuple(
-            NoiseComponent(name=name, sd=_to_sd(v), share=v.value / total if total else 0.0) for name, v in variances
-        ),
-        one_build=math.expm1(NORMAL_QUANTILE_95 * math.sqrt(outside)),
-        processes_needed=max(1, math.ceil(outside * (NORMAL_QUANTILE_95 / math.log1p(TARGET_HALF_WIDTH)) ** 2)),
+        components=components,
+        one_build=math.expm1(NORMAL_QUANTILE_95 * math.sqrt(one_build)),
+        processes_needed=max(1, math.ceil(one_build * (NORMAL_QUANTILE_95 / math.log1p(TARGET_HALF_WIDTH)) ** 2)),
     )
 
 
-def _one_build_component(medians: Floats) -> float:
-    """Return the variance of the median of one build in a fresh process, from medians [process, build]."""
-    b = medians.shape[1]
-    within = float(medians.var(axis=1, ddof=1).mean())
-    between = b * float(medians.mean(axis=1).var(ddof=1))
-    return float(within + max(0.0, (between - within) / b))
-
-
-@dataclass(frozen=True, slots=True)
-class _MeanSquare:
-    """Sum of squares with its degrees of freedom."""
-
-    total: float
-    degrees_of_freedom: int
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.degrees_of_freedom
-
-
-def _variance_from_one_square(square: _MeanSquare) -> Interval:
-    """Return a mean square as a variance, with its chi-squared interval (F with an infinite denominator)."""
-    return Interval(
-        value=square.mean,
-        low=square.mean / _upper_f_quantile(TAIL, square.degrees_of_freedom, math.inf),
-        high=square.mean / _upper_f_quantile(1 - TAIL, square.degrees_of_freedom, math.inf),
-    )
-
-
-def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int) -> Interval:
-    """Return (MS above - MS below) / times with the interval of Ting et al., cut at 0.
+def _variance_of_difference(above: tuple[float, int], below: tuple[float, int], times: int) -> Interval:
+    """Return (MS above - MS below) / times, of mean squares with their degrees of freedom, with an interval cut at 0.
 
     Modified large samples: Ting, Burdick, Graybill, Jeyaratnam and Lu, "Confidence intervals on linear combinations of
     variance components that are unrestricted in sign", J. Statistical Computation and Simulation 35, 1990; Burdick and
-    Graybill, "Confidence Intervals on Variance Components", 1992, section 3.3.
+    Graybill, "Confidence Intervals on Variance Components", 1992, section 3.3. With nothing below (0.0), it is the
+    chi-squared interval of one mean square.
     """
-    n1, n2 = above.degrees_of_freedom, below.degrees_of_freedom
-    ms1, ms2 = above.mean, below.mean
+    (ms1, n1), (ms2, n2) = above, below
     g1, g2 = (1 - 1 / _upper_f_quantile(TAIL, n, math.inf) for n in (n1, n2))
     h1, h2 = (1 / _upper_f_quantile(1 - TAIL, n, math.inf) - 1 for n in (n1, n2))
     wide, narrow = _upper_f_quantile(TAIL, n1, n2), _upper_f_quantile(1 - TAIL, n1, n2)
@@ -260,7 +229,7 @@ def _variance_from_difference(above: _MeanSquare, below: _MeanSquare, times: int
     over = h1**2 * ms1**2 + g2**2 * ms2**2 + h12 * ms1 * ms2
     value = ms1 - ms2
     low, high = value - math.sqrt(max(0.0, under)), value + math.sqrt(max(0.0, over))
-    return Interval(**{name: max(0.0, x) / times for name, x in (("value", value), ("low", low), ("high", high))})
+    return Interval(value=max(0.0, value) / times, low=max(0.0, low) / times, high=max(0.0, high) / times)
 
 
 def _upper_f_quantile(tail: float, n1: float, n2: float) -> float:
@@ -268,5 +237,75 @@ def _upper_f_quantile(tail: float, n1: float, n2: float) -> float:
     return float(special.fdtri(n1, min(n2, 1e9), 1 - tail))
 
 
-def _to_sd(variance: Interval) -> Interval:
-    return Interval(value=math.sqrt(variance.value), low=math.sqrt(variance.low), high=math.sqrt(variance.high))
+def noise_report(
+    study: StudyTask, placement: str, design: NestedDesign, out: Path, observer: Observer
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """Measure the components of noise; write `noise.json` (raw readings, components, machine) and `noise.png`.
+
+    Args:
+        placement: Placement to measure: "float", "all" or "linear".
+        out: Folder of the two files.
+
+    Returns:
+        Header and rows of a table, and the lines below it.
+    """
+    with explain_write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    task, worker = prepare_study(study, out, observer)
+    if placement not in task.placements:
+        raise UserError(f"--placement: unknown placement {placement!r}; {suggest_names(placement, task.placements)}")
+    candidate = task.candidate(task.placements[placement])
+    open_worker = partial(open_engines, worker, study.experiment.limits)
+    latency_ms, disturbed = measure_noise(open_worker, candidate, design, observer)
+    found = estimate_components(latency_ms)
+    use = worker.benchmarkers[MAIN_BENCHMARKER]
+    backend = dict(create_plugin("benchmarker", use.use, use.params).describe())
+    title = f"{study.spec.model.name}, {placement}, {backend['name']}, {backend['float_precision']}"
+    record = {
+        "model": study.spec.model.use,
+        "model_sha256": task.model.sha256,
+        "placement": placement,
+        "digest": candidate.digest,
+        "backend": backend,
+        "design": asdict(design),
+        "components": asdict(found),
+        "disturbed": disturbed,
+        "latency_ms": latency_ms.tolist(),
+        "environment": describe_environment(),
+    }
+    with explain_write_errors(out):
+        write_json(out / "noise.json", record)
+        draw_noise(latency_ms, found, title, out / "noise.png")
+    processes, builds, readings = latency_ms.shape
+    notes = [
+        f"{title}: {found.latency_ms:.3f} ms; {processes} processes of {builds} builds of {readings} readings",
+        f"one fresh process with one build is known within {100 * found.one_build:.1f} % (95 %); "
+        f"{found.processes_needed} of them within 1 %",
+    ]
+    if note := disturbance_note(disturbed):
+        notes.append(f"{note}: close other work and repeat")
+    notes.append(f"{out / 'noise.png'}, raw readings in {out / 'noise.json'}")
+    rows: list[tuple[str, ...]] = []
+    for component in found.components:
+        value, low, high = (100 * each for each in (component.sd.value, component.sd.low, component.sd.high))
+        rows.append((component.name, f"{value:.2f} % [{low:.2f}, {high:.2f}]", f"{100 * component.share:.0f} %"))
+    return ("component", "standard deviation [95 %]", "share of variance"), rows, notes
+
+
+def draw_noise(latency_ms: Floats, found: NoiseComponents, title: str, path: Path) -> None:
+    """Plot all readings [process, build, reading], with one colour for each process, and the components of noise."""
+    processes, builds, readings = latency_ms.shape
+    with figure_file(path, columns=(2, 1)) as (left, right):
+        for process, build in np.ndindex(processes, builds):
+            place = (process * builds + build) * (readings + readings // 5) + np.arange(readings)
+            left.plot(place, latency_ms[process, build], ".", ms=2, color=COLOURS[process % len(COLOURS)])
+            median = np.median(latency_ms[process, build])
+            left.plot(place[[0, -1]], [median, median], color="black", linewidth=1)
+        label = "readings of each build, which took turns; a colour is a process, a line a build's median"
+        left.set(title=title, xticks=[], xlabel=label, ylabel="latency, ms")
+        sd = [100 * component.sd.value for component in found.components]
+        errors = [[100 * abs(getattr(c.sd, end) - c.sd.value) for c in found.components] for end in ("low", "high")]
+        right.bar(range(len(sd)), sd, yerr=errors, capsize=4, color="#56B4E9")
+        right.set_xticks(range(len(sd)), [component.name.replace(" ", "\n", 1) for component in found.components])
+        right.set_ylabel("standard deviation, % of latency")
+        right.grid(alpha=0.25, axis="y")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -48,6 +48,11 @@ class RegionReport:
     def lines(self, view: TreeOptions) -> list[str]:
         """Return the report as text lines: phases, hierarchy, coverage, sizes, patterns, insertion points."""
         model, figures = self.model, summarize_discovery(self.model, self.root, self.patterns)
+        refusals = []
+        for rule, count in Counter(rule for _, rule in self.refused).most_common():
+            refusals.append(f"  {rule}  {count}")
+            edges = [edge for edge, name in self.refused if name == rule] if view.verbose else []
+            refusals += [f"    - {edge.tensor} -> input {edge.slot} of {edge.consumer}" for edge in edges]
         return [
             f"Loaded graph: {len(model.nodes)} nodes, {len(model.inputs)} inputs, {len(model.outputs)} outputs",
             *describe_phases(figures),
@@ -67,14 +72,8 @@ class RegionReport:
             *(f"  {d.name}  {d.role}  {len(d.edges)}" for d in self.space.dimensions),
             "",
             f"Inputs that stay float in dialect {self.dialect} (rule, inputs):",
-            *self._refusal_lines(view.verbose),
+            *refusals,
         ]
-
-    def _refusal_lines(self, verbose: bool) -> Iterator[str]:
-        for rule, count in Counter(rule for _, rule in self.refused).most_common():
-            yield f"  {rule}  {count}"
-            edges = [edge for edge, name in self.refused if name == rule] if verbose else []
-            yield from (f"    - {edge.tensor} -> input {edge.slot} of {edge.consumer}" for edge in edges)
 
     def data(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -111,9 +110,6 @@ def inspect_regions(
         dims: Sizes of dynamic dimensions by symbol, such as {"time": 128}.
         dialect: Name of the dialect whose placement rules apply.
         max_sequence_size: Longest sequence that stays one region.
-
-    Raises:
-        UserError: The model cannot be loaded, or the dialect is unknown.
     """
     rules = load_dialect(dialect)
     with tempfile.TemporaryDirectory() as work:

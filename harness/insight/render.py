@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -16,9 +16,9 @@ from harness.insight.attribution import FEWEST_POINTS_STEP, attribute_row
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_attribution
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, render_markdown
-from harness.results.display_names import METRIC_CAPS, format_drop, metric_name, truncate
 from harness.results.manifest import recorded
-from harness.results.task_files import AttributionReport, EdgeFusion, MeasuredStep, PartEffect, write_attribution
+from harness.results.scores import METRIC_CAPS, format_drop, metric_name, truncate
+from harness.results.task_files import AttributionReport, PartEffect, write_attribution
 
 ATTRIBUTION_LEGEND = (
     "Without it: how much longer an inference takes without the part [95 %, Student's over builds]; gives: the same in "
@@ -36,9 +36,6 @@ def explain_and_save(folder: Path, where: str, *, base: Path, observer: Observer
     Args:
         where: Row of the main table, see `harness.insight.attribution.attribute_row`.
         base: Folder that relative paths of the experiment start from.
-
-    Raises:
-        UserError: See `attribute_row`; or the folder cannot be written.
     """
     found, task = attribute_row(folder, where, base=base, observer=observer)
     path = write_attribution(found, task)
@@ -68,70 +65,85 @@ def attribution_lines(found: AttributionReport) -> Iterator[str]:
         f"Differences below {found.noise_floor:.1%} of the time are noise: by that share the placement differs from "
         "itself, rebuilt and timed in turns with its variants (median of the steps)."
     )
-    yield from _disturbed_steps(found)
-    yield ""
-    yield "## Gain of each pattern"
-    yield from _effect_table(found.patterns, found, "pattern")
-    if found.patterns:
-        yield ""
-        yield ATTRIBUTION_LEGEND
-    yield ""
-    yield "## Insertion points, one left out at a time"
-    yield from _effect_table(found.points, found, "point")
-    yield ""
-    yield "## The fewest pairs that keep the gain"
-    yield from _minimal_lines(found)
-    yield ""
-    yield "## What was fused"
-    yield from _fusion_lines(found.edges)
-    if len(parts := waterfall_frame(found.before, found.after)):
-        yield ""
-        yield "## Where the time went, layer by layer"
-        yield from _layer_lines(parts)
-
-
-def _disturbed_steps(found: AttributionReport) -> Iterator[str]:
-    """Yield a line with the steps whose noise floor is far above the median, for which verdicts are withheld."""
-    noisy = [step for step in found.steps if _is_disturbed(step, found)]
+    noisy = [step for step in found.steps if step.noise_floor > DISTURBED_STEP_FACTOR * found.noise_floor]
     if noisy:
         steps = ", ".join(f"{step.title} ({step.noise_floor:.1%})" for step in noisy)
         yield f"Disturbed steps, with their noise floors: {steps}. Verdicts below these floors are withheld."
-
-
-def _is_disturbed(step: MeasuredStep, found: AttributionReport) -> bool:
-    return step.noise_floor > DISTURBED_STEP_FACTOR * found.noise_floor
+    yield from ("", "## Gain of each pattern", *_effect_table(found.patterns, found, "pattern"))
+    if found.patterns:
+        yield from ("", ATTRIBUTION_LEGEND)
+    yield from ("", "## Insertion points, one left out at a time", *_effect_table(found.points, found, "point"))
+    yield from ("", "## The fewest pairs that keep the gain")
+    minimal = found.minimal
+    if minimal is None:
+        yield "There is no gain beyond the noise to keep."
+    else:
+        yield (
+            f"{minimal.pairs} of {found.pairs} pairs ({len(minimal.points)} insertion points) keep it: "
+            f"{_format_ratio(minimal.speedup)} times the speed of float, {_format_slowdown(minimal.ratio, '')} time "
+            f"against all pairs; {minimal.tests} placements were tried."
+        )
+        for step in noisy:
+            if step.title == FEWEST_POINTS_STEP:
+                floor = f"{step.noise_floor:.1%}"
+                yield f"This comparison was disturbed (noise of {floor}): explain the row again to be sure."
+        yield from (f"- {name}" for name in minimal.points)
+    yield from ("", "## What was fused", *_fusion_lines(found))
+    if len(parts := waterfall_frame(found.before, found.after)):
+        yield from ("", "## Where the time went, layer by layer")
+        rows = [
+            {
+                "part": truncate(row["part"], 60),
+                "float ms": f"{row['before_ms']:.3f}",
+                "here ms": f"{row['after_ms']:.3f}",
+                "change ms": f"{row['change_ms']:+.3f}",
+            }
+            for row in parts.to_dict("records")
+        ]
+        yield _markdown_table(rows)
 
 
 def _format_ratio(ratio: Interval) -> str:
     return format_interval(ratio.value, ratio.low, ratio.high)
 
 
+def _markdown_table(rows: Sequence[dict[str, str]]) -> str:
+    cells = pd.DataFrame(rows)
+    return render_markdown(ReportTable(name="", cells=cells, raw=cells, note=""))
+
+
 def _effect_table(effects: Sequence[PartEffect], found: AttributionReport, kind: str) -> Iterator[str]:
-    if not effects:
+    rows = []
+    for effect in effects[:MAX_PRINTED_ROWS]:
+        gained = None if found.latency_ms is None else effect.gain_us(found.latency_ms)
+        if effect.ratio is None:
+            verdict = "unknown"
+        elif not effect.exceeds(found.noise_floor):
+            verdict = "within noise"
+        elif not effect.exceeds(effect.noise_floor):  # of its own step
+            verdict = f"withheld: noise of {effect.noise_floor:.1%}"
+        else:
+            verdict = "carries gain" if effect.ratio.low > 1 else "costs time"
+        row = {
+            kind: effect.part,
+            "operators": truncate(effect.operators, 50),
+            "pairs": str(effect.pairs),
+            "without it": _format_slowdown(effect.ratio, effect.reason),
+            "gives": MISSING_CELL if gained is None else f"{gained.value:+.0f} µs",
+            f"costs {metric_name(found.metric)}": MISSING_CELL
+            if effect.drop is None
+            else format_drop(effect.drop, found.metric),
+            "alone": MISSING_CELL if effect.alone is None else f"{effect.alone.value:.2f}x",
+            "verdict": verdict,
+        }
+        rows.append(row)
+    if not rows:
         yield "None that is beyond the noise."
         return
-    cells = pd.DataFrame([_effect_row(effect, found, kind) for effect in effects[:MAX_PRINTED_ROWS]])
-    empty = [column for column in cells if set(cells[column]) == {MISSING_CELL}]
-    cells = cells.drop(columns=empty)
-    yield render_markdown(ReportTable(name="", cells=cells, raw=cells, note=""))
+    shown = [column for column in rows[0] if any(row[column] != MISSING_CELL for row in rows)]
+    yield _markdown_table([{column: row[column] for column in shown} for row in rows])
     if len(effects) > MAX_PRINTED_ROWS:
         yield f"... and {len(effects) - MAX_PRINTED_ROWS} more in the file."
-
-
-def _effect_row(effect: PartEffect, found: AttributionReport, kind: str) -> dict[str, str]:
-    gained = None if found.latency_ms is None else effect.gain_us(found.latency_ms)
-    return {
-        kind: effect.part,
-        "operators": truncate(effect.operators, 50),
-        "pairs": str(effect.pairs),
-        "without it": _format_slowdown(effect.ratio, effect.reason),
-        "gives": MISSING_CELL if gained is None else f"{gained.value:+.0f} µs",
-        f"costs {metric_name(found.metric)}": MISSING_CELL
-        if effect.drop is None
-        else format_drop(effect.drop, found.metric),
-        "alone": MISSING_CELL if effect.alone is None else f"{effect.alone.value:.2f}x",
-        "verdict": _effect_verdict(effect, found.noise_floor),
-    }
 
 
 def _format_slowdown(ratio: Interval | None, reason: str) -> str:
@@ -142,58 +154,17 @@ def _format_slowdown(ratio: Interval | None, reason: str) -> str:
     return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
-def _effect_verdict(effect: PartEffect, noise_floor: float) -> str:
-    """Return the verdict on a part by the median noise floor and by that of its own step."""
-    if effect.ratio is None:
-        return "unknown"
-    if not effect.exceeds(noise_floor):
-        return "within noise"
-    if not effect.exceeds(effect.noise_floor):
-        return f"withheld: noise of {effect.noise_floor:.1%}"
-    return "carries gain" if effect.ratio.low > 1 else "costs time"
-
-
-def _minimal_lines(found: AttributionReport) -> Iterator[str]:
-    minimal = found.minimal
-    if minimal is None:
-        yield "There is no gain beyond the noise to keep."
-        return
-    yield (
-        f"{minimal.pairs} of {found.pairs} pairs ({len(minimal.points)} insertion points) keep it: "
-        f"{_format_ratio(minimal.speedup)} times the speed of float, {_format_slowdown(minimal.ratio, '')} time "
-        f"against all pairs; {minimal.tests} placements were tried."
-    )
-    for step in found.steps:
-        if step.title == FEWEST_POINTS_STEP and _is_disturbed(step, found):
-            yield f"This comparison was disturbed (noise of {step.noise_floor:.1%}): explain the row again to be sure."
-    yield from (f"- {name}" for name in minimal.points)
-
-
-def _fusion_lines(edges: Sequence[EdgeFusion]) -> Iterator[str]:
-    counts = Counter(edge.fusion for edge in edges)
+def _fusion_lines(found: AttributionReport) -> Iterator[str]:
+    counts = Counter(edge.fusion for edge in found.edges)
     if set(counts) <= {"unknown"}:
         yield "The runtime does not report fusion."
         return
     yield (
-        f"Of {len(edges)} quantized edges {counts['fused']} were fused into their consumers, {counts['not fused']} "
-        f"were not (the consumer computes in float), {counts['unknown']} are unknown."
+        f"Of {len(found.edges)} quantized edges {counts['fused']} were fused into their consumers, "
+        f"{counts['not fused']} were not (the consumer computes in float), {counts['unknown']} are unknown."
     )
-    unfused = [edge for edge in edges if edge.fusion == "not fused"]
+    unfused = [edge for edge in found.edges if edge.fusion == "not fused"]
     for edge in unfused[:MAX_PRINTED_ROWS]:
         yield escape_markdown(f"- not fused: {edge.tensor} at input {edge.slot} of {edge.consumer}: {edge.layer}")
     if len(unfused) > MAX_PRINTED_ROWS:
         yield f"... and {len(unfused) - MAX_PRINTED_ROWS} more in the file."
-
-
-def _layer_lines(parts: pd.DataFrame) -> Iterable[str]:
-    lines = [
-        {
-            "part": truncate(row["part"], 60),
-            "float ms": f"{row['before_ms']:.3f}",
-            "here ms": f"{row['after_ms']:.3f}",
-            "change ms": f"{row['change_ms']:+.3f}",
-        }
-        for row in parts.to_dict("records")
-    ]
-    cells = pd.DataFrame(lines)
-    return (render_markdown(ReportTable(name="", cells=cells, raw=cells, note="")),)

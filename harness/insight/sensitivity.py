@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from harness.base.files import write_json
+from harness.base.errors import UserError
+from harness.base.files import explain_write_errors, write_json
 from harness.base.progress import Observer
 from harness.base.statistics import Interval, paired_ratio_ci
 from harness.config.sections import Sampling
-from harness.measure.records import MAIN_BENCHMARKER, SCHEMA_VERSION, Failed
+from harness.measure.records import SCHEMA_VERSION, Failed
+from harness.report.plots.figures import COLOURS, figure_file
 from harness.run.prepare.accuracy import PROXY_EVALUATOR, make_proxy_evaluator
 from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.run.prepare.task import Task
-from harness.workers.engines import Engines, WorkerSpec
+from harness.workers.engines import Engines
 from harness.workers.sandbox import open_engines
 from search.space import Placement, Space
 
 UnitKind = Literal["pattern", "point"]
 TURNS_PER_ENGINE = 4  # of base and candidate in alternation, so that drift of the machine affects both
 TURN_SAMPLING = Sampling(warmup_ms=10.0, min_samples=5, max_samples=9, max_ms=60.0)
+LABELLED_UNITS = 5  # number of units whose names are written next to their dots
+COLUMN_NAMES = ("unit", "precision", "role", "edges", "alone µs [CI]", "alone dB", "left out µs [CI]", "left out dB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,97 +79,81 @@ class UnitSensitivity:
     left_out: UnitEffect | Failed
 
     @property
-    def relative_noise_power(self) -> float:
-        """Return error power over signal power with only this unit quantized; infinite if it cannot be built."""
-        return float("inf") if isinstance(self.alone, Failed) else float(10 ** (-self.alone.sqnr_db / 10))
-
-    @property
     def rank(self) -> float:
         """Return the gain in microseconds divided by the relative noise power, a loss times it; highest is best."""
         if isinstance(self.alone, Failed) or self.alone.gain_us is None:
             return float("-inf")
-        gain_us = self.alone.gain_us.value
-        return gain_us / self.relative_noise_power if gain_us > 0 else gain_us * self.relative_noise_power
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SensitivityAnalysis:
-    """All units of a task, best rank first.
-
-    Attributes:
-        full_db: SQNR in dB with everything quantized, by precision, without precisions that cannot be built.
-        calibrated_on: Source of the data for ranges and fidelity, as text.
-        backend: Facts of the benchmarker.
-    """
-
-    name: str
-    space: Space
-    units: tuple[UnitSensitivity, ...]
-    full_db: Mapping[str, float]
-    calibrated_on: str
-    backend: dict[str, Any]
+        gain_us, noise_power = self.alone.gain_us.value, float(10 ** (-self.alone.sqnr_db / 10))
+        return gain_us / noise_power if gain_us > 0 else gain_us * noise_power
 
 
 def quantization_units(space: Space, by: UnitKind) -> tuple[QuantizationUnit, ...]:
     """Return the units of a space in graph order, one for each pattern (or point) and precision."""
     groups = space.groups if by == "pattern" else {d.name: (i,) for i, d in enumerate(space.dimensions)}
-    members = {name: [space.dimensions[index] for index in indices] for name, indices in groups.items()}
-    return tuple(
-        QuantizationUnit(
-            name=name,
-            precision=precision,
-            role=max(members[name], key=lambda member: member.cost).role,
-            dimensions=tuple(indices),
-            edges=len({edge for member in members[name] for edge in member.edges}),
-            cost=sum(member.cost for member in members[name]),
-        )
-        for name, indices in groups.items()
-        for precision in dict.fromkeys(choice for member in members[name] for choice in member.choices[1:])
-    )
+    units = []
+    for name, indices in groups.items():
+        members = [space.dimensions[index] for index in indices]
+        units += [
+            QuantizationUnit(
+                name=name,
+                precision=precision,
+                role=max(members, key=lambda member: member.cost).role,
+                dimensions=tuple(indices),
+                edges=len({edge for member in members for edge in member.edges}),
+                cost=sum(member.cost for member in members),
+            )
+            for precision in dict.fromkeys(choice for member in members for choice in member.choices[1:])
+        ]
+    return tuple(units)
 
 
-def measure_sensitivities(
-    study: StudyTask, by: UnitKind, folder: Path, observer: Observer, *, samples: int = 8
-) -> SensitivityAnalysis:
-    """Measure every unit alone and left out; a failed measurement is recorded as `Failed`.
+def sensitivity_report(
+    study: StudyTask, by: UnitKind, folder: Path, observer: Observer, samples: int
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """Measure sensitivities, write `sensitivity.json` and `sensitivity.png`, and return a table with its notes.
+
+    A failed measurement is recorded as `Failed`. A search can start from the file, see `harness.config.experiment`.
 
     Args:
-        by: Kind of unit, pattern or point.
-        folder: Folder for scratch files, and for the choice of the float precision.
+        folder: Folder of the two files.
         samples: Number of calibration samples on which outputs are compared; random samples without data.
-
-    Raises:
-        UserError: The study cannot be used, or the float model fails.
     """
-    task, worker = prepare_study(study, folder, observer)
-    proxy = make_proxy_evaluator(samples, study.spec.model, task.model, task.work)
-    worker = WorkerSpec(
-        benchmarkers={MAIN_BENCHMARKER: worker.benchmarkers[MAIN_BENCHMARKER]},
-        workdir=worker.workdir,
-        evaluators={PROXY_EVALUATOR: proxy},
-        sizes=task.sizes,
-    )
-    units = quantization_units(task.space, by)
-    with open_engines(worker, study.experiment.limits) as engines:
-        AccuracyStore(folder, engines, observer).require_float_score(task.model_file, PROXY_EVALUATOR)
-        bench = SensitivityTimer(engines=engines, task=task)
-        with observer.work(f"{study.spec.name}: {len(units)} units", len(units)) as step:
+    fresh = not folder.exists()
+    with explain_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        task, worker = prepare_study(study, folder, observer)
+        proxy = make_proxy_evaluator(samples, study.spec.model, task.model, task.work)
+        worker = replace(worker, evaluators={PROXY_EVALUATOR: proxy}, reference=None)
+        units = quantization_units(task.space, by)
+        with open_engines(worker, study.experiment.limits) as engines:
+            AccuracyStore(folder, engines, observer).require_float_score(task.model_file, PROXY_EVALUATOR)
+            timer = SensitivityTimer(engines=engines, task=task)
             measured = []
-            for unit in units:
-                measured.append(bench.measure_unit(unit))
-                step.advance(unit.name)
-        full = {
-            each: bench.measure_sqnr(task.space.quantize_all(each)) for each in sorted({u.precision for u in units})
-        }
-        backend = dict(engines.describe())
-    return SensitivityAnalysis(
-        name=study.spec.name,
-        space=task.space,
-        units=tuple(sorted(measured, key=lambda each: -each.rank)),
-        full_db={name: sqnr_db for name, sqnr_db in full.items() if not isinstance(sqnr_db, Failed)},
-        calibrated_on=task.calibrated_on,
-        backend=backend,
-    )
+            with observer.work(f"{study.spec.name}: {len(units)} units", len(units)) as step:
+                for unit in units:
+                    measured.append(timer.measure_unit(unit))
+                    step.advance(unit.name)
+            full_db = {}
+            for precision in sorted({unit.precision for unit in units}):
+                sqnr_db = timer.measure_sqnr(task.space.quantize_all(precision))
+                if not isinstance(sqnr_db, Failed):
+                    full_db[precision] = sqnr_db
+            facts = {"task": study.spec.name, "backend": dict(engines.describe()), "calibrated_on": task.calibrated_on}
+    except UserError:
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    measured.sort(key=lambda each: -each.rank)
+    write_sensitivities(measured, task.space, {**facts, "full_db": full_db}, folder / "sensitivity.json")
+    with explain_write_errors(folder):
+        draw_sensitivities(measured, full_db, folder / "sensitivity.png")
+    shutil.rmtree(folder / "work", ignore_errors=True)
+    notes = _format_notes(measured, full_db)
+    if task.calibrated_on == "random data":
+        notes.append("No calibration data given: fidelity on random data is not reliable.")
+    notes.append(f"All figures: {folder / 'sensitivity.json'} and {folder / 'sensitivity.png'}.")
+    return COLUMN_NAMES, [_cells(each, full_db.get(each.unit.precision)) for each in measured], notes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,39 +175,45 @@ class SensitivityTimer:
     def measure_unit(self, unit: QuantizationUnit) -> UnitSensitivity:
         """Return the effects of a unit, quantized alone and left out, or their failures."""
         space = self.task.space
-        nothing, everything = space.float_placement(), space.quantize_all(unit.precision)
-        return UnitSensitivity(
-            unit=unit,
-            alone=self._measure_effect(_replace_unit(nothing, unit, space, unit.precision), nothing, unit, 1.0),
-            left_out=self._measure_effect(_replace_unit(everything, unit, space, None), everything, unit, -1.0),
-        )
+        effects = []
+        for base, precision in ((space.float_placement(), unit.precision), (space.quantize_all(unit.precision), None)):
+            effect = self._measure_effect(base, unit, precision)
+            if isinstance(effect, Failed) and effect.stage in ("crash", "timeout"):
+                self._bases.clear()  # the worker died, and its engines with it
+            effects.append(effect)
+        return UnitSensitivity(unit=unit, alone=effects[0], left_out=effects[1])
 
     def measure_sqnr(self, placement: Placement) -> float | Failed:
         """Return the SQNR in dB of the outputs of a placement, or its failure."""
         built = self.engines.build(self.task.candidate(placement))
         return built if isinstance(built, Failed) else self._score_build(built.handle)
 
-    def _measure_effect(
-        self, placement: Placement, base: Placement, unit: QuantizationUnit, sign: float
-    ) -> UnitEffect | Failed:
-        timed = unit.precision not in self.task.accuracy_only
-        built = self.engines.build(self.task.candidate(placement))
+    def _measure_effect(self, base: Placement, unit: QuantizationUnit, precision: str | None) -> UnitEffect | Failed:
+        """Return the effect of a change of the base: the unit at a precision; None: at float, so that time is lost."""
+        choices = list(base.choices)
+        for index in unit.dimensions:
+            offered = self.task.space.dimensions[index].choices
+            choices[index] = offered.index(precision) if precision in offered else 0
+        built = self.engines.build(self.task.candidate(Placement(tuple(choices))))
         if isinstance(built, Failed):
-            return self._discard_bases(built)
-        gain_us = self._measure_gain_us(base, built.handle, sign) if timed else None
-        if isinstance(gain_us, Failed):
-            self.engines.release(built.handle)
-            return self._discard_bases(gain_us)
+            return built
+        gain_us = None
+        if unit.precision not in self.task.accuracy_only:
+            gained = self._measure_gain_us(base, built.handle, -1.0 if precision is None else 1.0)
+            if isinstance(gained, Failed):
+                self.engines.release(built.handle)
+                return gained
+            gain_us = gained
         sqnr_db = self._score_build(built.handle)
-        return (
-            self._discard_bases(sqnr_db)
-            if isinstance(sqnr_db, Failed)
-            else UnitEffect(gain_us=gain_us, sqnr_db=sqnr_db)
-        )
+        return sqnr_db if isinstance(sqnr_db, Failed) else UnitEffect(gain_us=gain_us, sqnr_db=sqnr_db)
 
     def _measure_gain_us(self, base: Placement, handle: int, sign: float) -> Interval | Failed:
         """Return base latency minus candidate latency in microseconds, times `sign` (-1 if a unit is left out)."""
-        base_handle = self._open_base(base)
+        digest = self.task.space.digest(base)
+        if digest not in self._bases:
+            built = self.engines.build(self.task.candidate(base))
+            self._bases[digest] = built if isinstance(built, Failed) else built.handle
+        base_handle = self._bases[digest]
         if isinstance(base_handle, Failed):
             return base_handle
         turns: tuple[list[float], list[float]] = ([], [])
@@ -233,63 +228,97 @@ class SensitivityTimer:
         gains = sorted(sign * base_us * (1 - 1 / value) for value in (ratio.low, ratio.high))
         return Interval(value=sign * base_us * (1 - 1 / ratio.value), low=gains[0], high=gains[1])
 
-    def _open_base(self, placement: Placement) -> int | Failed:
-        digest = self.task.space.digest(placement)
-        if digest not in self._bases:
-            built = self.engines.build(self.task.candidate(placement))
-            self._bases[digest] = built if isinstance(built, Failed) else built.handle
-        return self._bases[digest]
-
     def _score_build(self, handle: int) -> float | Failed:
         score = self.engines.evaluate(handle, PROXY_EVALUATOR)
         self.engines.release(handle)
         return score if isinstance(score, Failed) else score.metrics["sqnr_db"]
 
-    def _discard_bases(self, failed: Failed) -> Failed:
-        """Discard the bases if the worker died, and return the failure."""
-        if failed.stage in ("crash", "timeout"):
-            self._bases.clear()
-        return failed
 
-
-def _replace_unit(base: Placement, unit: QuantizationUnit, space: Space, precision: str | None) -> Placement:
-    """Return the base with the points of a unit at a precision, or float if a point does not offer it."""
-    choices = list(base.choices)
-    for index in unit.dimensions:
-        offered = space.dimensions[index].choices
-        choices[index] = offered.index(precision) if precision in offered else 0
-    return Placement(tuple(choices))
-
-
-def write_sensitivities(found: SensitivityAnalysis, path: Path) -> None:
-    """Write the sensitivities as JSON; a later search can start from the file, see `harness.config.initial`.
-
-    Raises:
-        UserError: The file cannot be written.
-    """
-    names = [dimension.name for dimension in found.space.dimensions]
-    units = [
-        {
+def write_sensitivities(
+    measured: Sequence[UnitSensitivity], space: Space, facts: Mapping[str, Any], path: Path
+) -> None:
+    """Write the units, best first, with the facts of their measurement as JSON."""
+    units = []
+    for each in measured:
+        unit: dict[str, Any] = {
             "name": each.unit.name,
             "precision": each.unit.precision,
             "role": each.unit.role,
-            "dimensions": [names[index] for index in each.unit.dimensions],
+            "dimensions": [space.dimensions[index].name for index in each.unit.dimensions],
             "edges": each.unit.edges,
             "cost": each.unit.cost,
-            "alone": _effect_facts(each.alone),
-            "left_out": _effect_facts(each.left_out),
         }
-        for each in found.units
+        for name, effect in (("alone", each.alone), ("left_out", each.left_out)):
+            if isinstance(effect, Failed):
+                unit[name] = {"failed": effect.stage, "reason": effect.reason}
+                continue
+            unit[name] = {"sqnr_db": effect.sqnr_db}
+            if (gain := effect.gain_us) is not None:
+                unit[name] |= {"gain_us": gain.value, "gain_low_us": gain.low, "gain_high_us": gain.high}
+        units.append(unit)
+    write_json(path, {"schema": SCHEMA_VERSION, "kind": "sensitivity", **facts, "units": units})
+
+
+def draw_sensitivities(measured: Sequence[UnitSensitivity], full_db: Mapping[str, float], path: Path) -> None:
+    """Plot the loss of fidelity over the microseconds gained, one dot per unit: quantized alone, and left out.
+
+    Colours show roles, bars 95 % intervals; the units with the best rank are labelled.
+
+    Args:
+        measured: The units, best first.
+        full_db: SQNR with everything quantized, by precision; units at other precisions are not drawn as left out.
+    """
+    roles = list(dict.fromkeys(each.unit.role for each in measured))
+    colours = {role: COLOURS[index % len(COLOURS)] for index, role in enumerate(roles)}
+    compared = [each for each in measured if each.unit.precision in full_db]
+    alone = [(each.unit, each.alone, 0.0) for each in measured]
+    left_out = [(each.unit, each.left_out, full_db[each.unit.precision]) for each in compared]
+    with figure_file(path, columns=(2, 2)) as (left, right):
+        for axes, effects, title, label in (
+            (left, alone, "alone in the float model", "SQNR, dB (lower: more is lost)"),
+            (right, left_out, "left out of the full model", "SQNR regained, dB"),
+        ):
+            for rank, (unit, effect, base_db) in enumerate(effects):
+                if isinstance(effect, Failed) or effect.gain_us is None:
+                    continue
+                gain, place = effect.gain_us, (effect.gain_us.value, effect.sqnr_db - base_db)
+                reach = [[max(0.0, gain.value - gain.low)], [max(0.0, gain.high - gain.value)]]
+                axes.errorbar(*place, xerr=reach, fmt="o", ms=4, color=colours[unit.role], linewidth=0.6, alpha=0.8)
+                if rank < LABELLED_UNITS:
+                    axes.annotate(unit.name[:20], place, fontsize=6, xytext=(3, 3), textcoords="offset points")
+            axes.axvline(0, color="0.6", linewidth=0.8)
+            axes.set(title=title, xlabel="microseconds gained by quantizing it", ylabel=label)
+            axes.grid(alpha=0.25)
+        for role, colour in colours.items():
+            left.plot([], [], "o", color=colour, label=role)
+        left.legend(frameon=False, fontsize=7)
+
+
+def _cells(each: UnitSensitivity, full_db: float | None) -> tuple[str, ...]:
+    cells = [each.unit.name, each.unit.precision, each.unit.role, str(each.unit.edges)]
+    for effect, base_db, form in ((each.alone, 0.0, ".1f"), (each.left_out, full_db, "+.1f")):
+        if isinstance(effect, Failed):
+            cells += [f"failed: {effect.stage}", "-"]
+            continue
+        gain = effect.gain_us
+        cells.append("accuracy only" if gain is None else f"{gain.value:+.0f} [{gain.low:+.0f}, {gain.high:+.0f}]")
+        cells.append("-" if base_db is None else format(effect.sqnr_db - base_db, form))
+    return tuple(cells)
+
+
+def _format_notes(measured: Sequence[UnitSensitivity], full_db: Mapping[str, float]) -> list[str]:
+    """Return the meaning of the columns, and a warning if one gain lies in the intervals of all units."""
+    figures = [f"{value:.1f} dB" + (f" at {name}" if len(full_db) > 1 else "") for name, value in full_db.items()]
+    full = f"has {', '.join(figures)}" if figures else "cannot be built"
+    notes = [
+        "Alone: quantized in the float model; microseconds gained and the SQNR that is left. Left out: of the model "
+        f"with everything quantized, which {full}; microseconds lost and SQNR regained. Best gain per noise "
+        "first. Brackets: 95 %, Student's over turns of one build.",
     ]
-    facts = {"task": found.name, "backend": found.backend, "calibrated_on": found.calibrated_on}
-    write_json(
-        path, {"schema": SCHEMA_VERSION, "kind": "sensitivity", **facts, "full_db": dict(found.full_db), "units": units}
-    )
-
-
-def _effect_facts(effect: UnitEffect | Failed) -> dict[str, Any]:
-    if isinstance(effect, Failed):
-        return {"failed": effect.stage, "reason": effect.reason}
-    gain = effect.gain_us
-    figures = {} if gain is None else {"gain_us": gain.value, "gain_low_us": gain.low, "gain_high_us": gain.high}
-    return {**figures, "sqnr_db": effect.sqnr_db}
+    gains = [each.alone.gain_us for each in measured if isinstance(each.alone, UnitEffect) and each.alone.gain_us]
+    if len(gains) > 1 and max(gain.low for gain in gains) <= min(gain.high for gain in gains):
+        notes.append(
+            "Too noisy to rank: the intervals of all units timed alone have a gain in common, so their order does not "
+            "depend on time; close other work and repeat."
+        )
+    return notes

@@ -61,9 +61,14 @@ class MachineMonitor:
     """Reader of machine snapshots. It finds the kernel's files below `root` once, which takes longer than reading."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in _allowed_cores()}
-        siblings = {sibling for folder in folders.values() for sibling in _sibling_threads(folder)}
-        self._watched = {f"cpu{core}" for core in folders.keys() | siblings}
+        folders = {core: root / f"sys/devices/system/cpu/cpu{core}" for core in usable_cores()}
+        watched = set(folders)
+        for folder in folders.values():  # Linux' list of the threads of a core: "0,64" or "0-1"
+            text = _or_none((folder / "topology/thread_siblings_list").read_text) or ""
+            bounds = [part.split("-") for part in text.strip().split(",") if part]
+            with suppress(ValueError):
+                watched.update(cpu for bound in bounds for cpu in range(int(bound[0]), int(bound[-1]) + 1))
+        self._watched = {f"cpu{core}" for core in watched}
         cores = list(folders.values())[:MAX_CLOCKS_READ]
         self._clocks = _readable_paths(core / "cpufreq/scaling_cur_freq" for core in cores)
         self._sensors = _readable_paths(sorted((root / "sys/class/thermal").glob("thermal_zone*/temp")))
@@ -77,31 +82,31 @@ class MachineMonitor:
     def read(self) -> MachineSnapshot:
         """Return the current state; takes a tenth of a millisecond."""
         cores, busy_s, stolen_s = _or_none(self._core_times) or (None, None, None)
+        throttled = [int(_read_number(path)) for path in self._throttles]
+        for path in self._quotas:  # periods in which a control group exhausted its quota, if it has one
+            with suppress(OSError, ValueError):
+                fields = dict(line.split()[:2] for line in path.read_text().splitlines())
+                throttled.append(int(fields.get("nr_throttled", 0)))
+        waited_s = None
+        with suppress(OSError, ValueError, IndexError):  # time on run queues: Linux' schedstat, in nanoseconds
+            texts = [(task / "schedstat").read_text() for task in self._tasks.iterdir()]
+            waited_s = sum(int(text.split()[1]) for text in texts) / 1e9
+        own_s = time.process_time() + sum(os.times()[2:4])
+        for pid in list(process_tree(os.getpid()))[1:]:  # proc(5), /proc/PID/stat: also of children that have ended
+            text = _or_none(Path(f"/proc/{pid}/stat").read_text) or ""
+            own_s += sum(map(int, text.rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
         return MachineSnapshot(
             at_s=time.monotonic(),
             mhz=max((_read_number(path) / 1000 for path in self._clocks), default=None),
             temperature_c=max((_read_number(path) / 1000 for path in self._sensors), default=None),
             load=_or_none(lambda: os.getloadavg()[0]),
-            throttled=self._throttled(),
-            waited_s=_or_none(self._waited_s),
+            throttled=sum(throttled) if throttled else None,
+            waited_s=waited_s,
             cores=cores,
             busy_s=busy_s,
             stolen_s=stolen_s,
-            own_s=time.process_time()
-            + sum(os.times()[2:4])
-            + sum(map(_child_time_s, list(process_tree(os.getpid()))[1:])),
+            own_s=own_s,
         )
-
-    def _throttled(self) -> int | None:
-        counts = [int(_read_number(path)) for path in self._throttles]
-        periods = (_or_none(lambda path=path: _throttled_periods(path)) for path in self._quotas)  # type: ignore[misc]
-        counts += [count for count in periods if count is not None]
-        return sum(counts) if counts else None
-
-    def _waited_s(self) -> float:
-        """Return the time on run queues: the second field of Linux' schedstat, in nanoseconds."""
-        texts = [(task / "schedstat").read_text() for task in self._tasks.iterdir()]
-        return sum(int(text.split()[1]) for text in texts) / 1e9
 
     def _core_times(self) -> tuple[int, float, float]:
         """Return number, working time and stolen time of the watched cores (proc(5), /proc/stat, in clock ticks).
@@ -127,11 +132,6 @@ def describe_disturbance(before: MachineSnapshot, after: MachineSnapshot) -> str
         share = (after.waited_s - before.waited_s) / spent_s
         if share > MAX_WAIT_SHARE:
             return f"waited for a core {share:.0%} of the time: another program runs on this machine"
-    return _describe_other_load(before, after, spent_s)
-
-
-def _describe_other_load(before: MachineSnapshot, after: MachineSnapshot, spent_s: float) -> str:
-    """Describe the load of other processes on this machine, or of other guests on its host."""
     if not after.cores or spent_s <= 0:
         return ""
     total_s = spent_s * after.cores
@@ -144,17 +144,11 @@ def _describe_other_load(before: MachineSnapshot, after: MachineSnapshot, spent_
     return ""
 
 
-def _allowed_cores() -> list[int]:
+def usable_cores() -> list[int]:
+    """Return the numbers of the CPU cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
-
-
-def _sibling_threads(core: Path) -> list[int]:
-    """Return the threads of a core from Linux' list ("0,64" or "0-1"), or none if there is no such list."""
-    text = _or_none((core / "topology/thread_siblings_list").read_text) or ""
-    bounds = [part.split("-") for part in text.strip().split(",") if part]
-    return _or_none(lambda: [cpu for bound in bounds for cpu in range(int(bound[0]), int(bound[-1]) + 1)]) or []
 
 
 def process_tree(pid: int) -> Iterator[int]:
@@ -172,24 +166,12 @@ def process_tree(pid: int) -> Iterator[int]:
                     pending += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
 
 
-def _child_time_s(pid: int) -> float:
-    """Return the CPU time of a process that runs, and of its children that have ended (proc(5), /proc/PID/stat)."""
-    text = _or_none((Path("/proc") / str(pid) / "stat").read_text) or ""
-    return sum(map(int, text.rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
 def _readable_paths(paths: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(path for path in paths if _or_none(path.read_bytes) is not None)
 
 
 def _read_number(path: Path) -> float:
     return _or_none(lambda: float(path.read_text())) or 0.0
-
-
-def _throttled_periods(path: Path) -> int:
-    """Return the number of periods in which a control group exhausted its quota; 0 if it has none."""
-    fields = dict(line.split()[:2] for line in path.read_text().splitlines())
-    return int(fields.get("nr_throttled", 0))
 
 
 def _or_none(probe: Callable[[], T]) -> T | None:

@@ -7,12 +7,14 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from harness.measure.machine_noise import usable_cores
 
 RECORDED_PACKAGES = (
     "qdq-bench", "numpy", "onnx", "onnxruntime-gpu", "onnxruntime", "openvino", "nvidia-modelopt", "tensorrt", "torch",
@@ -60,20 +62,16 @@ def describe_environment(commit: str | None = None) -> dict[str, Any]:
 
 def comparability_key(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of `describe_environment` that must be equal for latencies to be compared."""
+    # Each kind of GPU counts once, because an engine runs on one GPU, whatever their number.
+    kinds = {(gpu.get("name"), gpu.get("driver_version")) for gpu in facts.get("gpus", ())}
     return {
         "python": facts.get("python"),
         "packages": facts.get("packages"),
         "cpu": facts.get("cpu", {}).get("model"),
         "instructions": facts.get("cpu", {}).get("flags"),  # clouds give different processors the same name
-        "gpus": _gpu_kinds(facts.get("gpus", ())),
+        "gpus": [{"name": name, "driver_version": driver} for name, driver in sorted(kinds, key=repr)],
         **({"node_label": facts["node_label"]} if "node_label" in facts else {}),
     }
-
-
-def _gpu_kinds(gpus: Iterable[Mapping[str, str]]) -> list[dict[str, str | None]]:
-    """Return each kind of GPU once, because an engine runs on one GPU, whatever their number."""
-    kinds = {(gpu.get("name"), gpu.get("driver_version")) for gpu in gpus}
-    return [{"name": name, "driver_version": driver} for name, driver in sorted(kinds, key=repr)]
 
 
 def lacks_vnni(facts: Mapping[str, Any]) -> bool:
@@ -120,9 +118,7 @@ def git_commit() -> str | None:
 
 def count_cores() -> int:
     """Return the number of CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(usable_cores())
 
 
 def validate_threads(threads: object) -> int:
@@ -206,6 +202,7 @@ def _cpuinfo() -> dict[str, str]:
 def _cpu_facts() -> dict[str, Any]:
     fields = _or_none(_cpuinfo) or {}
     present = set((fields.get("flags") or fields.get("Features") or "").split())
+    no_turbo = Path(f"{_CPU_FOLDER}/intel_pstate/no_turbo")
     return _run_probes(
         {
             "model": cpu_model_name,
@@ -214,21 +211,15 @@ def _cpu_facts() -> dict[str, Any]:
             "flags": lambda: [flag for flag in RECORDED_CPU_FLAGS if flag in present],
             "virtual": lambda: "hypervisor" in present or None,
             "governor": lambda: _read_text(f"{_CPU_FOLDER}/cpu0/cpufreq/scaling_governor"),
-            "turbo": _turbo_enabled,
+            "turbo": lambda: (
+                _read_text(no_turbo) == "0" if no_turbo.exists() else _read_text(f"{_CPU_FOLDER}/cpufreq/boost") == "1"
+            ),
             "mhz": lambda: round(psutil.cpu_freq().current),
-            "temperature_c": _max_temperature_c,
+            "temperature_c": lambda: max(
+                sensor.current for group in psutil.sensors_temperatures().values() for sensor in group
+            ),
         }
     )
-
-
-def _turbo_enabled() -> bool:
-    no_turbo = Path(f"{_CPU_FOLDER}/intel_pstate/no_turbo")
-    return _read_text(no_turbo) == "0" if no_turbo.exists() else _read_text(f"{_CPU_FOLDER}/cpufreq/boost") == "1"
-
-
-def _max_temperature_c() -> float | None:
-    readings = [sensor.current for group in psutil.sensors_temperatures().values() for sensor in group]
-    return max(readings, default=None)
 
 
 def _process_limits() -> dict[str, Any]:
@@ -280,16 +271,13 @@ def _address_space_gib() -> float | None:
 
 
 def _gpu_facts() -> list[dict[str, str]]:
+    """Return the GPUs that CUDA shows to this process; all of them if CUDA_VISIBLE_DEVICES contains UUIDs."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = f"--query-gpu={','.join(NVIDIA_SMI_FIELDS)}"
     rows = _run_command("nvidia-smi", query, "--format=csv,noheader").splitlines()
     cells = ([cell.strip() for cell in row.split(",")] for row in rows)
-    return _visible_gpus([dict(zip(NVIDIA_SMI_FIELDS, row, strict=True)) for row in cells])
-
-
-def _visible_gpus(gpus: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the GPUs that CUDA shows to this process; all of them if CUDA_VISIBLE_DEVICES contains UUIDs."""
+    gpus = [dict(zip(NVIDIA_SMI_FIELDS, row, strict=True)) for row in cells]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else []
     if visible is None or not all(name.strip().isdecimal() for name in names):

@@ -35,7 +35,7 @@ class Measured:
 
     Attributes:
         samples_ms: Latency of each inference in order, without warm-up. If the engine was timed in turns with a
-            reference engine, the latency of each turn, corrected for drift (`harness.measure.reference_sampling`).
+            reference engine, the latency of each turn, corrected for drift (`harness.measure.sampling`).
         raw_ms: Latency of each of these turns before the correction; empty without a reference engine.
         reference_ms: Latencies of the reference engine: before the first turn and after each turn; in a final selection
             one per turn.

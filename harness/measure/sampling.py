@@ -1,11 +1,18 @@
-"""Sampling of one engine's latency: warm-up, stopping rules, and one retry if the machine disturbed the readings."""
+"""Sampling of one engine's latency: warm-up, stopping rules, and one retry if the machine disturbed the readings.
+
+An engine is timed alone, or in turns with a reference engine, which removes changes of the machine's speed. A machine
+changes its speed within a second, by work of a sibling thread or another cloud guest, or by its temperature. Readings
+of two engines in short alternating turns share these changes, so their ratio does not contain them (a control variate;
+Kalibera and Jones, ISMM 2013, section 9, on ratios of paired readings). On the machine of the committed tables turns of
+50 ms differ by a third, their ratios to adjacent turns of the reference by a tenth.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +32,10 @@ MIN_RACE_SAMPLES = 6  # smallest number of readings whose range covers the media
 CLOCK_JUMP_FACTOR = 1000.0  # a reading that differs from the median by this factor is an error of the clock
 MIN_CLOCK_JUMP_MS = 10_000.0  # a slow reading below this is no error of the clock, because machines may pause
 MAX_INFERENCE_MS = 3.6e6
+MIN_REFERENCE_TURN_MS = 10.0  # short, to follow the machine's speed; but each turn needs an inference for the caches
+MIN_TURN_SAMPLES = 2  # inferences of a turn, without the one that warms the caches
+MAX_TURN_SAMPLES = 200
+PAIRED_TIME_FACTOR = 2.0  # time limit of both engines together, in units of a candidate's limit alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +49,7 @@ class Samples:
         discarded_ms: Latencies of a first attempt that was repeated.
         disturbance: Reason for the repetition, or "".
         disturbed: Disturbance of the repetition, whose readings count anyway, or "".
+        drift: Change of the engine's latency during the readings, or "".
         warmup: Number of inferences before the first reading.
         measure_s: Wall-clock seconds of all attempts.
         stable: Whether the warm-up ended in a steady state and the readings were neither disturbed nor drifting.
@@ -50,9 +62,10 @@ class Samples:
     discarded_ms: tuple[float, ...] = ()
     disturbance: str = ""
     disturbed: str = ""
-    warmup: int
-    measure_s: float
-    stable: bool
+    drift: str = ""
+    warmup: int = 0
+    measure_s: float = 0.0
+    stable: bool = True
     saved: int = 0
     conditions: Mapping[str, float] = field(default_factory=dict)
     raw_ms: tuple[float, ...] = ()
@@ -60,32 +73,12 @@ class Samples:
     parts_ms: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRun:
-    """Readings of one attempt; see `Samples` for the other fields.
-
-    Attributes:
-        drift: Change of the engine's latency during the attempt, or "".
-    """
-
-    latency_ms: Sequence[float]
-    raw_ms: Sequence[float] = ()
-    reference_ms: Sequence[float] = ()
-    saved: int = 0
-    drift: str = ""
-    disturbed: str = ""
-    conditions: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def disturbance(self) -> str:
-        return self.disturbed or self.drift
-
-
 def sample_engine(
     probe: Probe,
     sampling: Sampling,
     rival: Interval | None = None,
     *,
+    reference: tuple[Probe, float] | None = None,
     machine: MachineMonitor | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
@@ -97,57 +90,40 @@ def sample_engine(
 
     Args:
         rival: The incumbent's latency in ms; sampling stops as soon as the engine is clearly slower.
+        reference: Open and warmed-up engine of the float model, in turns with which this one is timed, and the latency
+            in ms to which readings are scaled, the same for a whole search; None: the engine is timed alone.
         machine: Monitor for disturbances; None if the readings are not times of this machine.
 
     Raises:
         MeasureFailed: A reading is not a positive finite number, the clock jumped, or the probe returned too few.
     """
-    return sample_with_retry(lambda: _sample_until_target(probe, sampling, rival), probe, sampling, machine, clock)
 
+    def attempt() -> Samples:
+        before = None if machine is None else machine.read()
+        if reference is None:
+            taken = _sample_until_target(probe, sampling, rival)
+        else:
+            taken = _alternate_turns(probe, *reference, sampling, rival)
+        if machine is None or before is None:
+            return taken
+        after = machine.read()
+        own = probe.conditions() if isinstance(probe, ReportsConditions) else {}
+        finite = {name: float(value) for name, value in own.items() if math.isfinite(value)}  # for JSON
+        return replace(taken, disturbed=describe_disturbance(before, after), conditions={**after.facts(), **finite})
 
-def sample_with_retry(
-    attempt: Callable[[], SampleRun],
-    probe: Probe,
-    sampling: Sampling,
-    machine: MachineMonitor | None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Samples:
-    """Warm an engine up, make an attempt to time it, and repeat it once if it was disturbed or drifted.
-
-    Args:
-        attempt: Function that takes the readings of one attempt.
-        machine: Monitor for disturbances; None: only drift counts.
-    """
     started_s = clock()
     warmup, steady = warm_up(probe, sampling)
-    run, discarded = _run_monitored(attempt, probe, machine), None
-    if run.disturbance:
-        run, discarded = _run_monitored(attempt, probe, machine), run
-    return Samples(
-        latency_ms=tuple(run.latency_ms),
-        raw_ms=tuple(run.raw_ms),
-        reference_ms=tuple(run.reference_ms),
-        discarded_ms=tuple(discarded.latency_ms) if discarded else (),
-        disturbance=discarded.disturbance if discarded else "",
-        disturbed=run.disturbed,
+    first = attempt()
+    disturbance = first.disturbed or first.drift
+    last = attempt() if disturbance else first
+    return replace(
+        last,
+        discarded_ms=first.latency_ms if disturbance else (),
+        disturbance=disturbance,
         warmup=warmup,
         measure_s=max(0.0, clock() - started_s),
-        stable=steady and not run.disturbance,
-        saved=run.saved,
-        conditions=run.conditions,
+        stable=steady and not (last.disturbed or last.drift),
     )
-
-
-def _run_monitored(attempt: Callable[[], SampleRun], probe: Probe, machine: MachineMonitor | None) -> SampleRun:
-    if machine is None:
-        return attempt()
-    before = machine.read()
-    run = attempt()
-    after = machine.read()
-    probe_conditions = probe.conditions if isinstance(probe, ReportsConditions) else dict
-    own = {name: float(value) for name, value in probe_conditions().items() if math.isfinite(value)}  # for JSON
-    conditions = {**after.facts(), **own}
-    return replace(run, disturbed=describe_disturbance(before, after), conditions=conditions)
 
 
 def make_fixed_inputs(types: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], seed: int = 0) -> dict[str, Array]:
@@ -181,60 +157,109 @@ def warm_up(probe: Probe, sampling: Sampling) -> tuple[int, bool]:
                 return count, False
             missing = WARMUP_WINDOW_SAMPLES
         # Doubling takes few calls for a fast engine and overshoots by at most one inference of a slow one.
-        readings += read_checked(probe, max(1, min(count, missing)))
+        readings += _read_checked(probe, max(1, min(count, missing)))
     return len(readings), True
 
 
-def _sample_until_target(probe: Probe, sampling: Sampling, rival: Interval | None) -> SampleRun:
+def _sample_until_target(probe: Probe, sampling: Sampling, rival: Interval | None) -> Samples:
     """Sample until the engine is clearly slower than `rival`, the median is precise enough, or a limit is reached."""
     least = sampling.min_samples if rival is None else min(MIN_RACE_SAMPLES, sampling.min_samples)
-    readings, saved = read_checked(probe, least), 0
-    while missing := _samples_needed(readings, median := median_ci(readings), sampling):
-        if len(readings) >= MIN_RACE_SAMPLES and is_clearly_slower(median, rival):
-            saved = _samples_without_racing(readings, median, sampling) - len(readings)
+    readings, saved, most_ms = _read_checked(probe, least), 0, sampling.max_ms
+    while True:
+        median, count, spent_ms = median_ci(readings), len(readings), sum(readings)
+        precise = median.relative_width <= sampling.target
+        if count >= sampling.min_samples and (count >= sampling.max_samples or spent_ms >= most_ms or precise):
             break
-        readings += read_checked(probe, missing)
-    check_clock_jumps(readings)
-    return SampleRun(latency_ms=readings, saved=saved, drift=_describe_drift(readings))
+        if count >= MIN_RACE_SAMPLES and _is_clearly_slower(median, rival):
+            # Without racing: the width of an interval shrinks with the root of the number of readings.
+            needed = math.ceil(count * min(1e6, (median.relative_width / sampling.target) ** 2))
+            planned = min(needed, math.ceil(most_ms * count / spent_ms), sampling.max_samples)
+            saved = max(0, sampling.min_samples - count, planned - count)
+            break
+        missing = sampling.min_samples - count
+        if missing <= 0:
+            fits = math.ceil((most_ms - spent_ms) * count / spent_ms)
+            missing = min(max(1, count // 4), fits, sampling.max_samples - count)
+        readings += _read_checked(probe, missing)
+    _check_clock_jumps(readings)
+    half, drift = len(readings) // 2, ""
+    if half >= WARMUP_WINDOW_SAMPLES:
+        first, second = (median_ci(part, 0.99) for part in (readings[:half], readings[half:]))
+        disjoint = first.high < second.low or second.high < first.low
+        if disjoint and abs(second.value / first.value - 1) > STEADY_TOLERANCE:
+            drift = f"drift: the first half took {first.value:.4g} ms, the second {second.value:.4g} ms"
+    return Samples(latency_ms=tuple(readings), saved=saved, drift=drift)
 
 
-def is_clearly_slower(median: Interval, rival: Interval | None) -> bool:
+def _alternate_turns(
+    probe: Probe, reference: Probe, level_ms: float, sampling: Sampling, rival: Interval | None
+) -> Samples:
+    """Time an engine in turns with a fixed reference.
+
+    Every turn of the candidate is between two turns of the reference. Its latency is the median of its inferences over
+    the mean of those two turns, times `level_ms`. Turns continue until the 95 % interval of their median is narrower
+    than `target`, the engine is clearly slower than `rival`, which was timed in the same way, or the time is up.
+
+    Changes of speed that both engines share cancel. Another process on the same core does not cancel: it takes whole
+    time slices, which interrupt long inferences more often, so the slower engine loses more than its share.
+    """
+    candidate, other = _PairedEngine(probe), _PairedEngine(reference)
+    reference_ms = [other.take_turn()]
+    raw_ms: list[float] = []
+    latency_ms: list[float] = []
+    cap_ms = PAIRED_TIME_FACTOR * sampling.max_ms
+    saved = 0
+    while len(raw_ms) < MIN_RACE_SAMPLES or candidate.spent_ms + other.spent_ms < cap_ms:
+        raw_ms.append(candidate.take_turn())
+        reference_ms.append(other.take_turn())
+        latency_ms.append(raw_ms[-1] * level_ms / (0.5 * (reference_ms[-2] + reference_ms[-1])))
+        if len(raw_ms) < MIN_RACE_SAMPLES:
+            continue
+        median = median_ci(latency_ms)
+        if median.relative_width <= sampling.target:
+            break
+        if _is_clearly_slower(median, rival):
+            share_left = max(0.0, cap_ms / (candidate.spent_ms + other.spent_ms) - 1)
+            saved = math.floor(share_left * candidate.counted)
+            break
+    _check_clock_jumps(raw_ms)
+    return Samples(latency_ms=tuple(latency_ms), raw_ms=tuple(raw_ms), reference_ms=tuple(reference_ms), saved=saved)
+
+
+class _PairedEngine:
+    """Engine of an interleaved pair.
+
+    Attributes:
+        spent_ms: Time of all inferences in ms, including those that warm the caches.
+        counted: Number of inferences, without those that warm the caches.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._fastest_ms = math.inf
+        self.spent_ms, self.counted = 0.0, 0
+
+    def take_turn(self) -> float:
+        """Run one turn and return its median latency in ms; its first inference only warms the caches.
+
+        The number of inferences follows from the fastest one so far, so that an interrupted one does not shorten turns.
+        """
+        (first,) = _read_checked(self._probe, 1)
+        self._fastest_ms = min(self._fastest_ms, first)
+        count = math.ceil(MIN_REFERENCE_TURN_MS / self._fastest_ms)
+        readings = _read_checked(self._probe, min(MAX_TURN_SAMPLES, max(MIN_TURN_SAMPLES, count)))
+        self._fastest_ms = min(self._fastest_ms, *readings)
+        self.spent_ms += first + sum(readings)
+        self.counted += len(readings)
+        return float(np.median(readings))
+
+
+def _is_clearly_slower(median: Interval, rival: Interval | None) -> bool:
     """Return whether an engine's interval is above the incumbent's by more than 2 %; False without an incumbent."""
     return rival is not None and median.low > rival.high * (1 + STEADY_TOLERANCE)
 
 
-def _samples_needed(readings: list[float], median: Interval, sampling: Sampling) -> int:
-    """Return the number of readings to add before the next check; 0 if these suffice."""
-    count, spent_ms = len(readings), sum(readings)
-    if count < sampling.min_samples:
-        return sampling.min_samples - count
-    if count >= sampling.max_samples or spent_ms >= sampling.max_ms or median.relative_width <= sampling.target:
-        return 0
-    fits = math.ceil((sampling.max_ms - spent_ms) * count / spent_ms)
-    return min(max(1, count // 4), fits, sampling.max_samples - count)
-
-
-def _samples_without_racing(readings: list[float], median: Interval, sampling: Sampling) -> int:
-    """Estimate the number of readings without racing; the width of an interval shrinks with the root of the number."""
-    count = len(readings)
-    needed = math.ceil(count * min(1e6, (median.relative_width / sampling.target) ** 2))
-    fits = math.ceil(sampling.max_ms * count / sum(readings))
-    return max(count, sampling.min_samples, min(needed, fits, sampling.max_samples))
-
-
-def _describe_drift(readings: list[float]) -> str:
-    """Describe the drift if the halves have disjoint 99 % intervals and clearly different medians, or return ""."""
-    half = len(readings) // 2
-    if half < WARMUP_WINDOW_SAMPLES:
-        return ""
-    first, second = (median_ci(part, 0.99) for part in (readings[:half], readings[half:]))
-    disjoint = first.high < second.low or second.high < first.low
-    if not disjoint or abs(second.value / first.value - 1) <= STEADY_TOLERANCE:
-        return ""
-    return f"drift: the first half took {first.value:.4g} ms, the second {second.value:.4g} ms"
-
-
-def check_clock_jumps(readings: list[float]) -> None:
+def _check_clock_jumps(readings: list[float]) -> None:
     """Raise `MeasureFailed` if a reading is so far from the median that the clock must have jumped."""
     median = statistics.median(readings)
     low, high = min(readings), max(readings)
@@ -244,20 +269,15 @@ def check_clock_jumps(readings: list[float]) -> None:
         raise MeasureFailed(f"the clock jumped: a reading of {jumped:g} ms where {median:g} ms is the median")
 
 
-def read_checked(probe: Probe, count: int) -> list[float]:
+def _read_checked(probe: Probe, count: int) -> list[float]:
     """Return `count` readings in ms; raise `MeasureFailed` for another number, or values not in 0 ms to 1 hour."""
     readings = [float(value) for value in probe.sample(count)]
     if len(readings) != count:
         raise MeasureFailed(f"the benchmarker gave {len(readings)} readings where {count} were requested")
-    wrong = next((value for value in readings if not 0 < value <= MAX_INFERENCE_MS), None)
-    if wrong is not None:
-        raise MeasureFailed(f"impossible latency of {wrong:g} ms: {_explain_invalid(wrong)}")
+    for value in readings:
+        if not 0 < value <= MAX_INFERENCE_MS:
+            raise MeasureFailed(
+                f"impossible latency of {value:g} ms: it is above 0 (else nothing ran, or the clock is too coarse or "
+                "jumped back), finite, and at most an hour"
+            )
     return readings
-
-
-def _explain_invalid(latency_ms: float) -> str:
-    if latency_ms == 0:
-        return "nothing ran, or the clock is too coarse for this engine"
-    if latency_ms < 0:
-        return "the clock jumped back"
-    return "more than an hour for one inference" if math.isfinite(latency_ms) else "readings are finite numbers"

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 from pydantic import ConfigDict, Field
 
-from harness.base.untrusted import parse_json
+from harness.base.files import parse_json
+from harness.base.statistics import Interval, block_ci, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
 from harness.measure.records import Count, Failed, LatencyMs, Readings, from_json
 
 TWIN = "A/A twin"  # name of the row with the second build of the baseline
@@ -81,28 +83,22 @@ class TurnMatrix:
         self.disturbed: dict[str, dict[BuildKey, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
         self.workers: dict[BuildKey, int] = {}
         for event in events:
-            key = (event.build, event.group)
-            if isinstance(event, Turn):
-                self._add(key, event)
-            else:
-                self.turns[event.row].pop(key, None)
-                self.disturbed[event.row].pop(key, None)
-                self.failed[event.row][key] = event.failed
-
-    def _add(self, key: BuildKey, turn: Turn) -> None:
-        if turn.worker > self.workers.setdefault(key, turn.worker):
-            self._discard_worker(key)
-            self.workers[key] = turn.worker
-        self.turns[turn.row][key][turn.round] = statistics.median(turn.samples_ms)
-        self.failed[turn.row].pop(key, None)
-        self.disturbed[turn.row][key].pop(turn.round, None)
-        if turn.disturbed:
-            self.disturbed[turn.row][key][turn.round] = turn.disturbed
-
-    def _discard_worker(self, key: BuildKey) -> None:
-        for row in self.turns:
-            self.turns[row].pop(key, None)
-            self.disturbed[row].pop(key, None)
+            row, key = event.row, (event.build, event.group)
+            if isinstance(event, RowFailure):
+                self.turns[row].pop(key, None)
+                self.disturbed[row].pop(key, None)
+                self.failed[row][key] = event.failed
+                continue
+            if event.worker > self.workers.setdefault(key, event.worker):
+                for name in self.turns:
+                    self.turns[name].pop(key, None)
+                    self.disturbed[name].pop(key, None)
+                self.workers[key] = event.worker
+            self.turns[row][key][event.round] = statistics.median(event.samples_ms)
+            self.failed[row].pop(key, None)
+            self.disturbed[row][key].pop(event.round, None)
+            if event.disturbed:
+                self.disturbed[row][key][event.round] = event.disturbed
 
     @property
     def disturbed_share(self) -> float:
@@ -112,13 +108,6 @@ class TurnMatrix:
             for table in (self.turns, self.disturbed)
         )
         return disturbed / turns if turns else 0.0
-
-    def is_fully_disturbed(self, row: str) -> bool:
-        """Return whether a row has turns and all of them were disturbed."""
-        turns = self.turns.get(row, {})
-        return any(turns.values()) and all(
-            self.disturbed.get(row, {}).get(key, {}).keys() >= timed.keys() for key, timed in turns.items()
-        )
 
     def paired_samples(self, row: str, base: str) -> tuple[list[list[float]], list[list[float]]]:
         """Return the median latencies in ms of base and row in their common rounds, a list for each build and group.
@@ -165,3 +154,120 @@ def disturbance_note(share: float) -> str:
     if share <= NOTED_DISTURBED_SHARE:
         return ""
     return f"{share:.0%} of the turns were disturbed, which distorts speedups, usually upwards"
+
+
+MAX_GROUP_ROWS = 10  # rows that share a worker with the baseline and its twin; more would only take memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSummary:
+    """Result of the confirmation for one row.
+
+    Attributes:
+        latency_ms: Median latency in ms.
+        speedup: Latency of the baseline over that of the row, paired by turns; above 1: the row is faster.
+        verdict: "faster", "tie" or "slower"; "wrong result in RUNTIME" or "saturates" for an engine that computes
+            something else than its file specifies, see `harness.run.verify.output_comparison`.
+        builds: Number of builds of the row, with failures.
+        builds_ok: Number of builds that were timed.
+        fully_disturbed: Whether other processes disturbed all turns of the row, so that its verdict is uncertain.
+    """
+
+    latency_ms: Interval
+    speedup: Interval
+    verdict: str
+    builds: int
+    builds_ok: int
+    fully_disturbed: bool = False
+
+    @property
+    def recommended(self) -> bool:
+        """Return whether to use this row instead of the baseline: a tie does not justify a loss of accuracy."""
+        return self.verdict == "faster"
+
+    def shrinkage(self, search_speedup: float) -> float:
+        """Return the speedup by the search's own samples minus the confirmed one; usually positive."""
+        return search_speedup - self.speedup.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmationSummary:
+    """Result of a confirmation.
+
+    Attributes:
+        noise_floor: Gain of the baseline over its twin as a share; smaller gains are ties.
+        builds: Number of builds that all rows completed.
+        rows: Results by name, with the baseline and without rows that have no readings.
+        failed: Last failure of each row that failed, by name.
+        disturbed: Share of the turns that other processes disturbed.
+    """
+
+    noise_floor: float
+    builds: int
+    rows: Mapping[str, RowSummary]
+    failed: Mapping[str, Failed]
+    disturbed: float = 0.0
+
+
+def summarize_turns(events: Iterable[TurnEvent], baseline: str, noise_floor: float = 0.0) -> ConfirmationSummary:
+    """Return latency, speedup and verdict of each row.
+
+    Args:
+        noise_floor: Smallest noise floor, as a share; that of the events is used if it is larger.
+    """
+    matrix = TurnMatrix(events)
+    noise_floor = max(noise_floor, estimate_noise_floor(matrix, baseline))
+    rows = {}
+    for name in matrix.turns:
+        base, own = matrix.paired_samples(name, baseline)
+        if own and name != TWIN:
+            speedup = paired_ratio_ci(base, own)
+            timed = matrix.turns[name].items()
+            rows[name] = RowSummary(
+                latency_ms=block_ci(own),
+                speedup=speedup,
+                verdict=speedup_verdict(speedup, noise_floor),
+                builds=len(own) + len(matrix.failed[name]),
+                builds_ok=len(own),
+                fully_disturbed=all(matrix.disturbed[name][key].keys() >= turns.keys() for key, turns in timed),
+            )
+    rounds = max((len(turns) for workers in matrix.turns.values() for turns in workers.values()), default=0)
+    finished: dict[int, set[str]] = defaultdict(set)
+    for (build, _), names in finished_rows(matrix, rounds).items():
+        finished[build] |= names
+    return ConfirmationSummary(
+        noise_floor=noise_floor,
+        builds=sum(names == set().union(*finished.values()) for names in finished.values()),
+        rows=rows,
+        failed={name: list(found.values())[-1] for name, found in matrix.failed.items() if found},
+        disturbed=matrix.disturbed_share,
+    )
+
+
+def summarize_parts(events: Iterable[TurnEvent], baseline: str) -> dict[str, ConfirmationSummary]:
+    """Return a summary for each part of the latencies (`harness.plugins.api.ReportsParts`) by name, or none."""
+    turns = list(events)
+    parts = dict.fromkeys(part for event in turns if isinstance(event, Turn) for part in event.parts_ms)
+    return {
+        part: summarize_turns(
+            [replace(e, samples_ms=(e.parts_ms[part],)) if isinstance(e, Turn) else e for e in turns], baseline
+        )
+        for part in parts
+    }
+
+
+def estimate_noise_floor(matrix: TurnMatrix, baseline: str) -> float:
+    """Return the noise floor as a share: the gain of the baseline over its twin, see `harness.base.statistics`."""
+    bases, twins = matrix.paired_samples(TWIN, baseline)
+    ratios = [float(np.median(np.divide(base, twin))) for base, twin in zip(bases, twins, strict=True)]
+    return noise_floor_from_ratios(ratios)
+
+
+def finished_rows(matrix: TurnMatrix, rounds: int) -> Mapping[BuildKey, set[str]]:
+    """Return the rows that completed all rounds or failed, by build and group."""
+    finished: dict[BuildKey, set[str]] = defaultdict(set)
+    for row in {*matrix.turns, *matrix.failed}:
+        complete = [key for key, turns in matrix.turns[row].items() if len(turns) >= rounds]
+        for key in (*complete, *matrix.failed[row]):
+            finished[key].add(row)
+    return finished

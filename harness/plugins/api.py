@@ -345,6 +345,15 @@ class Evaluator(Protocol):
 
 
 @runtime_checkable
+class SharesInputs(Protocol):
+    """Evaluator that keeps prepared inputs, which other evaluators of the process may use."""
+
+    def share_inputs(self, caches: dict[object, Any]) -> None:
+        """Keep prepared inputs in a cache of `caches`, which has a key for each kind of input."""
+        ...
+
+
+@runtime_checkable
 class NeedsPreparation(Protocol):
     """Evaluator that compares with the float model."""
 

@@ -188,7 +188,7 @@ def insert(
 
     from harness.base.progress import NullProgress
     from harness.config.sections import PluginSpec
-    from harness.config.validation_errors import to_user_error
+    from harness.config.yaml_loader import to_user_error
     from harness.run.prepare.program_objects import model_mapping, plugin_mapping
     from harness.ship.placements import insert_placement
 
@@ -272,7 +272,7 @@ class RunResult:
 
     @cached_property
     def _main(self) -> pd.DataFrame:
-        from harness.report.frames.main_frame import main_frame
+        from harness.report.frames import main_frame
 
         return main_frame(self._results)
 
@@ -342,9 +342,9 @@ class RunResult:
         Raises:
             UserError: No search has started.
         """
-        from harness.report.frames.curves import curve_frame
+        from harness.report.frames import curve_frame
         from harness.report.plots.result_plots import draw_curves
-        from harness.report.tables.budget import budget_frame
+        from harness.report.tables.searchers import budget_frame
 
         for task in self._results.tasks:
             curves, budgets = curve_frame([task]), budget_frame(self._results)
@@ -356,7 +356,7 @@ class RunResult:
 
 def _write_report(folder: Path, observer: Observer) -> None:
     """Write the report, unless it is up to date, and the folder to deploy."""
-    from harness.report.frames.main_frame import main_frame
+    from harness.report.frames import main_frame
     from harness.report.render import current_report, write_report
     from harness.ship.results_bundle import ship_results
 

@@ -25,17 +25,15 @@ from harness.config.sections import TurnSchedule
 from harness.measure.provenance import comparability_key, describe_environment
 from harness.measure.records import Failed
 from harness.measure.sampling import STEADY_TOLERANCE
-from harness.measure.turn_log import TurnMatrix
-from harness.measure.turn_statistics import MAX_GROUP_ROWS
+from harness.measure.turn_log import MAX_GROUP_ROWS, TurnMatrix
 from harness.plugins import registry
-from harness.replay.recorded_landscape import Floats
+from harness.replay.replay import Floats
 from harness.replay.simulated_selection import recorded_duration_s
 from harness.results.artifacts import FLOAT_ROW
-from harness.results.fingerprint import require_same_fingerprint
-from harness.results.goal import Goal
-from harness.results.journal import Journal
+from harness.results.journal import Journal, require_same_fingerprint
 from harness.results.manifest import record_or_check
 from harness.results.ownership import owned_results_dir
+from harness.results.search_log import Goal
 from harness.results.turns import baseline_latency
 from harness.run.confirm.confirmation import measure_noise_floor, reference_latency_if_noisy
 from harness.run.confirm.paired_timing import PairedComparison, run_comparison, warn_if_disturbed
@@ -46,7 +44,7 @@ from harness.run.prepare.task import Task
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.loop import COLD_START_EVALUATIONS, InitialPlacement, SearchTask, TrialEvent, run_search
 from harness.run.search.trial import NoisePolicy, measure
-from harness.runtimes.benchmark_table import (
+from harness.runtimes.replay import (
     MAX_PLACEMENTS,
     BenchmarkTable,
     TableEntry,

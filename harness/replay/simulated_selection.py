@@ -16,8 +16,7 @@ import numpy.typing as npt
 from harness.config.sections import Confirmation
 from harness.measure.elimination import TURNS_PER_RACING_ROUND, race_winner
 from harness.measure.records import Failed, Outcome
-from harness.replay.recorded_landscape import Floats, Landscape
-from harness.replay.replay import Indices, initial_models, is_valid_path, reading_rng
+from harness.replay.replay import Floats, Indices, Landscape, initial_models, is_valid_path, reading_rng
 from harness.run.select.racing import SAMPLES_PER_TURN
 from search.api import Score
 

@@ -15,10 +15,19 @@ from harness.base.files import diff_leaves
 from harness.base.statistics import Interval, speedup_verdict
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.measure.turn_log import TWIN, disturbance_note
-from harness.report.frames.confirmation import sample_frame
-from harness.report.frames.main_frame import main_frame
-from harness.report.report_table import MISSING_CELL, ReportTable, frame_rows
-from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
+from harness.report.frames import main_frame, sample_frame
+from harness.report.report_table import (
+    MISSING_CELL,
+    Column,
+    ReportTable,
+    Row,
+    TableSpec,
+    frame_rows,
+    interval_column,
+    is_missing,
+    number_column,
+    text_column,
+)
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.folder import NOISY_FLOOR, Results, TaskResults
 

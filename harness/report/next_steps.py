@@ -15,25 +15,24 @@ from harness.accuracy.metrics.intervals import decode_accuracy, unseen_loss
 from harness.base.statistics import Interval
 from harness.graph.io.digests import digest_file
 from harness.measure.provenance import format_options
-from harness.report.frames.main_frame import RowStatus
-from harness.report.report_table import frame_rows
-from harness.report.table_spec import Row, is_missing
+from harness.report.frames import RowStatus
+from harness.report.report_table import Row, frame_rows, is_missing
 from harness.report.tables.main import wrong_result_rows
 from harness.report.tables.notes import limit_reached, without_vnni
 from harness.results.artifacts import DYNAMIC_MODEL_SUFFIX, FLOAT_ROW, read_dynamic_axes
-from harness.results.display_names import (
+from harness.results.folder import Results, TaskResults
+from harness.results.output_check import wrong_float_remedies, wrong_result_remedies
+from harness.results.scores import (
     METRIC_CAPS,
     UNIT_INTERVAL_METRICS,
     format_drop,
     format_score,
     metric_name,
 )
-from harness.results.folder import Results, TaskResults
-from harness.results.output_check import wrong_float_remedies, wrong_result_remedies
-from harness.results.phases import SEARCH_SHARE
 from harness.results.search_log import SearchLog
 from harness.results.stored_experiment import StoredExperiment
 from harness.results.task_files import exported
+from harness.results.termination import SEARCH_SHARE
 
 NEAR_MISS = 1.5  # relative to the bound; a larger loss is not named as a near miss
 MAX_SUGGESTED_DROP_SHARE = 0.1  # relative to the float model's metric; a looser bound than this is not suggested

@@ -17,21 +17,24 @@ from harness.base.files import explain_write_errors, file_sha256, write_json, wr
 from harness.base.paths import user_key
 from harness.base.progress import NullProgress, Observer
 from harness.base.text import printable
-from harness.report.frames.confirmation import sample_frame, variance_frame
-from harness.report.frames.curves import curve_frame, hypervolume_frame
-from harness.report.frames.main_frame import finalist_frame, main_frame, precision_frame
+from harness.report.frames import (
+    curve_frame,
+    finalist_frame,
+    hypervolume_frame,
+    main_frame,
+    precision_frame,
+    sample_frame,
+    variance_frame,
+)
 from harness.report.page.index_page import render_index
 from harness.report.plots.plot_files import PlotCache, draw_plots
 from harness.report.report_table import ReportTable, drop_repeated_lines, render_plain_text, write_table
-from harness.report.tables.budget import budget_frame, target_frame
 from harness.report.tables.catalog import build_tables
-from harness.report.tables.cost import cost_frame
-from harness.report.tables.decision import decision_frame
+from harness.report.tables.decision import decision_frame, tool_frame
+from harness.report.tables.main import overview_frame
 from harness.report.tables.notes import partial_note, progress_note
-from harness.report.tables.overview import overview_frame
 from harness.report.tables.paired_choices import ablation_frame, fixed_frame
-from harness.report.tables.searchers import pair_frame, score_frame
-from harness.report.tables.tools import tool_frame
+from harness.report.tables.searchers import budget_frame, cost_frame, pair_frame, score_frame, target_frame
 from harness.report.tables.transfer import transfer_frame
 from harness.results.folder import Results, TaskResults
 from harness.results.folder import load as load_results

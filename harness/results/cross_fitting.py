@@ -24,7 +24,7 @@ from harness.accuracy.metrics.intervals import (
 from harness.measure.records import Measured, Outcome
 from harness.plugins.api import Accuracy
 from harness.results.artifacts import recovered_row
-from harness.results.goal import LOSS_ROUND_OFF
+from harness.results.search_log import LOSS_ROUND_OFF
 
 FOLDS = 5
 MIN_SAMPLES = 4 * FOLDS

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.base.errors import UserError
-from harness.base.files import file_sha256, read_json
-from harness.base.untrusted import read_text
+from harness.base.files import file_sha256, read_json, read_text
 from harness.measure.records import first_problem
 
 SHIP_FOLDER = "ship"

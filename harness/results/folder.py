@@ -11,15 +11,12 @@ from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, decode_accuracy
 from harness.base.errors import UserError
 from harness.base.files import read_json
 from harness.measure.records import Failed, from_json
-from harness.measure.turn_log import RowFailure, TurnEvent
-from harness.measure.turn_statistics import RowSummary, summarize_turns
+from harness.measure.turn_log import RowFailure, RowSummary, TurnEvent, summarize_turns
 from harness.results.artifacts import FLOAT_ROW, RECOVERY_FILE, Choice, ExportedModel, read_finalists, recovered_row
-from harness.results.goal import Goal
 from harness.results.manifest import MANIFEST_FILE, require_unchanged_results
 from harness.results.output_check import CHECK_FILE_NAME, OutputCheck, read_checks
-from harness.results.phases import PHASES_FILE, read_phases
 from harness.results.scores import FILE_BENCHMARKER, read_scores, score_difference
-from harness.results.search_log import SearchLog, read_searches
+from harness.results.search_log import Goal, SearchLog, read_searches
 from harness.results.stored_experiment import (
     RecoveryRecord,
     StoredExperiment,
@@ -31,7 +28,7 @@ from harness.results.stored_experiment import (
     read_task_facts,
     validate_record,
 )
-from harness.results.termination import read_task_error
+from harness.results.termination import PHASES_FILE, read_phases, read_task_error
 from harness.results.turns import FINAL_SELECTION_LOG_NAME, read_events, read_noise_floor, read_speedups
 
 NOISY_FLOOR = 0.10  # relative noise floor from which a machine is called noisy: gains of quantization are of this size
@@ -349,3 +346,22 @@ def _picks_are_current(searches: Iterable[SearchLog], picks: Iterable[Choice]) -
     for pick in picks:
         most[pick.method, pick.seed] = max(pick.budget or 0, most.get((pick.method, pick.seed), 0))
     return all(s.evaluations <= most.get((s.searcher, s.seed), s.evaluations) for s in searches)
+
+
+def row_labels(task: TaskResults, lines: Iterable[Mapping[Any, Any]]) -> dict[str, str]:
+    """Return the labels of rows in plots, the baseline first: the methods of the main table that chose them.
+
+    Rows that only other seeds or smaller budgets chose are named by these.
+
+    Args:
+        lines: Rows of the main frame; those of other tasks are ignored.
+    """
+    names: dict[str, dict[str, None]] = {}
+    for line in (line for line in lines if line["task"] == task.name and line["row"] != ""):
+        name = line["method"] if line["method"] != FLOAT_ROW else f"{FLOAT_ROW} {line['precision']}"
+        names.setdefault(line["row"], {})[name] = None
+    others: dict[str, dict[str, None]] = {}
+    for pick in task.picks:
+        if pick.row and pick.row not in names:
+            others.setdefault(pick.row, {})[f"{pick.method}, seed {pick.seed} at {pick.budget}"] = None
+    return {row: ", ".join(labels) for row, labels in {**names, **others}.items()}

@@ -28,12 +28,14 @@ from harness.base.files import (
     DamagedFile,
     add_checksum,
     append_line,
+    check_parsed_size,
     explain_write_errors,
+    open_regular,
+    parse_json,
     remove_checksum,
     truncate_partial_line,
 )
 from harness.base.text import shorten
-from harness.base.untrusted import check_parsed_size, open_regular, parse_json
 
 COMPRESSED_SUFFIX = ".gz"
 CHAINED_SCHEMA = 3  # of headers; files of schema 2 are not chained

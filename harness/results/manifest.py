@@ -20,11 +20,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from harness.base.errors import UserError
-from harness.base.files import DamagedFile, archive_existing, explain_write_errors, read_json, write_json
-from harness.base.untrusted import open_regular
+from harness.base.files import DamagedFile, archive_existing, explain_write_errors, open_regular, read_json, write_json
 from harness.measure.records import first_problem
-from harness.results.fingerprint import FingerprintMismatch, require_same_fingerprint
-from harness.results.journal import check_journal
+from harness.results.journal import FingerprintMismatch, check_journal, require_same_fingerprint
 from harness.results.lines import COMPRESSED_SUFFIX, compress_lines, read_lines
 
 MANIFEST_FILE = "manifest.json"

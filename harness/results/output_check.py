@@ -31,7 +31,7 @@ class OutputCheck:
             the runtime does not run the file; only `harness.run.verify.runtime_checker.check_file` gives this verdict.
         runtime: Name and version of the runtime; "" if unknown.
         output: Output that is furthest below its limit, or closest to it; "" if nothing was compared.
-        part: Compared slices of the output, see `harness.accuracy.metrics.sqnr`; "" for the whole output.
+        part: Compared slices of the output, see `harness.accuracy.metrics.closeness`; "" for the whole output.
         engine_db: SQNR of the engine against the file.
         file_db: SQNR of the file against the float model; None for the float model itself.
         noise_db: SQNR of the float model in the runtime against ONNX Runtime, limited to the required range.

@@ -16,7 +16,7 @@ from harness.base.errors import UserError
 from harness.base.files import json_equal, next_backup_path, write_text
 from harness.base.paths import describe_process, keeps_host
 from harness.config.experiment import Experiment, load_experiment, to_yaml
-from harness.results.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.results.journal import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.results.manifest import EXPERIMENT_FILE, reopen_results, require_unchanged_experiment
 
 LOCK_FILE = ".lock"

@@ -16,10 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from harness.accuracy.metrics.intervals import check_consistency, decode_accuracy
 from harness.base.errors import UserError, prefix_file
-from harness.base.files import read_json
+from harness.base.files import parse_json, read_bounded, read_json
 from harness.base.text import shorten
-from harness.base.untrusted import parse_json, read_bounded
-from harness.config.plan import TaskSpec, require_countable
+from harness.config.experiment import TaskSpec, require_countable
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml, read_text_file
 from harness.measure.records import SCHEMA_VERSION, Texts, first_problem

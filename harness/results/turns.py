@@ -10,16 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from harness.base.errors import UserError
-from harness.base.files import DamagedFile, read_json
-from harness.base.untrusted import parse_json
+from harness.base.files import DamagedFile, parse_json, read_json
 from harness.config.sections import Confirmation
 from harness.measure.turn_log import (
     TWIN,
     TurnEvent,
     TurnMatrix,
     decode_turn_event,
+    summarize_turns,
 )
-from harness.measure.turn_statistics import summarize_turns
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.lines import first_line, read_lines, shown_path, stored_path
 

@@ -19,8 +19,7 @@ from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
 from harness.config.experiment import Experiment
 from harness.graph.qdq.qdq_graph import count_pairs
-from harness.measure.turn_log import TWIN, TurnEvent
-from harness.measure.turn_statistics import ConfirmationSummary, summarize_turns
+from harness.measure.turn_log import TWIN, ConfirmationSummary, TurnEvent, summarize_turns
 from harness.plugins.api import Candidate
 from harness.results.artifacts import FLOAT_ROW
 from harness.run.confirm.confirmation import NOISE_FLOOR_SCHEDULE

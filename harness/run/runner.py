@@ -38,19 +38,18 @@ from typing import Any
 from harness.base.errors import UserError
 from harness.base.files import read_json
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment
-from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.experiment import Experiment, TaskSpec, plan_tasks
 from harness.graph.io.files import model_files
 from harness.measure.provenance import git_commit
-from harness.results.fingerprint import FingerprintMismatch
+from harness.results.journal import FingerprintMismatch
 from harness.results.manifest import archive_task, close_results
 from harness.results.ownership import owned_results_dir
 from harness.results.termination import SearcherFailures, read_termination, write_task_error
 from harness.run.early_answer import AnswerSink
 from harness.run.task_pipeline import TaskPipeline
-from harness.workers.execution_target import ExecutionTarget
+from harness.workers.engines import WorkerLost
 from harness.workers.ray import open_execution_target
-from harness.workers.trial_pool import WorkerLost, run_concurrently
+from harness.workers.trial_pool import ExecutionTarget, run_concurrently
 
 MAX_WORKER_LOSSES = 3  # per task; counted only if no other worker can take over
 

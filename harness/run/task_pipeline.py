@@ -13,8 +13,7 @@ from typing import Any
 
 from harness.base.files import facts_digest, read_json
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment
-from harness.config.plan import SearchSpec, TaskSpec, plan_tasks
+from harness.config.experiment import Experiment, SearchSpec, TaskSpec, plan_tasks
 from harness.measure.provenance import comparability_key, lacks_vnni
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.results.artifacts import FinalistSet
@@ -26,9 +25,8 @@ from harness.results.manifest import (
     require_unchanged_task,
 )
 from harness.results.output_check import wrong_float_remedies
-from harness.results.phases import PhaseClock
 from harness.results.scores import score_difference
-from harness.results.termination import clear_task_error
+from harness.results.termination import PhaseClock, clear_task_error
 from harness.results.turns import count_noise_floor_turns, read_begun_plan
 from harness.run.confirm.confirmation import confirm_rows, measure_noise_floor
 from harness.run.early_answer import AnswerSink, EarlyAnswers, InitialTiming, time_initial_rows
@@ -47,10 +45,8 @@ from harness.run.verify.file_scores import score_float_file, score_tool_files
 from harness.run.verify.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.run.verify.shape_files import make_shape_set
 from harness.runtimes.shape_set import ShapeSet
-from harness.workers.engines import Engines, WorkerSpec
-from harness.workers.execution_target import ExecutionTarget
-from harness.workers.in_process import as_outcome
-from harness.workers.trial_pool import run_concurrently
+from harness.workers.engines import Engines, WorkerSpec, as_outcome
+from harness.workers.trial_pool import ExecutionTarget, run_concurrently
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

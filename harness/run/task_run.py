@@ -12,14 +12,13 @@ from typing import Any
 
 from harness.base.files import archive_existing, facts_digest
 from harness.base.progress import Observer, ProgressTask, format_incumbent
-from harness.config.experiment import Experiment
-from harness.config.plan import SearchSpec
+from harness.config.experiment import Experiment, SearchSpec
 from harness.graph.io.digests import digest_file
 from harness.measure.records import SCHEMA_VERSION
-from harness.results.goal import encode_goal
 from harness.results.journal import Journal, read_journal
 from harness.results.lines import first_line, restore_lines
 from harness.results.manifest import recorded, recorded_log
+from harness.results.search_log import encode_goal
 from harness.results.termination import Termination, clear_termination, read_termination, write_termination
 from harness.results.turns import baseline_latency
 from harness.run.confirm.confirmation import reference_latency_if_noisy
@@ -36,8 +35,7 @@ from harness.run.time_limit import TimeLeft, TimeLimit
 from harness.run.verify.runtime_checker import RuntimeChecker
 from harness.runtimes.shape_set import ShapeSet
 from harness.workers.engines import Engines
-from harness.workers.execution_target import QueueFactory
-from harness.workers.trial_pool import TrialFn, TrialFnFactory
+from harness.workers.trial_pool import QueueFactory, TrialFn, TrialFnFactory
 
 PRECISIONS_ADDED_LATER = frozenset({"fp8e5m2"})
 """Precisions that were added to dialects later; they are left out of fingerprints because they change no candidate."""

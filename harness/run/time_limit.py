@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from harness.base.progress import TIME_LEFT, format_minutes
 from harness.config.sections import Confirmation
 from harness.measure.elimination import TURNS_PER_RACING_ROUND
-from harness.results.phases import SEARCH_SHARE, PhaseClock
+from harness.results.termination import SEARCH_SHARE, PhaseClock
 
 MIN_SEARCH_SHARE = 0.1
 """Smallest share of the limit for the searches, however long the set-up took."""

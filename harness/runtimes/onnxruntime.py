@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from harness.base.errors import BuildFailed, MeasureFailed, UserError, install_hint
-from harness.config.precision_names import normalize_float_precision
-from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
+from harness.config.sections import normalize_float_precision
+from harness.graph.qdq.reduce_model import UPCAST_NOTE, write_float32_copy
 from harness.measure.provenance import (
     count_cores,
     describe_environment,

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BeforeValidator
 
 from harness.base.errors import BuildFailed, MeasureFailed, UserError, install_hint
-from harness.config.precision_names import normalize_float_precision
+from harness.config.sections import normalize_float_precision
 from harness.measure.provenance import count_cores, machine_lacks_vnni, machine_processor_label, validate_threads
 from harness.measure.sampling import make_fixed_inputs
 from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Infer, Layer

@@ -17,8 +17,7 @@ from typing import Any
 from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.measure.sampling import make_fixed_inputs
 from harness.plugins.api import Array, Artifact, Candidate, Capabilities
-from harness.runtimes.cuda.device import CudaRuntime, Device, GpuMonitor, open_device
-from harness.runtimes.cuda.timing import GpuTimer, flush_bytes
+from harness.runtimes.cuda import CudaRuntime, Device, GpuMonitor, GpuTimer, flush_bytes, open_device
 from harness.runtimes.host_clock import parse_dtype, require_static_shapes, run_session, translate_errors
 
 LICENCE_NOTE = (

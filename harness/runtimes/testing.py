@@ -24,7 +24,7 @@ from unittest import SkipTest
 
 import numpy as np
 
-from harness.accuracy.metrics.sqnr import output_sqnr
+from harness.accuracy.metrics.closeness import output_sqnr
 from harness.base.errors import BuildFailed, MeasureFailed
 from harness.base.paths import hide_paths
 from harness.base.random_inputs import random_feed

@@ -30,7 +30,7 @@ from harness.results.deploy_folder import (
     is_bundle_file,
     read_bundle,
 )
-from harness.results.display_names import metric_name
+from harness.results.scores import metric_name
 from harness.ship.deploy_script import deploy_script, find_target
 from harness.workers.helper_process import StepLimits
 from harness.workers.locks import timing_lock

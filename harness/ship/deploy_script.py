@@ -20,7 +20,7 @@ from harness.runtimes.onnxruntime import OPTIMIZATION_LEVEL_NAMES, PROVIDER_NAME
 from harness.runtimes.onnxruntime_web.benchmarker import PROGRAM, SESSION_OPTIONS
 from harness.runtimes.onnxruntime_web.session import WebSession
 from harness.runtimes.openvino import engine_properties
-from harness.runtimes.tensorrt.builder import TIMING_RUNS_PER_TACTIC, weak_typing_flags
+from harness.runtimes.tensorrt.library import TIMING_RUNS_PER_TACTIC, weak_typing_flags
 from harness.ship import deploy_runtime
 
 Facts = Mapping[str, Any]

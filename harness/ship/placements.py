@@ -12,26 +12,25 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.calibration.calibration_batches import CalibrationBatches
-from harness.accuracy.calibration.usable_ranges import Ranges
+from harness.accuracy.calibration.range_estimators import Ranges
+from harness.accuracy.calibration.ranges import CalibrationBatches
 from harness.accuracy.data.arrays import array_kind
 from harness.accuracy.data.batching import RANDOM_DATA
 from harness.base.errors import UserError, suggest_names
 from harness.base.files import explain_write_errors
 from harness.base.paths import resolve_path
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment, parse_experiment
-from harness.config.initial import TENSORRT_GUIDE, TOOL_NAMES
-from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.experiment import TENSORRT_GUIDE, TOOL_NAMES, Experiment, TaskSpec, parse_experiment, plan_tasks
 from harness.config.sections import PluginSpec
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.io.files import move_model, set_model_aside
 from harness.graph.load import save_to_folder
-from harness.graph.qdq.import_differences import find_differences, summarize_reasons
 from harness.graph.qdq.import_placement import (
     ImportDifference,
     ImportedPlacement,
+    find_differences,
     read_placement,
+    summarize_reasons,
     transfer_placement,
 )
 from harness.graph.qdq.qdq_graph import read_qdq_graph

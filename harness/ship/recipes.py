@@ -242,7 +242,7 @@ def summarize_placement(path: Path) -> PlacementSummary:
     op_types: set[str] = set()
     floats: dict[str, str] = {}
     partial: list[Edge] = []
-    for node, label in zip(graph.proto.graph.node, graph.labels, strict=True):
+    for label, node in graph.nodes.items():
         if node.op_type in QDQ_OPS | _CAST_OPS:
             continue
         sources = {slot: graph.before_pairs(name) for slot, name in enumerate(node.input) if name}

@@ -15,11 +15,10 @@ from harness.base.statistics import Interval
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.graph.io.digests import IR_SUFFIX
 from harness.measure.provenance import describe_environment, format_options
-from harness.measure.turn_log import TurnEvent
-from harness.measure.turn_statistics import ConfirmationSummary, summarize_parts
-from harness.report.frames.confirmation import valid_turns
+from harness.measure.turn_log import ConfirmationSummary, TurnEvent, summarize_parts
+from harness.report.frames import valid_turns
 from harness.report.next_steps import answer_row, best_row, format_answer, format_float, row_runtime
-from harness.report.table_spec import Row, is_missing
+from harness.report.report_table import Row, is_missing
 from harness.results.artifacts import FLOAT_ROW, read_dynamic_axes
 from harness.results.deploy_folder import SHIP_FOLDER
 from harness.results.folder import Results, TaskResults
@@ -45,7 +44,7 @@ def ship_results(results: Results, main: pd.DataFrame, observer: Observer) -> No
     no folder. If a task has no answer, a folder of an earlier run is removed.
 
     Args:
-        main: Main table, see `harness.report.frames.main_frame.main_frame`.
+        main: Main table, see `harness.report.frames.main_frame`.
     """
     for task in results.tasks:
         row, folder = answer_row(task, main), results.folder / SHIP_FOLDER / task.name

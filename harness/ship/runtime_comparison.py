@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, output_sqnr
+from harness.accuracy.metrics.closeness import MAX_SQNR_DB, output_sqnr
 from harness.base.errors import DoesNotHold, UserError
 from harness.base.progress import Observer
 from harness.base.statistics import Interval, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict

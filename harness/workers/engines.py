@@ -2,21 +2,129 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+from harness.base.errors import CandidateError, UserError, WorkerUnusable
 from harness.base.statistics import Interval
-from harness.config.sections import PluginSpec, Sampling
+from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.sampling import Samples
 from harness.plugins.api import Accuracy, Array, Benchmarker, Candidate
-from harness.workers.requests import BuiltEngine, EngineRequest, Evaluate, Infer, Prepare, Release, Sample
+from search.space import Resolved
+
+Answer = TypeVar("Answer", covariant=True)
+MAX_LOG_LINES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """Engine that was built and can be sampled.
+
+    Attributes:
+        handle: Number of the engine until it is released or its worker dies.
+        build_s: Wall-clock seconds of the build, without writing the model file.
+        info: Facts about the engine from `Artifact.info`.
+    """
+
+    handle: int
+    build_s: float
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[Answer]):
+    """Request whose answer is an `Answer` or a `Failed`; a class of answers is the parameter of each subclass."""
+
+    stage: ClassVar[str] = "measure"
+    """Stage of a failure that is not the candidate's."""
+
+    def limit_s(self, limits: Limits) -> float:
+        """Return the seconds after which the worker is ended."""
+        return limits.evaluate_s
+
+
+@dataclass(frozen=True, slots=True)
+class Build(Request[BuiltEngine]):
+    """Build the engine of a written file by the benchmarker of a name."""
+
+    stage = "build"
+    digest: str
+    edges: Resolved
+    path: Path
+    benchmarker: str
+
+    def limit_s(self, limits: Limits) -> float:
+        return limits.build_s
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest(Request[Answer]):
+    """Request to an engine that was built."""
+
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open(EngineRequest[None]):
+    """Open an engine for timing, and the engine of the reference too if its latency `level_ms` is given."""
+
+    level_ms: float | None = None
+
+    def limit_s(self, limits: Limits) -> float:
+        # The first engine that is timed against the reference waits for its build.
+        return limits.measure_s + (0.0 if self.level_ms is None else limits.build_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(EngineRequest[Samples]):
+    """Time an engine; for the fields see `Engines.sample`."""
+
+    sampling: Sampling
+    rival: Interval | None = None
+    level_ms: float | None = None
+
+    def limit_s(self, limits: Limits) -> float:
+        return limits.measure_s
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate(EngineRequest[Accuracy]):
+    """Score an engine by the evaluator of a name."""
+
+    stage = "evaluate"
+    evaluator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(EngineRequest[None]):
+    """Prepare the evaluator of a name, if it has `prepare`, with the engine of the float model."""
+
+    stage = "evaluate"
+    evaluator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inference(EngineRequest[Mapping[str, Array]]):
+    """Run one inference, and return its outputs by name."""
+
+    stage = "evaluate"
+    feeds: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Release(EngineRequest[None]):
+    """Close an engine; an unknown handle is ignored."""
+
 
 T = TypeVar("T")
 FIRST_STAGE_EVALUATOR = "first stage"
@@ -61,12 +169,25 @@ class WorkerHistory:
         self.lock_waits_s: list[float] = []
 
 
+class WorkerLost(UserError):
+    """Loss of a worker for a reason other than its candidate: its machine left the cluster, or a user stopped it."""
+
+
+class WorkerKilled(WorkerLost):
+    """Kill of a worker process by another process, for instance for lack of memory; a repeated call may succeed."""
+
+
 class Engines(ABC):
     """Engines of one worker, which are built, timed and scored one request at a time.
 
     A request returns a failure as a value. Only `UserError` is raised: a plug-in that cannot be constructed fails for
     every candidate.
+
+    Attributes:
+        gpus: UUIDs of the GPUs that the engines run on, see `harness.plugins.api.UsesGpu`; empty on a CPU.
     """
+
+    gpus: frozenset[str] = frozenset()
 
     @abstractmethod
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
@@ -80,11 +201,6 @@ class Engines(ABC):
     def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         """Return the facts of the benchmarker with a name, see `harness.plugins.api.Benchmarker.describe`."""
 
-    @property
-    def gpus(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs that the engines run on, see `harness.plugins.api.UsesGpu`; empty on a CPU."""
-        return frozenset()
-
     def sample(
         self, handle: int, sampling: Sampling, rival: Interval | None = None, level_ms: float | None = None
     ) -> Samples | Failed:
@@ -93,7 +209,7 @@ class Engines(ABC):
         Args:
             rival: Latency to beat in ms; sampling stops as soon as the engine is clearly slower.
             level_ms: Latency of the reference in ms, to time the engine in turns with it
-                (`harness.measure.reference_sampling`); None: the engine is timed alone.
+                (`harness.measure.sampling`); None: the engine is timed alone.
         """
         return self.request(Sample(handle, sampling, rival, level_ms))
 
@@ -111,7 +227,7 @@ class Engines(ABC):
 
     def infer(self, handle: int, feeds: Mapping[str, Array]) -> Mapping[str, Array] | Failed:
         """Return the outputs of one inference by name."""
-        return self.request(Infer(handle, feeds))
+        return self.request(Inference(handle, feeds))
 
     def release(self, handle: int) -> None:
         """Close an engine; an unknown handle is ignored."""
@@ -201,12 +317,42 @@ class PolicedEngines(Engines):
 
     def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
         """Build as `Engines.build`; the candidate's file, if it is missing, is written under the write lock."""
-        with self._policy.building():
-            return self._engines.build(self._with_write_lock(candidate), benchmarker)
 
-    def _with_write_lock(self, candidate: Candidate) -> Candidate:
         def source() -> Path:
             with self._write_lock:
                 return candidate.source()
 
-        return replace(candidate, source=source)
+        with self._policy.building():
+            return self._engines.build(replace(candidate, source=source), benchmarker)
+
+
+def as_outcome(stage: str, work: Callable[..., T], *args: Any) -> T | Failed:
+    """Return the result of a plug-in call, or its exception as a `Failed`.
+
+    Args:
+        stage: Stage of the failure for exceptions other than `CandidateError`.
+        work: The call.
+        *args: Its arguments.
+
+    Raises:
+        UserError: The plug-in raised it, or the disk is full; neither depends on the candidate.
+        WorkerUnusable: The plug-in raised it; the worker ends.
+    """
+    started_s = time.perf_counter()
+    try:
+        return work(*args)
+    except (UserError, WorkerUnusable):  # neither depends on the candidate
+        raise
+    except (Exception, SystemExit) as error:  # plug-ins and runtimes may raise anything
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"{stage}: {error}; free disk space, then run the same command again to resume") from error
+        reason, trace = f"{type(error).__name__}: {error}", last_lines(traceback.format_exc())
+        if isinstance(error, CandidateError):
+            stage, reason, trace = error.stage, str(error), ""
+        wall_s = time.perf_counter() - started_s
+        return Failed(stage=stage, reason=" ".join(reason.split())[:500], log_tail=trace, wall_s=wall_s)
+
+
+def last_lines(text: str) -> str:
+    """Return the last 40 lines of a log."""
+    return "\n".join(text.strip().splitlines()[-MAX_LOG_LINES:])

@@ -1,46 +1,74 @@
 """Engines in a worker process, so that a crash, a hang or excessive memory use ends a worker and not the search.
 
-`Sandbox` has one worker, to which it sends one call at a time. It replaces a worker that crashed or exceeded a limit.
-`InProcess` handles the calls in the worker.
+`Sandbox` has one worker, to which it sends one request at a time. It replaces a worker that crashed or exceeded a
+limit. `InProcess` answers the requests in the worker.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
+import math
 import os
 import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from harness.base.errors import EvaluationFailed, UserError
 from harness.base.files import explain_write_errors
-from harness.config.sections import Limits
+from harness.config.sections import Limits, PluginSpec, Sampling
+from harness.measure.machine_noise import MachineMonitor
 from harness.measure.records import MAIN_BENCHMARKER, Failed
+from harness.measure.sampling import Samples, sample_engine, warm_up
 from harness.plugins import registry
-from harness.plugins.api import Array, Candidate, Infer, capabilities_of
-from harness.workers.engines import Engines, ScoringCallback, WorkerHistory, WorkerSpec
-from harness.workers.in_process import InProcess, Scorer, as_outcome, last_lines
-from harness.workers.locks import device_lock, timing_lock
-from harness.workers.process import WorkerProcess, die_with_parent
-from harness.workers.requests import (
+from harness.plugins.api import (
+    Accuracy,
+    Array,
+    Artifact,
+    Benchmarker,
+    Candidate,
+    Evaluator,
+    Infer,
+    NeedsPreparation,
+    Probe,
+    ReportsParts,
+    SharesInputs,
+    UsesGpu,
+    capabilities_of,
+    require_timing,
+)
+from harness.workers.engines import (
+    FIRST_STAGE_EVALUATOR,
     Build,
     BuiltEngine,
     EngineRequest,
+    Engines,
     Evaluate,
+    Inference,
     Open,
     Prepare,
     Release,
     Request,
     Sample,
+    ScoringCallback,
+    WorkerHistory,
+    WorkerKilled,
+    WorkerSpec,
+    as_outcome,
+    last_lines,
 )
-from harness.workers.trial_pool import WorkerKilled
+from harness.workers.inference import KnownOutputs, open_infer, remember_outputs, with_progress
+from harness.workers.locks import device_lock, timing_lock
+from harness.workers.process import WorkerProcess, die_with_parent
+from search.space import edges_digest
 
 SANDBOX_START_LIMIT_S = 120.0
 PROGRESS_MESSAGE = "progress"  # kind of messages with the progress of scoring, which precede an answer
@@ -91,9 +119,8 @@ class Sandbox(Engines):
         self._spec = spec
         self._limits = limits
         self._history = history or WorkerHistory()
-        self._scorer = Scorer(spec.evaluators)
+        self._scorer = _Scorer(spec.evaluators)
         self._facts: Mapping[str, Mapping[str, Any]] = {}
-        self._gpus: frozenset[str] = frozenset()
         self._worker: WorkerProcess | None = None
         self._next_handle = 0
         self._opened: set[tuple[int, bool]] = set()  # handle, and whether it is timed alone
@@ -116,10 +143,6 @@ class Sandbox(Engines):
         self._stop()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    @property
-    def gpus(self) -> frozenset[str]:
-        return self._gpus
-
     def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
         return self._facts[benchmarker]
 
@@ -130,12 +153,8 @@ class Sandbox(Engines):
             return path
         with explain_write_errors(self._log), suppress(FileNotFoundError):
             os.truncate(self._log, 0)
-        request = Build(candidate.digest, candidate.edges, path, benchmarker)
         with device_lock(self.gpus, waits=self._history.lock_waits_s):
-            try:
-                built: BuiltEngine | Failed = self._send(request)
-            except _Killed:
-                built = self._send_once_more(request)
+            built: BuiltEngine | Failed = self._send_twice(Build(candidate.digest, candidate.edges, path, benchmarker))
         if isinstance(built, BuiltEngine):
             self._next_handle = built.handle + 1
             self._digests[built.handle] = candidate.digest
@@ -146,11 +165,11 @@ class Sandbox(Engines):
         handle = request.handle
         if isinstance(request, Release):
             self._opened -= {(handle, True), (handle, False)}
-            self._digests.pop(handle, None)
-            return self._send_once_more(request) if self._is_alive(handle) else None
-        if isinstance(request, Evaluate | Prepare) and self._is_local(request.evaluator):
-            score: Callable[..., Any] = self._scorer.evaluate if isinstance(request, Evaluate) else self._scorer.prepare
-            return as_outcome(request.stage, score, self._infer_with(handle), request.evaluator, on_progress)
+            return self._send_twice(request) if self._is_alive(handle) else None
+        if isinstance(request, Evaluate | Prepare):
+            plugin = self._spec.evaluators[request.evaluator]
+            if registry.uses_objects(plugin.use, plugin.params):
+                return as_outcome(request.stage, self._score_here, request, on_progress)
         if not isinstance(request, Sample):
             return self._send_to_engine(request, on_progress)
         key = (handle, request.level_ms is None)
@@ -163,18 +182,14 @@ class Sandbox(Engines):
         with timing_lock(waits=self._history.lock_waits_s):
             return self._send_to_engine(request)
 
-    def _is_local(self, evaluator: str) -> bool:
-        plugin = self._spec.evaluators[evaluator]
-        return registry.uses_objects(plugin.use, plugin.params)
-
-    def _infer_with(self, handle: int) -> Infer:
+    def _score_here(self, request: Evaluate | Prepare, on_progress: ScoringCallback | None) -> Accuracy | None:
         def infer(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-            outputs = self.infer(handle, feeds)
+            outputs = self.infer(request.handle, feeds)
             if isinstance(outputs, Failed):
                 raise EvaluationFailed(outputs.reason)
             return outputs
 
-        return infer
+        return self._scorer.score(request, infer, on_progress)
 
     def _is_alive(self, handle: int) -> bool:
         self._forget_dead_worker()
@@ -199,7 +214,12 @@ class Sandbox(Engines):
         del kills[key]
         return answer
 
-    def _send_once_more(self, request: Request[Any]) -> Any:
+    def _send_twice(self, request: Request[Any]) -> Any:
+        """Send a request that any worker can answer, a second time if the worker is killed."""
+        try:
+            return self._send(request)
+        except _Killed:
+            pass
         try:
             return self._send(request)
         except _Killed as error:
@@ -217,12 +237,10 @@ class Sandbox(Engines):
         try:
             worker.send(request)
             answer = self._receive(worker, request.limit_s(self._limits), type(request).__name__.lower(), on_progress)
-        except _Killed as error:
+        except BaseException as error:
             self._stop()
-            error.failed = replace(error.failed, wall_s=time.perf_counter() - started_s)
-            raise
-        except BaseException:
-            self._stop()
+            if isinstance(error, _Killed):
+                error.failed = replace(error.failed, wall_s=time.perf_counter() - started_s)
             raise
         if isinstance(answer, Failed):
             log_tail = last_lines(f"{self._read_log()}\n{answer.log_tail}")
@@ -268,30 +286,27 @@ class Sandbox(Engines):
 
     def _start(self) -> WorkerProcess:
         """Start a worker, and another one if it is killed while it starts."""
-        for _ in range(MAX_STARTS - 1):
+        killed: _Killed | None = None
+        for _ in range(MAX_STARTS):
+            with explain_write_errors(self._log):
+                output = self._log.open("ab")
             try:
-                return self._start_once()
-            except _Killed:
+                with output:
+                    worker = self._worker = WorkerProcess(output, self._next_handle)
+            except OSError as error:
+                raise UserError(f"no worker could be started: {error}") from error
+            worker.send((replace(self._spec, workdir=self._scratch), self._next_handle))
+            try:
+                answer = self._receive(worker, SANDBOX_START_LIMIT_S, "start")
+            except _Killed as error:
                 self._stop()
-        try:
-            return self._start_once()
-        except _Killed as error:
-            raise WorkerKilled(f"no worker could be started: {error.failed.reason}") from error
-
-    def _start_once(self) -> WorkerProcess:
-        with explain_write_errors(self._log):
-            output = self._log.open("ab")
-        try:
-            with output:
-                worker = self._worker = WorkerProcess(output, self._next_handle)
-        except OSError as error:
-            raise UserError(f"no worker could be started: {error}") from error
-        worker.send((replace(self._spec, workdir=self._scratch), self._next_handle))
-        answer = self._receive(worker, SANDBOX_START_LIMIT_S, "start")
-        if isinstance(answer, Failed):
-            raise UserError(f"no worker could be started: {answer.reason}\n{last_lines(self._read_log())}")
-        self._facts, self._gpus = answer
-        return worker
+                killed = error
+                continue
+            if isinstance(answer, Failed):
+                raise UserError(f"no worker could be started: {answer.reason}\n{last_lines(self._read_log())}")
+            self._facts, self.gpus = answer
+            return worker
+        raise WorkerKilled(f"no worker could be started: {killed}") from killed
 
     def _stop(self) -> None:
         worker, self._worker = self._worker, None
@@ -304,6 +319,200 @@ class Sandbox(Engines):
         return ""
 
 
+@dataclass(slots=True, kw_only=True)
+class _OpenEngine:
+    benchmarker: Benchmarker
+    artifact: Artifact
+    workdir: Path
+    build_s: float
+    opened: ExitStack = field(default_factory=ExitStack)
+    probe: Probe | None = None
+    outputs: KnownOutputs = field(default_factory=dict)
+
+
+class _Scorer:
+    """Evaluators by name, each of which is constructed on first use."""
+
+    def __init__(self, plugins: Mapping[str, PluginSpec]) -> None:
+        self._plugins = plugins
+        self._evaluators: dict[str, Evaluator] = {}
+        self._inputs: dict[object, Any] = {}
+
+    def evaluator(self, name: str) -> Evaluator:
+        """Return the evaluator with a name; raise `KeyError` for an unknown one."""
+        if name not in self._evaluators:
+            plugin = self._plugins[name]
+            made = self._evaluators[name] = registry.create_plugin("evaluator", plugin.use, plugin.params)
+            if isinstance(made, SharesInputs):
+                made.share_inputs(self._inputs)
+        return self._evaluators[name]
+
+    def score(self, request: Evaluate | Prepare, infer: Infer, on_progress: ScoringCallback | None) -> Accuracy | None:
+        """Score an engine, or prepare an evaluator that has `prepare` with the engine of the float model.
+
+        Raises:
+            EvaluationFailed: The metric is missing, a figure is not finite, or the evaluator raises it.
+        """
+        evaluator = self.evaluator(request.evaluator)
+        infer = with_progress(infer, evaluator, on_progress)
+        if isinstance(request, Prepare):
+            if isinstance(evaluator, NeedsPreparation):
+                evaluator.prepare(infer)
+            return None
+        found = evaluator.score(infer)
+        metrics = {metric: float(value) for metric, value in found.metrics.items()}
+        for metric, value in metrics.items():
+            if not math.isfinite(value):
+                raise EvaluationFailed(f"{metric} is {value}: the engine's outputs are not finite")
+        if evaluator.metric not in metrics:
+            raise EvaluationFailed(f"the evaluator gave {', '.join(metrics) or 'nothing'}, but not {evaluator.metric}")
+        per_item = tuple(float(value) for value in found.per_item)
+        for number, value in enumerate(per_item):
+            if not math.isfinite(value):
+                raise EvaluationFailed(f"per_item[{number}] is {value}: give a figure for every item, or for none")
+        return replace(found, metrics=metrics, per_item=per_item, note=str(found.note))
+
+
+class InProcess(Engines):
+    """Engines that are built, timed and scored in this process.
+
+    Args:
+        first_handle: Handle of the first engine.
+
+    Raises:
+        UserError: A benchmarker cannot be constructed, or the scratch folder cannot be written.
+    """
+
+    def __init__(self, spec: WorkerSpec, first_handle: int = 0) -> None:
+        self._benchmarkers: dict[str, Benchmarker] = {}
+        gpus = set()
+        for name, plugin in spec.benchmarkers.items():
+            made: Benchmarker = registry.create_plugin("benchmarker", plugin.use, plugin.params)
+            require_timing(plugin.use, made)
+            if isinstance(made, UsesGpu):
+                gpus.add(made.gpu())
+            for adapt in filter(None, (spec.sizes, spec.adapt)):
+                made = adapt(made)
+            self._benchmarkers[name] = made
+        self.gpus = frozenset(gpus)
+        self._spec = spec
+        self._scorer = _Scorer(spec.evaluators)
+        self._engines: dict[int, _OpenEngine] = {}
+        self._handles = itertools.count(first_handle)
+        self._spare_workdirs: list[Path] = []
+        self._machine = MachineMonitor()
+        self._reference: int | None = None
+        self._reference_warm = False
+        with explain_write_errors(spec.workdir):
+            spec.workdir.mkdir(parents=True, exist_ok=True)
+            self._scratch = Path(tempfile.mkdtemp(prefix="engines-", dir=spec.workdir))
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in list(self._engines):
+            self.release(handle)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def describe(self, benchmarker: str = MAIN_BENCHMARKER) -> Mapping[str, Any]:
+        return self._benchmarkers[benchmarker].describe()
+
+    def build(self, candidate: Candidate, benchmarker: str = MAIN_BENCHMARKER) -> BuiltEngine | Failed:
+        return as_outcome("build", self._build, candidate, benchmarker)
+
+    def _build(self, candidate: Candidate, benchmarker: str) -> BuiltEngine:
+        handle = next(self._handles)
+        workdir = self._spare_workdirs.pop() if self._spare_workdirs else self._scratch / str(handle)
+        with explain_write_errors(workdir):
+            workdir.mkdir(exist_ok=True)
+        plugin = self._benchmarkers[benchmarker]
+        started_s = time.perf_counter()
+        artifact = plugin.build(candidate, workdir)
+        build_s = time.perf_counter() - started_s
+        if artifact.info.get("recorded"):  # a replay reports the build time of the recorded engine
+            build_s = float(artifact.info["build_s"])
+        self._engines[handle] = _OpenEngine(benchmarker=plugin, artifact=artifact, workdir=workdir, build_s=build_s)
+        # Facts of a plug-in as JSON values; other objects are converted to text.
+        info: dict[str, Any] = json.loads(json.dumps(dict(artifact.info), default=str), parse_constant=str)
+        return BuiltEngine(handle=handle, build_s=build_s, info=info)
+
+    def request(self, request: EngineRequest[Any], on_progress: ScoringCallback | None = None) -> Any:
+        return as_outcome(request.stage, self._answer, request, on_progress)
+
+    def _answer(self, request: EngineRequest[Any], on_progress: ScoringCallback | None) -> Any:
+        match request:
+            case Open():
+                self._probe(request.handle)
+                if request.level_ms is not None:
+                    self._reference_probe()
+            case Sample():
+                return self._sample(request)
+            case Prepare() | Evaluate():
+                return self._score(request, on_progress)
+            case Inference():
+                return dict(self._probe(request.handle).infer(request.feeds))
+            case Release():
+                engine = self._engines.pop(request.handle, None)
+                if engine is not None:
+                    try:
+                        engine.opened.close()
+                    finally:
+                        self._recycle_workdir(engine.workdir)
+        return None
+
+    def _sample(self, request: Sample) -> Samples:
+        probe, machine, reference = self._probe(request.handle), None, None
+        if not capabilities_of(self._engines[request.handle].benchmarker).in_process:  # else no time of this machine
+            machine = self._machine
+            other = None if request.level_ms is None else self._reference_probe()
+            if other is not None and request.level_ms is not None:
+                reference = (other, request.level_ms)
+                if not self._reference_warm:
+                    warm_up(other, Sampling())
+                    self._reference_warm = True
+        samples = sample_engine(probe, request.sampling, request.rival, reference=reference, machine=machine)
+        if isinstance(probe, ReportsParts):
+            return replace(samples, parts_ms=probe.parts_ms(len(samples.latency_ms)))
+        return samples
+
+    def _score(self, request: Prepare | Evaluate, on_progress: ScoringCallback | None) -> Accuracy | None:
+        engine, probe = self._engines[request.handle], self._probe(request.handle)
+        evaluator = self._scorer.evaluator(request.evaluator)
+        opened: AbstractContextManager[Infer] = nullcontext(probe.infer)
+        if self._spec.concurrent_scoring:
+            opened = open_infer(probe, evaluator, engine.build_s)
+        with opened as infer:
+            keep = isinstance(request, Prepare) or request.evaluator == FIRST_STAGE_EVALUATOR
+            if engine.outputs or keep:
+                infer = remember_outputs(infer, engine.outputs, keep=keep)
+            return self._scorer.score(request, infer, on_progress)
+
+    def _probe(self, handle: int) -> Probe:
+        engine = self._engines[handle]
+        if engine.probe is None:
+            engine.probe = engine.opened.enter_context(engine.benchmarker.open(engine.artifact))
+        return engine.probe
+
+    def _reference_probe(self) -> Probe | None:
+        """Return the reference engine, built on first use; None if the worker has no reference model."""
+        path = self._spec.reference
+        if path is None:
+            return None
+        if self._reference is None:
+            candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: path)
+            self._reference = self._build(candidate, MAIN_BENCHMARKER).handle
+        return self._probe(self._reference)
+
+    def _recycle_workdir(self, workdir: Path) -> None:
+        """Keep an empty folder for the next engine, because the removal of a folder takes 3 ms or more."""
+        with suppress(OSError):
+            if not any(workdir.iterdir()):
+                self._spare_workdirs.append(workdir)
+                return
+        shutil.rmtree(workdir, ignore_errors=True)
+
+
 def serve(fd: int) -> None:
     """Run a worker: construct the plug-ins, then answer calls until the driver closes the connection `fd`."""
     die_with_parent()
@@ -313,26 +522,24 @@ def serve(fd: int) -> None:
     def report(done: int, total: int) -> None:
         connection.send((PROGRESS_MESSAGE, (done, total)))
 
+    def answer(request: Build | EngineRequest[Any]) -> bytes:
+        if isinstance(request, Build):
+            candidate = Candidate(digest=request.digest, edges=request.edges, source=lambda: request.path)
+            return pickle.dumps(("answer", engines.build(candidate, request.benchmarker)))
+        return pickle.dumps(("answer", engines.request(request, report)))
+
     try:
         with InProcess(spec, first_handle) as engines:
             facts = {name: engines.describe(name) for name in spec.benchmarkers}
             connection.send(("answer", (facts, engines.gpus)))
             while True:
-                connection.send_bytes(_answer(engines, report, connection.recv()))
+                request = connection.recv()
+                try:
+                    message = as_outcome(request.stage, answer, request)  # also for a result that cannot be pickled
+                except UserError as error:
+                    message = pickle.dumps(("user_error", str(error)))
+                connection.send_bytes(message if isinstance(message, bytes) else pickle.dumps(("answer", message)))
     except UserError as error:
         connection.send(("user_error", str(error)))
     except EOFError:
         return
-
-
-def _answer(engines: InProcess, report: ScoringCallback, request: Build | EngineRequest[Any]) -> bytes:
-    def work() -> bytes:
-        if isinstance(request, Build):
-            return pickle.dumps(("answer", engines.build(request.candidate, request.benchmarker)))
-        return pickle.dumps(("answer", engines.request(request, report)))
-
-    try:
-        answer = as_outcome(request.stage, work)  # also for a result that cannot be pickled
-    except UserError as error:
-        return pickle.dumps(("user_error", str(error)))
-    return answer if isinstance(answer, bytes) else pickle.dumps(("answer", answer))

@@ -9,19 +9,35 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, as_completed
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from harness.base.errors import UserError
 from harness.base.statistics import Interval
+from harness.config.sections import ExecutorSpec, Limits, PluginSpec
+from harness.measure.provenance import describe_environment
 from harness.measure.records import Failed, Outcome
+from harness.plugins import registry
 from harness.plugins.api import Candidate
-from harness.workers.engines import Engines, PolicedEngines, TimingPolicy
+from harness.workers.engines import (
+    Engines,
+    ExclusiveTiming,
+    PolicedEngines,
+    SerialTiming,
+    TimingPolicy,
+    WorkerHistory,
+    WorkerLost,
+    WorkerSpec,
+)
+from harness.workers.sandbox import open_engines
+from search.space import Resolved
 
 TrialFn = Callable[[Candidate, Interval | None], Outcome]
 """Builds, samples and scores a candidate, unless it is slower than the incumbent's latency in ms (None: none yet)."""
@@ -31,14 +47,6 @@ WorkerFactory = Callable[[], AbstractContextManager[Engines]]
 MAX_TRIAL_REASSIGNMENTS = 1  # number of times a trial is given to another worker after the loss of its worker
 POOL_SHUTDOWN_LIMIT_S = 20.0  # wait for threads at the end; later ones end with the process
 _logger = logging.getLogger(__name__)
-
-
-class WorkerLost(UserError):
-    """Loss of a worker for a reason other than its candidate: its machine left the cluster, or a user stopped it."""
-
-
-class WorkerKilled(WorkerLost):
-    """Kill of a worker process by another process, for instance for lack of memory; a repeated call may succeed."""
 
 
 class Executor(Protocol):
@@ -268,3 +276,85 @@ def _run_waiting(waiting: deque[tuple[Callable[[], None], Future[None]]]) -> Non
             future.set_exception(error)
         else:
             future.set_result(None)
+
+
+SpecEngineFactory = Callable[[WorkerSpec], AbstractContextManager[Engines]]
+ListFiles = Callable[[Path], Sequence[Path]]
+"""Returns the files of a model: the file itself, and those of its external data or weights."""
+QueueFactory = Callable[[TrialFnFactory], AbstractContextManager[Executor]]
+"""Returns the executor of one search, open while the search runs, on workers that all searches of a task share."""
+
+
+class CandidateWriter(Protocol):
+    """Writer of a placement's model file, see `harness.graph.qdq.insert.Inserter`."""
+
+    def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path: ...
+
+
+class ExecutionTarget(ABC):
+    """Devices of one kind that engines run on."""
+
+    @abstractmethod
+    def environment(self, commit: str | None) -> dict[str, Any]:
+        """Return the environment of a machine with the devices, see `provenance.describe_environment`."""
+
+    @abstractmethod
+    def describe(self, backend: PluginSpec, workdir: Path) -> Mapping[str, Any]:
+        """Return the facts of a benchmarker (`Benchmarker.describe`) on a machine with the devices."""
+
+    @abstractmethod
+    def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:
+        """Open engines in fresh processes on one device."""
+
+    @abstractmethod
+    def workers(
+        self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate
+    ) -> AbstractContextManager[QueueFactory]:
+        """Open the workers that the searches of one task share, until exit, and yield the factory of their executors.
+
+        Args:
+            engines: Open engines of this specification, which the searches may use.
+            writer: Writer of candidates' files, for machines that cannot read the files of this one.
+            baseline: Float model, which evaluators on such machines may have to score first.
+        """
+
+
+class LocalTarget(ExecutionTarget):
+    """This machine, with `executor.workers` processes that time one after the other, each call within `limits`."""
+
+    def __init__(self, executor: ExecutorSpec, limits: Limits) -> None:
+        self._executor = executor
+        self._limits = limits
+        self._policy: TimingPolicy = SerialTiming() if executor.timing == "concurrent" else ExclusiveTiming()
+        self._history = WorkerHistory()  # of all workers, also after a task continues
+
+    def environment(self, commit: str | None) -> dict[str, Any]:
+        return describe_environment(commit)
+
+    def describe(self, backend: PluginSpec, workdir: Path) -> Mapping[str, Any]:
+        facts: Mapping[str, Any] = registry.create_plugin("benchmarker", backend.use, backend.params).describe()
+        return facts
+
+    def open(self, spec: WorkerSpec) -> AbstractContextManager[Engines]:
+        return open_engines(spec, self._limits, self._history)
+
+    @contextmanager
+    def workers(
+        self, spec: WorkerSpec, engines: Engines, writer: CandidateWriter, baseline: Candidate
+    ) -> Iterator[QueueFactory]:
+        """Open the workers, see `ExecutionTarget.workers`.
+
+        With one worker and one search at a time, trials use `engines` in the caller's thread; otherwise each worker
+        opens engines of its own.
+        """
+        if self._executor.workers == self._executor.searches == 1:
+
+            @contextmanager
+            def open_queue(make_trial: TrialFnFactory) -> Iterator[Executor]:
+                yield SyncExecutor(make_trial(engines))
+
+            yield open_queue
+            return
+        worker = replace(spec, concurrent_scoring=self._executor.timing == "exclusive")
+        with ThreadedExecutor(lambda: self.open(worker), self._executor.workers, self._policy) as pool:
+            yield pool.open_queue

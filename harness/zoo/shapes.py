@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +33,7 @@ _SPLITS: Mapping[str, tuple[int, int]] = {"train": (1, 6000), "calibration": (2,
 _SUPERSAMPLING = 2
 _MAX_OVERLAP = 0.15
 
-Point = tuple[float, float]
 Box = tuple[float, float, float, float]
-Colour = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +49,13 @@ class ShapesSplit:
     coco: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """A shape to draw: its class, its outline in pixels, its area in square pixels."""
+class _Shape(NamedTuple):
+    """Shape to draw: its class, its outline and its box in pixels, its area in square pixels."""
 
     index: int
-    outline: tuple[Point, ...]
+    outline: list[tuple[float, float]]
+    box: Box
     area: float
-
-    @property
-    def box(self) -> Box:
-        xs, ys = zip(*self.outline, strict=True)
-        return min(xs), min(ys), max(xs), max(ys)
 
 
 def draw_split(name: str, count: int | None = None) -> ShapesSplit:
@@ -70,10 +63,7 @@ def draw_split(name: str, count: int | None = None) -> ShapesSplit:
 
     Args:
         name: "train", "calibration" or "evaluation".
-        count: Number of images; by default 6000, 64 and 200.
-
-    Raises:
-        UserError: No split has this name, or count is not 1 to `MAX_IMAGES`.
+        count: Number of images, 1 to `MAX_IMAGES`; by default 6000, 64 and 200.
     """
     if name not in _SPLITS:
         raise UserError(f"shapes: no split {name!r}; {suggest_names(name, _SPLITS)}")
@@ -81,48 +71,49 @@ def draw_split(name: str, count: int | None = None) -> ShapesSplit:
     if count is not None and not 1 <= count <= MAX_IMAGES:
         raise UserError(f"shapes: count must be at least 1 and at most {MAX_IMAGES:,}, but got {count}")
     images: list[npt.NDArray[np.uint8]] = []
+    labels: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
+    size = {"width": IMAGE_SIZE_PX, "height": IMAGE_SIZE_PX}
     for index in range(default if count is None else count):
-        image, shapes = _scene(np.random.default_rng((seed, index)))
+        image, shapes = _draw_scene(np.random.default_rng((seed, index)))
         images.append(image)
-        annotations += [_annotation(shape, index + 1, len(annotations) + k + 1) for k, shape in enumerate(shapes)]
-    return ShapesSplit(images=tuple(images), coco=_coco(name, len(images), annotations))
-
-
-def _coco(name: str, count: int, annotations: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
+        labels.append({"id": index + 1, "file_name": f"{name}_{index:05d}.png", **size})
+        for shape in shapes:
+            left, top, right, bottom = shape.box
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": index + 1,
+                    "category_id": shape.index + 1,
+                    "bbox": [left, top, right - left, bottom - top],
+                    "area": shape.area,
+                    "iscrowd": 0,
+                }
+            )
+    coco = {
         "info": {"description": f"made-up shapes, split {name}"},
         "categories": [{"id": index + 1, "name": label} for index, label in enumerate(CLASS_NAMES)],
-        "images": [
-            {"id": index + 1, "file_name": f"{name}_{index:05d}.png", "width": IMAGE_SIZE_PX, "height": IMAGE_SIZE_PX}
-            for index in range(count)
-        ],
+        "images": labels,
         "annotations": annotations,
     }
+    return ShapesSplit(images=tuple(images), coco=coco)
 
 
-def _annotation(shape: _Shape, image_id: int, annotation_id: int) -> dict[str, Any]:
-    left, top, right, bottom = shape.box
-    return {
-        "id": annotation_id,
-        "image_id": image_id,
-        "category_id": shape.index + 1,
-        "bbox": [left, top, right - left, bottom - top],
-        "area": shape.area,
-        "iscrowd": 0,
-    }
-
-
-def _scene(rng: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[_Shape]]:
+def _draw_scene(rng: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[_Shape]]:
     base = rng.uniform(20, 235, 3)
+    # The background changes by up to 60 levels along a random direction.
+    angle = rng.uniform(0, 2 * math.pi)
+    steps = np.linspace(-0.5, 0.5, IMAGE_SIZE_PX)
+    ramp = steps[:, None] * math.sin(angle) + steps * math.cos(angle)
+    gradient = np.clip(base + ramp[..., None] * rng.uniform(-60, 60, 3), 0, 255).astype(np.uint8)
     large = IMAGE_SIZE_PX * _SUPERSAMPLING
-    canvas = Image.fromarray(_gradient(base, rng)).resize((large, large), Image.Resampling.BILINEAR)
+    canvas = Image.fromarray(gradient).resize((large, large), Image.Resampling.BILINEAR)
     pen = ImageDraw.Draw(canvas)
     for _ in range(int(rng.integers(0, 5))):
-        _distractor(pen, _contrasting(base, rng), rng)
-    shapes = _shapes(rng)
+        _draw_distractor(pen, _contrasting_colour(base, rng), rng)
+    shapes = _place_shapes(rng)
     for shape in shapes:
-        colour = _contrasting(base, rng)
+        colour = _contrasting_colour(base, rng)
         outline = [(x * _SUPERSAMPLING, y * _SUPERSAMPLING) for x, y in shape.outline]
         if rng.random() < 0.1:
             pen.line([*outline, *outline[:2]], fill=colour, width=2 * _SUPERSAMPLING, joint="curve")
@@ -133,15 +124,7 @@ def _scene(rng: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[_Shape
     return np.clip(np.rint(drawn + noise), 0, 255).astype(np.uint8), shapes
 
 
-def _gradient(base: npt.NDArray[np.float64], rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Return a SIZE x SIZE image that changes by up to 60 levels along a random direction."""
-    angle = rng.uniform(0, 2 * math.pi)
-    steps = np.linspace(-0.5, 0.5, IMAGE_SIZE_PX)
-    ramp = steps[:, None] * math.sin(angle) + steps * math.cos(angle)
-    return np.clip(base + ramp[..., None] * rng.uniform(-60, 60, 3), 0, 255).astype(np.uint8)
-
-
-def _contrasting(base: npt.NDArray[np.float64], rng: np.random.Generator) -> Colour:
+def _contrasting_colour(base: npt.NDArray[np.float64], rng: np.random.Generator) -> tuple[int, int, int]:
     """Return a colour that differs from the background by at least 60 levels in its best channel."""
     while True:
         colour = rng.integers(0, 256, 3)
@@ -149,7 +132,7 @@ def _contrasting(base: npt.NDArray[np.float64], rng: np.random.Generator) -> Col
             return int(colour[0]), int(colour[1]), int(colour[2])
 
 
-def _distractor(pen: ImageDraw.ImageDraw, colour: Colour, rng: np.random.Generator) -> None:
+def _draw_distractor(pen: ImageDraw.ImageDraw, colour: tuple[int, int, int], rng: np.random.Generator) -> None:
     centre, size = rng.uniform(0, IMAGE_SIZE_PX, 2), rng.uniform(6, 24)
     angle = rng.uniform(0, math.pi)
     arm = np.array([math.cos(angle), math.sin(angle)]) * size
@@ -169,29 +152,25 @@ def _distractor(pen: ImageDraw.ImageDraw, colour: Colour, rng: np.random.Generat
         pen.line([float(value) for value in ends], fill=colour, width=int(rng.integers(2, 5)) * _SUPERSAMPLING)
 
 
-def _shapes(rng: np.random.Generator) -> list[_Shape]:
-    """Draw one to six shapes whose boxes overlap by at most _MAX_OVERLAP of the smaller one."""
+def _place_shapes(rng: np.random.Generator) -> list[_Shape]:
+    """Return one to six shapes whose boxes overlap by at most _MAX_OVERLAP of the smaller one."""
     shapes: list[_Shape] = []
     for _ in range(int(rng.integers(1, 7))):
         for _attempt in range(10):
-            shape = _shape(rng)
-            if all(_overlap(shape.box, other.box) <= _MAX_OVERLAP for other in shapes):
-                shapes.append(shape)
+            index = int(rng.integers(len(CLASS_NAMES)))
+            radius = math.exp(rng.uniform(math.log(8), math.log(28)))  # of the circumscribed circle: many are small
+            x, y = rng.uniform(radius, IMAGE_SIZE_PX - radius, 2)
+            corners = (48, 4, 3)[index]
+            turn = rng.uniform(0, 2 * math.pi)
+            angles = [turn + 2 * math.pi * k / corners for k in range(corners)]
+            outline = [(x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles]
+            xs, ys = zip(*outline, strict=True)
+            box = min(xs), min(ys), max(xs), max(ys)
+            area = 0.5 * corners * radius**2 * math.sin(2 * math.pi / corners)
+            if all(_overlap(box, other.box) <= _MAX_OVERLAP for other in shapes):
+                shapes.append(_Shape(index, outline, box, area))
                 break
     return shapes
-
-
-def _shape(rng: np.random.Generator) -> _Shape:
-    """Draw a shape with a circumscribed circle of 8 to 28 pixels in radius (small ones as often as large)."""
-    index = int(rng.integers(len(CLASS_NAMES)))
-    radius = math.exp(rng.uniform(math.log(8), math.log(28)))
-    x, y = rng.uniform(radius, IMAGE_SIZE_PX - radius, 2)
-    corners = (48, 4, 3)[index]
-    turn = rng.uniform(0, 2 * math.pi)
-    angles = [turn + 2 * math.pi * k / corners for k in range(corners)]
-    outline = tuple((x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles)
-    area = 0.5 * corners * radius**2 * math.sin(2 * math.pi / corners)
-    return _Shape(index=index, outline=outline, area=area)
 
 
 def _overlap(a: Box, b: Box) -> float:

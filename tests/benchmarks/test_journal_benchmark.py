@@ -23,9 +23,9 @@ HEAD = """
 import json, resource, sys, time
 from pathlib import Path
 from harness.report.render import report_text, write_report
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 from harness.results.journal import Journal, read_journal
-from harness.results.journal_reader import state_at_budgets
+from harness.results.search_log import state_at_budgets
 folder, path = Path(sys.argv[1]), Path(sys.argv[2])
 goal = Goal(metric="top1", reference=0.8, max_drop=0.02)
 def mib():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.report.tables.cost import cost_frame
+from harness.report.tables.searchers import cost_frame
 from harness.results.folder import load
 
 pytestmark = pytest.mark.slow

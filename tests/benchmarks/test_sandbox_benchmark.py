@@ -13,8 +13,7 @@ import pytest
 from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.measure.sampling import Samples
 from harness.plugins.api import Candidate
-from harness.workers.engines import WorkerSpec
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine, WorkerSpec
 from harness.workers.sandbox import Sandbox
 from harness.zoo import write_model
 

@@ -21,8 +21,8 @@ from harness.measure.elimination import build_variance_slack
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.folder import TaskResults, load
 from harness.results.journal import read_journal
-from harness.results.journal_reader import iter_evaluations
 from harness.results.lines import stored_path
+from harness.results.search_log import iter_evaluations
 from harness.results.turns import FINAL_SELECTION_LOG_NAME, read_speedups
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, parser
 
 from harness.base.progress import NullProgress
 from harness.compat.tao_specs.evaluate import rank_layers
-from harness.graph.qdq.upcast import write_float32_copy
+from harness.graph.qdq.reduce_model import write_float32_copy
 from harness.plugins import registry
 from harness.plugins.api import Candidate
 

@@ -15,11 +15,10 @@ from harness.base.errors import UserError
 from harness.base.files import read_json
 from harness.cli.main import app
 from harness.graph.load import load, save_to_folder
-from harness.graph.qdq.cast_insert import CastInserter
-from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.insert import CastInserter, Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
-from harness.runtimes.tensorrt.model_checks import cast_model
+from harness.runtimes.tensorrt.options import cast_model
 
 SHAPE = [1, 3, 8, 8]
 EXPERIMENT = {

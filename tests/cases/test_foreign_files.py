@@ -16,8 +16,13 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.model import Model
 from harness.graph.protos import copy_message, replace_field
 from harness.graph.qdq.file_checks import find_qdq_problems
-from harness.graph.qdq.import_differences import find_differences
-from harness.graph.qdq.import_placement import ImportDifference, ImportedPlacement, import_placement, read_placement
+from harness.graph.qdq.import_placement import (
+    ImportDifference,
+    ImportedPlacement,
+    find_differences,
+    import_placement,
+    read_placement,
+)
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph
 from harness.graph.qdq.space import build_space

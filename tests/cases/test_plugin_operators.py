@@ -11,14 +11,14 @@ from onnx import helper, numpy_helper
 from onnx_models import run_onnxruntime
 from typer.testing import CliRunner
 
-from harness.accuracy.calibration.ptq import quantize
+from harness.accuracy.calibration.range_estimators import finite_ranges, range_warnings
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
+from harness.accuracy.tools.ptq import quantize
 from harness.base.errors import BuildFailed, UserError
 from harness.cli.main import app
 from harness.compat.modelopt_autotune import Config, QDQAutotuner
 from harness.graph.load import load, save_to_folder
-from harness.runtimes.tensorrt.model_checks import cast_model
+from harness.runtimes.tensorrt.options import cast_model
 
 SHAPE = (1, 3, 16, 16)
 FEEDS = [{"images": np.random.default_rng(seed).random(SHAPE, np.float32)} for seed in range(2)]

@@ -6,8 +6,8 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper, parser
 
+from harness.accuracy.metrics.closeness import MAX_SQNR_DB
 from harness.accuracy.metrics.fidelity import Fidelity
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.base.errors import EvaluationFailed
 from harness.base.progress import NullProgress
 from harness.base.random_inputs import random_feeds
@@ -27,7 +27,7 @@ from harness.run.verify.dynamic_delivery import write_dynamic_model
 from harness.run.verify.runtime_checker import CheckPlan, RuntimeChecker
 from harness.runtimes.host_clock import run_session
 from harness.ship.runtime_comparison import RuntimeComparison, _least_agreement
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine
 from search.space import edges_digest
 
 DROPOUT = "c = Dropout(b, half, yes)"

@@ -24,8 +24,7 @@ from harness.measure.provenance import describe_installed
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins.api import Candidate
 from harness.run.verify.runtime_checker import CheckPlan, RuntimeChecker
-from harness.workers.engines import WorkerSpec
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine, WorkerSpec
 from harness.workers.sandbox import Sandbox, open_engines
 from search.space import Edge
 

@@ -10,7 +10,7 @@ import pytest
 import qdq
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.accuracy.calibration.calibration_batches import CalibrationBatches
+from harness.accuracy.calibration.ranges import CalibrationBatches
 from harness.accuracy.data.batching import make_batches
 from harness.accuracy.data.datasets import open_data
 from harness.base.errors import UserError
@@ -18,8 +18,7 @@ from harness.base.progress import NullProgress
 from harness.compat.autotune_experiment import command_experiment
 from harness.compat.modelopt_autotune.settings import parse_arguments
 from harness.compat.tao_specs.ptq import run_ptq
-from harness.config.experiment import Experiment, parse_experiment
-from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.experiment import Experiment, TaskSpec, parse_experiment, plan_tasks
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import dump_yaml
 from harness.graph.load import save_to_folder
@@ -34,10 +33,10 @@ from harness.run.prepare.model_loader import evaluator_spec, input_types, need_o
 from harness.run.prepare.placed_models import list_choices, open_placer
 from harness.run.prepare.program_objects import data_mapping
 from harness.run.prepare.task import Task, compose_task
-from harness.runtimes.sample_sizes import make_sample_sizes
+from harness.runtimes.shape_set import make_sample_sizes
 from harness.ship.placements import calibration_config
 from harness.workers.engines import WorkerSpec
-from harness.workers.in_process import InProcess
+from harness.workers.sandbox import InProcess
 
 RUNTIMES = ("openvino", "onnxruntime")
 LENGTHS = (5, 12, 8, 5)

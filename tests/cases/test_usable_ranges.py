@@ -9,8 +9,8 @@ import onnx
 import pytest
 from fidelity_of import quantizer, scales
 
+from harness.accuracy.calibration.range_estimators import finite_ranges, range_warnings, require_quantizable
 from harness.accuracy.calibration.ranges import CalibrationKey, cached_ranges, calibrate
-from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings, require_quantizable
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT

@@ -18,8 +18,7 @@ from harness.config.sections import PluginSpec
 from harness.graph.load import load, read_signature
 from harness.graph.quantize.weights import quantize_weight
 from harness.run.verify.dynamic_check import other_shapes, resize_array
-from harness.runtimes.tensorrt.model_checks import read_input_shapes
-from harness.runtimes.tensorrt.options import read_profiles
+from harness.runtimes.tensorrt.options import read_input_shapes, read_profiles
 from harness.ship.placements import insert_placement
 
 Shape = tuple[int | str | None, ...]

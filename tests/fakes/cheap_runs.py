@@ -9,7 +9,7 @@ import pytest
 from warm_python import WARM_PYTHON
 
 from harness.measure.machine_noise import MachineSnapshot
-from harness.workers.in_process import InProcess
+from harness.workers.sandbox import InProcess
 
 
 class QuietMachine:
@@ -37,7 +37,7 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr("harness.run.confirm.rounds.TURN_WARMUP_MS", 0.0)
             patch.setattr("harness.run.select.racing.TURNS_PER_RACING_ROUND", (4, 4, 4))
         if not getattr(request.module, "MONITORED", False):
-            patch.setattr("harness.workers.in_process.MachineMonitor", QuietMachine)
+            patch.setattr("harness.workers.sandbox.MachineMonitor", QuietMachine)
         if not getattr(request.module, "DRAWN", False):
             patch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
         if not getattr(request.module, "ALL_FORMATS", False):
@@ -46,7 +46,7 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         if not getattr(request.module, "LATEX", False):
             patch.setattr("harness.report.report_table._render_latex", lambda _: "% left out\n")
         if not getattr(request.module, "REAL_TOOLS", False):
-            patch.setattr("harness.accuracy.calibration.ptq._child_command", WARM_PYTHON.tool_command)
+            patch.setattr("harness.accuracy.tools.ptq._child_command", WARM_PYTHON.tool_command)
         if not getattr(request.module, "REAL_WORKERS", False):
             patch.setattr("harness.workers.sandbox.Sandbox", lambda spec, *_: InProcess(spec))
         yield

@@ -12,11 +12,11 @@ from fake_trt import FakeTensorRT
 
 from harness.base.errors import UserError
 from harness.plugins.api import Capabilities
-from harness.runtimes.cuda.device import CudaRuntime, Device
+from harness.runtimes import trtexec
+from harness.runtimes.cuda import CudaRuntime, Device
 from harness.runtimes.tensorrt import benchmarker as tensorrt
 from harness.runtimes.tensorrt.library import TimingCache, open_library
-from harness.runtimes.trtexec import benchmarker as trtexec
-from harness.runtimes.trtexec.flags import find_trtexec
+from harness.runtimes.trtexec import find_trtexec
 
 GPU = Device(index=0, name="Fake GPU", uuid="", capability=(8, 9), l2_bytes=2**20, memory_bytes=2**30, driver="12.8")
 

@@ -12,8 +12,8 @@ import onnx
 import onnxruntime as ort
 from onnx import numpy_helper
 
+from harness.accuracy.calibration.range_estimators import Ranges, finite_ranges, restrict_space
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges, restrict_space
 from harness.graph.load import load_proto, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from harness.results.goal import Goal
 from harness.results.journal import JournalEntry
-from harness.results.journal_reader import Evaluation, is_new_incumbent, iter_evaluations
+from harness.results.search_log import Evaluation, Goal, is_new_incumbent, iter_evaluations
 
 
 def iter_incumbents(entries: Iterable[JournalEntry], goal: Goal) -> Iterator[Evaluation]:

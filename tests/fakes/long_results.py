@@ -14,8 +14,8 @@ from harness.config.experiment import parse_experiment, to_yaml
 from harness.measure.records import SCHEMA_VERSION, Failed, Measured, Outcome, Proposal, TrialResult, encode_line
 from harness.measure.turn_log import TWIN, Turn, encode_turn_event
 from harness.results.artifacts import FLOAT_ROW, Choice, ExportedModel
-from harness.results.goal import Goal
 from harness.results.lines import seal_line
+from harness.results.search_log import Goal
 
 __all__ = ["TASK", "write_long_results"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from harness.measure.records import Failed, Measured, Outcome
-from harness.runtimes.benchmark_table import (
+from harness.runtimes.replay import (
     BenchmarkTable,
     TableEntry,
     TableMetadata,

@@ -24,8 +24,8 @@ from harness.report.report_table import write_table
 from harness.report.tables.catalog import build_tables
 from harness.results.artifacts import Choice, ExportedModel
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.journal import Journal
+from harness.results.search_log import Goal
 
 EXPERIMENT = """
 experiment: small

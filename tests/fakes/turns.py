@@ -13,8 +13,7 @@ from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.sampling import Samples
 from harness.plugins.api import Candidate
 from harness.run.confirm.rounds import TimedRow
-from harness.workers.engines import Engines
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine, Engines
 
 
 class Instant:

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from harness.accuracy.calibration import ptq
-from harness.accuracy.tools.catalog import TOOLS
+from harness.accuracy.tools import ptq
+from harness.accuracy.tools.ptq import TOOLS
 
 __all__ = ["WARM_PYTHON", "WarmPython", "warm_python", "warm_tools"]
 
 MODULES = {"modelopt": "modelopt.onnx.quantization", "nncf": "nncf"}
 SERVER = """
 import atexit, importlib, json, os, runpy, socket, sys, tempfile
-import harness.accuracy.calibration.ptq_child
+import harness.accuracy.tools.programs.ptq_child
 from harness.workers.process import die_with_parent
 
 def run(request, descriptors):
@@ -106,7 +106,7 @@ class WarmPython:
 
     def tool_command(self, tool: str, request: Path) -> list[str]:
         """Return the command of a PTQ tool, as `ptq._child_command` does."""
-        program = TOOLS[tool].program if tool in TOOLS else ptq._MODELOPT_PROGRAM
+        program = TOOLS[tool].program if tool in TOOLS else ptq._PTQ_CHILD
         return self.command(tool.partition("_")[0], program, request)
 
     @contextmanager

@@ -70,17 +70,16 @@ from harness.plugins import registry
 from harness.replay.bench.accuracy import PlacementAccuracy, read_accuracy, write_accuracy
 from harness.replay.bench.submission import check_submission, run_searchers
 from harness.replay.bench.tasks import DATA_VARIABLE
-from harness.replay.path_cache import PathCache, SearchPath, write_part
-from harness.replay.search_key import SearchKey
-from harness.replay.study_file import ReplayedSearcher
-from harness.report.frames.main_frame import main_frame
+from harness.replay.budget_study import ReplayedSearcher
+from harness.replay.path_cache import PathCache, SearchKey, SearchPath, write_part
+from harness.report.frames import main_frame
 from harness.results.deploy_folder import read_bundle
 from harness.results.folder import load as load_results
 from harness.results.journal import read_journal
 from harness.results.lines import strip_seal
 from harness.results.manifest import check_results, close_results, complete_task, describe_files
-from harness.runtimes.benchmark_table import DIGEST_KEY, METADATA_KEY, read_table, read_table_metadata
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
+from harness.runtimes.replay import DIGEST_KEY, METADATA_KEY, read_table, read_table_metadata
 from harness.ship.bundle import generated_script
 
 FUZZ = int(os.environ.get("QDQ_FUZZ", "300"))

@@ -19,7 +19,7 @@ import numpy as np
 from digests import _ranges
 
 from harness import zoo
-from harness.accuracy.calibration.ptq import quantize
+from harness.accuracy.tools.ptq import quantize
 from harness.base.errors import CandidateError
 from harness.base.files import facts_digest
 from harness.base.random_inputs import random_feeds
@@ -30,7 +30,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, load_dialect
 from harness.insight.compiled import explain_compilation
 from harness.run.prepare.model_loader import input_types
-from harness.runtimes.rtx_compile.compiler import compile_file
+from harness.runtimes.rtx_compile import compile_file
 from search.fixed_placements import FIXED_PLACEMENTS
 from search.space import Placement, Space
 

@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from harness.insight.compiled import GENERATED_KINDS, CompiledReport, explain_compilation
-from harness.runtimes.rtx_compile.compiler import compile_file
+from harness.runtimes.rtx_compile import compile_file
 
 FILE = Path(__file__).with_name("compiler_verdicts.csv")
 STORAGE = {

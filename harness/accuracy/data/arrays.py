@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import json
 import math
 import zipfile
 from array import array as number_array
@@ -17,12 +18,80 @@ from typing import IO, Any
 import numpy as np
 
 from harness.accuracy.data.labels import MAX_LABEL_BYTES
-from harness.accuracy.data.subsets import canonical_json, read_text_key, select_rows
-from harness.base.errors import UserError
+from harness.base.errors import MAX_COUNT, UserError
+from harness.base.files import read_text
 from harness.base.paths import resolve_path
 from harness.base.text import shorten
-from harness.base.untrusted import read_text
 from harness.plugins.api import Array
+
+SUBSET_KEYS = ("start", "count", "half", "every")
+HALF_NAMES = ("search", "report")
+
+
+def half_of(name: str) -> str:
+    """Return the half ("search" or "report") that a sample belongs to, by a hash of its name."""
+    return HALF_NAMES[hashlib.sha256(name.encode()).digest()[0] % 2]
+
+
+def select_rows(spec: Mapping[str, Any], names: Sequence[str], what: str) -> Sequence[int]:
+    """Return the indices of the samples that the keys `start`, `count`, `half` and `every` select, ascending.
+
+    Args:
+        spec: A data mapping; `half` is "search" or "report" (see `half_of`), and `every` n takes each n-th of the
+            samples that the other keys select.
+        names: Names of all samples.
+        what: Name of the data for messages.
+
+    Raises:
+        UserError: A key has an invalid value, or no sample is selected.
+    """
+    total, start = len(names), read_int_key(spec, "start", 0)
+    count = total - start if spec.get("count") is None else read_int_key(spec, "count", 1)
+    if start >= total or start + count > total:
+        asked = f"start {start}" + (f" and count {count}" if spec.get("count") is not None else "")
+        raise UserError(f"data: {asked} reach beyond the end: {what} has {total}")
+    chosen: Sequence[int] = range(start, start + count)
+    half = spec.get("half")
+    if half is not None:
+        if half not in HALF_NAMES:
+            raise UserError(f"data.half: one of {', '.join(HALF_NAMES)}, but got {half!r}")
+        chosen = [i for i in chosen if half_of(names[i]) == half]
+        if not chosen:
+            raise UserError(f"data.half: none of the {count} samples is of the half {half!r}; use more of them")
+    return chosen[:: read_int_key(spec, "every", 1)]
+
+
+def read_int_key(spec: Mapping[str, Any], key: str, least: int) -> int:
+    """Return an integer key of a data mapping.
+
+    Args:
+        spec: A data mapping.
+        key: Name of the key.
+        least: Smallest allowed value, and the default.
+
+    Raises:
+        UserError: The value is no integer, too small or too large.
+    """
+    value = spec.get(key, least)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"data.{key}: a whole number from {least}, but got {value!r}")
+    if value > MAX_COUNT:
+        raise UserError(f"data.{key}: at most {MAX_COUNT:,}, but got {value}")
+    return value
+
+
+def read_text_key(spec: Mapping[str, Any], key: str) -> str:
+    """Return a required text key of a data mapping; raise `UserError` if it is missing, "" or no text."""
+    value = spec.get(key)
+    if not isinstance(value, str) or not value:
+        raise UserError(f"data.{key}: this key is required, but got {value!r}")
+    return value
+
+
+def canonical_json(value: Mapping[str, Any]) -> bytes:
+    """Return a mapping as JSON with sorted keys, for digests."""
+    return json.dumps(value, sort_keys=True, default=str).encode()
+
 
 UNNAMED_ARRAY = ""
 """Name of the array of a `.npy` file, which is for the only input of a model."""
@@ -111,8 +180,15 @@ def _read_headers(path: Path) -> dict[str, Header]:
     if path.suffix == ".npy":
         with path.open("rb") as file:
             return {UNNAMED_ARRAY: _read_header(file)}
+    headers = {}
     with zipfile.ZipFile(path) as archive:
-        return {name.removesuffix(".npy"): _read_header(archive.open(name)) for name in archive.namelist()}
+        for member in archive.infolist():
+            with archive.open(member) as inside:
+                shape, _, dtype = header = _read_header(inside)
+            if math.prod(shape) * dtype.itemsize > member.file_size:
+                raise ValueError(f"array {member.filename!r} is shorter than its header says")
+            headers[member.filename.removesuffix(".npy")] = header
+    return headers
 
 
 def array_files(folder: Path, kind: str) -> list[Path]:
@@ -133,7 +209,7 @@ def count_samples(spec: Mapping[str, Any]) -> int:
     count = 0
     for file in array_files(path, spec["use"]) if path.is_dir() else (path,):
         with _translate_read_errors(file):
-            count += _check_lengths(file, {name: header[0] for name, header in _read_headers(file).items()})
+            count += _check_lengths(file, _read_headers(file))
     return count
 
 
@@ -175,7 +251,12 @@ def open_arrays(
             inputs = {key: array for key, array in found.arrays.items() if key != name}
             found = replace(found, arrays=inputs, labels=found.arrays[name])
         else:
-            file = _label_path(name, base, found)
+            try:
+                file = resolve_path(name, base)
+            except UserError as error:
+                named = ", ".join(repr(key) for key in found.arrays if key)
+                among = f"{found.source} has no array {name!r}, only {named}, and " if named else ""
+                raise UserError(f"data.labels: {among}{error}") from error
             rows = read_rows(file)
             if len(rows) != found.total:
                 raise UserError(f"data.labels: {name} has {len(rows)} rows, but {path.name} has {found.total} samples")
@@ -194,7 +275,7 @@ def _read_folder(folder: Path, files: Sequence[Path], choose: RowSelector) -> Ar
     places: list[tuple[str, int]] = []
     for file in files:
         with _translate_read_errors(file):
-            count = _check_lengths(file, {name: header[0] for name, header in _read_headers(file).items()})
+            count = _check_lengths(file, _read_headers(file))
         places += [(file.name, row) for row in range(count)]
     rows = choose(len(places))
     for name, row in (places[row] for row in rows):
@@ -233,20 +314,6 @@ def stack_samples(samples: Sequence[Array]) -> Array:
     return found
 
 
-def _label_path(name: str, base: Path | None, data: ArrayDataset) -> Path:
-    """Return the path of the file with the labels of arrays.
-
-    Raises:
-        UserError: There is neither an array nor a file of this name.
-    """
-    try:
-        return resolve_path(name, base)
-    except UserError as error:
-        named = ", ".join(repr(key) for key in data.arrays if key)
-        among = f"{data.source} has no array {name!r}, only {named}, and " if named else ""
-        raise UserError(f"data.labels: {among}{error}") from error
-
-
 def read_rows(path: Path) -> Array:
     """Return the labels of samples, one row for each, from a `.npy`, `.npz`, `.csv` or `.txt` file.
 
@@ -258,35 +325,30 @@ def read_rows(path: Path) -> Array:
     """
     if path.suffix not in (".npy", ".npz", ".csv", ".txt"):
         raise UserError(f"{path}: labels of arrays are a .npy, .npz, .csv or .txt file, one row for each sample")
-    try:
-        if path.suffix in (".csv", ".txt"):
-            return _read_numbers(path)
+    if path.suffix in (".npy", ".npz"):
         arrays = read_arrays(path, range).arrays
+        if len(arrays) != 1:
+            raise UserError(f"{path}: holds {', '.join(arrays)}; labels are a file with one array")
+        return next(iter(arrays.values()))
+    values, widths = number_array("d"), set[int]()  # a list would take 60 bytes for each number
+    try:
+        lines = io.StringIO(read_text(path, "labels", MAX_LABEL_BYTES).removeprefix("\ufeff"), newline=None)
+        for number, line in enumerate(csv.reader(lines) if path.suffix == ".csv" else map(str.split, lines), 1):
+            if not any(cell.strip() for cell in line):
+                continue
+            try:
+                values.extend([float(cell) for cell in line])
+            except ValueError:
+                if widths or number > 1:
+                    shown = shorten(",".join(line))
+                    raise UserError(f"{path}, line {number}: numbers are needed, but got {shown!r}") from None
+            else:
+                widths.add(len(line))
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read as labels: {error}") from error
-    if len(arrays) != 1:
-        raise UserError(f"{path}: holds {', '.join(arrays)}; labels are a file with one array")
-    return next(iter(arrays.values()))
-
-
-def _read_numbers(path: Path) -> Array:
-    lines = io.StringIO(read_text(path, "labels", MAX_LABEL_BYTES).removeprefix("\ufeff"), newline=None)
-    values, widths = number_array("d"), set[int]()  # a list would take 60 bytes for each number
-    for number, line in enumerate(csv.reader(lines) if path.suffix == ".csv" else map(str.split, lines), 1):
-        if not any(cell.strip() for cell in line):
-            continue
-        try:
-            values.extend([float(cell) for cell in line])
-        except ValueError:
-            if widths or number > 1:
-                shown = shorten(",".join(line))
-                raise UserError(f"{path}, line {number}: numbers are needed, but got {shown!r}") from None
-        else:
-            widths.add(len(line))
     if len(widths) != 1:
-        raise UserError(
-            f"{path}: rows of one length are needed, but they have {shorten(sorted(widths) or 'no')} numbers"
-        )
+        shown = shorten(sorted(widths) or "no")
+        raise UserError(f"{path}: rows of one length are needed, but they have {shown} numbers")
     found = np.array(values).reshape(-1, *widths)
     whole = found.astype(np.int64) if np.isfinite(found).all() and (found == np.rint(found)).all() else found
     return whole[:, 0] if widths == {1} else whole
@@ -309,17 +371,23 @@ def read_arrays(path: Path, choose: RowSelector) -> ArrayDataset:
         UserError: The file has other contents than plain arrays of one length, has NaN or infinite values, or more than
             8 GiB of compressed arrays.
     """
-    seen: list[tuple[int, Sequence[int]]] = []
-
-    def kept(total: int) -> Sequence[int]:
-        seen.append((total, choose(total)))
-        return seen[-1][1]
-
     with _translate_read_errors(path):
-        found, fingerprint = _map_arrays(path, kept) if path.suffix == ".npy" else _unpack_arrays(path, kept)
+        headers = _read_headers(path)
+        total = _check_lengths(path, headers)
+        rows = choose(total)
+        if path.suffix == ".npy":
+            found = {UNNAMED_ARRAY: np.load(path, mmap_mode="r", allow_pickle=False)[rows[0] : rows[-1] + 1]}
+            with path.open("rb") as file:
+                fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+        else:
+            found, fingerprint = _unpack_arrays(path, headers, rows)
+    within = [row - rows[0] for row in rows]
+    if within != list(range(len(within))):  # else no copy is needed
+        found = {name: array[within] for name, array in found.items()}
     for name, array in found.items():
-        _check_finite(path, name, array)
-    total, rows = seen[-1]
+        for number, row in enumerate(array if array.dtype.kind == "f" else ()):
+            if not np.isfinite(row).all():
+                raise UserError(f"{path}: array {name!r} has NaN or infinite values, in row {number}")
     return ArrayDataset(arrays=found, fingerprint=fingerprint, source=str(path), rows=rows, total=total)
 
 
@@ -333,38 +401,31 @@ def _translate_read_errors(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: not an {path.suffix or '.npz'} file of plain arrays: {error}") from error
 
 
-def _map_arrays(path: Path, choose: RowSelector) -> tuple[dict[str, Array], str]:
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    _check_lengths(path, {UNNAMED_ARRAY: array.shape})
-    with path.open("rb") as file:
-        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-    chosen = choose(len(array))
-    return {UNNAMED_ARRAY: array[_selected_span(chosen)][_select_within_span(chosen)]}, fingerprint
-
-
-def _unpack_arrays(path: Path, choose: RowSelector) -> tuple[dict[str, Array], str]:
+def _unpack_arrays(path: Path, headers: Mapping[str, Header], rows: Sequence[int]) -> tuple[dict[str, Array], str]:
+    """Return the rows of each array from the first to the last chosen one, and the digest of all checksums."""
+    span, found = slice(rows[0], rows[-1] + 1), {}
     with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        headers = {}
-        for member in members:
-            with archive.open(member) as file:
-                headers[member.filename.removesuffix(".npy")] = header = _read_header(file)
-            if math.prod(header[0]) * header[2].itemsize > member.file_size:
-                raise ValueError(f"array {member.filename!r} is shorter than its header says")
-        chosen = choose(_check_lengths(path, {name: shape for name, (shape, _, _) in headers.items()}))
-        named = dict(zip(headers, members, strict=True))
-        packed = {name: header for name, header in headers.items() if not _is_mappable(named[name], header)}
-        _check_size(path, packed, chosen)
-        found = {}
+        members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        asked, mapped = 0, set[str]()
+        for name, (shape, by_column, dtype) in headers.items():
+            if members[name].compress_type == zipfile.ZIP_STORED and math.prod(shape) * dtype.itemsize:
+                mapped.add(name)
+            else:
+                asked += (shape[0] if by_column else span.stop - span.start) * math.prod(shape[1:]) * dtype.itemsize
+        if asked > MAX_ARRAY_BYTES:
+            raise UserError(
+                f"{path}: {len(rows)} samples take {asked / 2**30:.1f} GiB, more than {MAX_ARRAY_BYTES / 2**30:.0f}; "
+                "use fewer ('count'), or a file that is read as needed: .npy, or .npz by numpy.savez, uncompressed"
+            )
         for name, header in headers.items():
-            with archive.open(named[name]) as file:
-                if name in packed:
-                    rows = _read_rows(file, header, _selected_span(chosen))
-                else:
-                    _verify_checksum(file)
-                    rows = _map_member(path, named[name], header)[_selected_span(chosen)]
-            found[name] = rows[_select_within_span(chosen)]
-    sums = "".join(f"{member.filename}\0{member.CRC}\n" for member in members)
+            with archive.open(members[name]) as file:
+                if name not in mapped:
+                    found[name] = _read_rows(file, header, span)
+                    continue
+                while file.read(1 << 20):  # at the end `zipfile` raises BadZipFile if the checksum is wrong
+                    pass
+            found[name] = _map_member(path, members[name], header)[span]
+        sums = "".join(f"{member.filename}\0{member.CRC}\n" for member in archive.infolist())
     return found, hashlib.sha256(sums.encode()).hexdigest()
 
 
@@ -378,18 +439,6 @@ def _read_header(file: IO[bytes]) -> Header:
     if dtype.hasobject:
         raise ValueError("object arrays are pickles, which are never read")
     return shape, by_column, dtype
-
-
-def _is_mappable(member: zipfile.ZipInfo, header: Header) -> bool:
-    """Return whether an array of an archive can be memory-mapped, because it is uncompressed and not empty."""
-    shape, _, dtype = header
-    return member.compress_type == zipfile.ZIP_STORED and math.prod(shape) * dtype.itemsize > 0
-
-
-def _verify_checksum(file: IO[bytes]) -> None:
-    """Read a member to its end, because `zipfile` then raises BadZipFile if the checksum is wrong."""
-    while file.read(1 << 20):
-        pass
 
 
 def _map_member(path: Path, member: zipfile.ZipInfo, header: Header) -> Array:
@@ -423,44 +472,16 @@ def _read_rows(file: IO[bytes], header: Header, rows: slice) -> Array:
     return np.frombuffer(file.read(part[0] * width), dtype).reshape(part)
 
 
-def _selected_span(chosen: Sequence[int]) -> slice:
-    return slice(chosen[0], chosen[-1] + 1)
-
-
-def _select_within_span(chosen: Sequence[int]) -> Any:
-    """Return the indices of the chosen rows within their span, or a slice, which makes no copy, if they are all."""
-    shifted = [index - chosen[0] for index in chosen]
-    return slice(None) if shifted == list(range(len(shifted))) else shifted
-
-
-def _check_lengths(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
+def _check_lengths(path: Path, headers: Mapping[str, Header]) -> int:
+    """Return the number of samples; raise `UserError` if the arrays are of several lengths or without samples."""
     rule = f"{path}: the first axis of every array counts the samples, but"
-    for name, shape in shapes.items():
+    for name, (shape, _, _) in headers.items():
         if not shape:
             one = "a file of one sample has labels of shape (1,), and inputs with a first axis of 1 (array[None])"
             raise UserError(f"{rule} {name!r} is a single number: {one}")
         if not shape[0]:
             raise UserError(f"{path}: there are no samples: array {name!r} has length 0")
-    lengths = {name: shape[0] for name, shape in shapes.items()}
+    lengths = {name: shape[0] for name, (shape, _, _) in headers.items()}
     if len(set(lengths.values())) != 1:
         raise UserError(f"{rule} their lengths are {lengths}")
     return next(iter(lengths.values()))
-
-
-def _check_size(path: Path, headers: Mapping[str, Header], chosen: Sequence[int]) -> None:
-    rows = chosen[-1] + 1 - chosen[0]
-    asked = sum((shape[0] if by_column else rows) * math.prod(shape[1:]) * dtype.itemsize
-                for shape, by_column, dtype in headers.values())  # fmt: skip
-    if asked > MAX_ARRAY_BYTES:
-        raise UserError(
-            f"{path}: {len(chosen)} samples take {asked / 2**30:.1f} GiB, more than {MAX_ARRAY_BYTES / 2**30:.0f}; "
-            "use fewer ('count'), or a file that is read as needed: .npy, or .npz by numpy.savez, uncompressed"
-        )
-
-
-def _check_finite(path: Path, name: str, array: Array) -> None:
-    if array.dtype.kind != "f":
-        return
-    for number, row in enumerate(array):
-        if not np.isfinite(row).all():
-            raise UserError(f"{path}: array {name!r} has NaN or infinite values, in row {number}")

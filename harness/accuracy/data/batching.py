@@ -215,17 +215,28 @@ def make_array_batches(
             )
         data = replace(data, arrays=dict.fromkeys(inputs, data.arrays[UNNAMED_ARRAY]))
     arrays = data.arrays
-    _check_names(data, inputs)
+    for name in arrays:
+        if name not in inputs:
+            remedy = f"an array of labels is named by 'labels: {name}' next to its path"
+            if data.labels is not None:
+                remedy = "leave it out of the file, or give it the name of an input"
+            raise UserError(f"{data.source}: the model has no input {name!r}; {suggest_names(name, inputs)}; {remedy}")
     dtypes = check_types(inputs)
     for name, dtype in dtypes.items():
         if name not in arrays:
             raise UserError(f"{data.source}: there is no array for the input {name!r}")
-        _check_type(data, name, dtype)
+        given = (arrays[name][0] if arrays[name].dtype.hasobject else arrays[name]).dtype
+        if not np.can_cast(given, dtype, "same_kind"):
+            raise UserError(f"{data.source}: array {name!r} holds {given}, but the input takes {dtype}")
+        if given.kind in "iu" and dtype.kind == "f":
+            logger.warning(
+                "%s: array %r holds %s, and goes into a %s input as it is: is it prepared as the model was trained?",
+                data.source, name, given, dtype,
+            )  # fmt: skip
     fixed = {name: inputs[name][1] for name in dtypes}
-    if _have_own_sizes(arrays, fixed, axes):
-        return _make_single_batches(
-            data, dtypes, [_own_shapes(data, i, fixed, axes or {}) for i in range(total)], fixed
-        )
+    differ = axes and any(arrays[n].shape[1:] not in (fixed[n], fixed[n][1:]) for n in fixed)
+    if differ or any(array.dtype.hasobject for array in arrays.values()):
+        return _make_single_batches(data, dtypes, fixed, axes or {}, total)
     sizes = {name: _batch_size(data, name, inputs[name][1]) for name in dtypes}
     if len(set(sizes.values())) > 1:
         raise UserError(
@@ -240,38 +251,22 @@ def make_array_batches(
     return InputBatches(count=-(-total // batch), make=make, size=batch, batch_label=lambda _: data.source)
 
 
-def _check_names(data: ArrayDataset, inputs: InputTypes) -> None:
-    for name in data.arrays:
-        if name not in inputs:
-            remedy = f"an array of labels is named by 'labels: {name}' next to its path"
-            if data.labels is not None:
-                remedy = "leave it out of the file, or give it the name of an input"
-            raise UserError(f"{data.source}: the model has no input {name!r}; {suggest_names(name, inputs)}; {remedy}")
-
-
-def _have_own_sizes(
-    arrays: Mapping[str, Array], fixed: Mapping[str, tuple[int, ...]], axes: Mapping[str, Axes | None] | None
-) -> bool:
-    """Return whether samples differ in shape, or from an input that has dynamic axes."""
-    if any(array.dtype.hasobject for array in arrays.values()):
-        return True
-    return bool(axes) and any(arrays[n].shape[1:] not in (fixed[n], fixed[n][1:]) for n in fixed)
-
-
 def _make_single_batches(
     data: ArrayDataset,
     dtypes: Mapping[str, np.dtype[Any]],
-    shapes: Sequence[Mapping[str, tuple[int, ...]]],
     fixed: Mapping[str, tuple[int, ...]],
+    axes: Mapping[str, Axes | None],
+    total: int,
 ) -> InputBatches:
-    """Return a batch for each sample, with the given shapes of the inputs; `fixed` are those of the model."""
+    """Return a batch for each of the first samples, at its own sizes; `fixed` are the shapes of the model's inputs."""
+    shapes = [_own_shapes(data, i, fixed, axes) for i in range(total)]
 
     def make(i: int) -> dict[str, Array]:
         own = {name: np.asarray(data.arrays[name][i]) for name in dtypes}
         return {name: array.astype(dtypes[name], copy=False).reshape(shapes[i][name]) for name, array in own.items()}
 
     return InputBatches(
-        count=len(shapes),
+        count=total,
         make=make,
         batch_label=lambda i: f"{data.source}, {data.sample_name(i)}",
         own_sizes=any(shape != fixed for shape in shapes),
@@ -314,18 +309,6 @@ def _own_shapes(
                 )
         found[name] = shape
     return found
-
-
-def _check_type(data: ArrayDataset, name: str, dtype: np.dtype[Any]) -> None:
-    array = data.arrays[name]
-    array = array[0] if array.dtype.hasobject else array
-    if not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise UserError(f"{data.source}: array {name!r} holds {array.dtype}, but the input takes {dtype}")
-    if array.dtype.kind in "iu" and dtype.kind == "f":
-        logger.warning(
-            "%s: array %r holds %s, and goes into a %s input as it is: is it prepared as the model was trained?",
-            data.source, name, array.dtype, dtype,
-        )  # fmt: skip
 
 
 def _batch_size(data: ArrayDataset, name: str, shape: tuple[int, ...]) -> int:

@@ -9,7 +9,7 @@
 
 Labels of images are a `.json` file in COCO's form or a `.txt` file with lines "FILENAME CLASS"; the images are those
 that the file lists, in its order. Without labels they are all images of the folder, by name. `masks` is a folder of PNG
-files (`harness.accuracy.data.masks`). `classes` lists the names of the model's classes in the order of its outputs;
+files (`harness.accuracy.data.labels`). `classes` lists the names of the model's classes in the order of its outputs;
 without it they are the categories of the labels by ascending id. An `.npz` file has one array per input of the model,
 the samples along the first axis; a `.npy` file is for a model with one input. `path` may be a folder of such files,
 whose samples may differ in shape. `labels` of arrays are the name of an
@@ -32,11 +32,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.accuracy.data.arrays import ArrayDataset, SubsetSelector, open_arrays
-from harness.accuracy.data.labels import LabelFile, order_coco_categories, read_labels, select_coco_images
-from harness.accuracy.data.masks import IndexMasks, Mask, Masks, PanopticMasks, open_picture, require_mask_files
+from harness.accuracy.data.arrays import (
+    SUBSET_KEYS,
+    ArrayDataset,
+    SubsetSelector,
+    canonical_json,
+    open_arrays,
+    read_int_key,
+    read_text_key,
+    select_rows,
+)
+from harness.accuracy.data.labels import (
+    LabelFile,
+    Mask,
+    Masks,
+    open_picture,
+    order_coco_categories,
+    read_labels,
+    select_coco_images,
+)
 from harness.accuracy.data.preprocess import RgbImage
-from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json, read_int_key, read_text_key, select_rows
 from harness.base.errors import UserError, suggest_names
 from harness.base.paths import resolve_path
 from harness.config.sections import duplicates
@@ -131,41 +146,50 @@ def spread_indices(total: int, count: int) -> Sequence[int]:
     return [int(index) for index in np.linspace(0, total - 1, count).round()]
 
 
-def open_images(spec: Mapping[str, Any], base: Path | None = None) -> ImageDataset:
-    """Open data like `open_data`, and require images.
-
-    Raises:
-        UserError: The data are arrays, or as in `open_data`.
-    """
-    data = open_data(spec, base)
-    if isinstance(data, ArrayDataset):
-        raise UserError(
-            f"data.use: images are needed here ('images' or 'shapes'), but got {spec['use']!r}: boxes and masks are "
-            "labels of images. Arrays with a label each are for top1, top5, metric and loss"
-        )
-    return data
-
-
 def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: SubsetSelector) -> ImageDataset:
     folder = _resolve_folder(spec, "images", base)
     labels_path = resolve_path(read_text_key(spec, "labels"), base) if spec.get("labels") is not None else None
-    labels = read_labels(labels_path) if labels_path else _list_images(folder)
+    if labels_path is not None:
+        labels = read_labels(labels_path)
+    else:
+        files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+        if not files:
+            raise UserError(f"data.images: no images ({', '.join(IMAGE_SUFFIXES)}) in {folder}")
+        labels = LabelFile(files=tuple(files))
     available = select_rows(spec, labels.files, str(spec["images"]))
     chosen = cut(available)
     names = tuple(labels.files[i] for i in chosen)
     for name in names:
         if not (folder / name).is_file():
             raise UserError(f"data.labels: {spec.get('labels')} names the image {name!r}, which is not in {folder}")
-    coco = None if labels.coco is None else _select_coco(spec, select_coco_images(labels.coco, chosen))
-    sizes = [(i.get("height"), i.get("width")) for i in coco["images"]] if coco else [(None, None)] * len(names)
+    coco = None if labels.coco is None else select_coco_images(labels.coco, chosen)
+    if coco is not None and spec.get("classes") is not None:
+        coco = order_coco_categories(coco, _class_names(spec))
     masks = None if spec.get("masks") is None else _open_masks(spec, base, names, labels, chosen)
 
     def image(i: int) -> RgbImage:
-        return _read_image(folder / names[i], sizes[i])
+        path = folder / names[i]
+        with open_picture(path, "an image") as picture:
+            if picture.mode[0] in "IF":  # Pillow would clip values at 255
+                raise UserError(
+                    f"{path}: has {picture.mode} pixels, of more than 8 bits; convert it to 8 bits a channel"
+                )
+            if (orientation := picture.getexif().get(ORIENTATION_TAG, 1)) != 1:
+                logger.warning("%s: EXIF orientation %s is ignored: pixels are used as stored", path, orientation)
+            pixels = np.asarray(picture.convert("RGB"))
+        if coco is not None:
+            size = tuple(coco["images"][i].get(key) for key in ("height", "width"))
+            if any(want not in (None, have) for have, want in zip(pixels.shape, size, strict=False)):
+                height, width = pixels.shape[:2]
+                raise UserError(f"{path}: is {height}x{width}, but its labels say {size[0]}x{size[1]}")
+        return pixels
 
     digest = hashlib.sha256(canonical_json(spec))
     digest.update(labels_path.read_bytes() if labels_path else b"")
-    for path in (*(folder / name for name in names), *([] if masks is None else map(masks.path, range(len(names))))):
+    for path in [
+        *(folder / name for name in names),
+        *(() if masks is None else map(masks.folder.joinpath, masks.files)),
+    ]:
         with path.open("rb") as file:
             digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
     return ImageDataset(
@@ -179,45 +203,29 @@ def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: SubsetSelector
     )
 
 
-def _select_coco(spec: Mapping[str, Any], coco: dict[str, Any]) -> dict[str, Any]:
-    return coco if spec.get("classes") is None else order_coco_categories(coco, _class_names(spec))
-
-
 def _open_masks(
-    spec: Mapping[str, Any], base: Path | None, names: tuple[str, ...], labels: LabelFile, chosen: Sequence[int]
+    spec: Mapping[str, Any], base: Path | None, names: Sequence[str], labels: LabelFile, chosen: Sequence[int]
 ) -> Masks:
     folder = _resolve_folder(spec, "masks", base)
-    masks: Masks = IndexMasks(folder=folder, names=names)
-    if labels.panoptic is not None:
-        masks = PanopticMasks(
+    if labels.panoptic is None:
+        masks = Masks(folder=folder, files=[str(Path(name).with_suffix(".png")) for name in names])
+    else:
+        annotations = [labels.panoptic["annotations"][i] for i in chosen]
+        masks = Masks(
             folder=folder,
-            annotations=tuple(labels.panoptic["annotations"][i] for i in chosen),
+            files=[str(annotation["file_name"]) for annotation in annotations],
+            segments=[annotation["segments_info"] for annotation in annotations],
             categories={category["id"]: category["name"] for category in labels.panoptic["categories"]},
             classes=_class_names(spec),
         )
-    require_mask_files(masks, len(names))
+    for file in masks.files:
+        if not (folder / file).is_file():
+            raise UserError(f"data.masks: {Path(file).name} is not in {folder}")
+    known = set(masks.categories.values())
+    for name in masks.classes[1:]:
+        if name not in known:
+            raise UserError(f"data.classes: the labels have no category {name!r}; {suggest_names(name, known)}")
     return masks
-
-
-def _list_images(folder: Path) -> LabelFile:
-    files = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
-    if not files:
-        raise UserError(f"data.images: no images ({', '.join(IMAGE_SUFFIXES)}) in {folder}")
-    return LabelFile(files=tuple(files))
-
-
-def _read_image(path: Path, expected: tuple[int | None, int | None]) -> RgbImage:
-    with open_picture(path, "an image") as image:
-        if image.mode[0] in "IF":  # Pillow would clip values at 255
-            raise UserError(f"{path}: has {image.mode} pixels, of more than 8 bits; convert it to 8 bits a channel")
-        if (orientation := image.getexif().get(ORIENTATION_TAG, 1)) != 1:
-            logger.warning("%s: EXIF orientation %s is ignored: pixels are used as stored", path, orientation)
-        pixels = np.asarray(image.convert("RGB"))
-    for have, want in zip(pixels.shape[:2], expected, strict=True):
-        if want not in (None, have):
-            height, width = pixels.shape[:2]
-            raise UserError(f"{path}: is {height}x{width}, but its labels say {expected[0]}x{expected[1]}")
-    return pixels
 
 
 def _open_shapes(spec: Mapping[str, Any], cut: SubsetSelector) -> ImageDataset:
@@ -225,8 +233,7 @@ def _open_shapes(spec: Mapping[str, Any], cut: SubsetSelector) -> ImageDataset:
     drawn = shapes.draw_split(
         read_text_key(spec, "split"), None if count is None else first + read_int_key(spec, "count", 1)
     )
-    files = [image["file_name"] for image in drawn.coco["images"]]
-    available = select_rows(spec, files, f"split {spec['split']!r}")
+    available = select_rows(spec, [image["file_name"] for image in drawn.coco["images"]], f"split {spec['split']!r}")
     chosen = cut(available)
     images, coco = [drawn.images[i] for i in chosen], select_coco_images(drawn.coco, chosen)
     digest = hashlib.sha256(canonical_json(spec) + canonical_json(coco))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
+from harness.accuracy.data.preprocess import Size
 from harness.base.errors import UserError, suggest_names
-from harness.base.untrusted import read_text
+from harness.base.files import read_text
 
 MAX_PIXELS = 1e9  # limit of coordinates; no image is larger
 MAX_LABEL_BYTES = 2**30  # those of COCO's training images have 450 MB
@@ -49,7 +52,19 @@ def read_labels(path: Path) -> LabelFile:
     if path.suffix not in (".json", ".txt"):
         raise UserError(f"{path}: labels are a .json file (COCO) or a .txt file (lines 'FILENAME CLASS')")
     text = read_text(path, "labels", MAX_LABEL_BYTES)
-    labels = _parse_coco(text, path) if path.suffix == ".json" else _parse_classes(text, path)
+    if path.suffix == ".json":
+        labels = _parse_coco(text, path)
+    else:
+        files, classes = [], []
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip():
+                continue
+            file, _, index = line.strip().rpartition(" ")
+            if not file or not index.isascii() or not index.isdecimal() or len(index) > MAX_CLASS_DIGITS:
+                raise UserError(f"{path}, line {number}: 'FILENAME CLASS' with a class from 0, but got {line!r}")
+            files.append(file.strip())
+            classes.append(int(index))
+        labels = LabelFile(files=tuple(files), classes=np.array(classes, np.int64))
     if not labels.files:
         raise UserError(f"{path}: lists no images")
     seen: set[str] = set()
@@ -94,19 +109,6 @@ def _check_inside(file: str, what: str) -> None:
         raise UserError(f"{what} {file!r}, outside of the folder of images, which is refused")
 
 
-def _parse_classes(text: str, path: Path) -> LabelFile:
-    files, classes = [], []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        file, _, index = line.strip().rpartition(" ")
-        if not file or not index.isascii() or not index.isdecimal() or len(index) > MAX_CLASS_DIGITS:
-            raise UserError(f"{path}, line {number}: 'FILENAME CLASS' with a class from 0, but got {line!r}")
-        files.append(file.strip())
-        classes.append(int(index))
-    return LabelFile(files=tuple(files), classes=np.array(classes, np.int64))
-
-
 def _parse_coco(text: str, path: Path) -> LabelFile:
     try:
         coco = json.loads(text)
@@ -126,9 +128,13 @@ def _parse_coco(text: str, path: Path) -> LabelFile:
     files = tuple(image["file_name"] for image in coco["images"])
     if any(isinstance(a, dict) and "segments_info" in a for a in coco["annotations"]):
         return LabelFile(files=files, panoptic=_parse_panoptic(coco, categories, path))
-    boxes = [_normalize_annotation(a, number, path) for number, a in enumerate(coco["annotations"], 1)]
-    _warn_of_repeats(boxes, path)
-    for box in boxes:
+    boxes, seen = [], dict[tuple[Any, ...], int]()
+    for number, annotation in enumerate(coco["annotations"], 1):
+        box = _normalize_annotation(annotation, number, path)
+        boxes.append(box)
+        first = seen.setdefault((box["image_id"], box["category_id"], *box["bbox"]), number)
+        if first != number:
+            logger.warning("%s: annotation %d repeats annotation %d: detections count once", path, number, first)
         for key, known in (("image", images), ("category", categories)):
             if box[f"{key}_id"] not in known:
                 raise UserError(f"{path}: annotation {box['id']}: there is no {key} with id {box[f'{key}_id']}")
@@ -172,16 +178,87 @@ def _normalize_annotation(annotation: Any, number: int, path: Path) -> dict[str,
     return made
 
 
-def _warn_of_repeats(boxes: Sequence[Mapping[str, Any]], path: Path) -> None:
-    seen: dict[tuple[Any, ...], int] = {}
-    for box in boxes:
-        first = seen.setdefault((box["image_id"], box["category_id"], *box["bbox"]), box["id"])
-        if first != box["id"]:
-            logger.warning("%s: annotation %d repeats annotation %d: detections count once", path, box["id"], first)
-
-
 def _check_fields(entry: Any, fields: Mapping[str, type], where: str) -> None:
     for name, kind in fields.items():
         value: Any = entry.get(name) if isinstance(entry, dict) else None
         if not isinstance(value, kind) or (isinstance(value, int) and not -MAX_ID <= value < MAX_ID):
             raise UserError(f"{where}: every entry has {name!r} ({kind.__name__}), but got {str(entry)[:80]}")
+
+
+VOID_CLASS = -1
+"""Class of pixels that no metric counts."""
+BORDER_PIXEL = 255  # value of undecided pixels in PASCAL VOC and most other data sets
+PICTURE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # no EPS, for which Pillow starts Ghostscript
+MAX_PICTURE_PIXELS = 50_000_000
+Mask = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """Source of the class index of each pixel of an image, read from a PNG.
+
+    A pixel is a class index, 255 is no class; or in COCO's panoptic form the id of a segment, red + 256 green + 65536
+    blue, 0 is no segment (Kirillov et al. 2019, arXiv:1801.00868; cocodataset.org, "Format Data", 4).
+
+    Attributes:
+        folder: Folder of the masks.
+        files: File of the mask of each image.
+        segments: `segments_info` of each image in the panoptic form; else None.
+        categories: Name by category id of the segments.
+        classes: Names of the model's classes in the order of its outputs. Pixels of other categories have class 0 if no
+            category has the name of this class ("background"), else no class (`VOID_CLASS`).
+    """
+
+    folder: Path
+    files: Sequence[str]
+    segments: Sequence[Any] | None = None
+    categories: Mapping[int, str] = field(default_factory=dict)
+    classes: Sequence[str] = ()
+
+    def read(self, i: int, size: Size) -> Mask:
+        """Return the class of each pixel of image i (`VOID_CLASS`: none); `size` is its height and width.
+
+        Raises:
+            UserError: The file cannot be read, has another size than the image, or is coloured or not against its form.
+        """
+        path = self.folder / self.files[i]
+        with open_picture(path, "a mask") as image:
+            pixels = np.asarray(image.convert("RGB") if image.mode == "RGBA" else image).astype(np.int64)
+        if pixels.shape[:2] != size:
+            height, width = pixels.shape[:2]
+            raise UserError(f"{path}: is {height}x{width}, but its image is {size[0]}x{size[1]}")
+        if self.segments is None:
+            if pixels.ndim != 2:
+                raise UserError(
+                    f"{path}: is coloured; a mask has one channel, whose values are class indices (panoptic masks need "
+                    "data.labels, their .json file)"
+                )
+            return np.where(pixels == BORDER_PIXEL, VOID_CLASS, pixels)
+        if pixels.ndim != 3:
+            raise UserError(f"{path}: has one channel, but a panoptic mask is coloured")
+        ids = pixels[..., :3] @ np.array([1, 256, 65536])
+        mask = np.full(ids.shape, VOID_CLASS if self.classes[0] in self.categories.values() else 0, np.int64)
+        for segment in self.segments[i]:
+            name = self.categories[segment["category_id"]]
+            if name in self.classes:
+                mask[ids == segment["id"]] = self.classes.index(name)
+        return mask
+
+
+@contextmanager
+def open_picture(path: Path, what: str) -> Iterator[Image.Image]:
+    """Open a picture of one of `PICTURE_FORMATS`; the file's content decides, not its name.
+
+    Raises:
+        UserError: The picture cannot be read or has more than 50 million pixels; also for errors within the context.
+            The message calls it `what`.
+    """
+    try:
+        with Image.open(path, formats=PICTURE_FORMATS) as image:
+            if image.width * image.height > MAX_PICTURE_PIXELS:
+                raise UserError(f"{path}: {image.width}x{image.height} pixels, but at most {MAX_PICTURE_PIXELS:,}")
+            yield image
+    except UserError:
+        raise
+    except Exception as error:  # decoders of Pillow raise classes of many kinds on damaged files
+        raise UserError(f"{path}: cannot be read as {what}: {error}") from error

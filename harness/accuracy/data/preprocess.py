@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -208,26 +208,20 @@ class TorchImageNet:
 
     resize: Resize = "shrink"
     resample: Resample = "bilinear"
+    mean: ClassVar = (123.675, 116.28, 103.53)
+    std: ClassVar = (58.395, 57.12, 57.375)
 
     def prepare(self, image: RgbImage, size: Size) -> Prepared:
         """See `ImagePreprocessor`."""
-        part = _center_crop(image, size, self.resize, self.resample)
-        return _normalize(part, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+        return _normalize(_center_crop(image, size, self.resize, self.resample), self.mean, self.std)
 
 
-@dataclass(frozen=True, slots=True)
-class TFImageNet:
+class TFImageNet(TorchImageNet):
     """Red, green, blue; -1 to 1 (x / 127.5 - 1); the middle of the image; parameters as of `TorchImageNet`."""
 
-    resize: Resize = "shrink"
-    resample: Resample = "bilinear"
-
-    def prepare(self, image: RgbImage, size: Size) -> Prepared:
-        """See `ImagePreprocessor`."""
-        return _normalize(_center_crop(image, size, self.resize, self.resample), (127.5,) * 3, (127.5,) * 3)
+    mean = std = (127.5,) * 3
 
 
-@dataclass(frozen=True, slots=True)
 class YOLOX:
     """Blue, green, red; 0 to 255; the image at the top left, the rest 114.
 
@@ -239,7 +233,6 @@ class YOLOX:
         return _letterbox(image, size, 114, centred=False)
 
 
-@dataclass(frozen=True, slots=True)
 class NanoDet:
     """Blue, green, red; ImageNet's mean and standard deviation; the image in the middle, the rest black.
 
@@ -252,7 +245,6 @@ class NanoDet:
         return _normalize(boxed, (103.53, 116.28, 123.675), (57.375, 57.12, 58.395))
 
 
-@dataclass(frozen=True, slots=True)
 class Ultralytics:
     """Red, green, blue; 0 to 1; the image in the middle, the rest 114: YOLOv8, YOLO11 and their like.
 
@@ -265,7 +257,6 @@ class Ultralytics:
         return replace(boxed, tensor=np.ascontiguousarray(boxed.tensor[::-1]) / np.float32(255))
 
 
-@dataclass(frozen=True, slots=True)
 class RTDETR:
     """Red, green, blue; 0 to 1; the whole image brought to the input's size, its aspect ratio given up.
 
@@ -277,7 +268,6 @@ class RTDETR:
         return _normalize(_stretch(image, size), (0.0,) * 3, (255.0,) * 3)
 
 
-@dataclass(frozen=True, slots=True)
 class Pixels:
     """Red, green, blue; 0 to 255 as they are; never resized: for models that do the rest themselves ("array")."""
 
@@ -290,7 +280,6 @@ class Pixels:
         return _require_same_size("array", image, size)
 
 
-@dataclass(frozen=True, slots=True)
 class Shapes:
     """Red, green, blue; 0 to 1; never resized: for `harness.zoo.shapes`."""
 

@@ -21,17 +21,195 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pycocotools import mask
 
-from harness.accuracy.metrics.box_matching import AREA_RANGES, IOU_THRESHOLDS, RECALL_THRESHOLDS, CategoryMatches
+from harness.accuracy.data.decode import Detections
+from harness.base.errors import UserError
 
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
+RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
+AREA_RANGES = np.array([(0, 1e10), (0, 32**2), (32**2, 96**2), (96**2, 1e10)], np.float64)
+"""Smallest and largest area, in square pixels, of all, small, medium and large boxes."""
+MAX_PER_IMAGE = 100
+"""Largest number of detections of one category and image that count."""
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Booleans = npt.NDArray[np.bool_]
+Boxes = npt.NDArray[np.void]
+"""Array of the type `_BOX`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CategoryMatches:
+    """Boxes and detections of one category, sorted by image, detections of an image by decreasing score.
+
+    Attributes:
+        category: Index of the category in ascending order of ids.
+        truth_image: Index of the image of each labelled box; images are in ascending order of ids.
+        truth_counts: Whether each box is evaluated in each range of `AREA_RANGES`, shape (areas, boxes).
+        image: Index of the image of each detection.
+        scores: Score of each detection.
+        matched: Whether each detection matches a box in each range of areas at each IoU threshold, shape (areas,
+            thresholds, detections).
+        ignored: Whether each detection is neither a hit nor a miss, of the same shape.
+    """
+
+    category: int
+    truth_image: Integers
+    truth_counts: Booleans
+    image: Integers
+    scores: Floats
+    matched: Booleans
+    ignored: Booleans
+
+
+_BOX = np.dtype(
+    [
+        ("category", np.int64),
+        ("image", np.int64),
+        ("box", np.float64, 4),  # left, top, width and height
+        ("area", np.float64),
+        ("score", np.float64),
+        ("crowd", np.uint8),
+    ]
+)
+
+
+def match_boxes(
+    labels: Mapping[str, Any], found: Sequence[Detections], *, by_class: bool = True
+) -> list[CategoryMatches]:
+    """Return the matches of each category that has a box, in ascending order of their ids.
+
+    Args:
+        labels: `pycocotools.coco.COCO.dataset`; not changed.
+        found: Detections of each image, in the order of the labels.
+        by_class: If False, all boxes and detections are treated as one category.
+
+    Raises:
+        UserError: A class index is beyond the categories of the labels.
+    """
+    categories = {each: k for k, each in enumerate(sorted(category["id"] for category in labels["categories"]))}
+    for detections in found:
+        if (highest := int(detections.classes.max(initial=-1))) >= len(categories):
+            raise UserError(f"the model finds class {highest}, but the labels have {len(categories)} categories")
+    places = np.argsort(np.argsort([image["id"] for image in labels["images"]]))
+    by_id = {image["id"]: place for image, place in zip(labels["images"], places.tolist(), strict=True)}
+    truth = np.array(
+        [
+            (categories[a["category_id"]], by_id[a["image_id"]], tuple(a["bbox"]), a["area"], 0.0, a["iscrowd"])
+            for a in labels["annotations"]
+            if a["image_id"] in by_id
+        ],
+        _BOX,
+    )
+    boxes = np.zeros(sum(len(each.scores) for each in found), _BOX)
+    corners = np.concatenate([each.boxes.reshape(-1, 4) for each in found])
+    size = corners[:, 2:] - corners[:, :2]
+    boxes["category"] = np.concatenate([each.classes for each in found])
+    boxes["image"] = np.repeat(places, [len(each.scores) for each in found])
+    boxes["box"] = np.concatenate([corners[:, :2], size], axis=1)
+    boxes["area"] = size[:, 0] * size[:, 1]
+    boxes["score"] = np.concatenate([each.scores for each in found])
+    for each in (truth, boxes):
+        each[:] = each[np.lexsort((each["category"], -each["score"], each["image"]))]
+        if by_class:
+            each[:] = each[np.argsort(each["category"], kind="stable")]
+        else:
+            each["category"] = 0
+    return [
+        _match_category(category, truth[truth["category"] == category], boxes[boxes["category"] == category])
+        for category in np.unique(truth["category"]).tolist()
+    ]
+
+
+def _match_category(category: int, truth: Boxes, boxes: Boxes) -> CategoryMatches:
+    starts = np.searchsorted(boxes["image"], boxes["image"])
+    boxes = boxes[np.arange(len(boxes)) - starts < MAX_PER_IMAGE]
+    low, high = AREA_RANGES[:, :1], AREA_RANGES[:, 1:]
+    left_out = (truth["crowd"] > 0) | (truth["area"] < low) | (truth["area"] > high)
+    outside = (boxes["area"] < low) | (boxes["area"] > high)
+    matched = np.zeros((len(AREA_RANGES), len(IOU_THRESHOLDS), len(boxes)), np.bool_)
+    ignored = np.repeat(outside[:, None], len(IOU_THRESHOLDS), axis=1)
+    for image in np.intersect1d(truth["image"], boxes["image"]):
+        part, own = (slice(*np.searchsorted(each["image"], [image, image + 1])) for each in (truth, boxes))
+        corners = (np.ascontiguousarray(each["box"]) for each in (boxes[own], truth[part]))
+        ious = mask.iou(*corners, np.ascontiguousarray(truth["crowd"][part]))
+        matched[..., own], hidden = _match_image(ious, left_out[:, part], truth["crowd"][part] > 0)
+        ignored[..., own] = np.where(matched[..., own], hidden, ignored[..., own])
+    return CategoryMatches(
+        category=category,
+        truth_image=truth["image"],
+        truth_counts=~left_out,
+        image=boxes["image"],
+        scores=boxes["score"],
+        matched=matched,
+        ignored=ignored,
+    )
+
+
+def _match_image(ious: Floats, left_out: Booleans, crowd: Booleans) -> tuple[Booleans, Booleans]:
+    """Return which detections match a box, and whether that box is left out, shape (areas, thresholds, detections).
+
+    Detections are matched in the order of their scores. Each takes the free box with the largest sufficient overlap
+    (the last of equal ones); a box that is left out only if there is no other. A crowd can be matched several times.
+
+    Args:
+        ious: IoU, shape (detections, boxes).
+        left_out: Whether each box does not count, shape (areas, boxes).
+        crowd: Whether each box is a crowd.
+    """
+    areas, count = left_out.shape
+    free = np.ones((areas, len(IOU_THRESHOLDS), count), np.bool_)
+    matched = np.zeros((areas, len(IOU_THRESHOLDS), len(ious)), np.bool_)
+    hidden = np.zeros_like(matched)
+    rows, columns = np.ogrid[:areas, : len(IOU_THRESHOLDS)]
+    for k in np.flatnonzero(ious.max(axis=1) >= IOU_THRESHOLDS[0]):
+        rank = np.empty(count, np.int64)
+        rank[np.argsort(ious[k], kind="stable")] = np.arange(1, count + 1)
+        taken = np.where(free & (ious[k] >= IOU_THRESHOLDS[:, None]), (rank + count * ~left_out)[:, None], 0)
+        best = taken.argmax(axis=2)
+        matched[..., k] = taken.max(axis=2) > 0
+        hidden[..., k] = left_out[rows, best]
+        free[rows, columns, best] &= crowd[best] | ~matched[..., k]
+    return matched, hidden
+
+
+def interpolate_precision(matches: Sequence[CategoryMatches], area: int) -> Floats:
+    """Return the precision at each IoU threshold and recall, of the categories with a box that counts.
+
+    Args:
+        matches: Matches of each category.
+        area: Index into `AREA_RANGES`.
+
+    Returns:
+        Array of shape (thresholds, recalls, categories).
+    """
+    counted = [each for each in matches if each.truth_counts[area].any()]
+    values = np.zeros((len(IOU_THRESHOLDS), len(RECALL_THRESHOLDS), len(counted)))
+    for k, each in enumerate(counted):
+        order = np.argsort(-each.scores, kind="stable")
+        matched, ignored = each.matched[area][:, order], each.ignored[area][:, order]
+        hits = np.cumsum(matched & ~ignored, axis=1).astype(np.float64)
+        misses = np.cumsum(~matched & ~ignored, axis=1).astype(np.float64)
+        recall = hits / np.count_nonzero(each.truth_counts[area])
+        precision = hits / (misses + hits + np.spacing(1))
+        precision = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+        for level in range(len(IOU_THRESHOLDS)):
+            places = np.searchsorted(recall[level], RECALL_THRESHOLDS, side="left")
+            known = places < len(order)
+            values[level, known, k] = precision[level, places[known]]
+    return values
+
+
+ALL_LEVELS = tuple(range(len(IOU_THRESHOLDS)))
 MAP_METRICS: Mapping[str, tuple[int, tuple[int, ...]]] = MappingProxyType(
     {
-        "map": (0, tuple(range(len(IOU_THRESHOLDS)))),
+        "map": (0, ALL_LEVELS),
         "map50": (0, (0,)),
         "map75": (0, (5,)),
-        "maps": (1, tuple(range(len(IOU_THRESHOLDS)))),
-        "mapm": (2, tuple(range(len(IOU_THRESHOLDS)))),
-        "mapl": (3, tuple(range(len(IOU_THRESHOLDS)))),
+        "maps": (1, ALL_LEVELS),
+        "mapm": (2, ALL_LEVELS),
+        "mapl": (3, ALL_LEVELS),
     }
 )
 """Index of the range of areas and indices of the IoU thresholds of each metric, in the order of `COCOeval.stats`."""
@@ -39,6 +217,16 @@ DETECTION_FACTS = ("image", "hits", "misses")
 MAX_BLOCK_CELLS = 4_000_000  # largest number of draws times detections that are computed at a time
 Counts = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
+
+
+def map_figures(matches: Sequence[CategoryMatches]) -> dict[str, float]:
+    """Return COCO's metrics (0 to 1) by name, without those of a size class that has no boxes."""
+    precision = {area: interpolate_precision(matches, area) for area, _ in MAP_METRICS.values()}
+    return {
+        name: float(np.mean(precision[area][list(levels)].ravel()))
+        for name, (area, levels) in MAP_METRICS.items()
+        if precision[area].size
+    }
 
 
 def map_facts(matches: Sequence[CategoryMatches], images: int) -> dict[str, Any]:
@@ -83,7 +271,11 @@ def mix_map_facts(records: Sequence[Mapping[str, Any]], sources: Counts) -> dict
         head = {name: parts[0][name] for name in ("category", "truth")}
         if any({name: part[name] for name in head} != head for part in parts):
             raise ValueError("records of different boxes")
-        columns = [_from_lists(part) for part in parts]
+        columns = []
+        for part in parts:  # in the form of `_iter_categories`
+            steps = np.array(part["scores"], np.int64)
+            rows = [part[name] for name in DETECTION_FACTS]
+            columns.append(np.array([*rows, 2 * steps[:1] - np.cumsum(steps)], np.int64))
         joined = np.concatenate([each[:, sources[each[0]] == k] for k, each in enumerate(columns)], axis=1)
         ranked = joined[:, np.lexsort((joined[0], -joined[-1]))]
         mixed.append({**head, **_to_lists(_drop_tail(ranked))})
@@ -118,12 +310,6 @@ def _to_lists(detections: Counts) -> dict[str, list[int]]:
     return {name: row.tolist() for name, row in zip(DETECTION_FACTS, detections[:-1], strict=True)}
 
 
-def _from_lists(facts: Mapping[str, Any]) -> Counts:
-    """Return the detections of a category of `mixable_map_facts`, in the form of `_iter_categories`."""
-    steps = np.array(facts["scores"], np.int64)
-    return np.array([*(facts[name] for name in DETECTION_FACTS), 2 * steps[:1] - np.cumsum(steps)], np.int64)
-
-
 def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Values:
     """Return a metric in each draw, shape (draws,): mean average precision over categories, NaN if a draw has no box.
 
@@ -133,63 +319,32 @@ def resampled_map(facts: Mapping[str, Any], metric: str, weights: Counts) -> Val
         weights: Multiplicity of each image in each draw, shape (draws, images).
     """
     area, levels = MAP_METRICS[metric]
-    ranking = _rank_detections(facts["areas"][area], weights.shape[1])
-    parts = np.array_split(weights, 1 + len(weights) * len(ranking.image) // MAX_BLOCK_CELLS)
-    return np.concatenate([_mean_over_categories(ranking, levels, part) for part in parts])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankedDetections:
-    """Detections of all categories, one category after the other, and the best first within a category.
-
-    Attributes:
-        image: Image of each detection.
-        category: Category of each detection.
-        hits: For each detection, a bit for each IoU threshold at which it is a hit.
-        counts: For each detection, a bit for each IoU threshold at which it is a hit or a miss.
-        first: Index of each category's first detection.
-        truth: Number of boxes that count, shape (images, categories).
-    """
-
-    image: Counts
-    category: Counts
-    hits: Counts
-    counts: Counts
-    first: Counts
-    truth: Values
-
-
-def _rank_detections(categories: Sequence[Mapping[str, Any]], images: int) -> _RankedDetections:
-    def joined(name: str) -> Counts:
-        return np.array([value for category in categories for value in category[name]], np.int64)
-
-    sizes = np.array([len(category["image"]) for category in categories], np.int64)
-    if any(max(category["truth"], default=0) >= images for category in categories):
+    categories, images = facts["areas"][area], weights.shape[1]
+    if any(max(each["truth"], default=0) >= images for each in categories):
         raise ValueError("a box of an image that there is not")
-    truth = [np.bincount(category["truth"], minlength=images) for category in categories]
-    return _RankedDetections(
-        image=joined("image"),
-        category=np.repeat(np.arange(len(categories)), sizes),
-        hits=joined("hits"),
-        counts=joined("hits") | joined("misses"),
-        first=np.cumsum(sizes) - sizes,
-        truth=np.array(truth, np.float64).reshape(len(categories), images).T,
+    image, hits, misses = (
+        np.array([value for each in categories for value in each[name]], np.int64) for name in DETECTION_FACTS
     )
-
-
-def _mean_over_categories(ranking: _RankedDetections, levels: Sequence[int], weights: Counts) -> Values:
-    counted = weights.take(ranking.image, axis=1)
-    passed, boxes = _cumulative_sums(counted), weights @ ranking.truth
-    total = np.zeros(len(weights))
-    for level in levels:
-        total += _average_precision(ranking, level, (counted, passed), boxes)
-    known = (boxes > 0).sum(axis=1)
-    mean: Values = np.divide(total, known * len(levels), out=np.full(len(weights), np.nan), where=known > 0)
-    return mean
+    sizes = np.array([len(each["image"]) for each in categories], np.int64)
+    category, first = np.repeat(np.arange(len(categories)), sizes), np.cumsum(sizes) - sizes
+    counts = np.array([np.bincount(each["truth"], minlength=images) for each in categories], np.float64)
+    truth = counts.reshape(len(categories), images).T
+    means = []
+    for part in np.array_split(weights, 1 + len(weights) * len(image) // MAX_BLOCK_CELLS):
+        counted, boxes, total = part.take(image, axis=1), part @ truth, np.zeros(len(part))
+        passed = _cumulative_sums(counted)
+        for level in levels:
+            places, left_out = (np.flatnonzero(bits >> level & 1) for bits in (hits, ~(hits | misses)))
+            if len(places):
+                total += _average_precision(places, left_out, category[places], first, counted, passed, boxes)
+        known = (boxes > 0).sum(axis=1)
+        missing = np.full(len(part), np.nan)
+        means.append(np.divide(total, known * len(levels), out=missing, where=known > 0))
+    return np.concatenate(means)
 
 
 def _average_precision(
-    ranking: _RankedDetections, level: int, detections: tuple[Counts, Counts], boxes: Values
+    places: Counts, left_out: Counts, category: Counts, starts: Counts, counted: Counts, passed: Counts, boxes: Values
 ) -> Values:
     """Return the average precision at one threshold in each draw, over 101 recalls, summed over categories.
 
@@ -197,31 +352,28 @@ def _average_precision(
     maximum is always at a hit, so only hits are evaluated. A category without a box adds 0.
 
     Args:
-        ranking: Detections of all categories.
-        level: Index of the IoU threshold.
-        detections: Multiplicity of each detection in each draw, shape (draws, detections), and its `_cumulative_sums`.
+        places: Indices of the detections that are hits; detections are sorted by category, the best first.
+        left_out: Indices of the detections that are neither hits nor misses.
+        category: Category of each hit.
+        starts: Index of the first detection of each category.
+        counted: Multiplicity of each detection in each draw, shape (draws, detections).
+        passed: Cumulative sums of `counted`.
         boxes: Number of boxes, shape (draws, categories).
     """
-    counted, passed = detections
-    places = np.flatnonzero(ranking.hits >> level & 1)
-    if not len(places):
-        return np.zeros(len(boxes))
-    left_out = np.flatnonzero(~ranking.counts >> level & 1)
-    category = ranking.category[places]
-    first = ranking.first[category]
-    starts = np.flatnonzero(np.diff(category, prepend=-1))
+    first = starts[category]
+    heads = np.flatnonzero(np.diff(category, prepend=-1))
     found, skipped = _cumulative_sums(counted.take(places, axis=1)), _cumulative_sums(counted.take(left_out, axis=1))
-    right = found[:, 1:] - found.take(np.repeat(starts, np.diff(starts, append=len(places))), axis=1)
+    right = found[:, 1:] - found.take(np.repeat(heads, np.diff(heads, append=len(places))), axis=1)
     seen = passed.take(places + 1, axis=1) - passed.take(first, axis=1)
     seen -= skipped.take(np.searchsorted(left_out, places), axis=1)
     seen += skipped.take(np.searchsorted(left_out, first), axis=1)
     best = right / np.maximum(seen, 1)
-    for part in np.split(best, starts[1:], axis=1):
+    for part in np.split(best, heads[1:], axis=1):
         part[:, ::-1] = np.maximum.accumulate(part[:, ::-1], axis=1)
     recall = right / np.maximum(boxes.take(category, axis=1), 1)
     gained = np.searchsorted(RECALL_THRESHOLDS, recall, side="right")
     before = np.concatenate([np.zeros((len(boxes), 1), np.int64), gained[:, :-1]], axis=1)
-    before[:, starts] = 0
+    before[:, heads] = 0
     average: Values = (best * (gained - before)).sum(axis=1) / len(RECALL_THRESHOLDS)
     return average
 

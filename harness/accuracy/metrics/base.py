@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.accuracy.data.arrays import ArrayDataset, is_array_data, open_arrays
+from harness.accuracy.data.arrays import SUBSET_KEYS, canonical_json, is_array_data
 from harness.accuracy.data.batching import image_input, image_preparer, make_batch, make_batches
-from harness.accuracy.data.datasets import ImageDataset, open_images
+from harness.accuracy.data.datasets import ImageDataset, open_data
 from harness.accuracy.data.preprocess import Prepared, preprocess_fingerprint
-from harness.accuracy.data.subsets import SUBSET_KEYS, canonical_json
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE
 from harness.base.errors import EvaluationFailed, UserError
 from harness.base.random_inputs import InputTypes
@@ -71,76 +69,98 @@ def require_finite(outputs: Mapping[str, Array], item: str) -> Mapping[str, Arra
     return outputs
 
 
-class _PreparedCache(dict[str, Prepared]):
-    """Prepared inputs by the names of their images."""
+class SampleSet:
+    """Labelled data as inputs of one model: arrays, or images with a preprocessing.
 
-
-_SHARED_CACHES: weakref.WeakValueDictionary[object, _PreparedCache] = weakref.WeakValueDictionary()
-"""Caches that the evaluators of this process share, also if they use different subsets of the images."""
-
-
-class PreparedImages:
-    """Images prepared as inputs of one model; each is prepared once and kept while the cache has room.
+    An image is prepared once and kept while there is room.
 
     Args:
-        data: A mapping for `harness.accuracy.data.datasets.open_images`.
-        preprocess: Name, or `{use: NAME, params: {...}}`.
-        input_name: Name of the model's image input.
-        input_shape: Static shape of that input, with three channels in axis 1 or 3 of four.
-        base: Folder that relative paths start from.
+        data: A mapping for `harness.accuracy.data.datasets.open_data`.
+        preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
+        inputs: Element type and shape of each input of the model.
+        base: Folder that relative paths start from; None: the working folder.
+        axes: Declared dimensions of each input, see `harness.accuracy.data.batching.make_batches`.
+
+    Attributes:
+        size: Height and width of the image input.
 
     Raises:
-        UserError: The data, the preprocessing or the shape is invalid.
+        UserError: An argument is invalid, or the data do not fit the inputs.
     """
 
     def __init__(
         self,
         data: Mapping[str, Any],
-        preprocess: str | Mapping[str, Any],
-        input_name: str,
-        input_shape: Sequence[int],
+        preprocess: str | Mapping[str, Any] | None,
+        inputs: InputTypes,
         base: Path | None = None,
+        axes: Mapping[str, Axes | None] | None = None,
     ) -> None:
-        self.data: ImageDataset = open_images(data, base)
-        self._shape = tuple(input_shape)
-        self._input_name = input_name
-        self.size, self._prepare = image_preparer(preprocess, input_name, input_shape)
-        self.fingerprint = f"{self.data.fingerprint} {preprocess_fingerprint(preprocess)}"
+        if not isinstance(data, Mapping):
+            raise UserError(f"data: a mapping such as {{use: npz, path: data.npz, labels: y}}, but got {data!r}")
+        if is_array_data(data):
+            preprocess = None
+        elif preprocess is None:
+            raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
+        self._input_name = "" if preprocess is None else image_input(inputs)
+        self.data, self.size = open_data(data, base), (0, 0)
+        self.fingerprint = self.data.fingerprint
+        if preprocess is None:
+            self._arrays = make_batches(self.data, None, inputs, axes=axes)
+            self.batch = self._arrays.size
+            return
+        self._shape = tuple(inputs[self._input_name][1])
+        self.batch = self._shape[0]
+        self.size, self._prepare = image_preparer(preprocess, self._input_name, self._shape)
+        self.fingerprint += f" {preprocess_fingerprint(preprocess)}"
         source = {key: value for key, value in data.items() if key not in SUBSET_KEYS}
-        key = (canonical_json(source), base, preprocess_fingerprint(preprocess), self._shape[1:])
-        self._cache = _SHARED_CACHES.setdefault(key, _PreparedCache())
+        self._source = canonical_json(source), base, preprocess_fingerprint(preprocess), self._shape[1:]
+        self._cache: dict[str, Prepared] = {}
         self._room = MAX_CACHE_BYTES
 
     @property
     def inferences(self) -> int:
         """Return the number of inferences that `run` performs, one for each batch."""
-        return -(-len(self.data) // self._shape[0])
+        return -(-len(self.data) // self.batch)
 
-    def run(self, infer: Infer) -> Iterator[tuple[Prepared, Mapping[str, Array]]]:
-        """Run the engine on every image; yield each image with its outputs, batch axis included.
+    def share_inputs(self, caches: dict[object, Any]) -> None:
+        """Keep prepared images in a cache that other evaluators use as well, also on other subsets of the images.
+
+        Args:
+            caches: Caches by data, preprocessing and input.
+        """
+        if self._input_name:
+            self._cache = caches.setdefault(self._source, self._cache)
+
+    def run(self, infer: Infer) -> Iterator[tuple[Prepared | None, Mapping[str, Array]]]:
+        """Run the engine on every sample; yield each image, or None, with its outputs, batch axis included.
 
         Raises:
             EvaluationFailed: An output has NaN or infinite values.
             UserError: An image cannot be read, or the preprocessing gives another shape or type than the input's.
         """
-        batch, waiting = self._shape[0], deque[list[Prepared]]()
+        size, waiting = self.batch, deque[list[Prepared]]()
 
         def batches() -> Iterator[dict[str, Array]]:
-            for start in range(0, len(self.data), batch):
-                items = [self._prepare_image(i) for i in range(start, min(start + batch, len(self.data)))]
+            for start in range(0, len(self.data), size):
+                items = [self._prepare_image(i) for i in range(start, min(start + size, len(self.data)))]
                 waiting.append(items)
-                yield {self._input_name: make_batch([item.tensor for item in items], batch)}
+                yield {self._input_name: make_batch([item.tensor for item in items], size)}
 
-        for index, found in enumerate(infer_all(infer, batches())):
-            outputs = require_finite(found, f"image {self.data.sample_name(index * batch)!r}")
-            for k, item in enumerate(waiting.popleft()):
+        feeds = batches() if self._input_name else self._arrays
+        for index, found in enumerate(infer_all(infer, feeds)):
+            name, count = self.data.sample_name(index * size), min(size, len(self.data) - index * size)
+            outputs = require_finite(found, f"image {name!r}" if self._input_name else name)
+            items = waiting.popleft() if self._input_name else [None] * count
+            for k, item in enumerate(items):
                 # With a batch of one, an output may have no batch axis (boxes from a graph with NMS).
-                yield item, outputs if batch == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
+                yield item, outputs if size == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
 
     def _prepare_image(self, i: int) -> Prepared:
         name = self.data.sample_name(i)
         if name in self._cache:
             return self._cache[name]
+        assert isinstance(self.data, ImageDataset)
         item = self._prepare(self.data.image(i))
         if item.tensor.shape != self._shape[1:] or item.tensor.dtype != np.float32:
             raise UserError(
@@ -152,78 +172,6 @@ class PreparedImages:
             item.tensor.flags.writeable = False  # shared by evaluators, and key of remembered outputs
             self._cache[name] = item
         return item
-
-
-class PreparedArrays:
-    """Labelled arrays as inputs of one model; used like `PreparedImages`.
-
-    Args:
-        data: A mapping for `harness.accuracy.data.arrays.open_arrays`.
-        inputs: Element type and shape of each input of the model.
-        base: Folder that relative paths start from; None: the working folder.
-        axes: Declared dimensions of each input, see `harness.accuracy.data.batching.make_batches`.
-
-    Raises:
-        UserError: The data are invalid or do not fit the inputs.
-    """
-
-    def __init__(
-        self,
-        data: Mapping[str, Any],
-        inputs: InputTypes,
-        base: Path | None = None,
-        axes: Mapping[str, Axes | None] | None = None,
-    ) -> None:
-        self.data: ArrayDataset = open_arrays(data, base)
-        self._batches = make_batches(self.data, None, inputs, axes=axes)
-        self.fingerprint = self.data.fingerprint
-
-    @property
-    def inferences(self) -> int:
-        """Return the number of inferences that `run` performs."""
-        return len(self._batches)
-
-    def run(self, infer: Infer) -> Iterator[tuple[None, Mapping[str, Array]]]:
-        """Run the engine on every sample; yield None with the outputs of each sample, batch axis included.
-
-        Raises:
-            EvaluationFailed: An output has NaN or infinite values.
-        """
-        size = self._batches.size
-        for index, found in enumerate(infer_all(infer, self._batches)):
-            start = index * size
-            outputs = require_finite(found, self.data.sample_name(start))
-            for k in range(min(size, len(self.data) - start)):
-                yield None, outputs if size == 1 else {name: array[k : k + 1] for name, array in outputs.items()}
-
-
-def open_samples(
-    data: Mapping[str, Any],
-    preprocess: str | Mapping[str, Any] | None,
-    inputs: InputTypes,
-    base: Path | None = None,
-    axes: Mapping[str, Axes | None] | None = None,
-) -> PreparedImages | PreparedArrays:
-    """Open labelled data for an evaluator: images with a preprocessing, or arrays.
-
-    Args:
-        data: A mapping for `harness.accuracy.data.datasets.open_data`.
-        preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
-        inputs: Element type and shape of each input of the model.
-        base: Folder that relative paths start from.
-        axes: Declared dimensions of each input, see `harness.accuracy.data.batching.make_batches`.
-
-    Raises:
-        UserError: An argument is invalid, or the data do not fit the inputs.
-    """
-    if is_array_data(data):
-        return PreparedArrays(data, inputs, base, axes)
-    if not isinstance(data, Mapping):
-        raise UserError(f"data: a mapping such as {{use: npz, path: data.npz, labels: y}}, but got {data!r}")
-    if preprocess is None:
-        raise UserError("data: images need 'preprocess', the name of what turns an image into an input")
-    name = image_input(inputs)
-    return PreparedImages(data, preprocess, name, inputs[name][1], base)
 
 
 def image_input_params(data: object, inputs: InputTypes) -> dict[str, Any]:
@@ -238,18 +186,15 @@ def image_input_params(data: object, inputs: InputTypes) -> dict[str, Any]:
     return {"input_name": name, "input_shape": inputs[name][1]}
 
 
-class LabelledImages:
-    """Base class of evaluators on labelled images with a metric of which higher values are better.
+class SampleEvaluator:
+    """Base class of evaluators on samples, with a metric of which higher values are better.
 
     Args:
-        data: A mapping for `harness.accuracy.data.datasets.open_images`.
-        preprocess: Name, or `{use: NAME, params: {...}}`.
-        input_name: Set by the harness: name of the model's image input.
-        input_shape: Set by the harness: static shape of that input, with three channels in axis 1 or 3 of four.
-        base: Set by the harness: folder that relative paths start from.
-
-    Raises:
-        UserError: An argument is invalid.
+        data: Images or arrays (`harness.accuracy.data.datasets`).
+        preprocess: Name, or `{use: NAME, params: {...}}`; not for arrays.
+        inputs: Element type and shape of each input of the model.
+        base: Folder that relative paths start from.
+        axes: Declared dimensions of each input of a model with dynamic axes.
     """
 
     higher_is_better = True
@@ -257,22 +202,23 @@ class LabelledImages:
     def __init__(
         self,
         data: Mapping[str, Any],
-        preprocess: str | Mapping[str, Any],
-        input_name: str,
-        input_shape: Sequence[int],
+        preprocess: str | Mapping[str, Any] | None,
+        inputs: InputTypes,
         base: Path | None = None,
+        axes: Mapping[str, Axes | None] | None = None,
     ) -> None:
-        self.images = PreparedImages(data, preprocess, input_name, input_shape, base)
-        self.fingerprint = self.images.fingerprint
+        self.samples = SampleSet(data, preprocess, inputs, base, axes)
+        self.share_inputs = self.samples.share_inputs
+        self.fingerprint = self.samples.fingerprint
 
     def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.images.data)
+        """Return the number of samples."""
+        return len(self.samples.data)
 
     @property
     def inferences(self) -> int:
-        """Return the number of inferences per score: one per batch of images."""
-        return self.images.inferences
+        """Return the number of inferences per score."""
+        return self.samples.inferences
 
 
 def select_output(outputs: Mapping[str, Array], name: str | None, where: str) -> Array:

@@ -137,7 +137,7 @@ def drop_estimate(
     if first[1] != second[1]:
         raise ValueError(f"a paired interval needs the same images, but there are {first[1]} and {second[1]}")
     sign = 1.0 if higher_is_better else -1.0
-    value = sign * _difference(reference, found, metric)
+    value = sign * (reference.metrics[metric] - found.metrics[metric])
     return _estimate(value, sign * (first[0] - second[0]), first[1])
 
 
@@ -157,7 +157,7 @@ def probability_within(
     known = losses[np.isfinite(losses)]
     if not len(known):
         return None
-    value = sign * _difference(reference, found, metric)
+    value = sign * (reference.metrics[metric] - found.metrics[metric])
     bias, within = (_normal_score(known, edge) for edge in (value, bound + ROUND_OFF))
     return NormalDist().cdf(within - 2 * bias)
 
@@ -174,7 +174,7 @@ def surely_within(
     probability = probability_within(reference, found, metric, bound, higher_is_better=higher_is_better)
     if probability is None or probability < SURELY_WITHIN:
         return False
-    loss = (1 if higher_is_better else -1) * _difference(reference, found, metric)
+    loss = (1 if higher_is_better else -1) * (reference.metrics[metric] - found.metrics[metric])
     images = len(found.per_item)
     if not images:  # a metric over all images together, which hardly varies if there are few of them
         draws = _metric_draws(found, metric, None)
@@ -196,10 +196,6 @@ def unseen_loss(reference: Accuracy, found: Accuracy) -> float | None:
         return None
     lost = any(one > other for one, other in zip(before, after, strict=True))
     return None if lost else min(1.0, 3 / len(after))
-
-
-def _difference(reference: Accuracy, found: Accuracy, metric: str) -> float:
-    return reference.metrics[metric] - found.metrics[metric]
 
 
 def _normal_score(draws: Values, value: float) -> float:
@@ -308,18 +304,15 @@ def resample_metric(facts: Mapping[str, Any], metric: str, drawing: WeightsFacto
     kind = facts.get("kind")
     try:
         if kind == "map" and metric in MAP_METRICS:
-            return resampled_map(facts, metric, drawing(_fits_in_memory(facts["images"]))), facts["images"]
+            images = facts["images"]
+            if not 0 < images <= MAX_IMAGES:
+                raise ValueError(f"{images} images")
+            return resampled_map(facts, metric, drawing(images)), images
         if kind == "miou" and metric == "miou":
             return _miou(facts["areas"], drawing(len(facts["areas"]))), len(facts["areas"])
         return _weighted_means(facts[metric], drawing) if kind == "mean" and facts.get(metric) else None
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"the evidence of a score is damaged: {error!r}") from error
-
-
-def _fits_in_memory(images: int) -> int:
-    if not 0 < images <= MAX_IMAGES:
-        raise ValueError(f"{images} images")
-    return images
 
 
 def _weighted_means(values: Sequence[float], drawing: WeightsFactory) -> Draws:

@@ -40,7 +40,7 @@ from harness.graph.qdq.import_placement import import_placement
 from harness.graph.rules.dialects import TENSORRT
 from harness.measure.records import MAIN_BENCHMARKER
 from harness.plugins.registry import find_entry_point
-from harness.results.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.results.journal import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.run.prepare.float_baseline import read_runtime, select_float_baseline
 from harness.run.prepare.model_loader import open_model
 from harness.workers.sandbox import open_engines

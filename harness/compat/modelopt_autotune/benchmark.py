@@ -25,8 +25,7 @@ from harness.measure.sampling import Samples
 from harness.plugins import registry
 from harness.plugins.api import Candidate
 from harness.run.search.trial import NoisePolicy, measure
-from harness.workers.engines import Engines, ScoringCallback, WorkerSpec
-from harness.workers.requests import BuiltEngine, EngineRequest, Sample
+from harness.workers.engines import BuiltEngine, EngineRequest, Engines, Sample, ScoringCallback, WorkerSpec
 from harness.workers.sandbox import open_engines
 
 _logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.graph.io.files import to_proto
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 
 
 def get_quantized_tensors(onnx_model: Any) -> set[str]:
@@ -14,4 +14,4 @@ def get_quantized_tensors(onnx_model: Any) -> set[str]:
     ModelOpt's function of this name returns the names of the quantized tensors, which no float model has;
     `import_insertion_points` accepts both.
     """
-    return {edge.tensor for edge in read_qdq_edges(to_proto(onnx_model))}
+    return {edge.tensor for edge in QDQGraph(to_proto(onnx_model)).edges}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness.base.errors import UserError, prefix_file
-from harness.base.untrusted import read_text
+from harness.base.files import read_text
 from harness.compat.modelopt_autotune.insertion_points import Region, RegionType, from_graph
 from harness.compat.modelopt_autotune.region_pattern import RegionIndex
 from harness.compat.modelopt_autotune.settings import AutotunerError

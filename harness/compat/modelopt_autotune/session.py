@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
-from harness.accuracy.calibration.calibration_batches import ALL_SAMPLES, CalibrationBatches
+from harness.accuracy.calibration.ranges import ALL_SAMPLES, CalibrationBatches
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.base.progress import NullProgress
@@ -29,7 +29,7 @@ from harness.compat.modelopt_autotune.region_pattern import (
     RegionPattern,
 )
 from harness.compat.modelopt_autotune.settings import AutotunerError, Config, InvalidSchemeError
-from harness.config.plan import TaskSpec
+from harness.config.experiment import TaskSpec
 from harness.config.sections import Calibration, ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_cache_file
 from harness.graph import pattern_cache
@@ -40,14 +40,14 @@ from harness.graph.pattern_cache import read_cache, write_cache
 from harness.graph.qdq.import_placement import map_to_float_tensors, read_placement
 from harness.measure.records import MAIN_BENCHMARKER, first_problem
 from harness.plugins import registry
-from harness.results.fingerprint import require_same_fingerprint
+from harness.results.journal import require_same_fingerprint
 from harness.run.prepare.float_baseline import BackendProperties
 from harness.run.prepare.initial_design import InitialDesign, load_imported_models
 from harness.run.prepare.model_loader import input_types
 from harness.run.prepare.study_task import model_label
 from harness.run.prepare.task import calibrate_task
 from harness.run.search.searcher_guard import SearcherGuard
-from harness.workers.in_process import as_outcome
+from harness.workers.engines import as_outcome
 from search.api import CONTRACT, Failure, Observation, Score, Searcher
 from search.space import Placement, Resolved, Space
 from search.subspace import SubspaceSearcher

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from harness.base.errors import MAX_COUNT, UserError
-from harness.config.precision_names import normalize_float_precision
+from harness.config.sections import normalize_float_precision
 
 QUANT_TYPES = ("int8", "fp8")
 DQ_DTYPES = ("float16", "float32", "bfloat16")

@@ -38,7 +38,7 @@ from harness.graph.rules.points import explain_no_points
 from harness.measure.elimination import TURNS_PER_RACING_ROUND
 from harness.measure.provenance import format_options, machine_lacks_vnni
 from harness.measure.records import Failed
-from harness.measure.turn_statistics import ConfirmationSummary, summarize_turns
+from harness.measure.turn_log import ConfirmationSummary, summarize_turns
 from harness.plugins.api import Candidate
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.output_check import CHECK_FILE_NAME

@@ -14,10 +14,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from harness.base.errors import CandidateError, UserError
-from harness.base.files import file_sha256
+from harness.base.files import file_sha256, parse_json, read_bounded
 from harness.base.random_inputs import InputTypes
 from harness.base.text import safe_file_name
-from harness.base.untrusted import parse_json, read_bounded
 from harness.compat.tao_specs.model_file import (
     name_write_errors,
     open_onnx_file,

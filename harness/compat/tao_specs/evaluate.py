@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from harness.accuracy.data.batching import image_input, image_size
-from harness.accuracy.data.decode_boxes import suggest_decoder
+from harness.accuracy.data.decode import suggest_decoder
 from harness.accuracy.data.preprocess import Layout, parse_preprocess
 from harness.accuracy.metrics.base import low_reference_warning
 from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
@@ -50,8 +50,7 @@ from harness.compat.tao_specs.spec import DatasetSection, EvaluateSection, Spec,
 from harness.config.sections import PluginSpec, PreprocessSpec
 from harness.graph.load import read_signature
 from harness.graph.passes.dimension_sizes import parse_shape
-from harness.graph.qdq.reduce_model import PairRemover
-from harness.graph.qdq.upcast import UPCAST_NOTE, write_float32_copy
+from harness.graph.qdq.reduce_model import UPCAST_NOTE, PairRemover, write_float32_copy
 from harness.plugins import registry
 from harness.plugins.api import Accuracy, Array, Benchmarker, Candidate, Evaluator, NeedsPreparation
 from harness.run.prepare.accuracy_store import scoring_progress
@@ -225,7 +224,7 @@ def _evaluator_use(
     if "reference" in registry.plugin_signature("evaluator", use.use).parameters:
         raise UserError(
             f"evaluate.evaluator: {use.use!r} compares with the float model, which a spec file does not name; use "
-            "it in an experiment (qdq run), or harness.accuracy.metrics.sqnr.output_sqnr in Python"
+            "it in an experiment (qdq run), or harness.accuracy.metrics.closeness.output_sqnr in Python"
         )
     params, preprocess = {"data": data, **use.params}, dataset.preprocess if "images" in data else None
     if "images" in data:

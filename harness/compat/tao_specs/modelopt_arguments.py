@@ -24,7 +24,7 @@ from harness.compat.tao_specs.layers import (
     match_skip_names,
 )
 from harness.compat.tao_specs.spec import Dtype, LayerSpec, QuantizeSection
-from harness.config.precision_names import normalize_float_precision
+from harness.config.sections import normalize_float_precision
 from harness.measure.provenance import describe_environment
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def option_remedy(option: str) -> str:
     if remedy := _refusal_remedy(name):
         return remedy
     if name in ARGUMENTS_SET_BY_SPEC:
-        return "--calibration_data FILE, or batches in Python: harness.accuracy.calibration.ptq.modelopt"
+        return "--calibration_data FILE, or batches in Python: harness.accuracy.tools.ptq.modelopt"
     is_argument = name in {*modelopt_parameters(), *INT4_ARGUMENTS}
     return (
         f"'qdq quantize' passes it on: backend: modelopt.onnx, backend_kwargs: {{{name}: ...}}" if is_argument else ""

@@ -11,9 +11,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.calibration.ptq import modelopt
+from harness.accuracy.calibration.range_estimators import finite_ranges, range_warnings
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
+from harness.accuracy.tools.ptq import modelopt
 from harness.base.errors import BuildFailed, UserError, suggest_names
 from harness.base.random_inputs import InputTypes
 from harness.compat.tao_specs.dataset import (
@@ -149,7 +149,7 @@ def add_calibration_shapes(
 def quantize_with_modelopt(
     path: Path, target: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
 ) -> None:
-    """Run ModelOpt in a child process; for the arguments see `harness.accuracy.calibration.ptq.modelopt`.
+    """Run ModelOpt in a child process; for the arguments see `harness.accuracy.tools.ptq.modelopt`.
 
     Raises:
         UserError: ModelOpt fails, or leaves the model unchanged.

@@ -15,10 +15,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from harness.base.errors import MAX_COUNT, UserError, suggest_names
 from harness.compat.tao_specs.layers import PRESETS
-from harness.config.precision_names import normalize_float_precision
-from harness.config.sections import PluginSpec, PreprocessSpec
-from harness.config.validation_errors import to_user_error
-from harness.config.yaml_loader import read_text_file, read_yaml_mapping
+from harness.config.sections import PluginSpec, PreprocessSpec, normalize_float_precision
+from harness.config.yaml_loader import read_text_file, read_yaml_mapping, to_user_error
 
 Dtype = Literal["int8", "fp8_e4m3fn", "fp8_e5m2", "native"]
 DATA_TYPE_NAMES = {"f16": "FP16", "bf16": "BF16", "tf32": "TF32", "f32": "FP32"}

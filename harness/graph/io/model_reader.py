@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PureWindowsPath
 
@@ -67,46 +67,48 @@ def read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
 
     Args:
         source: Name of the model in messages.
-
-    Raises:
-        UserError: The file is missing, truncated or not ONNX; functions cannot be inlined; weights do not have the
-            declared size; or external data are missing, too short or outside the model's folder.
     """
     with refuse_damage(source):
-        return _read_model(path, source)
-
-
-def _read_model(path: Path, source: str) -> tuple[onnx.ModelProto, str]:
-    raw = _read_bytes(path, source)
-    proto = _parse_model(raw, source)
-    check_functions(proto, source)
-    digest = hashlib.sha256(raw)
-    external = load_external_data(proto, path.parent, source)
-    for file in sorted({file for _, file in external}):
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    for tensor, _ in external:
+        raw, proto = _read_bytes(path, source), onnx.ModelProto()
+        truncated = UserError(
+            f"{source}: a truncated or damaged ONNX file ({len(raw)} bytes); compare its size with the original "
+            "and fetch or export the model again"
+        )
+        not_onnx = UserError(
+            f"{source}: not an ONNX file (it starts with {raw[:12]!r}); export the model to ONNX first, "
+            "for instance with torch.onnx.export"
+        )
         try:
-            load_external_data_for_tensor(tensor, str(path.parent))
-        except (ValueError, OSError, onnx.checker.ValidationError) as error:
-            raise UserError(
-                f"{source}: the external data of {tensor.name!r} is truncated or damaged ({error}); "
-                "fetch or export model and data again, together"
-            ) from error
-        tensor.data_location = onnx.TensorProto.DEFAULT
-        del tensor.external_data[:]
-    for tensor in _iter_tensors(proto):
-        _check_size(tensor, source)
-    return proto, digest.hexdigest()
+            proto.ParseFromString(raw)
+        except DecodeError as error:
+            # Field 1 (ir_version, a small number) comes first in every file that a known exporter writes.
+            raise truncated if len(raw) > 1 and raw[0] == 0x08 and 0 < raw[1] < 0x20 else not_onnx from error
+        if not (proto.ir_version and proto.HasField("graph") and proto.opset_import):
+            is_onnx = proto.ir_version and (proto.HasField("graph") or proto.opset_import)
+            raise truncated if is_onnx or proto.producer_name else not_onnx
+        check_functions(proto, source)
+        digest = hashlib.sha256(raw)
+        external = load_external_data(proto, path.parent, source)
+        for file in sorted(distinct_files(external)):
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        for tensor, _ in external:
+            try:
+                load_external_data_for_tensor(tensor, str(path.parent))
+            except (ValueError, OSError, onnx.checker.ValidationError) as error:
+                raise UserError(
+                    f"{source}: the external data of {tensor.name!r} is truncated or damaged ({error}); "
+                    "fetch or export model and data again, together"
+                ) from error
+            tensor.data_location = onnx.TensorProto.DEFAULT
+            del tensor.external_data[:]
+        for tensor in _iter_tensors(proto):
+            _check_size(tensor, source)
+        return proto, digest.hexdigest()
 
 
 def check_functions(proto: onnx.ModelProto, source: str) -> None:
-    """Check that functions can be inlined, because native code (onnx 1.21) inlines them without a limit.
-
-    Raises:
-        UserError: A function calls itself, or inlining would give more than `MAX_INLINED_NODES` nodes; the message
-            starts with `source`.
-    """
+    """Check that functions can be inlined, because native code (onnx 1.21) inlines them without a limit."""
     bodies: dict[tuple[str, str, str], list[onnx.NodeProto]] = {}
     for function in proto.functions:
         bodies.setdefault(_function_key(function.domain, function.name, function.overload), []).extend(function.node)
@@ -118,7 +120,10 @@ def check_functions(proto: onnx.ModelProto, source: str) -> None:
         raise UserError(f"{source}: a function calls itself ({names}), which ONNX forbids; export it again") from error
     costs: dict[tuple[str, str, str], int] = {}
     for key in order:
-        costs[key] = _inlined_cost(bodies[key]) + sum(count * costs[each] for each, count in calls[key].items())
+        parts = iter_graphs(onnx.FunctionProto(node=bodies[key]))
+        # A large node counts once per 4 KiB, because inlining copies its constants.
+        own = sum(max(1, node.ByteSize() >> 12) for part in parts for node in part.node)
+        costs[key] = own + sum(count * costs[each] for each, count in calls[key].items())
     total = sum(costs[key] for key in _iter_calls(proto.graph.node, bodies))
     if total > MAX_INLINED_NODES:
         raise UserError(
@@ -140,33 +145,37 @@ def _iter_calls(nodes: Iterable[onnx.NodeProto], bodies: Container[object]) -> I
                 yield key
 
 
-def _inlined_cost(nodes: Iterable[onnx.NodeProto]) -> int:
-    """Return the number of nodes, where a large one counts once per 4 KiB, because inlining copies its constants."""
-    parts = iter_graphs(onnx.FunctionProto(node=nodes))
-    return sum(max(1, node.ByteSize() >> 12) for part in parts for node in part.node)
-
-
 def load_external_data(proto: onnx.ModelProto, folder: Path, source: str) -> list[tuple[onnx.TensorProto, Path]]:
     """Return the tensors of a model with values in other files, each with that file; values are not read.
 
     Args:
         folder: Folder of the model.
         source: Name of the model in messages.
-
-    Raises:
-        UserError: A file is missing or outside of the model's folder, or the data are larger than the memory.
     """
     files: dict[str, Path] = {}
     external: ExternalTensors = []
     total_bytes = 0
     for tensor in _iter_tensors(proto):
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            location = entries.get("location", "")
-            if location not in files:
-                files[location] = _external_data_path(tensor.name, location, folder, source)
-            external.append((tensor, files[location]))
-            total_bytes += _external_size_bytes(entries, files[location])
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        file = folder / location
+        absolute = Path(location).is_absolute() or bool(PureWindowsPath(location).drive)
+        if location not in files and (not location or absolute or not file.resolve().is_relative_to(folder.resolve())):
+            raise UserError(
+                f"{source}: the weights {tensor.name!r} refer to the file {location!r} outside of the model's folder, "
+                "which is refused; save the model again with its data in the same folder "
+                "(onnx.save(model, path, save_as_external_data=True))"
+            )
+        if location not in files and not file.is_file():
+            raise UserError(
+                f"{source}: the external data {location!r} with the weights {tensor.name!r} is missing; "
+                f"put that file into {folder}"
+            )
+        external.append((tensor, files.setdefault(location, file)))
+        with suppress(ValueError):  # onnx reports invalid numbers later
+            total_bytes += int(entries.get("length") or file.stat().st_size - int(entries.get("offset") or 0))
     total_bytes = max(total_bytes, sum(file.stat().st_size for file in distinct_files(external)))
     if external and total_bytes > psutil.virtual_memory().total:
         raise UserError(
@@ -175,14 +184,6 @@ def load_external_data(proto: onnx.ModelProto, folder: Path, source: str) -> lis
             "a machine with more memory"
         )
     return external
-
-
-def _external_size_bytes(entries: Mapping[str, str], file: Path) -> int:
-    """Return the number of bytes of a tensor in an external file; onnx reports invalid numbers later."""
-    try:
-        return int(entries.get("length") or file.stat().st_size - int(entries.get("offset") or 0))
-    except ValueError:
-        return 0
 
 
 def _read_bytes(path: Path, source: str) -> bytes:
@@ -203,45 +204,22 @@ def _read_bytes(path: Path, source: str) -> bytes:
     return raw
 
 
-def _parse_model(raw: bytes, source: str) -> onnx.ModelProto:
-    proto = onnx.ModelProto()
-    truncated = UserError(
-        f"{source}: a truncated or damaged ONNX file ({len(raw)} bytes); compare its size with the original "
-        "and fetch or export the model again"
-    )
-    not_onnx = UserError(
-        f"{source}: not an ONNX file (it starts with {raw[:12]!r}); export the model to ONNX first, "
-        "for instance with torch.onnx.export"
-    )
-    try:
-        proto.ParseFromString(raw)
-    except DecodeError as error:
-        # Field 1 (ir_version, a small number) comes first in every file that a known exporter writes.
-        raise truncated if len(raw) > 1 and raw[0] == 0x08 and 0 < raw[1] < 0x20 else not_onnx from error
-    if proto.ir_version and proto.HasField("graph") and proto.opset_import:
-        return proto
-    is_onnx = proto.ir_version and (proto.HasField("graph") or proto.opset_import)
-    raise truncated if is_onnx or proto.producer_name else not_onnx
-
-
 def _iter_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield the initializers and tensor attributes of all graphs and functions, and the parts of sparse ones."""
+    sparse: list[onnx.SparseTensorProto] = []
     for body in (proto.graph, *proto.functions):
         for part in iter_graphs(body):
             if isinstance(part, onnx.GraphProto):
                 yield from part.initializer
-                yield from _sparse_parts(part.sparse_initializer)
-    for node in iter_nodes(proto):
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            yield from _sparse_parts([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else ())
-            yield from _sparse_parts(attribute.sparse_tensors)
-
-
-def _sparse_parts(tensors: Iterable[onnx.SparseTensorProto]) -> Iterator[onnx.TensorProto]:
-    for tensor in tensors:
+                sparse += part.sparse_initializer
+    for attribute in (attribute for node in iter_nodes(proto) for attribute in node.attribute):
+        if attribute.HasField("t"):
+            yield attribute.t
+        if attribute.HasField("sparse_tensor"):
+            sparse.append(attribute.sparse_tensor)
+        yield from attribute.tensors
+        sparse += attribute.sparse_tensors
+    for tensor in sparse:
         yield from (tensor.values, tensor.indices)
 
 
@@ -263,34 +241,13 @@ def _check_size(tensor: onnx.TensorProto, source: str) -> None:
         )
 
 
-def _external_data_path(name: str, location: str, folder: Path, source: str) -> Path:
-    absolute = Path(location).is_absolute() or bool(PureWindowsPath(location).drive)
-    file = folder / location
-    if not location or absolute or not file.resolve().is_relative_to(folder.resolve()):
-        raise UserError(
-            f"{source}: the weights {name!r} refer to the file {location!r} outside of the model's folder, "
-            "which is refused; save the model again with its data in the same folder "
-            "(onnx.save(model, path, save_as_external_data=True))"
-        )
-    if not file.is_file():
-        raise UserError(
-            f"{source}: the external data {location!r} with the weights {name!r} is missing; "
-            f"put that file into {folder}"
-        )
-    return file
-
-
 def distinct_files(external: ExternalTensors) -> list[Path]:
     """Return the files of external tensors, each once, in their order."""
     return list(dict.fromkeys(file for _, file in external))
 
 
 def read_external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelProto, ExternalTensors]:
-    """Return a serialized model without its external data, and its external tensors; no tensors if it cannot be parsed.
-
-    Raises:
-        UserError: The external data are damaged.
-    """
+    """Return a serialized model without its external data, and its external tensors; none if it cannot be parsed."""
     proto = onnx.ModelProto()
     try:
         proto.ParseFromString(content)

@@ -112,7 +112,8 @@ def _pair_problem(node: Any, graph: QDQGraph, capability: tuple[int, int], diale
 def _product_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem | None:
     """Return the problem of the pairs on data and weight of a linear operator, or None."""
     pairs = [_operand_pair(graph, name) for name in node.input[:2]]
-    kinds = [None if pair is None else _read_type(pair, graph) for pair in pairs]
+    types = [None if pair is None else graph.stored_type(pair) for pair in pairs]
+    kinds = [TensorProto.INT8 if kind == TensorProto.UINT8 else kind for kind in types]  # as TensorRT reads them
     if None not in kinds and kinds[0] != kinds[1] and node.op_type != "ConvTranspose":
         names = " and ".join(TensorProto.DataType.Name(kind) for kind in kinds)
         return "mixed", "refused", f"multiplies {names}; both operands need one type, also through operators between"
@@ -120,14 +121,31 @@ def _product_problem(node: Any, graph: QDQGraph, dialect: Dialect) -> _Problem |
         return None
     if None in kinds:
         return "one operand", "no effect", "has one quantized operand, so it is computed in float"
-    if _has_unusable_data_scale(node, pairs[0], graph):
+    weight = graph.constants.get(graph.before_pairs(node.input[1]))
+    shape = () if weight is None else tuple(weight.dims)
+    scales = [graph.constants.get(pair.input[1]) for pair in pairs]
+    data_scale, weight_scale = (() if scale is None else tuple(scale.dims) for scale in scales)
+    data_axis, weight_axis = (int(attribute_value(pair, "axis", 1)) for pair in pairs)
+    is_unusable, channels = False, tuple[int, ...]()  # channels: axes of a weight along which scales may differ
+    if node.op_type == "Conv":
+        is_unusable, channels = bool(data_scale), (0, 1) if shape[1:2] == (1,) else (0,)
+    elif node.op_type == "Gemm":
+        summed = 0 if attribute_value(node, "transA", 0) else 1
+        is_unusable = math.prod(data_scale) > 1 and data_axis == summed
+        channels = (0,) if attribute_value(node, "transB", 0) else (1,)
+    elif node.op_type == "MatMul":
+        channels = (len(shape) - 1, -1)
+    if is_unusable:
         return "data scale", "no effect", "has data with a scale that no kernel takes, so it is computed in float"
-    filter_size = math.prod(_weight_shape(node, graph)[2:]) if node.op_type == "Conv" else 0
+    filter_size = math.prod(shape[2:]) if node.op_type == "Conv" else 0
     if kinds[0] == TensorProto.FLOAT8E4M3FN and filter_size > dialect.max_fp8_filter > 0:
         return "fp8 filter", "no effect", f"has a filter of {filter_size} elements, so FP8 is computed in float"
-    axis, channel = int(attribute_value(pairs[1], "axis", 1)), _channel_axes(node, graph)
-    if math.prod(_scale_shape(graph, pairs[1])) > 1 and channel is not None and axis not in channel:
-        return "weight axis", "no effect", f"has weights with scales along axis {axis}, so it is computed in float"
+    if math.prod(weight_scale) > 1 and shape and channels and weight_axis not in channels:
+        return (
+            "weight axis",
+            "no effect",
+            f"has weights with scales along axis {weight_axis}, so it is computed in float",
+        )
     return _float_kernel_problem(node, graph, dialect)
 
 
@@ -159,40 +177,3 @@ def _operand_pair(graph: QDQGraph, tensor: str) -> Any:
         else:
             return None
     return None
-
-
-def _has_unusable_data_scale(node: Any, pair: Any, graph: QDQGraph) -> bool:
-    """Return whether data of a Conv have a scale that is no scalar, or data of a Gemm scales along the summed axis."""
-    shape, axis = _scale_shape(graph, pair), int(attribute_value(pair, "axis", 1))
-    summed = 0 if attribute_value(node, "transA", 0) else 1
-    return bool(shape) if node.op_type == "Conv" else node.op_type == "Gemm" and math.prod(shape) > 1 and axis == summed
-
-
-def _scale_shape(graph: QDQGraph, pair: Any) -> tuple[int, ...]:
-    """Return the shape of a constant scale; () for a scalar and for a scale that is no constant."""
-    scale = graph.constants.get(pair.input[1])
-    return () if scale is None else tuple(scale.dims)
-
-
-def _channel_axes(node: Any, graph: QDQGraph) -> tuple[int, ...] | None:
-    """Return the axes of a weight along which scales may differ, or None if they are unknown."""
-    shape = _weight_shape(node, graph)
-    if not shape:
-        return None
-    if node.op_type == "Conv":
-        return (0, 1) if shape[1] == 1 else (0,)
-    if node.op_type == "Gemm":
-        return (0,) if attribute_value(node, "transB", 0) else (1,)
-    return (len(shape) - 1, -1) if node.op_type == "MatMul" else None
-
-
-def _weight_shape(node: Any, graph: QDQGraph) -> tuple[int, ...]:
-    """Return the shape of a constant weight, or () for other tensors."""
-    weight = graph.constants.get(graph.before_pairs(node.input[1]))
-    return () if weight is None else tuple(weight.dims)
-
-
-def _read_type(node: Any, graph: QDQGraph) -> int:
-    """Return the stored element type as TensorRT reads it, so INT8 for UINT8."""
-    kind = graph.stored_type(node)
-    return TensorProto.INT8 if kind == TensorProto.UINT8 else kind

@@ -1,10 +1,13 @@
-"""Reading of the placement of a Q/DQ file, as edges of its float model or of one with the same structure."""
+"""Reading of the placement of a Q/DQ file, as edges of its float model or of one with the same structure.
+
+Where a space has no equal placement, the differences are listed with their reasons.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -33,9 +36,12 @@ from harness.graph.qdq.qdq_graph import (
 )
 from harness.graph.quantize.numeric_choices import channel_name, depthwise_inputs
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
+from harness.graph.rules.agreements import jointly_quantized_inputs
+from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.movement import VALUE_PRESERVING_OPS
 from harness.graph.rules.operator_sets import LINEAR_OPS, PARAMETER_SLOTS, SHAPE_SLOTS
-from search.space import Edge
+from harness.graph.rules.placement_rules import first_violated_rule
+from search.space import Edge, Resolved, Space
 
 logger = logging.getLogger(__name__)
 
@@ -136,37 +142,30 @@ def read_placement(source: Path | onnx.ModelProto, model: Model) -> ImportedPlac
     Args:
         source: File or model that another tool (ModelOpt, ONNX Runtime) made from `model`.
         model: Float model.
-
-    Raises:
-        UserError: The file cannot be read, is in QOperator format, or has no Q/DQ pair that fits the model.
     """
     name = "the Q/DQ model" if isinstance(source, onnx.ModelProto) else str(source)
     with refuse_damage(name):
-        return _read_placement(source, model, name)
-
-
-def _read_placement(source: Path | onnx.ModelProto, model: Model, name: str) -> ImportedPlacement:
-    proto = source if isinstance(source, onnx.ModelProto) else read_model(source, name)[0]
-    theirs = QDQGraph(proto)
-    require_pairs(theirs, name)
-    matcher = _NodeMatcher(theirs, model)
-    edges, forms, unmatched = dict[Edge, str](), dict[Edge, PairForm](), list[ImportDifference]()
-    for edge, precision in sorted(theirs.edges.items()):
-        ours = matcher.match_edge(edge)
-        if isinstance(ours, str):
-            unmatched.append(ImportDifference("not expressed", edge, precision, ours))
-        else:
-            edges[ours], forms[ours] = precision, theirs.edge_form(edge)
-    unmatched += _unread_pairs(theirs)
-    if not any(NAME_PREFIX in node.output[0] for node in theirs.proto.graph.node if node.op_type in QDQ_OPS):
-        _carry_to_products(model, edges, forms)
-    if not edges:
-        raise UserError(
-            f"{name}: none of its {len(unmatched)} quantized edges belongs to {model.source}; "
-            f"it must be made from this model ({unmatched[0]})"
-        )
-    logger.info("%s: %d of %d quantized edges found in %s", name, len(edges), len(theirs.edges), model.source)
-    return ImportedPlacement(model=model, edges=edges, forms=forms, unmatched=tuple(unmatched))
+        proto = source if isinstance(source, onnx.ModelProto) else read_model(source, name)[0]
+        theirs = QDQGraph(proto)
+        require_pairs(theirs, name)
+        matcher = _NodeMatcher(theirs, model)
+        edges, forms, unmatched = dict[Edge, str](), dict[Edge, PairForm](), list[ImportDifference]()
+        for edge, precision in sorted(theirs.edges.items()):
+            ours = matcher.match_edge(edge)
+            if isinstance(ours, str):
+                unmatched.append(ImportDifference("not expressed", edge, precision, ours))
+            else:
+                edges[ours], forms[ours] = precision, theirs.edge_form(edge)
+        unmatched += _unread_pairs(theirs)
+        if not any(NAME_PREFIX in node.output[0] for node in theirs.nodes.values() if node.op_type in QDQ_OPS):
+            _carry_to_products(model, edges, forms)
+        if not edges:
+            raise UserError(
+                f"{name}: none of its {len(unmatched)} quantized edges belongs to {model.source}; "
+                f"it must be made from this model ({unmatched[0]})"
+            )
+        logger.info("%s: %d of %d quantized edges found in %s", name, len(edges), len(theirs.edges), model.source)
+        return ImportedPlacement(model=model, edges=edges, forms=forms, unmatched=tuple(unmatched))
 
 
 def require_pairs(theirs: QDQGraph, name: str) -> None:
@@ -199,32 +198,28 @@ def _carry_to_products(model: Model, edges: dict[Edge, str], forms: dict[Edge, P
     each of their outputs, with the same scale, changes no value.
     """
     for node in model.nodes if edges else ():
-        paths = [_moved_path(model, edges, node, slot) for slot in (0, 1)] if node.op in LINEAR_OPS else []
-        if all(paths) and len({edges[path[-1]] for path in paths}) == 1:
-            for path in paths:
-                for edge in path[:-1] if forms[path[-1]].scale is not None and forms[path[-1]].scale.size == 1 else ():
-                    edges[edge], forms[edge] = edges[path[-1]], forms[path[-1]]
-
-
-def _moved_path(model: Model, edges: Mapping[Edge, str], node: Node, slot: int) -> list[Edge]:
-    """Return the edges from an operand backwards to the first quantized one; empty if other operators lie between."""
-    path = []
-    while True:
-        path.append(Edge(node.inputs[slot], node.name, slot))
-        maker = model.producer_node(node.inputs[slot])
-        if path[-1] in edges:
-            return path
-        if maker is None or maker.op not in VALUE_PRESERVING_OPS:
-            return []
-        node, slot = maker, 0
+        paths = []  # from each operand backwards to the first quantized edge
+        for slot in (0, 1) if node.op in LINEAR_OPS else ():
+            path = [Edge(node.inputs[slot], node.name, slot)]
+            while path[-1] not in edges:
+                maker = model.producer_node(path[-1].tensor)
+                if maker is None or maker.op not in VALUE_PRESERVING_OPS:
+                    break
+                path.append(Edge(maker.inputs[0], maker.name, 0))
+            paths.append(path)
+        if all(path[-1] in edges for path in paths) and len({edges[path[-1]] for path in paths}) == 1:
+            for *moved, end in paths:
+                for edge in moved if forms[end].scale is not None and forms[end].scale.size == 1 else ():
+                    edges[edge], forms[edge] = edges[end], forms[end]
 
 
 def _unread_pairs(theirs: QDQGraph) -> Iterator[ImportDifference]:
     """Yield the DequantizeLinear nodes that no edge has, and other operators that quantize, with the reasons."""
     used = {id(node) for edge in theirs.edges for node in theirs.edge_pair(edge)}
-    read_inside = {name: node for node in theirs.proto.graph.node for name in find_captures(node)}
-    for node, label in zip(theirs.proto.graph.node, theirs.labels, strict=True):
-        reason, inner = "", sum(each.op_type == DEQUANTIZE for each in _inner_nodes(node))
+    read_inside = {name: node for node in theirs.nodes.values() for name in find_captures(node)}
+    for label, node in theirs.nodes.items():
+        bodies = (graph for body in iter_subgraphs(node) for graph in iter_graphs(body))
+        reason, inner = "", sum(each.op_type == DEQUANTIZE for graph in bodies for each in graph.node)
         if inner:
             reason = f"{inner} pairs are inside of its subgraphs, which stay float"
         elif _quantizes_otherwise(node):
@@ -240,10 +235,6 @@ def _unread_pairs(theirs: QDQGraph) -> Iterator[ImportDifference]:
         if reason:
             edge = Edge(next(filter(None, node.input), ""), label, 0)
             yield ImportDifference("not expressed", edge, "unknown", reason)
-
-
-def _inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    return (inner for body in iter_subgraphs(node) for graph in iter_graphs(body) for inner in graph.node)
 
 
 def require_float_model(model: Model) -> None:
@@ -284,72 +275,56 @@ class _NodeMatcher:
 
     def __init__(self, theirs: QDQGraph, model: Model) -> None:
         self._theirs, self._model = theirs, model
-        self._ours_by_name = {node.name: node for node in model.nodes}
-        self._nodes = dict(zip(theirs.labels, theirs.proto.graph.node, strict=True))
         numbers: dict[Hashable, int] = {}
-        self._numbers, self._our_numbers = (
-            _number_computations(graph, numbers) for graph in (theirs, QDQGraph(model.proto))
-        )
-        self._groups, self._our_groups = (_group_labels(found) for found in (self._numbers, self._our_numbers))
+        self._numbers = _number_computations(theirs, numbers)
+        self._our_numbers = _number_computations(QDQGraph(model.proto), numbers)
+        self._groups: dict[int, list[str]] = defaultdict(list)
+        self._our_groups: dict[int, list[str]] = defaultdict(list)
+        for groups, found in ((self._groups, self._numbers), (self._our_groups, self._our_numbers)):
+            for label, (number, _) in found.items():
+                groups[number].append(label)
 
     def match_edge(self, edge: Edge) -> Edge | str:
         """Return the edge of the float model for one of the file, or the reason why there is none."""
+        model, theirs = self._model, self._theirs
         if not edge.consumer:
-            return self._match_output_edge(edge)
-        node = self._nodes[edge.consumer]
-        ours = self._match_node(edge.consumer, node.op_type) or self._match_reader(edge, node.op_type)
-        if ours is None and node.op_type in _FOLDED_OPS:
-            return _FOLDED_OPS[node.op_type]
-        if ours is None:
-            return (
-                f"{self._model.source} has no such {node.op_type}: the tool added or fused operators, or it is folded"
-            )
-        slot = self._match_slot(edge, ours)
+            name, _ = theirs.reads[edge]
+            for tensor in (edge.tensor, name):
+                if tensor in model.output_names:
+                    return Edge(tensor, "", 0)
+            if len(theirs.outputs) == len(model.outputs):
+                return Edge(model.outputs[theirs.outputs.index(name)], "", 0)
+            return f"{model.source} has no such output"
+        op = theirs.nodes[edge.consumer].op_type
+        ours = self._match_node(edge.consumer, op)
+        if ours is None:  # the only operator of the type that reads a tensor of the same name at the same input
+            readers = [model.nodes[index] for index, slot in model.consumers.get(edge.tensor, ()) if slot == edge.slot]
+            readers = [node for node in readers if node.op == op]
+            if len(readers) != 1:
+                unknown = f"{model.source} has no such {op}: the tool added or fused operators, or it is folded"
+                return _FOLDED_OPS.get(op, unknown)
+            ours = readers[0]
+        # The operands may be in another order: then the input with the same computation counts.
+        read, reads, slot = self._numbers[edge.consumer][1][edge.slot], self._our_numbers[ours.name][1], edge.slot
+        if read >= 0 and read not in reads[slot : slot + 1] and reads.count(read) == 1:
+            slot = reads.index(read)
         if slot >= len(ours.inputs) or not ours.inputs[slot]:
-            return f"{ours.op} {ours.name!r} has no input {slot} in {self._model.source}"
+            return f"{ours.op} {ours.name!r} has no input {slot} in {model.source}"
         return Edge(ours.inputs[slot], ours.name, slot)
 
     def _match_node(self, label: str, op: str) -> Node | None:
-        named = self._ours_by_name.get(label)
+        named = self._model.nodes_by_name.get(label)
         if named is not None and _operator_kind(named.op) != _operator_kind(op):
             named = None
-        number = self._numbers[label][0]
+        number, read = self._numbers[label]
         theirs, ours = self._groups[number], self._our_groups.get(number, [])
-        if not ours:
-            return named if named is not None and self._has_same_constants(label, named) else None
+        if named is not None and not ours:  # the same operator if its constants have as many elements
+            pairs = zip(read, self._our_numbers[named.name][1], named.inputs, strict=False)
+            same = all(found == wanted for found, wanted, name in pairs if name in self._model.constants)
+            return named if same else None
         if named is not None and named.name in ours:
             return named
-        return self._ours_by_name[ours[theirs.index(label)]] if len(ours) == len(theirs) else None
-
-    def _has_same_constants(self, label: str, ours: Node) -> bool:
-        """Return whether the constants of an operator have as many elements as those of another of that name."""
-        pairs = zip(self._numbers[label][1], self._our_numbers[ours.name][1], ours.inputs, strict=False)
-        return all(found == wanted for found, wanted, name in pairs if name in self._model.constants)
-
-    def _match_reader(self, edge: Edge, op: str) -> Node | None:
-        """Return the only operator of a type that reads a tensor of the same name at the same input."""
-        readers = [
-            self._model.nodes[index]
-            for index, slot in self._model.consumers.get(edge.tensor, ())
-            if slot == edge.slot and self._model.nodes[index].op == op
-        ]
-        return readers[0] if len(readers) == 1 else None
-
-    def _match_slot(self, edge: Edge, ours: Node) -> int:
-        """Return the number of the input with the same computation if the operands are in another order."""
-        read, reads = self._numbers[edge.consumer][1][edge.slot], self._our_numbers[ours.name][1]
-        known = read >= 0 and read not in reads[edge.slot : edge.slot + 1] and reads.count(read) == 1
-        return reads.index(read) if known else edge.slot
-
-    def _match_output_edge(self, edge: Edge) -> Edge | str:
-        if edge.tensor in self._model.output_names:
-            return edge
-        names, (name, _) = self._theirs.outputs, self._theirs.reads[edge]
-        if name in self._model.output_names:
-            return Edge(name, "", 0)
-        if len(names) == len(self._model.outputs):
-            return Edge(self._model.outputs[names.index(name)], "", 0)
-        return f"{self._model.source} has no such output"
+        return self._model.nodes_by_name[ours[theirs.index(label)]] if len(ours) == len(theirs) else None
 
 
 def _operator_kind(op: str) -> str:
@@ -358,13 +333,6 @@ def _operator_kind(op: str) -> str:
 
 _Computation = tuple[int, tuple[int, ...]]
 """Numbers of an operator and of its inputs."""
-
-
-def _group_labels(numbers: Mapping[str, _Computation]) -> Mapping[int, list[str]]:
-    found: dict[int, list[str]] = defaultdict(list)
-    for label, (number, _) in numbers.items():
-        found[number].append(label)
-    return found
 
 
 def _number_computations(graph: QDQGraph, numbers: dict[Hashable, int]) -> Mapping[str, _Computation]:
@@ -409,7 +377,7 @@ def _number_computations(graph: QDQGraph, numbers: dict[Hashable, int]) -> Mappi
             known.update((name, own if not place else number(own, place)) for place, name in enumerate(node.output))
         if kind in LINEAR_OPS:
             linear.add(own)
-    return {label: found[label] for label in graph.labels}
+    return {label: found[label] for label in graph.nodes}
 
 
 def transfer_placement(source: Path, model: Model) -> dict[Edge, str]:
@@ -420,40 +388,32 @@ def transfer_placement(source: Path, model: Model) -> dict[Edge, str]:
     Args:
         source: Q/DQ file that qdq-bench exported.
         model: Float model, prepared in the same way as the one of the file.
-
-    Raises:
-        UserError: The file cannot be read or has no Q/DQ pair, or the structures differ; the message has the first
-            difference.
     """
     placed = read_qdq_graph(source)
     if not placed.edges:
         raise UserError(f"{source}: holds no Q/DQ pair, so there is no placement in it")
-    graph = model.proto.graph
-    difference = next(_differences(placed, graph, model), None)
+    difference = next(_structure_differences(placed, model), None)
     if difference is not None:
         raise UserError(
             f"{model.source}: has another structure than {source}, so its placement does not fit: {difference}"
         )
-    kept = [index for index, node in enumerate(placed.proto.graph.node) if node.op_type not in QDQ_OPS]
-    counterparts = {placed.labels[index]: node for index, node in zip(kept, model.nodes, strict=True)}
+    kept = [label for label, node in placed.nodes.items() if node.op_type not in QDQ_OPS]
+    counterparts = dict(zip(kept, model.nodes, strict=True))
+    outputs = [placed.before_pairs(name) for name in placed.outputs]
     found = {}
     for edge, precision in placed.edges.items():
         if edge.consumer:
             node = counterparts[edge.consumer]
             found[Edge(node.inputs[edge.slot], node.name, edge.slot)] = precision
         else:
-            found[Edge(model.outputs[_output_index(placed, edge)], "", 0)] = precision
+            names = outputs if edge.tensor in outputs else list(placed.outputs)
+            found[Edge(model.outputs[names.index(edge.tensor)], "", 0)] = precision
     return found
 
 
-def _output_index(placed: QDQGraph, edge: Edge) -> int:
-    names = [placed.before_pairs(name) for name in placed.outputs]
-    return names.index(edge.tensor) if edge.tensor in names else placed.outputs.index(edge.tensor)
-
-
-def _differences(placed: QDQGraph, graph: onnx.GraphProto, model: Model) -> Iterator[str]:
+def _structure_differences(placed: QDQGraph, model: Model) -> Iterator[str]:
     """Yield descriptions of the differences in inputs, outputs, and nodes in the order of the file."""
-    names: dict[str, str] = {}
+    graph, names = model.proto.graph, dict[str, str]()
     theirs, ours = input_values(placed.proto.graph), input_values(graph)
     if len(theirs) != len(ours) or len(placed.outputs) != len(graph.output):
         yield f"{len(ours)} inputs and {len(graph.output)} outputs, but {len(theirs)} and {len(placed.outputs)} there"
@@ -462,40 +422,142 @@ def _differences(placed: QDQGraph, graph: onnx.GraphProto, model: Model) -> Iter
         if old.type != new.type:
             wanted, found = (format_axes(axes_of(value) or ()) for value in (new, old))
             yield f"input {new.name!r} has shape {wanted}, but {found} there"
-    nodes = (node for node in placed.proto.graph.node if node.op_type not in QDQ_OPS)
-    for before, after in zip_longest(nodes, graph.node):
+    nodes = (node for node in placed.nodes.values() if node.op_type not in QDQ_OPS)
+    for pair in zip_longest(nodes, graph.node):
+        there, here = ("nothing" if node is None else f"{node.op_type} {node_name(node)!r}" for node in pair)
+        before, after = pair
         if before is None or after is None:
-            there, here = ("nothing" if node is None else _describe(node) for node in (before, after))
             yield f"{here}, but {there} there"
             return
-        yield from _node_differences(placed, before, after, names, model)
+        attributes = [sorted(each.SerializeToString(deterministic=True) for each in node.attribute) for node in pair]
+        if (before.op_type, before.domain) != (after.op_type, after.domain):
+            yield f"{here}, but {there} there"
+        elif attributes[0] != attributes[1]:
+            yield f"{here} has other attributes than {node_name(before)!r} there"
+        elif len(before.input) != len(after.input) or len(before.output) != len(after.output):
+            yield f"{here} has {len(after.input)} inputs and {len(after.output)} outputs"
+        for slot, (old, new) in enumerate(zip(before.input, after.input, strict=False)):
+            origin = placed.before_pairs(old)
+            stored, constant = placed.constants.get(origin), model.constants.get(new)
+            if (stored is None) != (constant is None) or (stored is None and names.get(origin, origin) != new):
+                yield f"input {slot} of {here} is {new!r}, not the counterpart of {origin!r}"
+            elif stored is not None and constant is not None and list(stored.dims) != list(constant.dims):
+                yield f"weight {new!r} of {here} has shape {list(constant.dims)}, but {list(stored.dims)} there"
         names.update(zip(before.output, after.output, strict=False))
 
 
-def _node_differences(
-    placed: QDQGraph, before: onnx.NodeProto, after: onnx.NodeProto, names: Mapping[str, str], model: Model
-) -> Iterator[str]:
-    where = _describe(after)
-    if (before.op_type, before.domain) != (after.op_type, after.domain):
-        yield f"{where}, but {_describe(before)} there"
+def find_differences(
+    theirs: ImportedPlacement, space: Space, dialect: Dialect, resolved: Resolved, written: QDQGraph, *, ranges: bool
+) -> tuple[ImportDifference, ...]:
+    """Return the differences between the placement of a file and the nearest one of a space.
+
+    Args:
+        theirs: Placement of the file.
+        space: Space with the points that have a range.
+        dialect: Dialect of the space.
+        resolved: Quantized edges of the nearest placement.
+        written: Model with these edges.
+        ranges: Whether the pairs were written with the ranges of the file.
+    """
+    ours, found = dict(resolved), list(theirs.unmatched)
+    offered = {edge for dimension in space.dimensions for edge in dimension.edges}
+    searched = {choice for dimension in space.dimensions for choice in dimension.choices[1:]}
+    for edge, precision in sorted(theirs.edges.items()):
+        if ours.get(edge) == precision:
+            forms = theirs.forms[edge], written.edge_form(edge)
+            weight = edge.tensor in theirs.model.constants
+            reasons = _compare_weights(*forms) if weight else _compare_activations(*forms, ranges=ranges)
+            found += (ImportDifference("different", edge, precision, reason) for reason in reasons)
+            continue
+        if precision not in dialect.precisions:
+            reason = f"dialect {dialect.name} has {', '.join(sorted(dialect.precisions))}"
+        elif precision not in searched:
+            reason = f"{', '.join(sorted(searched))} is asked for"
+        else:
+            reason = _float_reason(theirs, dialect, edge, precision, offered=edge in offered)
+        found.append(ImportDifference("not expressed", edge, precision, reason))
+    for edge, precision in resolved:
+        if theirs.edges.get(edge) != precision:
+            joint = [other for other in _joint_edges(theirs, dialect, edge) if other in theirs.edges]
+            reason = f"it goes with input {joint[0].slot}" if joint else "most inputs of its pattern are quantized"
+            found.append(ImportDifference("added", edge, precision, reason))
+    return tuple(found)
+
+
+def summarize_differences(theirs: ImportedPlacement, found: Sequence[ImportDifference], file: object) -> str:
+    """Return the number of differences by kind as a sentence without a full stop; "" without any.
+
+    Args:
+        theirs: Placement of the file.
+        found: Result of `find_differences`.
+        file: Name of the file.
+    """
+    counts = Counter(each.kind for each in found)
+    text = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    total = len(theirs.edges) + len(theirs.unmatched)
+    advice = f"'qdq import {file} {theirs.model.source} -o start.onnx' lists each with its reason"
+    return f"differences from the {total} quantized inputs of {file}: {text}; {advice}" if counts else ""
+
+
+def summarize_reasons(theirs: ImportedPlacement, space: Space, dialect: Dialect) -> str:
+    """Return the first difference, and the number of the others, of a file of which nothing is expressed."""
+    first, *others = find_differences(theirs, space, dialect, (), QDQGraph(theirs.model.proto), ranges=False)
+    return f" ({first}; and {len(others)} others)"
+
+
+def _float_reason(theirs: ImportedPlacement, dialect: Dialect, edge: Edge, precision: str, *, offered: bool) -> str:
+    """Return the reason why an edge of a file has another precision here; `offered`: whether the space has the edge."""
+    if not edge.consumer:
+        return "most outputs of its pattern differ" if offered else f"dialect {dialect.name} has no point there"
+    node, joint = theirs.model.nodes_by_name[edge.consumer], _joint_edges(theirs, dialect, edge)
+    for each in (edge, *joint):
+        rule = first_violated_rule(theirs.model, dialect, node, each.slot, precision)
+        if rule is not None and rule.name not in ("one scale", "together"):
+            return f"rule {rule.name!r}: {rule.text.removesuffix('.')}"
+    alone = [each for each in joint if theirs.edges.get(each) != precision]
+    if alone:
+        return f"it goes with input {alone[0].slot} ({alone[0].tensor}), which is not {precision} in the file"
+    return "most inputs of its pattern differ" if offered else "the tensor has no range that gives a scale"
+
+
+def _joint_edges(theirs: ImportedPlacement, dialect: Dialect, edge: Edge) -> list[Edge]:
+    """Return the other edges of the same operator that are quantized together with an edge."""
+    if not edge.consumer:
+        return []
+    node = theirs.model.nodes_by_name[edge.consumer]
+    slots = jointly_quantized_inputs(theirs.model, dialect, node, edge.slot)
+    return [Edge(node.inputs[slot], node.name, slot) for slot in slots if slot != edge.slot]
+
+
+def _compare_weights(theirs: PairForm, ours: PairForm) -> Iterator[str]:
+    """Yield the differences in the scales of a constant; several in place of one are none, because they are finer."""
+    if theirs.block:
+        yield f"one scale for each block of {theirs.block} becomes {_granularity(ours)}"
+    elif np.size(theirs.scale) > 1 and ours.scale.size == 1:
+        yield "one scale for each channel becomes one scale"
+    if np.any(theirs.zero_point) and not ours.zero_point.any():
+        yield "its zero point becomes 0"
+
+
+def _compare_activations(theirs: PairForm, ours: PairForm, *, ranges: bool) -> Iterator[str]:
+    """Yield the differences in the scales of an activation."""
+    if theirs.scale is None or theirs.zero_point is None:
+        yield "its scale is computed when the model runs; here it is constant"
         return
-    if _sorted_attributes(before) != _sorted_attributes(after):
-        yield f"{where} has other attributes than {node_name(before)!r} there"
-    if len(before.input) != len(after.input) or len(before.output) != len(after.output):
-        yield f"{where} has {len(after.input)} inputs and {len(after.output)} outputs"
+    if theirs.bounds is None:
+        yield "its scale is not positive and finite, so its range is calibrated"
         return
-    for slot, (old, new) in enumerate(zip(before.input, after.input, strict=True)):
-        source = placed.before_pairs(old)
-        stored, constant = placed.constants.get(source), model.constants.get(new)
-        if (stored is None) != (constant is None) or (stored is None and names.get(source, source) != new):
-            yield f"input {slot} of {where} is {new!r}, not the counterpart of {source!r}"
-        elif stored is not None and constant is not None and list(stored.dims) != list(constant.dims):
-            yield f"weight {new!r} of {where} has shape {list(constant.dims)}, but {list(stored.dims)} there"
+    if theirs.scale.size != ours.scale.size:
+        yield f"{_granularity(theirs)} becomes {_granularity(ours)}"
+    (low, high), (our_low, our_high) = (
+        (float(lows.min()), float(highs.max())) for lows, highs in filter(None, (theirs.bounds, ours.bounds))
+    )
+    step, our_step = float(theirs.scale.max()), float(ours.scale.max())
+    if abs(low + high) > 1.5 * step and abs(our_low + our_high) <= 1.5 * our_step:
+        yield "its asymmetric range becomes a symmetric one, with zero point 0"
+    elif ranges and max(abs(low - our_low), abs(high - our_high)) > 1.5 * step:
+        yield f"its range {low:.4g} to {high:.4g} becomes {our_low:.4g} to {our_high:.4g}"
 
 
-def _sorted_attributes(node: onnx.NodeProto) -> Sequence[bytes]:
-    return sorted(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
-
-
-def _describe(node: onnx.NodeProto) -> str:
-    return f"{node.op_type} {node_name(node)!r}"
+def _granularity(form: PairForm) -> str:
+    return "one scale" if form.scale.size == 1 else "one scale for each channel"

@@ -3,15 +3,18 @@
 An activation gets one pair per precision, directly after its producer, which all quantized consumers share; a constant
 is stored quantized with a DequantizeLinear; float consumers read the float tensor. Files are joined from encoded pieces
 without sorting or parsing the graph, see `harness.graph.quantize.node_variants` and `protobuf_wire`.
+
+A placement of a float model may also be inserted into its cast version: the same nodes at FP16 or BF16, with some
+Casts. ModelOpt's autocast keeps the names of nodes, so an insertion point is found by node and input; the tensor there
+may be the result of a Cast. Spaces, digests and imported placements are those of the float model.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
-from operator import attrgetter, getitem
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +28,19 @@ from harness.graph.passes.normalize import check_valid
 from harness.graph.protos import extend_field
 from harness.graph.qdq.qdq_graph import diff_edges
 from harness.graph.quantize import protobuf_wire
-from harness.graph.quantize.constants import ConstantQuantizer
-from harness.graph.quantize.edge_requests import GRAPH_INPUT_INDEX, EdgeRequests, NodeRequests, SharedScaleFinder
-from harness.graph.quantize.node_variants import NodeVariant, PairVariant, RequestBit, VariantEncoder, VariantTable
+from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant
+from harness.graph.quantize.node_variants import GRAPH_INPUT_INDEX, NodeVariants
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.quantize.scales import ActivationScales
 from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.rules.dialects import Dialect
-from search.space import Resolved, edges_digest
+from search.space import Edge, Resolved, edges_digest
 
 
 def _join(parts: Iterable[Iterable[Any]]) -> Iterable[Any]:
     """Return the items of all parts, of which most are empty."""
     return chain.from_iterable(filter(None, parts))
-
-
-class InsertionPlan:
-    """Plan of a placement's file.
-
-    Args:
-        nodes: Encoded variant of each node of the model.
-        behind: Pairs after each node; the last are those after the model's inputs.
-    """
-
-    def __init__(self, nodes: list[NodeVariant], behind: list[PairVariant]) -> None:
-        self.nodes = nodes
-        self.behind = behind
-        self.stored = dict.fromkeys(_join(map(attrgetter("stored"), nodes)))
-
-    @property
-    def count_pairs(self) -> int:
-        """Number of Q/DQ pairs, counted as `Inserter.count_pairs` does."""
-        constants = {constant for form in self.nodes for constant in form.quantized}
-        return sum(form.pairs for form in self.behind) + len(constants)
 
 
 class Inserter:
@@ -70,8 +52,6 @@ class Inserter:
         ranges: Smallest and largest value of each activation that may be quantized, by tensor name.
         choices: Estimators and scales of the pairs.
 
-    Raises:
-        UserError: The model has names of inserted tensors, or the dialect does not offer a choice.
     """
 
     def __init__(
@@ -86,41 +66,33 @@ class Inserter:
             raise UserError(f"{model.source}: tensor {marked[0]!r} shows that Q/DQ pairs are already inserted")
         dialect = choices.adapt_dialect(dialect)
         self._model = model
-        self._dialect = dialect
-        self._scales = ActivationScales(model, dialect, ranges, choices)
         self._constants = ConstantQuantizer(model, dialect, load_weight_estimator(choices.weights))
-        encoder = VariantEncoder(model, dialect, self._scales, self._constants)
-        outside = VariantTable(partial(encoder.precisions_by_place, kind="quantized"))
-        self._readers: list[VariantTable[Any]] = [
-            *(VariantTable(partial(encoder.encode_node, n.index)) for n in model.nodes),
-            outside,
-        ]
-        self._makers = [VariantTable(encoder.encode_pairs) for _ in self._readers]
-        self._products = [n.index for n in model.nodes if n.op == "MatMul"] if dialect.bias == "int32" else []
-        self._requests = EdgeRequests(model, dialect, self._scales, self._readers, self._makers)
-        self._shared_scales = SharedScaleFinder(model, dialect, self._scales.links, self._readers, self._makers)
+        scales = ActivationScales(model, dialect, ranges, choices)
+        self._variants = NodeVariants(model, dialect, scales, self._constants)
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
         self._uses.update(model.outputs)
         self._frame = protobuf_wire.split_model_frame(model.proto)
         self._header = protobuf_wire.encode_graph_header(model.proto.graph)
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
-        """Return a copy of the model with the Q/DQ pairs of quantized edges, and with all weights inside.
-
-        Raises:
-            UserError: An edge does not exist in the model or cannot be quantized, or a range is missing.
-        """
+        """Return a copy of the model with the Q/DQ pairs of quantized edges, and with all weights inside."""
         resolved = self.map_edges(resolved)
-        draft = self._plan_insertion(resolved)
-        proto = onnx.ModelProto.FromString(protobuf_wire.encode_model(self._frame, self._graph_pieces(draft)))
-        dropped = self._unused_constants(draft)
-        constants = [tensor for name, tensor in self._model.constants.items() if name not in dropped]
-        constants += [tensor for stored in draft.stored for tensor in stored.tensors]
-        self._check_graph(proto, constants)
+        pieces, stored, floats = self._encode_graph(resolved)
+        proto = onnx.ModelProto.FromString(protobuf_wire.encode_model(self._frame, pieces))
+        constants = [self._model.constants[name] for name in floats]
+        constants += [tensor for constant in stored for tensor in constant.tensors]
+        source, before = self._model.source, self._model.proto.graph
+        inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
+        if inputs != [value.name for value in before.input] or tuple(outputs) != self._model.outputs:
+            raise AssertionError(f"{source}: insertion changed inputs or outputs: {inputs}, {outputs}")
+        try:
+            check_valid(proto, constants)
+        except checker.ValidationError as error:
+            raise AssertionError(f"{source}: insertion gave no valid ONNX: {error}") from error
         extend_field(proto.graph.initializer, constants)
         missing, extra = diff_edges(resolved, proto)
         if missing or extra:
-            raise AssertionError(f"{self._model.source}: insertion lost {missing[:3]} and added {extra[:3]}")
+            raise AssertionError(f"{source}: insertion lost {missing[:3]} and added {extra[:3]}")
         return proto
 
     def write(self, resolved: Resolved, folder: Path, *, name: str | None = None) -> Path:
@@ -130,17 +102,15 @@ class Inserter:
             resolved: Quantized edges.
             folder: Folder of the files; created if missing.
             name: Name of the file without suffix; None: the digest of the placement.
-
-        Raises:
-            UserError: An edge does not exist in the model or cannot be quantized, or a range is missing.
         """
-        draft = self._plan_insertion(self.map_edges(resolved))
-        dropped = self._unused_constants(draft)
-        records = [record for name, record in self._constants.float_records.items() if name not in dropped]
+        pieces, stored, floats = self._encode_graph(self.map_edges(resolved))
         folder.mkdir(parents=True, exist_ok=True)
-        records += self._constants.write_files(draft.stored, folder)
+        records = [
+            *map(self._constants.float_records.__getitem__, floats),
+            *self._constants.write_files(stored, folder),
+        ]
         path = folder / f"{name or edges_digest(resolved)}.onnx"
-        path.write_bytes(protobuf_wire.encode_model(self._frame, [*self._graph_pieces(draft), *records]))
+        path.write_bytes(protobuf_wire.encode_model(self._frame, [*pieces, *records]))
         return path
 
     def export(self, resolved: Resolved, path: Path) -> Path:
@@ -153,54 +123,92 @@ class Inserter:
         A pair on an activation counts once for all its consumers. A constant counts once for each precision, even if
         consumers read it with different scales. A bias in INT32 does not count.
         """
-        return self._plan_insertion(self.map_edges(resolved)).count_pairs
+        nodes, behind = self._variants.choose(self.map_edges(resolved))
+        constants = {constant for variant in nodes for constant in variant.quantized}
+        return sum(encoded.pairs for encoded in behind) + len(constants)
 
     def map_edges(self, resolved: Resolved) -> Resolved:
         """Return the edges of a placement in the model of the files: here the same edges, in `CastInserter` others."""
         return resolved
 
-    def _check_graph(self, proto: onnx.ModelProto, constants: Iterable[onnx.TensorProto]) -> None:
-        """Check that a result has the inputs and outputs of the model and is valid ONNX."""
-        inputs, outputs = ([value.name for value in values] for values in (proto.graph.input, proto.graph.output))
-        if inputs != [value.name for value in self._model.proto.graph.input] or tuple(outputs) != self._model.outputs:
-            raise AssertionError(f"{self._model.source}: insertion changed inputs or outputs: {inputs}, {outputs}")
-        try:
-            check_valid(proto, constants)
-        except checker.ValidationError as error:
-            raise AssertionError(f"{self._model.source}: insertion gave no valid ONNX: {error}") from error
+    def _encode_graph(self, resolved: Resolved) -> tuple[list[bytes], Collection[QuantizedConstant], list[str]]:
+        """Return the pieces of a graph without its constants, and its quantized and its float constants."""
+        nodes, behind = self._variants.choose(resolved)
+        stored = dict.fromkeys(_join(map(attrgetter("stored"), nodes)))
+        pieces = [self._header, behind[GRAPH_INPUT_INDEX].nodes, *map(attrgetter("node"), stored)]
+        pairs = zip(map(attrgetter("node"), nodes), map(attrgetter("nodes"), behind), strict=False)
+        pieces += chain.from_iterable(pairs)
+        pieces += dict.fromkeys(_join(map(attrgetter("grid"), behind)))
+        replaced = Counter(_join(map(attrgetter("replaced"), nodes)))
+        unused = {name for name, count in replaced.items() if count >= self._uses[name]}
+        return pieces, stored, [name for name in self._model.constants if name not in unused]
 
-    def _plan_insertion(self, resolved: Resolved) -> InsertionPlan:
-        asked = self._requests.group_by_node(resolved)
-        for tensor, precision in self._quantized_outputs(asked):
-            for index, slot in self._model.consumers.get(tensor, ()):
-                asked.consumer_masks[index] |= self._readers[index].bit(RequestBit("final", slot, precision))
-            maker = self._model.producer[tensor]
-            asked.producer_masks[maker] |= self._makers[maker].bit(RequestBit("final", tensor, precision))
-            asked.consumer_masks[maker] |= self._readers[maker].bit(RequestBit("renamed", tensor))
-        self._shared_scales.mark_shared_scales(asked)
-        for index in self._products:  # nodes are in order: the Add of a bias comes later
-            bias = self._readers[index][asked.consumer_masks[index]].bias
-            if bias is not None:
-                asked.consumer_masks[bias[0]] |= self._readers[bias[0]].bit(bias[1])
-        nodes = list(map(getitem, self._readers[:GRAPH_INPUT_INDEX], asked.consumer_masks))
-        return InsertionPlan(nodes, list(map(getitem, self._makers, asked.producer_masks)))
 
-    def _quantized_outputs(self, asked: NodeRequests) -> list[tuple[str, str]]:
-        slots = self._readers[GRAPH_INPUT_INDEX][asked.consumer_masks[GRAPH_INPUT_INDEX]]
-        return [(self._model.outputs[int(slot)], precision) for slot, precision in sorted(slots.items())]
+def map_edges_to_cast_model(resolved: Resolved, cast: Model) -> Resolved:
+    """Return quantized edges with the tensor names of a cast model: its nodes of the same names read other tensors.
 
-    def _unused_constants(self, draft: InsertionPlan) -> frozenset[str]:
-        """Return the constants of the float model that the nodes of a plan do not read."""
-        replaced = Counter(_join(map(attrgetter("replaced"), draft.nodes)))
-        return frozenset(name for name, count in replaced.items() if count >= self._uses[name])
+    Args:
+        resolved: Quantized edges of the float model, each with its precision.
+        cast: Copy of the float model in which operators were cast to FP16.
+    """
+    nodes = {node.name: node for node in cast.nodes}
+    require_all_nodes((edge for edge, _ in resolved), cast)
 
-    def _graph_pieces(self, draft: InsertionPlan) -> list[bytes]:
-        """Return the encoded pieces of the graph without its constants."""
-        ahead = [
-            self._header,
-            draft.behind[GRAPH_INPUT_INDEX].nodes,
-            *map(attrgetter("node"), draft.stored),
-        ]
-        pairs = zip(map(attrgetter("node"), draft.nodes), map(attrgetter("nodes"), draft.behind), strict=False)
-        grid = dict.fromkeys(_join(map(attrgetter("grid"), draft.behind)))
-        return [*ahead, *chain.from_iterable(pairs), *grid]
+    def there(edge: Edge) -> Edge:
+        return Edge(nodes[edge.consumer].inputs[edge.slot], edge.consumer, edge.slot) if edge.consumer else edge
+
+    return tuple(sorted((there(edge), precision) for edge, precision in resolved))
+
+
+def require_all_nodes(edges: Iterable[Edge], cast: Model) -> None:
+    """Raise an error if a cast model lacks a node whose input may be quantized.
+
+    Raises:
+        UserError: Nodes are missing; the message names the first ones.
+    """
+    there = {node.name for node in cast.nodes}
+    lost = sorted({edge.consumer for edge in edges if edge.consumer} - there)
+    if lost:
+        named = ", ".join(map(repr, lost[:3])) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        raise UserError(f"{cast.source}: the cast removed node {named}; use precision: f32")
+
+
+class CastInserter(Inserter):
+    """Writer of placements of a float model with the operators of its cast (FP16) version.
+
+    Args:
+        cast: Cast model.
+        dialect: Dialect of the runtime.
+        ranges: Range of each activation by its tensor in the float model; a tensor of the cast model gets that of the
+            same input or output of the node with the same name.
+        model: Float model.
+        choices: Estimators and scales of the pairs. A depthwise Conv gets one scale if its data has another name in the
+            cast model.
+    """
+
+    def __init__(
+        self,
+        cast: Model,
+        dialect: Dialect,
+        ranges: Mapping[str, tuple[float, float]],
+        model: Model,
+        choices: NumericChoices = DEFAULT_CHOICES,
+    ) -> None:
+        nodes = {node.name: node for node in cast.nodes}
+        found: dict[str, tuple[float, float]] = {}
+        for node in model.nodes:
+            same = nodes.get(node.name)
+            if same is None:
+                continue
+            # Names of tensors differ, because Casts of the model are merged with new ones or removed. Operators of a
+            # newer operator set may have more inputs (the axes of ReduceMean).
+            inputs = zip(node.inputs, same.inputs, strict=False)
+            for before, after in (*inputs, *zip(node.outputs, same.outputs, strict=False)):
+                if before in ranges:  # several tensors of the float model may have become one
+                    low, high = ranges[before]
+                    known = found.get(after, (low, high))
+                    found[after] = min(low, known[0]), max(high, known[1])
+        super().__init__(cast, dialect, {**ranges, **found}, choices)
+
+    def map_edges(self, resolved: Resolved) -> Resolved:
+        return map_edges_to_cast_model(resolved, self._model)

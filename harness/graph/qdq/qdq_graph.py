@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -18,7 +18,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from harness.base.errors import UserError
-from harness.base.untrusted import open_regular
+from harness.base.files import open_regular
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.io.model_reader import check_functions, refuse_damage
 from harness.graph.passes.normalize import inline_functions
@@ -62,15 +62,10 @@ def read_qdq_graph(path: Path) -> QDQGraph:
         return QDQGraph(proto, path.parent)
 
 
-def read_qdq_edges(proto: onnx.ModelProto) -> dict[Edge, str]:
-    """Return the quantized edges of the main graph with their precision, for instance "int8"; see `QDQGraph.edges`."""
-    return QDQGraph(proto).edges
-
-
 def diff_edges(expected: Resolved, source: Path | onnx.ModelProto) -> tuple[Resolved, Resolved]:
     """Return the expected edges that a model or file lacks, and its edges that are not expected; both sorted."""
-    edges = read_qdq_graph(source).edges if isinstance(source, Path) else read_qdq_edges(source)
-    wanted, found = set(expected), set(edges.items())
+    graph = read_qdq_graph(source) if isinstance(source, Path) else QDQGraph(source)
+    wanted, found = set(expected), set(graph.edges.items())
     return tuple(sorted(wanted - found)), tuple(sorted(found - wanted))
 
 
@@ -158,46 +153,39 @@ class _ConstantTable(Mapping[str, TensorProto]):
     """
 
     def __init__(
-        self,
-        stored: dict[str, TensorProto],
-        makers: Mapping[str, onnx.NodeProto],
-        opsets: dict[str, int],
-        folder: str,
+        self, stored: dict[str, TensorProto], makers: Mapping[str, onnx.NodeProto], opsets: dict[str, int], folder: str
     ) -> None:
         self._stored, self._makers, self._opsets, self._folder = stored, makers, opsets, folder
+        self._names = dict.fromkeys((*stored, *makers))
 
     def __getitem__(self, name: str) -> TensorProto:
         if name not in self._stored:
             node = self._makers[name]
             feeds = {each: numpy_helper.to_array(self[each], self._folder) for each in node.input if each}
-            _check_result_size(node, [feeds[each] for each in node.input if each])
+            arrays = [feeds[each] for each in node.input if each]
+            if node.op_type == "ConstantOfShape":
+                elements = math.prod(arrays[0].ravel().tolist())
+            elif node.op_type == "Expand":
+                elements = math.prod(np.broadcast_shapes(arrays[0].shape, tuple(arrays[1].ravel().tolist())))
+            elif node.op_type in _BROADCASTING_OPS:
+                elements = math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
+            else:
+                elements = sum(array.size for array in arrays)
+            if elements > max(_MAX_COMPUTED_ELEMENTS, *(array.size for array in arrays)):
+                raise ValueError(f"constant {node.output[0]!r} has {elements} elements")
             results = ReferenceEvaluator(node, opsets=self._opsets).run(None, feeds)
             for each, value in zip(node.output, results, strict=False):
                 self._stored[each] = numpy_helper.from_array(np.asarray(value), each)
         return self._stored[name]
 
     def __contains__(self, name: object) -> bool:  # that of Mapping would compute the constant
-        return name in self._stored or name in self._makers
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*self._stored, *self._makers)))
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._stored.keys() | self._makers.keys())
-
-
-def _check_result_size(node: onnx.NodeProto, arrays: Sequence[Any]) -> None:
-    """Raise `ValueError` if the result of a node is large and larger than its inputs together."""
-    if node.op_type == "ConstantOfShape":
-        elements = math.prod(arrays[0].ravel().tolist())
-    elif node.op_type == "Expand":
-        elements = math.prod(np.broadcast_shapes(arrays[0].shape, tuple(arrays[1].ravel().tolist())))
-    elif node.op_type in _BROADCASTING_OPS:
-        elements = math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
-    else:
-        elements = sum(array.size for array in arrays)
-    if elements > max(_MAX_COMPUTED_ELEMENTS, *(array.size for array in arrays)):
-        raise ValueError(f"constant {node.output[0]!r} has {elements} elements")
+        return len(self._names)
 
 
 class QDQGraph:
@@ -211,7 +199,8 @@ class QDQGraph:
         folder: Folder of the external data; None: the working folder.
 
     Attributes:
-        labels: Unique name of each node, in the order of the graph, by which edges refer to it (`unique_node_names`).
+        nodes: Nodes in the order of the graph, by the unique names with which edges refer to them
+            (`unique_node_names`).
         producer: Node that computes each tensor, by tensor name.
         readers: Nodes that read each tensor, in order, by tensor name.
         constants: Initializers, values of Constant nodes and what nodes compute from these, by name.
@@ -223,19 +212,16 @@ class QDQGraph:
     def __init__(self, proto: onnx.ModelProto, folder: Path | None = None) -> None:
         check_functions(proto, "the Q/DQ model")
         self.proto, self._folder = inline_functions(proto), str(folder or "")
-        proto = self.proto
-        self.labels = unique_node_names(proto.graph)
-        self.order = _sort_nodes(list(zip(self.labels, proto.graph.node, strict=True)))
-        self.constants, self.dequantized = self._index_constants()
-        self.outputs = tuple(value.name for value in proto.graph.output)
-        self.producer = {name: node for node in proto.graph.node for name in node.output if name}
+        graph = self.proto.graph
+        self.nodes: dict[str, Any] = dict(zip(unique_node_names(graph), graph.node, strict=True))
+        self.order = _sort_nodes(list(self.nodes.items()))
+        self.outputs = tuple(value.name for value in graph.output)
+        self.producer = {name: node for node in graph.node for name in node.output if name}
         self.readers: Mapping[str, list[Any]] = defaultdict(list)
-        for node in proto.graph.node:
+        for node in graph.node:
             for name in node.input:
                 self.readers[name].append(node)
-
-    def _index_constants(self) -> tuple[Mapping[str, TensorProto], frozenset[str]]:
-        stored, makers, dequantized = constants_by_name(self.proto.graph), dict[str, onnx.NodeProto](), set[str]()
+        stored, makers, dequantized = constants_by_name(graph), dict[str, onnx.NodeProto](), set[str]()
         for _, node in self.order:
             read = [name for name in node.input if name]
             if not read or any(iter_subgraphs(node)):
@@ -250,16 +236,25 @@ class QDQGraph:
             ):
                 dequantized.update(node.output)
         opsets = {"": 1, **opset_versions(self.proto)}
-        return _ConstantTable(stored, makers, opsets, self._folder), frozenset(dequantized)
+        self.constants, self.dequantized = _ConstantTable(stored, makers, opsets, self._folder), frozenset(dequantized)
+
+    def _walk_back(self, tensor: str, passed: frozenset[str]) -> tuple[str, Any]:
+        """Return the tensor in front of operators of some types, and the node that computes it or None."""
+        node = self.producer.get(tensor)
+        for _ in self.nodes:  # limited, because a damaged file may have a cycle
+            if node is None or node.op_type not in passed:
+                break
+            tensor = node.input[0]
+            node = self.producer.get(tensor)
+        return tensor, node
 
     def before_pairs(self, tensor: str) -> str:
         """Return the input of the Q/DQ pairs that compute a tensor, or the tensor itself without pairs."""
-        for _ in self.proto.graph.node:  # limited, because a damaged file may have a cycle
-            node = self.producer.get(tensor)
-            if node is None or node.op_type not in QDQ_OPS:
-                break
-            tensor = node.input[0]
-        return tensor
+        return self._walk_back(tensor, QDQ_OPS)[0]
+
+    def producer_through(self, tensor: str, transparent: frozenset[str]) -> Any:
+        """Return the node that computes a tensor, skipping transparent operators; None for an input or constant."""
+        return self._walk_back(tensor, transparent)[1]
 
     def values(self, name: str) -> Any:
         """Return the values of a constant as float64, or None if the name is no constant."""
@@ -271,33 +266,25 @@ class QDQGraph:
     @property
     def has_quantized_biases(self) -> bool:
         """Return whether any constant is stored as INT32, as biases are, and dequantized."""
-        sources = (node.input[0] for node in self.proto.graph.node if node.op_type == DEQUANTIZE)
-        stored = (self.constants[name] for name in sources if name in self.constants)
-        return any(tensor.data_type == TensorProto.INT32 for tensor in stored)
+        sources = (node.input[0] for node in self._nodes_of(frozenset({DEQUANTIZE})))
+        return any(name in self.constants and self.constants[name].data_type == TensorProto.INT32 for name in sources)
+
+    @property
+    def _quantized_activations(self) -> list[Any]:
+        return [node for node in self._nodes_of(frozenset({QUANTIZE})) if node.input[0] not in self.constants]
 
     @property
     def has_channel_activations(self) -> bool:
         """Return whether an activation is quantized with one scale for each channel."""
-        nodes = (node for node in self._nodes_of(frozenset({QUANTIZE})) if node.input[0] not in self.constants)
-        scales = (self.values(node.input[1]) for node in nodes)
+        scales = (self.values(node.input[1]) for node in self._quantized_activations)
         return any(scale is not None and scale.size > 1 for scale in scales)
 
     @property
     def unsigned_tensors(self) -> frozenset[str]:
         """Return the tensors with a pair of UINT8 and zero point 0, which clips negative values."""
-        quantize = [node for node in self._nodes_of(frozenset({QUANTIZE})) if node.input[0] not in self.constants]
-        unsigned = [node for node in quantize if self.stored_type(node) == TensorProto.UINT8]
+        unsigned = [node for node in self._quantized_activations if self.stored_type(node) == TensorProto.UINT8]
         zeros = {node.input[0]: self.values(node.input[2]) if len(node.input) > 2 else np.zeros(1) for node in unsigned}
         return frozenset(name for name, zero in zeros.items() if zero is not None and not zero.any())
-
-    def producer_through(self, tensor: str, transparent: frozenset[str]) -> Any:
-        """Return the node that computes a tensor, skipping transparent operators; None for an input or constant."""
-        node = self.producer.get(tensor)
-        for _ in self.proto.graph.node:  # limited, because a damaged file may have a cycle
-            if node is None or node.op_type not in transparent:
-                break
-            node = self.producer.get(node.input[0])
-        return node
 
     @cached_property
     def edges(self) -> dict[Edge, str]:
@@ -316,7 +303,7 @@ class QDQGraph:
         """Dequantized tensor, or output, and precision of each quantized edge."""
         uses = [
             (label, slot, name)
-            for node, label in zip(self.proto.graph.node, self.labels, strict=True)
+            for label, node in self.nodes.items()
             if node.op_type not in CAST_OPS | QDQ_OPS and self.dequantized.isdisjoint(node.output)
             for slot, name in enumerate(node.input)
         ]
@@ -326,18 +313,12 @@ class QDQGraph:
                 found[Edge(source[0], consumer, slot)] = name, source[1]
         return found
 
-    @cached_property
-    def _by_label(self) -> Mapping[str, Any]:
-        return dict(zip(self.labels, self.proto.graph.node, strict=True))
-
     def edge_pair(self, edge: Edge) -> tuple[Any, Any]:
         """Return the QuantizeLinear (None for a constant that is stored quantized) and DequantizeLinear of an edge.
 
         If the operator reads stored integers and only reshapes them, both are the QuantizeLinear.
         """
-        if not edge.consumer:
-            return self._pair_before(self.reads[edge][0])
-        return self._pair_before(self._by_label[edge.consumer].input[edge.slot])
+        return self._pair_before(self.nodes[edge.consumer].input[edge.slot] if edge.consumer else self.reads[edge][0])
 
     def _pair_before(self, name: str) -> tuple[Any, Any]:
         """Return QuantizeLinear and DequantizeLinear before a tensor as in `edge_pair`; (None, None) without them."""
@@ -352,11 +333,10 @@ class QDQGraph:
     def edge_form(self, edge: Edge) -> PairForm:
         """Return the scales and zero points of an edge's pair."""
         _, node = self.edge_pair(edge)
-        scale = self.values(node.input[1])
         zero = self.values(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros(1)
         return PairForm(
             storage=self.stored_type(node),
-            scale=scale,
+            scale=self.values(node.input[1]),
             zero_point=zero,
             axis=int(attribute_value(node, "axis", 1)),
             block=int(attribute_value(node, "block_size", 0)),
@@ -394,7 +374,7 @@ class QDQGraph:
     @cached_property
     def operators(self) -> Mapping[str, str]:
         """Operator type of each node by name."""
-        return {node_name(node): node.op_type for node in self.proto.graph.node}
+        return {node_name(node): node.op_type for node in self.nodes.values()}
 
     @cached_property
     def linear(self) -> Mapping[str, tuple[str | None, str | None]]:
@@ -417,41 +397,45 @@ class QDQGraph:
     @cached_property
     def pair_neighbours(self) -> Mapping[str, tuple[str, tuple[str, ...]]]:
         """Node before the pair (or "a constant", "input NAME") and nodes after it, by the name of each Q or DQ node."""
-        pairs = self._nodes_of(QDQ_OPS)
-        return {node_name(node): (self._source_label(node), tuple(self._reader_names(node))) for node in pairs}
+        found = {}
+        for node in self._nodes_of(QDQ_OPS):
+            source, maker = self._walk_back(node.input[0], QDQ_OPS)
+            before = "a constant" if source in self.constants else f"input {source}"
+            found[node_name(node)] = before if maker is None else node_name(maker), tuple(self._reader_names(node))
+        return found
 
     @cached_property
     def unfusable_reasons(self) -> Mapping[str, str]:
         """Reason, without subject, why no runtime can fuse a Q or DQ node, by its name; other nodes are absent."""
-        pairs = self._nodes_of(QDQ_OPS)
-        return {node_name(node): text for node in pairs if (text := self._unfusable_reason(node))}
+        found = {}
+        for node in self._nodes_of(QDQ_OPS):
+            before = self.producer_through(node.input[0], _TRANSPARENT_OPS) if node.op_type == DEQUANTIZE else None
+            if node.input[1] not in self.constants:
+                found[node_name(node)] = "its scale is computed, not constant"
+            elif before is not None and before.op_type == QUANTIZE and before.input[1] in self.constants:
+                for slot, what in ((2, "zero point"), (1, "scale")):
+                    pair = [self.values(each.input[slot]) for each in (before, node) if len(each.input) > slot]
+                    if len(pair) == 2 and not np.array_equal(*pair):
+                        found[node_name(node)] = f"its {what} differs from that of the QuantizeLinear in front of it"
+        return found
 
     @cached_property
     def folded_into(self) -> Mapping[str, tuple[str, ...]]:
         """Names of linear operators by the name of a node that runtimes may fold into them, and by outputs of both."""
         found: dict[str, tuple[str, ...]] = {}
         for node in self._nodes_of(LINEAR_OPS):
-            names = [node.output[0]]
-            while (reader := self._single_reader(names[-1])) is not None and reader.op_type in _FOLDABLE_OPS:
-                names += [node_name(reader), reader.output[0]]
-            if reader is not None and reader.op_type == QUANTIZE:
-                names.append(node_name(reader))
+            names, readers = [node.output[0]], self.readers[node.output[0]]
+            while len(readers) == 1 and readers[0].op_type in _FOLDABLE_OPS:
+                names += [node_name(readers[0]), readers[0].output[0]]
+                readers = self.readers[names[-1]]
+            if len(readers) == 1 and readers[0].op_type == QUANTIZE:
+                names.append(node_name(readers[0]))
             for name in dict.fromkeys(names):
                 found[name] = (*found.get(name, ()), node_name(node))
         return found
 
     def _nodes_of(self, ops: frozenset[str]) -> list[onnx.NodeProto]:
-        return [node for node in self.proto.graph.node if node.op_type in ops]
-
-    def _single_reader(self, tensor: str) -> Any:
-        readers = self.readers.get(tensor, [])
-        return readers[0] if len(readers) == 1 else None
-
-    def _source_label(self, node: onnx.NodeProto) -> str:
-        name = self.before_pairs(node.input[0])
-        if name in self.producer:
-            return node_name(self.producer[name])
-        return "a constant" if name in self.constants else f"input {name}"
+        return [node for node in self.nodes.values() if node.op_type in ops]
 
     def _reader_names(self, node: onnx.NodeProto) -> Iterator[str]:
         for reader in self.readers.get(node.output[0], ()):
@@ -459,19 +443,6 @@ class QDQGraph:
                 yield from self._reader_names(reader)
             else:
                 yield node_name(reader)
-
-    def _unfusable_reason(self, node: onnx.NodeProto) -> str:
-        if node.input[1] not in self.constants:
-            return "its scale is computed, not constant"
-        before = self.producer_through(node.input[0], _TRANSPARENT_OPS) if node.op_type == DEQUANTIZE else None
-        if before is None or before.op_type != QUANTIZE or before.input[1] not in self.constants:
-            return ""
-        if not np.array_equal(self.values(before.input[1]), self.values(node.input[1])):
-            return "its scale differs from that of the QuantizeLinear in front of it"
-        zeros = [self.values(pair.input[2]) for pair in (before, node) if len(pair.input) > 2]
-        if len(zeros) == 2 and not np.array_equal(*zeros):
-            return "its zero point differs from that of the QuantizeLinear in front of it"
-        return ""
 
 
 def _sort_nodes(nodes: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -5,24 +5,31 @@ Q/DQ pairs stay with their operator, so that a runtime fuses the same operators 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from google.protobuf.message import DecodeError
+from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from harness.graph.io.files import write_model
 from harness.graph.io.model_reader import read_model, refuse_damage
 from harness.graph.protos import (
+    attribute_value,
     constants_by_name,
     copy_message,
     dependent_tensors,
+    element_type,
     find_random_nodes,
     input_values,
+    iter_graphs,
+    iter_nodes,
+    replace_field,
     tensors_read,
 )
 from harness.graph.qdq.qdq_graph import CAST_OPS, DEQUANTIZE, QDQ_OPS, QUANTIZE, QDQGraph, node_name, read_qdq_graph
@@ -111,17 +118,33 @@ class ModelGraph(QDQGraph):
             inputs: Arrays with type and shape of the tensors that become inputs; None: the inputs of the model.
             without_pairs: Whether Q/DQ pairs of data are removed; weights stay quantized.
         """
-        graph = self.proto.graph
-        ends = {} if inputs is None else dict(inputs)
-        nodes, tensors = self._required_nodes(outputs, ends)
-        if without_pairs:
-            nodes = [*self._bypass_pairs(nodes)]
+        graph, ends = self.proto.graph, dict(inputs or {})
+        wanted, tensors, stack = set[int](), set[str](), list(outputs)
+        while stack:
+            name = stack.pop()
+            if name in tensors or name in ends:
+                continue
+            tensors.add(name)
+            node = self.producer.get(name)
+            if node is not None and id(node) not in wanted:
+                wanted.add(id(node))
+                stack.extend(tensors_read(node))
+        nodes = []
+        for node in graph.node:
+            before = self.producer.get(node.input[0]) if without_pairs and node.op_type == DEQUANTIZE else None
+            if id(node) in wanted and before is not None and before.op_type == QUANTIZE:
+                nodes.append(helper.make_node("Identity", before.input[:1], node.output))
+            elif id(node) in wanted:
+                nodes.append(node)
+        given = [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for name, array in ends.items()
+        ]
         known = {value.name: value for value in graph.output}
         made = helper.make_graph(
             nodes,
             graph.name,
-            [_array_info(name, array) for name, array in ends.items()]
-            + [value for value in input_values(graph) if value.name in tensors],
+            [*given, *(value for value in input_values(graph) if value.name in tensors)],
             [known.get(name) or onnx.ValueInfoProto(name=name) for name in outputs],
             [tensor for tensor in graph.initializer if tensor.name in tensors],
         )
@@ -137,31 +160,6 @@ class ModelGraph(QDQGraph):
             name: array.astype(helper.tensor_dtype_to_np_dtype(kinds[name]), copy=False) if kinds.get(name) else array
             for name, array in arrays.items()
         }
-
-    def _bypass_pairs(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-        """Yield nodes with an Identity instead of each DequantizeLinear after a QuantizeLinear."""
-        for node in nodes:
-            before = self.producer.get(node.input[0]) if node.op_type == DEQUANTIZE else None
-            if before is not None and before.op_type == QUANTIZE:
-                yield helper.make_node("Identity", before.input[:1], node.output)
-            else:
-                yield node
-
-    def _required_nodes(self, outputs: Iterable[str], ends: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
-        """Return the nodes that compute some tensors, in order, and the names of all tensors that they read."""
-        seen: set[str] = set()
-        wanted: set[int] = set()
-        stack = list(outputs)
-        while stack:
-            name = stack.pop()
-            if name in seen or name in ends:
-                continue
-            seen.add(name)
-            node = self.producer.get(name)
-            if node is not None and id(node) not in wanted:
-                wanted.add(id(node))
-                stack.extend(tensors_read(node))
-        return [node for node in self.proto.graph.node if id(node) in wanted], seen
 
 
 def find_index_outputs(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
@@ -215,40 +213,25 @@ def write_7bit_copy(path: Path, target: Path, what: Literal["weights", "data"]) 
         if node.input[1] not in tensors or kind is None or kind.data_type not in (TensorProto.INT8, TensorProto.UINT8):
             continue
         found = True
-        _add_scaled_initializer(proto, tensors, node.input[1], NARROWING_DIVISOR)
-        for name in node.input[2:]:
-            if name in tensors:
-                _add_scaled_initializer(proto, tensors, name, 1 / NARROWING_DIVISOR)
+        for name, factor in zip(node.input[1:], (NARROWING_DIVISOR, 1 / NARROWING_DIVISOR), strict=False):
+            narrowed = f"{name}{NARROWED_SUFFIX}"
+            if name in tensors and narrowed not in tensors:
+                tensors[narrowed] = _scale_tensor(tensors[name], factor, narrowed)
+                proto.graph.initializer.append(tensors[narrowed])
         node.input[1:] = [f"{name}{NARROWED_SUFFIX}" if name in tensors else name for name in node.input[1:]]
         if stored is not None and stored.name not in halved:
             halved.add(stored.name)
-            stored.CopyFrom(_scale_tensor(stored, 1 / NARROWING_DIVISOR))
+            stored.CopyFrom(_scale_tensor(stored, 1 / NARROWING_DIVISOR, stored.name))
     if found:
         onnx.save(proto, target)
     return found
 
 
-def _add_scaled_initializer(
-    proto: onnx.ModelProto, tensors: dict[str, onnx.TensorProto], name: str, factor: float
-) -> None:
-    if f"{name}{NARROWED_SUFFIX}" not in tensors:
-        made = _scale_tensor(tensors[name], factor)
-        made.name = f"{name}{NARROWED_SUFFIX}"
-        tensors[made.name] = made
-        proto.graph.initializer.append(made)
-
-
-def _scale_tensor(tensor: onnx.TensorProto, factor: float) -> onnx.TensorProto:
+def _scale_tensor(tensor: onnx.TensorProto, factor: float, name: str) -> onnx.TensorProto:
     """Return a multiple of a tensor; integers are rounded."""
     array = numpy_helper.to_array(tensor)
     made = array.astype(np.float64) * factor
-    return numpy_helper.from_array(
-        (np.round(made) if array.dtype.kind in "iu" else made).astype(array.dtype), tensor.name
-    )
-
-
-def _array_info(name: str, array: Array) -> Any:
-    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+    return numpy_helper.from_array((np.round(made) if array.dtype.kind in "iu" else made).astype(array.dtype), name)
 
 
 class PairRemover:
@@ -256,15 +239,12 @@ class PairRemover:
 
     Args:
         path: File of the model.
-
-    Raises:
-        UserError: The file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._graph = QDQGraph(read_model(path, str(path))[0])
         self._sources: dict[str, dict[int, str]] = {}
-        for node, label in zip(self._graph.proto.graph.node, self._graph.labels, strict=True):
+        for label, node in self._graph.nodes.items():
             for slot, name in enumerate(node.input if node.op_type not in CAST_OPS | QDQ_OPS else ()):
                 dequantize = self._graph.producer.get(name)
                 if dequantize is None or dequantize.op_type != DEQUANTIZE:
@@ -281,7 +261,7 @@ class PairRemover:
     def write(self, kept_nodes: frozenset[str], path: Path) -> Path:
         """Write the model with the pairs at the inputs of `kept_nodes` alone (others read float), and return `path`."""
         proto = copy_message(self._graph.proto)
-        for node, label in zip(proto.graph.node, self._graph.labels, strict=True):
+        for node, label in zip(proto.graph.node, self._graph.nodes, strict=True):
             for slot, source in self._sources.get(label, {}).items() if label not in kept_nodes else ():
                 node.input[slot] = source
         return write_model(proto, path)
@@ -295,40 +275,27 @@ def write_without_pairs(shipped: Path, path: Path) -> bool:
     """
     with refuse_damage(shipped):
         proto = read_model(shipped, str(shipped))[0]
-        if found := _remove_pairs(proto):
+        constants, between, kept, found = constants_by_name(proto.graph), set[str](), [], False
+        for node in map(copy_message, proto.graph.node):
+            is_pair = node.op_type == QUANTIZE or (node.op_type == DEQUANTIZE and node.input[0] in between)
+            is_stored = node.op_type == DEQUANTIZE and not is_pair and {*filter(None, node.input)} <= constants.keys()
+            found |= is_pair or is_stored
+            if node.op_type != DEQUANTIZE and (is_pair or between.intersection(node.input)):
+                between.update(node.output)  # also of a Transpose or the like between the nodes of a pair
+            if is_pair:
+                node.CopyFrom(helper.make_node("Identity", node.input[:1], node.output, name=node.name))
+            if not is_stored:
+                kept.append(node)
+                continue
+            node.domain = ""  # the operator of com.microsoft computes the same
+            feeds = {name: numpy_helper.to_array(constants[name]) for name in node.input if name}
+            (values,) = ReferenceEvaluator(node, opsets={"": 21}).run(None, feeds)  # has all types and axes
+            proto.graph.initializer.append(numpy_helper.from_array(np.asarray(values), node.output[0]))
+        del proto.graph.node[:], proto.graph.value_info[:]
+        proto.graph.node.extend(kept)
+        if found:
             write_model(proto, path)
         return found
-
-
-def _remove_pairs(proto: onnx.ModelProto) -> bool:
-    constants, between, kept, found = constants_by_name(proto.graph), set[str](), [], False
-    for node in map(copy_message, proto.graph.node):
-        is_pair = node.op_type == QUANTIZE or (node.op_type == DEQUANTIZE and node.input[0] in between)
-        is_stored = node.op_type == DEQUANTIZE and not is_pair and {*filter(None, node.input)} <= constants.keys()
-        if node.op_type != DEQUANTIZE and (is_pair or between.intersection(node.input)):
-            between.update(node.output)  # also of a Transpose or the like between the nodes of a pair
-        if is_pair:
-            node.CopyFrom(helper.make_node("Identity", node.input[:1], node.output, name=node.name))
-        if is_stored:
-            proto.graph.initializer.append(_dequantize(node, constants))
-        else:
-            kept.append(node)
-        found |= is_pair or is_stored
-    del proto.graph.node[:], proto.graph.value_info[:]
-    proto.graph.node.extend(kept)
-    return found
-
-
-def _dequantize(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> Any:
-    """Return the result of a DequantizeLinear of constants, with its name."""
-    graph = helper.make_graph([node], "constant", [], [onnx.ValueInfoProto(name=node.output[0])])
-    graph.node[0].domain = ""  # the operator of com.microsoft computes the same
-    for name in filter(None, node.input):
-        graph.initializer.add().CopyFrom(constants[name])
-        graph.initializer[-1].name = name
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])  # has all types and axes
-    (values,) = ReferenceEvaluator(model).run(None, {})
-    return numpy_helper.from_array(np.asarray(values), node.output[0])
 
 
 def write_with_edges(shipped: Path, edges: Sequence[Edge], path: Path) -> bool:
@@ -347,27 +314,119 @@ def write_with_edges(shipped: Path, edges: Sequence[Edge], path: Path) -> bool:
     pairs = {tensor: pair for tensor, pair in pairs.items() if pair[0] is not None}
     if not pairs:
         return False
-    nodes, readers = list(graph.proto.graph.node), dict(zip(graph.labels, graph.proto.graph.node, strict=True))
+    nodes = list(graph.proto.graph.node)
     for tensor in dict.fromkeys(edge.tensor for edge in edges):
-        pair = pairs.get(tensor) or _copy_pair(next(iter(pairs.values())), tensor)
+        pair = pairs.get(tensor)
+        if pair is None:
+            quantize, dequantize = pair = tuple(map(copy_message, next(iter(pairs.values()))))
+            for node, op in ((quantize, QUANTIZE), (dequantize, DEQUANTIZE)):
+                node.name = node.output[0] = f"{tensor}_cost_{op}"
+            quantize.input[0], dequantize.input[0] = tensor, quantize.output[0]
         rest = [node for node in nodes if not any(node is own for own in pair)]
         place = next((i for i, node in enumerate(rest, 1) if tensor in node.output), 0)
         nodes = [*rest[:place], *pair, *rest[place:]]  # in front of all readers
         for edge in edges:
             if edge.tensor == tensor:
-                readers[edge.consumer].input[edge.slot] = pair[1].output[0]
-    ordered = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.proto.graph.node[:]
-    graph.proto.graph.node.extend(ordered)
+                graph.nodes[edge.consumer].input[edge.slot] = pair[1].output[0]
+    replace_field(graph.proto.graph.node, [copy_message(node) for node in nodes])
     onnx.save(graph.proto, path)
     return True
 
 
-def _copy_pair(pair: tuple[Any, Any], tensor: str) -> tuple[Any, Any]:
-    """Return a pair for a tensor with the scale and zero point of another one."""
-    quantize, dequantize = (onnx.NodeProto.FromString(node.SerializeToString()) for node in pair)
-    quantize.input[0] = tensor
-    for node, op in ((quantize, QUANTIZE), (dequantize, DEQUANTIZE)):
-        node.name = node.output[0] = f"{tensor}_cost_{op}"
-    dequantize.input[0] = quantize.output[0]
-    return quantize, dequantize
+UPCAST_NOTE = (
+    "its QuantizeLinear take 16-bit floats, which ONNX Runtime's CPU kernel truncates or lacks: it is run in float32 "
+    "between the same pairs, with the same scales"
+)
+HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+FP8_TYPES = tuple(kind for name, kind in TensorProto.DataType.items() if name.startswith("FLOAT8"))
+TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision"})
+"""Attributes that hold an element type."""
+
+
+def write_float32_copy(path: Path, folder: Path) -> Path | None:
+    """Write a float32 copy of a model with QuantizeLinear nodes that take 16-bit floats to integers; return its path.
+
+    The file is `<stem>.float32.onnx` in `folder`. The result is None, without a file, for other models and unreadable
+    files.
+    """
+    try:
+        if b"QuantizeLinear" not in path.read_bytes():
+            return None
+        if not _quantizes_16bit_floats(onnx.load_model(path, load_external_data=False)):
+            return None
+    except (OSError, DecodeError):  # the runtime has words for it
+        return None
+    proto, _ = read_model(path, str(path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_model(_upcast_to_float32(proto), folder / f"{path.stem}.float32.onnx")
+
+
+def _upcast_to_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model with float32 for 16-bit floats, and Casts that keep types of inputs and outputs."""
+    copy = copy_message(proto)
+    main, graphs = copy.graph, list(iter_graphs(copy.graph))
+    inputs = {v.name: v for v in input_values(main) if v.type.tensor_type.elem_type in HALF_TYPES}
+    outputs = {v.name: v for v in main.output if v.type.tensor_type.elem_type in HALF_TYPES and v.name not in inputs}
+    names = {name for graph in graphs for node in graph.node for name in (*node.input, *node.output)}
+    free = next(end for n in count() if not names.intersection(name + (end := f"__float32{n or ''}") for name in names))
+    inner = {name: name + free for name in (*inputs, *outputs)}
+    constants = {tensor.name for tensor in main.initializer}
+    declared = [value for value in main.input if value.name in constants]
+    for graph in graphs:
+        for node in graph.node:
+            node.input[:] = [inner.get(name, name) for name in node.input]
+            node.output[:] = [inner.get(name, name) for name in node.output]
+        for tensor in (*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer)):
+            _widen(tensor)
+        del graph.value_info[:]
+        if graph is not main:
+            declared += (*graph.input, *graph.output)
+            for value in graph.output:
+                value.name = inner.get(value.name, value.name)
+    for tensor in main.initializer:
+        tensor.name = inner.get(tensor.name, tensor.name)
+    for kind in (element_type(value.type) for value in declared):
+        if kind.tensor_type.elem_type in HALF_TYPES:
+            kind.tensor_type.elem_type = TensorProto.FLOAT
+    for attribute in (attribute for node in iter_nodes(copy) for attribute in node.attribute):
+        if attribute.type == AttributeProto.INT and attribute.name in TYPE_ATTRIBUTES and attribute.i in HALF_TYPES:
+            attribute.i = TensorProto.FLOAT
+        for tensor in (attribute.t,) if attribute.type == AttributeProto.TENSOR else attribute.tensors:
+            _widen(tensor)
+    before = [helper.make_node("Cast", [name], [inner[name]], to=TensorProto.FLOAT) for name in inputs]
+    after = [
+        helper.make_node("Cast", [inner[name]], [name], to=value.type.tensor_type.elem_type)
+        for name, value in outputs.items()
+    ]
+    replace_field(main.node, [*before, *main.node, *after])
+    return copy
+
+
+def _quantizes_16bit_floats(proto: onnx.ModelProto) -> bool:
+    """Return whether a QuantizeLinear takes 16-bit floats to integers."""
+    types: dict[str, int] = {}
+    for graph in iter_graphs(proto.graph):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            types[value.name] = value.type.tensor_type.elem_type
+        types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in iter_nodes(proto):
+        if node.op_type == "Cast":
+            types[node.output[0]] = attribute_value(node, "to")
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            types[node.output[0]] = node.attribute[0].t.data_type
+    some = any(kind in HALF_TYPES for kind in types.values())
+    for node in iter_nodes(proto):
+        if node.op_type != "QuantizeLinear":
+            continue
+        stored = types.get(node.input[2], 0) if len(node.input) > 2 else 0
+        stored = attribute_value(node, "output_dtype") or stored
+        known = [kind for kind in map(types.get, node.input[:2]) if kind]
+        half = any(kind in HALF_TYPES for kind in known) if known else some
+        if half and (stored not in FP8_TYPES or TensorProto.BFLOAT16 in known):
+            return True
+    return False
+
+
+def _widen(tensor: onnx.TensorProto) -> None:
+    if tensor.data_type in HALF_TYPES:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Literal
 
 from harness.graph.model import Model
@@ -29,26 +28,10 @@ logger = logging.getLogger(__name__)
 
 Sharing = Literal["pattern", "region"]
 _KINDS: tuple[PointKind, ...] = ("node_input", "child_input", "output")
-
-
-@dataclass(slots=True)
-class DimensionDraft:
-    """Draft of a dimension.
-
-    Attributes:
-        group: Name of its pattern, or of a region of the pattern.
-        place: Position in the pattern: number of the node, child or output, and number of its input.
-        start: Index of the first node of its first region, by which dimensions are sorted.
-        points: Quantization points of the dimension, region by region.
-        ends: Edges to outputs of the model.
-    """
-
-    group: str
-    kind: PointKind
-    place: tuple[int, int]
-    start: int
-    points: list[QuantizationPoint] = field(default_factory=list)
-    ends: list[Edge] = field(default_factory=list)
+_Place = tuple[int, int]
+"""Position in a pattern: number of the node, child or output, and number of its input."""
+_Draft = tuple[int, list[QuantizationPoint], list[Edge]]
+"""Draft of a dimension: index of the first node of its first region, its points, and its edges to model outputs."""
 
 
 def build_space(
@@ -72,25 +55,44 @@ def build_space(
 
     Raises:
         ValueError: `sharing` or a kind is unknown.
-        UserError: The model is already quantized.
     """
     require_float_model(model)
-    wanted = _supported_kinds(kinds, dialect)
+    usual: Iterable[PointKind] = ("node_input", "output") if dialect.quantize_outputs else ("node_input",)
+    wanted = frozenset(usual if kinds is None else kinds)
+    if not wanted <= set(_KINDS):
+        raise ValueError(f"kinds: among {', '.join(_KINDS)}, but got {', '.join(sorted(wanted - set(_KINDS)))}")
     if sharing not in ("pattern", "region"):
         raise ValueError(f"sharing: 'pattern' or 'region', but got {sharing!r}")
     _log_weighted_ops_without_points(model, dialect)
     precisions = [precision for precision in precisions if precision in dialect.precisions]
     patterns = find_patterns(model, discover_regions(model) if root is None else root)
-    drafter = _SpaceBuilder(model, dialect, find_points(model, dialect, precisions), sharing)
-    drafts: list[DimensionDraft] = []
-    for kind in _KINDS:
-        if kind in wanted:
-            drafts += drafter.draft_dimensions(kind, patterns)
-    macs = sum(point.macs for points in drafter.points for point in points)
-    found = _distinct_dimensions(drafts, precisions, macs, partial(add_required_edges, model, dialect, drafter.points))
-    found.sort(key=lambda pair: (pair[0].start, _KINDS.index(pair[0].kind), pair[0].place))
+    points = find_points(model, dialect, precisions)
+    macs = sum(point.macs for found in points for point in found)
+    drafts = _draft_dimensions(model, dialect, points, patterns, wanted, sharing)
+    dimensions: list[tuple[tuple[int, int, _Place], Dimension]] = []
+    known: set[frozenset[Edge]] = set()
+    # Sorted by name first, because the order of patterns depends on the file.
+    for (kind, group, place), (start, own, ends) in sorted(drafts.items(), key=itemgetter(0)):
+        legal = tuple(p for p in precisions if all(p in point.precisions for point in own))
+        asked = {edge for point in own for edge in point.edges} | set(ends)
+        edges = sorted(add_required_edges(model, dialect, points, asked))
+        if not legal or frozenset(edges) in known:
+            continue
+        known.add(frozenset(edges))
+        roles = {point.role for point in own}
+        dimension = Dimension(
+            name=f"{group}/{_KINDS[kind]}/{place[0]}.{place[1]}",
+            group=group,
+            kind=_KINDS[kind],
+            choices=(FLOAT, *legal),
+            edges=tuple(edges),
+            role=roles.pop() if len(roles) == 1 else "other",
+            cost=sum(point.macs for point in own) / macs if macs else 0.0,
+        )
+        dimensions.append(((start, kind, place), dimension))
+    dimensions.sort(key=itemgetter(0))
     agreements = find_agreements(model, dialect) if dialect.operands_agree and len(precisions) > 1 else ()
-    return Space(tuple(dimension for _, dimension in found), agreements)
+    return Space(tuple(dimension for _, dimension in dimensions), agreements)
 
 
 def _log_weighted_ops_without_points(model: Model, dialect: Dialect) -> None:
@@ -110,126 +112,77 @@ def _log_weighted_ops_without_points(model: Model, dialect: Dialect) -> None:
         )  # fmt: skip
 
 
-def _supported_kinds(kinds: Iterable[PointKind] | None, dialect: Dialect) -> frozenset[PointKind]:
-    usual: Iterable[PointKind] = ("node_input", "output") if dialect.quantize_outputs else ("node_input",)
-    wanted = frozenset(usual if kinds is None else kinds)
-    if not wanted <= set(_KINDS):
-        raise ValueError(f"kinds: among {', '.join(_KINDS)}, but got {', '.join(sorted(wanted - set(_KINDS)))}")
-    return wanted
+def _draft_dimensions(
+    model: Model,
+    dialect: Dialect,
+    points: Sequence[tuple[QuantizationPoint, ...]],
+    patterns: Sequence[Pattern],
+    kinds: frozenset[PointKind],
+    sharing: Sharing,
+) -> dict[tuple[int, str, _Place], _Draft]:
+    """Return the drafts by index of the kind, name of the pattern or of a region of it, and position there."""
+    finder = _PointFinder(model, dialect, points)
+    signatures = {pattern.signature for pattern in patterns}
+    digits = next(n for n in itertools.count(8) if len({s[:n] for s in signatures}) == len(signatures))
+    drafts: dict[tuple[int, str, _Place], _Draft] = {}
+    for kind, pattern in itertools.product(_KINDS, patterns):
+        level = RegionType.COMPOSITE if kind == "child_input" else RegionType.LEAF
+        for number in range(len(pattern.regions)) if kind in kinds and pattern.type is level else ():
+            first, suffix = (0, "") if sharing == "pattern" else (number, f".{number}")
+            group, start = pattern.signature[:digits] + suffix, pattern.regions[first].node_indices()[0]
+            for place, found, ends in finder.region_points(kind, pattern, number):
+                if found or ends:
+                    _, own, outputs = drafts.setdefault((_KINDS.index(kind), group, place), (start, [], []))
+                    own += found
+                    outputs += ends
+    return drafts
 
 
-class _SpaceBuilder:
-    def __init__(
-        self, model: Model, dialect: Dialect, points: Sequence[tuple[QuantizationPoint, ...]], sharing: Sharing
-    ) -> None:
-        self.points = points
+class _PointFinder:
+    def __init__(self, model: Model, dialect: Dialect, points: Sequence[tuple[QuantizationPoint, ...]]) -> None:
         self._model = model
-        self._sharing = sharing
+        self._points = points
         # A subgraph would read the quantized value, where the model asks for the output alone.
         cached = {name for i in model.cached_analysis(find_cache_nodes) for name in model.nodes[i].outputs}
-        ends = model.output_names - model.captured - cached
-        self._ends = ends if dialect.quantize_outputs else frozenset()
-        self._types = QUANTIZABLE_FLOAT_TYPES if dialect.float16 else QUANTIZABLE_FLOAT_TYPES - {"float16"}
+        types = QUANTIZABLE_FLOAT_TYPES if dialect.float16 else QUANTIZABLE_FLOAT_TYPES - {"float16"}
+        ends = model.output_names - model.captured - cached if dialect.quantize_outputs else ()
+        kinds = {name: model.types[name] for name in ends if name in model.types}
+        self._ends = {name for name, kind in kinds.items() if kind.dtype in types and kind.shape}
         self._by_edge = {(p.node, e.slot): p for found in points for p in found for e in p.edges}
 
-    def draft_dimensions(self, kind: PointKind, patterns: Sequence[Pattern]) -> Iterator[DimensionDraft]:
-        """Yield the dimensions of one kind, pattern by pattern."""
-        short = _shortest_prefix_length({pattern.signature for pattern in patterns})
-        for pattern in patterns:
-            if pattern.type is (RegionType.COMPOSITE if kind == "child_input" else RegionType.LEAF):
-                yield from self._draft_pattern(kind, pattern, pattern.signature[:short])
-
-    def _draft_pattern(self, kind: PointKind, pattern: Pattern, name: str) -> Iterable[DimensionDraft]:
-        drafts: dict[tuple[str, tuple[int, int]], DimensionDraft] = {}
-        for number, region in enumerate(pattern.regions):
-            group = name if self._sharing == "pattern" else f"{name}.{number}"
-            start = pattern.regions[0 if self._sharing == "pattern" else number].node_indices()[0]
-            for place, points, ends in self._region_points(kind, pattern, number, region):
-                if points or ends:
-                    draft = drafts.setdefault((group, place), DimensionDraft(group, kind, place, start))
-                    draft.points += points
-                    draft.ends += ends
-        return drafts.values()
-
-    def _region_points(
-        self, kind: PointKind, pattern: Pattern, number: int, region: Region
-    ) -> Iterator[tuple[tuple[int, int], list[QuantizationPoint], list[Edge]]]:
+    def region_points(
+        self, kind: PointKind, pattern: Pattern, number: int
+    ) -> Iterator[tuple[_Place, list[QuantizationPoint], list[Edge]]]:
         """Yield position in the pattern, quantization points and edges to model outputs of each point of a region."""
+        model, order = self._model, pattern.order[number]
         if kind == "node_input":
-            for place, index in enumerate(pattern.order[number]):
-                for point in self.points[index]:
+            for place, index in enumerate(order):
+                for point in self._points[index]:
                     yield (place, point.slot), [point], []
         elif kind == "child_input":
-            for place, (inside, inputs) in enumerate(self._child_inputs(pattern, number)):
-                for slot, tensor in enumerate(inputs):
+            children = pattern.children[number]
+            owner = {node: place for place, child in enumerate(children) for node in child.node_indices()}
+            inputs: list[dict[str, None]] = [{} for _ in children]  # in the canonical order of their readers
+            for index in order:
+                wanted = children[owner[index]].inputs
+                inputs[owner[index]] |= dict.fromkeys(name for name in model.nodes[index].inputs if name in wanted)
+            for place, child in enumerate(children):
+                inside = frozenset(child.node_indices())
+                for slot, tensor in enumerate(inputs[place]):
                     yield (place, slot), self._consumer_points(tensor, inside), []
         else:
-            leaving = frozenset(region.outputs)
-            for place, index in enumerate(pattern.order[number]):
-                for slot, tensor in enumerate(self._model.nodes[index].outputs):
+            leaving = frozenset(pattern.regions[number].outputs)
+            for place, index in enumerate(order):
+                for slot, tensor in enumerate(model.nodes[index].outputs):
                     if tensor in leaving:
-                        yield (place, slot), self._consumer_points(tensor), self._output_edge(tensor)
-
-    def _child_inputs(self, pattern: Pattern, number: int) -> list[tuple[frozenset[int], Iterable[str]]]:
-        """Return nodes and inputs of each child region; inputs in the canonical order of their readers."""
-        children = pattern.children[number]
-        owner = {node: place for place, child in enumerate(children) for node in child.node_indices()}
-        inputs: list[dict[str, None]] = [{} for _ in children]
-        for index in pattern.order[number]:
-            wanted = children[owner[index]].inputs
-            inputs[owner[index]].update((name, None) for name in self._model.nodes[index].inputs if name in wanted)
-        return [(frozenset(child.node_indices()), names) for child, names in zip(children, inputs, strict=True)]
+                        ends = [Edge(tensor, "", 0)] if tensor in self._ends else []
+                        yield (place, slot), self._consumer_points(tensor), ends
 
     def _consumer_points(self, tensor: str, inside: frozenset[int] | None = None) -> list[QuantizationPoint]:
-        """Return the points that read a tensor."""
+        """Return the points that read a tensor, each once."""
         found: dict[tuple[int, int], QuantizationPoint] = {}
         for index, slot in self._model.consumers.get(tensor, ()):
             point = self._by_edge.get((index, slot))
             if point is not None and (inside is None or index in inside):
                 found[point.node, point.slot] = point
         return list(found.values())
-
-    def _output_edge(self, tensor: str) -> list[Edge]:
-        known = self._model.types.get(tensor)
-        legal = tensor in self._ends and known is not None and known.dtype in self._types and known.shape
-        return [Edge(tensor, "", 0)] if legal else []
-
-
-def _distinct_dimensions(
-    drafts: Iterable[DimensionDraft],
-    precisions: Sequence[str],
-    macs: int,
-    complete: Callable[[Iterable[Edge]], set[Edge]],
-) -> list[tuple[DimensionDraft, Dimension]]:
-    """Return the dimensions without those that have the same set of edges as an earlier one.
-
-    Patterns are sorted by name first, because their order depends on the file.
-
-    Args:
-        complete: Function that adds the edges that must be quantized with the given ones.
-    """
-    found: list[tuple[DimensionDraft, Dimension]] = []
-    known: set[frozenset[Edge]] = set()
-    for draft in sorted(drafts, key=lambda draft: (_KINDS.index(draft.kind), draft.group, draft.place)):
-        legal = tuple(p for p in precisions if all(p in point.precisions for point in draft.points))
-        edges = sorted(complete({edge for point in draft.points for edge in point.edges} | set(draft.ends)))
-        if not legal or frozenset(edges) in known:
-            continue
-        known.add(frozenset(edges))
-        roles = {point.role for point in draft.points}
-        dimension = Dimension(
-            name=f"{draft.group}/{draft.kind}/{draft.place[0]}.{draft.place[1]}",
-            group=draft.group,
-            kind=draft.kind,
-            choices=(FLOAT, *legal),
-            edges=tuple(edges),
-            role=roles.pop() if len(roles) == 1 else "other",
-            cost=sum(point.macs for point in draft.points) / macs if macs else 0.0,
-        )
-        found.append((draft, dimension))
-    return found
-
-
-def _shortest_prefix_length(signatures: set[str]) -> int:
-    """Return the number of digits that distinguish signatures, at least 8."""
-    return next(n for n in itertools.count(8) if len({s[:n] for s in signatures}) == len(signatures))

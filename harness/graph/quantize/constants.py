@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -132,7 +131,7 @@ class ConstantQuantizer:
         """Constants of the float model by name as encoded fields of a graph: inline, or references into a data file."""
         return {name: self._encode_tensor(tensor) for name, tensor in self._model.constants.items()}
 
-    def write_files(self, stored: Collection[QuantizedConstant], folder: Path) -> Iterable[bytes]:
+    def write_files(self, stored: Collection[QuantizedConstant], folder: Path) -> list[bytes]:
         """Write the data files that the float model and some constants refer to, unless they exist.
 
         Returns:
@@ -141,19 +140,16 @@ class ConstantQuantizer:
         """
         for each in stored:
             if each not in self._encoded:
-                records = b"".join(map(self._encode_tensor, each.tensors))
-                self._encoded[each] = records, self._data_files(each.tensors)
-        encoded = list(map(self._encoded.__getitem__, stored))
-        for file in self._float_files.union(*map(itemgetter(1), encoded)):
+                files = frozenset(filter(None, map(self._data_file_for, each.tensors)))
+                self._encoded[each] = b"".join(map(self._encode_tensor, each.tensors)), files
+        encoded = [self._encoded[each] for each in stored]
+        for file in self._float_files.union(*(files for _, files in encoded)):
             file.write(folder)
-        return map(itemgetter(0), encoded)
+        return [records for records, _ in encoded]
 
     @cached_property
     def _float_files(self) -> frozenset[protobuf_wire.DataFile]:
-        return self._data_files(self._model.constants.values())
-
-    def _data_files(self, tensors: Iterable[TensorProto]) -> frozenset[protobuf_wire.DataFile]:
-        return frozenset(filter(None, map(self._data_file_for, tensors)))
+        return frozenset(filter(None, map(self._data_file_for, self._model.constants.values())))
 
     def _encode_tensor(self, tensor: TensorProto) -> bytes:
         file = self._data_file_for(tensor)
@@ -164,41 +160,32 @@ class ConstantQuantizer:
 
         All large constants of the float model are in one data file, all weights of one precision in another.
         """
-        if tensor.name not in self._files:
-            float_model = tensor.name in self._model.constants
-            self._assign_data_files(
-                self._model.constants.values() if float_model else self._all_weights(_precision_of_name(tensor.name))
-            )
-        if tensor.name not in self._files:
-            self._assign_data_files([tensor])
-        return self._files[tensor.name]
-
-    def _assign_data_files(self, tensors: Iterable[TensorProto]) -> None:
-        large = {t.name: t for t in tensors if t.HasField("raw_data") and encoded_size_bytes(t) > INLINE_BYTES}
-        file = protobuf_wire.DataFile(large)
-        self._files.update({t.name: file if t.name in large else None for t in tensors})
-
-    def _all_weights(self, precision: str) -> list[TensorProto]:
-        """Return all weights of the model at a precision at the first call, and none at later ones or for "int32".
-
-        Integer operands, such as coordinates, are no weights; weights with NaN or infinite values stay float.
-        """
-        if precision in self._complete or precision not in MAX_LEVEL:
-            return []
-        self._complete.add(precision)
-        found: dict[str, QuantizedConstant] = {}
-        for node in self._model.nodes:
-            for slot, name in (
-                enumerate(node.inputs[:2]) if node.op in self._dialect.linear_ops and not node.opaque else ()
-            ):
-                if name not in self._model.constants or name in self._model.cached_analysis(
-                    find_unquantizable_constants
-                ):
-                    continue
-                if self._model.types[name].dtype in QUANTIZABLE_DTYPES:
-                    stored = self.quantize_weight_input(node, slot, precision)
-                    found[stored.output] = stored
-        return [tensor for stored in found.values() for tensor in stored.tensors]
+        name, model = tensor.name, self._model
+        precision = name.rpartition(NAME_PREFIX)[2].partition(".")[0]
+        together = [tensor]
+        if name in self._files:
+            return self._files[name]
+        if name in model.constants:
+            together = list(model.constants.values())
+        elif precision in MAX_LEVEL and precision not in self._complete:
+            self._complete.add(precision)
+            found: dict[str, QuantizedConstant] = {}
+            damaged = model.cached_analysis(find_unquantizable_constants)
+            for node in model.nodes:
+                linear = node.op in self._dialect.linear_ops and not node.opaque
+                for slot, each in enumerate(node.inputs[:2] if linear else ()):
+                    # Integers, such as coordinates, are no weights; those with NaN or infinite values stay float.
+                    known = each in model.constants and each not in damaged
+                    if known and model.types[each].dtype in QUANTIZABLE_DTYPES:
+                        stored = self.quantize_weight_input(node, slot, precision)
+                        found[stored.output] = stored
+            together = [each for stored in found.values() for each in stored.tensors]
+        for group in (together, [tensor]):
+            if name not in self._files:
+                large = {t.name: t for t in group if t.HasField("raw_data") and encoded_size_bytes(t) > INLINE_BYTES}
+                file = protobuf_wire.DataFile(large)
+                self._files.update({t.name: file if t.name in large else None for t in group})
+        return self._files[name]
 
     def _bias_name(self, node: Node) -> str | None:
         """Return the constant of a linear operator's bias if it may be stored as INT32, else None."""
@@ -238,7 +225,3 @@ class ConstantQuantizer:
         tensors = tuple(numpy_helper.from_array(np.asarray(values, order="C"), key) for key, values in parts.items())
         self._made[name] = QuantizedConstant(output, node, tensors)
         self._scales[output] = quantized.scale
-
-
-def _precision_of_name(name: str) -> str:
-    return name.rpartition(NAME_PREFIX)[2].partition(".")[0]

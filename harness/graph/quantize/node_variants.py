@@ -1,24 +1,36 @@
-"""Encoded variants of a node and of the Q/DQ pairs after it, which are stored by a number.
+"""Encoded variants of the nodes of a model and of the Q/DQ pairs after them, and their choice for a placement.
 
 A placement affects a node by few choices: which inputs are quantized, and how. They are the bits of a number, so a
 candidate is assembled by one look-up for each node.
+
+An operator that only moves values (MaxPool, Split) runs on stored integers if its inputs and outputs have one scale. So
+its outputs get the scale of its input if that input is quantized; after a float input they have the scale of their own
+range. The inputs and the output of a Concat share a scale if all inputs are quantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from functools import partial
+from operator import and_, getitem
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from harness.base.errors import UserError
 from harness.graph.model import Model, Node
+from harness.graph.protos import opset_versions
 from harness.graph.quantize import protobuf_wire
 from harness.graph.quantize.constants import ConstantQuantizer, QuantizedConstant
 from harness.graph.quantize.protobuf_wire import FLOAT_BIAS_PREFIX
-from harness.graph.quantize.scales import ActivationScales, SharedScale
-from harness.graph.quantize.weights import bias_place
+from harness.graph.quantize.scales import ActivationScales, EncodedPairs, SharedScale, find_root
+from harness.graph.quantize.weights import QUANTIZABLE_DTYPES, bias_place
 from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.precision_sensitive import find_unquantizable_constants
+from search.space import Edge, Resolved
 
+GRAPH_INPUT_INDEX = -1
+"""Index, after those of the nodes, of the producer of the model's inputs and the consumer of its outputs."""
 Form = TypeVar("Form")
 
 
@@ -79,29 +91,24 @@ class NodeVariant:
     """
 
     node: bytes
-    stored: tuple[QuantizedConstant, ...] = ()
-    replaced: tuple[str, ...] = ()
-    quantized: frozenset[tuple[str, str]] = frozenset()
-    bias: tuple[int, RequestBit] | None = None
+    stored: tuple[QuantizedConstant, ...]
+    replaced: tuple[str, ...]
+    quantized: frozenset[tuple[str, str]]
+    bias: tuple[int, RequestBit] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairVariant:
-    """Encoded Q/DQ pairs after a node, or after the inputs of the model.
-
-    Attributes:
-        nodes: Nodes of the pairs as encoded fields of the graph.
-        grid: Scales and zero points, each as an encoded field of the graph.
-        pairs: Number of pairs.
-    """
-
-    nodes: bytes
-    grid: tuple[bytes, ...]
-    pairs: int
+class _ConditionalBit(NamedTuple):
+    node: int
+    needed: int
+    bit: int
 
 
-class VariantEncoder:
-    """Encoder of the nodes of a model, in a dialect's form, with float or quantized inputs as placements request."""
+_SharedBits = tuple[list[_ConditionalBit], list[_ConditionalBit]]
+"""Bits of a cluster of operators, whose tensors may share scales, to set for consumers and for producers."""
+
+
+class NodeVariants:
+    """Variants of the nodes of a model, in a dialect's form; each edge of placements is checked once."""
 
     def __init__(self, model: Model, dialect: Dialect, scales: ActivationScales, constants: ConstantQuantizer) -> None:
         self._model = model
@@ -109,30 +116,190 @@ class VariantEncoder:
         self._scales = scales
         self._constants = constants
         self._pieces = [protobuf_wire.NodePieces(proto) for proto in model.proto.graph.node]
+        self._readers: list[VariantTable[Any]] = [
+            VariantTable(partial(self._encode_node, node.index)) for node in model.nodes
+        ]
+        self._readers.append(VariantTable(partial(self._precisions_by_place, kind="quantized")))
+        self._makers = [VariantTable(self._encode_pairs) for _ in self._readers]
+        self._products = [n.index for n in model.nodes if n.op == "MatMul"] if dialect.bias == "int32" else []
+        self._output_slots = {name: slot for slot, name in reversed(list(enumerate(model.outputs)))}
+        self._opset = opset_versions(model.proto).get("", 0)
+        self._precisions = sorted(dialect.precisions)
+        self._known: dict[tuple[str, str, int, str], tuple[int, int, int, int]] = {}
+        joined: dict[str, list[Node]] = defaultdict(list)
+        for node in scales.links.joins:
+            joined[scales.links.group_name(node.inputs[0])].append(node)
+        self._clusters: list[tuple[list[Node], list[int], list[int], dict[tuple[int, ...], _SharedBits]]] = []
+        for nodes in joined.values():
+            masks = [sum(self._bits_to_share(node, precision) for precision in self._precisions) for node in nodes]
+            self._clusters.append((nodes, [node.index for node in nodes], masks, {}))
 
-    def encode_node(self, index: int, marks: frozenset[RequestBit]) -> NodeVariant:
-        """Encode the node with an index so that it reads the pairs and constants that its requests need.
+    def choose(self, resolved: Resolved) -> tuple[list[NodeVariant], list[EncodedPairs]]:
+        """Return the variants of the nodes for a placement, and the pairs after each node, last after the inputs."""
+        model, readers, makers = self._model, self._readers, self._makers
+        read, made = [0] * len(readers), [0] * len(makers)
+        for edge, precision in resolved:
+            key = (edge.tensor, edge.consumer, edge.slot, precision)
+            try:
+                reader, slot, maker, tensor = self._known[key]
+            except KeyError:
+                reader, slot, maker, tensor = self._known[key] = self._request_edge(edge, precision)
+            read[reader] |= slot
+            made[maker] |= tensor
+        if sum(map(int.bit_count, read)) < len(resolved):
+            raise UserError(f"{model.source}: the placement contains one edge twice")
+        for place, precision in sorted(readers[GRAPH_INPUT_INDEX][read[GRAPH_INPUT_INDEX]].items()):
+            name = model.outputs[place]
+            for index, number in model.consumers.get(name, ()):
+                read[index] |= readers[index].bit(RequestBit("final", number, precision))
+            maker = model.producer[name]
+            made[maker] |= makers[maker].bit(RequestBit("final", name, precision))
+            read[maker] |= readers[maker].bit(RequestBit("renamed", name))
+        for nodes, indexes, masks, known in self._clusters:
+            state = tuple(map(and_, map(read.__getitem__, indexes), masks))
+            if not any(state):
+                continue
+            if state not in known:
+                known[state] = self._shared_bits(nodes, state)
+            for row, found in zip((read, made), known[state], strict=True):
+                for index, needed, bit in found:
+                    if row[index] & needed:
+                        row[index] |= bit
+        for index in self._products:  # nodes are in order: the Add of a bias comes later
+            bias = readers[index][read[index]].bias
+            if bias is not None:
+                read[bias[0]] |= readers[bias[0]].bit(bias[1])
+        return list(map(getitem, readers[:GRAPH_INPUT_INDEX], read)), list(map(getitem, makers, made))
 
-        Raises:
-            UserError: Two precisions are requested at one input, or the range of a tensor is unknown or not finite.
+    def _request_edge(self, edge: Edge, precision: str) -> tuple[int, int, int, int]:
+        """Return consumer, its bit, producer and its bit for an edge; the bit of a constant's producer is 0."""
+        model, linear = self._model, self._dialect.linear_ops
+        node, kind, problem = model.nodes_by_name.get(edge.consumer), model.types.get(edge.tensor), ""
+        allowed = [p for p in self._precisions if self._dialect.opset([p]) <= self._opset]
+        if not edge.consumer:
+            if edge.tensor not in model.output_names or edge.tensor not in model.producer:
+                problem = ": no node of this model makes an output of that name"
+        elif node is None or not 0 <= edge.slot < len(node.inputs) or node.inputs[edge.slot] != edge.tensor:
+            problem = " is not in this model; the placement was made for another model, or for other static shapes"
+        elif node.opaque:
+            problem = f" stays float: {node.op} has a subgraph, is random or is unknown to ONNX"
+        elif edge.slot > 1 and node.op in linear:
+            problem = f" stays float: {node.op} takes its bias there"
+        elif node.op in linear and edge.tensor in model.cached_analysis(find_unquantizable_constants):
+            problem = " stays float: it has NaN, infinite or huge values"
+        if not problem and kind is not None and kind.dtype not in QUANTIZABLE_DTYPES:
+            problem = f" cannot be quantized: its type is {kind.dtype}"
+        elif not problem and precision not in allowed:
+            problem = (
+                f": precision {precision!r} is not among those that {self._dialect.name} takes at opset {self._opset}: "
+                f"{', '.join(allowed) or 'none'}"
+            )
+        if problem:
+            place = f"edge {edge.tensor!r} -> input {edge.slot} of {edge.consumer!r}"
+            raise UserError(f"{model.source}: {place if edge.consumer else f'output {edge.tensor!r}'}{problem}")
+        reader, slot = (GRAPH_INPUT_INDEX, self._output_slots[edge.tensor]) if node is None else (node.index, edge.slot)
+        read = self._readers[reader].bit(RequestBit("quantized", slot, precision))
+        if edge.tensor in model.constants:
+            return reader, read, GRAPH_INPUT_INDEX, 0
+        maker = model.producer.get(edge.tensor, GRAPH_INPUT_INDEX)
+        by_channel = node is not None and self._scales.has_channel_scales(node, edge.slot, precision)
+        request = RequestBit("channels" if by_channel else "quantized", edge.tensor, precision)
+        return reader, read, maker, self._makers[maker].bit(request)
+
+    def _bits_to_share(self, node: Node, precision: str) -> int:
+        """Return the bits of the inputs that must be quantized so that the tensors of a node share a scale."""
+        if node.index in self._scales.links.fixed:
+            return 0
+        slots = [0]
+        if node.op == "Concat":
+            slots = [slot for slot, name in enumerate(node.inputs) if name not in self._model.constants]
+        return sum(self._readers[node.index].bit(RequestBit("quantized", slot, precision)) for slot in slots)
+
+    def _shared_bits(self, nodes: Sequence[Node], state: tuple[int, ...]) -> _SharedBits:
+        """Return the bits of quantized inputs and outputs with a scale that depends on other tensors.
+
+        Args:
+            nodes: Operators of a cluster.
+            state: Bits of the inputs of each operator that decide whether its tensors share a scale.
         """
-        node = self._model.nodes[index]
-        asked, final = self.precisions_by_place(marks, "quantized"), self.precisions_by_place(marks, "final")
+        found: _SharedBits = [], []
+        for precision in self._precisions:
+            for tensor, tie in self._shared_scales(nodes, state, precision).items():
+                maker = self._model.producer.get(tensor, GRAPH_INPUT_INDEX)
+                places: list[tuple[int, VariantTable[Any], int, int | str]] = [
+                    (0, self._readers[index], index, slot) for index, slot in self._model.consumers.get(tensor, ())
+                ]
+                for side, table, index, place in (*places, (1, self._makers[maker], maker, tensor)):
+                    needed = table.bit(RequestBit("quantized", place, precision))
+                    bit = table.bit(RequestBit("tied", place, precision, tie))
+                    found[side].append(_ConditionalBit(index, needed, bit))
+        return found
+
+    def _shared_scales(
+        self, nodes: Sequence[Node], state: tuple[int, ...], precision: str
+    ) -> Mapping[str, SharedScale]:
+        """Return the shared scale of each tensor of a cluster at one precision, without tensors that have their own."""
+        parents: dict[str, str] = {}
+        origin: dict[str, str] = {}
+        concats: list[str] = []
+        for node, bits in zip(nodes, state, strict=True):
+            needed = self._bits_to_share(node, precision)
+            if bits & needed != needed or not (needed or node.index in self._scales.links.fixed):
+                continue
+            first = node.inputs[0]
+            if node.op == "Concat":
+                concats.append(first)
+            for name in filter(None, (*node.outputs, *(node.inputs if node.op == "Concat" else ()))):
+                parents[find_root(parents, name)] = find_root(parents, first)
+                if node.op != "Concat":
+                    origin[name] = origin.get(first, first)
+        members: dict[str, list[str]] = defaultdict(list)
+        for name in list(parents):
+            members[find_root(parents, name)].append(name)
+        shared = {find_root(parents, name) for name in concats}
+        found: dict[str, SharedScale] = {}
+        for root, names in members.items():
+            together = tuple(sorted(names)) if root in shared else ()
+            found |= {n: SharedScale(origin.get(n, n), together) for n in names if together or n in origin}
+        return found
+
+    def _encode_node(self, index: int, marks: frozenset[RequestBit]) -> NodeVariant:
+        """Encode the node with an index so that it reads the pairs and constants that its requests need."""
+        node, model = self._model.nodes[index], self._model
+        asked, final = self._precisions_by_place(marks, "quantized"), self._precisions_by_place(marks, "final")
         ties = _ties_by_place(marks)
         renamed = {mark.place for mark in marks if mark.kind == "renamed"}
         inputs = {int(slot): node.inputs[int(slot)] + FLOAT_BIAS_PREFIX for slot in final}
         constants: dict[int, QuantizedConstant] = {}
+        has_integer_bias = self._dialect.bias == "int32" and asked.get(0) == asked.get(1) == "int8"
         for slot in sorted(map(int, asked)):
             tensor, precision = node.inputs[slot], asked[slot]
-            if tensor in self._model.constants:
-                constants |= self._quantized_constant(node, slot, asked, ties)
-            elif self._scales.has_channel_scales(node, slot, precision):
+            tie = ties.get((slot, precision))
+            if tensor not in model.constants and self._scales.has_channel_scales(node, slot, precision):
                 inputs[slot] = self._scales.encode_channel_pair(tensor, final=slot in final).output
+            elif tensor not in model.constants:
+                inputs[slot] = self._scales.encode_pair(tensor, precision, tie, final=final.get(slot)).output
+            elif node.op not in self._dialect.linear_ops:
+                grid = self._scales.scale_and_zero_point(tensor, precision, tie)
+                constants[slot] = self._constants.quantize_operand(tensor, precision, *grid)
+            elif slot == 1 and has_integer_bias:
+                stored = self._weight_and_bias(node, ties.get((0, "int8")))
+                constants |= {1: stored[1]} if node.op == "MatMul" else stored
             else:
-                pair = self._scales.encode_pair(tensor, precision, ties.get((slot, precision)), final=final.get(slot))
-                inputs[slot] = pair.output
-        if not asked:
-            constants |= self._bias_of_product(node, marks)
+                constants[slot] = self._constants.quantize_weight_input(node, slot, precision)
+        for mark in marks if not asked else ():
+            if mark.kind == "bias":  # this node is the Add after a quantized MatMul
+                slot = int(mark.place)
+                product = model.nodes[model.producer[node.inputs[1 - slot]]]
+                stored = self._weight_and_bias(product, mark.tie)
+                constants |= {slot: stored[2]} if 2 in stored else {}
+        # ONNX Runtime fuses MatMul and Add to a Gemm before it looks for pairs. With an INT32 bias the Gemm runs on
+        # integers, with a float or quantized result; with a float bias both operands are dequantized.
+        bias = None
+        if node.op == "MatMul" and node.inputs[1] in model.constants and has_integer_bias:
+            place = bias_place(model, node)
+            if place is not None:
+                bias = place[0].index, RequestBit("bias", place[1], "int8", ties.get((0, "int8")))
         inputs |= {slot: stored.output for slot, stored in constants.items()}
         outputs = {number: name + FLOAT_BIAS_PREFIX for number, name in enumerate(node.outputs) if name in renamed}
         return NodeVariant(
@@ -140,52 +307,26 @@ class VariantEncoder:
             stored=tuple(constants.values()),
             replaced=tuple(node.inputs[slot] for slot in constants),
             quantized=frozenset((node.inputs[slot], asked[slot]) for slot in constants.keys() & asked.keys()),
-            bias=self._bias_request(node, asked, ties),
+            bias=bias,
         )
 
-    def encode_pairs(self, marks: frozenset[RequestBit]) -> PairVariant:
-        """Encode the pairs of all outputs of one node, or of the inputs of the model.
-
-        Raises:
-            UserError: The range of a tensor is unknown or not finite.
-        """
-        final = self.precisions_by_place(marks, "final")
-        ties = _ties_by_place(marks)
+    def _encode_pairs(self, marks: frozenset[RequestBit]) -> EncodedPairs:
+        """Encode the pairs of all outputs of one node, or of the inputs of the model."""
+        final, ties = self._precisions_by_place(marks, "final"), _ties_by_place(marks)
         asked = sorted((str(mark.place), mark.precision) for mark in marks if mark.kind == "quantized")
         pairs = [self._scales.encode_pair(t, p, ties.get((t, p)), final=final.get(t)) for t, p in asked]
         channels = sorted(str(mark.place) for mark in marks if mark.kind == "channels")
         pairs += [self._scales.encode_channel_pair(tensor, final=tensor in final) for tensor in channels]
         grid = tuple(record for pair in pairs for record in pair.grid)
-        return PairVariant(nodes=b"".join(pair.nodes for pair in pairs), grid=grid, pairs=len(pairs))
+        return EncodedPairs("", b"".join(pair.nodes for pair in pairs), grid, len(pairs))
 
-    def precisions_by_place(self, marks: Iterable[RequestBit], kind: str) -> dict[int | str, str]:
-        """Return the precision of each request of one kind by its place; see `RequestBit` for kinds and places.
-
-        Raises:
-            UserError: Two requests have the same place.
-        """
+    def _precisions_by_place(self, marks: Iterable[RequestBit], kind: str) -> dict[int | str, str]:
+        """Return the precision of each request of one kind by its place; see `RequestBit` for kinds and places."""
         places = [(mark.place, mark.precision) for mark in marks if mark.kind == kind]
         found = dict(places)
         if len(found) < len(places):
             raise UserError(f"{self._model.source}: the placement contains one edge twice")
         return found
-
-    def _quantized_constant(
-        self, node: Node, slot: int, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], SharedScale]
-    ) -> dict[int, QuantizedConstant]:
-        """Quantize a constant, and return results by input, because some dialects quantize the bias with the weight."""
-        precision = asked[slot]
-        if node.op not in self._dialect.linear_ops:
-            tensor = node.inputs[slot]
-            grid = self._scales.scale_and_zero_point(tensor, precision, ties.get((slot, precision)))
-            return {slot: self._constants.quantize_operand(tensor, precision, *grid)}
-        if slot == 1 and self._stores_bias(asked):
-            stored = self._weight_and_bias(node, ties.get((0, "int8")))
-            return {1: stored[1]} if node.op == "MatMul" else stored
-        return {slot: self._constants.quantize_weight_input(node, slot, precision)}
-
-    def _stores_bias(self, asked: Mapping[int | str, str]) -> bool:
-        return self._dialect.bias == "int32" and asked.get(0) == asked.get(1) == "int8"
 
     def _weight_and_bias(self, node: Node, tie: SharedScale | None) -> dict[int, QuantizedConstant]:
         if self._scales.has_channel_scales(node, 0, "int8"):
@@ -193,30 +334,6 @@ class VariantEncoder:
         else:
             scale, _ = self._scales.scale_and_zero_point(node.inputs[0], "int8", tie)
         return self._constants.quantize_weight_and_bias(node, scale)
-
-    def _bias_request(
-        self, node: Node, asked: Mapping[int | str, str], ties: Mapping[tuple[int | str, str], SharedScale]
-    ) -> tuple[int, RequestBit] | None:
-        """Return the request for the bias of a quantized MatMul at the Add after it, or None.
-
-        ONNX Runtime fuses MatMul and Add to a Gemm before it looks for pairs. With an INT32 bias the Gemm runs on
-        integers, with a float or quantized result; with a float bias both operands are dequantized.
-        """
-        if node.op != "MatMul" or node.inputs[1] not in self._model.constants or not self._stores_bias(asked):
-            return None
-        place = bias_place(self._model, node)
-        return None if place is None else (place[0].index, RequestBit("bias", place[1], "int8", ties.get((0, "int8"))))
-
-    def _bias_of_product(self, node: Node, marks: frozenset[RequestBit]) -> dict[int, QuantizedConstant]:
-        """Return the INT32 bias of an Add after a quantized MatMul by its input, or an empty mapping."""
-        found = {}
-        for mark in marks:
-            if mark.kind == "bias":
-                slot = int(mark.place)
-                product = self._model.nodes[self._model.producer[node.inputs[1 - slot]]]
-                bias = self._weight_and_bias(product, mark.tie).get(2)
-                found.update({} if bias is None else {slot: bias})
-        return found
 
 
 def _ties_by_place(marks: Iterable[RequestBit]) -> dict[tuple[int | str, str], SharedScale]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,25 +35,18 @@ class NumericChoices:
     @property
     def text(self) -> str:
         """Return the choices that differ from the defaults, for digests and tables; "" if none does."""
-        return ", ".join(self._changes())
-
-    def _changes(self) -> Iterator[str]:
-        if self.activations != DEFAULT_CHOICES.activations:
-            share = f" {self.percentile:g}" if self.activations == "percentile" else ""
-            yield f"activations {self.activations}{share}"
-        if self.weights != DEFAULT_CHOICES.weights:
-            yield f"weights {self.weights}"
-        if self.depthwise != DEFAULT_CHOICES.depthwise:
-            yield f"depthwise {self.depthwise}"
-        if self.symmetric is not None:
-            yield "symmetric" if self.symmetric else "asymmetric"
+        share = f" {self.percentile:g}" if self.activations == "percentile" else ""
+        changes = {
+            f"activations {self.activations}{share}": self.activations != DEFAULT_CHOICES.activations,
+            f"weights {self.weights}": self.weights != DEFAULT_CHOICES.weights,
+            f"depthwise {self.depthwise}": self.depthwise != DEFAULT_CHOICES.depthwise,
+            "symmetric": self.symmetric is True,
+            "asymmetric": self.symmetric is False,
+        }
+        return ", ".join(text for text, is_change in changes.items() if is_change)
 
     def adapt_dialect(self, dialect: Dialect) -> Dialect:
-        """Return the dialect with these choices.
-
-        Raises:
-            UserError: The dialect does not offer a choice.
-        """
+        """Return the dialect with these choices."""
         if self.depthwise == "channel" and not dialect.channel_activations:
             raise UserError(f"depthwise: 'tensor' for dialect {dialect.name!r}, which has one scale for a tensor")
         if self.symmetric is None:

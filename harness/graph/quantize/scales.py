@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -115,19 +116,20 @@ def find_root(links: dict[str, str], name: str) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedPair:
-    """Encoded Q/DQ pair on an activation.
+class EncodedPairs(NamedTuple):
+    """Encoded Q/DQ pairs on activations.
 
     Attributes:
-        output: Name of the dequantized tensor.
-        nodes: QuantizeLinear and DequantizeLinear as encoded fields of a graph.
-        grid: Scale and zero point as encoded fields of a graph.
+        output: Name of the dequantized tensor; "" for several pairs.
+        nodes: QuantizeLinear and DequantizeLinear nodes as encoded fields of a graph.
+        grid: Scales and zero points, each as an encoded field of a graph.
+        pairs: Number of pairs.
     """
 
     output: str
     nodes: bytes
     grid: tuple[bytes, ...]
+    pairs: int = 1
 
 
 class ActivationScales:
@@ -149,14 +151,21 @@ class ActivationScales:
         self._dialect = dialect
         self._ranges = ranges
         self._depthwise = depthwise_inputs(model) if choices.depthwise == "channel" else {}
-        self._channel_pairs: dict[str, EncodedPair] = {}
+        self._channel_pairs: dict[str, EncodedPairs] = {}
         self._grids: dict[tuple[str, str, SharedScale | None], tuple[Array, Array]] = {}
-        self._pairs: dict[tuple[str, str, SharedScale | None, str | None], EncodedPair] = {}
+        self._pairs: dict[tuple[str, str, SharedScale | None, str | None], EncodedPairs] = {}
         self._joint_ranges: dict[SharedScale, tuple[float, float] | None] = {}
         self.links = ScaleLinks(model, dialect)
         self._clipped = {name for node in model.nodes if node.op in dialect.absorbed for name in node.outputs}
         self._clipped.update(name for name, source in self.links.source.items() if source in self._clipped)
-        self._unit = _softmax_results(model, dialect, self.links) if dialect.unit_softmax else frozenset()
+        self._unit: set[str] = set()
+        """Results of Softmax nodes, and the tensors that have the same values after other operators."""
+        for node in model.nodes if dialect.unit_softmax else ():
+            repeated = find_repeated_input(model, node)
+            slot = 0 if repeated is None and node.op in dialect.absorbed else repeated
+            if (node.op == "Softmax" and not node.opaque) or (slot is not None and node.inputs[slot] in self._unit):
+                self._unit.add(node.outputs[0])
+            self._unit.update(name for name in node.outputs if self.links.source.get(name) in self._unit)
         self._own_zeros = not dialect.shares_zero_points and any(node.op == "Pad" for node in model.nodes)
         self._affine: set[str] = set()
         chained: set[str] = set()  # each is followed once: chains may be long, and have many readers
@@ -173,15 +182,16 @@ class ActivationScales:
 
         Args:
             tie: Tensors from whose ranges the scale is computed; None: only the tensor itself.
-
-        Raises:
-            UserError: A range is unknown or not finite.
         """
         key = (tensor, precision, tie)
-        known = self._grids.get(key)
-        if known is None:
-            known = self._grids[key] = self._encoded_grid(tensor, precision, tie)
-        return known
+        if key not in self._grids:
+            low, high = self._scale_range(tensor, tie)
+            if precision in FP8_MAX_BY_FORMAT:
+                scale = round_scale(max(-low, high) / FP8_MAX_BY_FORMAT[precision], self._dtype(tensor))
+                self._grids[key] = scale, np.zeros((), STORAGE_DTYPES[precision])
+            else:
+                self._grids[key] = self._int8_grid(tensor, tie, (low, high), (low, high))
+        return self._grids[key]
 
     def has_channel_scales(self, node: Node, slot: int, precision: str) -> bool:
         """Return whether an input of a node has one scale for each channel; other inputs then do not use its pair."""
@@ -199,13 +209,6 @@ class ActivationScales:
         scale, zero = (np.stack(parts) for parts in zip(*grids, strict=True))
         # Channels that are always 0 take the largest scale, so that a bias expressed in it stays representable.
         return np.where([low == high for low, high in pairs], scale.max(), scale).astype(scale.dtype), zero
-
-    def _encoded_grid(self, tensor: str, precision: str, tie: SharedScale | None) -> tuple[Array, Array]:
-        low, high = self._scale_range(tensor, tie)
-        if precision not in FP8_MAX_BY_FORMAT:
-            return self._int8_grid(tensor, tie, (low, high), (low, high))
-        scale = round_scale(max(-low, high) / FP8_MAX_BY_FORMAT[precision], self._dtype(tensor))
-        return scale, np.zeros((), STORAGE_DTYPES[precision])
 
     def _dtype(self, tensor: str) -> npt.DTypeLike:
         kind = self._model.types.get(tensor)
@@ -231,7 +234,7 @@ class ActivationScales:
 
     def encode_pair(
         self, tensor: str, precision: str, tie: SharedScale | None = None, *, final: str | None = None
-    ) -> EncodedPair:
+    ) -> EncodedPairs:
         """Return the Q/DQ pair on an activation; see `scale_and_zero_point`, also for errors.
 
         Args:
@@ -251,7 +254,7 @@ class ActivationScales:
             self._pairs[key] = _encode_pair(name, source, output, grid)
         return self._pairs[key]
 
-    def encode_channel_pair(self, tensor: str, *, final: bool = False) -> EncodedPair:
+    def encode_channel_pair(self, tensor: str, *, final: bool = False) -> EncodedPairs:
         """Return the INT8 pair with one scale for each channel; see `channel_scales`.
 
         Args:
@@ -278,19 +281,18 @@ class ActivationScales:
         """Return the range of all tensors that share a scale, or None if none of them counts; cached."""
         key = SharedScale("", tie.members) if tie.members else tie
         if key not in self._joint_ranges:
-            names = tie.members or (tie.origin,)
-            bounds = [self._observed_range(name) for name in names if self._counts_for_shared_scale(name)]
+            bounds = []
+            for name in tie.members or (tie.origin,):
+                constant = self._model.constant_array(name)
+                counts = name in self._ranges
+                if constant is not None:  # constants with sentinels such as -1e9 do not count
+                    held = all(abs(bound) <= MAX_CONSTANT_MAGNITUDE for bound in self._observed_range(name))
+                    counts = held and not holds_sentinel(constant)
+                if counts:
+                    bounds.append(self._observed_range(name))
             lows, highs = zip(*bounds, strict=True) if bounds else ((), ())
             self._joint_ranges[key] = (min(lows), max(highs)) if bounds else None
         return self._joint_ranges[key]
-
-    def _counts_for_shared_scale(self, tensor: str) -> bool:
-        """Return whether a tensor counts for a shared scale; constants with sentinels such as -1e9 do not."""
-        constant = self._model.constant_array(tensor)
-        if constant is not None:
-            held = all(abs(bound) <= MAX_CONSTANT_MAGNITUDE for bound in self._observed_range(tensor))
-            return held and not holds_sentinel(constant)
-        return tensor in self._ranges
 
     def _observed_range(self, tensor: str) -> tuple[float, float]:
         if tensor in self._unit:
@@ -312,23 +314,11 @@ class ActivationScales:
 
 def _encode_pair(
     name: str, source: str, output: str, grid: Mapping[str, Array], attributes: bytes = b""
-) -> EncodedPair:
+) -> EncodedPairs:
     encode = partial(protobuf_wire.encode_node, attributes=attributes)
     nodes = encode("QuantizeLinear", (source, *grid), f"{name}.q")
     nodes += encode("DequantizeLinear", (f"{name}.q", *grid), output, name=f"{name}.dq")
     records = tuple(
         protobuf_wire.encode_initializer(numpy_helper.from_array(value, key)) for key, value in grid.items()
     )
-    return EncodedPair(output, nodes, records)
-
-
-def _softmax_results(model: Model, dialect: Dialect, links: ScaleLinks) -> frozenset[str]:
-    """Return the results of Softmax nodes, and the tensors that have the same values after other operators."""
-    found: set[str] = set()
-    for node in model.nodes:
-        slot = find_repeated_input(model, node)
-        slot = 0 if slot is None and node.op in dialect.absorbed else slot
-        if (node.op == "Softmax" and not node.opaque) or (slot is not None and node.inputs[slot] in found):
-            found.add(node.outputs[0])
-        found.update(name for name in node.outputs if links.source.get(name) in found)
-    return frozenset(found)
+    return EncodedPairs(output, nodes, records)

@@ -20,10 +20,9 @@ from harness.base.errors import UserError
 from harness.base.text import pluralize
 from harness.replay.bench.submission import SearcherRecord, read_submission
 from harness.replay.bench.tasks import TierName, describe_block, read_catalogue, table_path
-from harness.replay.budget_tables import TableResult, mean_interval, table_result
+from harness.replay.budget_study import TableResult, mean_interval, table_result
 from harness.replay.path_cache import PathCache
-from harness.replay.recorded_landscape import Floats
-from harness.replay.replay import load_landscape
+from harness.replay.replay import Floats, load_landscape
 from harness.replay.simulated_selection import Searches
 from harness.report.plots.result_plots import series_style
 from harness.report.report_table import ReportTable, format_interval, frame_rows, render_markdown, render_note_markdown

@@ -21,12 +21,11 @@ from harness.base.errors import DoesNotHold, UserError, suggest_names
 from harness.base.files import explain_write_errors, file_sha256, read_json, write_json
 from harness.base.progress import Observer
 from harness.config.sections import ConfigSection, PluginSpec
-from harness.config.validation_errors import to_user_error
+from harness.config.yaml_loader import to_user_error
 from harness.replay.bench.tasks import TierName, read_catalogue, table_path
-from harness.replay.path_cache import FILE, PARTS_FOLDER, PathCache, replay_cached
+from harness.replay.budget_study import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS, ReplayedSearcher
+from harness.replay.path_cache import FILE, PARTS_FOLDER, PathCache, SearchKey, describe_code, replay_cached, search_key
 from harness.replay.replay import ReplayRequest, load_landscape, replay
-from harness.replay.search_key import SearchKey, describe_code, search_key
-from harness.replay.study_file import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS, ReplayedSearcher
 from harness.results.manifest import MANIFEST_FILE, describe_files, read_manifest, require_unchanged_results
 from harness.results.ownership import exclusive_lock
 

@@ -19,13 +19,11 @@ from harness.base.files import explain_write_errors
 from harness.base.paths import cache_dir, replacing
 from harness.base.text import short_version
 from harness.config.sections import ConfigSection
-from harness.config.validation_errors import to_user_error
-from harness.config.yaml_loader import read_experiment_yaml, read_text_file
+from harness.config.yaml_loader import read_experiment_yaml, read_text_file, to_user_error
 from harness.replay.bench.accuracy import ACCURACY_FILE, join_accuracy, read_accuracy
-from harness.replay.recorded_landscape import Floats, Landscape
-from harness.replay.replay import reading_rng
+from harness.replay.replay import Floats, Landscape, reading_rng
 from harness.replay.simulated_selection import Searches, recorded_duration_s
-from harness.runtimes.benchmark_table import (
+from harness.runtimes.replay import (
     MAX_TABLE_BYTES,
     BenchmarkTable,
     TableMetadata,

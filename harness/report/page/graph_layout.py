@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.base.errors import UserError
-from harness.config.plan import quantized_precisions
+from harness.config.experiment import quantized_precisions
 from harness.graph.io.files import model_files
 from harness.graph.load import load
 from harness.graph.model import Model

@@ -14,15 +14,16 @@ import pandas as pd
 
 from harness.base.paths import hide_paths
 from harness.base.statistics import Interval
-from harness.report.frames.main_frame import main_frame, rows_by_task
+from harness.report.frames import main_frame, rows_by_task
 from harness.report.next_steps import describe_answers, describe_next_steps, ship_path
 from harness.report.page.html_document import pack_json, render_html
 from harness.report.page.interactive_charts import build_answer_chart, build_charts
 from harness.report.plots.plot_files import PlotFile
 from harness.report.report_table import ReportTable, format_interval, table_json
-from harness.report.tables.budget import budget_frame
 from harness.report.tables.notes import noise_note, partial_note, progress_note
-from harness.results.display_names import (
+from harness.report.tables.searchers import budget_frame
+from harness.results.folder import Results, TaskResults, row_labels
+from harness.results.scores import (
     BEYOND_BOUND_VERDICT,
     METRIC_CAPS,
     METRIC_FORMATS,
@@ -30,10 +31,8 @@ from harness.results.display_names import (
     format_drop,
     format_score,
     metric_name,
-    row_labels,
     verdict_label,
 )
-from harness.results.folder import Results, TaskResults
 from harness.results.task_files import PartEffect, read_attributions
 
 WRONG_RESULT = "wrong result"

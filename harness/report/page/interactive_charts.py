@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from harness.report.frames.confirmation import valid_turns
-from harness.report.frames.curves import (
+from harness.report.frames import (
     Curve,
     candidate_frame,
     candidate_label,
@@ -20,11 +19,12 @@ from harness.report.frames.curves import (
     hypervolume_frame,
     iter_speedup_curves,
     pareto_front,
+    valid_turns,
 )
 from harness.report.plots.result_plots import median_steps, series_style
 from harness.report.report_table import frame_rows
-from harness.results.display_names import metric_name, truncate
 from harness.results.folder import TaskResults
+from harness.results.scores import metric_name, truncate
 
 PLOTLY_DASH_BY_LINE = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
 PLOTLY_SYMBOL_BY_MARKER = {

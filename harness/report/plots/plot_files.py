@@ -14,25 +14,24 @@ from harness.base.errors import UserError
 from harness.base.progress import NullProgress, Observer
 from harness.base.text import safe_file_name
 from harness.measure.records import from_json
-from harness.report.frames.confirmation import sample_frame
-from harness.report.frames.curves import (
+from harness.report.frames import (
     candidate_frame,
     candidate_label,
     close_intervals,
     curve_frame,
     hypervolume_frame,
+    main_frame,
+    sample_frame,
 )
-from harness.report.frames.main_frame import main_frame
 from harness.report.plots import layer_plots, result_plots, study_plots
 from harness.report.plots.result_plots import PLOT_FILE_FORMATS
 from harness.report.report_table import frame_rows
-from harness.report.tables.budget import budget_frame
-from harness.report.tables.overview import overview_frame
-from harness.report.tables.searchers import rank_searchers
+from harness.report.tables.main import overview_frame
+from harness.report.tables.searchers import budget_frame, rank_searchers
 from harness.report.tables.transfer import transfer_frame
-from harness.results.display_names import metric_name, row_labels
-from harness.results.folder import Results, TaskResults
+from harness.results.folder import Results, TaskResults, row_labels
 from harness.results.manifest import FileTable, find_changed_files, read_manifest
+from harness.results.scores import metric_name
 from harness.results.task_files import AttributionReport, read_attributions
 
 

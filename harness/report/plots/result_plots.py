@@ -23,7 +23,7 @@ from matplotlib.ticker import FixedFormatter, MaxNLocator
 
 from harness.base.statistics import median_ci
 from harness.base.text import printable_lines
-from harness.report.frames.curves import pareto_front
+from harness.report.frames import pareto_front
 from harness.report.report_table import frame_rows
 
 Values = npt.NDArray[Any]
@@ -166,7 +166,7 @@ def draw_curves(
     """Draw speedup or hypervolume of searchers over evaluations or minutes: median over seeds with its interval.
 
     Args:
-        curves: Columns searcher, seed, evaluations, minutes and `value`; see `harness.report.frames.curves`.
+        curves: Columns searcher, seed, evaluations, minutes and `value`; see `harness.report.frames`.
         path: Output path without suffix; None: nothing is written.
         confirmed: Columns searcher, budget, speedup, low, high of `budget_frame`, drawn as marks over evaluations.
     """

@@ -23,7 +23,7 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
     """Draw confirmed speedups with their intervals by task and method, and the geometric means.
 
     Args:
-        overview: Rows of one device of `harness.report.tables.overview.overview_frame`.
+        overview: Rows of one device of `harness.report.tables.main.overview_frame`.
         path: Output path without suffix; .png, .svg and .pdf are written.
     """
     overview = overview.assign(task=overview["task"].fillna(""))  # rows of means have no task

@@ -8,14 +8,29 @@ from typing import Any
 
 from harness.base.errors import UserError
 from harness.plugins.registry import installed_plugins, load_plugin
-from harness.report.frames.confirmation import variance_frame
-from harness.report.frames.main_frame import main_frame
-from harness.report.report_table import ReportTable
-from harness.report.table_spec import TableSpec
-from harness.report.tables.budget import BUDGET, TARGETS, budget_frame, target_frame
-from harness.report.tables.cost import COST, VARIANCE, cost_table
-from harness.report.tables.decision import DECISION, SHAPES, decision_table, shape_table
-from harness.report.tables.main import FINALISTS, MAIN, PRECISION, finalist_table, main_table, precision_table
+from harness.report.frames import main_frame, variance_frame
+from harness.report.report_table import ReportTable, TableSpec
+from harness.report.tables.decision import (
+    DECISION,
+    FASTEST,
+    SHAPES,
+    TOOLS,
+    decision_table,
+    fastest_frame,
+    shape_table,
+    tool_table,
+)
+from harness.report.tables.main import (
+    FINALISTS,
+    MAIN,
+    OVERVIEW,
+    PRECISION,
+    finalist_table,
+    main_table,
+    overview_frame,
+    overview_table,
+    precision_table,
+)
 from harness.report.tables.notes import (
     backend_notes,
     data_notes,
@@ -25,10 +40,22 @@ from harness.report.tables.notes import (
     noise_note,
     scenario_notes,
 )
-from harness.report.tables.overview import OVERVIEW, overview_frame, overview_table
 from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
-from harness.report.tables.searchers import PAIRS, SCORE, VOLUME, pair_table, score_frame, volume_table
-from harness.report.tables.tools import FASTEST, TOOLS, fastest_frame, tool_table
+from harness.report.tables.searchers import (
+    BUDGET,
+    COST,
+    PAIRS,
+    SCORE,
+    TARGETS,
+    VARIANCE,
+    VOLUME,
+    budget_frame,
+    cost_table,
+    pair_table,
+    score_frame,
+    target_frame,
+    volume_table,
+)
 from harness.report.tables.transfer import TRANSFER, TRANSFER_MODELS, transfer_tables
 from harness.results.folder import Results
 

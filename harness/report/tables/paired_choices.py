@@ -11,11 +11,22 @@ import pandas as pd
 
 from harness.base.statistics import MIN_CLAIMED_GAIN, Interval, block_ci, speedup_verdict
 from harness.measure.turn_log import TurnMatrix
-from harness.report.frames.confirmation import Turns, confirmed_choices, paired_ratio, ratio_over_seeds, speedups_at
-from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, frame_rows
+from harness.report.frames import Turns, confirmed_choices, paired_ratio, ratio_over_seeds, speedups_at
+from harness.report.report_table import (
+    MISSING_CELL,
+    Column,
+    ReportTable,
+    Row,
+    TableSpec,
+    format_interval,
+    frame_rows,
+    interval_column,
+    is_missing,
+    number_column,
+    text_column,
+)
 from harness.report.statistics import MIN_BLOCKS_FOR_WILCOXON, effect_size, geometric_mean, mean_ratio_over_blocks
-from harness.report.table_spec import Column, Row, TableSpec, interval_column, is_missing, number_column, text_column
-from harness.report.tables.overview import MEAN_LABEL
+from harness.report.tables.main import MEAN_LABEL
 from harness.results.folder import Results, TaskResults
 from harness.results.stored_experiment import StoredExperiment
 

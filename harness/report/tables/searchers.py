@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from harness.base.statistics import median_ci
+from harness.base.statistics import MIN_CLAIMED_GAIN, Interval, median_ci
 from harness.base.text import pluralize
-from harness.report.frames.confirmation import speedups_at
-from harness.report.frames.curves import Curve, hypervolume_frame, iter_speedup_curves
-from harness.report.report_table import ReportTable, format_interval, frame_rows
+from harness.report.frames import (
+    Curve,
+    confirmed_choices,
+    hypervolume_frame,
+    interval_over_seeds,
+    iter_speedup_curves,
+    median_float_ms,
+    speedups_at,
+)
+from harness.report.report_table import (
+    MISSING_CELL,
+    Column,
+    ReportTable,
+    Row,
+    TableSpec,
+    format_interval,
+    frame_rows,
+    interval_column,
+    number_column,
+    text_column,
+)
 from harness.report.statistics import (
     FriedmanRanks,
     compare_pairs,
@@ -20,8 +41,9 @@ from harness.report.statistics import (
     score_against_random,
     smallest_p_value,
 )
-from harness.report.table_spec import Row, TableSpec, interval_column, number_column, text_column
+from harness.results.artifacts import FLOAT_ROW
 from harness.results.folder import Results, TaskResults
+from harness.results.search_log import SearchLog
 
 RANDOM_SEARCHER = "random"
 SEARCH_LATENCY_NOTE = (
@@ -194,3 +216,273 @@ def _rank_notes(ranks: FriedmanRanks | None) -> Iterator[str]:
             f"Friedman's test: p = {ranks.p_value:.3g}; Nemenyi's critical difference of mean ranks at 5 %: "
             f"{ranks.critical_difference:.2f}."
         )
+
+
+TARGET_GAIN_SHARES = (0.95, 0.99)
+NEVER_REACHED = "never"
+
+
+def _format_evaluations(row: Row) -> str:
+    if not row["reached"]:
+        return NEVER_REACHED
+    middle, low, high = (_format_spent(row[f"evaluations{end}"], "{:.0f}") for end in ("", "_low", "_high"))
+    text = middle if row["seeds"] == 1 else f"{middle} [{low}, {high}]"
+    return f"{text} ({_format_spent(row['minutes'], '{:.2f} min')})"
+
+
+def _format_spent(value: float, form: str) -> str:
+    return form.format(value) if math.isfinite(value) else NEVER_REACHED
+
+
+BUDGET = TableSpec(
+    name="budget",
+    title="Budgets",
+    columns=(text_column("task"), text_column("searcher")),
+    caption=(
+        "Confirmed speedup of the incumbent over the float baseline by number of evaluations: median over seeds [95 % "
+        "interval of the median; below six seeds, the widest limits of the seeds' own 95 % intervals]. Bold: the "
+        "highest median of a task at a budget; underlined: its interval overlaps that of the highest. Incumbents keep "
+        "the bound on accuracy by the search's own measurements; the main table has the final accuracy."
+    ),
+    group_by=("task", "searcher"),
+    spread_by="budget",
+    spread=(interval_column("{budget} evaluations", "speedup", "low", "high", marked=True),),
+    last=(("seeds", lambda rows: str(max(row["seeds"] for row in rows))),),
+    timed=True,
+    assumes_budget=True,
+    source="choices",
+)
+TARGETS = TableSpec(
+    name="targets",
+    title="Evaluations to a target",
+    columns=(text_column("task"), text_column("searcher")),
+    caption=(
+        "Evaluations (minutes) until the incumbent had this share of the best gain of any search of the task: median "
+        "over seeds [range, if there are several seeds], and how many of the seeds reached it. Incumbent speed: "
+        "confirmed latency if available, else that of the final selection, else the median search reading (capped at "
+        "the best gain). Each search's own readings define its incumbents, so a search whose choice only the final "
+        'selection showed to be that fast has "never". Initial placements count. The best gain is a confirmed one; '
+        "tasks in which its interval includes the noise floor are left out, since their gain is not certain."
+    ),
+    group_by=("task", "searcher"),
+    spread_by="share",
+    spread=(
+        Column("to {share:.0%} of the best gain", _format_evaluations),
+        Column("reached {share:.0%}", lambda row: f"{row['reached']}/{row['seeds']}"),
+    ),
+    timed=True,
+    assumes_budget=True,
+)
+
+
+def budget_frame(results: Results) -> pd.DataFrame:
+    """Return the confirmed speedup of the choices by searcher and budget; see `interval_over_seeds`.
+
+    Columns task, model, searcher, budget, speedup, low, high, seeds (their number), best and tied. `best`: the highest
+    median of a task at a budget, if its limits exclude 1; `tied`: rows whose interval overlaps that of the best. Rows
+    with limits below 1 are slower than the float model and never marked.
+    """
+    lines = []
+    for task in results.tasks:
+        for (searcher, budget), rows in confirmed_choices(task).items():
+            middle = interval_over_seeds([task.summaries[row].speedup for row in rows.values()])
+            lines.append(
+                {
+                    "task": task.name, "model": task.facts["model"], "searcher": searcher, "budget": budget,
+                    "speedup": middle.value, "low": middle.low, "high": middle.high, "seeds": len(rows),
+                }
+            )  # fmt: skip
+    columns = ["task", "model", "searcher", "budget", "speedup", "low", "high", "seeds"]
+    frame = pd.DataFrame(lines, columns=columns)
+    groups = [frame["task"], frame["budget"]]
+    faster = frame["speedup"].where(frame["low"] > 1.0)
+    best = faster == faster.groupby(groups).transform("max")
+    lowest = frame["low"].where(best).groupby(groups).transform("max").fillna(1.0)
+    return frame.assign(best=best, tied=(frame["high"] >= lowest) & (frame["high"] >= 1.0))
+
+
+def target_frame(results: Results) -> pd.DataFrame:
+    """Return evaluations and minutes until the incumbent has a share of the best gain, by the searches' readings.
+
+    The best gain is that of the fastest confirmed incumbent of any search of the task (of any, if none is confirmed),
+    in milliseconds. The gain of a placement comes from its confirmed speedup, since the best of many readings is low by
+    chance; else from its speedup in the final selection; else from `TaskResults.latencies_ms`. Figures are medians over
+    seeds with their range, where seeds that never reach the share count as infinite; `reached` of `seeds` reach it.
+    Tasks whose interval of the best gain includes the noise floor have no row; a frame without rows has no columns.
+    """
+    lines = []
+    for task in results.tasks:
+        searches: dict[str, list[SearchLog]] = {}
+        for search in task.searches:
+            searches.setdefault(search.searcher, []).append(search)
+        gains = _gains_ms(task)
+        for searcher, logs in searches.items() if gains else ():
+            for share in TARGET_GAIN_SHARES:
+                costs = [_cost_to_target(log, gains, share * max(gains.values())) for log in logs]
+                figures = {"share": share, "seeds": len(costs), "reached": sum(math.isfinite(n) for n, _ in costs)}
+                evaluations, minutes = (_median_and_range(values) for values in zip(*costs, strict=True))
+                lines.append(
+                    {
+                        "task": task.name, "searcher": searcher, **figures,
+                        "evaluations": evaluations.value, "evaluations_low": evaluations.low,
+                        "evaluations_high": evaluations.high, "minutes": minutes.value,
+                    }
+                )  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def _gains_ms(task: TaskResults) -> dict[str, float]:
+    """Return the time in ms that each incumbent saves, by digest; empty if the largest may be only noise."""
+    base_ms = median_float_ms(task)
+    incumbents = [step for search in task.searches for step in search.incumbents]
+    digests = {step.digest for step in incumbents}
+    if base_ms is None or not digests:
+        return {}
+    confirmed = {name: task.summaries[name].speedup.value for name in digests & (task.summaries.keys() - {FLOAT_ROW})}
+    if any(pick.kind == "search" and pick.row == FLOAT_ROW for pick in task.picks):
+        confirmed |= {step.digest: 1.0 for step in incumbents if step.is_float}
+    read = {digest: task.selection_speedups.get(digest, base_ms / task.latencies_ms[digest]) for digest in digests}
+    speedups = read | confirmed
+    compared = confirmed
+    if any(pick.kind == "search" and pick.row and pick.search_ms is None for pick in task.picks):
+        # A tool's own file was the choice: the best evaluated placement was compared with it in the final selection.
+        compared = {
+            digest: speedups[digest] for digest in digests if digest in confirmed or digest in task.selection_speedups
+        }
+    candidates = compared or speedups
+    fastest = max(candidates, key=candidates.__getitem__)
+    best = certain = candidates[fastest]
+    if fastest in task.summaries:  # the highest of many confirmed figures is high by chance, too
+        certain = task.summaries[fastest].speedup.low
+    if certain - 1 < max(MIN_CLAIMED_GAIN, task.noise_floor or 0.0):
+        return {}
+    return {digest: base_ms * (1 - 1 / min(speedup, best)) for digest, speedup in speedups.items()}
+
+
+def _cost_to_target(search: SearchLog, gains: Mapping[str, float], target_ms: float) -> tuple[float, float]:
+    for step in search.incumbents:
+        if gains[step.digest] >= target_ms:
+            return step.evaluations, step.elapsed_s / 60
+    return math.inf, math.inf
+
+
+def _median_and_range(values: Iterable[Any]) -> Interval:
+    ordered = sorted(values)
+    middle = float(np.median(ordered)) if math.isfinite(ordered[len(ordered) // 2]) else math.inf
+    return Interval(value=middle, low=ordered[0], high=ordered[-1])
+
+
+def _sum(key: str) -> Callable[[Sequence[Row]], str]:
+    return lambda rows: str(sum(row[key] for row in rows))
+
+
+def _share(key: str) -> Callable[[Sequence[Row]], str]:
+    def shown(rows: Sequence[Row]) -> str:
+        total_s, spent_s = (sum(row[name] for row in rows) for name in ("total_s", key))
+        return f"{spent_s / total_s:.1%}" if total_s and not math.isnan(spent_s) else MISSING_CELL
+
+    return shown
+
+
+def _saved_share(rows: Sequence[Row]) -> str:
+    saved = sum(row["saved"] for row in rows)
+    total = saved + sum(row["readings"] for row in rows)
+    return f"{saved / total:.1%}" if total else MISSING_CELL
+
+
+COST = TableSpec(
+    name="cost",
+    title="Cost of the searches",
+    columns=(text_column("task"), text_column("searcher")),
+    caption=(
+        "Wall-clock of all seeds of a searcher from the first proposal, without set-up, calibration, final selection "
+        "and confirmation, and shares of it. Build: with the release of engines, if the run recorded it. Harness: the "
+        "time left after build, sampling, evaluation and failed candidates; search: the searcher's part of it. "
+        "With several workers that build in parallel, times add up to more than the wall-clock, and harness may be 0. "
+        "Readings saved: estimated share of readings that racing saved. Built again: candidates that beat the "
+        "incumbent by more than noise. Taken again: candidates whose first readings drifted or were disturbed, with "
+        "those built again for it; unstable: the last readings were too, or never warmed up."
+    ),
+    group_by=("task", "searcher"),
+    last=(
+        ("seeds", lambda rows: str(len(rows))),
+        ("evaluations", _sum("evaluations")),
+        ("minutes", lambda rows: f"{sum(row['total_s'] for row in rows) / 60:.1f}"),
+        *((part, _share(f"{part}_s")) for part in ("build", "sampling", "evaluation", "failures", "harness", "search")),
+        ("readings saved", _saved_share),
+        ("built again", _sum("rebuilt")),
+        ("taken again", _sum("disturbed")),
+        ("unstable", _sum("unstable")),
+    ),
+)
+VARIANCE = TableSpec(
+    name="variance",
+    title="Where latency varies",
+    columns=(
+        text_column("task"),
+        number_column("rows"),
+        *(number_column(f"between {part}s", part, "{:.1%}") for part in ("inference", "turn", "build")),
+    ),
+    caption=(
+        "Relative standard deviation of single inferences within a turn, of turns within a build, and of fresh builds: "
+        "nested analysis of variance on logarithms, median over the rows of a task."
+    ),
+    source="confirmed rows",
+)
+
+
+def cost_table(results: Results) -> ReportTable:
+    """Return the table of times, with the numbers of failed evaluations as notes."""
+    cost = cost_frame(results)
+    spec = COST
+    if len(cost) and cost["build_s"].isna().any():
+        spec = replace(spec, caption=f"{COST.caption} A dash: replayed builds, whose time is that of the recording.")
+    if len(cost) and cost["search_s"].isna().all():
+        spec = replace(spec, last=tuple(column for column in COST.last if column[0] != "search"))
+    return spec.build(cost, chain(_phase_notes(results), _failure_notes(results)))
+
+
+def cost_frame(results: Results) -> pd.DataFrame:
+    """Return a row per search with seconds of its parts, numbers of readings, and numbers of candidates.
+
+    `total_s` has the parts `build_s` (with release; NaN if builds are replayed), `sampling_s`, `evaluation_s`,
+    `failures_s` and `harness_s`, of which the searcher took `search_s` (NaN in runs of earlier versions). `saved` is an
+    estimate of the readings that racing saved. `rebuilt` candidates were built again; of `disturbed` ones the first
+    readings were discarded; of `unstable` ones the second were disturbed too, or the latency was never steady.
+    """
+    searches = [(task, search) for task in results.tasks for search in task.searches if search.elapsed_s]
+    return pd.DataFrame([_cost_row(task, search) for task, search in searches])
+
+
+def _cost_row(task: TaskResults, search: SearchLog) -> dict[str, Any]:
+    total_s = search.elapsed_s[-1]
+    spent = {name: search.cost.get(name, 0.0) for name in ("build_s", "sampling_s", "evaluation_s", "failures_s")}
+    passed_s = sum(spent.values())
+    if "recorded_on" in task.facts["backend"].get("options", {}):
+        passed_s -= spent["build_s"]
+        spent["build_s"] = math.nan
+    counts = {name: search.cost.get(name, 0) for name in ("readings", "saved", "rebuilt", "disturbed", "unstable")}
+    return {
+        "task": task.name, "searcher": search.searcher, "seed": search.seed, "evaluations": search.evaluations,
+        "total_s": total_s, **spent, "harness_s": max(0.0, total_s - passed_s),
+        "search_s": search.cost.get("searcher_s", math.nan),
+        **counts,
+    }  # fmt: skip
+
+
+def _phase_notes(results: Results) -> Iterator[str]:
+    for task in results.tasks:
+        if total_s := sum(task.phases_s.values()):
+            shares = ", ".join(f"{phase} {seconds / total_s:.0%}" for phase, seconds in task.phases_s.items())
+            yield f"Wall-clock of {task.name}, {total_s / 60:.1f} minutes: {shares}."
+
+
+def _failure_notes(results: Results) -> Iterator[str]:
+    for task in results.tasks:
+        counts = [
+            f"{search.name} {', '.join(f'{n} at {stage}' for stage, n in search.failures.items())}"
+            for search in task.searches
+            if search.failures
+        ]
+        if counts:
+            yield f"Failed evaluations, {task.name}: {'; '.join(counts)}."

@@ -11,10 +11,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from harness.report.frames.main_frame import backend_label
-from harness.report.report_table import ReportTable, format_interval, frame_rows
+from harness.report.frames import backend_label
+from harness.report.report_table import (
+    Column,
+    ReportTable,
+    Row,
+    TableSpec,
+    format_interval,
+    frame_rows,
+    is_missing,
+    text_column,
+)
 from harness.report.statistics import rank_values
-from harness.report.table_spec import Column, Row, TableSpec, is_missing, text_column
 from harness.results.artifacts import FLOAT_ROW, Choice, best_choice
 from harness.results.folder import Results, TaskResults
 

@@ -19,12 +19,11 @@ from harness.base.errors import UserError
 from harness.base.progress import Observer
 from harness.config.sections import Confirmation, PluginSpec
 from harness.graph.io.digests import digest_file
-from harness.measure.turn_log import TWIN, Turn, TurnEvent, encode_turn_event
-from harness.measure.turn_statistics import MAX_GROUP_ROWS, summarize_turns
+from harness.measure.turn_log import MAX_GROUP_ROWS, TWIN, Turn, TurnEvent, encode_turn_event, summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Candidate, capabilities_of
 from harness.results.artifacts import FLOAT_ROW, FinalistSet
-from harness.results.fingerprint import read_matching_record
+from harness.results.journal import read_matching_record
 from harness.results.manifest import write_record
 from harness.results.turns import (
     CONFIRMATION_LOG_NAME,
@@ -35,7 +34,7 @@ from harness.results.turns import (
 from harness.run.confirm.paired_timing import PairedComparison, run_comparison, warn_if_disturbed
 from harness.run.confirm.rounds import TimedRow
 from harness.workers.engines import WorkerSpec
-from harness.workers.execution_target import SpecEngineFactory
+from harness.workers.trial_pool import SpecEngineFactory
 from search.space import edges_digest
 
 NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=8, samples=3)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from harness.base.files import archive_existing, json_equal
+from harness.base.files import archive_existing, json_equal, parse_json
 from harness.base.progress import Observer
-from harness.base.untrusted import parse_json
 from harness.config.sections import TurnSchedule
 from harness.measure.turn_log import (
+    MAX_GROUP_ROWS,
     TWIN,
     RowFailure,
     TurnEvent,
@@ -24,7 +24,6 @@ from harness.measure.turn_log import (
     disturbance_note,
     encode_turn_event,
 )
-from harness.measure.turn_statistics import MAX_GROUP_ROWS
 from harness.results.lines import LineLog, read_lines, restore_lines, stored_path
 from harness.results.manifest import recorded, recorded_log
 from harness.results.turns import read_comparison

@@ -18,11 +18,18 @@ import numpy as np
 from harness.base.errors import UserError
 from harness.config.sections import Sampling, TurnSchedule
 from harness.measure.records import MAIN_BENCHMARKER, Failed
-from harness.measure.turn_log import TWIN, BuildKey, RowFailure, Turn, TurnEvent, TurnMatrix
-from harness.measure.turn_statistics import MAX_GROUP_ROWS, finished_rows
+from harness.measure.turn_log import (
+    MAX_GROUP_ROWS,
+    TWIN,
+    BuildKey,
+    RowFailure,
+    Turn,
+    TurnEvent,
+    TurnMatrix,
+    finished_rows,
+)
 from harness.plugins.api import Candidate
-from harness.workers.engines import Engines
-from harness.workers.trial_pool import WorkerKilled
+from harness.workers.engines import Engines, WorkerKilled
 
 # A machine changes its speed within a second (work of a sibling thread or another cloud guest). With many short turns
 # every row gets the same mixture of speeds.

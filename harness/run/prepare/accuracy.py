@@ -12,15 +12,14 @@ from harness.accuracy.metrics.base import likely_causes, low_reference_warning
 from harness.accuracy.metrics.intervals import metric_estimate, probability_within
 from harness.base.errors import UserError
 from harness.base.files import facts_digest
-from harness.config.objective import Objective, absolute_bound, check_objective
-from harness.config.sections import ModelSpec, PluginSpec
+from harness.config.sections import ModelSpec, Objective, PluginSpec, absolute_bound, check_objective
 from harness.graph.model import Model
 from harness.measure.records import MAIN_BENCHMARKER
 from harness.plugins import registry
 from harness.plugins.api import Accuracy
 from harness.results.cross_fitting import losses_on_other_folds
-from harness.results.display_names import METRIC_CAPS, UNIT_INTERVAL_METRICS, format_score
-from harness.results.goal import Goal
+from harness.results.scores import METRIC_CAPS, UNIT_INTERVAL_METRICS, format_score
+from harness.results.search_log import Goal
 from harness.results.turns import baseline_latency
 from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.model_loader import evaluator_spec

@@ -9,19 +9,19 @@ from typing import Any
 from harness.base.errors import UserError
 from harness.base.statistics import Interval
 from harness.config.experiment import Experiment
-from harness.config.objective import Objective, absolute_bound
+from harness.config.sections import Objective, absolute_bound
 from harness.measure.records import Failed
 from harness.plugins import registry
 from harness.plugins.api import Accuracy
-from harness.results.display_names import (
+from harness.results.folder import TaskResults
+from harness.results.scores import (
     METRIC_CAPS,
     METRIC_FORMATS,
     UNIT_INTERVAL_METRICS,
     format_drop,
     metric_name,
 )
-from harness.results.folder import TaskResults
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 
 IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
 """Metrics that count images: each image is right or wrong, so one of n images changes the metric by 1/n."""

@@ -12,15 +12,20 @@ from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 
-from harness.accuracy.calibration.ptq import MetricRequest, PtqOptions, ptq_fingerprint, quantize
-from harness.accuracy.tools.catalog import TOOLS, method_substitute, unavailable_reason
+from harness.accuracy.tools.ptq import (
+    TOOLS,
+    MetricRequest,
+    PtqOptions,
+    method_substitute,
+    ptq_fingerprint,
+    quantize,
+    unavailable_reason,
+)
 from harness.base.errors import BuildFailed
 from harness.base.files import explain_write_errors
 from harness.base.paths import cache_dir
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment
-from harness.config.initial import FULLY_QUANTIZED
-from harness.config.plan import quantized_precisions
+from harness.config.experiment import FULLY_QUANTIZED, Experiment, quantized_precisions
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
@@ -86,7 +91,7 @@ def run_external_tool(name: str, request: QuantizationRequest, observer: Observe
     the observer receives the reason, which is also `reason` of the result.
 
     Args:
-        name: Name of the tool in `harness.accuracy.tools.catalog`.
+        name: Name of the tool in `harness.accuracy.tools.ptq`.
         request: Model, data and options.
         observer: Receiver of progress and failures.
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.accuracy.data.decode_boxes import suggest_decoder
+from harness.accuracy.data.decode import suggest_decoder
 from harness.base.errors import UserError
 from harness.graph.load import ModelSignature, read_signature
 from harness.graph.passes.dimension_sizes import format_shape

@@ -23,19 +23,18 @@ from harness.config.sections import Confirmation, PluginSpec
 from harness.graph.io.digests import digest_file
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import require_all_nodes
+from harness.graph.qdq.insert import require_all_nodes
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import Dialect, dialect_name_for, load_dialect
 from harness.measure.records import MAIN_BENCHMARKER
-from harness.measure.turn_log import TurnEvent, encode_turn_event
-from harness.measure.turn_statistics import summarize_turns
+from harness.measure.turn_log import TurnEvent, encode_turn_event, summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Candidate, SupportsCast, capabilities_of, require_timing
-from harness.results.fingerprint import read_matching_record
+from harness.results.journal import read_matching_record
 from harness.results.manifest import write_record
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.workers.engines import WorkerSpec
-from harness.workers.execution_target import SpecEngineFactory
+from harness.workers.trial_pool import SpecEngineFactory
 from search.space import edges_digest
 
 BASELINE_SCHEDULE = Confirmation(builds=3, rounds=3, samples=5)

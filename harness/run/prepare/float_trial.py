@@ -17,9 +17,9 @@ from harness.graph.model import Model
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins import registry
 from harness.plugins.api import Accuracy, Candidate
-from harness.results.display_names import UNIT_INTERVAL_METRICS, metric_name
+from harness.results.scores import UNIT_INTERVAL_METRICS, metric_name
 from harness.run.prepare.model_loader import evaluator_spec, need_own_sizes
-from harness.runtimes.sample_sizes import make_sample_sizes
+from harness.runtimes.shape_set import make_sample_sizes
 from harness.workers.engines import Engines, WorkerSpec
 from harness.workers.sandbox import open_engines
 from search.space import edges_digest

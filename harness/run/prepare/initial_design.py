@@ -13,17 +13,17 @@ from harness.base.errors import UserError
 from harness.base.files import explain_write_errors, read_json
 from harness.base.paths import resolve_path
 from harness.base.progress import Observer
-from harness.config.initial import (
+from harness.config.experiment import (
     BASELINE_TOOLS,
     FIXED_NAMES,
     FULLY_QUANTIZED,
     PTQ_TOOLS,
     TENSORRT_GUIDE,
+    TaskSpec,
     initial_count,
     is_placement_plugin,
     split_precision,
 )
-from harness.config.plan import TaskSpec
 from harness.config.sections import PluginSpec
 from harness.graph.load import read_signature
 from harness.graph.model import Model
@@ -36,8 +36,13 @@ from harness.graph.pattern_cache import (
     propose_placements,
     read_cache,
 )
-from harness.graph.qdq.import_differences import find_differences, summarize_differences
-from harness.graph.qdq.import_placement import ImportedPlacement, require_pairs, transfer_placement
+from harness.graph.qdq.import_placement import (
+    ImportedPlacement,
+    find_differences,
+    require_pairs,
+    summarize_differences,
+    transfer_placement,
+)
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, count_pairs, read_qdq_graph
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX

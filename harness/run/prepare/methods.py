@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.base.errors import BuildFailed
 from harness.base.paths import resolve_path
-from harness.config.plan import SearchSpec
+from harness.config.experiment import SearchSpec
 from harness.config.sections import SearcherSpec
 from harness.graph.qdq.qdq_graph import read_precisions
 from harness.graph.qdq.space import build_space
@@ -21,7 +21,7 @@ from harness.plugins.api import Candidate, ExternalSearchTask
 from harness.run.prepare.task import Task
 from harness.run.search.external.adapter import ExternalSearcherAdapter, external_model_path
 from harness.run.search.loop import InitialPlacement
-from harness.workers.in_process import as_outcome
+from harness.workers.engines import as_outcome
 from search.api import Searcher
 from search.space import Placement, Space
 

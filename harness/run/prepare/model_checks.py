@@ -10,8 +10,7 @@ from pathlib import Path
 from harness.accuracy.calibration.ranges import explain_unrunnable
 from harness.accuracy.data.datasets import DatasetCache
 from harness.base.errors import CandidateError, ErrorCollector, UserError, prefix_key
-from harness.config.experiment import Experiment
-from harness.config.plan import TaskSpec, plan_tasks, quantized_precisions, with_base_dir
+from harness.config.experiment import Experiment, TaskSpec, plan_tasks, quantized_precisions, with_base_dir
 from harness.config.sections import ModelSpec
 from harness.graph.equivalence.versions import iter_random_inputs
 from harness.graph.load import load, read_signature, save_to_folder
@@ -28,7 +27,7 @@ from harness.run.prepare.external_tools import PTQ_FUNCTIONS
 from harness.run.prepare.float_baseline import cast_problems, runtime_input_file
 from harness.run.prepare.model_loader import calibration_batches, input_types, open_model, require_own_sizes
 from harness.runtimes.host_clock import one_line_error
-from harness.runtimes.rtx_compile.compiler import compile_file, import_compiler
+from harness.runtimes.rtx_compile import compile_file, import_compiler
 from harness.workers.helper_process import RUNTIME_FACTOR, HelperCallFailed, call_in_helper_process
 
 MAX_REASON_CHARS = 200
@@ -150,7 +149,7 @@ def compile_tasks(experiment: Experiment, target: str) -> Iterator[str]:
 
     Args:
         experiment: Experiment, whose tasks of other dialects than TensorRT's are left out.
-        target: Key of `harness.runtimes.rtx_compile.compiler.TARGETS`.
+        target: Key of `harness.runtimes.rtx_compile.TARGETS`.
 
     Raises:
         UserError: The compiler is not installed, no task is on TensorRT, or the compiler refuses a file; the latter is

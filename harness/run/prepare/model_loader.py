@@ -15,8 +15,7 @@ from harness.base.errors import UserError, prefix_key
 from harness.base.paths import resolve_path
 from harness.base.random_inputs import InputTypes, check_types
 from harness.base.text import safe_file_name
-from harness.config.experiment import Experiment
-from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.experiment import Experiment, TaskSpec, plan_tasks
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.graph.equivalence.versions import READABLE_TYPES
 from harness.graph.load import load

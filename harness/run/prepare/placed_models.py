@@ -8,16 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from harness.accuracy.calibration.range_estimators import Ranges, finite_ranges
 from harness.accuracy.calibration.ranges import calibrate, calibrate_by_methods
-from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges
-from harness.accuracy.recovery.float_layers import FloatGroup, iter_float_sets, leave_float, rank_groups
 from harness.accuracy.recovery.pipeline import (
     MIN_GAIN_DB,
     Feeds,
+    FloatGroup,
     PlacedModel,
     StepGain,
     create_steps,
+    iter_float_sets,
+    leave_float,
     measure_sqnr_db,
+    rank_groups,
     recover,
     split_held_out,
 )

@@ -13,9 +13,9 @@ from typing import Any
 
 from harness import zoo
 from harness.accuracy.calibration.range_estimators import create_estimator
+from harness.accuracy.data.arrays import HALF_NAMES
 from harness.accuracy.data.datasets import DatasetCache, ImageDataset
 from harness.accuracy.data.preprocess import open_preprocess, parse_plugin_spec
-from harness.accuracy.data.subsets import HALF_NAMES
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import few_images_note
 from harness.base.errors import (
@@ -29,18 +29,15 @@ from harness.base.errors import (
 )
 from harness.base.files import read_json
 from harness.base.paths import resolve_path
-from harness.config.experiment import Experiment
-from harness.config.initial import PTQ_TOOLS
-from harness.config.objective import Objective, check_objective
-from harness.config.plan import plan_tasks, quantized_precisions, with_base_dir
-from harness.config.sections import Calibration, Limits, ModelSpec, PluginSpec, SearcherSpec
+from harness.config.experiment import PTQ_TOOLS, Experiment, plan_tasks, quantized_precisions, with_base_dir
+from harness.config.sections import Calibration, Limits, ModelSpec, Objective, PluginSpec, SearcherSpec, check_objective
 from harness.graph.model import Model
 from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.plugins import registry
 from harness.plugins.api import ExternalSearchTask, capabilities_of, require_timing
-from harness.results.display_names import UNIT_INTERVAL_METRICS, metric_name
-from harness.results.fingerprint import require_same_fingerprint
+from harness.results.journal import require_same_fingerprint
+from harness.results.scores import UNIT_INTERVAL_METRICS, metric_name
 from harness.run.prepare.accuracy import make_scoring
 from harness.run.prepare.accuracy_store import has_float_score
 from harness.run.prepare.bounds import bound_resolution_note, check_bound, loose_bound_note

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness.accuracy.data.arrays import UNNAMED_ARRAY, array_kind, count_samples, is_array_data
-from harness.accuracy.metrics.custom import source_digest
+from harness.accuracy.metrics.labelled import source_digest
 from harness.base.errors import MAX_COUNT, EvaluationFailed, UserError
 from harness.base.text import safe_file_name
 from harness.graph.io.files import to_proto, write_model

@@ -12,8 +12,7 @@ from typing import Any
 
 from harness.base.errors import UserError
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment, load_experiment, parse_experiment
-from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.experiment import Experiment, TaskSpec, load_experiment, parse_experiment, plan_tasks
 from harness.config.yaml_loader import dump_yaml
 from harness.measure.records import MAIN_BENCHMARKER
 from harness.run.prepare.float_baseline import select_float_baseline

@@ -8,10 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.calibration.calibration_batches import CalibrationBatches
-from harness.accuracy.calibration.ptq import MetricRequest
-from harness.accuracy.calibration.ranges import cached_ranges
-from harness.accuracy.calibration.usable_ranges import (
+from harness.accuracy.calibration.range_estimators import (
     EMPTY_RANGE,
     Ranges,
     finite_ranges,
@@ -19,19 +16,17 @@ from harness.accuracy.calibration.usable_ranges import (
     require_quantizable,
     restrict_space,
 )
+from harness.accuracy.calibration.ranges import CalibrationBatches, cached_ranges
+from harness.accuracy.tools.ptq import MetricRequest, ptq_options
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment
-from harness.config.initial import FULLY_QUANTIZED
-from harness.config.objective import Objective
-from harness.config.plan import TaskSpec
-from harness.config.sections import ModelSpec, PluginSpec
+from harness.config.experiment import FULLY_QUANTIZED, Experiment, TaskSpec
+from harness.config.sections import ModelSpec, Objective, PluginSpec
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model, require_all_nodes
 from harness.graph.qdq.import_placement import read_placement
-from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.insert import CastInserter, Inserter, map_edges_to_cast_model, require_all_nodes
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, channel_tensor, depthwise_inputs
 from harness.graph.rules.dialects import Dialect
@@ -67,7 +62,7 @@ from harness.run.prepare.model_loader import (
     require_own_sizes,
 )
 from harness.run.search.loop import InitialPlacement
-from harness.runtimes.sample_sizes import SampleSizes, make_sample_sizes
+from harness.runtimes.shape_set import SampleSizes, make_sample_sizes
 from search.space import Placement, Resolved, Space
 
 Facts = Mapping[str, Any]
@@ -246,7 +241,7 @@ def compose_task(
         data=feeds,
         data_key=repr(feeds.cache_key),
         own_sizes=feeds.own_sizes,
-        options={**feeds.ptq_options(dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
+        options={**ptq_options(feeds.settings, dialect, spec.precisions[0]), "limit_s": experiment.limits.evaluate_s},
         metric=_metric_request(experiment.objective, spec.model, model, work),
     )
     external = {

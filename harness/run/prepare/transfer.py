@@ -12,18 +12,17 @@ from pathlib import Path
 
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
-from harness.config.plan import TaskSpec
+from harness.config.experiment import TaskSpec
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.graph.pattern_cache import MeasurementOrigin, build_cache, propose_placements, read_cache, write_cache
 from harness.graph.qdq.import_placement import import_placement
 from harness.results.artifacts import best_choice, read_finalists
-from harness.results.goal import Goal
 from harness.results.journal import read_journal
-from harness.results.journal_reader import iter_evaluations
 from harness.results.lines import first_line
 from harness.results.manifest import recorded
 from harness.results.output_check import read_checks
+from harness.results.search_log import Goal, iter_evaluations
 from harness.run.prepare.methods import is_external_searcher
 from harness.run.prepare.task import Task
 from search.api import Observation

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from harness.base.statistics import Interval, median_ci
 from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
 from harness.plugins.api import Accuracy
-from harness.results.goal import PREDICTED_METRIC, PROXY, Goal
+from harness.results.search_log import PREDICTED_METRIC, PROXY, Goal
 from harness.workers.engines import FIRST_STAGE_EVALUATOR, Engines
 
 

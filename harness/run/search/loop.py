@@ -23,9 +23,8 @@ from harness.base.errors import UserError
 from harness.base.statistics import Interval, median_ci
 from harness.measure.records import Failed, Measured, Outcome, Proposal, TrialResult
 from harness.plugins.api import Candidate
-from harness.results.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
-from harness.results.goal import Goal, is_feasible, score_outcome
-from harness.results.journal import RETRY_ORIGIN, Journal, JournalEntry
+from harness.results.journal import CHANGED_RUN_ADVICE, RETRY_ORIGIN, FingerprintMismatch, Journal, JournalEntry
+from harness.results.search_log import Goal, is_feasible, score_outcome
 from harness.run.search.accuracy_gate import ScoredPlacement, incumbent_state, scored_placement
 from harness.run.search.searcher_guard import SearcherGuard
 from harness.workers.trial_pool import Executor

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.errors import UserError
-from harness.base.files import append_line, truncate_partial_line
+from harness.base.files import append_line, parse_json, truncate_partial_line
 from harness.base.statistics import median_ci
-from harness.base.untrusted import parse_json
 from harness.measure.records import Measured
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 from harness.run.search.loop import TrialEvent
 from search.space import Space
 

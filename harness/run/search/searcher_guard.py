@@ -14,7 +14,7 @@ from operator import index
 from threadpoolctl import ThreadpoolController
 
 from harness.measure.records import Failed
-from harness.workers.in_process import as_outcome
+from harness.workers.engines import as_outcome
 from search.api import Observation, Searcher
 from search.space import Placement, Space
 

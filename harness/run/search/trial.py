@@ -13,9 +13,7 @@ from harness.measure.records import Failed, Measured, Outcome
 from harness.measure.sampling import Samples
 from harness.plugins.api import Candidate
 from harness.run.search.accuracy_gate import AccuracyGate
-from harness.workers.engines import Engines
-from harness.workers.requests import BuiltEngine
-from harness.workers.trial_pool import WorkerKilled
+from harness.workers.engines import BuiltEngine, Engines, WorkerKilled
 
 MAX_KILLED_WORKERS = 3  # of one trial
 MAX_BUILDS = 3

@@ -7,15 +7,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from harness.base.files import explain_write_errors
-from harness.config.experiment import Experiment
-from harness.config.initial import split_precision
-from harness.config.plan import SearchSpec
+from harness.config.experiment import Experiment, SearchSpec, split_precision
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
 from harness.graph.qdq.qdq_graph import count_pairs, read_precisions
 from harness.results.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, ExportedModel, FinalistSet
-from harness.results.journal_reader import BudgetState, Evaluation
 from harness.results.manifest import write_record
+from harness.results.search_log import BudgetState, Evaluation
 from harness.run.prepare.methods import (
     WarmStartModel,
     external_searcher_model_path,

@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from harness.config.plan import SearchSpec
+from harness.config.experiment import SearchSpec
 from harness.graph.io.digests import digest_file
 from harness.measure.elimination import TURNS_PER_RACING_ROUND
-from harness.measure.turn_statistics import MAX_GROUP_ROWS
+from harness.measure.turn_log import MAX_GROUP_ROWS
 from harness.plugins.api import Candidate
 from harness.results.artifacts import FLOAT_ROW
-from harness.results.goal import Goal
 from harness.results.journal import read_journal
-from harness.results.journal_reader import BudgetState, Evaluation, evaluations_until_result, state_at_budgets
+from harness.results.search_log import BudgetState, Evaluation, Goal, evaluations_until_result, state_at_budgets
 from harness.results.turns import FINAL_SELECTION_LOG_NAME, read_speedups
 from harness.run.confirm.paired_timing import PairedComparison
 from harness.run.confirm.rounds import TimedRow

@@ -14,8 +14,7 @@ import numpy as np
 from harness.base.progress import Observer
 from harness.config.sections import TurnSchedule
 from harness.measure.elimination import TURNS_PER_RACING_ROUND, build_variance_slack, surviving
-from harness.measure.turn_log import TurnEvent, TurnMatrix
-from harness.measure.turn_statistics import estimate_noise_floor
+from harness.measure.turn_log import TurnEvent, TurnMatrix, estimate_noise_floor
 from harness.results.turns import median_speedups, turn_speedups
 from harness.run.confirm.paired_timing import PairedComparison, run_comparison, warn_if_disturbed
 from harness.run.confirm.rounds import EngineFactory

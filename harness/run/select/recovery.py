@@ -32,10 +32,9 @@ from harness.measure.records import SCHEMA_VERSION, Failed
 from harness.plugins.api import Accuracy
 from harness.results.artifacts import NOT_TRIED, RECOVERY_FILE, recovered_row
 from harness.results.cross_fitting import MeasuredLoss, estimate_losses, estimate_recorded_losses
-from harness.results.goal import PREDICTED_METRIC, Goal, is_feasible
 from harness.results.journal import read_journal
-from harness.results.journal_reader import Evaluation, iter_evaluations
 from harness.results.manifest import write_record
+from harness.results.search_log import PREDICTED_METRIC, Evaluation, Goal, is_feasible, iter_evaluations
 from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.methods import WarmStartModel, is_external_searcher
 from harness.run.prepare.placed_models import ModelPlacer, RecoveryAttempt, iter_attempts, list_choices, open_placer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.calibration.calibration_batches import data_batches
+from harness.accuracy.calibration.ranges import data_batches
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.base.progress import Observer

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.base.progress import Observer
-from harness.config.initial import TOOL_NAMES
+from harness.config.experiment import TOOL_NAMES
 from harness.config.sections import Limits, PluginSpec
 from harness.graph.io.digests import IR_SUFFIX
 from harness.measure.provenance import count_cores

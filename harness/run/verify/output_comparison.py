@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, OutputPart, part_sqnr, select_values, split_output
+from harness.accuracy.metrics.closeness import MAX_SQNR_DB, OutputPart, part_sqnr, select_values, split_output
 from harness.base.errors import EvaluationFailed
 from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.qdq.reduce_model import find_exact_outputs

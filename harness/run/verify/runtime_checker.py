@@ -31,9 +31,8 @@ from harness.run.prepare.task import Task
 from harness.run.verify.dynamic_check import resize_array
 from harness.run.verify.fault_localization import LOCALIZATION_LIMIT_S, SuspectModel, find_fault, write_report
 from harness.run.verify.output_comparison import Comparison, Outputs, compare_float, require_outputs
-from harness.runtimes.sample_sizes import SampleSizes
-from harness.workers.engines import Engines, WorkerSpec
-from harness.workers.in_process import as_outcome
+from harness.runtimes.shape_set import SampleSizes
+from harness.workers.engines import Engines, WorkerSpec, as_outcome
 from harness.workers.sandbox import open_engines
 from search.space import edges_digest
 

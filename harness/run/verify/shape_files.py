@@ -15,13 +15,13 @@ from harness.graph.io.digests import digest_file
 from harness.graph.load import save_to_folder
 from harness.measure.records import Failed
 from harness.plugins.api import Candidate
-from harness.results.fingerprint import read_matching_record
+from harness.results.journal import read_matching_record
 from harness.results.manifest import write_record
 from harness.run.prepare.model_loader import MIN_OPSET, open_model
 from harness.run.prepare.task import Task
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.workers.engines import Engines, WorkerSpec
-from harness.workers.execution_target import SpecEngineFactory
+from harness.workers.trial_pool import SpecEngineFactory
 from search.space import edges_digest
 
 SHAPES_FILE_NAME = "shapes.json"

@@ -17,20 +17,19 @@ from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress, Observer
 from harness.base.statistics import Interval
-from harness.config.experiment import Experiment, load_experiment
-from harness.config.plan import TaskSpec, plan_tasks
+from harness.config.experiment import Experiment, TaskSpec, load_experiment, plan_tasks
 from harness.config.sections import Confirmation, Limits
 from harness.graph.io.digests import digest_file
 from harness.graph.qdq.qdq_graph import count_pairs, diff_edges
 from harness.measure.provenance import machine_lacks_vnni
 from harness.measure.records import MAIN_BENCHMARKER, Failed
-from harness.measure.turn_statistics import summarize_turns
+from harness.measure.turn_log import summarize_turns
 from harness.plugins.api import Accuracy, Candidate
-from harness.report.exported_row import ExportedRow
+from harness.report.trace import ExportedRow
 from harness.results.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
-from harness.results.display_names import METRIC_CAPS, format_drop
-from harness.results.fingerprint import changed_data
 from harness.results.folder import TaskResults, load
+from harness.results.journal import changed_data
+from harness.results.scores import METRIC_CAPS, format_drop
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.run.prepare.accuracy import make_scoring
 from harness.run.prepare.accuracy_store import AccuracyStore

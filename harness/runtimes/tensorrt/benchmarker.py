@@ -13,13 +13,18 @@ from typing import Any
 from harness.base.errors import BuildFailed
 from harness.base.paths import cache_dir
 from harness.plugins.api import Artifact, Candidate, Capabilities, Layer
-from harness.runtimes.cuda.device import CudaRuntime, Device, GpuMonitor, open_device
-from harness.runtimes.cuda.timing import flush_bytes
-from harness.runtimes.tensorrt.builder import SerializedEngine, build_plan, load_engine
-from harness.runtimes.tensorrt.inspection import profile_layers
-from harness.runtimes.tensorrt.library import CachePolicy, TensorRTLibrary, TimingCache, open_library, timing_cache_path
-from harness.runtimes.tensorrt.options import Precision, Typing, read_options
-from harness.runtimes.tensorrt.session import EngineProbe, LoadedEngine
+from harness.runtimes.cuda import CudaRuntime, Device, GpuMonitor, flush_bytes, open_device
+from harness.runtimes.tensorrt.library import (
+    SerializedEngine,
+    TensorRTLibrary,
+    TimingCache,
+    build_plan,
+    load_engine,
+    open_library,
+    timing_cache_path,
+)
+from harness.runtimes.tensorrt.options import CachePolicy, Precision, Typing, read_options
+from harness.runtimes.tensorrt.session import EngineProbe, LoadedEngine, profile_layers
 
 ENGINE_SUFFIXES = (".engine", ".plan", ".trt")
 PROFILED_RUNS = 50

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +16,8 @@ import numpy as np
 
 from harness.base.errors import MeasureFailed
 from harness.measure.sampling import make_fixed_inputs
-from harness.plugins.api import Array
-from harness.runtimes.cuda.device import CudaRuntime, GpuMonitor
-from harness.runtimes.cuda.timing import GpuTimer
+from harness.plugins.api import Array, Layer
+from harness.runtimes.cuda import CudaRuntime, GpuMonitor, GpuTimer
 from harness.runtimes.host_clock import to_float32
 from harness.runtimes.tensorrt.library import TensorRTLibrary
 from harness.runtimes.tensorrt.options import Shape, ShapeProfile, format_shape
@@ -32,7 +34,7 @@ class LoadedEngine:
 
     Attributes:
         graph: Whether the engine is timed as a CUDA graph.
-        flush_bytes: Bytes that are overwritten before each inference, see `harness.runtimes.cuda.timing.GpuTimer`.
+        flush_bytes: Bytes that are overwritten before each inference, see `harness.runtimes.cuda.GpuTimer`.
     """
 
     library: TensorRTLibrary
@@ -291,3 +293,98 @@ class EngineProbe:
 
 def _to_float32(array: Array) -> Array:
     return array.astype(np.float32) if array.dtype.kind == "V" else to_float32(array)
+
+
+DATATYPE_KEYS = ("Datatype", "DataType", "Format/Datatype", "Format")
+"""Places of the type of a tensor, by preference."""
+PRECISION_PATTERNS: tuple[tuple[str, str], ...] = (
+    ("fp8|float8|e4m3", "fp8"), ("fp4|float4", "fp4"), ("uint8", "uint8"), ("int8", "int8"), ("int4", "int4"),
+    ("bf16|bfloat16", "bf16"), ("fp16|half|float16", "f16"), ("fp32|float32|float", "f32"),
+    ("int64", "int64"), ("int32", "int32"), ("bool", "bool"),
+)  # fmt: skip
+"""Words for types in both spellings, the longer before those that they contain."""
+_ORIGIN = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
+
+
+def read_layers(text: str, times_ms: Mapping[str, float]) -> tuple[Layer, ...]:
+    """Return the layers of an engine.
+
+    The precision of a layer is that of its first input, because the key "Precision" has the requested precision
+    (TensorRT developer guide, engine inspector).
+
+    Args:
+        text: JSON text of `get_engine_information`, or of trtexec's --exportLayerInfo.
+        times_ms: Mean time in ms by layer name, from a profiling run.
+
+    Raises:
+        MeasureFailed: The text is no such JSON.
+    """
+    try:
+        listed = json.loads(text)["Layers"]
+        return tuple(_parse_layer(entry, times_ms) for entry in listed)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MeasureFailed(f"the engine inspector's answer cannot be read ({error!r}): {text[:80]}") from error
+
+
+def _parse_layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
+    if isinstance(entry, str):  # built without detailed verbosity
+        return Layer(name=entry, kind="", precision="", time_ms=times_ms.get(entry))
+    name = str(entry["Name"])
+    types = [kind for side in ("Inputs", "Outputs") for kind in _tensor_precisions(entry.get(side, ()))]
+    return Layer(
+        name=name,
+        kind=str(entry.get("ParameterType") or entry.get("LayerType", "")),
+        precision=types[0] if types else "",
+        time_ms=times_ms.get(name),
+        origin=tuple(_ORIGIN.findall(str(entry.get("Metadata", "")))),
+        kernel=str(entry.get("TacticName", "")),
+    )
+
+
+def _tensor_precisions(tensors: Any) -> Iterator[str]:
+    for tensor in tensors:
+        for key in DATATYPE_KEYS:
+            word = _precision_name(str(tensor.get(key, ""))) if isinstance(tensor, Mapping) else ""
+            if word:
+                yield word
+                break
+
+
+def _precision_name(text: str) -> str:
+    lower = text.lower()
+    return next((word for pattern, word in PRECISION_PATTERNS if re.search(pattern, lower)), "")
+
+
+def profile_layers(loaded: LoadedEngine, runs: int) -> tuple[Layer, ...]:
+    """Return the layers of an engine with their mean times over `runs` inferences.
+
+    Raises:
+        MeasureFailed: The engine does not run, or cannot be inspected.
+    """
+    trt = loaded.library.trt
+    spent_ms: dict[str, float] = defaultdict(float)
+
+    class Profiler(trt.IProfiler):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            spent_ms[layer_name] += ms
+
+    with ExecutionSession(loaded) as session:
+        session.load_timing_inputs()
+        session.run()
+        profiler = Profiler()
+        session.context.profiler = profiler
+        for _ in range(runs):
+            session.run()
+        text = _inspect_engine(loaded, session)
+    return read_layers(text, {name: total / runs for name, total in spent_ms.items()})
+
+
+def _inspect_engine(loaded: LoadedEngine, session: ExecutionSession) -> str:
+    """Return the inspector's report, which needs the context if shapes are dynamic."""
+    inspector: Any = loaded.engine.create_engine_inspector()
+    inspector.execution_context = session.context
+    answer: str = inspector.get_engine_information(loaded.library.trt.LayerInformationFormat.JSON)
+    return answer

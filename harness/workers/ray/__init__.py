@@ -11,7 +11,7 @@ from harness.base.errors import UserError
 from harness.base.paths import require_trust
 from harness.base.progress import Observer
 from harness.config.sections import ExecutorSpec, Limits
-from harness.workers.execution_target import ExecutionTarget, ListFiles, LocalTarget
+from harness.workers.trial_pool import ExecutionTarget, ListFiles, LocalTarget
 
 # Variables that Ray reads when it is imported; those that are already set keep their value.
 RAY_ENVIRONMENT = {
@@ -49,7 +49,7 @@ def open_execution_target(
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        from harness.workers.ray.ray_target import open_ray_target
+        from harness.workers.ray.ray_pool import open_ray_target
     except ModuleNotFoundError as error:
         raise UserError(f"executor: 'ray' needs Ray ({error}); install it: pip install 'qdq-bench[ray]'") from error
     with open_ray_target(executor, limits, known, observer, list_files) as target:

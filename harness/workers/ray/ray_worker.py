@@ -24,10 +24,9 @@ from harness.base.files import explain_write_errors
 from harness.config.sections import Limits, PluginSpec
 from harness.measure.provenance import describe_environment
 from harness.plugins.api import Candidate
-from harness.workers.engines import Engines, WorkerHistory, WorkerSpec
-from harness.workers.execution_target import CandidateWriter
-from harness.workers.requests import EngineRequest
+from harness.workers.engines import EngineRequest, Engines, WorkerHistory, WorkerSpec
 from harness.workers.sandbox import open_engines
+from harness.workers.trial_pool import CandidateWriter
 from search.space import Resolved
 
 ModelFiles = Mapping[str, bytes]

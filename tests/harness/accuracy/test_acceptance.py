@@ -13,8 +13,8 @@ import onnxruntime as ort
 import pytest
 
 from harness.accuracy.metrics.base import evaluator_params
-from harness.accuracy.metrics.detection import CocoMAP
 from harness.accuracy.metrics.intervals import metric_estimate
+from harness.accuracy.metrics.labelled import CocoMAP
 from harness.base.paths import resolve_path
 from harness.plugins import registry
 from harness.plugins.api import Evaluator, Infer

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.accuracy.data.arrays import half_of
 from harness.accuracy.data.datasets import open_data
-from harness.accuracy.data.subsets import half_of
 from harness.accuracy.metrics.base import evaluator_params, image_input_params
 from harness.accuracy.metrics.intervals import metric_estimate
 from harness.base.errors import EvaluationFailed, UserError
@@ -20,8 +20,8 @@ CLASSES = 4
 ROWS = 30
 TWO: Mapping[str, tuple[str, tuple[int, ...]]] = {"x": ("float", (1, CLASSES)), "mask": ("bool", (1, CLASSES))}
 ONE: Mapping[str, tuple[str, tuple[int, ...]]] = {"x": ("float", (1, CLASSES))}
-METRIC = "harness.accuracy.metrics.custom:Metric"
-LOSS = "harness.accuracy.metrics.custom:Loss"
+METRIC = "harness.accuracy.metrics.labelled:Metric"
+LOSS = "harness.accuracy.metrics.labelled:Loss"
 DOCS = Path(__file__).resolve().parents[3] / "docs/reference/accuracy.md"
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from harness.accuracy.metrics.classification import Top1
 from harness.accuracy.metrics.fidelity import Fidelity
+from harness.accuracy.metrics.labelled import Top1
 from harness.base.files import read_json
 from harness.cli.main import main
 from harness.config.sections import Limits, PluginSpec
@@ -24,11 +24,9 @@ from harness.plugins.api import Accuracy, Artifact, Candidate
 from harness.plugins.registry import register_object
 from harness.results.journal import read_journal
 from harness.workers import inference
-from harness.workers.engines import WorkerSpec
-from harness.workers.in_process import InProcess
+from harness.workers.engines import BuiltEngine, WorkerSpec
 from harness.workers.locks import timing_lock
-from harness.workers.requests import BuiltEngine
-from harness.workers.sandbox import Sandbox
+from harness.workers.sandbox import InProcess, Sandbox
 
 EXPERIMENT = """
 experiment: moody

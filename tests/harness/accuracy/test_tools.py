@@ -10,10 +10,16 @@ import numpy as np
 import onnx
 import pytest
 
-from harness.accuracy.calibration import ptq
-from harness.accuracy.calibration.ptq import MetricRequest, quantize
-from harness.accuracy.tools import catalog
-from harness.accuracy.tools.catalog import TOOLS, PtqTool, environment_python, install_environment, unavailable_reason
+from harness.accuracy.tools import ptq
+from harness.accuracy.tools.ptq import (
+    TOOLS,
+    MetricRequest,
+    PtqTool,
+    environment_python,
+    install_environment,
+    quantize,
+    unavailable_reason,
+)
 from harness.base.errors import BuildFailed, UserError
 from harness.base.paths import TRUST_VARIABLE
 from harness.base.random_inputs import random_feeds
@@ -42,7 +48,7 @@ def fake(request):
         made.write(model.read())
     print(json.dumps({"total": total}))
     with open({log!r}, "w") as log:
-        json.dump({"total": total, "count": request["count"], "prefix": sys.prefix}, log)
+        json.dump({"total": total, **request}, log)
 
 def broken(request):
     raise ZeroDivisionError("by\\nzero")
@@ -64,7 +70,7 @@ def model(tmp_path_factory):
 def fake(tmp_path, monkeypatch):
     """Tools of a fake program in an environment of their own, which the tests' interpreter stands for."""
     log = tmp_path / "log.json"
-    programs = catalog._PROGRAMS
+    programs = ptq._PROGRAMS
     (tmp_path / "tool_child.py").write_bytes((programs / "tool_child.py").read_bytes())
     program = tmp_path / "fake_child.py"
     program.write_text(FAKE_PROGRAM.replace("{log!r}", repr(str(log))))
@@ -77,13 +83,14 @@ def fake(tmp_path, monkeypatch):
     return log
 
 
-def test_external_tool_receives_batches_and_returns_a_file(fake, model, tmp_path):
-    made = tmp_path / "made.onnx"
-    seconds = quantize("fake", model, made, BATCHES, dialect_name="openvino")
+@pytest.mark.parametrize(("drop", "relative"), [(0.01, False), ("1 %", True)])
+def test_external_tool_receives_batches_and_bound_and_returns_a_file(fake, model, tmp_path, drop, relative):
+    made, metric = tmp_path / "made.onnx", MetricRequest(evaluator=PluginSpec(use="top1"), max_drop=drop)
+    seconds = quantize("fake", model, made, BATCHES, metric=metric, dialect_name="openvino")
     assert 0 <= seconds < 30
     assert made.read_bytes() == model.read_bytes()
     log = json.loads(fake.read_text())
-    assert log["count"] == len(BATCHES)
+    assert (log["count"], log["max_drop"], log["relative_drop"]) == (len(BATCHES), 0.01, relative)
     assert log["total"] == pytest.approx(float(np.sum([batch["x"].sum() for batch in BATCHES])), rel=1e-4)
 
 
@@ -98,12 +105,6 @@ def test_failing_tool_gives_its_reason_and_no_file(fake, model, tmp_path, tool, 
     assert not (tmp_path / "made.onnx").exists()
 
 
-def test_metric_request_settings_of_absolute_and_relative_drop():
-    evaluator = PluginSpec(use="top1")
-    assert MetricRequest(evaluator=evaluator, max_drop=0.01).settings == {"max_drop": 0.01, "relative_drop": False}
-    assert MetricRequest(evaluator=evaluator, max_drop="1 %").settings == {"max_drop": 0.01, "relative_drop": True}
-
-
 def test_tool_environment_is_created_once_and_removed_on_error(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     called: list[Any] = []
@@ -113,8 +114,8 @@ def test_tool_environment_is_created_once_and_removed_on_error(tmp_path, monkeyp
         called.append([str(part) for part in command])
         return SimpleNamespace(returncode=status)
 
-    monkeypatch.setattr(catalog, "venv", SimpleNamespace(create=lambda folder, with_pip: folder.mkdir(parents=True)))
-    monkeypatch.setattr(catalog, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(ptq, "venv", SimpleNamespace(create=lambda folder, with_pip: folder.mkdir(parents=True)))
+    monkeypatch.setattr(ptq, "subprocess", SimpleNamespace(run=run))
     with pytest.raises(UserError, match="pip"):
         install_environment("quark", "https://example.org/whl")
     assert environment_python("quark") is None
@@ -132,7 +133,7 @@ def test_tool_environment_is_created_once_and_removed_on_error(tmp_path, monkeyp
 
 def test_unsupported_method_is_replaced_by_the_nearest():
     assert TOOLS["nncf_ptq"].nearest_method("mse") == "mean"
-    assert catalog.method_substitute("ort_dynamic", "mse") == ""
+    assert ptq.method_substitute("ort_dynamic", "mse") == ""
 
 
 needs_nncf = pytest.mark.skipif(find_spec("nncf") is None, reason="NNCF is not installed")
@@ -219,7 +220,7 @@ serve_request({"scoring": scoring}, sys.argv[1])
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_tool_finds_the_plugins_of_the_experiment_only_if_they_are_trusted(model, tmp_path, monkeypatch, trusted):
     program, folder, working = (tmp_path / name for name in ("program.py", "experiment", "working"))
-    program.write_text(EVALUATING_PROGRAM.replace("{programs!r}", repr(str(catalog._PROGRAMS))))
+    program.write_text(EVALUATING_PROGRAM.replace("{programs!r}", repr(str(ptq._PROGRAMS))))
     folder.mkdir()
     working.mkdir()  # another folder, so that only the import path of the child finds the plug-in
     (folder / "own_metric.py").write_text(PLUGIN)

@@ -78,7 +78,7 @@ def test_broken_plug_ins_are_listed_and_the_others_work(rows, monkeypatch):
 
 def test_tools_lists_environments_and_refuses_other_actions(capsys, monkeypatch):
     installed = []
-    monkeypatch.setattr("harness.accuracy.tools.catalog.install_environment", lambda *given: installed.append(given))
+    monkeypatch.setattr("harness.accuracy.tools.ptq.install_environment", lambda *given: installed.append(given))
     assert qdq("tools") == 0
     before = capsys.readouterr().out
     assert "quark" in before

@@ -10,9 +10,9 @@ import pytest
 from small import qdq, save_chain
 
 from harness.base.files import read_json
-from harness.results.fingerprint import CHANGED_RUN_ADVICE, FingerprintMismatch
+from harness.results.journal import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.run.prepare.study_task import make_study, study_name
-from harness.workers.in_process import InProcess
+from harness.workers.sandbox import InProcess
 
 SIMULATED = ("--backend", "simulated", "--param", "noise=0.0")
 
@@ -66,7 +66,7 @@ def test_the_advice_of_noise_names_only_its_own_options(model, monkeypatch, caps
     def changed(*_: object) -> None:
         raise FingerprintMismatch(f"float.json: backend.version: '1' -> '2'\n{CHANGED_RUN_ADVICE}")
 
-    monkeypatch.setattr("harness.insight.reports.noise_report", changed)
+    monkeypatch.setattr("harness.insight.noise.noise_report", changed)
     assert qdq("bench", "noise", model, *SIMULATED) == 2
     expected = "qdq: float.json: backend.version: '1' -> '2'\nuse another --out, or move"
     assert capsys.readouterr().err.startswith(expected)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from harness.base.errors import UserError
 from harness.base.text import shorten_values
-from harness.config.experiment import load_experiment, parse_experiment, to_yaml
-from harness.config.plan import plan_tasks
+from harness.config.experiment import load_experiment, parse_experiment, plan_tasks, to_yaml
 from harness.config.yaml_loader import dump_yaml
 
 MINIMAL = "experiment: e\nmodels: [zoo:resnet18]\n"

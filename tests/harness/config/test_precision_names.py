@@ -10,7 +10,7 @@ from harness.compat.modelopt_autotune.settings import get_parser
 from harness.compat.tao_specs import ptq
 from harness.compat.tao_specs.spec import parse_spec
 from harness.config.experiment import parse_experiment
-from harness.config.precision_names import normalize_float_precision
+from harness.config.sections import normalize_float_precision
 from harness.plugins import registry
 from harness.run.prepare.preflight import check_experiment
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker

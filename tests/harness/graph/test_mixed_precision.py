@@ -16,7 +16,7 @@ from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, OPENVINO_7BIT, TENSORRT
 from search.space import Edge, Placement, Resolved
@@ -57,7 +57,7 @@ def test_any_mixed_placement_runs_close_to_float(dialect, data):
     asked = space.resolve(placement)
     proto = Inserter(block(), dialect, ranges()).insert(asked)
     onnx.checker.check_model(proto, full_check=True)
-    assert read_qdq_edges(proto) == dict(asked)
+    assert QDQGraph(proto).edges == dict(asked)
     (expected,), (found,) = run(block().proto, ["logits"]), run(proto, ["logits"])
     assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
 
@@ -82,7 +82,7 @@ def test_one_tensor_read_at_two_precisions_gets_a_pair_for_each():
     asked = tuple(sorted([edge("depthwise", 0, "int8"), edge("depthwise", 1, "int8"), edge("residual", 1, "fp8")]))
     inserter = Inserter(block(), OPENVINO, ranges())
     proto = inserter.insert(asked)
-    assert read_qdq_edges(proto) == dict(asked)
+    assert QDQGraph(proto).edges == dict(asked)
     assert inserter.count_pairs(asked) == 3  # two on the activation, and a weight
     kinds = {t.data_type for t in proto.graph.initializer if t.name.startswith("@qdq.zero")}
     assert TensorProto.FLOAT8E4M3FN in kinds

@@ -16,14 +16,14 @@ from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, Te
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
-from harness.accuracy.calibration.ptq import quantize
+from harness.accuracy.tools.ptq import quantize
 from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, TENSORRT
 from harness.zoo import transformer, write_model
@@ -71,7 +71,7 @@ def test_onnxruntime_space_contains_quantize_static_edges(name, tmp_path_factory
     # Ranges that need no calibration, and no activation removed: each edge counts here, and no kernel.
     proto = static(model, dict.fromkeys(model.types, (-1.0, 2.0)), QDQKeepRemovableActivations=True)
     asked = import_placement(proto, model)
-    assert asked.keys() == read_qdq_edges(proto).keys()
+    assert asked.keys() == QDQGraph(proto).edges.keys()
     lost, added = differences(model, asked, ONNXRUNTIME)
     # ONNX Runtime has no integer kernel for LayerNormalization: its quantized scale only costs accuracy. A pair in
     # front of Relu or Clip is removed by the runtime at best; the one behind does the same. The variance of a
@@ -102,7 +102,7 @@ def test_nearly_every_edge_of_modelopt_is_in_the_space_of_tensorrt(tmp_path_fact
         quantize("modelopt_ptq", path, made, random_feeds(types, 1, 0), dialect_name="tensorrt")
         proto = onnx.load(made)
         asked = import_placement(proto, model)
-        assert asked.keys() == read_qdq_edges(proto).keys()
+        assert asked.keys() == QDQGraph(proto).edges.keys()
         found[name] = differences(model, asked, TENSORRT)
     assert found["resnet18"] == ({}, {})
     # Of equal blocks ModelOpt treats the first and the last in its own way, where they meet an input or an output of

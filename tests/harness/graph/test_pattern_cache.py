@@ -19,7 +19,6 @@ from harness.graph.pattern_cache import (
     MeasurementOrigin,
     PatternCache,
     build_cache,
-    count_differing_points,
     describe_foreign_schemes,
     merge_caches,
     parse_point,
@@ -95,7 +94,7 @@ def test_merge_is_idempotent_and_keeps_the_best(first, second):
     assert merge_caches(both, both) == both
     assert set(found) == set(merge_caches(two, one).patterns[SIGNATURE].schemes)
     for a in found:
-        assert all(count_differing_points(a, b) >= 4 for b in found if b is not a and a.origin == b.origin)
+        assert all(len(a.points ^ b.points) >= 4 for b in found if b is not a and a.origin == b.origin)
     if first or second:
         assert min(s.latency_ratio for s in found) == min(s.latency_ratio for s in (*first, *second))
 
@@ -155,7 +154,7 @@ def test_unavailable_precision_is_replaced():
         signature: replace(
             pattern,
             schemes=tuple(
-                replace(s, points=frozenset(replace(p, precision="fp8") for p in s.points)) for s in pattern.schemes
+                replace(s, points=frozenset(p._replace(precision="fp8") for p in s.points)) for s in pattern.schemes
             ),
         )
         for signature, pattern in learned.patterns.items()

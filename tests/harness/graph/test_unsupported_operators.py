@@ -14,7 +14,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 
@@ -100,7 +100,7 @@ def test_other_operators_are_quantized_with_a_warning(op, dialect, caplog):
     proto = Inserter(model, dialect, {name: (-1.0, 1.0) for name in model.types}).insert(resolved)
     if op != "Whirl":
         onnx.checker.check_model(proto, full_check=True)
-    assert read_qdq_edges(proto) == dict(resolved)
+    assert QDQGraph(proto).edges == dict(resolved)
     (kept,) = (node for node in proto.graph.node if node.op_type == op)
     (own,) = (node for node in model.proto.graph.node if node.op_type == op)
     assert kept == own
@@ -127,7 +127,7 @@ def test_omitted_outputs_and_inputs_are_not_connected(dialect):
     resolved = space.resolve(space.quantize_all())
     assert {f"layer_{number}" for number in range(6)} <= {edge.consumer for edge, _ in resolved}
     made = Inserter(model, dialect, {name: (-1.0, 1.0) for name in model.types}).insert(resolved)
-    assert read_qdq_edges(made) == dict(resolved)
+    assert QDQGraph(made).edges == dict(resolved)
 
 
 @pytest.mark.parametrize("op", CASES)
@@ -190,7 +190,7 @@ def test_run_warns_and_keeps_unsupported_operators_float(
     if kept in CASES:
         assert CASES[kept][1] in shown.err
     exported = [onnx.load(path) for path in Path("out").glob("*/models/*.onnx")]
-    assert any(read_qdq_edges(proto) for proto in exported)
+    assert any(QDQGraph(proto).edges for proto in exported)
     assert all(sum(node.op_type == kept for node in proto.graph.node) == bool(kept) for proto in exported)
 
 

@@ -11,9 +11,8 @@ from small import qdq
 
 from harness.cli.main import main
 from harness.insight.compiled import CompiledReport, explain_compilation
-from harness.insight.model_report import compare_reports
-from harness.runtimes.rtx_compile import plugin
-from harness.runtimes.rtx_compile.compiler import Compilation, Kernel, KernelTensor, Refusal
+from harness.insight.model_report import compare_precisions
+from harness.runtimes.rtx_compile import Compilation, Kernel, KernelTensor, Refusal
 
 MATMUL = Case(operator="MatMul", pairs=(INT8, INT8), behind="relu+pair")
 PAIRS = ("QuantizeLinear_0", "QuantizeLinear_1")
@@ -52,7 +51,7 @@ def test_matmul_is_quantized_if_both_operands_are(tmp_path):
     half = explained(MATMUL, tmp_path, quantize, kernel("runtime_fusion", "int8 f32", ("MatMul_0",)), tail)
     assert [layer.name for layer in half.fallbacks] == ["MatMul_0"]
     assert effects(half)[:2] == [("MatMul_0", 0, "float"), ("MatMul_0", 1, "float")]
-    assert [(change.before, change.after) for change in compare_reports(full, half)] == [("int8", "f32")]
+    assert compare_precisions(full.precision, half.precision) == [("MatMul_0", "int8", "f32")]
 
 
 def test_pair_inside_its_consumers_kernel_has_no_effect(tmp_path):
@@ -71,22 +70,12 @@ def test_kernels_without_node_are_listed(tmp_path):
     assert found.kernel_counts() == {"gemm int8": 1, "kgen f32": 1}
 
 
-class Compiler:
-    """Stand-in for the plug-in."""
-
-    def __init__(self, verdict: Compilation) -> None:
-        self.verdict = verdict
-
-    def __call__(self, path: Path, target: str) -> Compilation:
-        return self.verdict
-
-
 @pytest.mark.parametrize("form", ["text", "json", "html"])
 def test_the_command_shows_text_json_and_a_page(form, tmp_path, monkeypatch, capsys):
     path, page = tmp_path / "m.onnx", tmp_path / "page.html"
     onnx.save(MATMUL.build(), path)
     verdict = compiled(kernel("runtime_fusion", "int8 f32", ("MatMul_0",)))
-    monkeypatch.setattr(plugin, "compile_file", Compiler(verdict))
+    monkeypatch.setattr("harness.runtimes.rtx_compile.compile_file", lambda path, target: verdict)
     options = {"text": [], "json": ["--json"], "html": ["--html", str(page)]}[form]
     main(["explain", str(path), "--backend", "rtx_compile", "--target", "sm89", *options])
     shown = capsys.readouterr().out
@@ -125,10 +114,8 @@ def test_a_file_is_checked_without_the_compiler(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("damage", "status"), [("circle", 0), ("no scale", 2), ("no ONNX", 2)])
 def test_check_command_ends_on_damaged_files(damage, status, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    proto, path = (
-        Case(operator="MatMul", pairs=(INT8, Pair(storage="int8", between="Identity"))).build(),
-        tmp_path / "m",
-    )
+    proto = Case(operator="MatMul", pairs=(INT8, Pair(storage="int8", between="Identity"))).build()
+    path = tmp_path / "m"
     nodes = {node.name: node for node in proto.graph.node}
     if damage == "circle":
         nodes["DequantizeLinear_1"].op_type = "Identity"

@@ -2,13 +2,16 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from small import qdq
 from small_results import seal_bundle
 
 from harness.base.errors import UserError
@@ -20,14 +23,13 @@ from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.dialects import load_dialect
 from harness.insight import model_report
-from harness.insight.fusion import explain_layers
-from harness.insight.model_report import choose_backend, compare_reports, explain_model, report_lines
-from harness.plugins import registry
+from harness.insight.layers import FusionReport, explain_layers, time_layers
+from harness.insight.model_report import choose_backend, compare_precisions, explain_model, report_lines
 from harness.plugins.api import Layer
 
-BACKENDS = {"openvino": {"precision": "f32"}, "onnxruntime": {}}
+OPENVINO_F32 = PluginSpec(use="openvino", params={"precision": "f32"})
 
 
 def net(path: Path) -> Path:
@@ -40,9 +42,7 @@ def net(path: Path) -> Path:
 
 def quantized(folder: Path, dialect_name: str, roles: list[str] | None = None) -> Path:
     """The net with pairs where these roles are, by default everywhere."""
-    dialect: Any = registry.load_plugin("dialect", dialect_name)
-    assert isinstance(dialect, Dialect)
-    model = load(net(folder / "net.onnx"))
+    dialect, model = load_dialect(dialect_name), load(net(folder / "net.onnx"))
     space = build_space(model, dialect)
     ranges = {edge.tensor: (0.0, 4.0) for d in space.dimensions for edge in d.edges}
     placement = space.quantize_all() if roles is None else space.quantize_roles(roles)
@@ -50,21 +50,24 @@ def quantized(folder: Path, dialect_name: str, roles: list[str] | None = None) -
     return Inserter(model, dialect, ranges).export(space.resolve(placement), folder / name)
 
 
-@pytest.mark.parametrize("backend", list(BACKENDS))
-def test_quantized_operators_are_counted_and_compared(backend, tmp_path):
-    use = PluginSpec(use=backend, params=dict(BACKENDS[backend]))
+def explained(layers: list[Layer], path: Path) -> FusionReport:
+    return explain_layers(layers, read_qdq_graph(path), runtime="r", quantize_outputs=False, whole_ms=1.0)
+
+
+@pytest.mark.parametrize("use", [OPENVINO_F32, PluginSpec(use="onnxruntime")], ids=lambda use: use.use)
+def test_quantized_operators_are_counted_and_compared(use, tmp_path):
     plain = explain_model(str(net(tmp_path / "net.onnx")), use, runs=3)
-    full = explain_model(str(quantized(tmp_path, backend)), use, runs=3)
+    full = explain_model(str(quantized(tmp_path, use.use)), use, runs=3)
     assert (plain.quantized_in_file, plain.low) == (0, 0)
     assert (full.quantized_in_file, full.low) == (3, 3)
     assert not [finding for finding in plain.findings if finding.kind in ("float operator", "unfused node")]
-    assert {change.name for change in compare_reports(plain, full)} == set(full.precision)
-    assert compare_reports(full, full) == ()
+    assert {name for name, *_ in compare_precisions(plain.precision, full.precision)} == set(full.precision)
+    assert compare_precisions(full.precision, full.precision) == []
     assert sum(layer.time_ms or 0 for layer in full.layers) > 0
     text = "\n".join(report_lines(full, 3))
     assert re.search(r"Linear operators: 3\b.*\bfile 3\b.*\bengine 3\b", text)
     assert all(layer.name in text for layer in sorted(full.layers, key=lambda layer: -(layer.time_ms or 0))[:1])
-    if backend == "openvino":  # ONNX Runtime does not say what a node was made of
+    if use.use == "openvino":  # ONNX Runtime does not say what a node was made of
         assert sum(full.fused.values()) > 0
         assert plain.fused == {}
 
@@ -79,9 +82,7 @@ def test_openvino_matmul_named_after_folded_operators_is_found(behind, tmp_path)
             x = builder.op(op, x, builder.const(np.full(64, 0.5, np.float32)))
         x = builder.op("Relu", x) if place == 0 else x
     builder.output(x, name="y")
-    found = explain_model(
-        str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"})
-    )
+    found = explain_model(str(builder.save(tmp_path / "net.onnx")), OPENVINO_F32)
     assert len(found.precision) == 2
     assert set(found.precision.values()) == {"f32"}
     assert "2 f32" in "\n".join(report_lines(found, 3))
@@ -101,12 +102,9 @@ def test_ambiguous_layer_before_an_add_is_not_attributed(tmp_path):
     builder = GraphBuilder("summed", seed=1)
     x = builder.input("x", (1, 64, 64))
     one, other = (builder.linear(x, 64, bias=False) for _ in range(2))
-    total = builder.op("Add", one, other)
-    builder.output(total, name="y")
-    asked = read_qdq_graph(builder.save(tmp_path / "net.onnx"))
-    assert len(asked.folded_into["y"]) == 2
+    builder.output(builder.op("Add", one, other), name="y")
     layer = Layer(name="y", kind="FullyConnected", precision="f32", time_ms=1.0, origin=("y",))
-    found = explain_layers([layer], asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    found = explained([layer], builder.save(tmp_path / "net.onnx"))
     assert set(found.precision.values()) == {""}
     assert "2 of unnamed precision" in "\n".join(report_lines(found, 3))
 
@@ -136,7 +134,7 @@ def test_different_scales_of_a_pair_are_the_reason(tmp_path):
     assert re.search("scale differs.*QuantizeLinear", reason)
     reader = next(node.name for node in model.graph.node if pair.output[0] in node.input)
     layers = [Layer(name=reader, kind="Convolution", precision="f32", time_ms=1.0, origin=(reader,))]
-    found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    found = explained(layers, path)
     assert found.findings[0].reason == f"{pair.name}: {reason}"
 
 
@@ -147,8 +145,7 @@ def test_incomplete_pairs_and_unmatched_patterns_are_findings(tmp_path):
         Layer(name=name, kind="Convolution", precision="u8" if name == names[0] else "f32", origin=(name,))
         for name in names
     ]
-    asked = read_qdq_graph(path)
-    found = explain_layers(layers, asked, runtime="r", quantize_outputs=False, whole_ms=1.0)
+    found = explained(layers, path)
     (reason,) = {finding.reason for finding in found.findings}
     assert "no fusion pattern" in reason
     assert "1 other Conv" in reason
@@ -156,7 +153,7 @@ def test_incomplete_pairs_and_unmatched_patterns_are_findings(tmp_path):
     conv = next(node for node in model.graph.node if node.name == names[1])
     conv.input[0] = conv.input[0].partition("@qdq")[0]
     onnx.save(model, path)
-    found = explain_layers(layers, read_qdq_graph(path), runtime="r", quantize_outputs=False, whole_ms=1.0)
+    found = explained(layers, path)
     reasons = {finding.name: finding.reason for finding in found.findings}
     assert "only its weight" in reasons[names[1]]
 
@@ -188,9 +185,7 @@ def test_invalid_models_and_backends_are_refused(model, backend, message, monkey
 
 
 def test_results_folder_without_row_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["explain", str(tmp_path)])
-    assert end.value.code == 2
+    assert qdq("explain", str(tmp_path)) == 2
     assert "a results folder needs a row" in capsys.readouterr().err
 
 
@@ -216,12 +211,35 @@ def test_constant_layers_count_no_inference_time(tmp_path):
     for _ in range(3):
         x = builder.op("Relu", builder.linear(x, 512))
     builder.output(x, name="y")
-    found = explain_model(
-        str(builder.save(tmp_path / "net.onnx")), PluginSpec(use="openvino", params={"precision": "f32"})
-    )
+    found = explain_model(str(builder.save(tmp_path / "net.onnx")), OPENVINO_F32)
     reorders = [layer for layer in found.layers if "transpose_b" in layer.name]
     assert all(layer.time_ms is None for layer in reorders)
     assert sum(layer.time_ms or 0.0 for layer in found.layers) < 1.5 * found.whole_ms
+
+
+CALM, HELD_UP, WORSE = (1.0, 1.0, 1.05, 1.0), (1.0, 1.0, 2.0, 1.0), (1.0, 1.0, 9.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("engines", "built", "kept"),
+    [((CALM,), 1, "engine 0"), ((HELD_UP, CALM), 2, "engine 1"), ((WORSE, HELD_UP, WORSE), 3, "engine 1")],
+)
+def test_layer_times_disturbed_by_a_pause_are_repeated(engines, built, kept, tmp_path):
+    folders = []
+
+    def build(candidate, workdir):
+        folders.append(workdir)
+        return len(folders) - 1
+
+    runtime = SimpleNamespace(
+        build=build,
+        open=lambda number: nullcontext(SimpleNamespace(sample=lambda n: engines[number][:n])),
+        layers=lambda number: [Layer(name=f"engine {number}", kind="Convolution", precision="f32", origin=())],
+    )
+    layers, whole_ms = time_layers(runtime, None, tmp_path, 4)
+    assert [layer.name for layer in layers] == [kept]
+    assert len({folder for folder in folders if folder.is_dir()}) == built
+    assert whole_ms == 1.0
 
 
 @pytest.mark.parametrize(("record", "file"), [("ship.json", "a.onnx"), ("task.json", "models/a.onnx")])

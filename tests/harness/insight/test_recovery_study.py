@@ -38,12 +38,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def recover(folder, out, *arguments):
+    assert qdq("inspect", "recover", "small.yaml", *arguments, "--out", out) == 0
+    return read_json(folder / out / "recovery.json")["rows"]
+
+
 def test_each_combination_is_scored_with_and_without_recovery(folder, capsys):
-    assert (
-        qdq("inspect", "recover", "small.yaml", "--depthwise", "channel", "--step", "bias_correction", "--out", "out")
-        == 0
-    )
-    rows = read_json(folder / "out/recovery.json")["rows"]
+    rows = recover(folder, "out", "--depthwise", "channel", "--step", "bias_correction")
     assert [(row["choices"], len(row["steps"])) for row in rows] == [
         ("", 0), ("", 1), ("depthwise channel", 0), ("depthwise channel", 1)
     ]  # fmt: skip
@@ -57,35 +58,32 @@ def test_each_combination_is_scored_with_and_without_recovery(folder, capsys):
 
 
 def test_recover_auto_and_placement_of_other_file(folder):
-    assert qdq("inspect", "recover", "small.yaml", "--auto", "--out", "out") == 0
-    rows = read_json(folder / "out/recovery.json")["rows"]
+    rows = recover(folder, "out", "--auto")
     assert [bool(row["steps"]) for row in rows] == [False, True]
     assert rows[1]["choices"].endswith("depthwise channel")
     assert rows[1]["sqnr_db"] > rows[0]["sqnr_db"] + 3
-    assert qdq("inspect", "recover", "small.yaml", "--placement", "out/models/1.onnx", "--out", "again") == 0
+    recover(folder, "again", "--placement", "out/models/1.onnx")
     shipped = folder / "results/ship/net"
     shipped.mkdir(parents=True)
     shutil.copy(folder / "out/models/1.onnx", shipped / "net.onnx")
     seal_bundle(shipped, answer="")
-    assert qdq("inspect", "recover", "small.yaml", "--placement", "results", "--out", "shipped") == 0
+    recover(folder, "shipped", "--placement", "results")
     files = [folder / name / "models/0.onnx" for name in ("out", "again", "shipped")]
     assert len({file.read_bytes() for file in files}) == 1, "its places, with the contents of the experiment"
 
 
 def test_nodes_that_cost_most_are_left_float_and_named_as_options(folder, capsys):
-    assert qdq("inspect", "recover", "small.yaml", "--float-groups", "1", "--out", "out") == 0
-    rows = read_json(folder / "out/recovery.json")["rows"]
+    rows = recover(folder, "out", "--float-groups", "1")
     ((group,),) = [row["left_float"] for row in rows if "left_float" in row]
     assert group["nodes"] == ["depthwise"], "one scale for channels that differ"
     assert rows[1]["sqnr_db"] > rows[0]["sqnr_db"] + 3
     assert "--float-node depthwise" in capsys.readouterr().out
-    assert qdq("inspect", "recover", "small.yaml", "--float-node", "depthwise", "--out", "named") == 0
+    recover(folder, "named", "--float-node", "depthwise")
     assert (folder / "named/models/0.onnx").read_bytes() == (folder / "out/models/1.onnx").read_bytes()
 
 
 def test_subsets_show_dependence_on_calibration_samples(folder, capsys):
-    assert qdq("inspect", "recover", "small.yaml", "--subsets", "3", "--out", "out") == 0
-    rows = read_json(folder / "out/recovery.json")["rows"]
+    rows = recover(folder, "out", "--subsets", "3")
     assert [row.get("samples", "") for row in rows] == ["", *(f"samples {k} of 3" for k in (1, 2, 3))]
     assert len({row["sqnr_db"] for row in rows}) > 1
     printed = capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from small import qdq
 
 from harness.graph.builder import GraphBuilder
@@ -16,13 +15,8 @@ from harness.graph.rules.dialects import OPENVINO
 from harness.insight.region_report import inspect_regions
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
+def test_every_input_has_a_point_or_a_rule(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_every_input_has_a_point_or_a_rule(folder):
     g = GraphBuilder("net")
     x = g.op("Relu", g.conv(g.input("x", (1, 4, 8, 8)), 8, 3, name="first"), name="relu")
     y = g.op("Reshape", g.conv(x, 8, 1, name="second"), g.const([1, -1]), name="flat")
@@ -42,7 +36,8 @@ def test_every_input_has_a_point_or_a_rule(folder):
     json.dumps(found.data())
 
 
-def test_quantized_model_is_refused_with_remedy(folder, capsys):
+def test_quantized_model_is_refused_with_remedy(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     g = GraphBuilder("net")
     g.output(g.conv(g.input("x", (1, 4, 8, 8)), 8, 3, name="first"))
     model = load(g.save(Path("net.onnx")))

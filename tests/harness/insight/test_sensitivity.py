@@ -13,7 +13,6 @@ from harness.base.errors import UserError
 from harness.base.files import add_checksum, read_json
 from harness.base.statistics import Interval
 from harness.insight.sensitivity import (
-    SensitivityAnalysis,
     SensitivityTimer,
     UnitEffect,
     UnitSensitivity,
@@ -22,7 +21,7 @@ from harness.insight.sensitivity import (
 )
 from harness.measure.records import SCHEMA_VERSION, Failed
 from harness.run.prepare.initial_design import ScreenedUnit, nested_prior_placements, read_prior
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine
 from search.space import Dimension, Edge, Placement, Space
 
 PLUGINS = """
@@ -38,6 +37,9 @@ class Noisy(Bench):
     def __init__(self):
         super().__init__(seed=5, noise=1.0, noise_seed=7, wanted_share=1.0)
 """
+
+
+COMMAND = ("inspect", "sensitivity", "net.onnx", "--by", "point", "--samples", "2", "--backend")
 
 
 def test_invalid_model_leaves_no_folder(tmp_path, monkeypatch, capsys):
@@ -61,18 +63,7 @@ def measured(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        arguments = (
-            "inspect",
-            "sensitivity",
-            "net.onnx",
-            "--by",
-            "point",
-            "--backend",
-            "paying_plugin:Paying",
-            "--samples",
-            "2",
-        )
-        assert qdq(*arguments, "--out", "out") == 0
+        assert qdq(*COMMAND, "paying_plugin:Paying", "--out", "out") == 0
     return folder / "out"
 
 
@@ -106,8 +97,7 @@ def test_sensitivity_output_has_headings_and_noise_note(folder, monkeypatch, cap
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     out = f"../{folder.name}/{backend}"
-    arguments = ("--by", "point", "--backend", f"paying_plugin:{backend}", "--samples", "2", "--out", out)
-    assert qdq("inspect", "sensitivity", "net.onnx", *arguments) == 0
+    assert qdq(*COMMAND, f"paying_plugin:{backend}", "--out", out) == 0
     heads, *lines = capsys.readouterr().out.splitlines()
     assert heads.split("\t")[:5] == ["unit", "precision", "role", "edges", "alone µs [CI]"]
     assert len(lines[0].split("\t")) == len(heads.split("\t"))
@@ -177,45 +167,32 @@ def test_missing_sensitivity_file_is_refused(tmp_path):
         read_prior(tmp_path / "nothing.json")
 
 
-class FailingEngines:
-    """Engines that fail a step of every quantized placement."""
-
-    def __init__(self, step: str, stage: str) -> None:
-        self.step, self.failed = step, Failed(stage=stage, reason="no kernel")
-        self.builds: list[Placement] = []
-
-    def _answer(self, step: str, handle: int, answer: Any) -> Any:
-        return self.failed if step == self.step and any(self.builds[handle].choices) else answer
-
-    def build(self, placement: Placement) -> Any:
-        self.builds.append(placement)
-        return self._answer("build", -1, BuiltEngine(handle=len(self.builds) - 1, build_s=0.0, info={}))
-
-    def sample(self, handle: int, policy: object) -> Any:
-        return self._answer("sample", handle, SimpleNamespace(latency_ms=(1.0, 2.0)))
-
-    def evaluate(self, handle: int, evaluator: str) -> Any:
-        return self._answer("evaluate", handle, SimpleNamespace(metrics={"sqnr_db": 30.0}))
-
-    def release(self, handle: int) -> None:
-        pass
-
-
 @pytest.mark.parametrize("step", ["build", "sample", "evaluate"])
 @pytest.mark.parametrize(("stage", "float_builds"), [("build", 1), ("crash", 2)])
 def test_units_that_fail_are_recorded_and_ranked_last(tmp_path, step, stage, float_builds):
-    engines = FailingEngines(step, stage)
-    task = SimpleNamespace(space=space(), candidate=lambda placement: placement, accuracy_only=())
-    timer = SensitivityTimer(engines=engines, task=task)  # type: ignore[arg-type]
-    measured = [unit for unit in quantization_units(space(), "point") if unit.precision == "int8"][:2]
-    units = tuple(map(timer.measure_unit, measured))
-    assert [(unit.rank, unit.relative_noise_power) for unit in units] == [(-math.inf, math.inf)] * 2
-    opened = sum(not any(placement.choices) for placement in engines.builds)
-    assert opened == (0 if step == "build" else float_builds), "a worker that died has no base any more"
-    found = SensitivityAnalysis(
-        name="net", space=space(), units=units, full_db={}, calibrated_on="random data", backend={}
+    failed, builds = Failed(stage=stage, reason="no kernel"), []
+
+    def answer(name: str, handle: int, value: Any) -> Any:
+        return failed if name == step and any(builds[handle].choices) else value
+
+    def build(placement: Placement) -> Any:
+        builds.append(placement)
+        return answer("build", -1, BuiltEngine(handle=len(builds) - 1, build_s=0.0, info={}))
+
+    engines: Any = SimpleNamespace(
+        build=build,
+        sample=lambda handle, _: answer("sample", handle, SimpleNamespace(latency_ms=(1.0, 2.0))),
+        evaluate=lambda handle, _: answer("evaluate", handle, SimpleNamespace(metrics={"sqnr_db": 30.0})),
+        release=lambda handle: None,
     )
-    write_sensitivities(found, tmp_path / "sensitivity.json")
+    task: Any = SimpleNamespace(space=space(), candidate=lambda placement: placement, accuracy_only=())
+    timer = SensitivityTimer(engines=engines, task=task)
+    measured = [unit for unit in quantization_units(space(), "point") if unit.precision == "int8"][:2]
+    units = [timer.measure_unit(unit) for unit in measured]
+    assert [unit.rank for unit in units] == [-math.inf] * 2
+    opened = sum(not any(placement.choices) for placement in builds)
+    assert opened == (0 if step == "build" else float_builds), "a worker that died has no base any more"
+    write_sensitivities(units, space(), {}, tmp_path / "sensitivity.json")
     (first, *_) = read_json(tmp_path / "sensitivity.json")["units"]
     assert first["alone"] == first["left_out"] == {"failed": stage, "reason": "no kernel"}
     assert read_prior(tmp_path / "sensitivity.json") == ()

@@ -29,7 +29,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine_noise, "_allowed_cores", lambda: [0, 1])
+    monkeypatch.setattr(machine_noise, "usable_cores", lambda: [0, 1])
     for core, khz in enumerate((800_000, 3_400_000)):
         write(tmp_path, f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq", f"{khz}\n")
         write(tmp_path, f"sys/devices/system/cpu/cpu{core}/thermal_throttle/core_throttle_count", f"{core}\n")
@@ -54,7 +54,7 @@ def test_the_state_of_a_machine_is_read(root):
     [("1,3\n", (2, 5.8 + 3.0, 2.0 + 4.0)), ("0-1\n", (2, 10.0, 5.0)), ("what\n", (1, 5.8, 2.0))],
 )
 def test_monitor_covers_allowed_cores_and_sibling_threads(siblings, expected, root, monkeypatch):
-    monkeypatch.setattr(machine_noise, "_allowed_cores", lambda: [1])
+    monkeypatch.setattr(machine_noise, "usable_cores", lambda: [1])
     write(root, SIBLINGS, siblings)
     found = MachineMonitor(root).read()
     assert (found.cores, found.busy_s, found.stolen_s) == expected

@@ -7,7 +7,6 @@ from harness.base.errors import MeasureFailed
 from harness.base.statistics import Interval, median_ci
 from harness.config.sections import Sampling
 from harness.measure.machine_noise import MachineSnapshot
-from harness.measure.reference_sampling import ReferenceEngine, sample_against_reference
 from harness.measure.sampling import Samples, sample_engine
 
 SAMPLING = Sampling(warmup_ms=20.0)
@@ -40,8 +39,8 @@ class Engine:
 def paired(
     pace: Machine, latency_ms: float, reference_ms: float = 10.0, level_ms: float = 10.0, **changes: object
 ) -> Samples:
-    reference = ReferenceEngine(Engine(pace, reference_ms), level_ms)
-    return sample_against_reference(Engine(pace, latency_ms), reference, changes.pop("sampling", SAMPLING), **changes)
+    reference = (Engine(pace, reference_ms), level_ms)
+    return sample_engine(Engine(pace, latency_ms), changes.pop("sampling", SAMPLING), reference=reference, **changes)
 
 
 def medians(latency_ms: float, first_seed: int = 0) -> list[float]:
@@ -113,7 +112,7 @@ def test_conditions_of_the_candidates_device_are_recorded():
     machine = Machine(3)
     candidate, reference = Device(machine, 4.0), Device(machine, 10.0)
     reference.gpu_mhz = 1200.0
-    samples = sample_against_reference(candidate, ReferenceEngine(reference, 10.0), SAMPLING, machine=Still())
+    samples = sample_engine(candidate, SAMPLING, reference=(reference, 10.0), machine=Still())
     assert samples.conditions == {"mhz": 3000.0, "gpu_mhz": 1980.0}, "the candidate's, not the reference's"
     assert candidate.calls == 1, "after the turns, so that none is disturbed"
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from harness.accuracy.recovery.bias_correction import FastBiasCorrection
 from harness.plugins.api import Accuracy
-from harness.report.table_spec import TableSpec, number_column, text_column
+from harness.report.report_table import TableSpec, number_column, text_column
 from harness.runtimes.example import PlainBenchmarker
 
 

@@ -23,9 +23,9 @@ from small import qdq
 from harness.config.yaml_loader import read_experiment_yaml
 from harness.plugins.registry import check_params
 from harness.replay import budget_study, path_cache, simulated_selection
+from harness.replay.budget_study import BudgetStudy, load_study
+from harness.replay.path_cache import SearchKey
 from harness.replay.replay import ReplayRequest
-from harness.replay.search_key import SearchKey
-from harness.replay.study_file import BudgetStudy, load_study
 from harness.results.ownership import exclusive_lock
 
 SEARCHERS = ["--searcher", "random", "--searcher", "local"]

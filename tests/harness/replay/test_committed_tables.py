@@ -13,9 +13,9 @@ from harness.config.sections import ModelSpec
 from harness.replay.bench import read_catalogue
 from harness.replay.bench.accuracy import ACCURACY_FILE, read_accuracy
 from harness.replay.bench.tasks import data_folder, table_path
-from harness.replay.recorded_landscape import Landscape
+from harness.replay.replay import Landscape
 from harness.replay.replay_report import check_table, table_lines
-from harness.runtimes.benchmark_table import read_table, read_table_metadata
+from harness.runtimes.replay import read_table, read_table_metadata
 
 ROOT = Path(__file__).resolve().parents[3]
 read_table = functools.cache(read_table)

@@ -18,11 +18,11 @@ from harness.config.sections import Confirmation, TurnSchedule
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed, Measured
 from harness.replay.record_table import most_influential, neighbours, record, sensitivity
-from harness.replay.recorded_landscape import Landscape
+from harness.replay.replay import Landscape
 from harness.run.prepare.study_task import STUDY_LIMITS, make_study
 from harness.run.search.loop import COLD_START_EVALUATIONS
-from harness.runtimes.benchmark_table import BenchmarkTable, read_table
-from harness.workers.in_process import InProcess
+from harness.runtimes.replay import BenchmarkTable, read_table
+from harness.workers.sandbox import InProcess
 from search.space import Dimension, Edge, Placement, Space
 
 PARAMS = {"seed": 5, "noise": 0.0}

@@ -11,8 +11,8 @@ from made_up_tables import outcomes_of
 
 from harness.base.errors import UserError
 from harness.measure.records import Failed, Measured, Outcome
-from harness.replay.landscape_metrics import estimate_drift, measure_difficulty
-from harness.replay.recorded_landscape import Landscape, MetricBound
+from harness.replay.replay import Landscape, MetricBound
+from harness.replay.replay_report import estimate_drift, measure_difficulty
 from search.api import Failure
 
 

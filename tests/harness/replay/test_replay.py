@@ -17,8 +17,7 @@ from harness.config.sections import ModelSpec, PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed, Measured, Outcome
 from harness.replay.record_table import EnumeratingSearcher
-from harness.replay.recorded_landscape import Landscape, MetricBound
-from harness.replay.replay import ReplayRequest, replay, replay_once
+from harness.replay.replay import Landscape, MetricBound, ReplayRequest, replay, replay_once
 from harness.replay.replay_report import check_table, replay_all, table_lines
 from harness.replay.simulated_selection import Searches
 from search.api import Failure, Observation, Placement, Score

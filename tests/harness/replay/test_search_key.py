@@ -13,8 +13,15 @@ import pytest
 import search
 from harness.base.errors import UserError
 from harness.config.sections import PluginSpec
-from harness.replay import search_key as keys
-from harness.replay.search_key import code_digest, describe_code, imported_modules, normalised_ast, search_key
+from harness.replay import path_cache
+from harness.replay.path_cache import (
+    SEARCH_PACKAGE,
+    code_digest,
+    describe_code,
+    imported_modules,
+    normalised_ast,
+    search_key,
+)
 
 
 @pytest.fixture
@@ -133,8 +140,8 @@ def test_missing_tables_libraries_and_sources(tmp_path, monkeypatch):
     searcher = PluginSpec(use="random")
     with pytest.raises(UserError, match=r"gone\.parquet: cannot be read: No such file"):
         search_key(tmp_path / "gone.parquet", searcher, ())
-    monkeypatch.setattr(keys, "version", lambda name: (_ for _ in ()).throw(PackageNotFoundError(name)))
+    monkeypatch.setattr(path_cache, "version", lambda name: (_ for _ in ()).throw(PackageNotFoundError(name)))
     assert describe_code(searcher)[1] == {"numpy": None}
-    monkeypatch.setattr(keys, "load_plugin", lambda *_: 3)
+    monkeypatch.setattr(path_cache, "load_plugin", lambda *_: 3)
     digests, _ = describe_code(searcher)
-    assert digests == [code_digest(None, keys.SEARCH_PACKAGE)], "without a file, the whole package"
+    assert digests == [code_digest(None, SEARCH_PACKAGE)], "without a file, the whole package"

@@ -15,8 +15,16 @@ from made_up_tables import outcomes_of
 from harness.config.sections import PluginSpec
 from harness.measure.records import Measured, Outcome
 from harness.replay.record_table import EnumeratingSearcher
-from harness.replay.recorded_landscape import Floats, Landscape, MetricBound
-from harness.replay.replay import ReplayRequest, initial_models, initial_placements, replay, replay_once
+from harness.replay.replay import (
+    Floats,
+    Landscape,
+    MetricBound,
+    ReplayRequest,
+    initial_models,
+    initial_placements,
+    replay,
+    replay_once,
+)
 from harness.replay.simulated_selection import (
     DEFAULT_FINALISTS,
     TURNS_PER_RACE,

@@ -9,7 +9,7 @@ from made_up_tables import make_table
 from small import qdq
 
 from harness.base.errors import UserError
-from harness.replay.table_surrogate import write_surrogate
+from harness.replay.bench.export import write_surrogate
 
 __all__ = ["make_table"]
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from harness.accuracy.data.decode import Detections
-from harness.accuracy.metrics.average_precision import map_facts
-from harness.accuracy.metrics.box_matching import match_boxes
+from harness.accuracy.metrics.average_precision import map_facts, match_boxes
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.plugins.api import Accuracy
-from harness.report.accuracy_notes import worst_class
+from harness.report.tables.notes import worst_class
 
 
 def accuracy(kind: str, facts: dict[str, Any], metric: str) -> Accuracy:

@@ -13,12 +13,11 @@ import pytest
 from incumbents import iter_incumbents
 from long_results import TASK, write_long_results
 
-from harness.report.frames.curves import curve_frame
+from harness.report.frames import curve_frame
 from harness.report.plots.result_plots import median_band
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.journal import Journal, read_journal
-from harness.results.journal_reader import state_at_budgets
+from harness.results.search_log import Goal, state_at_budgets
 
 pytestmark = pytest.mark.slow
 EVALUATIONS = 20_000

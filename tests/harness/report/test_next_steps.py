@@ -15,14 +15,14 @@ from small_results import LATENCY_MS, TASK, edit_json, write_confirmation
 from harness.base.files import read_json, write_json
 from harness.measure.records import Failed
 from harness.measure.turn_log import TWIN
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.report.next_steps import best_row, describe_answers, describe_next_steps, format_answer
 from harness.report.page.index_page import render_index
 from harness.report.tables.notes import early_end_notes
 from harness.report.trace import find_main_row
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.output_check import CHECK_FILE_NAME, OutputCheck, encode_check
+from harness.results.search_log import Goal
 from harness.results.termination import write_termination
 
 STRICT = asdict(Goal(metric="top1", reference=0.8, max_drop=0.005))

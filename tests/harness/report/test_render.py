@@ -20,7 +20,7 @@ from harness.cli.report import show_report
 from harness.measure.turn_log import Turn, encode_turn_event
 from harness.report.render import report_renderable, report_text, write_report, write_tables
 from harness.results.folder import load as load_results
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 from harness.results.termination import clear_task_error, write_task_error
 
 DRAWN = ALL_FORMATS = True

@@ -15,8 +15,8 @@ from harness.cli.main import app
 from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.lines import compress_lines
+from harness.results.search_log import Goal
 
 
 def printed(*arguments: object) -> list[str]:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from harness import zoo
-from harness.accuracy.metrics.detection import CocoMAP
 from harness.accuracy.metrics.intervals import drop_estimate, encode_evidence
+from harness.accuracy.metrics.labelled import CocoMAP
 from harness.measure.records import Measured
 from harness.plugins.api import Accuracy, Infer
 from harness.results.cross_fitting import FOLDS, choose_cross_fitted, cross_fitted_drop, losses_on_other_folds

@@ -20,7 +20,7 @@ from small import save_chain
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress
 from harness.config.experiment import Experiment, parse_experiment
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.results.folder import load
 from harness.results.manifest import check_results
 from harness.run.runner import run_experiment

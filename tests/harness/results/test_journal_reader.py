@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from incumbents import iter_incumbents
 
 from harness.measure.records import Failed, Measured, Outcome, Proposal, TrialResult
-from harness.results.goal import Goal
 from harness.results.journal import RETRY_ORIGIN, JournalEntry
-from harness.results.journal_reader import iter_counted, iter_evaluations, state_at_budgets
+from harness.results.search_log import Goal, iter_counted, iter_evaluations, state_at_budgets
 from search.pareto import front_numbers
 
 LOST = Failed(stage="crash", reason="the worker was lost")
@@ -97,5 +96,5 @@ def test_best_placements_equal_sorted_list_or_first_front(readings, budget, coun
 
 
 def test_scipy_is_imported_only_if_needed():
-    code = "import sys, harness.results.journal_reader; sys.exit('scipy.stats' in sys.modules)"
+    code = "import sys, harness.results.search_log; sys.exit('scipy.stats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

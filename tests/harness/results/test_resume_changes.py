@@ -16,14 +16,14 @@ from harness.base.files import read_json, write_json
 from harness.base.paths import HOST_VARIABLE
 from harness.base.progress import NullProgress
 from harness.config.experiment import load_experiment
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.results.artifacts import read_finalists
 from harness.results.folder import load
 from harness.results.journal import RETRY_ORIGIN, read_journal
 from harness.results.lines import first_line
 from harness.results.ownership import owned_results_dir
 from harness.run.runner import MAX_WORKER_LOSSES, run_with_recovery
-from harness.workers.trial_pool import WorkerLost
+from harness.workers.engines import WorkerLost
 
 EXPERIMENT = """
 experiment: small

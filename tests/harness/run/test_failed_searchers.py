@@ -11,7 +11,7 @@ import pytest
 from small import qdq, save_chain
 from stored import read_text
 
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.results.folder import load
 from harness.results.journal import read_journal
 from harness.results.termination import read_termination

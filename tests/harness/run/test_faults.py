@@ -13,7 +13,7 @@ from harness.config.experiment import parse_experiment
 from harness.config.sections import TurnSchedule
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed, Measured
-from harness.measure.turn_statistics import summarize_parts, summarize_turns
+from harness.measure.turn_log import summarize_parts, summarize_turns
 from harness.results.journal import read_journal
 from harness.results.turns import read_events, read_noise_floor
 from harness.run.early_answer import EarlyAnswer

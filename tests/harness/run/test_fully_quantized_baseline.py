@@ -12,7 +12,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO
 from harness.run.prepare.external_tools import fully_quantized_symmetric
@@ -41,7 +41,7 @@ def test_fully_quantized_baseline_has_symmetric_int8_edges(dialect, tmp_path):
     found = fully_quantized_symmetric(model, dialect, ranges, tmp_path, space)
     assert found.path is not None
     asked = space.resolve(space.quantize_all())
-    assert read_qdq_edges(onnx.load(found.path)) == dict(asked)
+    assert QDQGraph(onnx.load(found.path)).edges == dict(asked)
     assert zero_points(found.path) == {("int8", 0.0)}
     own = Inserter(model, dialect, ranges).write(asked, tmp_path / "own")
     assert ("int8", 0.0) not in zero_points(own), "the dialect itself stores positive data unsigned"

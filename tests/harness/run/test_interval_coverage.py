@@ -21,17 +21,16 @@ import pytest
 from harness.base.statistics import median_ci
 from harness.config.sections import Confirmation, PluginSpec, Sampling
 from harness.measure.records import Measured
-from harness.measure.turn_statistics import ConfirmationSummary, summarize_turns
+from harness.measure.turn_log import ConfirmationSummary, summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Candidate
-from harness.results.goal import Goal
 from harness.results.journal import Journal, read_journal
-from harness.results.journal_reader import state_at_budgets
+from harness.results.search_log import Goal, state_at_budgets
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.run.search.loop import InitialPlacement, SearchTask, run_search
 from harness.run.search.trial import measure
 from harness.workers.engines import Engines, WorkerSpec
-from harness.workers.in_process import InProcess
+from harness.workers.sandbox import InProcess
 from harness.workers.trial_pool import SyncExecutor
 from search.api import Placement
 from search.space import Dimension, Edge, Space

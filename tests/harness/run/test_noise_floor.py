@@ -13,15 +13,13 @@ from harness.base.errors import UserError
 from harness.base.files import read_json
 from harness.base.progress import NullProgress, format_incumbent
 from harness.config.experiment import Experiment, parse_experiment
-from harness.config.objective import Objective
-from harness.config.sections import PluginSpec
+from harness.config.sections import Objective, PluginSpec
 from harness.plugins.api import Accuracy
 from harness.results.turns import baseline_latency, read_noise_floor
 from harness.run.confirm.confirmation import measure_noise_floor, reference_latency_if_noisy
 from harness.run.prepare.accuracy import Scoring
 from harness.workers.engines import WorkerSpec
-from harness.workers.in_process import InProcess
-from harness.workers.sandbox import open_engines
+from harness.workers.sandbox import InProcess, open_engines
 
 FULL_TURNS = True
 EXPERIMENT = parse_experiment("{experiment: e, models: [net.onnx]}", "e.yaml")

@@ -19,8 +19,8 @@ from stored import read_records, write_lines
 from harness.base.errors import UserError
 from harness.measure.records import Failed, Measured
 from harness.plugins.api import Candidate
-from harness.results.goal import Goal
 from harness.results.journal import RETRY_ORIGIN, Journal, read_journal
+from harness.results.search_log import Goal
 from harness.run.search.loop import InitialPlacement, SearchTask, run_search
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Edge, Placement, Space

@@ -18,7 +18,7 @@ from harness.base.progress import NullProgress
 from harness.config.experiment import load_experiment
 from harness.graph.io.digests import digest_file
 from harness.measure.records import Failed
-from harness.measure.turn_statistics import summarize_turns
+from harness.measure.turn_log import summarize_turns
 from harness.report.plots.plot_files import draw_plots
 from harness.results.artifacts import read_finalists
 from harness.results.journal import read_journal
@@ -364,7 +364,7 @@ from harness.base.errors import UserError
 from harness.run.prepare.task import compose_task
 from harness.config.experiment import load_experiment
 from harness.base.progress import NullProgress
-from harness.config.plan import plan_tasks
+from harness.config.experiment import plan_tasks
 
 config, work = load_experiment(Path(sys.argv[1])), Path(sys.argv[2])
 task = compose_task(config, plan_tasks(config)[0], work, NullProgress())

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.base.errors import UserError
-from harness.config.experiment import Experiment, load_experiment
-from harness.config.plan import plan_tasks
+from harness.config.experiment import Experiment, load_experiment, plan_tasks
 from harness.plugins.registry import create_plugin
 from harness.run.prepare.preflight import check_experiment
 

@@ -12,8 +12,7 @@ import pytest
 
 from harness.base.files import read_json
 from harness.base.progress import NullProgress
-from harness.config.experiment import Experiment, parse_experiment
-from harness.config.plan import plan_tasks
+from harness.config.experiment import Experiment, parse_experiment, plan_tasks
 from harness.graph.builder import GraphBuilder
 from harness.measure.turn_log import decode_turn_event
 from harness.results.journal import read_journal

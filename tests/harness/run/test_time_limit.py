@@ -10,7 +10,7 @@ from stored import read_text
 
 from harness.base.files import read_json
 from harness.config.sections import Confirmation
-from harness.results import phases
+from harness.results import termination
 from harness.results.artifacts import read_finalists
 from harness.results.journal import read_journal
 from harness.results.turns import read_begun_plan
@@ -62,11 +62,11 @@ def test_the_time_left_includes_final_selection_and_confirmation(monkeypatch):
 
 def test_phase_clock_includes_earlier_runs(tmp_path, monkeypatch):
     now = iter([0.0, 5.0, 7.0, 100.0, 104.0])
-    monkeypatch.setattr(phases, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    clock = phases.PhaseClock(tmp_path, "set-up")
+    monkeypatch.setattr(termination, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    clock = termination.PhaseClock(tmp_path, "set-up")
     clock.write("search")
     assert clock.elapsed_s == 7.0
-    assert phases.PhaseClock(tmp_path, "set-up").elapsed_s == 9.0
+    assert termination.PhaseClock(tmp_path, "set-up").elapsed_s == 9.0
 
 
 def test_a_task_without_time_left_still_delivers_a_confirmed_file(tmp_path, capsys):

@@ -13,7 +13,7 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.results.artifacts import read_finalists
-from harness.results.journal_reader import Evaluation
+from harness.results.search_log import Evaluation
 from harness.run.prepare.methods import WarmStartModel
 from harness.run.select.final_selection import rank_finalists
 

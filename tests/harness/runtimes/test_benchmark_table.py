@@ -14,8 +14,8 @@ from made_up_tables import facts_of
 
 from harness.base.errors import UserError
 from harness.measure.records import Failed, Measured
-from harness.runtimes import benchmark_table
-from harness.runtimes.benchmark_table import (
+from harness.runtimes import replay
+from harness.runtimes.replay import (
     METADATA_KEY,
     TABLE_SCHEMA,
     TableEntry,
@@ -213,10 +213,10 @@ def test_file_that_is_no_table_is_rejected(path, monkeypatch):
         with pytest.raises(UserError, match=message):
             read_table(path)
     write_table(path, facts(), rows())
-    monkeypatch.setattr(benchmark_table, "MAX_TABLE_ROWS", 3)
+    monkeypatch.setattr(replay, "MAX_TABLE_ROWS", 3)
     with pytest.raises(UserError, match="4 rows, more than the limit of 3"):
         read_table(path)
-    monkeypatch.setattr(benchmark_table, "MAX_TABLE_BYTES", 10)
+    monkeypatch.setattr(replay, "MAX_TABLE_BYTES", 10)
     with pytest.raises(UserError, match="larger than the 0 MiB limit"):
         read_table(path)
 

@@ -27,14 +27,11 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.file_checks import FP8_CAPABILITY
 from harness.plugins.registry import create_plugin
 from harness.results.manifest import find_changed_files
-from harness.runtimes.cuda.device import GpuMonitor, open_device
-from harness.runtimes.cuda.timing import GpuTimer
+from harness.runtimes.cuda import GpuMonitor, GpuTimer, open_device
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
-from harness.runtimes.tensorrt.builder import build_plan, load_engine
-from harness.runtimes.tensorrt.inspection import profile_layers
-from harness.runtimes.tensorrt.library import TimingCache, open_library
+from harness.runtimes.tensorrt.library import TimingCache, build_plan, load_engine, open_library
 from harness.runtimes.tensorrt.options import BuildOptions
-from harness.runtimes.tensorrt.session import LoadedEngine
+from harness.runtimes.tensorrt.session import LoadedEngine, profile_layers
 from harness.runtimes.testing import file_candidate
 from harness.workers.helper_process import RUNTIME_FACTOR, HelperCallFailed, call_in_helper_process
 

@@ -7,8 +7,7 @@ import pytest
 from made_up_tables import SPACE, save_table
 
 from harness.base.errors import BuildFailed, EvaluationFailed, MeasureFailed, UserError
-from harness.config.experiment import parse_experiment
-from harness.config.plan import plan_tasks
+from harness.config.experiment import parse_experiment, plan_tasks
 from harness.config.sections import Limits, PluginSpec, Sampling
 from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured
 from harness.plugins import registry

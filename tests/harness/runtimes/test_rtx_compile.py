@@ -10,9 +10,8 @@ from compiler_cases import FP8, INT8, Case, Pair, save
 
 from harness.base.errors import BuildFailed, UserError
 from harness.cli.main import main
-from harness.runtimes.rtx_compile import compiler
-from harness.runtimes.rtx_compile.compiler import read_kernels
-from harness.runtimes.rtx_compile.plugin import RTXCompiler
+from harness.runtimes import rtx_compile as compiler
+from harness.runtimes.rtx_compile import RTXCompiler, read_kernels
 from harness.runtimes.testing import file_candidate
 from harness.workers.helper_process import HelperCallFailed
 

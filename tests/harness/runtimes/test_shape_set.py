@@ -21,7 +21,7 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.insight.attribution import attribute_row
-from harness.measure.turn_statistics import summarize_parts, summarize_turns
+from harness.measure.turn_log import summarize_parts, summarize_turns
 from harness.plugins import registry
 from harness.plugins.api import Candidate, ReportsParts
 from harness.report.tables.catalog import build_tables

@@ -95,7 +95,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch):
     made = Machine()
-    monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: made.cuda)
+    monkeypatch.setattr("harness.runtimes.cuda.import_runtime", lambda: made.cuda)
     monkeypatch.setattr("harness.runtimes.tensorrt_rtx._import_runtime", lambda: (made, made.plugin))
     return made
 
@@ -148,7 +148,7 @@ def test_dynamic_shapes_and_broken_models_are_refused(machine, tmp_path):
 
 
 def test_missing_plugin_is_named(monkeypatch):
-    monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", FakeCuda)
+    monkeypatch.setattr("harness.runtimes.cuda.import_runtime", FakeCuda)
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime_ep_nv_tensorrt_rtx", None)
     with pytest.raises(UserError, match=r"'tensorrt_rtx': .*pip install onnxruntime-ep-nv-tensorrt-rtx-cu13"):
         TensorRTRTXBenchmarker().describe()

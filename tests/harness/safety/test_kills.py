@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from harness.measure.records import Failed, TrialResult
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.results.folder import load
 from harness.results.journal import read_journal
 from harness.results.lines import first_line

@@ -13,7 +13,7 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from harness.accuracy.data.subsets import read_int_key
+from harness.accuracy.data.arrays import read_int_key
 from harness.base.errors import UserError
 from harness.cli.main import app
 from harness.compat.modelopt_autotune.settings import AutotunerError, check_counts, get_parser
@@ -21,7 +21,7 @@ from harness.compat.tao_specs.spec import Spec
 from harness.config.experiment import Experiment, parse_experiment
 from harness.config.sections import require_distinct
 from harness.plugins import registry
-from harness.replay.study_file import BudgetStudy
+from harness.replay.budget_study import BudgetStudy
 from harness.zoo.shapes import draw_split
 
 UNLIMITED_OPTIONS = {"bench record --dimensions": "the command itself knows the limit"}

@@ -13,13 +13,13 @@ import pytest
 from harness.config.sections import PluginSpec, Sampling
 from harness.measure.records import MAIN_BENCHMARKER
 from harness.plugins.api import Candidate
-from harness.results.goal import Goal
 from harness.results.journal import Journal
+from harness.results.search_log import Goal
 from harness.run.search.loop import SearchTask, run_search
 from harness.run.search.optuna_mirror import mirror_to_optuna
 from harness.run.search.trial import measure
 from harness.workers.engines import WorkerSpec
-from harness.workers.in_process import InProcess
+from harness.workers.sandbox import InProcess
 from harness.workers.trial_pool import SyncExecutor
 from search.api import Observation, Placement
 from search.synthetic_problem import synthetic_space

@@ -21,8 +21,7 @@ from harness.base.errors import UserError
 from harness.base.files import add_checksum
 from harness.compat.modelopt_autotune.session import read_state
 from harness.compat.tao_specs.spec import read_spec
-from harness.config.experiment import load_experiment
-from harness.config.plan import plan_tasks
+from harness.config.experiment import load_experiment, plan_tasks
 from harness.graph.pattern_cache import read_cache
 from harness.replay.path_cache import COLUMNS, PathCache
 from harness.results.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes

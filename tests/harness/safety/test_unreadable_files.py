@@ -111,7 +111,7 @@ def test_file_without_permission_is_refused_with_the_path(tmp_path, monkeypatch,
     def refuse(file, *_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
-    monkeypatch.setattr("harness.base.untrusted.os.open", refuse)
+    monkeypatch.setattr("harness.base.files.os.open", refuse)
     with pytest.raises(UserError, match=rf"{path}: cannot be read: Permission denied"):
         READERS[reader](path)
 

@@ -33,13 +33,13 @@ from harness.graph.io.digests import digest_file
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.report.next_steps import describe_answers, ship_path
 from harness.results.artifacts import read_finalists
 from harness.results.deploy_folder import check_bundle, find_bundle, read_bundle
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.manifest import reopen_results
+from harness.results.search_log import Goal
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker

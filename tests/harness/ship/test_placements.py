@@ -24,8 +24,7 @@ from harness.graph.io.digests import digest_file
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.qdq import import_placement
-from harness.graph.qdq.import_differences import find_differences
-from harness.graph.qdq.import_placement import read_placement, transfer_placement
+from harness.graph.qdq.import_placement import find_differences, read_placement, transfer_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import count_pairs, read_qdq_graph
 from harness.graph.qdq.space import build_space

@@ -23,19 +23,16 @@ from harness.base.statistics import Interval
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec, Sampling, TurnSchedule
 from harness.measure.records import Failed, Measured
 from harness.measure.sampling import Samples
-from harness.measure.turn_statistics import summarize_turns
+from harness.measure.turn_log import summarize_turns
 from harness.plugins.api import Accuracy, Candidate, Infer
 from harness.plugins.registry import register_object
 from harness.run.confirm.rounds import TimedRow, confirm
 from harness.run.search.trial import measure
-from harness.workers.engines import WorkerSpec
-from harness.workers.execution_target import LocalTarget
-from harness.workers.in_process import InProcess
+from harness.workers.engines import Build, BuiltEngine, Open, Sample, WorkerKilled, WorkerSpec
 from harness.workers.locks import timing_lock
 from harness.workers.process import WorkerProcess, python_command
-from harness.workers.requests import Build, BuiltEngine, Open, Sample
-from harness.workers.sandbox import Sandbox, open_engines
-from harness.workers.trial_pool import WorkerKilled
+from harness.workers.sandbox import InProcess, Sandbox, open_engines
+from harness.workers.trial_pool import LocalTarget
 from search.space import Edge
 
 REAL_WORKERS = True

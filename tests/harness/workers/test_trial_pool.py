@@ -16,8 +16,8 @@ import pytest
 from harness.base.errors import UserError
 from harness.measure.records import Failed, Measured
 from harness.plugins.api import Candidate
-from harness.workers.engines import ExclusiveTiming, PolicedEngines, SerialTiming, TimingPolicy
-from harness.workers.trial_pool import SyncExecutor, ThreadedExecutor, WorkerLost, run_concurrently
+from harness.workers.engines import ExclusiveTiming, PolicedEngines, SerialTiming, TimingPolicy, WorkerLost
+from harness.workers.trial_pool import SyncExecutor, ThreadedExecutor, run_concurrently
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
 DONE = Measured(samples_ms=(1.0,), build_s=0.0, measure_s=0.0)

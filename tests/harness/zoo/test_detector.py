@@ -15,7 +15,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from harness.zoo.detector import TRAINED_MODEL_PATH
+from harness.zoo.catalog import TRAINED_MODEL_PATH
 from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, ShapesSplit, draw_split
 
 Floats = npt.NDArray[np.float32]

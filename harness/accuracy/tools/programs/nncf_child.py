@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from tool_child import UnsupportedOption, iter_batches, serve_request  # type: ignore[import-not-found]
+from tool_child import iter_batches, serve_request  # type: ignore[import-not-found]
 
 TRANSFORMER_OPS = frozenset({"LayerNormalization", "Softmax", "Erf"})
 """Operators that a transformer block has before it is quantized: both norm and attention, or GELU."""
@@ -21,13 +21,13 @@ TRANSFORMER_OPS = frozenset({"LayerNormalization", "Softmax", "Erf"})
 
 def nncf_ptq(request: dict[str, Any]) -> None:
     """Run NNCF's post-training quantization with asymmetric activations (preset "mixed")."""
-    nncf, model = _import_nncf(), _open_model(request)
+    nncf, model = _open(request)
     _save(nncf.quantize(model, _dataset(nncf, request), **_options(nncf, request)), request)
 
 
 def nncf_accuracy_control(request: dict[str, Any]) -> None:
     """Run NNCF's quantization that returns operators to float until the metric is within the bound."""
-    nncf, model = _import_nncf(), _open_model(request)
+    nncf, model = _open(request)
     with chdir(request["folder"]):  # of the program, from which a plug-in may read files
         evaluator = _open_evaluator(request)
 
@@ -50,20 +50,17 @@ def nncf_accuracy_control(request: dict[str, Any]) -> None:
     _save(result, request)
 
 
-def _import_nncf() -> Any:
+def _open(request: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the module `nncf` and the model in the form that it quantizes."""
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # else it reports to a server
     sys.modules["torch"] = None  # type: ignore[assignment]  # imported where it is installed, which takes seconds
     import nncf
 
-    return nncf
-
-
-def _open_model(request: Mapping[str, Any]) -> Any:
     if not _is_openvino(request):
-        return onnx.load(request["model"])
+        return nncf, onnx.load(request["model"])
     import openvino
 
-    return openvino.Core().read_model(request["model"])
+    return nncf, openvino.Core().read_model(request["model"])
 
 
 def _is_openvino(request: Mapping[str, Any]) -> bool:
@@ -71,8 +68,6 @@ def _is_openvino(request: Mapping[str, Any]) -> bool:
 
 
 def _options(nncf: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    if request["precision"] != "int8":
-        raise UnsupportedOption(f"quantizes to int8, not to {request['precision']}")
     ops = {node.op_type for node in onnx.load(request["model"], load_external_data=False).graph.node}
     return {
         "preset": nncf.QuantizationPreset.MIXED,
@@ -96,18 +91,15 @@ def _open_evaluator(request: Mapping[str, Any]) -> Any:
     from harness.plugins import registry
 
     use = request["evaluator"]
-    return registry.create_plugin("evaluator", use["use"], dict(_restore(use["params"])))
-
-
-def _restore(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters that the harness supplies with the types that JSON lacks."""
-    for name, value in params.items():
-        if name in ("base", "reference") and value is not None:
-            yield name, Path(value)
-        elif name == "inputs":
-            yield name, {each: (kind, tuple(shape)) for each, (kind, shape) in value.items()}
-        else:
-            yield name, tuple(value) if name == "input_shape" and value is not None else value
+    params = dict(use["params"])  # those that the harness supplies get the types that JSON lacks
+    for name in ("base", "reference"):
+        if params.get(name) is not None:
+            params[name] = Path(params[name])
+    if "inputs" in params:
+        params["inputs"] = {name: (kind, tuple(shape)) for name, (kind, shape) in params["inputs"].items()}
+    if params.get("input_shape") is not None:
+        params["input_shape"] = tuple(params["input_shape"])
+    return registry.create_plugin("evaluator", use["use"], params)
 
 
 def _infer_function(model: Any) -> Any:

@@ -29,10 +29,10 @@ class UnsupportedOption(ValueError):
     """Option that a tool does not offer."""
 
 
-def iter_batches(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the calibration batches of a request, one at a time: input arrays by name."""
+def iter_batches(request: Mapping[str, Any], start: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the calibration batches of a request from one number to before another: input arrays by name."""
     with np.load(request["data"], allow_pickle=False) as arrays:
-        for index in range(request["count"]):
+        for index in range(start, request["count"] if end is None else end):
             yield {name: arrays[f"{index}_{slot}"] for slot, name in enumerate(request["names"])}
 
 

@@ -17,7 +17,7 @@ from harness.graph.io.digests import digest_file
 from harness.graph.io.files import move_model
 from harness.measure.records import Failed
 from harness.plugins.api import Candidate, ExternalSearcher
-from harness.workers.in_process import as_outcome
+from harness.workers.engines import as_outcome
 from search.api import Failure, Observation, Score
 from search.space import Dimension, Placement, Resolved, Space
 

@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 
 from harness.accuracy.calibration.histogram_calibrators import L2Calibrator, MSECalibrator
-from harness.accuracy.calibration.range_estimators import RangeEstimator, RangeEstimatorContract, create_estimator
+from harness.accuracy.calibration.range_estimators import (
+    RangeEstimator,
+    RangeEstimatorContract,
+    create_estimator,
+    finite_ranges,
+    range_warnings,
+)
 from harness.accuracy.calibration.ranges import calibrate, calibrate_by_methods
-from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
 from harness.config.sections import Calibration
 from harness.graph.builder import GraphBuilder
 from harness.graph.quantize.numeric_choices import channel_name

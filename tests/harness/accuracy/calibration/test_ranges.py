@@ -24,9 +24,8 @@ from harness.accuracy.calibration.histogram_calibrators import (
     MSECalibrator,
     PercentileCalibrator,
 )
-from harness.accuracy.calibration.range_estimators import AbsMaxCalibrator
+from harness.accuracy.calibration.range_estimators import AbsMaxCalibrator, finite_ranges, range_warnings
 from harness.accuracy.calibration.ranges import CalibrationKey, cached_ranges, calibrate
-from harness.accuracy.calibration.usable_ranges import finite_ranges, range_warnings
 from harness.accuracy.data.batching import InputBatches
 from harness.base.errors import UserError
 from harness.base.random_inputs import random_feeds

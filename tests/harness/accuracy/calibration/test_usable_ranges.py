@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from harness.accuracy.calibration.usable_ranges import restrict_space
+from harness.accuracy.calibration.range_estimators import restrict_space
 from harness.base.progress import NullProgress
 from harness.config.experiment import parse_experiment
 from harness.graph.builder import GraphBuilder

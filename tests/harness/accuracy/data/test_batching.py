@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.accuracy.data.batching import describe_sample_count, image_input, image_preparer, make_batches
-from harness.accuracy.data.datasets import open_data, open_images
+from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import Shapes
 from harness.base.errors import UserError
 
@@ -21,7 +21,7 @@ def arrays(folder: Path, **given: Any) -> Any:
 
 
 def test_images_are_batched_and_the_last_batch_is_padded():
-    data = open_images(SPLIT)
+    data = open_data(SPLIT)
     found = list(make_batches(data, "shapes", {"x": ("float", (2, 3, 128, 128))}))
     assert [feed["x"].shape for feed in found] == [(2, 3, 128, 128)] * 3
     images = [Shapes().prepare(data.image(i), (128, 128)).tensor for i in (0, 1, 2, 3, 4, 4)]
@@ -38,11 +38,11 @@ def test_images_feed_the_only_image_input():
     with pytest.raises(UserError, match=r"batch x 3 x height x width or .*, but ''"):
         image_input({})
     with pytest.raises(UserError, match="images need 'preprocess'"):
-        make_batches(open_images(SPLIT), None, {"x": IMAGE})
+        make_batches(open_data(SPLIT), None, {"x": IMAGE})
 
 
 def test_images_feed_an_input_with_the_channels_last():
-    data = open_images(SPLIT)
+    data = open_data(SPLIT)
     first, last = (
         next(iter(make_batches(data, "shapes", {"x": ("float", shape)})))["x"]
         for shape in ((2, 3, 128, 128), (2, 128, 128, 3))

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.accuracy.data.decode import Detections
-from harness.accuracy.data.decode_boxes import decode_rtdetr, decode_ultralytics
+from harness.accuracy.data.decode import Detections, decode_rtdetr, decode_ultralytics
 from harness.accuracy.data.preprocess import Prepared, open_preprocess
 from harness.base.errors import EvaluationFailed
 from harness.plugins import registry

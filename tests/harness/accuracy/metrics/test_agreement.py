@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from harness.accuracy.data.decode import Detections
-from harness.accuracy.metrics.agreement import FloatAgreement, matched_share
 from harness.accuracy.metrics.base import evaluator_params
+from harness.accuracy.metrics.fidelity import FloatAgreement, matched_share
 from harness.base.errors import EvaluationFailed, UserError
 from harness.base.files import read_json
 from harness.base.progress import NullProgress

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from harness.accuracy.metrics.base import evaluator_params, low_reference_warning
-from harness.accuracy.metrics.classification import Top1, Top5
 from harness.accuracy.metrics.intervals import metric_estimate
+from harness.accuracy.metrics.labelled import Top1, Top5
 from harness.base.errors import EvaluationFailed, UserError
 from harness.plugins import registry
 from harness.plugins.api import Infer

@@ -1,4 +1,3 @@
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -6,13 +5,14 @@ import numpy as np
 import pytest
 
 from harness.accuracy.data import batching
-from harness.accuracy.data.datasets import open_images
+from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.decode import Detections
 from harness.accuracy.data.preprocess import Shapes
 from harness.accuracy.metrics import base
+from harness.accuracy.metrics.average_precision import map_figures, match_boxes
 from harness.accuracy.metrics.base import evaluator_params
-from harness.accuracy.metrics.detection import CocoMAP, coco_metrics
 from harness.accuracy.metrics.intervals import metric_estimate
+from harness.accuracy.metrics.labelled import CocoMAP
 from harness.base.errors import EvaluationFailed, UserError
 from harness.plugins import registry
 from harness.plugins.api import Evaluator, Infer
@@ -28,7 +28,7 @@ def open_evaluator(use: str, params: Mapping[str, Any], supplied: Mapping[str, A
 
 def oracle(coco: Any, *, shift: float = 0.0) -> Infer:
     """An engine that knows the labels: finds the image by its pixels and answers in the zoo detector's layout."""
-    data = open_images(DATA)
+    data = open_data(DATA)
     known = [Shapes().prepare(data.image(i), (128, 128)).tensor for i in range(len(data))]
 
     def infer(feeds: Any) -> dict[str, np.ndarray]:
@@ -49,7 +49,7 @@ def oracle(coco: Any, *, shift: float = 0.0) -> Infer:
 
 @pytest.fixture(scope="module")
 def coco():
-    return open_images(DATA).coco
+    return open_data(DATA).coco
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -86,12 +86,6 @@ def test_shifted_boxes_lower_map_and_no_boxes_give_zero(coco, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.fixture
-def no_shared_images(monkeypatch):
-    monkeypatch.setattr(base, "_SHARED_CACHES", weakref.WeakValueDictionary())
-
-
-@pytest.mark.usefixtures("no_shared_images")
 def test_images_are_preprocessed_once(coco, monkeypatch):
     calls: list[int] = []
     original = Shapes.prepare
@@ -101,9 +95,12 @@ def test_images_are_preprocessed_once(coco, monkeypatch):
     for _ in range(2):
         evaluator.score(lambda _: {"boxes": empty})
     assert len(calls) == 6
-    open_evaluator("coco_map", {**PARAMS, "data": {**DATA, "every": 2}}, SUPPLIED).score(lambda _: {"boxes": empty})
-    assert len(calls) == 6  # evaluators share what they prepared
-    del evaluator
+    caches: dict[object, Any] = {}
+    evaluator.share_inputs(caches)
+    other = open_evaluator("coco_map", {**PARAMS, "data": {**DATA, "every": 2}}, SUPPLIED)
+    other.share_inputs(caches)
+    other.score(lambda _: {"boxes": empty})
+    assert len(calls) == 6
     # Room for two images of 3 x 128 x 128 float32: the others are made each time.
     monkeypatch.setattr(base, "MAX_CACHE_BYTES", 2 * 3 * 128 * 128 * 4)
     evaluator = open_evaluator("coco_map", PARAMS, SUPPLIED)
@@ -124,23 +121,23 @@ def found(index: int) -> list[Detections]:
 
 
 def test_classes_are_the_category_ids_in_ascending_order():
-    assert coco_metrics(labels(), found(1))["map"] == pytest.approx(1.0)
-    assert coco_metrics(labels(), found(0))["map"] == 0.0
+    assert map_figures(match_boxes(labels(), found(1)))["map"] == pytest.approx(1.0)
+    assert map_figures(match_boxes(labels(), found(0)))["map"] == 0.0
 
 
 def test_size_class_without_boxes_has_no_metric():
-    assert set(coco_metrics(labels(), found(1))) == {"map", "map50", "map75", "maps"}
+    assert set(map_figures(match_boxes(labels(), found(1)))) == {"map", "map50", "map75", "maps"}
 
 
 def test_the_labels_are_left_as_they_are():
     before = labels()
-    coco_metrics(before, found(1))
+    map_figures(match_boxes(before, found(1)))
     assert before == labels()
 
 
 def test_a_class_beyond_the_labels_is_explained():
     with pytest.raises(UserError, match="the model finds class 2, but the labels have 2 categories"):
-        coco_metrics(labels(), found(2))
+        map_figures(match_boxes(labels(), found(2)))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -174,6 +171,7 @@ def test_labels_without_boxes_are_explained(tmp_path):
         ({"input_name": "x"}, {}, "'input_name' is set by the harness, not by the experiment"),
         ({}, {"input_shape": (1, 1, 8, 8)}, "batch x 3 x height x width or .*, but 'images' is 1 x 1 x 8 x 8"),
         ({"data": {"use": "shape"}}, {}, "no kind of data is called 'shape'"),
+        ({"data": {"use": "npz", "path": "a.npz"}}, {}, "images are needed here"),
     ],
 )
 def test_invalid_parameters_are_refused(params, supplied, message):
@@ -189,7 +187,6 @@ class Grey:
         return type(good)(tensor=good.tensor[:1], scale=1.0, offset=(0, 0), original=size)
 
 
-@pytest.mark.usefixtures("no_shared_images")
 def test_preprocessed_tensor_of_wrong_shape_is_refused(monkeypatch):
     monkeypatch.setattr(batching.registry, "create_plugin", lambda *_: Grey())
     evaluator = CocoMAP(DATA, "shapes", "shapes", "images", (1, 3, 128, 128))

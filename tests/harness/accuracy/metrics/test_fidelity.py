@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from harness.accuracy.metrics.base import evaluator_params
-from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
+from harness.accuracy.metrics.closeness import MAX_SQNR_DB, compare_outputs, plan_comparison
 from harness.accuracy.metrics.fidelity import Fidelity
 from harness.accuracy.metrics.intervals import check_consistency, metric_estimate
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
 from harness.base.errors import EvaluationFailed, UserError
 from harness.plugins import registry
 

@@ -13,9 +13,14 @@ from pycocotools.cocoeval import COCOeval
 
 from harness.accuracy.data.decode import Detections
 from harness.accuracy.metrics import intervals
-from harness.accuracy.metrics.average_precision import MAP_METRICS, map_facts, mixable_map_facts, resampled_map
-from harness.accuracy.metrics.box_matching import match_boxes
-from harness.accuracy.metrics.detection import coco_metrics
+from harness.accuracy.metrics.average_precision import (
+    MAP_METRICS,
+    map_facts,
+    map_figures,
+    match_boxes,
+    mixable_map_facts,
+    resampled_map,
+)
 from harness.accuracy.metrics.intervals import (
     check_consistency,
     decode_accuracy,
@@ -72,7 +77,9 @@ def repeated(labels: dict[str, Any], found: list[Detections], weights: np.ndarra
         if a["image_id"] == i + 1
     ]
     images = [{"id": k + 1} for k in range(len(copies))]
-    return coco_metrics({**labels, "images": images, "annotations": annotations}, [found[i] for i in copies])
+    return map_figures(
+        match_boxes({**labels, "images": images, "annotations": annotations}, [found[i] for i in copies])
+    )
 
 
 @settings(max_examples=15)
@@ -95,7 +102,7 @@ def test_map_equals_pycocotools_exactly(seed):
         evaluation.accumulate()
         evaluation.summarize()
         expected = {name: value for name, value in zip(MAP_METRICS, evaluation.stats[:6], strict=True) if value >= 0}
-        assert coco_metrics(labels, each) == expected
+        assert map_figures(match_boxes(labels, each)) == expected
 
 
 @settings(max_examples=15)
@@ -130,7 +137,7 @@ def detector(seed: int, *, noise: float = 0.0) -> Accuracy:
     moved = [dataclasses.replace(f, boxes=f.boxes + rng.normal(0, noise, f.boxes.shape)) for f in found]
     matches = match_boxes(labels, moved)
     evidence, mixable = (encode_evidence("map", f(matches, len(moved))) for f in (map_facts, mixable_map_facts))
-    return Accuracy(metrics=coco_metrics(labels, moved), evidence=evidence, mixable=mixable)
+    return Accuracy(metrics=map_figures(match_boxes(labels, moved)), evidence=evidence, mixable=mixable)
 
 
 def test_the_drop_of_map_has_a_paired_interval_from_stored_records():

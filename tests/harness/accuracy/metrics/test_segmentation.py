@@ -11,7 +11,7 @@ from PIL import Image
 
 from harness.accuracy.metrics.base import evaluator_params
 from harness.accuracy.metrics.intervals import metric_estimate
-from harness.accuracy.metrics.segmentation import MeanIoU
+from harness.accuracy.metrics.labelled import MeanIoU
 from harness.base.errors import EvaluationFailed, UserError
 from harness.plugins import registry
 

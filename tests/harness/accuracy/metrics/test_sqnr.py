@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB, output_sqnr, part_sqnr, split_output
+from harness.accuracy.metrics.closeness import MAX_SQNR_DB, output_sqnr, part_sqnr, split_output
 
 
 @pytest.fixture

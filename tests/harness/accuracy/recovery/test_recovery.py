@@ -10,33 +10,33 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
+from harness.accuracy.calibration.range_estimators import Ranges, finite_ranges
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.calibration.usable_ranges import Ranges, finite_ranges
-from harness.accuracy.recovery.float_layers import leave_float, rank_groups
 from harness.accuracy.recovery.pipeline import (
     Feeds,
     PlacedModel,
     RecoveryStepContract,
     create_steps,
+    leave_float,
     measure_sqnr_db,
     quantized_layers,
+    rank_groups,
     recover,
     split_held_out,
 )
-from harness.accuracy.recovery.rounding import round_compensated
+from harness.accuracy.recovery.steps import round_compensated
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress
 from harness.graph.builder import GraphBuilder
-from harness.graph.constant_edits import with_own_biases
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.file_checks import find_refused_qdq
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.qdq_graph import read_qdq_edges, read_qdq_graph
+from harness.graph.qdq.qdq_graph import QDQGraph, read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES
 from harness.graph.quantize.weight_estimators import load_weight_estimator
-from harness.graph.quantize.weights import bias_place, quantize_weight
+from harness.graph.quantize.weights import bias_place, quantize_weight, with_own_biases
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, TENSORRT_RTX, Dialect
 from harness.graph.segmented_run import channel_maxima, measure_layer_shifts, sum_outputs
 from harness.plugins.registry import installed_plugins
@@ -110,7 +110,7 @@ def test_bias_correction_gains_and_changes_no_pair(step, dialect, tmp_path):
     found, gains = _recover(placed, [step], tmp_path)
     assert gains == [(step, True)]
     proto = Inserter(found.model, found.dialect, found.ranges).insert(found.resolved)
-    assert tuple(sorted(read_qdq_edges(proto).items())) == placed.resolved
+    assert tuple(sorted(QDQGraph(proto).edges.items())) == placed.resolved
     changed = [
         name for name in found.model.constants if found.model.constants[name] != placed.model.constants.get(name)
     ]
@@ -159,7 +159,7 @@ class _Spoiler:
 
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
         model, biases = with_own_biases(placed.model, quantized_layers(placed))
-        from harness.graph.constant_edits import replace_constants
+        from harness.graph.quantize.weights import replace_constants
 
         spoilt = replace_constants(model, {name: model.constant_array(name) + 5 for name in biases.values()})
         return replace(placed, model=spoilt)

@@ -18,7 +18,7 @@ from harness.compat.modelopt_autotune import (
     RegionType,
 )
 from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 
 
 def start(model, cache=None, **settings):
@@ -104,7 +104,7 @@ def test_a_choice_applies_to_every_region_of_its_pattern(model):
     twice = next(region for region, pattern in zip(leaves, patterns, strict=True) if patterns.count(pattern) == 2)
     measure(autotuner, twice, 5)
     proto = exported(autotuner, best=True)
-    consumers = {edge.consumer for edge in read_qdq_edges(proto)}
+    consumers = {edge.consumer for edge in QDQGraph(proto).edges}
     assert {name.replace("0", "#").replace("1", "#") for name in consumers if "block0" in name} == {
         name.replace("0", "#").replace("1", "#") for name in consumers if "block1" in name
     }  # fmt: skip
@@ -149,10 +149,10 @@ def test_export_onnx_inserts_exactly_the_resolved_points(model, tmp_path):
     proto = onnx.ModelProto.FromString(content)
     onnx.checker.check_model(proto)
     index = {node.name: node.index for node in autotuner.graph.nodes}
-    found = {(edge.tensor, index[edge.consumer], edge.slot) for edge in read_qdq_edges(proto)}
+    found = {(edge.tensor, index[edge.consumer], edge.slot) for edge in QDQGraph(proto).edges}
     points = autotuner.get_resolved_insertion_points(best=False)
     assert found == {(p.tensor_name, p.node_index, p.input_index) for p in points}
-    assert read_qdq_edges(exported(autotuner, insert_qdq=False)) == {}
+    assert QDQGraph(exported(autotuner, insert_qdq=False)).edges == {}
     transformed = exported(autotuner, model_transform=lambda proto: proto.__class__(producer_name="transformed"))
     assert transformed.producer_name == "transformed"
 
@@ -202,7 +202,7 @@ def test_backend_and_precision_decide_the_pair_types(model):
         autotuner = start(model, **settings)
         profile_all(autotuner, fewer_is_slower, limit=4)
         made[name] = exported(autotuner)
-    assert set(read_qdq_edges(made["fp8"]).values()) == {"fp8"}
+    assert set(QDQGraph(made["fp8"]).edges.values()) == {"fp8"}
     zero_points = {t.data_type for t in made["uint8"].graph.initializer if "zero" in t.name}
     assert onnx.TensorProto.UINT8 in zero_points
 

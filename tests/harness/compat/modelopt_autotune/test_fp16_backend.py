@@ -10,7 +10,7 @@ from harness.compat.modelopt_autotune.benchmark import current_benchmark, init_b
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
-from harness.runtimes.tensorrt import benchmarker, model_checks
+from harness.runtimes.tensorrt import benchmarker, options
 from harness.workers.helper_process import call_in_helper_process
 
 
@@ -38,7 +38,7 @@ def test_fp16_model_is_cast_once_and_written_files_are_built(tmp_path, monkeypat
         read[path] = digest_file(path)
         return build(library, path, *args, **options)
 
-    monkeypatch.setattr(model_checks, "call_in_helper_process", counting)
+    monkeypatch.setattr(options, "call_in_helper_process", counting)
     monkeypatch.setattr(benchmarker, "build_plan", noting)
     builder = GraphBuilder("net", seed=1)
     x = builder.op("Relu", builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3, pad=1))

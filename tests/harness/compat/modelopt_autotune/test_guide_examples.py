@@ -23,7 +23,7 @@ from harness.compat.modelopt_autotune.workflows import (
 )
 from harness.config.sections import Sampling
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.workers.sandbox import Sandbox
 
 PAGE = Path(__file__).parents[4] / "docs/reference/autotune.md"
@@ -124,7 +124,7 @@ def test_quick_start_workflow_runs(tiny):
     assert autotuner.pattern_cache.num_patterns > 0
     final = onnx.load("results/optimized_final.onnx")
     assert {p.tensor_name for p in autotuner.get_resolved_insertion_points()} == {
-        e.tensor for e in read_qdq_edges(final)
+        e.tensor for e in QDQGraph(final).edges
     }
     assert "latency" in Path("results/logs/baseline.log").read_text()
 

@@ -15,14 +15,14 @@ from harness.base.statistics import Interval
 from harness.compat.modelopt_autotune import workflows
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow, summary_lines
 from harness.graph.pattern_cache import read_cache
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
-from harness.measure.turn_statistics import ConfirmationSummary, RowSummary
+from harness.measure.turn_log import ConfirmationSummary, RowSummary
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 
 def edges_in(path):
-    return sorted(read_qdq_edges(onnx.load(path)).items())
+    return sorted(QDQGraph(onnx.load(path)).edges.items())
 
 
 def consumers(candidate):

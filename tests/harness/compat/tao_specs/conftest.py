@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from harness import zoo
-from harness.accuracy.data.datasets import open_images
+from harness.accuracy.data.datasets import open_data
 from harness.accuracy.data.preprocess import open_preprocess
 from harness.graph.builder import GraphBuilder
 from harness.zoo import shapes
@@ -49,7 +49,7 @@ def coco(tmp_path_factory):
 @pytest.fixture(scope="session")
 def calibration(tmp_path_factory):
     """Prepared inputs of the detector."""
-    data, prepare = open_images({"use": "shapes", "split": "calibration", "count": 8}), open_preprocess("shapes")
+    data, prepare = open_data({"use": "shapes", "split": "calibration", "count": 8}), open_preprocess("shapes")
     path = tmp_path_factory.mktemp("calibration") / "calib.npy"
     np.save(path, np.stack([prepare.prepare(data.image(i), (128, 128)).tensor for i in range(8)]))
     return path

@@ -14,7 +14,7 @@ from harness.base.progress import NullProgress
 from harness.compat.tao_specs import ptq as command
 from harness.compat.tao_specs.evaluate import rank_layers
 from harness.compat.tao_specs.quantize import QuantizationResult
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 
 
 def saved(nodes: list[Any], inputs: list[Any], weights: dict[str, Any], path: Path) -> Path:
@@ -121,6 +121,6 @@ def test_layers_of_a_model_with_dynamic_inputs_are_ranked(tmp_path):
         dim.dim_param = name
     del proto.graph.value_info[:]
     onnx.save(proto, tmp_path / "dynamic.onnx")
-    assert read_qdq_edges(proto)
+    assert QDQGraph(proto).edges
     feeds = [{"input_ids": np.arange(24, dtype=np.int64).reshape(2, 12) + i} for i in range(3)]
     assert [node for node, _ in rank_layers(tmp_path / "dynamic.onnx", feeds, NullProgress())] == ["fc"]

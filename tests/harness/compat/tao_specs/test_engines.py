@@ -14,7 +14,7 @@ from spec_runs import build_spec, evaluate_spec, layer, quantize_model
 from typer.testing import CliRunner
 
 from harness import zoo
-from harness.accuracy.data.decode_boxes import suggest_decoder
+from harness.accuracy.data.decode import suggest_decoder
 from harness.base.errors import BuildFailed, UserError
 from harness.base.progress import NullProgress
 from harness.cli.common import short_path
@@ -29,10 +29,10 @@ from harness.compat.tao_specs.evaluate import (
 )
 from harness.compat.tao_specs.spec import parse_spec
 from harness.graph.builder import GraphBuilder
-from harness.insight import file_check
+from harness.insight import compiled
 from harness.plugins import registry
 from harness.plugins.api import Accuracy
-from harness.runtimes.rtx_compile.compiler import Compilation
+from harness.runtimes.rtx_compile import Compilation
 
 LABELLED = """
 dataset:
@@ -306,7 +306,7 @@ def test_batch_sizes_count_only_if_the_batch_is_dynamic(shape, options, given, p
 def test_missing_tensorrt_is_named(small, tmp_path, monkeypatch):
     pytest.importorskip("harness.runtimes.tensorrt.benchmarker")
     monkeypatch.setattr(
-        file_check, "compile_file", lambda path, target: Compilation(target=target, version="1", build_s=0)
+        compiled, "compile_file", lambda path, target: Compilation(target=target, version="1", build_s=0)
     )
     (tmp_path / "s.yaml").write_text(engine(small, "m.trt"))
     done = CliRunner().invoke(app, ["gen-trt-engine", str(tmp_path / "s.yaml")])

@@ -19,7 +19,7 @@ from harness.compat.tao_specs.layers import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT,
 from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import read_signature
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 
 
 def arguments(model: Path, layers: str, extra: str = "") -> dict[str, Any]:
@@ -279,7 +279,7 @@ dataset: {{calibration_data: {noise}, samples: 1}}
 results_dir: out
 """
     found = quantize_spec(text, tmp_path)
-    precisions = {edge.consumer: p for edge, p in read_qdq_edges(onnx.load(found.path)).items()}
+    precisions = {edge.consumer: p for edge, p in QDQGraph(onnx.load(found.path)).edges.items()}
     assert found.path == tmp_path / "results/quantized_model.onnx"
     assert precisions["/backbone/conv1/Conv"] == "int8"
     assert "/backbone/conv2/Conv" not in precisions

@@ -23,14 +23,14 @@ from harness.compat.tao_specs.dataset import loader_feeds
 from harness.compat.tao_specs.layers import match_skip_names
 from harness.compat.tao_specs.quantize import QuantizationResult
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.measure import provenance
 from harness.results.output_check import not_checked
 
 
 def stored(found: QuantizationResult) -> Mapping[str, str]:
     """Return the precision of each quantized node."""
-    return {edge.consumer: precision for edge, precision in read_qdq_edges(onnx.load(found.path)).items()}
+    return {edge.consumer: precision for edge, precision in QDQGraph(onnx.load(found.path)).edges.items()}
 
 
 def tensor_types(found: QuantizationResult) -> set[int]:
@@ -105,7 +105,7 @@ def test_scales_map_the_largest_weight_to_the_largest_value(dtype, largest, smal
 
 def test_weight_only_quantization_and_skip_names(small, data, tmp_path):
     found = quantize_model(small, tmp_path, layer("*", "weights: {dtype: int8}"), "skip_names: [/head]", data)
-    edges = read_qdq_edges(onnx.load(found.path))
+    edges = QDQGraph(onnx.load(found.path)).edges
     assert {(e.consumer, e.slot) for e in edges} == {("/backbone/conv1/Conv", 1), ("/backbone/conv2/Conv", 1)}
     assert found.layers == {"Conv": {"int8": 2}}
 

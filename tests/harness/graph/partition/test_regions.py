@@ -12,7 +12,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model
 from harness.graph.partition.regions import Region, RegionType, discover_regions
-from harness.zoo import cnn, transformer
+from harness.zoo import catalog, transformer
 
 ARITY = {"Relu": 1, "Conv": 1, "Split": 1, "Add": 2, "MatMul": 2, "Concat": 3}
 node = st.sampled_from(sorted(ARITY)).flatmap(
@@ -277,7 +277,7 @@ def test_region_size_limits_hold():
     model = loaded(g)
     sizes = [len(leaf.nodes) for leaf in discover_regions(model, maximum_sequence_region_size=7).iter_leaves()]
     assert max(sizes) == 7
-    residual = loaded(cnn.resnet18())
+    residual = loaded(catalog.resnet("resnet18", (2, 2, 2, 2)))
     split = discover_regions(residual, minimum_topdown_search_size=3)
     assert any(region.type is RegionType.COMPOSITE for region in split.walk())
     whole = discover_regions(residual, minimum_topdown_search_size=100)

@@ -12,14 +12,13 @@ from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model
-from harness.graph.qdq.cast_insert import CastInserter, map_edges_to_cast_model
 from harness.graph.qdq.import_placement import import_placement
-from harness.graph.qdq.insert import Inserter
+from harness.graph.qdq.insert import CastInserter, Inserter, map_edges_to_cast_model
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
 from harness.plugins import registry
 from harness.plugins.api import Candidate
-from harness.runtimes.tensorrt.model_checks import cast_model, dominant_float_type, read_structure
+from harness.runtimes.tensorrt.options import cast_model, dominant_float_type, read_structure
 from search.space import Edge, edges_digest
 
 FEEDS = {"x": np.random.default_rng(0).standard_normal((1, 3, 8, 8)).astype(np.float32)}
@@ -48,7 +47,7 @@ def test_placement_maps_to_the_cast_model(precision, kind, tmp_path):
     resolved = space.resolve(space.quantize_all())
     ranges = {edge.tensor: (-4.0, 4.0) for d in space.dimensions for edge in d.edges}
     cast = load(cast_model(tmp_path / "net.onnx", precision, tmp_path), min_opset=19)
-    plain, inserter = Inserter(model, TENSORRT, ranges), CastInserter(cast, TENSORRT, ranges)
+    plain, inserter = Inserter(model, TENSORRT, ranges), CastInserter(cast, TENSORRT, ranges, model)
     path = inserter.export(resolved, tmp_path / "cast.onnx")
     proto = onnx.load(path)
     kinds = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
@@ -76,5 +75,5 @@ def test_cast_model_is_cached(tmp_path, monkeypatch):
     net(tmp_path / "net.onnx")
     first = cast_model(tmp_path / "net.onnx", "f16", tmp_path / "cast")
     assert [path.name for path in first.parent.iterdir()] == [first.name]
-    monkeypatch.setattr("harness.runtimes.tensorrt.model_checks.call_in_helper_process", None)
+    monkeypatch.setattr("harness.runtimes.tensorrt.options.call_in_helper_process", None)
     assert cast_model(tmp_path / "net.onnx", "f16", tmp_path / "cast") == first

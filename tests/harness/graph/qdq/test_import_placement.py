@@ -11,7 +11,7 @@ import pytest
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-from harness.accuracy.calibration.ptq import quantize
+from harness.accuracy.tools.ptq import quantize
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto, save_to_folder

@@ -19,7 +19,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.qdq_graph import diff_edges, read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph, diff_edges
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_7BIT, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from search.space import Edge, Resolved, edges_digest
 
@@ -112,7 +112,7 @@ def test_any_subset_of_edges_is_inserted_and_runs(net, dialect, data):
     asked = tuple(sorted((edge, precision) for edge, precision in choices.items() if precision))
     proto = Inserter(model, dialect, ranges).insert(asked)
     onnx.checker.check_model(proto, full_check=True)
-    assert read_qdq_edges(proto) == dict(asked)
+    assert QDQGraph(proto).edges == dict(asked)
     assert [v.name for v in proto.graph.input] == list(model.inputs)
     assert [v.name for v in proto.graph.output] == list(model.outputs)
     # ONNX Runtime runs FP8 only without its optimizers.
@@ -388,7 +388,7 @@ def test_candidates_are_small_and_share_their_weights(tmp_path):
     for path, asked in ((first, half), (second, full)):
         proto = onnx.load(path)
         onnx.checker.check_model(str(path))
-        assert read_qdq_edges(proto) == dict(asked)
+        assert QDQGraph(proto).edges == dict(asked)
         np.testing.assert_array_equal(run_ort(path, model)[0], run_ort(inserter.insert(asked), model)[0])
         assert np.isfinite(run_openvino(path, inputs(model))[0]).all()
 
@@ -401,7 +401,7 @@ def test_integer_matmul_does_not_prevent_writing(tmp_path):
     model = load_proto(g.build(), source="coordinates", sha256="0")
     asked = tuple(sorted([edge(model, "layer"), edge(model, "layer", 1)]))
     path = Inserter(model, OPENVINO, {"x": (-4.0, 4.0)}).write(asked, tmp_path)
-    assert read_qdq_edges(onnx.load(path)) == dict(asked)
+    assert QDQGraph(onnx.load(path)).edges == dict(asked)
 
 
 def test_same_placement_gives_identical_bytes(tmp_path):

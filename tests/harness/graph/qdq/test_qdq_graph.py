@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from harness.graph.qdq.qdq_graph import QDQGraph, diff_edges, read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph, diff_edges
 from harness.graph.qdq.reduce_model import PairRemover
 from search.space import Edge
 
@@ -42,7 +42,7 @@ def matmul(left: str, right: str) -> onnx.NodeProto:
 
 def test_chains_of_pairs_and_casts_lead_to_the_first_tensor():
     nodes = [q("x", "a"), dq("a", "b"), q("b", "c"), dq("c", "d"), helper.make_node("Cast", ["d"], ["e"], to=1)]
-    assert read_qdq_edges(model([*nodes, matmul("e", "w")], WITH_WEIGHT)) == {Edge("x", "mm", 0): "int8"}
+    assert QDQGraph(model([*nodes, matmul("e", "w")], WITH_WEIGHT)).edges == {Edge("x", "mm", 0): "int8"}
 
 
 def test_quantized_and_float_weights_are_read():
@@ -50,34 +50,34 @@ def test_quantized_and_float_weights_are_read():
     paired = model([q("w", "a"), dq("a", "b"), matmul("x", "b")], WITH_WEIGHT)
     constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(np.eye(2, dtype=np.int8)))
     node = model([constant, dq("w", "b"), matmul("x", "b")], SCALE)
-    assert read_qdq_edges(stored) == read_qdq_edges(paired) == read_qdq_edges(node) == {Edge("w", "mm", 1): "int8"}
+    assert QDQGraph(stored).edges == QDQGraph(paired).edges == QDQGraph(node).edges == {Edge("w", "mm", 1): "int8"}
 
 
 def test_missing_zero_point_means_8_bits_unless_output_dtype():
     plain = model([q("x", "a", "s"), dq("a", "b", "s"), matmul("b", "w")], WITH_WEIGHT)
-    assert read_qdq_edges(plain) == {Edge("x", "mm", 0): "int8"}
+    assert QDQGraph(plain).edges == {Edge("x", "mm", 0): "int8"}
     typed = q("x", "a", "s")
     typed.attribute.append(helper.make_attribute("output_dtype", TensorProto.FLOAT8E4M3FN))
     proto = model([typed, dq("a", "b", "s"), matmul("b", "w")], WITH_WEIGHT)
-    assert read_qdq_edges(proto) == {Edge("x", "mm", 0): "fp8"}
+    assert QDQGraph(proto).edges == {Edge("x", "mm", 0): "fp8"}
 
 
 def test_int32_biases_and_plain_tensors_are_no_edges():
     constants = SCALE | {"n": np.int32(0), "w_quantized": np.eye(2, dtype=np.int32)}
-    assert read_qdq_edges(model([dq("w_quantized", "b", "s", "n"), matmul("x", "b")], constants)) == {}
+    assert QDQGraph(model([dq("w_quantized", "b", "s", "n"), matmul("x", "b")], constants)).edges == {}
 
 
 def test_an_output_behind_a_pair_is_an_edge_without_consumer():
     mm = helper.make_node("MatMul", ["x", "w"], ["raw"], name="mm")
     proto = model([mm, q("raw", "a"), dq("a", "y")], WITH_WEIGHT)
-    assert read_qdq_edges(proto) == {Edge("y", "", 0): "int8"}
+    assert QDQGraph(proto).edges == {Edge("y", "", 0): "int8"}
 
 
 def test_nodes_with_equal_names_have_separate_edges():
     first = helper.make_node("MatMul", ["b", "w"], ["h"], name="mm")
     nodes = [q("x", "a"), dq("a", "b"), first, q("h", "c"), dq("c", "d"), matmul("d", "w")]
     proto = model(nodes, WITH_WEIGHT)
-    assert read_qdq_edges(proto) == {Edge("x", "mm", 0): "int8", Edge("h", "mm_1", 0): "int8"}
+    assert QDQGraph(proto).edges == {Edge("x", "mm", 0): "int8", Edge("h", "mm_1", 0): "int8"}
 
 
 def test_diff_edges_returns_missing_and_extra_edges():

@@ -18,10 +18,10 @@ from harness.replay.bench import load, read_catalogue
 from harness.replay.bench.leaderboard import compare_searchers, read_results
 from harness.replay.bench.submission import check_submission, read_submission, run_searchers
 from harness.replay.bench.tasks import ARCHIVE_FILE, table_path
+from harness.replay.budget_study import ReplayedSearcher
 from harness.replay.path_cache import PathCache
 from harness.replay.replay import load_landscape
 from harness.replay.simulated_selection import Searches
-from harness.replay.study_file import ReplayedSearcher
 from harness.results.manifest import describe_files
 
 

@@ -13,12 +13,11 @@ from harness.base.progress import NullProgress
 from harness.config.experiment import parse_experiment
 from harness.graph.builder import GraphBuilder
 from harness.replay.bench import load
-from harness.replay.bench.accuracy import ACCURACY_FILE, read_accuracy, score_key
+from harness.replay.bench.accuracy import ACCURACY_FILE, PlacementScorer, read_accuracy, score_key, score_tables
 from harness.replay.bench.export import write_croissant
-from harness.replay.bench.scoring import PlacementScorer, score_tables
 from harness.replay.record_table import record
 from harness.run.prepare.study_task import make_study
-from harness.runtimes.benchmark_table import read_table
+from harness.runtimes.replay import read_table
 
 TEXT = "experiment: scores\nmodels: [{model}]\nbackends: [simulated]\nprecision: [int8]\n"
 

@@ -11,7 +11,7 @@ from stored import read_records, replace_text, write_records
 
 from harness.base.paths import hide_paths
 from harness.base.statistics import Interval
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.report.next_steps import describe_next_steps
 from harness.report.page.graph_layout import load_task_graph
 from harness.report.page.index_page import render_index

@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 from small_results import TASK, edit_json, edit_samples, write_confirmation
 
-from harness.report.frames.curves import pareto_front
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame, pareto_front
 from harness.report.page.interactive_charts import build_charts
 from harness.report.plots import result_plots
 from harness.report.plots.plot_files import draw_plots
@@ -19,10 +18,9 @@ from harness.report.plots.study_plots import draw_critical_difference
 from harness.report.render import write_tables
 from harness.report.report_table import ReportTable, render_markdown, write_table
 from harness.report.statistics import compute_ranks
-from harness.report.tables.budget import budget_frame
-from harness.results.display_names import row_labels
-from harness.results.folder import load
-from harness.results.goal import Goal
+from harness.report.tables.searchers import budget_frame
+from harness.results.folder import load, row_labels
+from harness.results.search_log import Goal
 
 ALL_FORMATS = LATEX = True
 

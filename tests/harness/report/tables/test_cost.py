@@ -12,15 +12,12 @@ from stored import JOURNAL_HEADER, write_lines
 from harness.base.errors import UserError
 from harness.base.statistics import Interval
 from harness.measure.records import Failed, Measured, Proposal, TrialResult, encode_line
-from harness.report.frames.confirmation import ratio_over_seeds
-from harness.report.frames.curves import curve_frame
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import curve_frame, main_frame, ratio_over_seeds
 from harness.report.tables.catalog import build_tables
-from harness.report.tables.cost import cost_frame
+from harness.report.tables.searchers import cost_frame
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.journal import RETRY_ORIGIN, Journal
-from harness.results.search_log import read_search
+from harness.results.search_log import Goal, read_search
 
 
 def once_more(path, outcome, elapsed_s):

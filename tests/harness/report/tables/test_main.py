@@ -22,15 +22,15 @@ from harness.accuracy.metrics.closeness import WORST_PREFIX
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.base.files import write_json
 from harness.measure.records import Measured, Proposal, TrialResult
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.report.next_steps import describe_next_steps
 from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
 from harness.report.tables.catalog import SPECS
 from harness.results.artifacts import recovered_row
 from harness.results.folder import load
-from harness.results.goal import Goal
 from harness.results.journal import Journal
+from harness.results.search_log import Goal
 from harness.results.task_files import read_graph
 
 BOUND = {"metric": "top1", "reference": 0.8}

@@ -17,10 +17,10 @@ from harness.report.plots import study_plots
 from harness.report.plots.plot_files import draw_plots
 from harness.report.plots.study_plots import draw_speedups
 from harness.report.render import write_tables
-from harness.report.tables.overview import MEAN_LABEL
+from harness.report.tables.main import MEAN_LABEL
 from harness.report.trace import trace_cell
 from harness.results.folder import load
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 
 OTHER = "other-openvino-int8"
 TWO_BACKENDS = """

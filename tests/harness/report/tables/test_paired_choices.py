@@ -16,7 +16,7 @@ from harness.report.tables.paired_choices import ablation_frame, fixed_frame
 from harness.report.tables.searchers import pair_frame
 from harness.report.trace import trace_cell
 from harness.results.folder import load
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 from harness.results.task_files import read_graph
 
 OTHER = "other-openvino-int8"

@@ -14,7 +14,7 @@ from small_results import TASK, edit_json, measured, read_page_data, write_confi
 from harness.base.files import read_json, write_json
 from harness.measure.records import Proposal, TrialResult
 from harness.plugins.api import Layer
-from harness.report.frames.curves import hypervolume_frame
+from harness.report.frames import hypervolume_frame
 from harness.report.page.graph_layout import load_task_graph
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_plots

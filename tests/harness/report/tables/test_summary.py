@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from harness.report.frames.main_frame import main_frame
-from harness.report.tables.overview import summary_table
+from harness.report.frames import main_frame
+from harness.report.tables.main import summary_table
 from harness.results.folder import load
 
 RESULTS = Path(__file__).parents[4] / "results"

@@ -18,7 +18,7 @@ from harness.plugins.api import Candidate
 from harness.results.lines import compress_lines
 from harness.results.turns import read_comparison, turn_speedups
 from harness.run.confirm.paired_timing import PairedComparison, run_comparison, warn_if_disturbed
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine
 
 
 class Busy(Instant):

@@ -16,17 +16,18 @@ from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.sampling import Samples
 from harness.measure.turn_log import (
     TWIN,
+    ConfirmationSummary,
     RowFailure,
     Turn,
     TurnEvent,
     decode_turn_event,
     disturbance_note,
     encode_turn_event,
+    summarize_turns,
 )
-from harness.measure.turn_statistics import ConfirmationSummary, summarize_turns
 from harness.plugins.api import Candidate
 from harness.run.confirm.rounds import TimedRow, confirm
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine
 
 SCHEDULE = Confirmation(builds=3, rounds=4, samples=5)
 TRUTH = {"float": 10.0, "a": 5.0}

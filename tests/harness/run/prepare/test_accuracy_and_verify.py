@@ -18,10 +18,10 @@ from harness.base.files import read_json, write_json
 from harness.base.statistics import Interval
 from harness.cli.main import main
 from harness.graph.pattern_cache import read_cache
-from harness.results.goal import PROXY
 from harness.results.journal import read_journal
 from harness.results.lines import restore_lines
 from harness.results.manifest import reopen_results
+from harness.results.search_log import PROXY
 from harness.run.verify.verify import speedup_agrees
 
 EXPERIMENT = """

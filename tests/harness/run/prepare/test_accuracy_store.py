@@ -7,8 +7,7 @@ import pytest
 
 from harness.base.files import read_json, write_json
 from harness.base.progress import NullProgress
-from harness.config.objective import Objective
-from harness.config.sections import Limits, PluginSpec
+from harness.config.sections import Limits, Objective, PluginSpec
 from harness.graph.io.digests import digest_file
 from harness.plugins.api import Accuracy
 from harness.results.artifacts import ExportedModel, FinalistSet
@@ -17,8 +16,7 @@ from harness.run.prepare.accuracy import Scoring
 from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.verify import file_scores
 from harness.run.verify.file_scores import score_tool_files
-from harness.workers.engines import WorkerSpec
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine, WorkerSpec
 from search.space import Space
 
 

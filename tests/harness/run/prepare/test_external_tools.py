@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from harness.accuracy.calibration.ptq import MetricRequest
+from harness.accuracy.tools.ptq import MetricRequest
 from harness.base.progress import NullProgress
 from harness.base.random_inputs import random_feeds
 from harness.config.experiment import parse_experiment

@@ -17,8 +17,7 @@ from harness.base.errors import UserError
 from harness.base.files import write_json
 from harness.base.progress import NullProgress
 from harness.cli.main import app
-from harness.config.experiment import Experiment, parse_experiment, to_yaml
-from harness.config.plan import plan_tasks
+from harness.config.experiment import Experiment, parse_experiment, plan_tasks, to_yaml
 from harness.graph.builder import GraphBuilder
 from harness.results.ownership import check_ownership, owned_results_dir
 from harness.results.scores import ACCURACY_FILE_NAME

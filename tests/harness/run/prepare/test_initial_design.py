@@ -8,9 +8,7 @@ import pytest
 from harness.base.errors import UserError
 from harness.base.files import read_json, write_json
 from harness.base.progress import NullProgress
-from harness.config.experiment import load_experiment, parse_experiment
-from harness.config.initial import DEFAULT_INITIAL
-from harness.config.plan import plan_tasks
+from harness.config.experiment import DEFAULT_INITIAL, load_experiment, parse_experiment, plan_tasks
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, read_signature
 from harness.graph.partition.patterns import find_patterns

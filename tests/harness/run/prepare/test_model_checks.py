@@ -9,7 +9,7 @@ import pytest
 from small import qdq, save_small
 
 from harness.run.prepare import model_checks
-from harness.runtimes.rtx_compile.compiler import Compilation, Refusal
+from harness.runtimes.rtx_compile import Compilation, Refusal
 
 EXPERIMENT = """
 experiment: e

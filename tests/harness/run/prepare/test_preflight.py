@@ -16,10 +16,10 @@ import yaml
 from numpy.random import Generator
 from PIL import Image
 
-from harness.accuracy.metrics.sqnr import MAX_SQNR_DB
+from harness.accuracy.metrics.closeness import MAX_SQNR_DB
 from harness.base.errors import UserError
 from harness.config.experiment import parse_experiment
-from harness.config.objective import Objective
+from harness.config.sections import Objective
 from harness.graph.builder import GraphBuilder
 from harness.run.prepare.bounds import bound_lines, bound_resolution_note
 from harness.run.prepare.model_checks import check_models

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.accuracy.data.subsets import select_rows
+from harness.accuracy.data.arrays import select_rows
 from harness.accuracy.metrics.intervals import encode_evidence
 from harness.plugins.api import Accuracy
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 from harness.run.prepare.accuracy import mixable_record, rejected_loss
 from harness.workers.inference import remember_outputs
 

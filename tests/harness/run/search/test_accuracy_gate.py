@@ -10,12 +10,19 @@ import pytest
 from harness.base.errors import UserError
 from harness.base.statistics import Interval
 from harness.config.experiment import parse_experiment
-from harness.config.objective import Objective, absolute_bound, check_objective
+from harness.config.sections import Objective, absolute_bound, check_objective
 from harness.measure.records import Failed, Measured, Proposal, TrialResult
 from harness.plugins.api import Accuracy
-from harness.results.goal import PREDICTED_METRIC, PROXY, Goal, encode_goal, is_feasible, score_outcome
 from harness.results.journal import JournalEntry
-from harness.results.journal_reader import state_at_budgets
+from harness.results.search_log import (
+    PREDICTED_METRIC,
+    PROXY,
+    Goal,
+    encode_goal,
+    is_feasible,
+    score_outcome,
+    state_at_budgets,
+)
 from harness.run.search.accuracy_gate import (
     AccuracyGate,
     IncumbentState,

@@ -9,9 +9,8 @@ from incumbents import iter_incumbents
 from harness.base.errors import UserError
 from harness.measure.records import Failed, Measured
 from harness.plugins.api import Candidate
-from harness.results.goal import Goal
 from harness.results.journal import Journal, read_journal
-from harness.results.journal_reader import state_at_budgets
+from harness.results.search_log import Goal, state_at_budgets
 from harness.run.search.loop import InitialPlacement, SearchLoopResult, SearchTask, run_search
 from harness.workers.trial_pool import SyncExecutor
 from search.api import Failure, Observation, Placement, Score

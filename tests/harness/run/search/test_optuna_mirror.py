@@ -8,7 +8,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from harness.measure.records import Failed, Measured, Proposal
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 from harness.run.search.loop import TrialEvent
 from harness.run.search.optuna_mirror import mirror_to_optuna
 from search.synthetic_problem import synthetic_space

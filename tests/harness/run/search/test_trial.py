@@ -15,10 +15,10 @@ from harness.config.sections import Sampling
 from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured, Outcome, TrialResult, decode_line, encode_line
 from harness.measure.sampling import Samples
 from harness.plugins.api import Accuracy, Candidate
-from harness.results.goal import Goal
+from harness.results.search_log import Goal
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.trial import NoisePolicy, measure
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))
 SAMPLING = Sampling()

@@ -20,8 +20,7 @@ from harness.plugins.api import Candidate
 from harness.results.turns import read_speedups
 from harness.run.confirm.paired_timing import PairedComparison
 from harness.run.select.racing import FIRST_SCHEDULE, select, select_winner
-from harness.workers.engines import Engines
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine, Engines
 
 FLOAT = "float"
 FULL_TURNS = True

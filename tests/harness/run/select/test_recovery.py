@@ -11,14 +11,12 @@ import pytest
 from harness.base.files import read_json
 from harness.base.progress import NullProgress
 from harness.base.statistics import Interval
-from harness.config.experiment import parse_experiment
-from harness.config.plan import plan_tasks
+from harness.config.experiment import parse_experiment, plan_tasks
 from harness.graph.builder import GraphBuilder
 from harness.graph.io.digests import digest_file
 from harness.graph.qdq.qdq_graph import count_pairs
 from harness.plugins.api import Accuracy
-from harness.results.goal import Goal, score_values
-from harness.results.journal_reader import Evaluation
+from harness.results.search_log import Evaluation, Goal, score_values
 from harness.run.prepare.task import Task, compose_task
 from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.select import recovery

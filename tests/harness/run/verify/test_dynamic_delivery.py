@@ -13,8 +13,8 @@ import pytest
 from onnx import numpy_helper
 from onnx_models import run_onnxruntime
 
+from harness.accuracy.calibration.range_estimators import finite_ranges
 from harness.accuracy.calibration.ranges import calibrate
-from harness.accuracy.calibration.usable_ranges import finite_ranges
 from harness.base.errors import UserError
 from harness.base.files import read_json, write_json
 from harness.base.progress import NullProgress
@@ -26,7 +26,7 @@ from harness.graph.dynamic_axes import TransferError, transfer_changes, transfer
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import TensorType
 from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.qdq_graph import read_qdq_edges
+from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.results.artifacts import ExportedModel, FinalistSet
@@ -123,8 +123,8 @@ def test_dynamic_file_keeps_edges_scales_names_and_outputs(build, dims, dialect,
     given, fixed, dynamic = (onnx.load(tmp_path / name) for name in ("net.onnx", "q.onnx", "q.dynamic.onnx"))
     assert list(dynamic.graph.input) == list(given.graph.input)
     assert list(dynamic.graph.output) == list(given.graph.output)
-    assert read_qdq_edges(dynamic) == read_qdq_edges(fixed)
-    assert read_qdq_edges(fixed)
+    assert QDQGraph(dynamic).edges == QDQGraph(fixed).edges
+    assert QDQGraph(fixed).edges
     before = {tensor.name: tensor for tensor in fixed.graph.initializer if "@qdq" in tensor.name}
     after = {tensor.name: tensor for tensor in dynamic.graph.initializer if "@qdq" in tensor.name}
     positions_cut = {name for name in before if name.startswith("Slice_out@") and before[name].dims}  # computed now

@@ -23,7 +23,7 @@ from harness.results.folder import load
 from harness.results.manifest import read_manifest
 from harness.run.verify.output_comparison import compare_float, compare_with_file
 from harness.run.verify.runtime_checker import CheckPlan, RuntimeChecker
-from harness.workers.requests import BuiltEngine
+from harness.workers.engines import BuiltEngine
 from search.space import edges_digest
 
 PLUGINS = """

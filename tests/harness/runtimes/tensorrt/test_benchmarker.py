@@ -14,8 +14,8 @@ from fake_cuda import FakeCuda, Status
 from fake_trt import KERNEL_MS, FakeTensorRT
 
 from harness import zoo
-from harness.accuracy.metrics.detection import CocoMAP
 from harness.accuracy.metrics.fidelity import Fidelity
+from harness.accuracy.metrics.labelled import CocoMAP
 from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
@@ -25,10 +25,9 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
 from harness.plugins import registry
 from harness.plugins.api import Array, Candidate
-from harness.runtimes.cuda.device import open_device
+from harness.runtimes.cuda import open_device
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
-from harness.runtimes.tensorrt.builder import build_plan, load_engine
-from harness.runtimes.tensorrt.library import TimingCache, open_library
+from harness.runtimes.tensorrt.library import TimingCache, build_plan, load_engine, open_library
 from harness.runtimes.tensorrt.options import BuildOptions
 from search.space import Edge
 
@@ -41,7 +40,7 @@ def trt(request, monkeypatch, tmp_path):
     """A machine with a GPU and this TensorRT."""
     cuda = FakeCuda()
     fake = FakeTensorRT(request.param, cuda)
-    monkeypatch.setattr("harness.runtimes.cuda.device.import_runtime", lambda: cuda)
+    monkeypatch.setattr("harness.runtimes.cuda.import_runtime", lambda: cuda)
     monkeypatch.setattr("harness.runtimes.tensorrt.library._import_tensorrt", lambda: fake)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return fake

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.experiment import Experiment, parse_experiment
-from harness.config.plan import plan_tasks
+from harness.config.experiment import Experiment, parse_experiment, plan_tasks
 from harness.run.prepare.preflight import check_experiment
 
 FOLDER = Path(__file__).parents[4] / "experiments"

@@ -14,15 +14,15 @@ from harness.graph.load import load
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
-from harness.runtimes.tensorrt import model_checks as models
-from harness.runtimes.tensorrt.model_checks import (
+from harness.runtimes.tensorrt import options as models
+from harness.runtimes.tensorrt.options import (
     cast_model,
     check_tensorrt_qdq,
     dominant_float_type,
     has_qdq,
+    read_profiles,
     read_structure,
 )
-from harness.runtimes.tensorrt.options import read_profiles
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 

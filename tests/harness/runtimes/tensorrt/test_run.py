@@ -16,8 +16,8 @@ from harness.results.lines import read_lines
 from harness.run.prepare.preflight import check_experiment
 from harness.run.runner import run_experiment
 from harness.run.verify.verify import verify
-from harness.runtimes.tensorrt import benchmarker, model_checks
-from harness.runtimes.tensorrt.model_checks import read_structure
+from harness.runtimes.tensorrt import benchmarker, options
+from harness.runtimes.tensorrt.options import read_structure
 from harness.workers.helper_process import call_in_helper_process
 
 YAML = """
@@ -92,7 +92,7 @@ def test_fp16_delivered_files_equal_the_built_files(major, tmp_path, parsed, mon
         casts.append(precision)
         return call_in_helper_process(what, work, path, precision, **limits)
 
-    monkeypatch.setattr(model_checks, "call_in_helper_process", counting)
+    monkeypatch.setattr(options, "call_in_helper_process", counting)
     task = run(tmp_path, backend=f"HalfAndFull{major}", precision="f16", baselines="all, linear, ort_static")
     assert casts == ["f16"] * 2  # the float model and the PTQ tool's; no candidate
     rows = rows_of(task)

@@ -14,7 +14,7 @@ from stored import read_text
 from harness.base.progress import NullProgress
 from harness.config.experiment import parse_experiment
 from harness.measure.records import Measured, Outcome, TrialResult
-from harness.report.frames.main_frame import main_frame
+from harness.report.frames import main_frame
 from harness.results.folder import load
 from harness.results.journal import JournalEntry, read_journal
 from harness.run.runner import run_experiment

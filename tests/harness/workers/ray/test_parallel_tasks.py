@@ -12,7 +12,7 @@ from stored import forget_task, read_text
 
 from harness.base.errors import UserError
 from harness.base.files import read_json, write_json
-from harness.results.goal import PROXY
+from harness.results.search_log import PROXY
 
 pytestmark = pytest.mark.slow
 

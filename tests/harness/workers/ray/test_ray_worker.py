@@ -14,10 +14,9 @@ from harness.config.sections import ExecutorSpec, Limits, PluginSpec
 from harness.graph.io.files import model_files
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins.api import Candidate, Capabilities
-from harness.workers.engines import WorkerSpec
+from harness.workers.engines import BuiltEngine, WorkerSpec
 from harness.workers.ray import open_execution_target
 from harness.workers.ray.ray_worker import BuildRequest, LRUByteCache, RayWorker
-from harness.workers.requests import BuiltEngine
 from search.space import Edge
 
 EDGES = ((Edge("x", "conv", 0), "int8"),)
@@ -53,7 +52,7 @@ class Reads:
 
 @pytest.fixture
 def host(monkeypatch, tmp_path):
-    from harness.workers import in_process as local
+    from harness.workers import sandbox as local
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(local.registry, "create_plugin", lambda *_: Reads())
@@ -115,7 +114,7 @@ def test_build_without_candidate_writer_fails(host, tmp_path):
 
 
 def test_missing_ray_names_the_extra_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "harness.workers.ray.ray_target", raising=False)
+    monkeypatch.delitem(sys.modules, "harness.workers.ray.ray_pool", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(UserError, match=r"executor: 'ray' needs Ray .*install it: pip install 'qdq-bench\[ray\]'"),
