@@ -52,7 +52,7 @@ class ShapesSplit:
 class _Shape(NamedTuple):
     """Shape to draw: its class, its outline and its box in pixels, its area in square pixels."""
 
-    index: int
+    category: int
     outline: list[tuple[float, float]]
     box: Box
     area: float
@@ -84,7 +84,7 @@ def draw_split(name: str, count: int | None = None) -> ShapesSplit:
                 {
                     "id": len(annotations) + 1,
                     "image_id": index + 1,
-                    "category_id": shape.index + 1,
+                    "category_id": shape.category + 1,
                     "bbox": [left, top, right - left, bottom - top],
                     "area": shape.area,
                     "iscrowd": 0,
