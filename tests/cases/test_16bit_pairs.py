@@ -6,8 +6,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, parser
+from onnx_models import net
 
 from harness.base.progress import NullProgress
 from harness.compat.tao_specs.evaluate import rank_layers
@@ -20,37 +22,45 @@ VALUES = np.random.default_rng(0).normal(size=COUNT).astype(ml_dtypes.bfloat16).
 SCALE = 2.0**-6 * 1.5
 
 
-def model(kind: int, stored: int = TensorProto.INT8, inner: str = "initializer", borders: bool = False) -> Any:
+def model(kind, stored=TensorProto.INT8, inner="initializer", borders=False):
     """x -> Q -> DQ -> y in `kind`; inputs and outputs in float32, or in `kind` where `borders`.
 
     Args:
         inner: Where the scale comes from: an initializer, a Constant, a Cast, or from outside of a branch of an If.
     """
-    edge = kind if borders else TensorProto.FLOAT
-    constants = [helper.make_tensor("z", stored, [], [0])]
-    nodes = [helper.make_node("Cast", ["x"], ["h"], to=kind)]
+    node, scale = helper.make_node, helper.make_tensor("s", kind, [], [SCALE])
+    nodes = [node("Cast", ["x"], ["h"], to=kind)]
+    constants = [helper.make_tensor("z", stored, [], [0]), helper.make_tensor("yes", TensorProto.BOOL, [], [1])]
     if inner == "constant":
-        nodes.append(helper.make_node("Constant", [], ["s"], value=helper.make_tensor("v", kind, [], [SCALE])))
+        nodes.append(node("Constant", [], ["s"], value=scale))
     elif inner == "cast":
         constants.append(helper.make_tensor("s32", TensorProto.FLOAT, [], [SCALE]))
-        nodes.append(helper.make_node("Cast", ["s32"], ["s"], to=kind))
+        nodes.append(node("Cast", ["s32"], ["s"], to=kind))
     else:
-        constants.append(helper.make_tensor("s", kind, [], [SCALE]))
+        constants.append(scale)
     pair = [
-        helper.make_node("QuantizeLinear", ["h", "s", "z"], ["q"], name="q"),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"], name="dq"),
-        helper.make_node("Relu", ["d"], ["r"], name="relu"),
+        node("QuantizeLinear", ["h", "s", "z"], ["q"], name="q"),
+        node("DequantizeLinear", ["q", "s", "z"], ["d"], name="dq"),
+        node("Relu", ["d"], ["r"], name="relu"),
     ]
     if inner == "branch":
         body = helper.make_graph(pair, "body", [], [helper.make_tensor_value_info("r", kind, [COUNT])])
-        constants.append(helper.make_tensor("yes", TensorProto.BOOL, [], [1]))
-        pair = [helper.make_node("If", ["yes"], ["r_out"], then_branch=body, else_branch=body)]
-    nodes += [*pair, helper.make_node("Cast", [pair[-1].output[0]], ["y"], to=edge)]
-    graph = helper.make_graph(
-        nodes, "g", [helper.make_tensor_value_info("x", edge, [COUNT])],
-        [helper.make_tensor_value_info("y", edge, [COUNT])], constants,
-    )  # fmt: skip
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        pair = [node("If", ["yes"], ["r_out"], then_branch=body, else_branch=body)]
+    edge = kind if borders else TensorProto.FLOAT
+    nodes += [*pair, node("Cast", [pair[-1].output[0]], ["y"], to=edge)]
+    proto = net(nodes, {"x": [COUNT]}, {"y": [COUNT]}, kinds={"x": edge, "y": edge}, opset=21)
+    proto.graph.initializer.extend(constants)
+    return proto
+
+
+@pytest.fixture
+def half(tmp_path):
+    onnx.save(model(TensorProto.FLOAT16), tmp_path / "half.onnx")
+    return tmp_path / "half.onnx"
+
+
+def assert_rounded(found):
+    assert np.abs(found - np.maximum(np.clip(np.rint(VALUES / SCALE), -128, 127) * SCALE, 0)).max() < SCALE / 100
 
 
 def outputs(path: Path, folder: Path, feed: np.ndarray, optimization: str = "disabled") -> np.ndarray:
@@ -60,17 +70,13 @@ def outputs(path: Path, folder: Path, feed: np.ndarray, optimization: str = "dis
         return np.asarray(probe.infer({"x": feed})["y"], np.float32)
 
 
-def rounded() -> np.ndarray:
-    return np.asarray(np.maximum(np.clip(np.rint(VALUES / SCALE), -128, 127) * SCALE, 0))
-
-
 @pytest.mark.parametrize("inner", ["initializer", "constant", "cast", "branch"])
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 @pytest.mark.parametrize("optimization", ["disabled", "all"])
 def test_16bit_pairs_round_on_onnx_runtime(kind, inner, optimization, tmp_path, caplog):
     path = tmp_path / "half.onnx"
     onnx.save(model(kind, inner=inner), path)
-    assert np.abs(outputs(path, tmp_path, VALUES, optimization) - rounded()).max() < SCALE / 100
+    assert_rounded(outputs(path, tmp_path, VALUES, optimization))
     assert "float32" in caplog.text
 
 
@@ -78,7 +84,7 @@ def test_float32_copy_keeps_input_and_output_types(tmp_path):
     path = tmp_path / "half.onnx"
     onnx.save(model(TensorProto.FLOAT16, borders=True), path)
     found = outputs(path, tmp_path, VALUES.astype(np.float16))
-    assert np.abs(found - rounded()).max() < SCALE / 100
+    assert_rounded(found)
     wide = write_float32_copy(path, tmp_path / "wide")
     assert wide is not None
     graph = onnx.load(wide).graph
@@ -104,7 +110,7 @@ def test_float32_copy_handles_sequences_and_name_collisions(graph, tmp_path):
     proto.graph.initializer.extend([scale, *integers])
     onnx.save(proto, tmp_path / "half.onnx")
     found = outputs(tmp_path / "half.onnx", tmp_path, VALUES.astype(np.float16))
-    assert np.abs(found - rounded()).max() < SCALE / 100
+    assert_rounded(found)
 
 
 @pytest.mark.parametrize(
@@ -116,25 +122,17 @@ def test_correctly_computed_files_need_no_float32_copy(kind, stored, tmp_path):
     assert write_float32_copy(path, tmp_path) is None
 
 
-def test_saved_engines_round(tmp_path):
-    path, engine = tmp_path / "half.onnx", tmp_path / "engine.onnx"
-    onnx.save(model(TensorProto.FLOAT16), path)
-    runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
-    runtime.save(Candidate(digest="q", edges=(), source=lambda: path), engine)
+@pytest.mark.parametrize("by_runtime", [False, True])
+def test_saved_engines_round(half, by_runtime, tmp_path):
+    engine, runtime = tmp_path / "engine.onnx", registry.create_plugin("benchmarker", "onnxruntime", {})
+    if by_runtime:  # with its 16-bit pairs
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = str(engine)
+        onnxruntime.InferenceSession(half, options, providers=["CPUExecutionProvider"])
+    else:
+        runtime.save(Candidate(digest="q", edges=(), source=lambda: half), engine)
     with runtime.open(runtime.load(engine)) as probe:
-        assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
-
-
-def test_engines_saved_with_16bit_pairs_round(tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    path, engine = tmp_path / "half.onnx", tmp_path / "engine.onnx"
-    onnx.save(model(TensorProto.FLOAT16), path)
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(engine)
-    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
-    with runtime.open(runtime.load(engine)) as probe:
-        assert np.abs(probe.infer({"x": VALUES})["y"] - rounded()).max() < SCALE / 100
+        assert_rounded(probe.infer({"x": VALUES})["y"])
 
 
 def test_rank_layers_is_equal_for_16bit_and_float_pairs(tmp_path):

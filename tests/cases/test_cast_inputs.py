@@ -9,6 +9,7 @@ import pytest
 from fake_machine import TensorRT11
 from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
+from onnx_models import everywhere, net
 from typer.testing import CliRunner
 
 from harness.base.errors import UserError
@@ -33,10 +34,6 @@ EXPERIMENT = {
 }
 
 
-def constant(name: str, *shape: int, dtype: type = np.float32) -> onnx.TensorProto:
-    return numpy_helper.from_array((np.random.default_rng(0).standard_normal(shape) * 0.3).astype(dtype), name)
-
-
 def cast(before: str, after: str, to: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [before], [after], name=f"cast_{after}", to=to)
 
@@ -47,16 +44,11 @@ def conv(before: str, after: str, weight: str, pad: int = 1) -> onnx.NodeProto:
 
 def graph(folder: Path, nodes: list[onnx.NodeProto], inputs: dict[str, int]) -> Path:
     """A model with some inputs of one shape, output "y", and weights "w3", "w4" and "w6"."""
-    weights = [constant("w3", 4, 3, 3, 3), constant("w4", 2, 4, 3, 3), constant("w6", 4, 6, 3, 3)]
     used = {name for node in nodes for name in node.input}
-    proto = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info(name, kind, SHAPE) for name, kind in inputs.items()],
-        [helper.make_tensor_value_info("y", Type.FLOAT, [1, 2, 8, 8])],
-        [tensor for tensor in weights if tensor.name in used],
-    )
-    model = helper.make_model(proto, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    shapes = {"w3": (4, 3, 3, 3), "w4": (2, 4, 3, 3), "w6": (4, 6, 3, 3)}
+    rng = np.random.default_rng
+    weights = {n: (rng(0).standard_normal(s) * 0.3).astype(np.float32) for n, s in shapes.items() if n in used}
+    model = net(nodes, dict.fromkeys(inputs, SHAPE), {"y": [1, 2, 8, 8]}, weights, kinds=inputs)
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, folder / "net.onnx")
     return folder / "net.onnx"
@@ -129,16 +121,15 @@ def scales(path: Path) -> dict[tuple[str, int], float]:
 @pytest.mark.parametrize("case", CASES)
 def test_cast_model_uses_the_scales_of_the_float_model(case, precision, tmp_path):
     model = load(graph(tmp_path, *CASES[case]))
-    space = build_space(model, TENSORRT)
-    everywhere = space.resolve(space.quantize_all())
-    tensors = sorted({edge.tensor for edge, _ in everywhere}.difference(model.constants))
+    resolved = everywhere(model, TENSORRT)
+    tensors = sorted({edge.tensor for edge, _ in resolved}.difference(model.constants))
     ranges = {tensor: (-1.0 - index, 2.0 + index) for index, tensor in enumerate(tensors)}
     file = cast_model(save_to_folder(model, tmp_path / "float"), precision, tmp_path)
     inserter = CastInserter(load(file), TENSORRT, ranges, model)
-    found = scales(inserter.export(everywhere, tmp_path / "cast_q.onnx"))
-    wanted = scales(Inserter(model, TENSORRT, ranges).export(everywhere, tmp_path / "float_q.onnx"))
+    found = scales(inserter.export(resolved, tmp_path / "cast_q.onnx"))
+    wanted = scales(Inserter(model, TENSORRT, ranges).export(resolved, tmp_path / "float_q.onnx"))
     assert found == pytest.approx(wanted, rel=0.01)
-    assert len(wanted) == sum(edge.tensor not in model.constants for edge, _ in everywhere)
+    assert len(wanted) == sum(edge.tensor not in model.constants for edge, _ in resolved)
 
 
 def test_a_mask_beyond_fp16_has_a_finite_scale(tmp_path):

@@ -5,10 +5,9 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import parser
-from onnx_models import run_onnxruntime
+from onnx_models import loaded, run_onnxruntime
 
 from harness.base.errors import UserError
-from harness.graph.load import load_proto
 from harness.graph.model import Model
 
 CONSTANTS = """int64 zero = {0}, int64 one = {1}, int64 three = {3}, int64[1] first = {0}, int64[1] second = {1},
@@ -37,7 +36,7 @@ def prepared(proto: onnx.ModelProto, **feeds: np.ndarray) -> Model:
     The runtime optimizes both models, as it does for a user.
     """
     given = {"x": X, **feeds}
-    ready = load_proto(proto, source="m.onnx", sha256="0", dims={"N": 1, "H": 2, "W": 3})
+    ready = loaded(proto, "m.onnx", dims={"N": 1, "H": 2, "W": 3})
     for want, got in zip(run_onnxruntime(proto, given), run_onnxruntime(ready.proto, given), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
     inner = onnx.ModelProto.FromString(ready.proto.SerializeToString())
@@ -102,16 +101,14 @@ def test_wrongly_declared_results_of_branches_are_dropped(condition, declared):
 
 def test_wrongly_declared_elements_of_an_optional_are_dropped():
     body = "q = Optional(r)  b = OptionalGetElement(q)  y = GlobalAveragePool(b)"
-    ready = load_proto(
-        model(body, "float[N,4,1,1] y, optional(float) q"), source="m", sha256="0", dims={"H": 2, "W": 3}
-    )
+    ready = loaded(model(body, "float[N,4,1,1] y, optional(float) q"), dims={"H": 2, "W": 3})
     assert ready.types["b"].shape == X.shape
     assert len(run_onnxruntime(ready.proto, {"x": X})) == 2
 
 
 def test_operator_that_contradicts_its_input_leaves_results_untyped(caplog):
     proto = model("b = Concat<axis=7>(r, r)  c = Neg(b)  y = Shape(c)", "int64[4] y, float[N,4,H,W] r")
-    ready = load_proto(proto, source="m.onnx", sha256="0", dims={"H": 2, "W": 3})
+    ready = loaded(proto, "m.onnx", dims={"H": 2, "W": 3})
     assert ready.types.keys() & {"r", "b", "c"} == {"r"}
     assert "some shapes cannot be inferred" in caplog.text
 
@@ -120,9 +117,7 @@ def test_shapes_that_a_loop_needs_stay_declared():
     """ONNX Runtime 1.24.4 runs no Loop whose iteration number has no declared shape."""
     body = """b, z = Loop(three, yes, r) <body = g1 (int64 i, bool c, float a) => (bool d, float[] o, float[] u)
     { d = Identity(c)  o = Exp(a)  u = ReduceMax<axes=[1]>(a) }>  y = Neg(b)"""
-    ready = load_proto(
-        model(body, "float[N,4,H,W] y, float[3,N,1,H,W] z"), source="m", sha256="0", dims={"H": 2, "W": 3}
-    )
+    ready = loaded(model(body, "float[N,4,H,W] y, float[3,N,1,H,W] z"), dims={"H": 2, "W": 3})
     assert [value.shape for value in run_onnxruntime(ready.proto, {"x": X})] == [X.shape, (3, 1, 1, 2, 3)]
 
 
@@ -154,6 +149,6 @@ def test_batch_normalization_in_training_mode_is_named(caplog):
     text = """<ir_version: 8, opset_import: ["": 15]> g (float[2,4,2,3] x) => (float[2,4,2,3] y) <%s>
     { [norm] y%s = BatchNormalization<training_mode=1>(x, v, m, m, v) }"""
     with pytest.raises(UserError, match=r"'norm' is in training mode.*model\.eval\(\)"):
-        load_proto(parser.parse_model(text % (ends, "")), source="m", sha256="0")
-    load_proto(parser.parse_model(text % (ends, ", a, b")), source="m", sha256="0")
+        loaded(parser.parse_model(text % (ends, "")))
+    loaded(parser.parse_model(text % (ends, ", a, b")))
     assert "'norm' is in training mode" in caplog.text

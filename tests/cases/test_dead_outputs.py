@@ -42,8 +42,8 @@ def boxes_and_scores(quantized: bool, axis: int) -> onnx.ModelProto:
     """As detectors are exported: boxes in pixels and scores joined along `axis`, one scale for both."""
     b = Builder(quantized)
     x = b.input("x", (1, 3, SIZE, SIZE))
-    boxes = b.op("Mul", b.op("Sigmoid", b.head(x, 4)), b.const(np.float32(640)))
-    scores = b.op("Sigmoid", b.op("Sub", b.head(x, 6), b.const(np.float32(3))))
+    boxes = b.op("Mul", b.op("Sigmoid", b.head(x, 4)), b.const(640.0))
+    scores = b.op("Sigmoid", b.op("Sub", b.head(x, 6), b.const(3.0)))
     joined = b.op("Concat", boxes, scores, axis=1)
     rows = b.op("Reshape", joined, b.const(np.array([1, 10, SIZE * SIZE])))
     rows = rows if axis == 1 else b.op("Transpose", rows, perm=[0, 2, 1])

@@ -14,6 +14,7 @@ from harness.base.errors import UserError
 from harness.cli.main import main
 from harness.compat.modelopt_autotune.region_inspect import main as region_inspect
 from harness.config.experiment import parse_experiment
+from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.insight.region_report import inspect_regions
 from harness.run.prepare.model_loader import open_model
@@ -23,13 +24,10 @@ Shape = tuple[int | str | None, ...]
 
 def saved(folder: Path, inputs: Mapping[str, Shape]) -> Path:
     """Write a model with one Relu behind each input."""
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()]
-    nodes = [helper.make_node("Relu", [name], [f"{name}_out"], name=f"relu_{name}") for name in inputs]
-    results = [helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, shape) for name, shape in inputs.items()]
-    graph = helper.make_graph(nodes, "g", values, results)
-    path = folder / "m.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return path
+    g = GraphBuilder("g")
+    for name, shape in inputs.items():
+        g.output(g.op("Relu", g.input(name, shape), name=f"relu_{name}"), shape, name=f"{name}_out")
+    return g.save(folder / "m.onnx")
 
 
 def shapes(path: Path, **sizes: Mapping[str, str] | Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -60,7 +58,7 @@ LSTM: Mapping[str, Shape] = {"states": ("batch", "time", 8), "cells": (3, "batch
 def test_dynamic_batch_is_set_to_1_with_one_warning(inputs, expected, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert shapes(saved(tmp_path, inputs)) == expected
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert "set to 1" in line
     (option,) = re.findall(r"--dim (\S+=8)", line)  # which works
     name, _, size = option.partition("=")

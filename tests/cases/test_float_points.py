@@ -7,11 +7,10 @@ import numpy.typing as npt
 import onnx
 import pytest
 from fidelity_of import write_quantized
-from onnx_models import run_onnxruntime
+from onnx_models import everywhere, loaded, run_onnxruntime
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
@@ -23,7 +22,7 @@ DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
 
 def finish(g: GraphBuilder, output: str) -> Model:
     g.output(output)
-    return load_proto(g.build(), source="m", sha256="0")
+    return loaded(g)
 
 
 def quantized(model: Model, dialect: Dialect) -> set[tuple[str, int]]:
@@ -59,12 +58,12 @@ def test_computed_operator_parameters_stay_float(op, shapes, dialect):
 def poles(g: GraphBuilder, kind: str) -> str:
     x = g.input("x", (4, 64))
     square = g.op("Mul", x, x)
-    clipped = g.op("Clip", square, g.const(np.float32(1e-6)))
+    clipped = g.op("Clip", square, g.const(1e-6))
     if kind == "Div":
         return g.op("Div", x, clipped)
     if kind == "normalization":
         mean = g.op("ReduceMean", square, axes=[1])
-        return g.op("Div", x, g.op("Sqrt", g.op("Add", mean, g.const(np.float32(1e-12)))))
+        return g.op("Div", x, g.op("Sqrt", g.op("Add", mean, g.const(1e-12))))
     if kind == "movers":
         return g.op("Log", g.op("Reshape", g.op("Transpose", clipped), g.const([256])))
     if kind == "TopK":
@@ -73,11 +72,11 @@ def poles(g: GraphBuilder, kind: str) -> str:
         last = g.const(np.zeros((4, 1), np.int64)), g.const(np.ones((4, 1), np.float32))
         return g.op("Log", g.op("ScatterElements", clipped, *last, axis=1))
     if kind == "large bound":
-        return g.op("Log", g.op("Clip", square, g.const(np.float32(1e-2))))
+        return g.op("Log", g.op("Clip", square, g.const(1e-2)))
     if kind == "Pow":
-        return g.op("Pow", clipped, g.const(np.float32(-0.5)))
+        return g.op("Pow", clipped, g.const(-0.5))
     if kind == "one minus":
-        return g.op("Log", g.op("Sub", g.const(np.float32(1)), g.op("Sigmoid", x)))
+        return g.op("Log", g.op("Sub", g.const(1.0), g.op("Sigmoid", x)))
     return g.op(kind, clipped)
 
 
@@ -131,7 +130,7 @@ def two_products(first: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]) 
             0
         ]
     )
-    return load_proto(g.build(), source="m", sha256="0")
+    return loaded(g)
 
 
 def weight(value: float, shape: tuple[int, ...] = (8, 8)) -> npt.NDArray[np.float32]:
@@ -155,10 +154,9 @@ def test_nonfinite_weight_keeps_its_operator_float(value, dialect, caplog, tmp_p
         ("x", "finite"),
         ("first", "finite"),
     }
-    space = build_space(model, dialect)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        path = Inserter(model, dialect, RANGES).write(space.resolve(space.quantize_all()), tmp_path)
+        path = Inserter(model, dialect, RANGES).write(everywhere(model, dialect), tmp_path)
     onnx.checker.check_model(path)
 
 
@@ -176,7 +174,7 @@ def test_nonfinite_conv_and_left_matmul_weights_stay_float(value, dialect):
     x = g.input("x", (1, 8, 8, 8))
     y = g.op("Conv", x, g.const(weight(value, (8, 8, 1, 1)), "filter"))
     g.output(g.op("MatMul", g.const(weight(value), "left"), g.op("Tanh", y)))
-    model = load_proto(g.build(), source="m", sha256="0")
+    model = loaded(g)
     assert quantized_weights(model, dialect).isdisjoint({"x", "filter", "left"})
 
 
@@ -185,11 +183,12 @@ def test_nonfinite_float16_weight_stays_float(value):
     g = GraphBuilder("m")
     damaged = weight(value).astype(np.float16)
     g.output(g.op("MatMul", g.input("x", (2, 4, 8), "float16"), g.const(damaged)))
-    assert quantized_weights(load_proto(g.build(), source="m", sha256="0"), OPENVINO) == set()
+    assert quantized_weights(loaded(g), OPENVINO) == set()
 
 
 def test_placement_with_a_nonfinite_weight_is_refused():
-    space = build_space(two_products(weight(1.0), np.ones(8, np.float32)), OPENVINO)
     model = two_products(weight(np.nan), np.ones(8, np.float32))
     with pytest.raises(UserError, match="first"):
-        Inserter(model, OPENVINO, RANGES).count_pairs(space.resolve(space.quantize_all()))
+        Inserter(model, OPENVINO, RANGES).count_pairs(
+            everywhere(two_products(weight(1.0), np.ones(8, np.float32)), OPENVINO)
+        )

@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 from fidelity_of import run, run_openvino
 from onnx import helper
-from onnx_models import loaded, run_onnxruntime
+from onnx_models import everywhere, loaded, run_onnxruntime
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.base.random_inputs import random_feeds
@@ -142,7 +142,7 @@ def unused_result(g: GraphBuilder) -> str:
 
 
 def pooled_border(g: GraphBuilder) -> str:
-    shifted = g.op("Add", g.input("x", (1, 4, 12, 12)), g.const(np.float32(0.7)))
+    shifted = g.op("Add", g.input("x", (1, 4, 12, 12)), g.const(0.7))
     pooled = g.op("AveragePool", shifted, kernel_shape=[3, 3], pads=[1] * 4, count_include_pad=1)
     return g.conv(pooled, 4, 3)
 
@@ -476,8 +476,7 @@ def kv_cache(op: str) -> GraphBuilder:
 @pytest.mark.parametrize("dialect", ["onnxruntime", "openvino", "tensorrt"])
 def test_cache_stays_exact_and_the_attention_that_reads_it_is_quantized(op, dialect, tmp_path):
     model = loaded(kv_cache(op))
-    space = build_space(model, BUILTIN_DIALECTS[dialect])
-    resolved = space.resolve(space.quantize_all())
+    resolved = everywhere(model, BUILTIN_DIALECTS[dialect])
     edges = {edge for edge, _ in resolved}
     assert {edge.consumer for edge in edges} >= {"MatMul", "MatMul_1", "MatMul_2"}
     assert not [edge for edge in edges if edge.consumer == op or edge == Edge("present", "", 0)]

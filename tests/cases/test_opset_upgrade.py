@@ -4,18 +4,16 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper, parser
-from onnx_models import run_onnxruntime
+from onnx import helper, numpy_helper, parser
+from onnx_models import loaded, net, run_onnxruntime
 
 from harness.base.errors import UserError
-from harness.graph.load import load, load_proto
-from harness.graph.model import Model
+from harness.graph.load import load
 
 BACKEND = Path(onnx.__file__).parent / "backend/test/data/node"
 RNG = np.random.default_rng(0)
@@ -28,26 +26,18 @@ def run(proto: onnx.ModelProto, x: npt.NDArray[np.float32] = X) -> npt.NDArray[n
 
 def resizing(op: str, opset: int, mode: str, scales: Sequence[float], *, constant: bool = True) -> onnx.ModelProto:
     """Return Conv, an old Upsample or Resize called "up", and another Conv."""
-    weights = [numpy_helper.from_array(RNG.standard_normal((3, 3, 3, 3)).astype(np.float32), n) for n in ("v", "w")]
-    attributes: dict[str, Any] = {"mode": mode} | ({"scales": scales} if opset < 9 else {})
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, X.shape)]
+    constants = {name: RNG.standard_normal((3, 3, 3, 3)).astype(np.float32) for name in "vw"}
+    inputs, attributes = {"x": X.shape}, {"mode": mode} | ({"scales": scales} if opset < 9 else {})
     if opset >= 9 and constant:
-        weights.append(numpy_helper.from_array(np.array(scales, np.float32), "s"))
+        constants["s"] = np.array(scales, np.float32)
     elif opset >= 9:
-        inputs.append(helper.make_tensor_value_info("s", TensorProto.FLOAT, [4]))
+        inputs["s"] = [4]
     nodes = [
         helper.make_node("Conv", ["x", "v"], ["c"], pads=[1] * 4),
         helper.make_node(op, ["c", "s"] if opset >= 9 else ["c"], ["u"], name="up", **attributes),
         helper.make_node("Conv", ["u", "w"], ["y"], pads=[1] * 4),
     ]
-    graph = helper.make_graph(
-        nodes, "g", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)], weights
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=4)
-
-
-def ready(proto: onnx.ModelProto) -> Model:
-    return load_proto(proto, source="m.onnx", sha256="0")
+    return net(nodes, inputs, {"y": None}, constants, opset=opset)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +48,7 @@ def ready(proto: onnx.ModelProto) -> Model:
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
 def test_resize_computes_the_same_after_the_upgrade(op, opset, mode, scale):
     proto = resizing(op, opset, mode, [1, 1, scale, scale])
-    model = ready(proto)
+    model = loaded(proto)
     np.testing.assert_array_equal(run(model.proto), run(proto))
     resize = model.nodes[1]
     assert (resize.op, resize.name, resize.outputs) == ("Resize", "up", ("u",))
@@ -75,7 +65,7 @@ def test_resizing_by_sizes_that_are_computed_from_a_shape():
     )
     for name, value in (("a", 0), ("b", 2), ("c", 4)):
         proto.graph.initializer.append(numpy_helper.from_array(np.array([value]), name))
-    model = ready(proto)
+    model = loaded(proto)
     assert model.nodes[0].attributes["nearest_mode"] == "ceil"
     np.testing.assert_array_equal(run(model.proto), run(proto))
 
@@ -89,7 +79,7 @@ def test_resizing_by_sizes_that_are_computed_from_a_shape():
 )
 def test_resizing_without_an_equivalent_is_refused(proto, word):
     with pytest.raises(UserError, match=rf"Resize 'up'.*{word}.*|{word}.*Resize 'up'"):
-        ready(proto)
+        loaded(proto)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3, -1])
@@ -99,7 +89,7 @@ def test_softmax_and_hardmax_over_flattened_axes(op, axis):
         f"""<ir_version: 6, opset_import: ["": 11]> g (float[1,3,8,8] x) => (float[1,3,8,8] y)
         {{ r = Relu(x)  m = {op}<axis={axis}>(r)  y = Neg(m) }}"""
     )
-    np.testing.assert_allclose(run(ready(proto).proto), run(proto), atol=1e-6)
+    np.testing.assert_allclose(run(loaded(proto).proto), run(proto), atol=1e-6)
 
 
 def test_hardmax_of_unknown_shape_is_upgraded():
@@ -108,7 +98,7 @@ def test_hardmax_of_unknown_shape_is_upgraded():
         { y = Loop(n, , x) <body = b (int64 i, bool c, float[] u) => (bool d, float[] v)
         { d = Identity(c)  h = Hardmax<axis=-2>(u)  v = Add(h, u) }> }"""
     )
-    np.testing.assert_array_equal(run(ready(proto).proto), run(proto))
+    np.testing.assert_array_equal(run(loaded(proto).proto), run(proto))
 
 
 def test_scan_of_opset_8_is_refused():
@@ -123,14 +113,14 @@ def test_unknown_semantic_change_is_refused_naming_the_node():
         [pool] p = AveragePool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1], ceil_mode=1, count_include_pad=1>(r)
         y = Neg(p) }"""
     )
-    assert len(ready(proto).nodes) == 3
+    assert len(loaded(proto).nodes) == 3
     newest = onnx.ModelProto()
     newest.CopyFrom(proto)
     newest.opset_import[0].version = 21
     is_changed = not np.allclose(run(proto), run(newest))
     refused = pytest.raises(UserError, match=r"'pool' \(AveragePool, output 'p'\).* dB.*opset 21")
     with refused if is_changed else contextlib.nullcontext():  # versions above 1.24 compute the same for both
-        load_proto(proto, source="m.onnx", sha256="0", min_opset=21)
+        loaded(proto, min_opset=21)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +148,7 @@ else_branch = f () => (float[1,3,{size},{size}] q) {{ q = {other} }}> }}"""
      (10, 'Resize<mode="nearest">(x, s)', 12)],
 )  # fmt: skip
 def test_bodies_are_upgraded_like_the_graph(opset, body, size):
-    model = ready(parser.parse_model(BRANCHES.format(opset=opset, size=size, then=body, other=body)))
+    model = loaded(parser.parse_model(BRANCHES.format(opset=opset, size=size, then=body, other=body)))
     assert model.proto.opset_import[0].version > opset  # and the outputs of both models are compared on the way
 
 
@@ -168,7 +158,7 @@ def test_both_branches_are_compared(first, monkeypatch):
     bodies = ("Hardmax<axis=1>(x)", "Neg(x)")[:: 1 if first else -1]
     proto = parser.parse_model(BRANCHES.format(opset=11, size=8, then=bodies[0], other=bodies[1]))
     with pytest.raises(UserError, match=r"\(If, output 'y'\)"):
-        ready(proto)
+        loaded(proto)
 
 
 def test_wrongly_declared_output_is_accepted():
@@ -177,7 +167,7 @@ def test_wrongly_declared_output_is_accepted():
         { y = If(k) <then_branch = t () => (float p) { p = Softmax<axis=1>(x) },
         else_branch = f () => (float q) { q = Relu(x) }> }"""
     )
-    assert len(ready(proto).nodes) == 1
+    assert len(loaded(proto).nodes) == 1
 
 
 @pytest.mark.parametrize(
@@ -199,9 +189,9 @@ def test_training_mode_operators_are_refused(opset, node, is_refused):
     )
     if is_refused:
         with pytest.raises(UserError, match="training"):
-            ready(proto)
+            loaded(proto)
     else:
-        assert len(ready(proto).nodes) == 1
+        assert len(loaded(proto).nodes) == 1
 
 
 def test_bilinear_upsample_of_opset_1_becomes_linear():
@@ -209,5 +199,5 @@ def test_bilinear_upsample_of_opset_1_becomes_linear():
         """<ir_version: 3, opset_import: ["": 6]> g (float[1,3,8,8] x) => (float[1,3,16,12] y)
         { y = Upsample<height_scale=2.0, width_scale=1.5, mode="bilinear">(x) }"""
     )
-    (resize,) = ready(proto).nodes
+    (resize,) = loaded(proto).nodes
     assert resize.attributes == {"mode": "linear", "coordinate_transformation_mode": "asymmetric"}

@@ -7,9 +7,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, parser
+from onnx_models import loaded
 
 from harness.base.errors import UserError
-from harness.graph.load import load, load_proto, save_to_folder
+from harness.graph.load import load, save_to_folder
 from harness.plugins.api import name_arrays
 from harness.run.prepare.model_loader import input_types
 from harness.run.verify.dynamic_delivery import write_dynamic_model
@@ -46,7 +47,7 @@ def test_arrays_of_all_outputs_are_named():
 
 
 def test_model_is_prepared_run_and_deployed(tmp_path, monkeypatch, capsys):
-    ready = load_proto(model(), source="m", sha256="0")
+    ready = loaded(model())
     assert input_types(ready) == {"x": ("float", (1, 2))}
     path, benchmarker = save_to_folder(ready, tmp_path), ONNXRuntimeBenchmarker()
     session = benchmarker._create_session(str(path))
@@ -84,10 +85,10 @@ def test_dynamic_file_is_compared(tmp_path):
 def test_types_without_arrays_are_refused_by_name(inputs, body, outputs, fact):
     proto = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g ({inputs}) => ({outputs}) {{ {body} }}')
     with pytest.raises(UserError, match=fact):
-        input_types(load_proto(proto, source="m", sha256="0"))
+        input_types(loaded(proto))
 
 
 @pytest.mark.parametrize("backend", ["openvino", "tensorrt"])
 def test_sequence_output_is_refused_for_a_runtime_of_tensors(backend):
     with pytest.raises(UserError, match=r"output 'q' is of type 'sequence'.*'onnxruntime'"):
-        input_types(load_proto(model(), source="m", sha256="0"), backend)
+        input_types(loaded(model()), backend)

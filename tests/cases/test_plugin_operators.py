@@ -17,6 +17,7 @@ from harness.accuracy.tools.ptq import quantize
 from harness.base.errors import BuildFailed, UserError
 from harness.cli.main import app
 from harness.compat.modelopt_autotune import Config, QDQAutotuner
+from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, save_to_folder
 from harness.runtimes.tensorrt.options import cast_model
 
@@ -24,40 +25,31 @@ SHAPE = (1, 3, 16, 16)
 FEEDS = [{"images": np.random.default_rng(seed).random(SHAPE, np.float32)} for seed in range(2)]
 
 
-def weight(name: str, *shape: int) -> onnx.TensorProto:
-    return numpy_helper.from_array((np.random.default_rng(1).standard_normal(shape) * 0.2).astype(np.float32), name)
-
-
-def conv(before: str, after: str, name: str) -> onnx.NodeProto:
-    return helper.make_node("Conv", [before, name], [after], name=after, pads=[1] * 4)
-
-
 def detector(folder: Path, *, domain: str = "", typed: bool = True, place: str = "end") -> Path:
     """Three convolutions and a plug-in, at the "end", in the "middle" or at the "start"."""
-    relu = helper.make_node("Relu", ["c0"], ["r0"], name="relu")
-    front, back = [relu, conv("r0", "c1", "w1")], conv("p", "y", "w2")
-    plugin = helper.make_node("EfficientNMS_TRT", ["c1", "anchors"], ["p"], name="nms", domain=domain, score=0.25)
-    if place == "end":
-        back, plugin.output[0] = conv("c1", "b", "w2"), "y"
-        plugin.input[0] = "b"
-    if place == "start":
-        plugin.input[0] = "images"
-        nodes = [plugin, conv("p", "c0", "w0"), relu, conv("r0", "c1", "w1"), conv("c1", "y", "w2")]
-    elif place == "end":
-        nodes = [conv("images", "c0", "w0"), *front, back, plugin]
-    else:
-        nodes = [conv("images", "c0", "w0"), *front, plugin, back]
-    entered = SHAPE if place == "start" else (1, 16, 16, 16)
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info("images", Type.FLOAT, SHAPE)],
-        [helper.make_tensor_value_info("y", Type.FLOAT, (1, 4, 16, 16))],
-        [weight("w0", 16, 3, 3, 3), weight("w1", 16, 16, 3, 3), weight("w2", 4, 16, 3, 3), weight("anchors", 5, 4)],
-        value_info=[helper.make_tensor_value_info("p", Type.FLOAT, entered)] if typed and place != "end" else [],
-    )
+    g, rng = GraphBuilder("net"), np.random.default_rng
+    shapes = {"w0": (16, 3, 3, 3), "w1": (16, 16, 3, 3), "w2": (4, 16, 3, 3), "anchors": (5, 4)}
+    for name, shape in shapes.items():
+        g.const((rng(1).standard_normal(shape) * 0.2).astype(np.float32), name)
+
+    def conv(x, output, weight):
+        return g.op("Conv", x, weight, pads=[1] * 4, name=output, outputs=[output])[0]
+
+    def plugin(x, output):
+        return g.op("EfficientNMS_TRT", x, "anchors", domain=domain, score=0.25, name="nms", outputs=[output])[0]
+
+    x = g.input("images", SHAPE)
+    x = g.op("Relu", conv(plugin(x, "p") if place == "start" else x, "c0", "w0"), name="relu", outputs=["r0"])[0]
+    x = conv(x, "c1", "w1")
+    x = plugin(x, "p") if place == "middle" else x
+    y = plugin(conv(x, "b", "w2"), "y") if place == "end" else conv(x, "y", "w2")
+    g.output(y, (1, 4, 16, 16))
     opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), folder / "net.onnx")
+    proto = helper.make_model(g.graph(), opset_imports=opsets, ir_version=8)
+    if typed and place != "end":
+        entered = SHAPE if place == "start" else (1, 16, 16, 16)
+        proto.graph.value_info.append(helper.make_tensor_value_info("p", Type.FLOAT, entered))
+    onnx.save(proto, folder / "net.onnx")
     return folder / "net.onnx"
 
 

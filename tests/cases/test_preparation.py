@@ -3,18 +3,16 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import TensorProto, helper, parser
 from onnx.reference import ReferenceEvaluator
-from onnx_models import run_onnxruntime
-
-from harness.graph.load import load_proto
+from onnx_models import loaded, net, run_onnxruntime
 
 X = np.zeros(4, np.float32)
 
 
 def ready(proto: onnx.ModelProto) -> list[str]:
     """Check that the loaded model computes what the model computes, and return its operators."""
-    model = load_proto(proto, source="m.onnx", sha256="0")
+    model = loaded(proto, "m.onnx")
     feeds = {"x": X, "i": np.arange(4)}
     feeds = {value.name: feeds[value.name] for value in proto.graph.input}
     for want, got in zip(*(ReferenceEvaluator(p).run(None, feeds) for p in (proto, model.proto)), strict=True):
@@ -35,14 +33,10 @@ def test_constant_cast_is_folded_to_supported_types_only(kind, is_folded):
         helper.make_node("Cast", ["taken"], ["back"], to=TensorProto.FLOAT),
         helper.make_node("Add", ["x", "back"], ["y"]),
     ]
-    inputs = [
-        helper.make_tensor_value_info("x", TensorProto.FLOAT, [4]),
-        helper.make_tensor_value_info("i", TensorProto.INT64, [4]),
-    ]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])]
-    weights = [numpy_helper.from_array(np.array([1.1, 2.6, 3.0, 0.0], np.float32), "w")]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    proto = net(
+        nodes, {"x": [4], "i": [4]}, {"y": [4]}, {"w": np.array([1.1, 2.6, 3.0, 0.0], np.float32)},
+        kinds={"i": TensorProto.INT64}, opset=23,
+    )  # fmt: skip
     assert ready(proto) == ["Cast"] * (not is_folded) + ["Gather", "Cast", "Add"]
 
 
@@ -67,7 +61,7 @@ def test_constant_sequences_and_optionals_are_not_folded(body, operators):
         f"""<ir_version: 9, opset_import: ["": 19]> g ({inputs}) => (float[4] y)
         <float[4] a = {{1, 2, 3, 4}}, int64 z = {{0}}> {{ {body} }}"""
     )
-    model = load_proto(proto, source="m.onnx", sha256="0")  # which compares both in ONNX Runtime
+    model = loaded(proto, "m.onnx")  # which compares both in ONNX Runtime
     assert [node.op for node in model.nodes] == operators
 
 
@@ -92,7 +86,7 @@ def operators(body: str, opset: int = 17) -> list[str]:
         f"""<ir_version: 8, opset_import: ["": {opset}]> g (float[1,4,2,2] x) => (float[1,4,2,2] y)
         <{CONSTANTS}> {{ {body} }}"""
     )
-    model = load_proto(proto, source="m.onnx", sha256="0")
+    model = loaded(proto, "m.onnx")
     x = np.random.default_rng(0).standard_normal((1, 4, 2, 2)).astype(np.float32)
     want, got = (run_onnxruntime(each, {"x": x})[0] for each in (proto, model.proto))
     np.testing.assert_array_equal(got, want)
@@ -134,7 +128,7 @@ def test_consecutive_no_ops_are_removed_and_batch_norm_folded():
         int64[1] a = {1}> { c = Conv(x, w)  d = Slice(c, o, e, a)  f = Transpose<perm=[0,1,2,3]>(d)
         y = BatchNormalization(f, s, b, b, s)  z = Slice(y, o, e, a) }"""
     )
-    model = load_proto(proto, source="m.onnx", sha256="0")
+    model = loaded(proto, "m.onnx")
     assert [node.op for node in model.nodes] == ["Conv", "Slice"], "the last one makes an output"
     assert model.outputs == ("y", "z")
 
@@ -146,5 +140,5 @@ def test_no_op_read_by_a_subgraph_is_kept():
         y = If(k) <then_branch = t () => (float[4] p) { p = Neg(n) },
         else_branch = f () => (float[4] q) { q = Abs(n) }> }"""
     )
-    model = load_proto(proto, source="m.onnx", sha256="0")
+    model = loaded(proto, "m.onnx")
     assert [node.op for node in model.nodes] == ["Slice", "If"]

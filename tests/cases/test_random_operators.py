@@ -5,6 +5,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper, numpy_helper, parser
+from onnx_models import loaded
 
 from harness.accuracy.metrics.closeness import MAX_SQNR_DB
 from harness.accuracy.metrics.fidelity import Fidelity
@@ -13,7 +14,7 @@ from harness.base.progress import NullProgress
 from harness.base.random_inputs import random_feeds
 from harness.base.statistics import Interval
 from harness.config.sections import Limits
-from harness.graph.load import load, load_proto, save_to_folder
+from harness.graph.load import load, save_to_folder
 from harness.graph.protos import find_random_nodes, find_random_outputs
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.reduce_model import find_index_outputs
@@ -81,7 +82,7 @@ def test_dropout_that_drops_nothing_is_not_random(kind):
 
 
 def test_dropout_in_training_mode_is_no_movement(caplog):
-    sure, random = (load_proto(network(text), source="m", sha256="0") for text in (SURE["mode"], DROPOUT))
+    sure, random = (loaded(network(text)) for text in (SURE["mode"], DROPOUT))
     assert "a random model" in caplog.text
     assert "model.eval()" in caplog.text
     slots = []
@@ -94,7 +95,7 @@ def test_dropout_in_training_mode_is_no_movement(caplog):
 def test_random_results_of_constants_are_not_computed_ahead():
     proto = network("d = Dropout(w8, half, yes)  c = Mul(b, d)")
     proto.graph.initializer.append(numpy_helper.from_array(np.ones((1, 8, 1, 1), np.float32), "w8"))
-    assert "Dropout" in {node.op for node in load_proto(proto, source="m", sha256="0").nodes}
+    assert "Dropout" in {node.op for node in loaded(proto).nodes}
 
 
 class Engine:
@@ -126,7 +127,7 @@ class Engine:
 
 def check(middle: str, folder, engine: Engine):
     """Return the checks of the float model and of its quantized form."""
-    model = load_proto(network(middle), source="m", sha256="0")
+    model = loaded(network(middle))
     space, floating = build_space(model, ONNXRUNTIME), save_to_folder(model, folder)
     ranges = {edge.tensor: (-3.0, 3.0) for dimension in space.dimensions for edge in dimension.edges}
     resolved = space.resolve(space.quantize_roles({"linear"}))

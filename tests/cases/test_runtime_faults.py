@@ -9,14 +9,14 @@ import numpy as np
 import onnx
 import pytest
 from machine import CPU_FLAGS, exact_int8
-from onnx import helper, numpy_helper
+from onnx_models import loaded
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.base.progress import NullProgress
 from harness.base.random_inputs import random_feeds
 from harness.config.sections import Limits, PluginSpec
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load_proto, save_to_folder
+from harness.graph.load import save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
@@ -30,7 +30,7 @@ from search.space import Edge
 
 
 def pair(g: GraphBuilder, tensor: str, zero: int = 120) -> str:
-    grid = g.const(np.float32(0.02)), g.const(np.uint8(zero))
+    grid = g.const(0.02), g.const(np.uint8(zero))
     return g.op("DequantizeLinear", g.op("QuantizeLinear", tensor, *grid), *grid)
 
 
@@ -94,21 +94,14 @@ OPERATORS = {"tokens": "ReduceMean", "concat": "Conv"}
 
 def tokens(folder):
     """The mean over the tokens of a batch of two, float and with quantized data."""
-    g = GraphBuilder("tokens")
-    g.output(g.op("Tanh", g.op("ReduceMean", g.op("Relu", g.input("x", SHAPES["tokens"])), axes=[1], keepdims=0)))
-    proto = g.build()
-    onnx.save(proto, folder / "float.onnx")
-    mean = next(node for node in proto.graph.node if node.op_type == "ReduceMean")
-    pair = [
-        helper.make_node("QuantizeLinear", [mean.input[0], "s", "z"], ["q"]),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
-    ]
-    mean.input[0] = "d"
-    for node in reversed(pair):
-        proto.graph.node.insert(1, node)
-    for name, value in (("s", np.float32(4 / 255)), ("z", np.uint8(0))):
-        proto.graph.initializer.append(numpy_helper.from_array(np.array(value), name))
-    onnx.save(proto, folder / "quantized.onnx")
+    for name in ("float", "quantized"):
+        g = GraphBuilder("tokens")
+        x = g.op("Relu", g.input("x", SHAPES["tokens"]))
+        if name == "quantized":
+            grid = g.const(4 / 255), g.const(np.uint8(0))
+            x = g.op("DequantizeLinear", g.op("QuantizeLinear", x, *grid), *grid)
+        g.output(g.op("Tanh", g.op("ReduceMean", x, axes=[1], keepdims=0)))
+        g.save(folder / f"{name}.onnx")
     return folder / "float.onnx", folder / "quantized.onnx"
 
 
@@ -117,7 +110,7 @@ def concat(folder):
     g = GraphBuilder("convolutions")
     x = g.input("x", SHAPES["concat"])
     g.output(g.conv(g.op("Concat", g.conv(x, 16, 3), g.conv(x, 16, 3), axis=1), 16, 3))
-    made = load_proto(g.build(), source="convolutions", sha256="0")
+    made = loaded(g, "convolutions")
     dialect = dataclasses.replace(OPENVINO, affine_ops=frozenset(), unsigned_positive=False)
     space, floating = build_space(made, dialect), save_to_folder(made, folder)
     tensors = {e.tensor for d in space.dimensions for e in d.edges} - made.constants.keys()

@@ -8,7 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import qdq
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from harness.accuracy.calibration.ranges import CalibrationBatches
 from harness.accuracy.data.batching import make_batches
@@ -21,6 +21,7 @@ from harness.compat.tao_specs.ptq import run_ptq
 from harness.config.experiment import Experiment, TaskSpec, parse_experiment, plan_tasks
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import dump_yaml
+from harness.graph.builder import GraphBuilder
 from harness.graph.load import save_to_folder
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
@@ -45,34 +46,16 @@ F32 = {"openvino": {"precision": "f32"}, "onnxruntime": {}}
 
 def write_model(folder: Path, length: int | str = "length", batch: int | str = "batch") -> Path:
     """Write a model of one attention with a position embedding that is cut to the length of the input."""
-    rng = np.random.default_rng(0)
-    weights = {
-        **{name: rng.standard_normal((16, 16)).astype(np.float32) / 4 for name in ("wq", "wk", "wv", "wo")},
-        "positions": rng.standard_normal((64, 16)).astype(np.float32),
-        "start": np.array([0]),
-        "place": np.array([1]),
-        "after": np.array([2]),
-    }
-    node = helper.make_node
-    nodes = [
-        node("Shape", ["x"], ["sizes"]),
-        node("Slice", ["sizes", "place", "after"], ["size"]),
-        node("Slice", ["positions", "start", "size", "start"], ["cut"]),
-        node("Add", ["x", "cut"], ["placed"]),
-        *(node("MatMul", ["placed", f"w{n}"], [n], name=f"to_{n}") for n in "qkv"),
-        node("Transpose", ["k"], ["turned"], perm=[0, 2, 1]),
-        node("MatMul", ["q", "turned"], ["products"]),
-        node("Softmax", ["products"], ["shares"]),
-        node("MatMul", ["shares", "v"], ["mixed"]),
-        node("MatMul", ["mixed", "wo"], ["y"]),
-    ]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [batch, length, 16]) for name in "xy"]
-    graph = helper.make_graph(
-        nodes, "g", values[:1], values[1:], [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    )
-    path = folder / "m.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
-    return path
+    g, rng = GraphBuilder("g"), np.random.default_rng(0)
+    weights = {name: rng.standard_normal((16, 16)).astype(np.float32) / 4 for name in "qkvo"}
+    x, start = g.input("x", (batch, length, 16)), g.const([0])
+    size = g.op("Slice", g.op("Shape", x), g.const([1]), g.const([2]))
+    cut = g.op("Slice", g.const(rng.standard_normal((64, 16)).astype(np.float32)), start, size, start)
+    (placed,) = g.op("Add", x, cut, outputs=["placed"])
+    q, k, v = (g.op("MatMul", placed, g.const(weights[name]), name=f"to_{name}") for name in "qkv")
+    shares = g.op("Softmax", g.op("MatMul", q, g.op("Transpose", k, perm=[0, 2, 1])))
+    g.output(g.op("MatMul", g.op("MatMul", shares, v), g.const(weights["o"])), (batch, length, 16), name="y")
+    return g.save(folder / "m.onnx")
 
 
 def draw(lengths=LENGTHS, scale: float = 1.0) -> list[dict[str, np.ndarray]]:

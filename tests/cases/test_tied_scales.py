@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 import pytest
 from fidelity_of import Quantizer, quantizer, scales
+from onnx_models import loaded
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load_proto
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, TENSORRT, Dialect
 from harness.graph.rules.movement import find_repeated_input
 
@@ -43,7 +43,7 @@ def gather(g: GraphBuilder, x: str) -> str:
 def pool(g: GraphBuilder, x: str) -> str:
     """Nothing but the border is large, and no window has its maximum there."""
     low = g.op("Pad", g.op("Slice", x, g.const([1]), g.const([32]), g.const([1])), g.const([0, 0, 1, 1, 0, 0, 1, 1]),
-               g.const(np.float32(-5e3)), outputs=["padded"])[0]  # fmt: skip
+               g.const(-5e3), outputs=["padded"])[0]  # fmt: skip
     return g.op("MaxPool", low, kernel_shape=[3, 3], strides=[2, 2], outputs=["rest"], name=MOVER)[0]
 
 
@@ -207,5 +207,5 @@ def test_softmax_scale_is_kept_behind_removed_operators(between, tmp_path):
 def test_computing_operators_are_not_removed(between):
     g = GraphBuilder("computes")
     g.output(COMPUTES[between](g, g.input("x", (1, 4, N, N))))
-    model = load_proto(g.build(), source="m", sha256="0")
+    model = loaded(g)
     assert any(find_repeated_input(model, node) is None for node in model.nodes)

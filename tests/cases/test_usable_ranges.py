@@ -27,7 +27,7 @@ def attention(largest: float = -1e4) -> onnx.ModelProto:
     g = GraphBuilder("attention", seed=3)
     x, mask = g.input("x", (1, TOKENS, WIDTH)), g.input("mask", (1, TOKENS), "int64")
     kept = g.op("Unsqueeze", g.op("Cast", mask, to=1), g.const([1, 2]))
-    hidden = g.op("Sub", g.const(np.float32(1)), kept, outputs=["padding"])[0]
+    hidden = g.op("Sub", g.const(1.0), kept, outputs=["padding"])[0]
     hidden = g.op("Mul", hidden, g.const(np.float32(largest)), outputs=["hidden"])[0]
 
     def heads(perm: list[int]) -> str:
@@ -170,7 +170,7 @@ def test_range_of_a_two_valued_tensor_has_both_values(method, tmp_path):
 def test_ranges_with_sentinels_are_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     g = GraphBuilder("padded")
-    g.output(g.op("Pad", g.input("x", (1, 2, 8, 8)), g.const(PADS), g.const(np.float32(-1e4))), name="y")
+    g.output(g.op("Pad", g.input("x", (1, 2, 8, 8)), g.const(PADS), g.const(-1e4)), name="y")
     path = g.save(tmp_path / "padded.onnx")
     key = CalibrationKey(model_sha256="0", data="images", samples=1)
     batches = [{"x": np.random.default_rng(0).normal(size=(1, 2, 8, 8)).astype(np.float32)}]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 from small import qdq, save_small
 
 from harness.compat.tao_specs import quantize as spec_file
@@ -142,12 +141,10 @@ def test_float_placement_and_python_call_are_checked(folder):
 
 
 def test_set_aside_model_keeps_its_external_data(tmp_path):
-    weights = numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
-    info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 64]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", info[:1], info[1:], [weights])
+    g = GraphBuilder("g")
+    g.output(g.op("MatMul", g.input("x", (1, 64)), g.const(np.ones((64, 64), np.float32))), name="y")
     path = tmp_path / "big.onnx"
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    onnx.save(model, path, save_as_external_data=True, location="big.onnx.data", size_threshold=0)
+    onnx.save(g.build(), path, save_as_external_data=True, location="big.onnx.data", size_threshold=0)
     aside = set_model_aside(path, path)
     assert {file.name for file in model_files(aside)} == {"big.wrong.onnx", "big.wrong.onnx.data"}
     assert {file.name for file in tmp_path.iterdir()} == {"big.wrong.onnx", "big.wrong.onnx.data"}

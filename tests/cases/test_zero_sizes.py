@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
 from harness.base.errors import EvaluationFailed, UserError
@@ -15,6 +15,7 @@ from harness.base.progress import NullProgress
 from harness.compat.tao_specs.dataset import sample_shape
 from harness.compat.tao_specs.model_file import SampleShapes, static_inputs
 from harness.config.sections import PluginSpec
+from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, read_signature
 from harness.graph.quantize.weights import quantize_weight
 from harness.run.verify.dynamic_check import other_shapes, resize_array
@@ -26,29 +27,18 @@ Shape = tuple[int | str | None, ...]
 
 def first_step(folder: Path, past: int | str = 0) -> Path:
     """Write a projection of keys that are appended to a cache of the length `past`, and scores of a query."""
-    rng = np.random.default_rng(0)
-    constants = [numpy_helper.from_array(rng.normal(0, 0.2, (32, 32)).astype(np.float32), name) for name in ("k", "q")]
-    constants.append(numpy_helper.from_array(np.array([1, 4, 4, 8]), "heads"))
-    nodes = [
-        node
-        for name in ("k", "q")
-        for node in (
-            helper.make_node("MatMul", ["x", name], [f"{name}0"], name=name),
-            helper.make_node("Reshape", [f"{name}0", "heads"], [f"{name}1"]),
-            helper.make_node("Transpose", [f"{name}1"], [f"{name}2"], perm=[0, 2, 1, 3]),
-        )
-    ]
-    nodes += [
-        helper.make_node("Concat", ["cache", "k2"], ["present"], axis=2),
-        helper.make_node("Transpose", ["present"], ["kt"], perm=[0, 1, 3, 2]),
-        helper.make_node("MatMul", ["q2", "kt"], ["y"], name="scores"),
-    ]
-    shapes: Mapping[str, Shape] = {"x": (1, 4, 32), "cache": (1, 4, past, 8)}
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("y", "present")]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, constants)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "m.onnx")
-    return folder / "m.onnx"
+    g, rng = GraphBuilder("m"), np.random.default_rng(0)
+    x, cache = g.input("x", (1, 4, 32)), g.input("cache", (1, 4, past, 8))
+    turned = {}
+    for name in ("k", "q"):
+        weight = g.const(rng.normal(0, 0.2, (32, 32)).astype(np.float32), name)
+        rows = g.op("Reshape", g.op("MatMul", x, weight, name=name), g.const([1, 4, 4, 8]))
+        turned[name] = g.op("Transpose", rows, perm=[0, 2, 1, 3])
+    (present,) = g.op("Concat", cache, turned["k"], axis=2, outputs=["present"])
+    keys = g.op("Transpose", present, perm=[0, 1, 3, 2])
+    g.output(g.op("MatMul", turned["q"], keys, name="scores"), name="y")
+    g.output(present)
+    return g.save(folder / "m.onnx")
 
 
 def test_size_of_0_is_read_as_a_size(tmp_path):

@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+from onnx import helper, numpy_helper
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.model import Model
 from harness.graph.protos import copy_message, replace_field
+from harness.graph.qdq.space import build_space
+from harness.graph.rules.dialects import Dialect
+from search.space import Resolved
 
 Arrays = Mapping[str, np.ndarray]
 Ranges = dict[str, tuple[float, float]]
@@ -46,3 +50,26 @@ def activation_ranges(
     replace_field(probe.graph.output, [onnx.ValueInfoProto(name=name) for name in names])
     seen = [dict(zip(names, run_onnxruntime(probe, f, names, optimize=optimize), strict=True)) | {**f} for f in feeds]
     return {n: (min(float(s[n].min()) for s in seen), max(float(s[n].max()) for s in seen)) for n in seen[0]}
+
+
+def everywhere(model: Model, dialect: Dialect, **options: Any) -> Resolved:
+    """Every edge that may be quantized."""
+    space = build_space(model, dialect, **options)
+    return space.resolve(space.quantize_all())
+
+
+def net(
+    nodes: Iterable[onnx.NodeProto],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    constants: Arrays | None = None,
+    *,
+    kinds: Mapping[str, int] | None = None,
+    opset: int = 17,
+) -> onnx.ModelProto:
+    """A model of nodes; inputs and outputs by name with their shapes, and with their types where these are no float."""
+    types = {**dict.fromkeys((*inputs, *outputs), onnx.TensorProto.FLOAT), **(kinds or {})}
+    ends = [[helper.make_tensor_value_info(n, types[n], each[n]) for n in each] for each in (inputs, outputs)]
+    tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in (constants or {}).items()]
+    graph = helper.make_graph(list(nodes), "net", *ends, tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10 if opset > 20 else 8)

@@ -44,6 +44,7 @@ from mutations import (
     misfilled,
     onnx_files,
 )
+from onnx_models import loaded
 from PIL import Image
 from small_results import TASK, write_folder
 from stored import write_lines
@@ -58,7 +59,7 @@ from harness.compat.modelopt_autotune.session import read_state
 from harness.config.experiment import load_experiment
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
-from harness.graph.load import load, load_proto, read_signature
+from harness.graph.load import load, read_signature
 from harness.graph.model import Model
 from harness.graph.pattern_cache import read_cache
 from harness.graph.qdq.import_placement import import_placement
@@ -118,7 +119,7 @@ def use_model(path: Path) -> None:
 
 @cache
 def float_model() -> Model:
-    return load_proto(onnx.ModelProto.FromString(onnx_files()[0]), source="net", sha256="")
+    return loaded(onnx.ModelProto.FromString(onnx_files()[0]), "net")
 
 
 @cache

@@ -9,10 +9,9 @@ import pytest
 from fidelity_of import run_openvino
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 from onnx_models import activation_ranges, loaded, run_onnxruntime
 
-from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
 from harness.graph.model import Model
 from harness.graph.qdq.insert import Inserter
@@ -88,20 +87,6 @@ def test_one_tensor_read_at_two_precisions_gets_a_pair_for_each():
     assert TensorProto.FLOAT8E4M3FN in kinds
 
 
-def test_fp8_scales_map_the_largest_value_to_448():
-    asked = tuple(sorted([edge("head", 0, "fp8"), edge("head", 1, "fp8")]))
-    proto = Inserter(block(), TENSORRT, ranges()).insert(asked)
-    values = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
-    tensor = asked[0][0].tensor if asked[0][0].slot == 0 else asked[1][0].tensor
-    activation = next(v for name, v in values.items() if name.startswith(tensor) and name.endswith(".scale"))
-    source = next(node for node in block().nodes if node.op == "GlobalAveragePool").outputs[0]
-    low, high = ranges()[source]  # Flatten only moves values: one scale on both sides
-    assert activation == pytest.approx(max(-low, high) / 448)
-    weight = numpy_helper.to_array(next(t for t in block().proto.graph.initializer if t.name == "head_weight"))
-    scale = next(v for name, v in values.items() if name.startswith("head_weight") and name.endswith(".scale"))
-    assert scale == pytest.approx(np.abs(weight).max(axis=1) / 448)
-
-
 def openvino(asked: Resolved, folder: Path) -> np.ndarray:
     path = Inserter(block(), OPENVINO_7BIT, ranges()).write(asked, folder)  # right on every processor
     return run_openvino(path, feeds())[0]
@@ -126,20 +111,5 @@ def test_openvino_refuses_fp8_add_in_an_int8_model(tmp_path):
         openvino(mixture({"add"}), tmp_path)
 
 
-def test_candidates_share_weight_files(tmp_path):
-    space = build_space(block(), OPENVINO, precisions=BOTH)
-    inserter = Inserter(block(), OPENVINO, ranges())
-    for seed in range(6):
-        inserter.write(space.resolve(space.random(np.random.default_rng(seed))), tmp_path)
-    assert len(list(tmp_path.glob("*.onnx"))) == 6
-    assert len(list(tmp_path.glob("*.weights"))) <= 3  # float, INT8, FP8
-
-
 def test_the_opset_is_that_of_the_newest_precision():
     assert OPENVINO.opset(BOTH) == TENSORRT.opset(BOTH) == 19 > OPENVINO.opset(["int8"])
-
-
-def test_edge_with_two_precisions_is_refused():
-    twice = (edge("stem", 0, "fp8"), edge("stem", 0, "int8"))
-    with pytest.raises(UserError, match="block: the placement contains one edge twice"):
-        Inserter(block(), OPENVINO, ranges()).insert(twice)

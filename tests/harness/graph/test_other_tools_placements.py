@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx_models import activation_ranges, loaded
+from onnx_models import activation_ranges, everywhere, loaded
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -204,7 +204,7 @@ def test_convs_around_other_operators_run_in_integers(name, tmp_path):
 
 def test_conv_before_unabsorbed_clip_runs_in_integers(tmp_path):
     g = GraphBuilder("clip")
-    y = g.op("Clip", g.conv(g.input("x", (1, 8, 8, 8)), 8, 1), g.const(np.float32(-1)), g.const(np.float32(1)))
+    y = g.op("Clip", g.conv(g.input("x", (1, 8, 8, 8)), 8, 1), g.const(-1.0), g.const(1.0))
     g.output(g.conv(y, 8, 1))
     found = runs_as(loaded(g), tmp_path)
     assert found["QLinearConv"] == 2
@@ -213,14 +213,13 @@ def test_conv_before_unabsorbed_clip_runs_in_integers(tmp_path):
 
 def runs_as(model: Model, folder: Path) -> Counter[str]:
     """The kernels of a model with every point quantized."""
-    space = build_space(model, ONNXRUNTIME)
-    return kernels(Inserter(model, ONNXRUNTIME, ranges(model)).write(space.resolve(space.quantize_all()), folder))
+    return kernels(Inserter(model, ONNXRUNTIME, ranges(model)).write(everywhere(model, ONNXRUNTIME), folder))
 
 
 def test_relu_and_clip_are_absorbed_by_the_pair_behind_them(tmp_path):
     g = GraphBuilder("absorbed")
     x = g.op("Relu", g.conv(g.input("x", (1, 8, 8, 8)), 16, 3))
-    x = g.op("Clip", g.conv(x, 16, 3), g.const(np.float32(0)), g.const(np.float32(6)))
+    x = g.op("Clip", g.conv(x, 16, 3), g.const(0.0), g.const(6.0))
     y = g.op("Relu", g.op("Add", g.conv(x, 16, 1), x))
     g.output(g.conv(y, 8, 1))
     model = loaded(g)
@@ -255,8 +254,7 @@ def test_a_table_of_embeddings_is_read_as_integers(tmp_path):
     x = g.op("Gather", table, g.op("Cast", g.input("x", (1, 4)), to=onnx.TensorProto.INT64))
     g.output(g.linear(x, 8, bias=False))
     model = loaded(g)
-    space = build_space(model, ONNXRUNTIME)
-    proto = Inserter(model, ONNXRUNTIME, ranges(model)).insert(space.resolve(space.quantize_all()))
+    proto = Inserter(model, ONNXRUNTIME, ranges(model)).insert(everywhere(model, ONNXRUNTIME))
     gather = next(node for node in proto.graph.node if node.op_type == "Gather")
     assert gather.input[0].endswith(".dq")
     assert next(t for t in proto.graph.initializer if t.dims == [32, 16]).data_type == onnx.TensorProto.UINT8

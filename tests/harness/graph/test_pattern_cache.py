@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx_models import loaded
 
 from harness.base.errors import UserError
 from harness.config.yaml_loader import write_plain_yaml
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load_proto
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.graph.pattern_cache import (
@@ -115,7 +115,7 @@ def model(blocks: int, name: str = "m"):
         y = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
         x = builder.op("Relu", builder.op("Add", builder.conv(y, 8, 3, pad=1), x))
     builder.output(builder.linear(builder.op("Flatten", builder.op("GlobalAveragePool", x)), 4))
-    return load_proto(builder.build(), source=name, sha256=name)
+    return loaded(builder, name)
 
 
 def space_and_sizes(blocks: int):

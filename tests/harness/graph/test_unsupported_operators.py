@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from onnx_models import everywhere, loaded
 from small import qdq
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load_proto
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQGraph
@@ -21,7 +21,7 @@ from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 
 def body(name: str, op: str, x: str) -> onnx.GraphProto:
     inner = GraphBuilder(name)
-    factor = inner.const(np.float32(2.0), f"{name}_factor")
+    factor = inner.const(2.0, f"{name}_factor")
     (scaled,) = inner.op("Mul", x, factor, outputs=[f"{name}_scaled"])
     inner.output(inner.op(op, scaled, outputs=[f"{name}_out"])[0], (4, 1, 16))
     return inner.graph()
@@ -89,11 +89,10 @@ def odd(make: Callable[[GraphBuilder, str], str]) -> onnx.ModelProto:
 def test_other_operators_are_quantized_with_a_warning(op, dialect, caplog):
     make, message = CASES[op]
     with caplog.at_level(logging.WARNING):
-        model = load_proto(odd(make), source="odd.onnx", sha256="0")
-        space = build_space(model, dialect)
+        model = loaded(odd(make), "odd.onnx")
     assert f"odd.onnx: {'dialect ' + dialect.name + ' ' if op == 'LSTM' else ''}{message}" in caplog.messages
     assert sum(len(leaf.nodes) for leaf in discover_regions(model).iter_leaves()) == len(model.nodes)
-    resolved = space.resolve(space.quantize_all())
+    resolved = everywhere(model, dialect)
     quantized = {edge.consumer for edge, _ in resolved}
     # ONNX infers no shape of what a Loop carries, and tensors of unknown type stay float.
     assert ({"before"} if op == "Loop" else {"before", "after"}) <= quantized
@@ -122,9 +121,8 @@ def test_omitted_outputs_and_inputs_are_not_connected(dialect):
     g.output(g.op("Clip", x, "", g.const(6.0)), name="y")
     proto = g.build()
     next(node for node in proto.graph.node if node.op_type == "LSTM").output[0] = ""
-    model = load_proto(proto, source="left_out", sha256="0")
-    space = build_space(model, dialect)
-    resolved = space.resolve(space.quantize_all())
+    model = loaded(proto, "left_out")
+    resolved = everywhere(model, dialect)
     assert {f"layer_{number}" for number in range(6)} <= {edge.consumer for edge, _ in resolved}
     made = Inserter(model, dialect, {name: (-1.0, 1.0) for name in model.types}).insert(resolved)
     assert QDQGraph(made).edges == dict(resolved)
@@ -208,6 +206,6 @@ def test_run_of_a_model_with_string_input_is_refused(tmp_path, monkeypatch, caps
 def test_string_model_loads_with_an_empty_space():
     g = GraphBuilder("words")
     g.output(g.op("StringNormalizer", g.input("words", (4,), "string"), case_change_action="LOWER"), name="lower")
-    model = load_proto(g.build(), source="words", sha256="0")
+    model = loaded(g, "words")
     assert len(build_space(model, OPENVINO)) == 0
     assert model.types["words"].dtype == "string"

@@ -7,10 +7,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
+from onnx_models import loaded
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load, load_proto
+from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import CastInserter, Inserter, map_edges_to_cast_model
@@ -66,7 +67,7 @@ def test_placement_maps_to_the_cast_model(precision, kind, tmp_path):
 
 def test_a_node_that_casting_took_away_is_named(tmp_path):
     model = net(tmp_path / "net.onnx")
-    kept = load_proto(model.proto, source="net", sha256="")
+    kept = loaded(model.proto, "net")
     with pytest.raises(UserError, match=r"net: the cast removed node 'gone'; use precision: f32"):
         map_edges_to_cast_model(((Edge("x", "gone", 0), "int8"),), kept)
 

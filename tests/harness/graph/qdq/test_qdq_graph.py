@@ -6,22 +6,15 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_models import net
 
 from harness.graph.qdq.qdq_graph import QDQGraph, diff_edges
 from harness.graph.qdq.reduce_model import PairRemover
 from search.space import Edge
 
 
-def model(
-    nodes: list[onnx.NodeProto], constants: dict[str, np.ndarray], shape: tuple[int, ...] = (2, 2)
-) -> onnx.ModelProto:
-    graph = helper.make_graph(
-        nodes, "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(values, name) for name, values in constants.items()],
-    )  # fmt: skip
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)])
+def model(nodes: list[onnx.NodeProto], constants: dict[str, np.ndarray], shape=(2, 2)) -> onnx.ModelProto:
+    return net(nodes, {"x": shape}, {"y": None}, constants, opset=19)
 
 
 SCALE = {"s": np.float32(0.1), "z": np.int8(0)}
@@ -126,13 +119,8 @@ def test_expanded_constants_are_computed_and_looked_up_without_being_computed():
         helper.make_node("ConstantOfShape", ["large"], ["filled"]),
         helper.make_node("Add", ["x", "expanded"], ["y"]),
     ]
-    constants = [
-        numpy_helper.from_array(np.ones((2048, 1), np.float32), "column"),
-        numpy_helper.from_array(np.array([2048, 1024]), "sizes"),
-        numpy_helper.from_array(np.array([2**20, 2**20]), "large"),
-    ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2048, 1024]) for name in "xy")
-    graph = QDQGraph(helper.make_model(helper.make_graph(nodes, "net", [x], [y], constants)))
+    constants = {"column": np.ones((2048, 1), np.float32), "sizes": [2048, 1024], "large": [2**20, 2**20]}
+    graph = QDQGraph(model(nodes, constants, (2048, 1024)))
     assert "filled" in graph.constants, "a lookup computes nothing"
     with pytest.raises(ValueError, match="filled"):
         graph.values("filled")

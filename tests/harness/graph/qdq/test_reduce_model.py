@@ -5,6 +5,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_models import net
 
 from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy, write_without_pairs
 
@@ -31,12 +32,8 @@ def product(tmp_path):
         helper.make_node("Cast", ["places"], ["as_float"], to=TensorProto.FLOAT),
     ]
     tensors["k"] = np.array([2], np.int64)
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("x", [4, 8]), ("t", [8, 8]))]
-    outs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("y", "values", "as_float")]
-    made = [numpy_helper.from_array(np.array(array), name) for name, array in tensors.items()]
-    graph = helper.make_graph(nodes, "g", ends, outs, made)
     path = tmp_path / "product.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    onnx.save(net(nodes, {"x": [4, 8], "t": [8, 8]}, dict.fromkeys(("y", "values", "as_float")), tensors), path)
     return path
 
 
@@ -84,9 +81,7 @@ def test_7bit_copy_is_close_to_the_model(product, feeds, tmp_path, what):
 
 
 def test_float_model_has_no_7bit_copy(tmp_path):
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", ends[:1], ends[1:])
-    onnx.save(helper.make_model(graph), tmp_path / "float.onnx")
+    onnx.save(net([helper.make_node("Relu", ["x"], ["y"])], {"x": [2]}, {"y": [2]}), tmp_path / "float.onnx")
     assert not write_7bit_copy(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "weights")
     assert not write_7bit_copy(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "data")
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx_models import loaded
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load, load_proto
+from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.space import build_space
@@ -30,7 +31,7 @@ node = st.sampled_from(sorted(ARITY)).flatmap(
 
 def encoder(layers: int) -> Model:
     g = transformer.encoder(layers, width=8, heads=2, tokens=4)
-    return load_proto(g.build(), source=g.name, sha256="0")
+    return loaded(g, g.name)
 
 
 def residuals(count: int) -> Model:
@@ -39,7 +40,7 @@ def residuals(count: int) -> Model:
     for _ in range(count):
         x = g.op("Relu", g.op("Add", g.conv(g.op("Relu", g.conv(x, 8, 3)), 8, 3), x))
     g.output(g.gemm(g.op("Flatten", g.op("GlobalAveragePool", x)), 10), name="logits")
-    return load_proto(g.build(), source="residuals", sha256="0")
+    return loaded(g, "residuals")
 
 
 def edges_of(space: Space) -> set[Edge]:
@@ -93,7 +94,7 @@ def gates(first: str) -> Model:
             y = g.linear(y, 8)
         x = g.op("Add", y, x)
     g.output(x)
-    return load_proto(g.build(), source="gates", sha256="0")
+    return loaded(g, "gates")
 
 
 def test_child_inputs_are_numbered_by_the_pattern():
@@ -169,7 +170,7 @@ def test_output_read_by_a_subgraph_stays_float():
         branches.append(inner.graph())
     flag = g.input("flag", (), "bool")
     g.output(g.op("If", flag, then_branch=branches[0], else_branch=branches[1], outputs=["y"])[0], (1, 4))
-    model = load_proto(g.build(), source="captured", sha256="0")
+    model = loaded(g, "captured")
     assert "shared" in model.captured
     assert Edge("shared", "", 0) not in edges_of(build_space(model, ONNXRUNTIME))
 
@@ -186,7 +187,7 @@ def test_precisions_of_a_point_are_the_legal_ones():
     g = GraphBuilder("grouped")
     x = g.conv(g.input("x", (1, 8, 4, 4)), 8, 3, groups=8)
     g.output(g.conv(x, 8, 1))
-    model = load_proto(g.build(), source="grouped", sha256="0")
+    model = loaded(g, "grouped")
     space = build_space(model, TENSORRT, precisions=("fp8", "int8"))
     assert [d.choices for d in space.dimensions] == [("float", "int8"), ("float", "fp8", "int8")]
     assert len(build_space(model, TENSORRT, precisions=("fp8",))) == 1
@@ -196,7 +197,7 @@ def test_precisions_of_a_point_are_the_legal_ones():
 def test_a_model_without_points_has_an_empty_space():
     g = GraphBuilder("integers")
     g.output(g.op("Neg", g.input("x", (4,), "int64")))
-    model = load_proto(g.build(), source="integers", sha256="0")
+    model = loaded(g, "integers")
     assert len(build_space(model, OPENVINO)) == 0
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from onnx_models import run_onnxruntime
+from onnx_models import everywhere, run_onnxruntime
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.base.errors import UserError
@@ -35,7 +35,7 @@ def model(tmp_path):
     bias = builder.const(np.linspace(-1, 1, 8, dtype=np.float32))
     y = builder.op("Conv", x, weight, bias, group=4, pads=[4, 4, 4, 4], kernel_shape=[9, 9], name="depthwise")
     builder.output(builder.conv(y, 4, 1), name="y")
-    builder.output(builder.op("Add", x, builder.const(np.float32(1))), name="z")
+    builder.output(builder.op("Add", x, builder.const(1.0)), name="z")
     return load(builder.save(tmp_path / "depthwise.onnx"), min_opset=17)
 
 
@@ -128,7 +128,6 @@ def test_text_lists_choices_that_differ_from_defaults(model):
     assert NumericChoices(percentile=99).text == DEFAULT_CHOICES.text, "no other estimator reads it"
     ranges = {name: (-1.0, 2.0) for name in ("x", "scaled", "y", "z", *model.producer)}
     assert channel_name("scaled", 0) not in ranges
-    space = build_space(model, OPENVINO)
-    edges = space.resolve(space.quantize_all())
+    edges = everywhere(model, OPENVINO)
     default, same = (Inserter(model, OPENVINO, ranges, c).insert(edges) for c in (DEFAULT_CHOICES, choices))
     assert len(default.graph.node) == len(same.graph.node)
