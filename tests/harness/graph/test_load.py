@@ -223,38 +223,10 @@ def test_tensors_behind_an_unknown_operator_are_untyped():
     assert {y, z}.isdisjoint(loaded(g).types)
 
 
-def test_dynamic_batch_is_set_to_1_with_one_warning(caplog):
-    with caplog.at_level(logging.WARNING):
-        model = loaded(small(batch="N"))
-    assert model.types["x"].shape == (1, 3, 8, 8)
-    (line,) = caplog.messages
-    assert all(part in line for part in ("'N' is dynamic and set to 1", "--dim N=8", "dims: {N: 8}"))
-
-
-def test_every_dynamic_input_is_named():
-    g = GraphBuilder("two")
-    g.output(g.op("Relu", g.input("input:0", (1, 3, "h", "w"))))
-    g.output(g.op("Relu", g.input("tokens", (None, None))))
-    with pytest.raises(UserError, match=r"'input:0'.*1x3xhxw; input 'tokens'.*\?x\?") as caught:
-        loaded(g)
-    assert "'dims: {h: 224, w: 224}, shapes: {tokens: 1x128}'" in str(caught.value)
-    assert "--dim h=224 --dim w=224 --shape tokens:1x128" in str(caught.value)
-
-
 @pytest.mark.parametrize("shape", ["2x3x8x8", (2, 3, 8, 8)])
 def test_given_shape_replaces_dynamic_dimensions(shape):
     model = checked(small(batch="N"), shapes={"x": shape})
     assert {name: model.types[name].shape for name in ("x", "y")} == {"x": (2, 3, 8, 8), "y": (2, 4, 8, 8)}
-
-
-def test_a_named_dimension_has_one_size_in_every_input():
-    g = GraphBuilder("two")
-    g.output(g.op("Add", g.input("a", ("N", 4)), g.input("b", ("N", 4))))
-    assert loaded(g, shapes={"a": "3x4"}).types["b"].shape == (3, 4)
-    square = GraphBuilder("square")
-    square.output(square.op("Relu", square.input("a", ("N", "side", "side"))))
-    with pytest.raises(UserError, match=r"dimension 'side' of Nxsidexside has one size .* but got 4 and 5: 1x4x5"):
-        loaded(square, shapes={"a": "1x4x5"})
 
 
 def test_question_mark_dimensions_are_unnamed(tmp_path):
@@ -450,32 +422,6 @@ def test_if_branches_read_outer_tensors(opset, seed):
     assert node.attributes == {}
     assert node.captures == ("w", "r", "only_here")  # as they are read, and never by name
     assert model.captured == {"only_here", "r", "w"}
-
-
-@pytest.mark.parametrize("opset", [11, 17])
-def test_loop_body_reads_outer_tensors(opset):
-    body = parser.parse_graph(
-        """body (int64 i, bool go, float[2,3] sum) => (bool still, float[2,3] next, float[2,3] row) {
-        still = Identity(go)  next = Add(sum, step)  row = Mul(next, half) }"""
-    )
-    g = GraphBuilder("loop", opset=opset)
-    start = g.op("Relu", g.input("x", (2, 3)))
-    g.const([[1.0, 2.0, 3.0]] * 2, "step")
-    g.const(0.5, "half")
-    last, rows = g.op("Loop", g.const(3), g.const(True), start, outputs=2, body=body)
-    g.output(last, (2, 3))
-    g.output(rows, (3, 2, 3))
-    assert [(node.op, node.opaque) for node in checked(g).nodes] == [("Relu", False), ("Loop", True)]
-
-
-def test_scan_is_loaded_as_an_opaque_node():
-    body = parser.parse_graph(
-        "body (float[3] sum, float[3] x) => (float[3] next, float[3] y) { next = Add(sum, x)  y = Neg(next) }"
-    )
-    g = GraphBuilder("scan")
-    rows = g.op("Scan", g.const([0.0] * 3), g.input("x", (4, 3)), outputs=2, body=body, num_scan_inputs=1)[1]
-    g.output(g.op("Relu", rows))
-    assert [(node.op, node.opaque) for node in checked(g).nodes] == [("Scan", True), ("Relu", False)]
 
 
 @pytest.mark.parametrize("opset", [7, 11, 13])

@@ -21,7 +21,6 @@ from harness.graph.pattern_cache import (
     build_cache,
     describe_foreign_schemes,
     merge_caches,
-    parse_point,
     propose_placements,
     read_cache,
     write_cache,
@@ -189,10 +188,6 @@ PATTERN = {"signature": SIGNATURE, "size": 3, "schemes": [SCHEME]}
     ("body", "says"),
     [
         ("- 1", "a pattern cache is a mapping of keys, but got list"),
-        ("a: [1", "while parsing a flow sequence"),
-        ("a: &x [1]\nb: [*x, *x]", "line 2, column 5: aliases (*name) are not allowed here"),
-        ("a: " + "[" * 5000, "nested more than 50 levels deep"),
-        ("a: !!python/object/apply:os.system [id]", "not valid YAML: line 1, column 4: the tag"),
         ("\x00", "not valid YAML"),
         ({**HEAD, "patterns": [], "extra": 1}, "not a pattern cache of qdq-bench: extra: Unexpected"),
         ({**HEAD, "patterns": [], "schema": 2}, "schema: Input should be 1"),
@@ -219,28 +214,3 @@ def test_invalid_cache_file_is_refused_naming_the_key(tmp_path, body, says):
         read_cache(path)
     assert str(path) in str(caught.value)
     assert says in str(caught.value)
-
-
-def test_a_missing_and_a_huge_file_are_refused(tmp_path):
-    with pytest.raises(UserError, match="no such file"):
-        read_cache(tmp_path / "none.yaml")
-    huge = tmp_path / "huge.yaml"
-    with huge.open("wb") as file:
-        file.truncate(2**30)
-    with pytest.raises(UserError, match="at most 67108864 for a pattern cache"):
-        read_cache(huge)
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    path = tmp_path / "cache.yaml"
-    write_cache(cache(scheme(1)), path)
-    before = path.read_bytes()
-    with pytest.raises(Exception, match="represent"):
-        write_plain_yaml({"a": object()}, path)
-    assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["cache.yaml"]
-
-
-def test_point_text_is_parsed_back():
-    point = CachedPoint("child_input", (3, 1), "fp8")
-    assert parse_point(str(point)) == point

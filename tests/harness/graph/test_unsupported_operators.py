@@ -15,7 +15,6 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.partition.regions import discover_regions
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQGraph
-from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 
 
@@ -128,18 +127,6 @@ def test_omitted_outputs_and_inputs_are_not_connected(dialect):
     assert QDQGraph(made).edges == dict(resolved)
 
 
-@pytest.mark.parametrize("op", CASES)
-def test_regions_command_names_inputs_that_stay_float(op, tmp_path, capsys):
-    make, message = CASES[op]
-    onnx.save(odd(make), tmp_path / "odd.onnx")
-    assert qdq("inspect", "regions", str(tmp_path / "odd.onnx"), "--verbose") == 0
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert "(100.0%)" in shown.out
-    rule = "operator" if op == "LSTM" else "opaque"
-    assert f"\n  {rule}  " in shown.out.partition("Inputs that stay float in dialect openvino")[2]
-
-
 EXPERIMENT = """
 experiment: odd
 models: [{{use: odd.onnx, calibration: {{samples: 2}}}}]
@@ -201,11 +188,3 @@ def test_run_of_a_model_with_string_input_is_refused(tmp_path, monkeypatch, caps
     (tmp_path / "odd.yaml").write_text(EXPERIMENT.format(backend=REAL))
     assert qdq("run", "odd.yaml", "--out", "out") == 2
     assert "odd.onnx: input 'words' is of type 'string'" in capsys.readouterr().err
-
-
-def test_string_model_loads_with_an_empty_space():
-    g = GraphBuilder("words")
-    g.output(g.op("StringNormalizer", g.input("words", (4,), "string"), case_change_action="LOWER"), name="lower")
-    model = loaded(g, "words")
-    assert len(build_space(model, OPENVINO)) == 0
-    assert model.types["words"].dtype == "string"

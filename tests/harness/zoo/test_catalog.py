@@ -2,14 +2,20 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx_models import run_onnxruntime
 
 from harness.base.errors import UserError
+from harness.graph.builder import MAX_IR_VERSION, GraphBuilder
 from harness.zoo import model_names, write_model
+from harness.zoo.catalog import TRAINED_MODEL_PATH
+from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, draw_split
 from harness.zoo.transformer import encoder
 
 NODES = {
@@ -73,24 +79,6 @@ def test_the_input_decides_the_output(folder):
     assert np.abs(one - other).max() > 0.01
 
 
-def test_resnet18_has_batch_normalization_after_each_conv(folder):
-    operators = [node.op_type for node in onnx.load(written("resnet18", folder)).graph.node]
-    assert operators.count("BatchNormalization") == operators.count("Conv") == 20
-
-
-def test_all_shapes_of_an_encoder_can_be_inferred(folder):
-    model = onnx.shape_inference.infer_shapes(onnx.load(written("encoder6", folder)), strict_mode=True, data_prop=True)
-    known = {info.name: info.type.tensor_type.shape for info in (*model.graph.value_info, *model.graph.output)}
-    products = [known[node.output[0]] for node in model.graph.node if node.op_type == "MatMul"]
-    assert len(products) == 6 * 8
-    assert all(dim.dim_value > 0 for shape in products for dim in shape.dim)
-
-
-def test_encoder_layers_have_equal_node_counts():
-    counts = [len(encoder(layers, width=16, tokens=8).build().graph.node) for layers in (1, 2, 4)]
-    assert counts == [98, 185, 359]
-
-
 @pytest.mark.parametrize(("layers", "width"), [(0, 64), (1, 66)])
 def test_invalid_encoder_sizes_are_refused(layers, width):
     with pytest.raises(ValueError, match=r"layers >= 1 and width divisible by heads, but got layers="):
@@ -110,11 +98,127 @@ def test_unwritable_path_is_refused(tmp_path):
 
 
 def run(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
+    (info,) = model.graph.input
+    shape, rng = [dim.dim_value for dim in info.type.tensor_type.shape.dim], np.random.default_rng(seed)
+    values = rng.random(shape) if len(shape) == 4 else rng.standard_normal(shape)
+    names = [value.name for value in model.graph.output]
+    return dict(zip(names, run_onnxruntime(model, {info.name: values.astype(np.float32)}, names), strict=True))
+
+
+Floats = npt.NDArray[np.float32]
+FEWEST = 0.01
+OVERLAP = 0.65
+
+
+def test_the_committed_file_is_below_one_megabyte():
+    assert TRAINED_MODEL_PATH.stat().st_size < 1_000_000
+    assert len(list(TRAINED_MODEL_PATH.parent.glob("*.onnx"))) == 1
+
+
+def test_output_rows_are_cells_with_boxes_and_scores():
+    infer = session(TRAINED_MODEL_PATH)
+    centres = [((np.arange(side * side) % side + 0.5) * stride, (np.arange(side * side) // side + 0.5) * stride)
+               for side, stride in ((16, 8), (8, 16))]  # fmt: skip
+    x, y = (np.concatenate([centre[axis] for centre in centres]) for axis in (0, 1))
+    for image in draw_split("evaluation", 10).images:
+        found = infer(image)
+        assert found.shape == (320, 4 + len(CLASS_NAMES))
+        assert found[:, 4:].min() >= 0
+        assert found[:, 4:].max() <= 1
+        sure = found[:, 4:].max(1) > 0.5
+        assert sure.any()
+        assert np.abs(found[sure, 0] - x[sure]).max() < 40
+        assert np.abs(found[sure, 1] - y[sure]).max() < 40
+        assert found[sure, 2:4].min() > 8
+        assert found[sure, 2:4].max() < IMAGE_SIZE_PX
+
+
+def test_openvino_agrees_with_onnx_runtime():
+    openvino = pytest.importorskip("openvino")
+    compiled = openvino.Core().compile_model(str(TRAINED_MODEL_PATH), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    image = draw_split("evaluation", 1).images[0]
+    np.testing.assert_allclose(compiled(blob(image))[0][0], session(TRAINED_MODEL_PATH)(image), rtol=1e-3, atol=1e-3)
+
+
+def blob(image: npt.NDArray[np.uint8]) -> Floats:
+    return image.transpose(2, 0, 1)[None].astype(np.float32) / 255
+
+
+def session(path: Path) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    (info,) = session.get_inputs()
-    rng = np.random.default_rng(seed)
-    values = rng.random(info.shape) if len(info.shape) == 4 else rng.standard_normal(info.shape)
-    outputs = [output.name for output in session.get_outputs()]
-    return dict(zip(outputs, session.run(outputs, {info.name: values.astype(np.float32)}), strict=True))
+    engine = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda image: engine.run(["detections"], {"images": blob(image)})[0][0]
+
+
+def test_detector_has_operators_sensitive_to_int8():
+    operators = {node.op_type for node in onnx.load(TRAINED_MODEL_PATH).graph.node}
+    assert {"Conv", "Sigmoid", "Mul", "Add", "Concat", "Resize", "Exp"} <= operators
+    assert "BatchNormalization" not in operators
+
+
+def classifier(seed: int = 0) -> GraphBuilder:
+    builder = GraphBuilder("classifier", seed=seed)
+    x = builder.input("image", (1, 3, 16, 16))
+    x = builder.op("Relu", builder.batch_norm(builder.conv(x, 8, 3, stride=2)))
+    x = builder.op("Relu", builder.conv(x, 8, (3, 1), groups=-1, bias=False))
+    x = builder.op("Flatten", builder.op("GlobalAveragePool", x))
+    builder.output(builder.layer_norm(builder.linear(builder.gemm(x, 6), 5)), name="logits")
+    return builder
+
+
+def test_saved_model_runs(tmp_path):
+    path = classifier().save(tmp_path / "folder" / "m.onnx")
+    (found,) = run_onnxruntime(path, {"image": np.ones((1, 3, 16, 16), np.float32)}, ["logits"])
+    assert found.shape == (1, 5)
+    assert onnx.load(path).ir_version <= MAX_IR_VERSION
+
+
+def test_every_tensor_is_typed_and_every_name_unique():
+    graph = classifier().build().graph
+    typed = {value.name for value in (*graph.value_info, *graph.output)}
+    assert {name for node in graph.node for name in node.output} == typed
+    names = [node.name for node in graph.node]
+    assert len(set(names)) == len(names)
+
+
+def test_shapes_follow_from_the_operators():
+    builder = GraphBuilder("shapes")
+    x = builder.input("x", (2, 6, 8, 8))
+    assert builder.shape(builder.conv(x, 4, 5, stride=2, groups=2)) == (2, 4, 4, 4)
+    assert builder.shape(builder.conv(x, 4, 3, pad=0)) == (2, 4, 6, 6)
+    parts = builder.op("Split", x, builder.const([2, 4]), outputs=2, axis=1)
+    assert [builder.shape(part) for part in parts] == [(2, 2, 8, 8), (2, 4, 8, 8)]
+    assert builder.shape(builder.op("Reshape", x, builder.const([2, -1]))) == (2, 384)
+    assert builder.shape(builder.op("Resize", x, "", builder.const([1.0, 1.0, 2.0, 2.0]), mode="nearest"))[2:] == (
+        16,
+        16,
+    )
+    assert builder.shape(builder.input("dynamic", ("N", None, 3))) == (-1, -1, 3)
+
+
+def test_constants_keep_the_type_of_arrays():
+    builder = GraphBuilder("constants")
+    made = {
+        builder.const(1.5): onnx.TensorProto.FLOAT,
+        builder.const([1, 2]): onnx.TensorProto.INT64,
+        builder.const(np.float64(2)): onnx.TensorProto.DOUBLE,
+        builder.const(np.int8(2), "zero"): onnx.TensorProto.INT8,
+        builder.const(np.int8(3), "zero"): onnx.TensorProto.INT8,
+    }
+    tensors = {tensor.name: tensor.data_type for tensor in builder.graph().initializer}
+    assert tensors == made
+    assert "zero_1" in tensors
+
+
+def test_invalid_calls_are_refused():
+    builder = GraphBuilder("wrong")
+    x = builder.input("x", (2, 3))
+    with pytest.raises(ValueError, match=r"wrong: MatMul 'MatMul': .*Incompatible dimensions"):
+        builder.op("MatMul", x, x)
+    with pytest.raises(ValueError, match="the shape of tensor 'nowhere' is not known"):
+        builder.linear("nowhere", 3)
+    with pytest.raises(ValueError, match="'x' is not the output of a node"):
+        builder.output(x, name="y")
+    with pytest.raises(ValueError, match="the name 'x' is taken"):
+        builder.output(builder.op("Relu", x), name="x")

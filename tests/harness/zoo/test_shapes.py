@@ -1,13 +1,9 @@
 """The made-up data set: reproducible, disjoint splits with labels that fit the pixels."""
 
-import contextlib
-import io
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pycocotools.coco import COCO
 
 from harness.base.errors import UserError
 from harness.zoo.shapes import CLASS_NAMES, IMAGE_SIZE_PX, draw_split
@@ -18,14 +14,11 @@ def test_images_are_rgb_and_labels_refer_to_images():
     assert [(image.dtype, image.shape) for image in shapes.images] == [
         (np.uint8, (IMAGE_SIZE_PX, IMAGE_SIZE_PX, 3))
     ] * 12
-    with contextlib.redirect_stdout(io.StringIO()):
-        coco = COCO()
-        coco.dataset = shapes.coco
-        coco.createIndex()
-    assert coco.getImgIds() == list(range(1, 13))
-    assert [category["name"] for category in coco.loadCats(coco.getCatIds())] == list(CLASS_NAMES)
-    assert {annotation["image_id"] for annotation in shapes.coco["annotations"]} <= set(coco.getImgIds())
-    assert len({annotation["id"] for annotation in shapes.coco["annotations"]}) == len(shapes.coco["annotations"])
+    coco = shapes.coco
+    assert [image["id"] for image in coco["images"]] == list(range(1, 13))
+    assert [category["name"] for category in coco["categories"]] == list(CLASS_NAMES)
+    assert {annotation["image_id"] for annotation in coco["annotations"]} <= set(range(1, 13))
+    assert len({annotation["id"] for annotation in coco["annotations"]}) == len(coco["annotations"])
 
 
 @pytest.mark.parametrize(("name", "count"), [("calibration", 64), ("evaluation", 200)])
@@ -54,29 +47,13 @@ def test_splits_share_no_image():
 def test_boxes_lie_in_the_image_and_hold_their_area(name, count):
     for annotation in draw_split(name, count).coco["annotations"]:
         x, y, width, height = annotation["bbox"]
-        assert x >= 0
-        assert y >= 0
-        assert x + width <= IMAGE_SIZE_PX
-        assert y + height <= IMAGE_SIZE_PX
+        assert min(x, y) >= 0
+        assert max(x + width, y + height) <= IMAGE_SIZE_PX
         assert 0 < annotation["area"] <= width * height * (1 + 1e-9)
 
 
-def test_shapes_are_visible_in_their_boxes():
-    shapes = draw_split("evaluation", 40)
-    seen = []
-    for annotation in shapes.coco["annotations"]:
-        image = shapes.images[annotation["image_id"] - 1].astype(float)
-        x, y, width, height = (round(value) for value in annotation["bbox"])
-        inside = image[y : y + height, x : x + width].mean((0, 1))
-        seen.append(np.abs(inside - np.median(image, (0, 1))).max() > 15)
-    assert np.mean(seen) > 0.9
-
-
-def test_unknown_split_is_refused():
+def test_unknown_split_and_count_below_one_are_refused():
     with pytest.raises(UserError, match=r"shapes: no split 'eval'; did you mean 'evaluation'\?"):
         draw_split("eval")
-
-
-def test_count_below_one_is_refused():
     with pytest.raises(UserError, match=r"shapes: count must be at least 1 .*, but got 0"):
         draw_split("train", 0)

@@ -52,7 +52,7 @@ def test_nodes_with_equal_names_are_imported_separately():
 
 def test_a_model_without_matching_pairs_is_refused():
     g, stranger = GraphBuilder("residual"), GraphBuilder("stranger")
-    g.output(g.op("Relu", g.input("x", (1, 4))))
+    g.output(g.op("Sigmoid", g.input("x", (1, 4))))
     model = loaded(g, "residual")
     with pytest.raises(UserError, match="the Q/DQ model: holds no Q/DQ pair, so there is no placement"):
         import_placement(model.proto, model)
