@@ -10,7 +10,6 @@ import onnxruntime as ort
 import openvino as ov
 import pytest
 from fidelity_of import run_openvino
-from harness.runtimes.tensorrt.model_checks import cast_model, dominant_float_type, read_structure
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machine import SATURATES, exact_int8
@@ -28,6 +27,7 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_7BIT, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
 from harness.plugins import registry
 from harness.plugins.api import Candidate
+from harness.runtimes.tensorrt.options import cast_model, dominant_float_type, read_structure
 from search.space import Edge, Resolved, edges_digest
 
 DIALECTS = (OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, TENSORRT)
@@ -497,5 +497,5 @@ def test_cast_model_is_cached(tmp_path, monkeypatch):
     net(tmp_path / "net.onnx")
     first = cast_model(tmp_path / "net.onnx", "f16", tmp_path / "cast")
     assert [path.name for path in first.parent.iterdir()] == [first.name]
-    monkeypatch.setattr("harness.runtimes.tensorrt.model_checks.call_in_helper_process", None)
+    monkeypatch.setattr("harness.runtimes.tensorrt.options.call_in_helper_process", None)
     assert cast_model(tmp_path / "net.onnx", "f16", tmp_path / "cast") == first
