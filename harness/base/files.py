@@ -11,6 +11,7 @@ forgery.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -22,9 +23,14 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from harness.base.errors import UserError
+from harness.base.text import shorten
+
+T = TypeVar("T")
 
 MAX_BYTES = 64 * 2**20
 MAX_PARSED_BYTES = 128 * 2**20  # scores of 80 files on 50,000 images each
@@ -59,15 +65,10 @@ def open_regular(path: Path, kind: str = "a file") -> Iterator[IO[bytes]]:
         UserError: The file cannot be opened, or is no regular file.
     """
     with explain_read_errors(path, kind):
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        with explain_read_errors(path, kind):
-            if stat.S_ISDIR(mode):
-                raise IsADirectoryError
-        raise UserError(f"{path}: this is no file, but a pipe or a device")
-    with open(handle, "rb") as file:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UserError(f"{path}: this is no file, but a pipe or a device")
         yield file
 
 
@@ -78,10 +79,9 @@ def read_bounded(path: Path, kind: str = "a file of qdq-bench", max_bytes: int =
         UserError: The file cannot be read, is no regular file, or has more than `max_bytes`.
     """
     with open_regular(path, kind) as file, explain_read_errors(path, kind):
-        if (size := os.fstat(file.fileno()).st_size) <= max_bytes:
-            content = file.read(max_bytes + 1)
-            size = len(content)
-    if size > max_bytes:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(max_bytes + 1) if size <= max_bytes else b""
+    if (size := max(size, len(content))) > max_bytes:
         raise UserError(f"{path}: {size} bytes, but at most {max_bytes} for {kind}")
     return content
 
@@ -112,8 +112,14 @@ def parse_json(raw: bytes | str) -> Any:
     """
     raw = raw.encode() if isinstance(raw, str) else raw
     check_parsed_size(raw)
+
+    def parse_int(text: str) -> int:
+        if len(text) > MAX_DIGITS:
+            raise ValueError(f"a number of {len(text)} digits")
+        return int(text)
+
     try:
-        body = json.loads(raw, parse_int=_parse_int if _LONG_NUMBER.search(raw) else None)
+        body = json.loads(raw, parse_int=parse_int if _LONG_NUMBER.search(raw) else None)
         if b"\\ud" in raw:
             body = json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
     except RecursionError as error:
@@ -121,10 +127,29 @@ def parse_json(raw: bytes | str) -> Any:
     return body
 
 
-def _parse_int(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
+def first_problem(error: ValidationError, skipped: int = 0) -> str:
+    """Return the first error of pydantic as "key.path: message", without the first `skipped` keys of the path."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place, problem = ".".join(map(str, first["loc"][skipped:])), first["msg"].removeprefix("Value error, ")
+    return f"{place}: {problem}" if place else problem
+
+
+@functools.cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
+def from_json(schema: type[T], body: Any) -> T:
+    """Return an instance of a type from decoded JSON, with tuples for lists.
+
+    Raises:
+        ValueError: The body does not fit the type.
+    """
+    try:
+        record: T = _adapter(schema).validate_python(body)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from error
+    return record
 
 
 _CHECKSUM = re.compile(rb',?"crc32":"([0-9a-f]{8})"\}\Z')
@@ -142,7 +167,12 @@ class DamagedFile(UserError):
     """
 
     def __init__(
-        self, path: Path, problem: str, *, where: str = "", remedy: str = "move the file away to have it made again"
+        self,
+        path: Path,
+        problem: str,
+        *,
+        where: str = "",
+        remedy: str = "move it away and repeat the run, which makes it again, or restore it",
     ) -> None:
         self.path, self.problem, self.where = path, problem, where
         super().__init__(f"{path}{', ' if where else ''}{where}: {problem}; {remedy}")
@@ -181,11 +211,12 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written ({error.strerror or error}){advice * is_full}") from error
 
 
-def read_json(path: Path, missing: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_json(path: Path, missing: Mapping[str, Any] | None = None, schema: Any = None) -> dict[str, Any]:
     """Read a JSON object.
 
     Args:
         missing: Result if there is no file; None: an error. A link to nothing is an error too.
+        schema: Type that the object must fit; keys that it does not have are not checked.
 
     Raises:
         DamagedFile: The file is damaged.
@@ -197,8 +228,18 @@ def read_json(path: Path, missing: Mapping[str, Any] | None = None) -> dict[str,
         body = parse_json(remove_checksum(read_bounded(path)))
     except ValueError as error:
         raise DamagedFile(path, f"cannot be read ({error})") from error
+    return check_record(path, body, schema)
+
+
+def check_record(path: Path, body: Any, schema: Any = None) -> dict[str, Any]:
+    """Return a JSON object of a file; raise `DamagedFile` for another value, or one that does not fit a schema."""
     if not isinstance(body, dict):
         raise DamagedFile(path, "not a file of qdq-bench")
+    if schema is not None:
+        try:
+            from_json(schema, body)
+        except ValueError as error:
+            raise DamagedFile(path, f"damaged ({error})") from error
     return body
 
 
@@ -280,9 +321,6 @@ def next_backup_path(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-MAX_VALUE_CHARS = 100
-
-
 def diff_leaves(old: Any, new: Any, path: str = "") -> Iterator[str]:
     """Yield each leaf that differs, for instance "backend.version: '2026.3' -> '2026.4'"; a missing one is None.
 
@@ -295,7 +333,7 @@ def diff_leaves(old: Any, new: Any, path: str = "") -> Iterator[str]:
         for key in sorted({*old, *new}):
             yield from diff_leaves(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
     elif not json_equal(old, new):
-        yield f"{path}: {_truncate_repr(old)} -> {_truncate_repr(new)}"
+        yield f"{path}: {shorten(repr(old))} -> {shorten(repr(new))}"
 
 
 def json_equal(one: Any, other: Any) -> bool:
@@ -310,8 +348,3 @@ def facts_digest(facts: Any) -> str:
         return sorted(value) if isinstance(value, Set) else repr(value)
 
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=plain).encode()).hexdigest()[:16]
-
-
-def _truncate_repr(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

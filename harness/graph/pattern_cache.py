@@ -17,10 +17,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from harness.base.errors import UserError
+from harness.base.files import first_problem
 from harness.base.text import shorten
 from harness.config.sections import duplicates
 from harness.config.yaml_loader import read_cache_file, write_plain_yaml
-from harness.measure.records import Count, LatencyMs, field_values, first_problem
+from harness.measure.records import Count, LatencyMs, field_values
 from search.api import Observation, Score
 from search.space import FLOAT, Dimension, Placement, PointKind, Space
 

@@ -5,7 +5,6 @@ Results contain all samples; readers of a journal compute summaries from them (`
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from harness.base.files import first_problem
 from harness.base.paths import hide_paths
 
 MAIN_BENCHMARKER = "main"  # name of the default benchmarker and of the default evaluator
@@ -173,28 +173,3 @@ def decode_line(text: str | bytes) -> JournalLine:
         problem = first_problem(error, skipped=1)
         start = raw[:80].decode(errors="replace")
         raise ValueError(f"not a journal line of schema {SCHEMA_VERSION} ({problem}): {start!r}") from error
-
-
-def first_problem(error: ValidationError, skipped: int = 0) -> str:
-    """Return the first error of pydantic as "key.path: message", without the first `skipped` keys of the path."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    place, problem = ".".join(map(str, first["loc"][skipped:])), first["msg"].removeprefix("Value error, ")
-    return f"{place}: {problem}" if place else problem
-
-
-@functools.cache
-def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
-
-
-def from_json(cls: type[T], body: Any) -> T:
-    """Return an instance of a dataclass from decoded JSON, with tuples for lists.
-
-    Raises:
-        ValueError: The body does not fit the class.
-    """
-    try:
-        record: T = _adapter(cls).validate_python(body)  # type: ignore[arg-type]
-    except ValidationError as error:
-        raise ValueError(f"not a record of {cls.__name__} ({first_problem(error)})") from error
-    return record

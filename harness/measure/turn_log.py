@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from harness.base.files import parse_json
+from harness.base.files import from_json, parse_json
 from harness.base.statistics import Interval, block_ci, noise_floor_from_ratios, paired_ratio_ci, speedup_verdict
-from harness.measure.records import Count, Failed, LatencyMs, Readings, from_json
+from harness.measure.records import Count, Failed, LatencyMs, Readings
 
 TWIN = "A/A twin"  # name of the row with the second build of the baseline
 NOTED_DISTURBED_SHARE = 0.10  # medians over turns are robust against a smaller share of disturbed turns

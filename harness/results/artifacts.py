@@ -7,19 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from harness.base.errors import UserError
-from harness.base.files import DamagedFile, read_json
+from harness.base.files import DamagedFile, from_json, read_json
 from harness.base.text import MAX_FILE_NAME_CHARS, shorten
-from harness.measure.records import MAIN_BENCHMARKER, first_problem, from_json
+from harness.measure.records import MAIN_BENCHMARKER
 from harness.plugins.api import Candidate
 from search.space import Placement, Space, edges_digest
 
 FLOAT_ROW = "float"
 #: Record by row of the file with the dynamic axes of the original model, or of the reason why there is none.
 DYNAMIC_AXES_FILE = "dynamic.json"
-_DYNAMIC_AXES = TypeAdapter(dict[str, dict[str, str | None]])
 DYNAMIC_MODEL_SUFFIX = ".dynamic.onnx"  # of an exported model with dynamic axes
 #: Recovered placements of a task with their steps and gains.
 RECOVERY_FILE = "recovery.json"
@@ -157,27 +155,21 @@ def read_dynamic_axes(folder: Path) -> dict[str, dict[str, str | None]]:
     Raises:
         UserError: The file is damaged.
     """
-    path = folder / DYNAMIC_AXES_FILE
-    try:
-        return _DYNAMIC_AXES.validate_python(read_json(path, {}))
-    except ValidationError as error:
-        raise DamagedFile(path, f"damaged ({first_problem(error)})") from error
+    return read_json(folder / DYNAMIC_AXES_FILE, {}, dict[str, dict[str, str | None]])
 
 
 def read_finalists(folder: Path) -> tuple[tuple[ExportedModel, ...], tuple[Choice, ...]]:
     """Return the exported models and choices of a task; both are empty while searches run.
 
     Raises:
-        UserError: `rows.json` is damaged, or is not what a run writes.
+        DamagedFile: `rows.json` is damaged, or is not what a run writes.
     """
     path = folder / "rows.json"
     if not path.exists():
         return (), ()
     body = read_json(path)
     try:
-        return (
-            tuple(from_json(ExportedModel, row) for row in body["rows"]),
-            tuple(from_json(Choice, pick) for pick in body["picks"]),
-        )
+        rows = tuple(from_json(ExportedModel, row) for row in body["rows"])
+        return rows, tuple(from_json(Choice, pick) for pick in body["picks"])
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); move the file away to have it made again") from error
+        raise DamagedFile(path, f"damaged ({error})") from error

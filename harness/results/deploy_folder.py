@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from harness.base.errors import UserError
 from harness.base.files import file_sha256, read_json, read_text
-from harness.measure.records import first_problem
 
 SHIP_FOLDER = "ship"
 FACTS_FILE, MANIFEST_FILE, REPORT_FILE, SCRIPT_FILE = "ship.json", "SHA256SUMS", "report.md", "deploy.py"
@@ -87,26 +86,24 @@ def _differences(folder: Path) -> Iterator[str]:
         problem = ""
         if name not in entries:
             problem = "missing"
-        elif not _is_regular(entries[name]):
+        elif not stat.S_ISREG(entries[name].lstat().st_mode):
             problem = "a link, a folder or a pipe, but each entry of a folder to deploy is a regular file"
         elif file_sha256(entries[name]) != digest:
             problem = f"damaged: the content differs from {MANIFEST_FILE}"
         if problem:
             yield f"{folder / name}: {problem}"
         damaged |= bool(problem)
-    if not damaged:
-        yield from (f"{folder / MANIFEST_FILE}: {problem}" for problem in _listing_problems(folder, recorded.keys()))
-
-
-def _listing_problems(folder: Path, listed: Set[str]) -> Iterator[str]:
-    if FACTS_FILE not in listed:
-        yield f"lists no {FACTS_FILE}"
-        return
-    facts = _read_facts(folder)
-    needed = {FACTS_FILE, SCRIPT_FILE, REPORT_FILE, *filter(None, (facts["file"], facts.get("dynamic_file")))}
-    yield from (f"lists no {name}, which a folder with this {FACTS_FILE} has" for name in sorted(needed - listed))
-    foreign = (name for name in sorted(listed) if not is_bundle_file(name, facts["file"].removesuffix(".onnx")))
-    yield from (f"lists {name}, which is no file of a folder to deploy" for name in foreign)
+    manifest = folder / MANIFEST_FILE
+    if not damaged and FACTS_FILE not in recorded:
+        yield f"{manifest}: lists no {FACTS_FILE}"
+    elif not damaged:
+        facts = _read_facts(folder)
+        needed = {FACTS_FILE, SCRIPT_FILE, REPORT_FILE, *filter(None, (facts["file"], facts.get("dynamic_file")))}
+        for name in sorted(needed - recorded.keys()):
+            yield f"{manifest}: lists no {name}, which a folder with this {FACTS_FILE} has"
+        for name in sorted(recorded):
+            if not is_bundle_file(name, facts["file"].removesuffix(".onnx")):
+                yield f"{manifest}: lists {name}, which is no file of a folder to deploy"
 
 
 def is_bundle_file(name: str, bundle: str) -> bool:
@@ -115,17 +112,8 @@ def is_bundle_file(name: str, bundle: str) -> bool:
     return name in (FACTS_FILE, MANIFEST_FILE, REPORT_FILE, SCRIPT_FILE) or re.fullmatch(models, name) is not None
 
 
-def _is_regular(path: Path) -> bool:
-    return stat.S_ISREG(path.lstat().st_mode)
-
-
 def _read_facts(folder: Path) -> dict[str, Any]:
-    facts = read_json(folder / FACTS_FILE)
-    try:
-        StoredFacts.model_validate(facts)
-    except ValidationError as error:
-        raise UserError(f"{folder / FACTS_FILE}: {first_problem(error)}") from error
-    return facts
+    return read_json(folder / FACTS_FILE, schema=StoredFacts)
 
 
 def _recorded_digests(folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,27 +10,31 @@ from typing import Any
 
 from harness.accuracy.metrics.intervals import NEGLIGIBLE_SCORE, decode_accuracy
 from harness.base.errors import UserError
-from harness.base.files import read_json
-from harness.measure.records import Failed, from_json
+from harness.base.files import DamagedFile, from_json, read_json
+from harness.measure.records import Failed
 from harness.measure.turn_log import RowFailure, RowSummary, TurnEvent, summarize_turns
 from harness.results.artifacts import FLOAT_ROW, RECOVERY_FILE, Choice, ExportedModel, read_finalists, recovered_row
 from harness.results.manifest import MANIFEST_FILE, require_unchanged_results
-from harness.results.output_check import CHECK_FILE_NAME, OutputCheck, read_checks
+from harness.results.output_check import OutputCheck, read_checks
 from harness.results.scores import FILE_BENCHMARKER, read_scores, score_difference
 from harness.results.search_log import Goal, SearchLog, read_searches
 from harness.results.stored_experiment import (
+    Environment,
     RecoveryRecord,
     StoredExperiment,
     read_builds,
-    read_environment,
     read_metric_scores,
-    read_or_explain,
     read_stored_experiment,
     read_task_facts,
-    validate_record,
 )
-from harness.results.termination import PHASES_FILE, read_phases, read_task_error
-from harness.results.turns import FINAL_SELECTION_LOG_NAME, read_events, read_noise_floor, read_speedups
+from harness.results.termination import read_phases, read_task_error
+from harness.results.turns import (
+    CONFIRMATION_LOG_NAME,
+    FINAL_SELECTION_LOG_NAME,
+    median_speedups,
+    read_comparison,
+    read_noise_floor,
+)
 
 NOISY_FLOOR = 0.10  # relative noise floor from which a machine is called noisy: gains of quantization are of this size
 
@@ -251,60 +256,60 @@ def load(folder: Path) -> Results:
 
 def _load_task(folder: Path, stored: StoredExperiment) -> TaskResults:
     facts = read_task_facts(folder)
-    goal = read_or_explain(folder / "task.json", lambda: from_json(Goal, facts["goal"]))
-    rows, picks = read_or_explain(folder / "rows.json", lambda: read_finalists(folder))
-    events = read_events(folder)
+    try:
+        goal = from_json(Goal, facts["goal"])
+    except ValueError as error:
+        raise DamagedFile(folder / "task.json", f"damaged (goal: {error})") from error
+    finalists, picks = read_finalists(folder)
+    rows = {row.id: row for row in finalists}
+    events = read_comparison(folder / CONFIRMATION_LOG_NAME)
     lost = {(event.row, event.build) for event in events if isinstance(event, RowFailure)}
     noise_floor = read_noise_floor(folder)
     summary = summarize_turns(events, baseline=FLOAT_ROW, noise_floor=noise_floor) if events else None
-    named = {row.id: row for row in rows}
-    checks = read_or_explain(folder / CHECK_FILE_NAME, lambda: read_checks(folder, named))
-    accuracy_file = folder / "accuracy.json"
-    scores = read_or_explain(accuracy_file, lambda: read_metric_scores(folder, str(facts.get("metric"))))
-    file_scores = read_or_explain(accuracy_file, lambda: read_scores(folder, FILE_BENCHMARKER))
+    metric = None if facts.get("metric") is None else str(facts["metric"])
+    scores, file_scores = read_metric_scores(folder, str(metric)), read_scores(folder, FILE_BENCHMARKER)
+    checks = read_checks(folder, rows)
     checks = checks | _differing_scores(facts, scores, file_scores, checks)
+    wrong = {name: check.label for name, check in checks.items() if check.is_wrong}
+    summaries = {} if summary is None else summary.rows
+    builds = read_builds(folder / CONFIRMATION_LOG_NAME) or (stored.builds if events else None)
     paced = replace(goal, minimize="latency")  # the same bounds, but by latency, whatever the searches minimised
-    builds = read_builds(folder / "confirmation.jsonl") or (stored.builds if events else None)
-    metric = facts.get("metric")
-    searches, latencies_ms = read_searches(
-        folder / "runs", paced, None if metric is None else str(metric), stored.searchers
-    )
+    searches, latencies_ms = read_searches(folder / "runs", paced, metric, stored.searchers)
+    largest: dict[tuple[str, int | None], int] = defaultdict(int)  # budgets at which choices were made
+    for pick in picks:
+        largest[pick.method, pick.seed] = max(pick.budget or 0, largest[pick.method, pick.seed])
+    # A search may have continued after its choices were made, for instance with a larger budget.
+    current = all(s.evaluations <= largest.get((s.searcher, s.seed), s.evaluations) for s in searches)
+    is_confirmed = summary is not None and builds is not None and summary.builds >= builds
     return TaskResults(
         folder=folder,
         facts=facts,
-        environment=read_environment(folder / "env.json"),
-        rows=named,
+        environment=read_json(folder / "env.json", {}, Environment),
+        rows=rows,
         picks=picks,
         searches=searches,
         latencies_ms=latencies_ms,
-        selection_speedups=read_or_explain(
-            folder / FINAL_SELECTION_LOG_NAME, lambda: read_speedups(folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
-        ),
+        selection_speedups=median_speedups(read_comparison(folder / FINAL_SELECTION_LOG_NAME), FLOAT_ROW),
         scores=scores,
         file_scores={row: score for row, score in file_scores.items() if not is_float_row(row)},
-        recovery=read_or_explain(folder / RECOVERY_FILE, lambda: _read_recovery(folder / RECOVERY_FILE)),
+        recovery=_read_recovery(folder / RECOVERY_FILE),
         events=events,
-        summaries={} if summary is None else _with_checks(summary.rows, checks),
+        summaries={name: replace(row, verdict=wrong.get(name, row.verdict)) for name, row in summaries.items()},
         failed={} if summary is None else summary.failed,
         checks=checks,
-        lost={name: sum(row == name for row, _ in lost) for name, _ in lost},
-        phases_s=read_or_explain(folder / PHASES_FILE, lambda: read_phases(folder)),
+        lost=Counter(row for row, _ in lost),
+        phases_s=read_phases(folder),
         noise_floor=(noise_floor or None) if summary is None else summary.noise_floor,
         disturbed=0.0 if summary is None else summary.disturbed,
         builds=builds,
         float_measured=(folder / "float.json").exists(),
-        complete=bool(picks)
-        and summary is not None
-        and builds is not None
-        and summary.builds >= builds
-        and _picks_are_current(searches, picks),
+        complete=bool(picks) and is_confirmed and current,
     )
 
 
 def _read_recovery(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return the record of each recovered placement by digest, with `estimate` and `estimate_before` if known."""
-    record = read_json(path, {"placements": {}})
-    validate_record(RecoveryRecord, record)
+    record = read_json(path, {"placements": {}}, RecoveryRecord)
     estimates, placements = record.get("estimated_losses", {}), dict[str, Mapping[str, Any]]()
     for digest, facts in record["placements"].items():
         rows = {"estimate_before": digest, "estimate": recovered_row(facts.get("sha256", ""))}
@@ -332,20 +337,6 @@ def _differing_scores(
 def is_float_row(row: str) -> bool:
     """Return whether a row is the float model, at the precision of the baseline or at another one."""
     return row == FLOAT_ROW or row.startswith(f"{FLOAT_ROW}-")
-
-
-def _with_checks(summaries: Mapping[str, RowSummary], checks: Mapping[str, OutputCheck]) -> dict[str, RowSummary]:
-    """Return the confirmed figures, with the verdict replaced for rows whose result is wrong."""
-    wrong = {name: each.label for name, each in checks.items() if each.is_wrong}
-    return {name: replace(each, verdict=wrong.get(name, each.verdict)) for name, each in summaries.items()}
-
-
-def _picks_are_current(searches: Iterable[SearchLog], picks: Iterable[Choice]) -> bool:
-    """Return whether no search continued after its choices were made, for instance with a larger budget."""
-    most: dict[tuple[str, int | None], int] = {}
-    for pick in picks:
-        most[pick.method, pick.seed] = max(pick.budget or 0, most.get((pick.method, pick.seed), 0))
-    return all(s.evaluations <= most.get((s.searcher, s.seed), s.evaluations) for s in searches)
 
 
 def row_labels(task: TaskResults, lines: Iterable[Mapping[Any, Any]]) -> dict[str, str]:

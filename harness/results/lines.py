@@ -70,8 +70,14 @@ class LineLog:
             if path.exists():
                 truncate_partial_line(path)
             if first := first_line(path):
-                self.header = _decode_header(first, path)
-                self._last = _last_digest(path)
+                self.header = log_header(path)
+                with path.open("rb") as file:
+                    file.seek(-min(_SEAL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                    try:
+                        chained = _find_seal(file.read())[1]
+                    except ValueError as error:
+                        raise DamagedFile(path, str(error), where="the last line") from error
+                self._last = None if chained is None else chained.decode()
             self._file = path.open("ab", buffering=0)
         if not first:
             head = {"kind": "header", "schema": CHAINED_SCHEMA, "log": path.name.removesuffix(".jsonl")}
@@ -149,23 +155,12 @@ def strip_seal(raw: bytes) -> bytes:
     return raw[: _find_seal(raw).start()] + b"}"
 
 
-def _last_digest(path: Path) -> str | None:
-    with path.open("rb") as file:
-        file.seek(-min(_SEAL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-        try:
-            seal = _find_seal(file.read())
-        except ValueError as error:
-            raise DamagedFile(path, str(error), where="the last line") from error
-    return None if seal[1] is None else seal[1].decode()
-
-
 def stored_path(path: Path) -> Path | None:
     """Return the plain file `path`, or the compressed one (`path` with .gz), or None if there is neither.
 
     If a crash left both, the plain one is returned, as it has at least the lines of the other.
     """
-    compressed = _compressed_path(path)
-    return path if os.path.lexists(path) else compressed if os.path.lexists(compressed) else None
+    return next(filter(os.path.lexists, (path, _compressed_path(path))), None)
 
 
 def shown_path(path: Path) -> Path:
@@ -191,27 +186,23 @@ def scan_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             check_parsed_size(raw, MAX_LINE_BYTES)
             body, digest = _unseal(raw, digest)
             if number == 1:
-                _check_header(body, path, is_chained=digest is not None)
+                facts = parse_json(body)
+                facts = facts if isinstance(facts, dict) else {}
+                if digest is None and facts.get("schema") == CHAINED_SCHEMA:
+                    raise ValueError("damaged: its lines are not chained")
+                own = path.name.removesuffix(COMPRESSED_SUFFIX).removesuffix(".jsonl")
+                name = str(facts.get("log", own))
+                if not re.fullmatch(rf"{re.escape(name)}(\.\d+)?", own):  # archived files have a number added
+                    raise ValueError(f"damaged: this is the file {shorten(name)!r} of a run")
         except ValueError as error:
             raise DamagedFile(shown, str(error), where=f"line {number}") from error
         yield number, offset, body
         offset += len(raw)
 
 
-def _check_header(header: bytes, path: Path, *, is_chained: bool) -> None:
-    """Raise `ValueError` if a header needs a chain, or names another file; archived files have a number added."""
-    facts, own = parse_json(header), path.name.removesuffix(COMPRESSED_SUFFIX).removesuffix(".jsonl")
-    facts = facts if isinstance(facts, dict) else {}
-    if not is_chained and facts.get("schema") == CHAINED_SCHEMA:
-        raise ValueError("damaged: its lines are not chained")
-    name = str(facts.get("log", own))
-    if not re.fullmatch(rf"{re.escape(name)}(\.\d+)?", own):
-        raise ValueError(f"damaged: this is the file {shorten(name)!r} of a run")
-
-
 def _whole_lines(shown: Path) -> Iterator[bytes]:
     """Yield the lines of a file; a partial last line is ignored."""
-    with explain_damage(shown), _open_stored(shown) as file:
+    with _open_stored(shown) as file:
         for raw in iter(partial(file.readline, MAX_LINE_BYTES), b""):
             if not raw.endswith(b"\n"):
                 if len(raw) == MAX_LINE_BYTES:
@@ -221,22 +212,13 @@ def _whole_lines(shown: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def explain_damage(shown: Path) -> Iterator[None]:
-    """Convert errors on decompressing a file to `DamagedFile`."""
-    try:
-        yield
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DamagedFile(shown, f"damaged ({error})") from error
-
-
-@contextmanager
 def _open_stored(shown: Path) -> Iterator[IO[bytes]]:
+    """Open a plain or a compressed file; errors on decompressing it become `DamagedFile`."""
     with open_regular(shown) as file:
-        if shown.suffix != COMPRESSED_SUFFIX:
-            yield file
-        else:
-            with gzip.open(file) as unpacked:
-                yield unpacked  # type: ignore[misc]
+        try:
+            yield gzip.open(file) if shown.suffix == COMPRESSED_SUFFIX else file  # type: ignore[misc]  # noqa: SIM115
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DamagedFile(shown, f"damaged ({error})") from error
 
 
 def first_line(path: Path) -> bytes:
@@ -249,11 +231,17 @@ def first_line(path: Path) -> bytes:
     return b"" if stored is None else next(_whole_lines(stored), b"")
 
 
-def _decode_header(first: bytes, path: Path) -> dict[str, Any]:
+def log_header(path: Path) -> dict[str, Any]:
+    """Return the first line of a file of lines; empty without one or if it is no JSON object.
+
+    Raises:
+        DamagedFile: The file cannot be read, or the line is no JSON.
+    """
+    first = first_line(path)
     try:
-        header = parse_json(first)
+        header = parse_json(first) if first else {}
     except ValueError as error:
-        raise DamagedFile(path, f"damaged: {error}", where="line 1") from error
+        raise DamagedFile(shown_path(path), f"damaged: {error}", where="line 1") from error
     return header if isinstance(header, dict) else {}
 
 
@@ -287,9 +275,14 @@ def restore_lines(path: Path) -> None:
         return
     with explain_write_errors(path):
         if not path.exists():
-            temporary = path.with_suffix(".tmp")
-            with temporary.open("wb") as file:
-                _decompress(compressed, file)
+            temporary, unpacked_bytes = path.with_suffix(".tmp"), 0
+            with temporary.open("wb") as file, _open_stored(compressed) as packed:
+                while block := packed.read(2**20):
+                    unpacked_bytes += len(block)
+                    if unpacked_bytes > MAX_UNPACKED_BYTES:
+                        problem = f"unpacks to more than {MAX_UNPACKED_BYTES} bytes, so no run wrote it"
+                        raise DamagedFile(compressed, problem)
+                    file.write(block)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -298,13 +291,3 @@ def restore_lines(path: Path) -> None:
 
 def _compressed_path(path: Path) -> Path:
     return path.with_name(path.name + COMPRESSED_SUFFIX)
-
-
-def _decompress(source: Path, target: IO[bytes]) -> None:
-    unpacked_bytes = 0
-    with explain_damage(source), _open_stored(source) as packed:
-        while block := packed.read(2**20):
-            unpacked_bytes += len(block)
-            if unpacked_bytes > MAX_UNPACKED_BYTES:
-                raise DamagedFile(source, f"unpacks to more than {MAX_UNPACKED_BYTES} bytes, so no run wrote it")
-            target.write(block)

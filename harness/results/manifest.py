@@ -20,8 +20,15 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from harness.base.errors import UserError
-from harness.base.files import DamagedFile, archive_existing, explain_write_errors, open_regular, read_json, write_json
-from harness.measure.records import first_problem
+from harness.base.files import (
+    DamagedFile,
+    archive_existing,
+    explain_write_errors,
+    first_problem,
+    open_regular,
+    read_json,
+    write_json,
+)
 from harness.results.journal import FingerprintMismatch, check_journal, require_same_fingerprint
 from harness.results.lines import COMPRESSED_SUFFIX, compress_lines, read_lines
 

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from harness.accuracy.metrics.intervals import drop_estimate
-from harness.base.errors import UserError
 from harness.base.files import read_json
 from harness.base.statistics import Interval
-from harness.measure.records import MAIN_BENCHMARKER, first_problem
+from harness.measure.records import MAIN_BENCHMARKER
 from harness.plugins.api import Accuracy
 from harness.results.artifacts import read_finalists
 from harness.results.output_check import MIN_FLOAT_SQNR_DB
@@ -32,9 +31,6 @@ class _StoredScore(BaseModel):
     evidence: str = ""
     mixable: str = ""
     note: str = ""
-
-
-_SCORES = TypeAdapter(dict[str, _StoredScore])
 
 
 def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Mapping[str, Any]]:
@@ -56,13 +52,7 @@ def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Ma
 
 def read_stored_scores(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the records of `accuracy.json` by key; empty without the file."""
-    path = folder / ACCURACY_FILE_NAME
-    records = read_json(path, {})
-    try:
-        _SCORES.validate_python(records)
-    except ValidationError as error:
-        raise UserError(f"{path}: damaged ({first_problem(error)})") from error
-    return records
+    return read_json(folder / ACCURACY_FILE_NAME, {}, dict[str, _StoredScore])
 
 
 def score_key(sha256: str, benchmarker: str, evaluator: str = MAIN_BENCHMARKER) -> str:

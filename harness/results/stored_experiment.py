@@ -7,24 +7,24 @@ JSON files that a report reads are, as the files may come from a stranger, with 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from harness.accuracy.metrics.intervals import check_consistency, decode_accuracy
 from harness.base.errors import UserError, prefix_file
-from harness.base.files import parse_json, read_bounded, read_json
+from harness.base.files import DamagedFile, parse_json, read_bounded, read_json
 from harness.base.text import shorten
 from harness.config.experiment import TaskSpec, require_countable
 from harness.config.sections import ModelSpec, PluginSpec
 from harness.config.yaml_loader import read_experiment_yaml, read_text_file
-from harness.measure.records import SCHEMA_VERSION, Texts, first_problem
+from harness.measure.records import SCHEMA_VERSION, Texts
 from harness.plugins.registry import is_program_object
-from harness.results.lines import first_line, read_lines
-from harness.results.scores import read_scores
+from harness.results.lines import log_header
+from harness.results.scores import ACCURACY_FILE_NAME, read_scores
 
 
 class _ReportedRecord(BaseModel):
@@ -124,20 +124,6 @@ class RecoveryRecord(_ReportedRecord):
     estimated_losses: dict[str, float | None] = {}
 
 
-def validate_record(schema: type[BaseModel], body: Mapping[str, Any]) -> None:
-    """Check a decoded JSON object against a schema.
-
-    Raises:
-        ValueError: A key that reports read is missing or has the wrong type.
-    """
-    try:
-        schema.model_validate(dict(body))
-    except ValidationError as error:
-        raise ValueError(first_problem(error)) from error
-
-
-T = TypeVar("T")
-REPAIR_HINT = "move it away and repeat qdq run, which makes it again, or restore it"
 FOLDER_NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 
 
@@ -175,38 +161,58 @@ def read_stored_experiment(path: Path) -> StoredExperiment:
     """
     text = read_text_file(path, "an experiment file")
     body = read_experiment_yaml(text, str(path))
-    precisions = [str(precision) for precision in _list_at(body, "precision")] or ["int8"]
-    uses = dict(_searcher_params(body))
+
+    def list_at(key: str) -> list[Any]:
+        return body[key] if isinstance(body.get(key), list) else []
+
+    def section(key: str) -> dict[str, Any]:
+        return body[key] if isinstance(body.get(key), dict) else {}
+
+    precisions = [str(precision) for precision in list_at("precision")] or ["int8"]
     with prefix_file(path):
-        require_countable(
-            "models, backends, precision", _list_at(body, "models"), _list_at(body, "backends"), precisions
-        )
+        require_countable("models, backends, precision", list_at("models"), list_at("backends"), precisions)
     tasks = tuple(
         TaskSpec(
-            model=ModelSpec.model_construct(use=model["use"], label=model["label"]),
-            backend=PluginSpec.model_construct(use=backend["use"], label=backend["label"]),
+            model=ModelSpec.model_construct(**_entry_name(model)),
+            backend=PluginSpec.model_construct(**_entry_name(backend)),
             precision=precision,
             runs=(),
         )
-        for model in _named_entries(body, "models")
-        for backend in _named_entries(body, "backends")
+        for model in list_at("models")
+        for backend in list_at("backends")
         for precision in precisions
     )
     for task in tasks:
         if not FOLDER_NAME.fullmatch(task.name):  # the file may come from a stranger
             raise UserError(f"{path}: a task is called {shorten(task.name)!r}, which is no folder name")
+    uses: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for entry in list_at("searchers"):
+        fields = entry if isinstance(entry, dict) else {}
+        params, without, named = fields.get("params"), fields.get("without"), _entry_name(entry)
+        removed = {"without": " and ".join(map(str, without))} if isinstance(without, list) and without else {}
+        settings = {**(params if isinstance(params, dict) else {}), **removed}
+        uses[PluginSpec.model_construct(**named).name] = (str(named["use"]), settings)
+    builds, budget = section("confirmation").get("builds"), section("budget")
+    limits = {key: budget.get(key) for key in ("minutes", "task_minutes")}
     return StoredExperiment(
         name=str(body.get("experiment", path.parent.name)),
         description=str(body.get("description") or ""),
         text=text,
         tasks=tasks,
-        baselines=tuple(str(name) for name in _list_at(body, "baselines")),
+        baselines=tuple(str(name) for name in list_at("baselines")),
         searchers=tuple(uses),
         uses=uses,
-        builds=_confirmation_builds(body),
-        minutes=_time_limits(body),
+        builds=builds if isinstance(builds, int) else None,
+        minutes={key: limit for key, limit in limits.items() if isinstance(limit, int | float)},
         from_program=any(map(is_program_object, _texts([body.get("models"), body.get("backends")]))),
     )
+
+
+def _entry_name(entry: Any) -> dict[str, Any]:
+    """Return the plug-in and the label of an entry of a list."""
+    fields = entry if isinstance(entry, dict) else {"use": entry}
+    label = fields.get("label")
+    return {"use": str(fields.get("use", "")), "label": None if label is None else str(label)}
 
 
 def read_metric_scores(task: Path, metric: str) -> Mapping[str, Mapping[str, Any]]:
@@ -216,42 +222,18 @@ def read_metric_scores(task: Path, metric: str) -> Mapping[str, Mapping[str, Any
         metric: Metric that is checked against the record of single images.
 
     Raises:
-        ValueError: A score contradicts its own record of single images.
+        DamagedFile: A score contradicts its own record of single images.
     """
     scores = read_scores(task)
     for row, score in scores.items():
-        if metric in score.get("metrics", {}) and (error := _score_error(score, metric)):
-            raise ValueError(f"{row}: {error}")
+        if metric in score.get("metrics", {}):
+            try:
+                problem = check_consistency(decode_accuracy(score), metric)
+            except ValueError as error:
+                problem = str(error)
+            if problem:
+                raise DamagedFile(task / ACCURACY_FILE_NAME, f"damaged ({row}: {problem})")
     return scores
-
-
-def _score_error(score: Mapping[str, Any], metric: str) -> str:
-    try:
-        return check_consistency(decode_accuracy(score), metric)
-    except ValueError as error:
-        return str(error)
-
-
-def _searcher_params(body: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Mapping[str, Any]]]]:
-    for entry, named in zip(_list_at(body, "searchers"), _named_entries(body, "searchers"), strict=True):
-        fields = entry if isinstance(entry, dict) else {}
-        params, without = fields.get("params"), fields.get("without")
-        name = PluginSpec.model_construct(use=named["use"], label=named["label"]).name
-        fixed = params if isinstance(params, dict) else {}
-        removed = {"without": " and ".join(map(str, without))} if isinstance(without, list) and without else {}
-        yield name, (str(named["use"]), {**fixed, **removed})
-
-
-def _confirmation_builds(body: Mapping[str, Any]) -> int | None:
-    confirmation = body.get("confirmation")
-    builds = confirmation.get("builds") if isinstance(confirmation, dict) else None
-    return builds if isinstance(builds, int) else None
-
-
-def _time_limits(body: Mapping[str, Any]) -> Mapping[str, float]:
-    budget = body.get("budget")
-    found = budget if isinstance(budget, dict) else {}
-    return {key: found[key] for key in ("minutes", "task_minutes") if isinstance(found.get(key), int | float)}
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -262,18 +244,6 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(inner)
 
 
-def _list_at(body: Mapping[str, Any], key: str) -> list[Any]:
-    value = body.get(key)
-    return value if isinstance(value, list) else []
-
-
-def _named_entries(body: Mapping[str, Any], key: str) -> Iterator[dict[str, str | None]]:
-    for entry in _list_at(body, key):
-        fields = entry if isinstance(entry, dict) else {"use": entry}
-        label = fields.get("label")
-        yield {"use": str(fields.get("use", "")), "label": None if label is None else str(label)}
-
-
 def read_task_facts(folder: Path) -> Mapping[str, Any]:
     """Return the facts of a task.
 
@@ -281,47 +251,21 @@ def read_task_facts(folder: Path) -> Mapping[str, Any]:
         UserError: The file is damaged or has another schema.
     """
     path = folder / "task.json"
-    schema = _read_schema(path)
+    try:
+        facts = parse_json(read_bounded(path))  # files of other schemas may lack the checksum
+    except ValueError as error:
+        raise DamagedFile(path, f"damaged ({error})") from error
+    schema = facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
     if schema != SCHEMA_VERSION:
         raise UserError(
             f"{path}: written with schema {shorten(schema)}, this version reads schema {SCHEMA_VERSION}; "
             "render it with the version that wrote it, or run the experiment again into another folder"
         )
-    facts = read_json(path)
-    read_or_explain(path, lambda: validate_record(TaskFacts, facts))
-    return facts
-
-
-def _read_schema(path: Path) -> Any:
-    """Return the schema number without a comparison of the checksum, which files of other schemas lack."""
-    facts = read_or_explain(path, lambda: parse_json(read_bounded(path)))
-    return facts.get("schema", "unknown") if isinstance(facts, dict) else "unknown"
-
-
-def read_environment(path: Path) -> Mapping[str, Any]:
-    """Return the stored versions and facts of the machine (`env.json`); empty if there is no file.
-
-    Raises:
-        UserError: The file is damaged.
-    """
-    environment = read_json(path, {})
-    read_or_explain(path, lambda: validate_record(Environment, environment))
-    return environment
+    return read_json(path, schema=TaskFacts)
 
 
 def read_builds(path: Path) -> int | None:
     """Return the planned builds of a confirmation log, or None if it has no header with them."""
-    if not first_line(path):
-        return None
-    header = read_or_explain(path, lambda: parse_json(next(read_lines(path))[1]))
-    plan = header.get("plan") if isinstance(header, dict) else None
+    plan = log_header(path).get("plan")
     builds = plan.get("builds") if isinstance(plan, dict) else None
     return builds if isinstance(builds, int) else None
-
-
-def read_or_explain(path: Path, reader: Callable[[], T]) -> T:
-    """Return the result of `reader`; raise its errors as a `UserError` that names the damaged file."""
-    try:
-        return reader()
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error}); {REPAIR_HINT}") from error

@@ -17,9 +17,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from harness.base.errors import UserError
-from harness.base.files import json_equal, read_json
+from harness.base.files import from_json, json_equal, read_json
 from harness.base.statistics import Interval
-from harness.measure.records import from_json
 from harness.plugins.api import Layer
 from harness.results.artifacts import ExportedModel
 from harness.results.folder import TaskResults

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.base.errors import UserError
-from harness.base.files import DamagedFile, parse_json, read_json
+from harness.base.files import DamagedFile, read_json
 from harness.config.sections import Confirmation
 from harness.measure.turn_log import (
     TWIN,
@@ -20,7 +20,7 @@ from harness.measure.turn_log import (
     summarize_turns,
 )
 from harness.results.artifacts import FLOAT_ROW
-from harness.results.lines import first_line, read_lines, shown_path, stored_path
+from harness.results.lines import first_line, log_header, read_lines, shown_path, stored_path
 
 CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirmation.jsonl", "noise_floor.json"
 
@@ -49,11 +49,6 @@ def baseline_latency(folder: Path) -> float:
     return summarize_turns(noise_floor_events(folder), baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
 
 
-def count_noise_floor_turns(folder: Path) -> int:
-    """Return the number of turns of the baseline and its twin before the searches of a task."""
-    return len(noise_floor_events(folder))
-
-
 def noise_floor_events(folder: Path) -> list[TurnEvent]:
     """Return the events of the float model and its twin before the searches of a task."""
     return [decode_turn_event(json.dumps(event)) for event in read_json(folder / NOISE_FLOOR_FILE_NAME)["events"]]
@@ -66,22 +61,10 @@ def read_begun_plan(folder: Path) -> Confirmation | None:
         UserError: The log of the confirmation is damaged.
     """
     path = folder / CONFIRMATION_LOG_NAME
-    if not first_line(path):
-        return None
     try:
-        return Confirmation(**parse_json(next(read_lines(path))[1])["plan"])
+        return Confirmation(**log_header(path)["plan"]) if first_line(path) else None
     except (ValueError, KeyError, TypeError) as error:
-        remedy = "move the file away to have it timed anew"
-        raise DamagedFile(shown_path(path), f"no plan ({error})", where="line 1", remedy=remedy) from error
-
-
-def read_events(folder: Path) -> tuple[TurnEvent, ...]:
-    """Read the events of a task's confirmation.
-
-    Raises:
-        UserError: A line is damaged.
-    """
-    return read_comparison(folder / CONFIRMATION_LOG_NAME)
+        raise DamagedFile(shown_path(path), f"no plan ({error})", where="line 1") from error
 
 
 FINAL_SELECTION_LOG_NAME = "final_selection.jsonl"  # in the folder of a task
@@ -98,8 +81,7 @@ def read_comparison(path: Path) -> tuple[TurnEvent, ...]:
         try:
             events += [decode_turn_event(line)] if number > 1 else []
         except ValueError as error:
-            remedy = "move the file away to have it timed anew"
-            raise DamagedFile(shown_path(path), str(error), where=f"line {number}", remedy=remedy) from error
+            raise DamagedFile(shown_path(path), str(error), where=f"line {number}") from error
     return tuple(events)
 
 
@@ -108,33 +90,20 @@ def turn_speedups(readings: TurnMatrix, baseline: str) -> dict[str, dict[tuple[i
 
     The baseline, its twin and rows that failed in any build are left out; empty if the baseline has no turn.
     """
-    turns = readings.turns
-    found = {
-        name: {
+    turns, ratios = readings.turns, dict[str, dict[tuple[int, int], float]]()
+    for name, workers in turns.items():
+        completed = {build for (build, _), own in workers.items() if own}  # a build that is repeated has another group
+        if name in {baseline, TWIN} or any(build not in completed for build, _ in readings.failed.get(name, {})):
+            continue
+        own_ratios = {
             (key[0], number): turns[baseline][key][number] / own_ms
             for key, numbers in workers.items()
             for number, own_ms in numbers.items()
             if number in turns[baseline].get(key, {})
         }
-        for name, workers in turns.items()
-        if name not in {baseline, TWIN} and not _has_failed(readings, name)
-    }
-    return {name: ratios for name, ratios in found.items() if ratios}
-
-
-def _has_failed(readings: TurnMatrix, row: str) -> bool:
-    """Return whether a row failed in any build; a build that was tried again may have another group."""
-    completed = {build for (build, _), turns in readings.turns[row].items() if turns}
-    return any(build not in completed for build, _ in readings.failed.get(row, {}))
-
-
-def read_speedups(path: Path, baseline: str) -> dict[str, float]:
-    """Return the median speedup over the baseline by row, without rows that failed in a build.
-
-    Raises:
-        UserError: A line of the log is damaged.
-    """
-    return median_speedups(read_comparison(path), baseline)
+        if own_ratios:
+            ratios[name] = own_ratios
+    return ratios
 
 
 def median_speedups(events: Iterable[TurnEvent], baseline: str) -> dict[str, float]:

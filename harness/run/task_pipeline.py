@@ -27,7 +27,7 @@ from harness.results.manifest import (
 from harness.results.output_check import wrong_float_remedies
 from harness.results.scores import score_difference
 from harness.results.termination import PhaseClock, clear_task_error
-from harness.results.turns import count_noise_floor_turns, read_begun_plan
+from harness.results.turns import noise_floor_events, read_begun_plan
 from harness.run.confirm.confirmation import confirm_rows, measure_noise_floor
 from harness.run.early_answer import AnswerSink, EarlyAnswers, InitialTiming, time_initial_rows
 from harness.run.prepare.accuracy import Scoring, make_scoring
@@ -206,7 +206,7 @@ class TaskPipeline:
         initial = time_initial_rows(self.experiment, task, measure, answers=self.sink is not None)
         clock.start("set-up")
         clock.split("noise floor", "early answer", initial.share)
-        turn_s = clock.seconds_of("noise floor") / count_noise_floor_turns(self.folder)
+        turn_s = clock.seconds_of("noise floor") / len(noise_floor_events(self.folder))
         store = AccuracyStore(
             self.folder, engines, self.observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted
         )

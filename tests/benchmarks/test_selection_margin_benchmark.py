@@ -23,7 +23,7 @@ from harness.results.folder import TaskResults, load
 from harness.results.journal import read_journal
 from harness.results.lines import stored_path
 from harness.results.search_log import iter_evaluations
-from harness.results.turns import FINAL_SELECTION_LOG_NAME, read_speedups
+from harness.results.turns import FINAL_SELECTION_LOG_NAME, median_speedups, read_comparison
 
 pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).parents[2] / "results"
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
 
 def choices(task: TaskResults) -> Iterator[Choice]:
-    read = read_speedups(task.folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
+    read = median_speedups(read_comparison(task.folder / FINAL_SELECTION_LOG_NAME), FLOAT_ROW)
     met = {row: Met(read[row], task.summaries[row].speedup.value) for row in read.keys() & task.summaries.keys()}
     for pick in task.picks:
         journal = task.folder / "runs" / f"{pick.method}-{pick.seed}.jsonl"

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from harness.accuracy.calibration.ranges import ALL_SAMPLES, CalibrationBatches
 from harness.base.errors import UserError
-from harness.base.files import explain_write_errors
+from harness.base.files import explain_write_errors, first_problem
 from harness.base.progress import NullProgress
 from harness.compat.modelopt_autotune.insertion_points import Region, RegionType
 from harness.compat.modelopt_autotune.region_pattern import (
@@ -38,7 +38,7 @@ from harness.graph.load import save_to_folder
 from harness.graph.model import Model
 from harness.graph.pattern_cache import read_cache, write_cache
 from harness.graph.qdq.import_placement import map_to_float_tensors, read_placement
-from harness.measure.records import MAIN_BENCHMARKER, first_problem
+from harness.measure.records import MAIN_BENCHMARKER
 from harness.plugins import registry
 from harness.results.journal import require_same_fingerprint
 from harness.run.prepare.float_baseline import BackendProperties

@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 
 from harness.base.errors import UserError
+from harness.base.files import from_json
 from harness.base.progress import NullProgress, Observer
 from harness.base.text import safe_file_name
-from harness.measure.records import from_json
 from harness.report.frames import (
     candidate_frame,
     candidate_label,

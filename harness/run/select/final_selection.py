@@ -26,7 +26,7 @@ from harness.plugins.api import Candidate
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.journal import read_journal
 from harness.results.search_log import BudgetState, Evaluation, Goal, evaluations_until_result, state_at_budgets
-from harness.results.turns import FINAL_SELECTION_LOG_NAME, read_speedups
+from harness.results.turns import FINAL_SELECTION_LOG_NAME, median_speedups, read_comparison
 from harness.run.confirm.paired_timing import PairedComparison
 from harness.run.confirm.rounds import TimedRow
 from harness.run.prepare.methods import (
@@ -159,7 +159,7 @@ def _race_incumbents(
         )
         groups, speedups = selected.surviving, selected.speedups
     elif has_race:
-        speedups = read_speedups(running.folder / FINAL_SELECTION_LOG_NAME, FLOAT_ROW)
+        speedups = median_speedups(read_comparison(running.folder / FINAL_SELECTION_LOG_NAME), FLOAT_ROW)
     finalists = {
         name: {
             budget: rank_finalists(leaders, groups[name, budget], speedups, losses)[:top_k]

@@ -279,7 +279,7 @@ def test_a_score_that_contradicts_its_record_of_images_is_refused(folder, forged
     edit_json(path, **{"sha of aa main": score})
     assert "top-1 0.7000" in tables(folder)
     edit_json(path, **{"sha of aa main": {**score, "evidence": "", **forged}})
-    with pytest.raises(UserError, match=rf"accuracy\.json: damaged \(.*{message}.*\); move it away and repeat qdq run"):
+    with pytest.raises(UserError, match=rf"accuracy\.json: damaged \(.*{message}.*\); move it away and repeat the run"):
         tables(folder)
 
 

@@ -15,7 +15,7 @@ from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed, Measured
 from harness.measure.turn_log import summarize_parts, summarize_turns
 from harness.results.journal import read_journal
-from harness.results.turns import read_events, read_noise_floor
+from harness.results.turns import CONFIRMATION_LOG_NAME, read_comparison, read_noise_floor
 from harness.run.early_answer import EarlyAnswer
 from harness.run.runner import run_experiment
 
@@ -87,7 +87,9 @@ def test_failures_record_their_reason(entries):
 
 
 def test_best_row_is_faster_and_noise_floor_is_zero(task):
-    summary = summarize_turns(read_events(task), baseline="float", noise_floor=read_noise_floor(task))
+    summary = summarize_turns(
+        read_comparison(task / CONFIRMATION_LOG_NAME), baseline="float", noise_floor=read_noise_floor(task)
+    )
     best = max((row for row in summary.rows.values()), key=lambda row: row.speedup.value)
     assert best.verdict == "faster"
     assert best.recommended

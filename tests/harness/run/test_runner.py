@@ -24,7 +24,7 @@ from harness.results.artifacts import read_finalists
 from harness.results.journal import read_journal
 from harness.results.manifest import read_manifest
 from harness.results.ownership import owned_results_dir
-from harness.results.turns import read_events
+from harness.results.turns import CONFIRMATION_LOG_NAME, read_comparison
 from harness.run.runner import run_experiment
 
 EXPERIMENT = """
@@ -205,7 +205,7 @@ def test_confirmed_latencies_equal_simulated_latencies(done):
         if entry.result is not None
     }
     rows = [row for row in read_finalists(task)[0] if row.id != "float"]
-    confirmed = summarize_turns(read_events(task), baseline="float").rows
+    confirmed = summarize_turns(read_comparison(task / CONFIRMATION_LOG_NAME), baseline="float").rows
     assert len(rows) >= 3
     for row in rows:
         assert confirmed[row.id].latency_ms.value == pytest.approx(truth_ms[row.id])
@@ -335,7 +335,14 @@ def test_a_task_that_cannot_be_run_does_not_stop_the_others(folder, tmp_path, ca
     error = capsys.readouterr().err
     assert re.search(r"bad-simulated-int8: .*bad\.onnx", error)
     assert re.search(r"worse-simulated-int8: .*worse\.onnx", error)
-    assert len(summarize_turns(read_events(tmp_path / "out" / "net-simulated-int8"), baseline="float").rows) > 1
+    assert (
+        len(
+            summarize_turns(
+                read_comparison(tmp_path / "out" / "net-simulated-int8" / CONFIRMATION_LOG_NAME), baseline="float"
+            ).rows
+        )
+        > 1
+    )
     assert qdq("report", str(tmp_path / "out")) == 0
     notes = (tmp_path / "out" / "report" / "main.md").read_text()
     assert re.search(r"UNFINISHED.*bad-simulated-int8 stopped: .*bad\.onnx", notes)

@@ -27,7 +27,7 @@ from harness.plugins.api import Candidate, ReportsParts
 from harness.report.tables.catalog import build_tables
 from harness.results.deploy_folder import read_bundle
 from harness.results.folder import load as load_results
-from harness.results.turns import read_events
+from harness.results.turns import CONFIRMATION_LOG_NAME, read_comparison
 from harness.run.early_answer import EarlyAnswer
 from harness.run.runner import run_experiment
 from harness.run.verify.dynamic_delivery import write_dynamic_model
@@ -106,7 +106,7 @@ def done(request, tmp_path_factory):
 
 
 def test_a_search_minimises_the_objective_and_reports_every_shape(done):
-    events, landscape = read_events(done / TASK), SimulatedBenchmarker(seed=5, noise=0.0)
+    events, landscape = read_comparison(done / TASK / CONFIRMATION_LOG_NAME), SimulatedBenchmarker(seed=5, noise=0.0)
     whole, parts = summarize_turns(events, "float"), summarize_parts(events, "float")
     assert tuple(parts) == LABELS
     speedups = {row: [parts[label].rows[row].speedup.value for label in LABELS] for row in whole.rows}

@@ -18,7 +18,7 @@ from stored import JOURNAL_HEADER, write_lines
 from harness.accuracy.data.arrays import read_rows
 from harness.accuracy.data.labels import read_labels
 from harness.base.errors import UserError
-from harness.base.files import add_checksum
+from harness.base.files import add_checksum, read_json
 from harness.compat.modelopt_autotune.session import read_state
 from harness.compat.tao_specs.spec import read_spec
 from harness.config.experiment import load_experiment, plan_tasks
@@ -28,7 +28,7 @@ from harness.results.artifacts import DYNAMIC_AXES_FILE, read_dynamic_axes
 from harness.results.deploy_folder import MANIFEST_FILE, read_bundle
 from harness.results.journal import read_journal
 from harness.results.manifest import read_manifest
-from harness.results.stored_experiment import read_environment
+from harness.results.stored_experiment import Environment
 from harness.results.turns import read_comparison
 
 ALLOWED_MB = 300
@@ -145,7 +145,11 @@ FILES: dict[str, Callable[[Path], Reader]] = {
     "manifest": record(
         "manifest.json", lambda path: read_manifest(path.parent), '{"files":' + mapping("[]", 90_000) + "}"
     ),
-    "environment": record("env.json", read_environment, '{"cpu":{"flags":' + repeated("1.5", 3_000_000) + "}}"),
+    "environment": record(
+        "env.json",
+        lambda path: read_json(path, {}, Environment),
+        '{"cpu":{"flags":' + repeated("1.5", 3_000_000) + "}}",
+    ),
     "experiment, models": yaml(load_experiment, EXPERIMENT + repeated("[]", 99_000)),
     "experiment, 4 MB": yaml(load_experiment, EXPERIMENT + repeated("a", 1_900_000)),
     "experiment, matrix": yaml(

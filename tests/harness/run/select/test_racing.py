@@ -17,7 +17,7 @@ from harness.measure.elimination import TURNS_PER_RACING_ROUND
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.sampling import Samples
 from harness.plugins.api import Candidate
-from harness.results.turns import read_speedups
+from harness.results.turns import median_speedups, read_comparison
 from harness.run.confirm.paired_timing import PairedComparison
 from harness.run.select.racing import FIRST_SCHEDULE, select, select_winner
 from harness.workers.engines import BuiltEngine, Engines
@@ -130,7 +130,7 @@ def test_candidate_failing_in_any_round_is_eliminated(tmp_path, heat):
     held = contest(tmp_path, "abc")
     machine = Machine({"a": 1.0, "b": 1.001, "c": 1.5}, broken=lambda name, number: name == "a" and number == heat)
     assert select(held, {"all": list("abc")}, machine.open, NullProgress()).surviving["all"] == ["b"]
-    speedups = read_speedups(held.path, FLOAT)
+    speedups = median_speedups(read_comparison(held.path), FLOAT)
     assert "a" not in speedups
     assert max(speedups, key=speedups.__getitem__) == "b"
 
