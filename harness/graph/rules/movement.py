@@ -44,9 +44,15 @@ def find_repeated_input(model: Model, node: Node) -> int | None:
     """
     if node.opaque or not node.inputs or not node.inputs[0]:
         return None
-    if node.op in _NEUTRAL_OPERANDS:
-        return _input_of_neutral_operation(model, node)
-    return 0 if _is_identity(model, node) else None
+    if node.op not in _NEUTRAL_OPERANDS:
+        return 0 if _is_identity(model, node) else None
+    neutral, slots = _NEUTRAL_OPERANDS[node.op]
+    for slot in slots:  # of a constant that changes neither values nor shape
+        other = node.inputs[1 - slot]
+        alike = other in model.types and model.types[other] == model.types.get(node.outputs[0])
+        if alike and _all_equal(model, node.inputs[slot], neutral):
+            return 1 - slot
+    return None
 
 
 def _is_identity(model: Model, node: Node) -> bool:
@@ -86,17 +92,6 @@ def _keeps_values(model: Model, node: Node) -> bool:
             return False
         node = maker
     return False
-
-
-def _input_of_neutral_operation(model: Model, node: Node) -> int | None:
-    """Return the number of the other input if the constant of an operation changes neither values nor shape."""
-    neutral, slots = _NEUTRAL_OPERANDS[node.op]
-    for slot in slots:
-        other = node.inputs[1 - slot]
-        alike = other in model.types and model.types[other] == model.types.get(node.outputs[0])
-        if alike and _all_equal(model, node.inputs[slot], neutral):
-            return 1 - slot
-    return None
 
 
 def _all_equal(model: Model, tensor: str, value: float) -> bool:

@@ -51,55 +51,32 @@ POINT_OPS = (
 _FIRST, _SECOND = frozenset({0}), frozenset({1})
 
 PARAMETER_SLOTS: Mapping[str, frozenset[int]] = {
+    **dict.fromkeys(("GridSample", "PRelu", "Pow", "RMSNormalization", "Upsample"), _SECOND),
+    **dict.fromkeys(
+        ("Clip", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "Resize"), frozenset({1, 2})
+    ),
     "BatchNormalization": frozenset({1, 2, 3, 4}),
-    "Clip": frozenset({1, 2}),
-    "GridSample": _SECOND,
-    "GroupNormalization": frozenset({1, 2}),
-    "InstanceNormalization": frozenset({1, 2}),
-    "LayerNormalization": frozenset({1, 2}),
-    "PRelu": _SECOND,
     "Pad": frozenset({2}),
-    "Pow": _SECOND,
-    "RMSNormalization": _SECOND,
-    "Resize": frozenset({1, 2}),
-    "Upsample": _SECOND,
 }
 """Inputs, in floating point, that say how an operator treats its data."""
 
+_SECOND_SHAPE_OPS = (
+    "CumSum", "Expand", "Gather", "GatherElements", "GatherND", "Reshape", "ScatterElements", "ScatterND", "Split",
+    "Squeeze", "Tile", "TopK", "Trilu", "Unsqueeze", "Upsample",
+)  # fmt: skip
 SHAPE_SLOTS: Mapping[str, frozenset[int]] = {
+    **dict.fromkeys(_SECOND_SHAPE_OPS, _SECOND),
     "ConstantOfShape": _FIRST,
-    "CumSum": _SECOND,
-    "Expand": _SECOND,
-    "Gather": _SECOND,
-    "GatherElements": _SECOND,
-    "GatherND": _SECOND,
     "OneHot": frozenset({0, 1}),
     "Pad": frozenset({1, 3}),
     "Range": frozenset({0, 1, 2}),
-    "Reshape": _SECOND,
     "Resize": frozenset({1, 2, 3}),
-    "ScatterElements": _SECOND,
-    "ScatterND": _SECOND,
     "Slice": frozenset({1, 2, 3, 4}),
-    "Split": _SECOND,
-    "Squeeze": _SECOND,
-    "Tile": _SECOND,
-    "TopK": _SECOND,
-    "Trilu": _SECOND,
-    "Unsqueeze": _SECOND,
-    "Upsample": _SECOND,
 }
 """Inputs that give shapes, axes and indices, of whatever type: models compute them in floating point, too."""
 
 POLE_SLOTS: Mapping[str, frozenset[int]] = {
-    "Acos": _FIRST,
-    "Acosh": _FIRST,
-    "Asin": _FIRST,
-    "Atanh": _FIRST,
-    "Div": _SECOND,
-    "Log": _FIRST,
-    "Mod": _SECOND,
-    "Reciprocal": _FIRST,
-    "ReduceLogSum": _FIRST,
+    **dict.fromkeys(("Acos", "Acosh", "Asin", "Atanh", "Log", "Reciprocal", "ReduceLogSum"), _FIRST),
+    **dict.fromkeys(("Div", "Mod"), _SECOND),
 }
 """Inputs at which 0, or the end of a range, gives infinity or NaN; so has the base of Pow, by its exponent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -73,10 +73,27 @@ def find_points(
         precisions: Precisions of interest; each point allows at least one of them.
     """
     operators, rules = dialect.operators, {p: applicable_rules(dialect, p) for p in precisions}
-    return tuple(
-        tuple(_node_points(model, dialect, node, rules)) if node.op in operators and not node.opaque else ()
-        for node in model.nodes
-    )
+    found = []
+    for node in model.nodes:
+        points = []
+        inputs = node.inputs if node.op in operators and not node.opaque else ()
+        for slot in (slot for slot, tensor in enumerate(inputs) if tensor):
+            refusals = {p: first_violated_rule(model, dialect, node, slot, p, known) for p, known in rules.items()}
+            legal = tuple(precision for precision, rule in refusals.items() if rule is None)
+            if legal:
+                slots = jointly_quantized_inputs(model, dialect, node, slot)
+                points.append(
+                    QuantizationPoint(
+                        node=node.index,
+                        slot=slot,
+                        edges=tuple(Edge(node.inputs[other], node.name, other) for other in slots),
+                        precisions=legal,
+                        role=_input_role(model, dialect, node),
+                        macs=_count_macs(model, dialect, node),
+                    )
+                )
+        found.append(tuple(points))
+    return tuple(found)
 
 
 def add_required_edges(
@@ -219,7 +236,7 @@ def _find_source_inputs(model: Model, tensor: str) -> tuple[str, ...]:
     return tuple(name for name in model.inputs if name in seen)
 
 
-def input_role(model: Model, dialect: Dialect, node: Node) -> str:
+def _input_role(model: Model, dialect: Dialect, node: Node) -> str:
     """Return the role of a node for the tensors that it reads, see `search.space.Dimension`.
 
     An Add of two activations, as in a residual connection, is "add"; an Add of a constant is "other", like all
@@ -246,7 +263,7 @@ def weighted_ops_without_points(model: Model, dialect: Dialect) -> tuple[str, ..
     return tuple(sorted(found))
 
 
-def count_macs(model: Model, dialect: Dialect, node: Node) -> int:
+def _count_macs(model: Model, dialect: Dialect, node: Node) -> int:
     """Return the number of multiply-accumulates of a linear operator; 0 for others and if a shape is unknown."""
     if node.op not in dialect.linear_ops or node.opaque:
         return 0
@@ -264,29 +281,3 @@ def count_macs(model: Model, dialect: Dialect, node: Node) -> int:
         return math.prod(data) * math.prod(weight[1:])
     depth = data[0] if node.attributes.get("transA") else data[-1] if data else 0
     return math.prod(result) * depth
-
-
-def _node_points(
-    model: Model, dialect: Dialect, node: Node, rules: Mapping[str, Sequence[PlacementRule]]
-) -> Iterator[QuantizationPoint]:
-    role, macs = input_role(model, dialect, node), count_macs(model, dialect, node)
-    for slot, tensor in enumerate(node.inputs):
-        legal = tuple(
-            precision
-            for precision, known in rules.items()
-            if tensor and first_violated_rule(model, dialect, node, slot, precision, known) is None
-        )
-        if legal:
-            yield QuantizationPoint(
-                node=node.index,
-                slot=slot,
-                edges=_joint_edges(model, dialect, node, slot),
-                precisions=legal,
-                role=role,
-                macs=macs,
-            )
-
-
-def _joint_edges(model: Model, dialect: Dialect, node: Node, slot: int) -> tuple[Edge, ...]:
-    slots = jointly_quantized_inputs(model, dialect, node, slot)
-    return tuple(Edge(node.inputs[other], node.name, other) for other in slots)

@@ -84,19 +84,13 @@ def _largest_magnitudes(model: Model) -> Mapping[str, float]:
     found: dict[str, float] = {}
     for name, tensor in model.constants.items():
         if name in model.types and model.types[name].dtype in QUANTIZABLE_FLOAT_TYPES:
-            values = _read_values(tensor)
+            # The bytes of float32 are not copied, which matters with thousands of small constants.
+            raw = tensor.raw_data if tensor.data_type == onnx.TensorProto.FLOAT else b""
+            values = np.frombuffer(raw, "<f4") if raw else numpy_helper.to_array(tensor)
             if values.size:
                 lowest, highest = float(values.min()), float(values.max())
                 found[name] = max(-lowest, highest) if lowest == lowest else lowest
     return found
-
-
-def _read_values(tensor: onnx.TensorProto) -> npt.NDArray[np.generic]:
-    """Return the values of a tensor; float32 bytes are not copied, which matters with thousands of small constants."""
-    if tensor.data_type == onnx.TensorProto.FLOAT and (raw := tensor.raw_data):
-        return np.frombuffer(raw, "<f4")
-    values: npt.NDArray[np.generic] = numpy_helper.to_array(tensor)
-    return values
 
 
 def find_parameter_inputs(model: Model) -> frozenset[NodeInput]:
@@ -162,10 +156,13 @@ def find_pole_inputs(model: Model) -> frozenset[NodeInput]:
         behind = _merge_demands(demands[name] for name in node.outputs if name in demands)
         if node.opaque or (behind is None and node.op not in _POLE_OPS):
             continue
-        passed = _propagate_demand(model, node, behind)
+        passed, poles = _propagate_demand(model, node, behind), POLE_SLOTS.get(node.op, frozenset())
+        if node.op == "Pow":
+            exponent = _float64_constant(model, node.inputs[1])
+            poles = frozenset({0}) if exponent is None or bool((exponent < 0).any()) else poles
         for slot, name in enumerate(node.inputs):
             demand = None if slot in PARAMETER_SLOTS.get(node.op, ()) else passed
-            if _is_pole(model, node, slot):
+            if slot in poles:
                 demand = (_MIN_GUARD_VALUE, True)
             if demand is not None and name:
                 found.add((node.index, slot))
@@ -178,36 +175,24 @@ def _merge_demands(demands: Iterable[_Demand]) -> _Demand | None:
     return (max(least for least, _ in known), any(signed for _, signed in known)) if known else None
 
 
-def _is_pole(model: Model, node: Node, slot: int) -> bool:
-    if node.op == "Pow":
-        exponent = _float64_constant(model, node.inputs[1])
-        return slot == 0 and (exponent is None or bool((exponent < 0).any()))
-    return slot in POLE_SLOTS.get(node.op, ())
-
-
 def _propagate_demand(model: Model, node: Node, demand: _Demand | None) -> _Demand | None:
-    """Return the demand on the inputs of a node that follows from the demand on its result, or None."""
+    """Return the demand on the inputs of a node that follows from the demand on its result, or None.
+
+    A constant, such as an added epsilon, may keep the result away from 0. The bounds of a Clip do not count, because
+    OpenVINO 2026.4.1 rounds them to stored integers, so small ones become 0.
+    """
     if demand is None or node.op not in _ZERO_PRESERVING_OPS:
         return None
     least, signed = demand
     constants = [values for name in node.inputs if (values := _float64_constant(model, name)) is not None]
     if node.op in ("Add", "Mean", "Sub", "Sum") and not constants and not signed:
         return None
-    if _is_guarded(model, node, constants, least):
-        return None
+    if node.op in ("Add", "Max", "Sum") and any((values >= least).all() for values in constants):
+        others = (name for name in node.inputs if name not in model.constants)
+        if node.op == "Max" or model.cached_analysis(find_nonnegative_tensors).issuperset(others):
+            return None
     squares = node.op in _EVEN_OPS or _is_square(model, node)
     return least**2 if node.op == "Sqrt" else least, signed and not squares
-
-
-def _is_guarded(model: Model, node: Node, constants: list[npt.NDArray[np.float64]], least: float) -> bool:
-    """Return whether a constant, such as an added epsilon, keeps the result of a node away from 0.
-
-    The bounds of a Clip do not count, because OpenVINO 2026.4.1 rounds them to stored integers, so small ones become 0.
-    """
-    if node.op not in ("Add", "Max", "Sum") or not any((values >= least).all() for values in constants):
-        return False
-    others = (name for name in node.inputs if name not in model.constants)
-    return node.op == "Max" or model.cached_analysis(find_nonnegative_tensors).issuperset(others)
 
 
 def find_nonnegative_tensors(model: Model) -> frozenset[str]:

@@ -1,5 +1,7 @@
-"""Which inputs may be quantized, by the name of the rule that says no; and what a point is worth."""
+"""Which inputs may be quantized, by the name of the rule that says no; what a point is worth; and the dialects."""
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +14,25 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load_proto
 from harness.graph.model import Model, Node
 from harness.graph.qdq.space import build_space
-from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8, OPENVINO, TENSORRT, TENSORRT_RTX, Dialect
-from harness.graph.rules.placement_rules import PLACEMENT_RULES, first_violated_rule
+from harness.graph.rules.dialects import (
+    BUILTIN_DIALECTS,
+    ONNXRUNTIME,
+    ONNXRUNTIME_S8,
+    OPENVINO,
+    TENSORRT,
+    TENSORRT_RTX,
+    Dialect,
+)
+from harness.graph.rules.placement_rules import PLACEMENT_RULES, find_inner_tensors, first_violated_rule
 from harness.graph.rules.points import QuantizationPoint, explain_no_points, find_points, float_inputs_with_rule
+from harness.plugins.registry import load_plugin
 from search.space import Edge
 
 DIALECTS = [TENSORRT, OPENVINO, ONNXRUNTIME]
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
 
 
 def start(shape: tuple[int, ...] = (1, 8, 4, 4), dtype: str = "float") -> tuple[GraphBuilder, str]:
@@ -31,6 +46,11 @@ def finish(g: GraphBuilder, *outputs: str) -> Model:
     return load_proto(g.build(), source="m", sha256="0")
 
 
+def of(make: Callable[[GraphBuilder, str], str], shape: tuple[int, ...] = (1, 8, 4, 4), dtype: str = "float") -> Model:
+    g, x = start(shape, dtype)
+    return finish(g, make(g, x))
+
+
 def only(model: Model, op: str, number: int = 0) -> Node:
     return [node for node in model.nodes if node.op == op][number]
 
@@ -40,49 +60,45 @@ def rule(model: Model, dialect: Dialect, op: str, slot: int = 0, *, number: int 
     return broken.name if broken else "legal"
 
 
+def rules(model: Model, dialect: Dialect, op: str, slots: int = 2) -> list[str]:
+    return [rule(model, dialect, op, slot, number=-1) for slot in range(slots)]
+
+
 def found(model: Model, dialect: Dialect, op: str, number: int = 0) -> tuple[QuantizationPoint, ...]:
     return find_points(model, dialect, sorted(dialect.precisions, reverse=True))[only(model, op, number).index]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 def test_conv_point_has_data_and_weight_without_bias(dialect):
-    g, x = start()
-    model = finish(g, g.conv(x, 4, 3))
+    model = of(lambda g, x: g.conv(x, 4, 3))
     (point,) = found(model, dialect, "Conv")
     node = only(model, "Conv")
     assert point.edges == (Edge("x", node.name, 0), Edge(node.inputs[1], node.name, 1))
     assert (point.slot, point.role, point.macs) == (0, "linear", 4 * 4 * 4 * 8 * 9)
-    assert rule(model, dialect, "Conv", 1) == "together"
-    assert rule(model, dialect, "Conv", 2) == "bias"
+    assert rules(model, dialect, "Conv", 3)[1:] == ["together", "bias"]
 
 
-def test_activation_matmul_point_has_both_operands():
-    g, x = start((2, 3, 5))
-    model = finish(g, g.op("MatMul", x, g.op("Transpose", x, perm=[0, 2, 1])))
-    (point,) = found(model, OPENVINO, "MatMul")
-    assert [edge.slot for edge in point.edges] == [0, 1]
-    assert point.macs == 2 * 3 * 3 * 5
-
-
-@pytest.mark.parametrize(("transposed", "shape"), [(0, (4, 6)), (1, (6, 4))])
-def test_macs_of_gemm(transposed, shape):
-    g, x = start(shape)
-    weight = g.const(np.ones((6, 7), np.float32))
-    model = finish(g, g.op("Gemm", x, weight, transA=transposed))
-    assert found(model, OPENVINO, "Gemm")[0].macs == 4 * 6 * 7
-
-
-def test_macs_of_a_transposed_convolution():
-    g, x = start((1, 8, 4, 4))
-    weight = g.const(np.ones((8, 5, 2, 2), np.float32))
-    model = finish(g, g.op("ConvTranspose", x, weight, strides=[2, 2]))
-    assert found(model, OPENVINO, "ConvTranspose")[0].macs == 8 * 4 * 4 * 5 * 2 * 2
+@pytest.mark.parametrize(
+    ("op", "shape", "make", "macs"),
+    [
+        ("MatMul", (2, 3, 5), lambda g, x: g.op("MatMul", x, g.op("Transpose", x, perm=[0, 2, 1])), 2 * 3 * 3 * 5),
+        ("Gemm", (4, 6), lambda g, x: g.op("Gemm", x, g.const(ones(6, 7))), 4 * 6 * 7),
+        ("Gemm", (6, 4), lambda g, x: g.op("Gemm", x, g.const(ones(6, 7)), transA=1), 4 * 6 * 7),
+        (
+            "ConvTranspose",
+            (1, 8, 4, 4),
+            lambda g, x: g.op("ConvTranspose", x, g.const(ones(8, 5, 2, 2)), strides=[2, 2]),
+            8 * 4 * 4 * 5 * 2 * 2,
+        ),
+    ],
+)
+def test_products_have_one_point_with_both_operands_and_macs(op, shape, make, macs):
+    (point,) = found(of(make, shape), OPENVINO, op)
+    assert ([edge.slot for edge in point.edges], point.macs) == ([0, 1], macs)
 
 
 def test_a_convolution_with_a_computed_weight_stays_float():
-    g, x = start()
-    weight = g.op("Relu", g.input("w", (4, 8, 1, 1)))
-    model = finish(g, g.op("Conv", x, weight))
+    model = of(lambda g, x: g.op("Conv", x, g.op("Relu", g.input("w", (4, 8, 1, 1)))))
     assert rule(model, OPENVINO, "Conv") == "operands"
     assert found(model, OPENVINO, "Conv") == ()
 
@@ -94,18 +110,14 @@ def test_integers_booleans_and_scalars_have_no_points():
     chosen = g.op("Where", g.op("Less", x, x), x, picked)
     total = g.op("Mul", g.op("ReduceMean", chosen, keepdims=0), g.op("ReduceMax", chosen, keepdims=0))
     model = finish(g, total)
-    assert rule(model, OPENVINO, "Gather", 0) == "legal"
-    assert rule(model, OPENVINO, "Gather", 1) == "type"
-    assert rule(model, OPENVINO, "ReduceSum", 0) == "type"
-    assert [rule(model, OPENVINO, "Where", slot) for slot in range(3)] == ["type", "legal", "legal"]
-    assert rule(model, OPENVINO, "Mul", 0) == "scalar"
-    assert rule(model, OPENVINO, "Less", 0) == "operator"
+    assert rules(model, OPENVINO, "Gather") == ["legal", "type"]
+    assert rules(model, OPENVINO, "Where", 3) == ["type", "legal", "legal"]
+    assert [rule(model, OPENVINO, op) for op in ("ReduceSum", "Mul", "Less")] == ["type", "scalar", "operator"]
 
 
 def test_float16_has_points_and_double_has_none():
     for dtype, verdict in (("float16", "legal"), ("double", "type")):
-        g, x = start((4, 4), dtype)
-        assert rule(finish(g, g.op("Relu", x)), OPENVINO, "Relu") == verdict
+        assert rule(of(lambda g, x: g.op("Relu", x), (4, 4), dtype), OPENVINO, "Relu") == verdict
 
 
 @pytest.mark.parametrize("dialect", [ONNXRUNTIME, ONNXRUNTIME_S8], ids=lambda d: d.name)
@@ -135,7 +147,7 @@ def branches(g: GraphBuilder, x: str, condition: str, name: str) -> str:
     inner = []
     for side in ("then", "else"):
         b = GraphBuilder(f"{name}.{side}")
-        y = b.op("MatMul", x, b.const(np.ones((4, 4), np.float32), f"{name}.{side}.w"), outputs=[f"{name}.{side}.p"])[0]
+        y = b.op("MatMul", x, b.const(ones(4, 4), f"{name}.{side}.w"), outputs=[f"{name}.{side}.p"])[0]
         if side == "else" and not name.endswith("inner"):
             y = branches(b, y, condition, f"{name}.inner")
         b.output(b.op("Tanh", y, outputs=[f"{name}.{side}.y"])[0], (1, 4))
@@ -160,10 +172,10 @@ def test_explain_no_points_has_a_sentence_for_each_cause():
     y = branches(g, x, g.input("first", (), "bool"), "choice")
     wide = g.op("MatMul", g.op("Cast", x, to=11), g.const(np.ones((4, 4))))
     moved = g.op("Conv", g.input("image", (1, 4, 2, 2)), g.input("filter", (4, 4, 1, 1)))
-    g.output(g.op("FusedMatMul", x, g.const(np.ones((4, 4), np.float32)), domain="com.microsoft"), (1, 4))
+    g.output(g.op("FusedMatMul", x, g.const(ones(4, 4)), domain="com.microsoft"), (1, 4))
     recurrent = g.op(
-        "LSTM", g.input("steps", (2, 1, 4)), g.const(np.ones((1, 16, 4), np.float32)),
-        g.const(np.ones((1, 16, 4), np.float32)), hidden_size=4,
+        "LSTM", g.input("steps", (2, 1, 4)), g.const(ones(1, 16, 4)),
+        g.const(ones(1, 16, 4)), hidden_size=4,
     )  # fmt: skip
     text = explain_no_points(finish(g, y, wide, g.op("Neg", moved), g.op("Neg", recurrent)), OPENVINO)
     for words in (
@@ -183,7 +195,7 @@ def test_explain_no_points_of_a_loop_and_of_a_newer_operator():
     body.input("i", (), "int64")
     go, state = body.input("go", (), "bool"), body.input("state", (1, 4))
     body.output(body.op("Identity", go, outputs=["go_on"])[0], ())
-    body.output(body.op("MatMul", state, body.const(np.ones((4, 4), np.float32), "w"), outputs=["next"])[0], (1, 4))
+    body.output(body.op("MatMul", state, body.const(ones(4, 4), "w"), outputs=["next"])[0], (1, 4))
     g.output(g.op("Loop", g.input("n", (), "int64"), "", x, body=body.graph(), name="steps"), (1, 4))
     proto = finish(g, g.op("Neg", g.input("q", (1, 2, 4, 8)))).proto
     proto.graph.node[-1].op_type = "Attention"
@@ -196,7 +208,7 @@ def test_explain_no_points_of_a_loop_and_of_a_newer_operator():
 def test_weights_in_local_functions_are_found():
     g, x = start((1, 2, 8))
     proto = finish(g, g.op("Relu", x)).proto
-    constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(np.ones((8, 8), np.float32)))
+    constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(ones(8, 8)))
     nodes = [constant, helper.make_node("MatMul", ["a", "w"], ["b"])]
     proto.functions.append(helper.make_function("my", "Block", ["a"], ["b"], nodes, [helper.make_opsetid("", 17)]))
     proto.opset_import.append(helper.make_opsetid("my", 1))
@@ -216,17 +228,12 @@ def test_explain_no_points_names_the_command_for_rules():
 
 
 def test_unknown_types_stay_float():
-    g, x = start((4, 4))
-    model = finish(g, g.op("Relu", x))
-    assert rule(replace(model, types={}), OPENVINO, "Relu") == "type"
-    g, x = start()
-    model = finish(g, g.conv(x, 4, 3))
-    assert rule(replace(model, types={}), OPENVINO, "Conv") == "operands"
+    assert rule(replace(of(lambda g, x: g.op("Relu", x)), types={}), OPENVINO, "Relu") == "type"
+    assert rule(replace(of(lambda g, x: g.conv(x, 4, 3)), types={}), OPENVINO, "Conv") == "operands"
 
 
 def test_constants_other_than_weights_stay_float():
-    g, x = start((4, 4))
-    model = finish(g, g.op("Add", x, g.const(np.ones((4, 4), np.float32))))
+    model = of(lambda g, x: g.op("Add", x, g.const(ones(4, 4))), (4, 4))
     assert rule(model, OPENVINO, "Add", 1) == "constant"
     (point,) = found(model, OPENVINO, "Add")
     assert (point.slot, point.role) == (0, "other")
@@ -234,7 +241,7 @@ def test_constants_other_than_weights_stay_float():
 
 def test_onnx_runtime_points_include_constant_operands():
     g, x = start((4, 4))
-    model = finish(g, g.op("Mul", g.const(np.float32(0.5)), g.op("Add", x, g.const(np.ones((4, 4), np.float32)))))
+    model = finish(g, g.op("Mul", g.const(np.float32(0.5)), g.op("Add", x, g.const(ones(4, 4)))))
     (add,), (mul,) = found(model, ONNXRUNTIME, "Add"), found(model, ONNXRUNTIME, "Mul")
     assert (add.slot, [edge.slot for edge in add.edges]) == (0, [0, 1])
     assert (mul.slot, [edge.slot for edge in mul.edges]) == (1, [0, 1])  # the point stands at the activation
@@ -245,10 +252,10 @@ def test_onnx_runtime_points_include_constant_operands():
 
 def test_onnx_runtime_points_of_concat_where_and_embeddings():
     g, x = start((4, 4))
-    table, ones = g.const(np.ones((9, 4), np.float32)), g.const(np.ones((4, 4), np.float32))
+    table, constant = g.const(ones(9, 4)), g.const(ones(4, 4))
     rows = g.op("Gather", table, g.input("ids", (4,), "int64"))
-    chosen = g.op("Where", g.input("mask", (4, 4), "bool"), ones, g.op("Add", x, rows))
-    model = finish(g, g.op("Concat", ones, x, chosen, axis=0))
+    chosen = g.op("Where", g.input("mask", (4, 4), "bool"), constant, g.op("Add", x, rows))
+    model = finish(g, g.op("Concat", constant, x, chosen, axis=0))
     slots = {
         op: [[e.slot for e in p.edges] for p in found(model, ONNXRUNTIME, op)] for op in ("Gather", "Where", "Concat")
     }
@@ -258,17 +265,16 @@ def test_onnx_runtime_points_of_concat_where_and_embeddings():
 
 
 def test_string_table_has_no_points():
-    g, _ = start((4, 4))
-    table = g.const(np.array(["cat", "dog"]), "words")
-    model = finish(g, g.op("Gather", table, g.input("ids", (3,), "int64")))
+    words = np.array(["cat", "dog"])
+    model = of(lambda g, x: g.op("Gather", g.const(words, "words"), g.input("ids", (3,), "int64")))
     assert {rule(model, dialect, "Gather") for dialect in DIALECTS} == {"constant"}
 
 
 def test_openvino_treats_two_operand_einsum_as_linear():
     g, x = start((2, 4, 8))
-    weight = g.const(np.ones((8, 2, 3), np.float32))
+    weight = g.const(ones(8, 2, 3))
     y = g.op("Einsum", x, weight, equation="bti,ihd->bthd")
-    flat = g.op("Einsum", g.op("Flatten", x), g.const(np.ones((32, 5), np.float32)), equation="bi,ij->bj")
+    flat = g.op("Einsum", g.op("Flatten", x), g.const(ones(32, 5)), equation="bi,ij->bj")
     model = finish(g, g.op("Einsum", y, equation="bthd->dhtb"), flat)
     (point,) = found(model, OPENVINO, "Einsum")
     assert ([edge.slot for edge in point.edges], point.role, point.macs) == ([0, 1], "linear", 2 * 4 * 8 * 2 * 3)
@@ -280,14 +286,14 @@ def test_openvino_treats_two_operand_einsum_as_linear():
 def sequence(bias: int | None):
     """Return a graph of two small products, the first with a bias of this length or without one, and its result."""
     g, x = start((4, 8))
-    weight, biases = g.const(np.ones((8, 8), np.float32)), [] if bias is None else [g.const(np.ones(bias, np.float32))]
-    return g, g.op("Gemm", g.op("Gemm", x, weight, *biases), weight, g.const(np.ones(8, np.float32)))
+    weight, biases = g.const(ones(8, 8)), [] if bias is None else [g.const(np.ones(bias, np.float32))]
+    return g, g.op("Gemm", g.op("Gemm", x, weight, *biases), weight, g.const(ones(8)))
 
 
 def test_openvino_products_with_vectors_and_in_a_sequence_without_bias_stay_float():
     g, x = start((4, 8))
-    weight = g.const(np.ones((8, 8), np.float32))
-    bias, row = g.const(np.ones(8, np.float32)), g.const(np.ones((1, 8), np.float32))
+    weight = g.const(ones(8, 8))
+    bias, row = g.const(ones(8)), g.const(ones(1, 8))
     y = g.op("Gemm", g.op("MatMul", g.op("MatMul", x, weight), g.op("Transpose", x)), x, bias)
     y = g.op("Gemm", g.op("Gemm", y, weight, bias), weight, row)
     model = finish(g, g.op("MatMul", g.op("ReduceMean", y, axes=[0], keepdims=0), weight))
@@ -301,35 +307,23 @@ def test_openvino_products_with_vectors_and_in_a_sequence_without_bias_stay_floa
 
 @pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
 def test_attention_mask_stays_float_on_onnx_runtime(none):
-    g, x = start((4, 4))
-    mask = g.const(np.triu(np.full((4, 4), none, np.float32), 1))
-    model = finish(g, g.op("Add", x, mask))
-    assert rule(model, ONNXRUNTIME, "Add") == "finite"
-    assert rule(model, OPENVINO, "Add") == "legal"
-
-
-@pytest.mark.parametrize("none", [-np.inf, np.finfo(np.float32).min])
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
-def test_concat_with_unquantizable_constant_stays_float(dialect, none):
-    g, x = start((4, 4))
-    model = finish(g, g.op("Concat", x, g.const(np.full((4, 4), none, np.float32)), axis=0))
-    assert rule(model, dialect, "Concat") == "finite"
+    mask = np.triu(np.full((4, 4), none, np.float32), 1)
+    model = of(lambda g, x: g.op("Add", x, g.const(mask)), (4, 4))
+    assert [rule(model, dialect, "Add") for dialect in (ONNXRUNTIME, OPENVINO)] == ["finite", "legal"]
+    joined = of(lambda g, x: g.op("Concat", x, g.const(np.full((4, 4), none, np.float32)), axis=0), (4, 4))
+    assert {rule(joined, dialect, "Concat") for dialect in DIALECTS} == {"finite"}
 
 
 def test_each_operand_of_an_elementwise_operator_is_a_point():
-    g, x = start((4, 4))
-    model = finish(g, g.op("Mul", g.op("Tanh", x), x))
-    points = found(model, OPENVINO, "Mul")
+    points = found(of(lambda g, x: g.op("Mul", g.op("Tanh", x), x)), OPENVINO, "Mul")
     assert [(point.slot, point.role, len(point.edges)) for point in points] == [(0, "mul", 1), (1, "mul", 1)]
 
 
 def test_the_inputs_of_a_concat_share_one_point():
-    g, x = start((4, 4))
-    first = g.const(np.ones((4, 4), np.float32))
-    model = finish(g, g.op("Concat", first, g.op("Relu", x), g.op("Tanh", x), axis=0))
+    first = ones(4, 4)
+    model = of(lambda g, x: g.op("Concat", g.const(first), g.op("Relu", x), g.op("Tanh", x), axis=0), (4, 4))
     (point,) = found(model, OPENVINO, "Concat")
-    assert [edge.slot for edge in point.edges] == [1, 2]
-    assert point.role == "concat"
+    assert ([edge.slot for edge in point.edges], point.role) == ([1, 2], "concat")
     assert rule(model, OPENVINO, "Concat", 2) == "one scale"
 
 
@@ -339,8 +333,7 @@ def test_opaque_nodes_stay_float():
     inner.output(inner.op("Tanh", x, outputs=["p"])[0], (1, 4))
     other.output(other.op("Relu", x, outputs=["q"])[0], (1, 4))
     g.op("If", g.input("flag", (), "bool"), then_branch=inner.graph(), else_branch=other.graph(), outputs=["y"])
-    g.output(g.op("Relu", "y"), (1, 4))
-    model = load_proto(g.build(), source="m", sha256="0")
+    model = finish(g, g.op("Relu", "y"))
     assert rule(model, OPENVINO, "If") == "opaque"
     assert found(model, OPENVINO, "If") == ()
 
@@ -348,8 +341,7 @@ def test_opaque_nodes_stay_float():
 @pytest.mark.parametrize(("dialect", "verdict"), [(TENSORRT, "fusion"), (OPENVINO, "legal"), (ONNXRUNTIME, "legal")])
 @pytest.mark.parametrize("activation", ["Relu", "Sigmoid", "LeakyRelu"])
 def test_no_point_between_conv_and_activation(activation, dialect, verdict):
-    g, x = start()
-    model = finish(g, g.op(activation, g.conv(x, 4, 3)))
+    model = of(lambda g, x: g.op(activation, g.conv(x, 4, 3)))
     absorbed = activation in dialect.absorbed
     assert rule(model, dialect, activation) == ("absorbed" if absorbed else verdict)
 
@@ -357,118 +349,125 @@ def test_no_point_between_conv_and_activation(activation, dialect, verdict):
 def test_activation_is_absorbed_only_as_the_sole_reader():
     g, x = start()
     y = g.conv(x, 8, 3)
-    model = finish(g, g.op("Add", g.op("Relu", y), y))
-    assert rule(model, ONNXRUNTIME, "Relu") == "legal"
+    assert rule(finish(g, g.op("Add", g.op("Relu", y), y)), ONNXRUNTIME, "Relu") == "legal"
     g, x = start()
     y = g.conv(x, 8, 3)
     assert rule(finish(g, g.op("Relu", y), y), ONNXRUNTIME, "Relu") == "legal"  # y leaves the model
 
 
-def test_no_point_inside_conv_and_silu_on_tensorrt():
-    g, x = start()
-    y = g.conv(x, 8, 3)
-    model = finish(g, g.op("Mul", y, g.op("Sigmoid", y)))
-    assert [rule(model, TENSORRT, "Mul", slot) for slot in (0, 1)] == ["fusion", "fusion"]
-    assert [rule(model, OPENVINO, "Mul", slot) for slot in (0, 1)] == ["legal", "legal"]
+def silu(g, x):
+    return g.op("Mul", x, g.op("Sigmoid", x))
 
 
-def test_silu_without_conv_has_points():
-    g, x = start()
-    model = finish(g, g.op("Mul", x, g.op("Sigmoid", x)))
-    assert [rule(model, TENSORRT, "Mul", slot) for slot in (0, 1)] == ["legal", "legal"]
-
-
-def test_only_the_residual_operand_of_an_add_is_a_point():
-    g, x = start()
+def residual(g, x):
     y = g.op("Relu", x)
-    model = finish(g, g.op("Relu", g.op("Add", g.conv(y, 8, 3), y)))
-    assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["residual", "legal"]
-    assert [rule(model, OPENVINO, "Add", slot) for slot in (0, 1)] == ["legal", "legal"]
-    assert rule(model, TENSORRT, "Relu", number=1) == "fusion"
-    assert [point.role for point in found(model, TENSORRT, "Add")] == ["add"]
+    return g.op("Relu", g.op("Add", g.conv(y, 8, 3), y))
 
 
-def test_add_of_two_convs_keeps_one_fusible():
-    g, x = start()
-    model = finish(g, g.op("Add", g.conv(x, 8, 3), g.conv(x, 8, 1)))
-    assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["residual", "legal"]
+def biased(g, x):
+    return g.op("Add", x, g.op("Add", g.conv(x, 8, 3, bias=False), g.const(ones(1, 8, 1, 1))))
 
 
-def test_a_bias_add_belongs_to_its_convolution():
-    g, x = start()
-    biased = g.op("Add", g.conv(x, 8, 3, bias=False), g.const(np.ones((1, 8, 1, 1), np.float32)))
-    model = finish(g, g.op("Add", x, biased))
-    assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "residual"]
-
-
-def test_residual_add_after_matmul_has_both_points():
-    g, x = start((1, 4, 8))
-    model = finish(g, g.op("Add", x, g.linear(x, 8)))
-    assert [rule(model, TENSORRT, "Add", slot, number=1) for slot in (0, 1)] == ["legal", "legal"]
-
-
-def test_conv_with_several_readers_does_not_fuse_with_add():
-    g, x = start()
+def read_twice(g, x):
     y = g.conv(x, 8, 3)
-    model = finish(g, g.op("Add", y, x), g.op("Tanh", y))
-    assert [rule(model, TENSORRT, "Add", slot) for slot in (0, 1)] == ["legal", "legal"]
+    g.output(g.op("Tanh", y))
+    return g.op("Add", y, x)
+
+
+@pytest.mark.parametrize(
+    ("make", "op", "expected"),
+    [
+        (lambda g, x: silu(g, g.conv(x, 8, 3)), "Mul", ["fusion", "fusion"]),
+        (silu, "Mul", ["legal", "legal"]),
+        (residual, "Add", ["residual", "legal"]),
+        (residual, "Relu", ["fusion"]),
+        (lambda g, x: g.op("Add", g.conv(x, 8, 3), g.conv(x, 8, 1)), "Add", ["residual", "legal"]),
+        (biased, "Add", ["legal", "residual"]),
+        (lambda g, x: g.op("Add", x, g.linear(x, 4)), "Add", ["legal", "legal"]),
+        (read_twice, "Add", ["legal", "legal"]),
+    ],
+)
+def test_operators_fused_with_a_convolution_on_tensorrt(make, op, expected):
+    model = of(make)
+    assert rules(model, TENSORRT, op, len(expected)) == expected
+    assert set(rules(model, OPENVINO, op, len(expected))) == {"legal"}
 
 
 def test_grouped_convolutions_have_no_fp8():
-    g, x = start()
-    model = finish(g, g.conv(x, 8, 3, groups=-1))
+    model = of(lambda g, x: g.conv(x, 8, 3, groups=-1))
     assert rule(model, TENSORRT, "Conv", precision="fp8") == "grouped fp8"
     assert found(model, TENSORRT, "Conv")[0].precisions == ("int8",)
     assert found(model, OPENVINO, "Conv")[0].precisions == ("int8", "fp8e5m2", "fp8")
+    assert rule(model, ONNXRUNTIME, "Conv", precision="fp8") == "precision"
 
 
 @pytest.mark.parametrize(("size", "found_rule"), [(5, "legal"), (7, "fp8 filter")])
 def test_large_filters_have_no_fp8_on_tensorrt(size, found_rule):
-    g, x = start()
-    model = finish(g, g.conv(x, 8, size, pad=size // 2))
+    model = of(lambda g, x: g.conv(x, 8, size, pad=size // 2))
     assert rule(model, TENSORRT, "Conv", precision="fp8") == found_rule
     assert rule(model, TENSORRT, "Conv") == rule(model, OPENVINO, "Conv", precision="fp8") == "legal"
 
 
 def test_float_kernels_of_rtx_have_no_points():
     g, x = start()
-    pools = [g.op(op, x, kernel_shape=[2, 2]) for op in ("AveragePool", "MaxPool")]
-    model = finish(g, *pools)
+    model = finish(g, *(g.op(op, x, kernel_shape=[2, 2]) for op in ("AveragePool", "MaxPool")))
     for precision, expected in (("int8", "legal"), ("fp8", "float kernel")):
         assert rule(model, TENSORRT_RTX, "AveragePool", precision=precision) == "float kernel"
         assert rule(model, TENSORRT_RTX, "MaxPool", precision=precision) == expected
         assert rule(model, TENSORRT, "AveragePool", precision=precision) == "legal"
 
 
-def test_unsupported_precision_has_its_own_rule():
-    g, x = start()
-    assert rule(finish(g, g.conv(x, 8, 3)), ONNXRUNTIME, "Conv", precision="fp8") == "precision"
+def moved(g, x):
+    y = g.op("Sigmoid", g.conv(x, 16, 3, pad=1))
+    return g.op("Transpose", g.op("Mul", y, g.const(np.float32(0.5))), perm=[0, 1, 3, 2])
+
+
+@pytest.mark.parametrize(
+    ("behind", "expected"),
+    [
+        (lambda g, y: g.conv(y, 16, 1), ["Conv", "Conv"]),
+        (lambda g, y: g.op("MaxPool", y, kernel_shape=[2, 2]), ["Conv"]),
+        (lambda g, y: g.op("Tanh", y), ["Conv", "Sigmoid", "Mul", "Transpose", "Tanh"]),
+        (lambda g, y: g.op("Add", g.conv(y, 16, 1), g.op("Tanh", y)), ["Conv", "Conv", "Tanh", "Add"]),
+        (lambda g, y: y, ["Conv", "Sigmoid", "Mul", "Transpose"]),
+    ],
+    ids=["conv", "pool", "tanh", "both", "output"],
+)
+def test_inputs_of_products_and_pools_are_not_inner_tensors(behind, expected):
+    model = of(lambda g, x: behind(g, moved(g, x)))
+    inner = find_inner_tensors(model)
+    assert [node.op for node in model.nodes if node.outputs[0] in inner] == expected
+
+
+def test_one_kernel_rule_applies_to_rtx_only_and_not_behind_products_of_activations():
+    model = of(lambda g, x: g.op("Tanh", g.op("Softmax", x)))
+    assert [rule(model, dialect, "Tanh") for dialect in (TENSORRT_RTX, TENSORRT)] == ["one kernel", "legal"]
+    model = of(lambda g, x: g.op("Softmax", g.op("Div", g.op("MatMul", x, x), g.const(np.float32(8)))))
+    made = {only(model, op).outputs[0] for op in ("MatMul", "Div")}
+    assert not made & find_inner_tensors(model)
 
 
 def test_reduce_mean_over_an_image_has_role_pool():
     for shape, axes, role in (((1, 8, 4, 4), [2, 3], "pool"), ((1, 4, 8), [2], "other")):
-        g, x = start(shape)
-        assert found(finish(g, g.op("ReduceMean", x, axes=axes)), OPENVINO, "ReduceMean")[0].role == role
+        model = of(lambda g, x, axes=axes: g.op("ReduceMean", x, axes=axes), shape)
+        assert found(model, OPENVINO, "ReduceMean")[0].role == role
 
 
 @pytest.mark.parametrize(
-    ("op", "role"),
+    ("role", "ops"),
     [
-        ("MaxPool", "pool"),
-        ("Relu", "activation"),
-        ("Celu", "activation"),
-        ("Softsign", "activation"),
-        ("ThresholdedRelu", "activation"),
-        ("Softmax", "activation"),
-        ("Reshape", "movement"),
-        ("Sqrt", "other"),
+        ("pool", ["MaxPool"]),
+        ("activation", ["Relu", "Celu", "Softsign", "ThresholdedRelu", "Softmax"]),
+        ("movement", ["Reshape"]),
+        ("other", ["Sqrt"]),
     ],
 )
-def test_roles_of_operators(op, role):
-    g, x = start()
-    extra = {"MaxPool": {"kernel_shape": [2, 2]}}.get(op, {})
-    inputs = [x, g.const([1, -1])] if op == "Reshape" else [x]
-    assert found(finish(g, g.op(op, *inputs, **extra)), OPENVINO, op)[0].role == role
+def test_roles_of_operators(role, ops):
+    for op in ops:
+        g, x = start()
+        extra = {"kernel_shape": [2, 2]} if op == "MaxPool" else {}
+        inputs = [x, g.const([1, -1])] if op == "Reshape" else [x]
+        assert found(finish(g, g.op(op, *inputs, **extra)), OPENVINO, op)[0].role == role
 
 
 def test_rules_have_unique_names_texts_and_docs():
@@ -476,3 +475,31 @@ def test_rules_have_unique_names_texts_and_docs():
     assert all(r.text.endswith(".") for r in PLACEMENT_RULES)
     page = (Path(__file__).resolve().parents[4] / "docs/reference/regions.md").read_text(encoding="utf-8")
     assert [r.name for r in PLACEMENT_RULES if f"\n| `{r.name}` |" not in page] == []
+
+
+@pytest.mark.parametrize("dialect", BUILTIN_DIALECTS.values(), ids=lambda d: d.name)
+def test_dialects_are_found_by_name_and_never_change(dialect):
+    assert load_plugin("dialect", dialect.name) is dialect
+    assert not dialect.linear_ops & dialect.points
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        dialect.name = "other"  # type: ignore[misc]
+    if dialect.name.endswith("7bit"):
+        assert 2 * 255 * dialect.weight_limit <= 2**15 - 1, "sums of two products fit into 16 bits"
+        assert dialect.facts["weight_limit"] == 64
+    else:
+        assert "weight_limit" not in dialect.facts, "a default changes no digest"
+
+
+def test_opsets_types_and_rtx_rules_of_dialects():
+    assert [OPENVINO.opset(precisions) for precisions in (["int8"], ["int8", "fp8"])] == [13, 19]
+    assert [(d.activation, d.symmetric_activation, d.bias) for d in (TENSORRT, OPENVINO, ONNXRUNTIME)] == [
+        ("int8", True, "float"),
+        ("int8", True, "float"),
+        ("uint8", False, "int32"),
+    ]
+    assert not TENSORRT.unsigned_positive  # its parser refuses UINT8 and any zero point but 0
+    assert not TENSORRT.affine_ops
+    assert TENSORRT.operands_agree
+    assert TENSORRT_RTX.operands_agree
+    assert not TENSORRT.float_kernels
+    assert TENSORRT.facts == {**TENSORRT_RTX.facts, "name": "tensorrt", "grouped_fp8": False}
