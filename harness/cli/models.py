@@ -57,7 +57,6 @@ def regions(
 
     Example: `qdq inspect regions zoo:resnet18 --html resnet18.html`
     """
-    from harness.graph.partition.summary import TreeOptions
     from harness.insight.region_report import inspect_regions
 
     report = inspect_regions(model, **parse_sizes(shape, dim), dialect=dialect, max_sequence_size=max_sequence_size)
@@ -66,7 +65,7 @@ def regions(
     if as_json:
         print_json(report.data())
     elif html is None:
-        echo("\n".join(report.lines(TreeOptions(include_all=include_all_regions, verbose=verbose))))
+        echo("\n".join(report.lines(include_all=include_all_regions, verbose=verbose)))
 
 
 def _write_page(path: Path, text: str) -> None:

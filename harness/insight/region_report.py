@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,22 +15,15 @@ from harness.config.sections import ModelSpec
 from harness.graph.model import Model
 from harness.graph.partition.patterns import Pattern, find_patterns
 from harness.graph.partition.regions import Region, RegionType, discover_regions
-from harness.graph.partition.summary import (
-    TreeOptions,
-    describe_phases,
-    describe_summary,
-    describe_tree,
-    summarize_discovery,
-    to_json,
-)
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
+from harness.graph.rules.operator_sets import QUANTIZABLE_OPS
 from harness.graph.rules.points import float_inputs_with_rule
 from harness.run.prepare.model_loader import open_model
 from search.space import Edge, Space
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RegionReport:
     """Regions, patterns and insertion points of a model.
 
@@ -45,45 +39,142 @@ class RegionReport:
     dialect: str
     refused: tuple[tuple[Edge, str], ...]
 
-    def lines(self, view: TreeOptions) -> list[str]:
-        """Return the report as text lines: phases, hierarchy, coverage, sizes, patterns, insertion points."""
-        model, figures = self.model, summarize_discovery(self.model, self.root, self.patterns)
-        refusals = []
+    @cached_property
+    def figures(self) -> Mapping[str, int]:
+        """Numbers of nodes, of those that are in a LEAF, of regions without the ROOT, and of patterns.
+
+        "top" is the number of regions directly below the ROOT, "refined" of those that were split further.
+        """
+        types = Counter(region.type for region in self.root.walk())
+        kinds = Counter(pattern.type for pattern in self.patterns)
+        return {
+            "nodes": len(self.model.nodes),
+            "covered": len({node for leaf in self.root.iter_leaves() for node in leaf.nodes}),
+            "top": len(self.root.children),
+            "refined": sum(child.type is RegionType.COMPOSITE for child in self.root.children),
+            "leaves": types[RegionType.LEAF],
+            "composites": types[RegionType.COMPOSITE],
+            "patterns": kinds[RegionType.LEAF] + kinds[RegionType.COMPOSITE],
+            "leaf_patterns": kinds[RegionType.LEAF],
+        }
+
+    @cached_property
+    def histogram(self) -> Mapping[int, int]:
+        """Number of LEAF regions by number of nodes, in ascending order."""
+        return dict(sorted(Counter(len(leaf.nodes) for leaf in self.root.iter_leaves()).items()))
+
+    def lines(self, *, include_all: bool, verbose: bool) -> Iterator[str]:
+        """Yield the report as text lines: phases, hierarchy, coverage, sizes, patterns, insertion points.
+
+        Args:
+            include_all: Whether LEAF regions without quantizable operators are printed.
+            verbose: Whether the names of nodes and tensors are printed.
+        """
+        model, f = self.model, self.figures
+        coverage = f"{f['covered']}/{f['nodes']} nodes ({f['covered'] / f['nodes'] if f['nodes'] else 1.0:.1%})"
+        yield f"Loaded graph: {len(model.nodes)} nodes, {len(model.inputs)} inputs, {len(model.outputs)} outputs"
+        yield f"Phase 1 complete: {f['top']} regions, {coverage}"
+        yield f"Phase 2 complete: refined {f['refined']} regions, skipped {f['top'] - f['refined']}"
+        yield from ("", *self._tree(include_all=include_all, verbose=verbose), "")
+        leaves, composites = f["leaves"], f["composites"]
+        yield f"Summary: {leaves + composites} regions ({leaves} LEAF, {composites} COMPOSITE), {coverage}"
+        yield f"Patterns: {f['patterns']} ({f['leaf_patterns']} of LEAF regions)"
+        if leaves:
+            sizes = self.histogram
+            mean = sum(size * n for size, n in sizes.items()) / leaves
+            yield f"LEAF region sizes: min={min(sizes)}, max={max(sizes)}, avg={mean:.1f}"
+            yield "Size distribution:"
+            yield from (f"  {size:4d} nodes: {'█' * min(n, 50)} ({n} regions)" for size, n in sizes.items())
+        yield from ("", "Patterns (signature, regions, operators):")
+        for pattern in self.patterns:
+            if pattern.type is not RegionType.ROOT:
+                yield f"  {pattern.signature[:8]}  {len(pattern.regions):4d}  {', '.join(pattern.operators)}"
+        yield ""
+        yield f"Insertion points: {len(self.space)} dimensions in dialect {self.dialect} (name, role, edges):"
+        yield from (f"  {d.name}  {d.role}  {len(d.edges)}" for d in self.space.dimensions)
+        yield from ("", f"Inputs that stay float in dialect {self.dialect} (rule, inputs):")
         for rule, count in Counter(rule for _, rule in self.refused).most_common():
-            refusals.append(f"  {rule}  {count}")
-            edges = [edge for edge, name in self.refused if name == rule] if view.verbose else []
-            refusals += [f"    - {edge.tensor} -> input {edge.slot} of {edge.consumer}" for edge in edges]
-        return [
-            f"Loaded graph: {len(model.nodes)} nodes, {len(model.inputs)} inputs, {len(model.outputs)} outputs",
-            *describe_phases(figures),
-            "",
-            *describe_tree(self.root, model, self.patterns, view),
-            "",
-            *describe_summary(figures),
-            "",
-            "Patterns (signature, regions, operators):",
-            *(
-                f"  {p.signature[:8]}  {len(p.regions):4d}  {', '.join(p.operators)}"
-                for p in self.patterns
-                if p.type is not RegionType.ROOT
-            ),
-            "",
-            f"Insertion points: {len(self.space)} dimensions in dialect {self.dialect} (name, role, edges):",
-            *(f"  {d.name}  {d.role}  {len(d.edges)}" for d in self.space.dimensions),
-            "",
-            f"Inputs that stay float in dialect {self.dialect} (rule, inputs):",
-            *refusals,
-        ]
+            yield f"  {rule}  {count}"
+            edges = [edge for edge, name in self.refused if name == rule] if verbose else []
+            yield from (f"    - {edge.tensor} -> input {edge.slot} of {edge.consumer}" for edge in edges)
+
+    def _tree(self, *, include_all: bool, verbose: bool) -> Iterator[str]:
+        """Yield the regions below the ROOT as lines of a tree.
+
+        By default a LEAF without an operator of `QUANTIZABLE_OPS` is left out, the rule of ModelOpt's
+        `has_quantizable_operations` (nvidia-modelopt 0.47, autotune/insertion_points.py).
+        """
+        shared = {region.id: pattern for pattern in self.patterns for region in pattern.regions}
+        skipped = 0
+        for region in self.root.walk():
+            nodes = [self.model.nodes[index] for index in region.nodes]
+            if region is self.root:
+                continue
+            if not (include_all or region.children or any(node.op in QUANTIZABLE_OPS for node in nodes)):
+                skipped += 1
+                continue
+            indent, pattern = "│    " * region.level, shared[region.id]
+            yield f"{indent}├─ Region {region.id} (Level {region.level}, Type: {region.type.value})"
+            indent += "│  "
+            yield f"{indent}├─ Pattern: {pattern.signature[:8]} (in {len(pattern.regions)} regions)"
+            yield f"{indent}├─ Direct nodes: {len(nodes)}"
+            if region.children:
+                yield f"{indent}├─ Total nodes (recursive): {len(region.node_indices())}"
+                yield f"{indent}├─ Children: {len(region.children)}"
+            else:
+                made = {name for node in nodes for name in node.outputs if name}
+                fed = max((len(made.intersection(node.inputs)) for node in nodes), default=0)
+                shape = "convergence of branches" if fed > 1 else "sequence"
+                yield f"{indent}├─ Nodes, a {shape}: {', '.join(node.op for node in nodes)}"
+                if verbose:
+                    yield from (f"{indent}│    - Node {node.index}: {node.op} ({node.name})" for node in nodes)
+            for mark, what, names in (("├─", "Inputs", region.inputs), ("└─", "Outputs", region.outputs)):
+                yield f"{indent}{mark} {what}: {len(names)} tensors"
+                if verbose:
+                    yield from (f"{indent}│    - {name}" for name in names)
+        if skipped:
+            yield f"{skipped} LEAF regions without quantizable operators are left out: --include-all-regions"
 
     def data(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        points = [
-            {"name": d.name, "role": d.role, "kind": d.kind, "choices": list(d.choices), "edges": len(d.edges)}
-            for d in self.space.dimensions
-        ]
-        stay = [{"node": e.consumer, "input": e.slot, "tensor": e.tensor, "rule": rule} for e, rule in self.refused]
-        found = to_json(self.model, self.root, self.patterns)
-        return {**found, "dialect": self.dialect, "dimensions": points, "stay_float": stay}
+        """Return the report as JSON values: regions in pre-order with the id of their parent, and the patterns."""
+        signature = {region.id: pattern.signature for pattern in self.patterns for region in pattern.regions}
+        parent = {child.id: region.id for region in self.root.walk() for child in region.children}
+        return {
+            "model": self.model.source,
+            "summary": self.figures,
+            "histogram": {str(size): count for size, count in self.histogram.items()},
+            "regions": [
+                {
+                    "id": region.id,
+                    "type": region.type.value,
+                    "level": region.level,
+                    "parent": parent.get(region.id),
+                    "pattern": signature.get(region.id),
+                    "nodes": [self.model.nodes[index].name for index in region.nodes],
+                    "inputs": list(region.inputs),
+                    "outputs": list(region.outputs),
+                }
+                for region in self.root.walk()
+            ],
+            "patterns": [
+                {
+                    "signature": pattern.signature,
+                    "type": pattern.type.value,
+                    "operators": list(pattern.operators),
+                    "regions": [region.id for region in pattern.regions],
+                }
+                for pattern in self.patterns
+            ],
+            "dialect": self.dialect,
+            "dimensions": [
+                {"name": d.name, "role": d.role, "kind": d.kind, "choices": list(d.choices), "edges": len(d.edges)}
+                for d in self.space.dimensions
+            ],
+            "stay_float": [
+                {"node": edge.consumer, "input": edge.slot, "tensor": edge.tensor, "rule": rule}
+                for edge, rule in self.refused
+            ],
+        }
 
     def html(self) -> str:
         """Return an HTML page with the graph that needs no server and no network."""

@@ -24,12 +24,12 @@ from harness.graph.model import Model
 from harness.graph.partition.regions import Region as GraphRegion
 from harness.graph.partition.regions import RegionType as RegionType
 from harness.graph.partition.regions import find_boundary, find_readers
-from harness.graph.partition.summary import QUANTIZABLE_OPS
 from harness.graph.rules.operator_sets import (
     CONVOLUTION_OPS,
     LINEAR_OPS,
     PARAMETER_SLOTS,
     POINT_OPS,
+    QUANTIZABLE_OPS,
     SHAPE_SLOTS,
 )
 from search.space import PointKind

@@ -14,7 +14,6 @@ from harness.compat.modelopt_autotune.insertion_points import Region, has_quanti
 from harness.compat.modelopt_autotune.region_pattern import RegionIndex
 from harness.compat.modelopt_autotune.region_search import CombinedRegionSearch
 from harness.compat.modelopt_autotune.settings import add_sizes
-from harness.graph.partition.summary import TreeOptions
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.insight.region_report import inspect_regions
 
@@ -42,8 +41,7 @@ def inspect_region_search(
         UserError: The model cannot be loaded.
     """
     report = inspect_regions(onnx_path, shapes, dims=dims, max_sequence_size=max_sequence_size)
-    view = TreeOptions(include_all=include_all_regions, verbose=verbose)
-    print(printable_lines("\n".join(report.lines(view))))
+    print(printable_lines("\n".join(report.lines(include_all=include_all_regions, verbose=verbose))))
     graph = RegionIndex(report.model)
     tops = CombinedRegionSearch(graph, maximum_sequence_region_size=max_sequence_size).search_regions()
     regions = [region for top in tops for region in (top, *top.get_children())]

@@ -4,18 +4,24 @@ Two regions have one pattern if their canonical codes are equal: operators, rele
 input, kinds of inputs (constant, omitted, type), and outputs of the region. Names, shapes of activations and the order
 of nodes in the file are ignored. A pattern has the nodes of each region in canonical order, so a point in pattern
 coordinates (node, input) is found by indexing.
+
+The inputs of a node are ordered, so a depth-first walk against the data flow from a *sink* (a node whose results no
+node inside the region reads) numbers all nodes that it reaches in a unique way. For a region with one sink, the usual
+case, one walk gives the canonical order. For several sinks the order is searched: first by colours refined over the
+graph (Weisfeiler, Leman 1968), then by the smallest code, with one of several branches that give equal codes
+(automorphisms), as in McKay 1981, "Practical Graph Isomorphism". The code of a region describes it completely, so two
+regions have equal codes only if they are isomorphic.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from harness.graph.model import Model, Node
-from harness.graph.partition.canonical import CanonicalForm, NodeLabels, RegionGraph, canonical_form, describe_code
 from harness.graph.partition.regions import Region, RegionType
 from harness.graph.rules.operator_sets import CONVOLUTION_OPS, LINEAR_OPS, QUANTIZABLE_FLOAT_TYPES
 
@@ -25,6 +31,10 @@ _IGNORED_ATTRIBUTES = frozenset({
     "epsilon", "exclude_outside", "extrapolation_value", "gamma", "max", "min", "momentum", "nearest_mode",
     "output_padding", "output_shape", "pads", "ratio", "seed", "spatial", "storage_order", "training_mode", "value",
 })  # fmt: skip
+_MAX_SEARCH_STEPS = (
+    40_000  # limit of numbered nodes while sinks of one colour are compared; beyond it the first sink is used
+)
+_MAX_REFINEMENT_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,36 +60,54 @@ class Pattern:
 def find_patterns(model: Model, root: Region) -> tuple[Pattern, ...]:
     """Return the patterns of all regions of a tree, in graph order of their first regions, parents first."""
     wiring = _label_nodes(model)
-    found: dict[tuple[RegionType, tuple[int, ...]], list[tuple[Region, CanonicalForm]]] = defaultdict(list)
+    found: dict[tuple[RegionType, tuple[int, ...]], list[tuple[Region, _Numbering]]] = defaultdict(list)
     for region in root.walk():
-        form = canonical_form(wiring, _region_graph(wiring, region))
-        found[region.type, form.code].append((region, form))
-    return tuple(_make_pattern(model, wiring, members) for members in found.values())
+        form = _canonical_form(wiring, region)
+        found[region.type, tuple(form.code)].append((region, form))
+    patterns = []
+    for (kind, code), members in found.items():
+        # A line for each node, with its label in place of the position of the label, for comparison between models.
+        lines, place = [f"qdq pattern 1 {kind.value}"], 0
+        while place < len(code):
+            end = place + 4 + 2 * code[place + 1]
+            lines.append(f"{wiring.labels[code[place]]} {' '.join(map(str, code[place + 1 : end]))}")
+            place = end
+        pattern = Pattern(
+            signature=hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+            type=kind,
+            operators=tuple(model.nodes[index].op for index in members[0][1].order),
+            regions=tuple(region for region, _ in members),
+            order=tuple(tuple(form.order) for _, form in members),
+            children=tuple(tuple(region.children[place] for place in form.children) for region, form in members),
+        )
+        patterns.append(pattern)
+    return tuple(patterns)
 
 
-def _region_graph(wiring: NodeLabels, region: Region) -> RegionGraph:
-    outputs: dict[int, int] = defaultdict(int)
-    for name in region.outputs:
-        tensor = wiring.number[name]
-        outputs[wiring.producer[tensor]] |= 1 << wiring.position[tensor]
-    child = {node: place for place, part in enumerate(region.children) for node in part.node_indices()}
-    return RegionGraph(nodes=region.node_indices(), outputs=outputs, child=child)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NodeLabels:
+    """Nodes and activations of a model by number.
+
+    Attributes:
+        labels: All distinct node labels, sorted; a label has operator, relevant attributes and the kind of each input.
+        label: Position of the label of each node.
+        digest: 60 bits of the SHA-256 of each label, equal in all models and processes.
+        reads: Activations that each node reads, in the order of its inputs; its label describes the other inputs.
+        producer: Node that computes each activation, or -1.
+        position: Position of each activation among the outputs of that node, or -1.
+        number: Number of each activation by tensor name.
+    """
+
+    labels: tuple[str, ...]
+    label: tuple[int, ...]
+    digest: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    producer: tuple[int, ...]
+    position: tuple[int, ...]
+    number: Mapping[str, int]
 
 
-def _make_pattern(model: Model, wiring: NodeLabels, members: list[tuple[Region, CanonicalForm]]) -> Pattern:
-    region, form = members[0]
-    text = f"qdq pattern 1 {region.type.value}\n{describe_code(wiring, form.code)}"
-    return Pattern(
-        signature=hashlib.sha256(text.encode()).hexdigest(),
-        type=region.type,
-        operators=tuple(model.nodes[index].op for index in form.order),
-        regions=tuple(region for region, _ in members),
-        order=tuple(form.order for _, form in members),
-        children=tuple(tuple(region.children[place] for place in form.children) for region, form in members),
-    )
-
-
-def _label_nodes(model: Model) -> NodeLabels:
+def _label_nodes(model: Model) -> _NodeLabels:
     """Assign numbers to the nodes and activations of a model."""
     number: dict[str, int] = {}
     producer: list[int] = []
@@ -103,7 +131,7 @@ def _label_nodes(model: Model) -> NodeLabels:
     texts = [_node_label(model, node) for node in model.nodes]
     labels = sorted(set(texts))
     rank = {text: place for place, text in enumerate(labels)}
-    return NodeLabels(
+    return _NodeLabels(
         labels=tuple(labels),
         label=tuple(rank[text] for text in texts),
         digest=tuple(int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for text in labels),
@@ -116,7 +144,19 @@ def _label_nodes(model: Model) -> NodeLabels:
 
 def _node_label(model: Model, node: Node) -> str:
     """Return a text that is equal for corresponding nodes: operator, attributes, kinds of inputs and outputs."""
-    parts = [f"{node.domain}:{node.op}", *_relevant_attributes(model, node)]
+    values = {name: _stable_value(value) for name, value in node.attributes.items() if name not in _IGNORED_ATTRIBUTES}
+    if node.op in CONVOLUTION_OPS:
+        for name in ("strides", "dilations"):
+            if all(value == 1 for value in values.get(name, ())):
+                values.pop(name, None)
+        known = model.types.get(node.inputs[1])
+        weight, groups = known.shape if known else (), int(values.pop("group", 1))
+        # The number of groups does not decide the kernel; damaged files have 0.
+        channels = (weight[0] // groups, weight[1]) if len(weight) > 1 and groups > 1 else (0, 0)
+        values["class"] = "dense" if groups <= 1 else "depthwise" if channels == (1, 1) else "grouped"
+        if known:
+            values["kernel_shape"] = weight[2:]
+    parts = [f"{node.domain}:{node.op}", *(f"{name}={value}" for name, value in sorted(values.items()))]
     kinds = [_input_kind(model, node, slot, name) for slot, name in enumerate(node.inputs)]
     while kinds and kinds[-1] == "_":
         kinds.pop()
@@ -139,29 +179,6 @@ def _input_kind(model: Model, node: Node, slot: int, name: str) -> str:
     return kind if known.shape else f"{kind} scalar"
 
 
-def _relevant_attributes(model: Model, node: Node) -> list[str]:
-    values = {name: _stable_value(value) for name, value in node.attributes.items() if name not in _IGNORED_ATTRIBUTES}
-    if node.op in CONVOLUTION_OPS:
-        for name in ("strides", "dilations"):
-            if all(value == 1 for value in values.get(name, ())):
-                values.pop(name, None)
-        known = model.types.get(node.inputs[1])
-        values.pop("group", None)
-        values["class"] = _classify_groups(node, known.shape if known else ())
-        if known:
-            values["kernel_shape"] = known.shape[2:]
-    return [f"{name}={value}" for name, value in sorted(values.items())]
-
-
-def _classify_groups(node: Node, weight: Sequence[int]) -> str:
-    """Return "dense", "depthwise" or "grouped", because the number of groups does not decide the kernel."""
-    groups = int(node.attributes.get("group", 1))
-    if groups <= 1:  # damaged files have 0
-        return "dense"
-    channels = (weight[0] // groups, weight[1]) if len(weight) > 1 else (0, 0)
-    return "depthwise" if channels == (1, 1) else "grouped"
-
-
 def _stable_value(value: Any) -> Any:
     """Return a value whose text is the same in every process: lists as tuples, arrays as a digest."""
     if isinstance(value, bytes):
@@ -171,3 +188,172 @@ def _stable_value(value: Any) -> Any:
     if hasattr(value, "tobytes"):
         return f"{value.dtype}{list(value.shape)} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
     return value
+
+
+def _canonical_form(wiring: _NodeLabels, region: Region) -> _Numbering:
+    """Return the canonical numbering of a region; isomorphic regions have equal codes."""
+    walk = _Numbering(wiring, region)
+    nodes = walk.nodes
+    read = {wiring.producer[tensor] for node in nodes for tensor in wiring.reads[node]}
+    sinks = [node for node in nodes if node not in read]
+    if len(sinks) > 1:
+        colours = _refine_colours(wiring, nodes, walk.outputs)
+        cells: dict[int, list[int]] = defaultdict(list)
+        for sink in sinks:
+            cells[colours[sink]].append(sink)
+        search = _CanonicalSearch(walk, max(_MAX_SEARCH_STEPS, 4 * len(nodes)))
+        sinks = search.complete_numbering([cells[colour] for colour in sorted(cells)], search=True)[1]
+    for sink in sinks:
+        walk.number_dependencies(sink)
+    return walk
+
+
+class _Numbering:
+    """Numbering of a region in progress, which can be rolled back to an earlier mark.
+
+    Attributes:
+        nodes: Nodes of the region in topological order.
+        outputs: Bit mask of the outputs of each node that leave the region.
+        order: Numbers of the nodes so far, in canonical order.
+        code: For each node in order: label, number of reads, a pair per read, bit mask of outputs, child. The pair is
+            (position of the producer, its output) or (-1 - number of the outside tensor, 0).
+        children: Numbers of the child regions in the order in which their nodes first appear.
+    """
+
+    def __init__(self, wiring: _NodeLabels, region: Region) -> None:
+        self._wiring = wiring
+        self.nodes, self.outputs = region.node_indices(), defaultdict[int, int](int)
+        for name in region.outputs:
+            tensor = wiring.number[name]
+            self.outputs[wiring.producer[tensor]] |= 1 << wiring.position[tensor]
+        self._child = {node: place for place, part in enumerate(region.children) for node in part.node_indices()}
+        self._inside = frozenset(self.nodes)
+        self.order: dict[int, int] = {}
+        self._outside: dict[int, int] = {}
+        self.children: dict[int, int] = {}
+        self.code: list[int] = []
+
+    def number_dependencies(self, sink: int) -> None:
+        """Assign numbers to a sink and the nodes that it depends on, inputs first; numbered nodes are skipped."""
+        wiring, order, inside, code = self._wiring, self.order, self._inside, self.code
+        producer, reads = wiring.producer, wiring.reads
+        stack = [sink]
+        while stack:
+            node = stack[-1]
+            if node in order:
+                stack.pop()
+                continue
+            pending = [maker for tensor in reads[node] if (maker := producer[tensor]) not in order and maker in inside]
+            if pending:
+                stack.extend(reversed(pending))
+                continue
+            stack.pop()
+            code += (wiring.label[node], len(reads[node]))
+            for tensor in reads[node]:
+                maker = order.get(producer[tensor], -1)
+                if maker < 0:
+                    code += (-1 - self._outside.setdefault(tensor, len(self._outside)), 0)
+                else:
+                    code += (maker, wiring.position[tensor])
+            child = self._child.get(node, -1)
+            if child >= 0:
+                child = self.children.setdefault(child, len(self.children))
+            code += (self.outputs.get(node, 0), child)
+            order[node] = len(order)
+
+    def mark(self) -> tuple[int, int, int, int]:
+        return len(self.order), len(self._outside), len(self.children), len(self.code)
+
+    def rollback(self, mark: tuple[int, int, int, int]) -> None:
+        for numbers, size in zip((self.order, self._outside, self.children), mark, strict=False):
+            while len(numbers) > size:
+                numbers.popitem()
+        del self.code[mark[3] :]
+
+
+class _CanonicalSearch:
+    """Search for the order of sinks that gives the smallest code.
+
+    Args:
+        walk: Numbering of the region without numbered nodes; rolled back after the search.
+        budget: Number of nodes that may be numbered in the search.
+    """
+
+    def __init__(self, walk: _Numbering, budget: int) -> None:
+        self._walk, self._budget = walk, budget
+
+    def complete_numbering(self, cells: Sequence[list[int]], search: bool) -> tuple[tuple[int, ...], list[int]]:
+        """Return the code with all sinks of the cells numbered, and their order, and roll the numbering back.
+
+        Among tied sinks, `search` selects the one that leads to the smallest code; otherwise the first one is used.
+        """
+        walk, mark, order = self._walk, self._walk.mark(), []
+        for place, cell in enumerate(cells):
+            left = list(cell)
+            while left:
+                if self._budget <= 0:
+                    for sink in left:
+                        walk.number_dependencies(sink)
+                    order += left
+                    break
+                tied = self._sinks_of_smallest_code(left)
+                rest = cells[place + 1 :]
+                pick = self._break_tie(tied, left, rest) if search and len(tied) > 1 else tied[0]
+                walk.number_dependencies(pick)
+                order.append(pick)
+                left.remove(pick)
+        code = tuple(walk.code)
+        walk.rollback(mark)
+        return code, order
+
+    def _sinks_of_smallest_code(self, sinks: list[int]) -> list[int]:
+        """Return the sinks whose numbering adds the smallest code."""
+        if len(sinks) == 1:
+            return sinks
+        found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for sink in sinks:
+            mark = self._walk.mark()
+            self._walk.number_dependencies(sink)
+            found[tuple(self._walk.code[mark[3] :])].append(sink)
+            self._budget -= self._walk.mark()[0] - mark[0]
+            self._walk.rollback(mark)
+        return found[min(found)]
+
+    def _break_tie(self, tied: list[int], left: list[int], rest: Sequence[list[int]]) -> int:
+        orbits: dict[tuple[int, ...], int] = {}
+        for sink in tied:
+            if self._budget <= 0:
+                return tied[0]
+            orbits.setdefault(self._explore_sink(sink, left, rest, search=False), sink)
+        if len(orbits) == 1:
+            return tied[0]
+        return min(orbits.values(), key=lambda sink: self._explore_sink(sink, left, rest, search=True))
+
+    def _explore_sink(self, sink: int, left: list[int], rest: Sequence[list[int]], search: bool) -> tuple[int, ...]:
+        mark = self._walk.mark()
+        self._walk.number_dependencies(sink)
+        code, _ = self.complete_numbering([[other for other in left if other != sink], *rest], search)
+        self._walk.rollback(mark)
+        return code
+
+
+def _refine_colours(wiring: _NodeLabels, nodes: Sequence[int], outputs: Mapping[int, int]) -> dict[int, int]:
+    """Return colours that isomorphic nodes share, refined along and against the data flow until none splits."""
+    producer, position, reads = wiring.producer, wiring.position, wiring.reads
+    colour = {n: hash((wiring.digest[wiring.label[n]], outputs.get(n, 0))) for n in nodes}
+    outside = {t: 0 for n in nodes for t in reads[n] if producer[t] not in colour}
+    for _ in range(_MAX_REFINEMENT_ROUNDS):
+        known = len(set(colour.values()))
+        for node in nodes:
+            seen = [outside[t] if t in outside else hash((colour[producer[t]], position[t])) for t in reads[node]]
+            colour[node] = hash((colour[node], *seen))
+        readers: dict[int, list[int]] = defaultdict(list)
+        for node in reversed(nodes):
+            colour[node] = hash((colour[node], *sorted(readers[~node])))
+            for slot, tensor in enumerate(reads[node]):
+                key = tensor if tensor in outside else ~producer[tensor]
+                readers[key].append(hash((colour[node], slot, position[tensor])))
+        outside = {t: hash((outside[t], *sorted(readers[t]))) for t in outside}
+        if len(set(colour.values())) == known:
+            break
+    return colour

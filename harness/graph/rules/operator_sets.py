@@ -48,6 +48,11 @@ POINT_OPS = (
 )
 """Operators other than linear ones whose floating-point inputs may be quantized."""
 
+QUANTIZABLE_OPS = LINEAR_OPS | {
+    "Add", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Mul", "Relu", "Resize", "Sum",
+}  # fmt: skip
+"""Operators that ModelOpt's region inspection looks for (`get_autotuner_quantizable_ops`)."""
+
 _FIRST, _SECOND = frozenset({0}), frozenset({1})
 
 PARAMETER_SLOTS: Mapping[str, frozenset[int]] = {

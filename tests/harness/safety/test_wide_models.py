@@ -21,7 +21,6 @@ from onnx import helper, numpy_helper
 
 from harness.graph.io.files import write_model
 from harness.graph.load import load
-from harness.graph.partition.summary import TreeOptions
 from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import read_qdq_graph
@@ -103,7 +102,7 @@ def long_lists(path: Path, count: int) -> None:
 def use(path: Path) -> None:
     """All that is done with a model before an engine is built, and with the Q/DQ model that comes of it."""
     model = load(path)
-    inspect_regions(str(path), {}, dims={}).lines(TreeOptions(include_all=True, verbose=True))
+    assert list(inspect_regions(str(path), {}, dims={}).lines(include_all=True, verbose=True))
     space = build_space(model, OPENVINO)
     tensors = {edge.tensor for dimension in space.dimensions for edge in dimension.edges}
     inserter = Inserter(model, OPENVINO, dict.fromkeys(tensors - set(model.constants), (-1.0, 1.0)))

@@ -168,6 +168,8 @@ def test_edge_or_operator_change_alters_signature_of_networks(make_model, make_s
 
 def assert_names_and_order_do_not_matter(first: Model, second: Model) -> None:
     assert signature(first) == signature(second)
+    orders = [find_patterns(m, whole(m))[0].order[0] for m in (first, second)]
+    assert is_isomorphism(first, second, (orders[0], orders[1]))
     found = [
         Counter({p.signature: len(p.regions) for p in find_patterns(m, discover_regions(m))}) for m in (first, second)
     ]
@@ -190,13 +192,6 @@ def test_a_changed_operator_always_changes_the_signature(make_model, spec):
     renamed = [("Neg", *rest) if op == "Relu" else (op, *rest) for op, *rest in spec]
     changed = any(op == "Relu" for op, *_ in spec)
     assert (signature(make_model(spec)) != signature(make_model(renamed))) == changed
-
-
-@given(spec=specs, seed=st.integers(0, 1000))
-def test_stored_node_orders_define_an_isomorphism(make_model, spec, seed):
-    first, second = make_model(spec), make_model(spec, seed)
-    orders = [find_patterns(m, whole(m))[0].order[0] for m in (first, second)]
-    assert is_isomorphism(first, second, (orders[0], orders[1]))
 
 
 def test_signature_separates_weisfeiler_leman_equivalent_graphs(make_model):
@@ -230,27 +225,19 @@ def test_signature_ignores_channels_padding_and_names(attributes):
     assert signature(conv_model(**attributes)) == signature(conv_model())
 
 
-@pytest.mark.parametrize(
-    "attributes", [{"kernel": 1}, {"stride": 2}, {"groups": 2}, {"groups": -1}, {"bias": False}, {"dilations": [2, 2]}]
-)
-def test_signature_depends_on_conv_attributes(attributes):
-    assert signature(conv_model(**attributes)) != signature(conv_model())
+def test_signature_depends_on_conv_attributes():
+    changes: list[dict[str, Any]] = [
+        {}, {"kernel": 1}, {"stride": 2}, {"groups": 2}, {"groups": -1}, {"bias": False}, {"dilations": [2, 2]},
+    ]  # fmt: skip
+    assert len({signature(conv_model(**change)) for change in changes}) == len(changes)
+    assert signature(conv_model(groups=2)) == signature(conv_model(groups=4)), "the number of groups is no structure"
 
 
-def test_signature_ignores_group_count_except_depthwise():
-    assert signature(conv_model(groups=2)) == signature(conv_model(groups=4)) != signature(conv_model(groups=-1))
-
-
-def test_signature_separates_constant_and_activation_operands(make_model):
-    both = make_model([("Add", [0, 1], True)])
-    assert signature(both) != signature(make_model([("Add", [0, 2], True)]))
-    assert signature(both) != signature(make_model([("Add", [0, 0], True)]))
-
-
-def test_signature_depends_on_region_outputs(make_model):
-    assert signature(make_model([("Relu", [0], False), ("Relu", [3], True)])) != signature(
-        make_model([("Relu", [0], True), ("Relu", [3], True)])
-    )
+def test_signature_depends_on_kinds_of_operands_and_on_outputs(make_model):
+    adds = {signature(make_model([("Add", [0, other], True)])) for other in (0, 1, 2)}
+    assert len(adds) == 3
+    chains = {signature(make_model([("Relu", [0], leaves), ("Relu", [3], True)])) for leaves in (False, True)}
+    assert len(chains) == 2
 
 
 def patterns_of(layers: int) -> tuple[Model, tuple[Pattern, ...]]:

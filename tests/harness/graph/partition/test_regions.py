@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model
-from harness.graph.partition.regions import Region, RegionType, discover_regions
+from harness.graph.partition.regions import Region, RegionType, discover_regions, find_branch_structure
 from harness.zoo import catalog, transformer
 
 ARITY = {"Relu": 1, "Conv": 1, "Split": 1, "Add": 2, "MatMul": 2, "Concat": 3}
@@ -93,18 +93,33 @@ def silu(g: GraphBuilder, x: str) -> str:
     return g.op("Mul", x, g.op("Sigmoid", x))
 
 
+def leaves_of(g: GraphBuilder, output: str) -> list[str]:
+    g.output(output)
+    model = loaded(g)
+    return leaves(model, discover_regions(model))
+
+
 def image(name: str, channels: int = 8) -> tuple[GraphBuilder, str]:
     g = GraphBuilder(name)
     return g, g.input("x", (1, channels, 8, 8))
 
 
-def test_a_small_residual_block_is_a_leaf_with_its_epilogue():
+def test_small_blocks_are_leaves_with_their_epilogues():
     g, x = image("residual")
     for _ in range(3):
         x = g.op("Relu", g.op("Add", g.conv(conv_relu(g, x), 8, 3), x))
-    g.output(x)
-    model = loaded(g)
-    assert leaves(model, discover_regions(model)) == ["Conv Relu Conv Add Relu"] * 3
+    assert leaves_of(g, x) == ["Conv Relu Conv Add Relu"] * 3
+    g, x = image("silu")
+    assert leaves_of(g, silu(g, g.conv(silu(g, g.conv(x, 8, 3)), 8, 1))) == ["Conv Sigmoid Mul Conv Sigmoid Mul"]
+    g, x = image("squeeze")
+    y = conv_relu(g, x)
+    gate = g.op("Sigmoid", g.conv(conv_relu(g, g.op("GlobalAveragePool", y), 2, 1), 8, 1))
+    expected = ["Conv Relu", "GlobalAveragePool Conv Relu Conv Sigmoid Mul", "Conv"]
+    assert leaves_of(g, g.conv(g.op("Mul", y, gate), 8, 1)) == expected
+    g, x = image("chain")
+    for _ in range(9):
+        x = conv_relu(g, g.op("Relu", g.conv(x, 8, 3, groups=8)), kernel=1)
+    assert leaves_of(g, x) == ["Conv Relu Conv Relu"] * 9
 
 
 def test_a_large_residual_block_is_a_composite():
@@ -137,23 +152,6 @@ def test_inception_branches_are_children_before_the_concat():
     assert sorted(operators(model, child) for child in composite.children) == [
         "Concat", "Conv Relu", "Conv Relu Conv Relu", "Conv Relu Conv Relu Conv Relu", "MaxPool Conv Relu",
     ]  # fmt: skip
-
-
-def test_silu_is_in_the_region_of_its_convolution():
-    g, x = image("silu")
-    g.output(silu(g, g.conv(silu(g, g.conv(x, 8, 3)), 8, 1)))
-    model = loaded(g)
-    assert leaves(model, discover_regions(model)) == ["Conv Sigmoid Mul Conv Sigmoid Mul"]
-
-
-def test_squeeze_and_excite_is_one_leaf():
-    g, x = image("squeeze")
-    y = conv_relu(g, x)
-    gate = g.op("Sigmoid", g.conv(conv_relu(g, g.op("GlobalAveragePool", y), 2, 1), 8, 1))
-    g.output(g.conv(g.op("Mul", y, gate), 8, 1))
-    model = loaded(g)
-    expected = ["Conv Relu", "GlobalAveragePool Conv Relu Conv Sigmoid Mul", "Conv"]
-    assert leaves(model, discover_regions(model)) == expected
 
 
 def test_attention_has_its_projections_as_children():
@@ -194,9 +192,7 @@ def test_erf_gelu_is_in_the_region_of_its_layer():
     x = g.input("x", (1, 4, 8))
     for _ in range(4):
         x = erf_gelu(g, g.linear(x, 8))
-    g.output(x)
-    model = loaded(g)
-    assert leaves(model, discover_regions(model)) == [f"MatMul Add {GELU}"] * 4
+    assert leaves_of(g, x) == [f"MatMul Add {GELU}"] * 4
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
@@ -258,15 +254,6 @@ def test_attention_mask_input_does_not_change_regions():
     assert_sound(model, root)
     bare = [text.replace("Relu", "Add") for text in leaves(plain, discover_regions(plain))]
     assert leaves(model, root) == ["Mul", *bare]
-
-
-def test_repeated_blocks_in_a_chain_are_separate_leaves():
-    g, x = image("chain")
-    for _ in range(9):
-        x = conv_relu(g, g.op("Relu", g.conv(x, 8, 3, groups=8)), kernel=1)
-    g.output(x)
-    model = loaded(g)
-    assert leaves(model, discover_regions(model)) == ["Conv Relu Conv Relu"] * 9
 
 
 def test_region_size_limits_hold():
@@ -363,3 +350,36 @@ def test_real_models_have_sound_regions(name, shapes):
     assert_sound(model, root)
     assert len(list(root.walk())) <= 0.35 * len(model.nodes)
     assert np.mean([len(leaf.nodes) for leaf in root.iter_leaves()]) >= 3
+
+
+def reached(successors: list[list[int]], start: int, without: int) -> set[int]:
+    found, todo = set(), [start]
+    while todo:
+        vertex = todo.pop()
+        if vertex not in found and vertex != without:
+            found.add(vertex)
+            todo += successors[vertex]
+    return found
+
+
+graphs = st.integers(1, 12).flatmap(
+    lambda size: st.tuples(*[st.frozensets(st.integers(vertex + 1, size), max_size=4) for vertex in range(size)])
+)
+
+
+@given(graphs)
+def test_branches_and_series_agree_with_post_dominators_by_every_path(drawn):
+    sink, edges = len(drawn), [sorted(found) for found in drawn]
+    flow, whole = find_branch_structure(edges), [*(found or [sink] for found in edges), []]
+    parents = {}
+    for vertex, before in enumerate(flow.series):
+        for end in (*flow.branches[vertex], *([before] if before >= 0 else [])):
+            assert end not in parents
+            parents[end] = vertex
+        after = reached(whole, before, vertex) if before >= 0 else set()
+        for last in flow.branches[vertex] if before >= 0 else ():
+            assert last in after
+            assert before not in reached(whole, last, vertex)
+    for vertex in range(sink):  # the nearest vertex without which the sink is not reached
+        later = range(vertex + 1, sink + 1)
+        assert parents[vertex] == next(v for v in later if v == sink or sink not in reached(whole, vertex, v))
