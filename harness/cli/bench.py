@@ -147,7 +147,7 @@ def bench_surrogate(
     from harness.replay.bench.tasks import table_file
     from harness.runtimes.replay import read_table
 
-    error = dataclasses.asdict(write_surrogate(read_table(table_file(table)), out))
+    error = write_surrogate(read_table(table_file(table)), out)
     print_table(tuple(error), [tuple(f"{value:.3g}" for value in error.values())], as_json=as_json)
 
 

@@ -130,15 +130,26 @@ def budget_tables(
     means = _make_table(
         "means",
         "In the mean over tables",
-        [_mean_regret_line(results, name, budgets) for name in (RANDOM_LABEL, *names)],
+        [
+            _mean_line(
+                name,
+                {f"mean_{n}": [r.regret_percent(name)[:, n - 1].mean() for r in results] for n in budgets}
+                | {"score": [np.nan if name == RANDOM_LABEL else r.scores(name).mean() for r in results]},
+            )
+            for name in (RANDOM_LABEL, *names)
+        ],
         "Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
         f"{tables}, {_describe_limits(len(results))} (Student's). Tables are few and differ; the table "
         "pairs compares searchers on one and the same table.",
     )
-    found = _make_table(
+    found = {
+        name: np.array([100 * (r.searches[name].found_ms.mean(axis=0) / r.optimum_ms - 1) for r in results])
+        for name in names
+    }
+    fastest = _make_table(
         "found",
         "Found, chosen or not",
-        [_best_evaluated_line(results, name, budgets) for name in names],
+        [_mean_line(name, {f"found_{n}": found[name][:, n - 1] for n in budgets}) for name in names],
         "Latency above the optimum in % of the fastest model that a search had evaluated, chosen or not: mean over "
         f"seeds and {tables}, as in the table means. The rest of the regret in that table is lost in choosing among "
         "noisy readings.",
@@ -169,7 +180,7 @@ def budget_tables(
         f"same start, 1 the optimum at once, and below 0 worse than random. Mean over {seeds} with its 95 % interval "
         "(Student's), because random search is a mean too; a dash if the initial placements leave nothing.",
     )
-    return means, found, budget, reach, score, _pairwise_table(results, budgets), _rank_table(ranks)
+    return means, fastest, budget, reach, score, _pairwise_table(results, budgets), _rank_table(ranks)
 
 
 def _make_table(name: str, title: str, lines: Sequence[_Line], note: str) -> ReportTable:
@@ -177,25 +188,14 @@ def _make_table(name: str, title: str, lines: Sequence[_Line], note: str) -> Rep
     return ReportTable(name=name, title=title, cells=cells, raw=raw, note=note)
 
 
-def _mean_regret_line(results: Sequence[TableResult], name: str, budgets: Sequence[int]) -> _Line:
-    regrets = [result.regret_percent(name) for result in results]
-    figures = {f"mean_{n}": (f"{n} evaluations", np.array([r[:, n - 1].mean() for r in regrets])) for n in budgets}
-    scores = [np.nan if name == RANDOM_LABEL else result.scores(name).mean() for result in results]
-    return _mean_line(name, {**figures, "score": ("score", np.array(scores))})
-
-
-def _best_evaluated_line(results: Sequence[TableResult], name: str, budgets: Sequence[int]) -> _Line:
-    regrets = np.array([100 * (r.searches[name].found_ms.mean(axis=0) / r.optimum_ms - 1) for r in results])
-    return _mean_line(name, {f"found_{n}": (f"{n} evaluations", regrets[:, n - 1]) for n in budgets})
-
-
-def _mean_line(searcher: str, figures: Mapping[str, tuple[str, Floats]]) -> _Line:
-    """Return the line of a searcher: the mean over tables of each figure, given by name with its column's title."""
+def _mean_line(searcher: str, figures: Mapping[str, Sequence[float] | Floats]) -> _Line:
+    """Return the line of a searcher: the mean over tables of each figure."""
     line, cells = dict[str, Any](searcher=searcher), dict[str, Any](searcher=searcher)
-    for name, (title, values) in figures.items():
-        mean, low, high = mean_interval(values)
+    for name, values in figures.items():
+        mean, low, high = mean_interval(np.asarray(values))
         line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
-        cells[title] = format_interval(mean, low, high)
+        budget = name.partition("_")[2]
+        cells[f"{budget} evaluations" if budget else name] = format_interval(mean, low, high)
     return line, cells
 
 
@@ -375,18 +375,13 @@ def load_study(path: Path) -> BudgetStudy:
         study = BudgetStudy.model_validate(document)
     except ValidationError as error:
         raise to_user_error(BudgetStudy, str(path), error) from None
-    return study.model_copy(update={"tables": tuple(_resolve_table_files(path, study.tables))})
-
-
-def _resolve_table_files(path: Path, tables: tuple[str, ...]) -> list[str]:
     found: list[str] = []
-    for text in tables:
+    for text in study.tables:
         names = sorted(glob(text, root_dir=path.parent, recursive=True)) if "*" in text else [text]
-        files = [path.parent / name for name in names]
-        if not files:
+        if not names:
             raise UserError(f"{path}: tables: no file matches {text!r}; 'qdq bench record MODEL --out FILE' makes one")
-        found += [str(file) for file in files]
-    return found
+        found += [str(path.parent / name) for name in names]
+    return study.model_copy(update={"tables": tuple(found)})
 
 
 def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers: int = 1) -> tuple[ReportTable, ...]:
@@ -433,21 +428,19 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
             found = Searches(load_landscape(file), paths, budget)
             searches.setdefault(file, {})[key.searcher] = found
         blocks = [table_result(load_landscape(file), each, budget, study.initial) for file, each in searches.items()]
-        ranks = {n: compute_ranks(_relative_speeds(blocks, n), unit="table") for n in study.budgets}
+        ranks = {}
+        for n in study.budgets:
+            speeds = [
+                {name: np.mean(b.optimum_ms / each.latency_ms[:, n - 1]) for name, each in b.searches.items()}
+                for b in blocks
+            ]
+            ranks[n] = compute_ranks(pd.DataFrame(speeds), unit="table")
         warnings = (*left_out, *_describe_exhausted_searchers(blocks, budget))
         tables = [replace(table, warnings=warnings) for table in budget_tables(blocks, study, ranks)]
         for table in tables:
             write_table(table, out)
         _draw_plots(ranks, blocks, study, out)
     return tuple(tables)
-
-
-def _relative_speeds(blocks: Sequence[TableResult], budget: int) -> pd.DataFrame:
-    """Return optimum over latency at a budget, mean over seeds: one row per table, one column per searcher."""
-    return pd.DataFrame(
-        {name: np.mean(b.optimum_ms / each.latency_ms[:, budget - 1]) for name, each in b.searches.items()}
-        for b in blocks
-    )
 
 
 def _describe_excluded_tables(optimal_starts: Mapping[Path, str]) -> tuple[str, ...]:

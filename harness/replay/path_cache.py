@@ -187,25 +187,22 @@ def _source_files(file: Path | None, package: Path) -> set[Path]:
         root = root.parent
     files, pending = {file}, [file]
     while pending:
-        new = set(_imported_files(pending.pop(), package, root)) - files
-        files |= new
-        pending += new
+        importer = pending.pop()
+        for level, name in _imported_names(importer.read_bytes()):
+            top, *rest = name.split(".")
+            folder = root
+            if level:
+                folder = importer.parents[min(level, len(importer.parents)) - 1]
+            elif top == package.name:
+                folder = package.parent
+            elif root.name in LIBRARY_FOLDERS and not importer.is_relative_to(root / top):
+                continue
+            path = folder.joinpath(top, *rest)
+            for each in (path.with_suffix(".py"), path / "__init__.py"):
+                if each.is_file() and each not in files:
+                    files.add(each)
+                    pending.append(each)
     return files | set(package.rglob("*.py")) if package / DYNAMIC_LOADER_MODULE in files else files
-
-
-def _imported_files(file: Path, package: Path, own_root: Path) -> Iterator[Path]:
-    for level, name in _imported_names(file.read_bytes()):
-        top, *rest = name.split(".")
-        if level:
-            root = file.parents[min(level, len(file.parents)) - 1]
-        elif top == package.name:
-            root = package.parent
-        elif own_root.name in LIBRARY_FOLDERS and not file.is_relative_to(own_root / top):
-            continue
-        else:
-            root = own_root
-        path = root.joinpath(top, *rest)
-        yield from (each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file())
 
 
 @lru_cache(maxsize=256)
@@ -256,13 +253,22 @@ def replay_cached(
     outdated = {key.question for key in cache.outdated_keys(requests)}
     for key, request in requests.items():
         cached = cache.paths_by_seed(key)
-        usable = _usable_seeds(cached, request)
-        seeds = [seed for seed in request.seeds if seed not in usable]
+        landscape = load_landscape(request.table)
+        first = initial_models(landscape, request.initial)[: request.budget]
+        seeds = []
+        for seed in request.seeds:
+            known = cached[seed].truncate_to_budget(request.budget) if seed in cached else None
+            if (
+                known is None
+                or not is_valid_path(landscape, known)
+                or landscape.identity[known[: len(first)]].tolist() != first
+            ):
+                seeds.append(seed)
         damaged = any(cached[seed].budget >= request.budget for seed in seeds if seed in cached)
         if seeds and (damaged or key.question in outdated):
             refused.append(key.searcher)
-        for first in range(0, len(seeds), SEARCHES_PER_BATCH):
-            batch = tuple(seeds[first : first + SEARCHES_PER_BATCH])
+        for start in range(0, len(seeds), SEARCHES_PER_BATCH):
+            batch = tuple(seeds[start : start + SEARCHES_PER_BATCH])
             path = cache.new_part_file(key, batch, request.budget)
             batches.append((path, key, replace(request, seeds=batch)))
     if refused:
@@ -275,20 +281,6 @@ def replay_cached(
     return {
         key: {seed: cache.paths_by_seed(key)[seed].indices[: request.budget] for seed in request.seeds}
         for key, request in requests.items()
-    }
-
-
-def _usable_seeds(cached: Mapping[int, SearchPath], request: ReplayRequest) -> set[int]:
-    """Return the seeds whose cached searches answer a request and can be searches of its table."""
-    landscape = load_landscape(request.table)
-    first = initial_models(landscape, request.initial)[: request.budget]
-    paths = {seed: cached[seed].truncate_to_budget(request.budget) for seed in request.seeds if seed in cached}
-    return {
-        seed
-        for seed, path in paths.items()
-        if path is not None
-        and is_valid_path(landscape, path)
-        and landscape.identity[path[: len(first)]].tolist() == first
     }
 
 
@@ -325,20 +317,19 @@ def _initialize_worker() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # for libraries that are loaded late: Torch
-    Thread(target=_exit_with_parent, daemon=True).start()
 
+    def exit_with_parent() -> None:  # otherwise workers of a killed parent would wait forever
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
 
-def _exit_with_parent() -> None:
-    """Exit when the parent process has ended; otherwise workers of a killed parent would wait forever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    Thread(target=exit_with_parent, daemon=True).start()
 
 
 def _replay_batch(path: Path, key: SearchKey, request: ReplayRequest) -> None:
     paths = replay(load_landscape(request.table), request)
-    write_part(path, key, {seed: SearchPath(indices, request.budget) for seed, indices in paths.items()})
+    write_paths(path, {key: {seed: SearchPath(indices, request.budget) for seed, indices in paths.items()}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +379,7 @@ class PathCache:
             return
         for key in outdated:
             del self._paths[key]
-        _write_atomically(self._folder / FILE, self._paths)
+        write_paths(self._folder / FILE, self._paths)
         for path in (
             *parts,
             *(self._folder / PARTS_FOLDER).glob("*.part"),
@@ -410,17 +401,8 @@ class PathCache:
         return sorted((self._folder / PARTS_FOLDER).glob("*.parquet"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def write_part(path: Path, key: SearchKey, paths: Mapping[int, SearchPath]) -> None:
-    """Write searches of one searcher on one table, by seed, as a part of a cache; an existing file is replaced.
-
-    Args:
-        path: Result of `PathCache.new_part_file`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write_atomically(path, {key: paths})
-
-
-def _write_atomically(path: Path, paths: Mapping[SearchKey, Mapping[int, SearchPath]]) -> None:
+def write_paths(path: Path, paths: Mapping[SearchKey, Mapping[int, SearchPath]]) -> None:
+    """Write searches by key and seed as a cache, or a part of one, atomically; an existing file is replaced."""
     lines = [
         (*astuple(key), seed, found.budget, found.indices)
         for key, some in sorted(paths.items())
@@ -428,6 +410,7 @@ def _write_atomically(path: Path, paths: Mapping[SearchKey, Mapping[int, SearchP
     ]
     if len(lines) > MAX_LINES or sum(len(indices) for *_, indices in lines) > MAX_EVALUATIONS:
         raise UserError(f"{path}: {len(lines)} searches are more than one file takes; use another --out for new ones")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         table = pa.table([list(column) for column in zip(*lines, strict=True)], schema=COLUMNS)
         pq.write_table(table, part, compression="zstd", compression_level=9, write_page_checksum=True)

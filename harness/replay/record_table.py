@@ -138,9 +138,15 @@ def _measure_table(
     record_or_check(folder / "env.json", comparability_key(machine))
     task, worker = prepare_study(study, folder, observer)
     if like is None:
-        _check_dimensions(task.space, dimensions)
+        least = min(task.space.sizes, default=0)
+        if not 2 <= least <= 2**dimensions:
+            limit = f"a dimension has at least {least} choices" if least else "the model has no insertion points"
+            raise UserError(f"--dimensions {dimensions}: nothing to enumerate, for {limit}")
     else:
-        _check_same_space(task, like)
+        same_model = like.metadata.model_sha256 == task.model.sha256
+        if not same_model or space_digest(like.subspace.full_space) != space_digest(task.space):
+            what = "space" if same_model else "model"
+            raise UserError(f"--like {like.path}: a table of another {what} than that of {task.spec.name}")
         machine["placements_of"] = like.path.stem
     if note:
         machine["note"] = note
@@ -206,22 +212,6 @@ def _check_finished_table(
         recorded[size] = len(finished.varied)
         requested[size] = len(most_influential(Space(finished.dimensions), sensitivities, dimensions))
     require_same_fingerprint(out, json.loads(json.dumps(recorded)), json.loads(json.dumps(requested)))
-
-
-def _check_same_space(task: Task, like: BenchmarkTable) -> None:
-    """Raise `UserError` if a table is of another model or another space than the task."""
-    same_model = like.metadata.model_sha256 == task.model.sha256
-    if not same_model or space_digest(like.subspace.full_space) != space_digest(task.space):
-        what = "space" if same_model else "model"
-        raise UserError(f"--like {like.path}: a table of another {what} than that of {task.spec.name}")
-
-
-def _check_dimensions(space: Space, dimensions: int) -> None:
-    """Raise `UserError` if no table can be that small, or the model has no dimensions."""
-    least = min(space.sizes, default=0)
-    if not 2 <= least <= 2**dimensions:
-        limit = f"a dimension has at least {least} choices" if least else "the model has no insertion points"
-        raise UserError(f"--dimensions {dimensions}: nothing to enumerate, for {limit}")
 
 
 def _reduce_subspace(like: BenchmarkTable, dimensions: int) -> TableSubspace:
@@ -395,7 +385,7 @@ class _Recording:
 
         A change of the machine's speed since the start of the recording is reported, with its effect on the rows.
         """
-        task, float_ms = self.task, baseline_latency(self.folder)
+        task, started_ms = self.task, baseline_latency(self.folder)
         plan = CONFIRMATION_SCHEDULE.model_dump(mode="json")
         comparison = PairedComparison(
             name=f"{task.spec.name} final selection",
@@ -412,38 +402,32 @@ class _Recording:
         warn_if_disturbed(comparison.name, events, self.observer)
         readings = TurnMatrix(events)
         now_ms = float(np.median([ms for turns in readings.turns[FLOAT_ROW].values() for ms in turns.values()]))
-        if not 1 / (1 + PACE_TOLERANCE) <= now_ms / float_ms <= 1 + PACE_TOLERANCE:
+        if not 1 / (1 + PACE_TOLERANCE) <= now_ms / started_ms <= 1 + PACE_TOLERANCE:
             effect = "rows are timed in turns with the float model, so they stay on one scale"
             if self.level_ms is None:
                 effect = "its rows are on another scale; record the table anew with `sampling.interleave: always`"
             self.observer.say(
-                f"{comparison.name}: the float model takes {now_ms:.4g} ms, it took {float_ms:.4g} ms; {effect}"
+                f"{comparison.name}: the float model takes {now_ms:.4g} ms, it took {started_ms:.4g} ms; {effect}"
             )
         for digest in digests:
             float_builds, row_builds = readings.paired_samples(digest, FLOAT_ROW)
-            self.rows[digest] = _with_turns(self.rows[digest], float_builds, row_builds, self.level_ms)
-
-
-def _with_turns(
-    row: TableEntry, float_builds: list[list[float]], row_builds: list[list[float]], level_ms: float | None
-) -> TableEntry:
-    """Return a row with one sample per turn, relative to the float model's turns if `level_ms` is set."""
-    outcome = row.outcome
-    if isinstance(outcome, Failed):
-        return row
-    if not row_builds:
-        failed = Failed(stage="build", reason=LOST_ROW_REASON, wall_s=recorded_duration_s(outcome))
-        return replace(row, outcome=failed)
-    float_ms, row_ms = np.concatenate(float_builds), np.concatenate(row_builds)
-    if level_ms is None:
-        return replace(row, outcome=replace(outcome, samples_ms=tuple(row_ms.tolist())))
-    turns = replace(
-        outcome,
-        samples_ms=tuple((row_ms / float_ms * level_ms).tolist()),
-        raw_ms=tuple(row_ms.tolist()),
-        reference_ms=tuple(float_ms.tolist()),
-    )
-    return replace(row, outcome=turns)
+            row, outcome = self.rows[digest], self.rows[digest].outcome
+            if isinstance(outcome, Failed):
+                continue
+            if not row_builds:
+                failed = Failed(stage="build", reason=LOST_ROW_REASON, wall_s=recorded_duration_s(outcome))
+                self.rows[digest] = replace(row, outcome=failed)
+                continue
+            row_ms, float_ms = np.concatenate(row_builds), np.concatenate(float_builds)
+            turns = replace(outcome, samples_ms=tuple(row_ms.tolist()))
+            if self.level_ms is not None:  # one sample per turn, relative to the float model's turns
+                turns = replace(
+                    outcome,
+                    samples_ms=tuple((row_ms / float_ms * self.level_ms).tolist()),
+                    raw_ms=tuple(row_ms.tolist()),
+                    reference_ms=tuple(float_ms.tolist()),
+                )
+            self.rows[digest] = replace(row, outcome=turns)
 
 
 def median_latencies(rows: Mapping[str, TableEntry]) -> dict[str, float]:

@@ -27,16 +27,12 @@ Floats = npt.NDArray[np.float64]
 NEAR_OPTIMUM_SHARE = 0.01  # relative to the optimum's latency; placements within it count as optimal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricBound:
-    """A recorded metric that a placement must reach, for instance an SQNR of 20 dB."""
-
-    metric: str
-    at_least: float
-
-
 class Landscape:
     """A table as arrays over its placements, in the order of `TableSubspace.placements`.
+
+    Args:
+        table: The table.
+        bound: A recorded metric and the value that a placement must reach, for instance an SQNR of 20 dB.
 
     Placements that failed or violate the bound have the latency of the slowest allowed one; averages are thus finite.
 
@@ -52,19 +48,32 @@ class Landscape:
         UserError: No placement is allowed, or the table does not have the metric.
     """
 
-    def __init__(self, table: BenchmarkTable, bound: MetricBound | None = None) -> None:
+    def __init__(self, table: BenchmarkTable, bound: tuple[str, float] | None = None) -> None:
         self.table = table
         self.sizes = table.subspace.space.sizes
         rows = [table.row(placement) for placement in table.subspace.placements()]
         self.outcomes, self.identity = [row.outcome for row in rows], np.array([row.number for row in rows])
-        self._bound = bound
-        if bound is not None:
-            known = {name for o in self.outcomes if isinstance(o, Measured) for name in o.metrics}
-            if bound.metric not in known:
-                raise UserError(
-                    f"{table.path}: no metric {bound.metric!r} was recorded; {suggest_names(bound.metric, known)}"
+        metric, at_least = bound or ("", -math.inf)
+        known = {name for o in self.outcomes if isinstance(o, Measured) for name in o.metrics}
+        if bound and metric not in known:
+            raise UserError(f"{table.path}: no metric {metric!r} was recorded; {suggest_names(metric, known)}")
+        self.scores: list[Score | Failure] = []
+        for outcome in self.outcomes:
+            if not isinstance(outcome, Measured):
+                self.scores.append(Failure(stage=outcome.stage, reason=outcome.reason))
+                continue
+            found = outcome.metrics.get(metric, math.nan) if bound else math.inf
+            if not found > -math.inf:  # nor NaN
+                self.scores.append(Failure(stage="evaluate", reason=f"no {metric} was recorded"))
+                continue
+            self.scores.append(
+                Score(
+                    objective=median_ci(outcome.samples_ms).value,
+                    stderr=stderr_of_median(outcome.samples_ms),
+                    violation=max(0.0, at_least - found),
+                    metrics=outcome.metrics,
                 )
-        self.scores = [self._score(index) for index in range(len(self.outcomes))]
+            )
         self.allowed = np.array([isinstance(s, Score) and s.violation == 0 for s in self.scores])
         if not self.allowed.any():
             raise UserError(f"{table.path}: no placement {'reaches the bound' if bound else 'could be measured'}")
@@ -125,23 +134,6 @@ class Landscape:
             if isinstance(outcome, Measured):
                 found[name] = median_ci(outcome.samples_ms).value
         return found
-
-    def _score(self, index: int) -> Score | Failure:
-        outcome = self.outcomes[index]
-        if not isinstance(outcome, Measured):
-            return Failure(stage=outcome.stage, reason=outcome.reason)
-        missed = 0.0
-        if self._bound is not None:
-            found = outcome.metrics.get(self._bound.metric, math.nan)
-            if not found > -math.inf:  # nor NaN
-                return Failure(stage="evaluate", reason=f"no {self._bound.metric} was recorded")
-            missed = max(0.0, self._bound.at_least - found)
-        return Score(
-            objective=median_ci(outcome.samples_ms).value,
-            stderr=stderr_of_median(outcome.samples_ms),
-            violation=missed,
-            metrics=outcome.metrics,
-        )
 
 
 Indices = npt.NDArray[np.int32]

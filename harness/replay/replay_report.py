@@ -6,8 +6,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +15,11 @@ import pandas as pd
 from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.config.sections import ModelSpec, PluginSpec
-from harness.replay.budget_study import MAX_EVALUATIONS_PER_SEARCH, MAX_SEEDS, RISES
+from harness.replay.budget_study import RISES
 from harness.replay.replay import (
     NEAR_OPTIMUM_SHARE,
     Floats,
     Landscape,
-    MetricBound,
     ReplayRequest,
     initial_placements,
     optimum_in_initial_design,
@@ -37,11 +35,10 @@ from search.api import Score
 FLAT_LOG_LATENCY = 1e-9  # smaller differences of log latency are rounding
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difficulty:
-    """Difficulty of a table.
+def measure_difficulty(landscape: Landscape) -> dict[str, float]:
+    """Return the difficulty of a table for a search.
 
-    Attributes:
+    Returns:
         near_optimum: Share of placements within 1 % of the optimum.
         random_evaluations: Evaluations that random search needs on average to find one of them; exact.
         fitness_distance: Correlation of log latency with the number of dimensions that differ from the nearest optimum:
@@ -55,30 +52,38 @@ class Difficulty:
         pairwise: Share that pairs of dimensions explain in addition (both: Sobol', "Sensitivity estimates for nonlinear
             mathematical models", 1993; exact, because the table is a full factorial).
     """
-
-    near_optimum: float
-    random_evaluations: float
-    fitness_distance: float
-    neighbour_correlation: float
-    local_optima: float
-    additive: float
-    pairwise: float
-
-
-def measure_difficulty(landscape: Landscape) -> Difficulty:
-    """Return the difficulty of a table for a search."""
-    near = landscape.latency_ms <= landscape.latency_ms[landscape.optimum] * (1 + NEAR_OPTIMUM_SHARE)
+    lowest, sizes = landscape.latency_ms[landscape.optimum], landscape.sizes
+    near = landscape.latency_ms <= lowest * (1 + NEAR_OPTIMUM_SHARE)
     grid = _grid(landscape)
+    # In a random order of placements, a model of c placements precedes all C near-optimal ones with probability
+    # c / (c + C); the mean number of evaluations is 1 plus the sum of these over the other models.
+    _, place, copies = np.unique(landscape.identity, return_index=True, return_counts=True)
+    far_copies = copies[~near[place]]
+    choices = np.indices(sizes).reshape(len(sizes), -1)
+    best = np.flatnonzero(landscape.allowed & (landscape.latency_ms <= lowest))
+    distance = np.min([(choices != choices[:, [index]]).sum(axis=0) for index in best], axis=0)
+    pairs = [
+        (np.take(grid, first, axis=axis).ravel(), np.take(grid, second, axis=axis).ravel())
+        for axis, size in enumerate(sizes)
+        for first, second in itertools.combinations(range(size), 2)
+    ]
+    firsts, seconds = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    errors = [score.stderr / score.objective if isinstance(score, Score) else 0.0 for score in landscape.scores]
+    noise, optimal = np.array(errors).reshape(sizes), np.ones(sizes, dtype=bool)
+    for axis, size in enumerate(sizes):
+        for step in range(1, size):
+            other, its_noise = np.roll(grid, step, axis=axis), np.roll(noise, step, axis=axis)
+            optimal &= other >= grid - 2 * np.hypot(noise, its_noise)
     additive, pairwise = _explained_variance(grid)
-    return Difficulty(
-        near_optimum=float(near.mean()),
-        random_evaluations=_expected_random_evaluations(landscape, near),
-        fitness_distance=_fitness_distance(landscape, grid),
-        neighbour_correlation=_neighbour_correlation(grid),
-        local_optima=_local_optima(landscape, grid),
-        additive=additive,
-        pairwise=pairwise,
-    )
+    return {
+        "near_optimum": float(near.mean()),
+        "random_evaluations": 1.0 + float((far_copies / (far_copies + int(near.sum()))).sum()),
+        "fitness_distance": _correlation(grid.ravel(), distance.astype(float)),
+        "neighbour_correlation": _correlation(np.append(firsts, seconds), np.append(seconds, firsts)),
+        "local_optima": float((optimal.ravel() & landscape.allowed).mean()),
+        "additive": additive,
+        "pairwise": pairwise,
+    }
 
 
 def estimate_drift(landscape: Landscape) -> tuple[float, float]:
@@ -109,49 +114,6 @@ def _grid(landscape: Landscape) -> Floats:
     """Return log latency over the choices of each dimension."""
     logs: Floats = np.log(landscape.latency_ms).reshape(landscape.sizes)
     return logs
-
-
-def _expected_random_evaluations(landscape: Landscape, near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
-    """Return the mean number of models up to the first near-optimal one, in a random order of placements.
-
-    A model of c placements precedes all C near-optimal placements with probability c / (c + C); the mean is 1 plus the
-    sum of these over the other models.
-    """
-    _, place, models = np.unique(landscape.identity, return_index=True, return_inverse=True)
-    copies = np.bincount(models)
-    far_copies = copies[~near[place]]
-    return 1.0 + float((far_copies / (far_copies + int(near.sum()))).sum())
-
-
-def _fitness_distance(landscape: Landscape, grid: Floats) -> float:
-    choices = np.indices(landscape.sizes).reshape(len(landscape.sizes), -1)
-    lowest = landscape.latency_ms[landscape.optimum]
-    best = np.flatnonzero(landscape.allowed & (landscape.latency_ms <= lowest))
-    distance = np.min([(choices != choices[:, [index]]).sum(axis=0) for index in best], axis=0)
-    return _correlation(grid.ravel(), distance.astype(float))
-
-
-def _neighbour_correlation(grid: Floats) -> float:
-    """Return Pearson's correlation of log latency over all ordered pairs of neighbours."""
-    pairs = [
-        (np.take(grid, first, axis=axis).ravel(), np.take(grid, second, axis=axis).ravel())
-        for axis, size in enumerate(grid.shape)
-        for first, second in itertools.combinations(range(size), 2)
-    ]
-    first, second = zip(*pairs, strict=True)
-    return _correlation(np.concatenate([*first, *second]), np.concatenate([*second, *first]))
-
-
-def _local_optima(landscape: Landscape, grid: Floats) -> float:
-    scores = landscape.scores
-    errors = [score.stderr / score.objective if isinstance(score, Score) else 0.0 for score in scores]
-    noise = np.array(errors).reshape(grid.shape)
-    optimal = np.ones(grid.shape, dtype=bool)
-    for axis, size in enumerate(grid.shape):
-        for step in range(1, size):
-            other, its_noise = np.roll(grid, step, axis=axis), np.roll(noise, step, axis=axis)
-            optimal &= other >= grid - 2 * np.hypot(noise, its_noise)
-    return float((optimal.ravel() & landscape.allowed).mean())
 
 
 def _main_effects(grid: Floats) -> list[Floats]:
@@ -204,11 +166,11 @@ def table_lines(table: BenchmarkTable) -> list[str]:
         f"{len(landscape.distinct_ms)} different models, {failed} failed or out of bounds; "
         f"drift over the recording {100 * drift:+.2f} % +- {200 * drift_se:.2f} %",
         f"optimum {landscape.latency_ms[landscape.optimum]:.3f} ms ({anchors}); dimensions quantized in it: {listed}",
-        f"difficulty: {100 * hard.near_optimum:.2f} % within 1 % of the optimum (random search needs "
-        f"{hard.random_evaluations:.0f} evaluations on average), fitness-distance correlation "
-        f"{hard.fitness_distance:+.2f}, neighbour correlation {hard.neighbour_correlation:+.2f}, local optima "
-        f"{100 * hard.local_optima:.2f} %, variance explained by single dimensions {100 * hard.additive:.0f} %, "
-        f"by pairs {100 * hard.pairwise:.0f} %",
+        f"difficulty: {100 * hard['near_optimum']:.2f} % within 1 % of the optimum (random search needs "
+        f"{hard['random_evaluations']:.0f} evaluations on average), fitness-distance correlation "
+        f"{hard['fitness_distance']:+.2f}, neighbour correlation {hard['neighbour_correlation']:+.2f}, local optima "
+        f"{100 * hard['local_optima']:.2f} %, variance explained by single dimensions {100 * hard['additive']:.0f} %, "
+        f"by pairs {100 * hard['pairwise']:.0f} %",
     ]
 
 
@@ -234,26 +196,40 @@ def replay_all(
         out: Folder for curves.csv (one line for each searcher, seed and evaluation; random search as the mean of its
             searches, with the seed -1) and curves.png; None: neither.
     """
-    if budget > MAX_EVALUATIONS_PER_SEARCH or seeds > MAX_SEEDS:
-        raise UserError(
-            f"a replay has at most {MAX_EVALUATIONS_PER_SEARCH} evaluations and {MAX_SEEDS} seeds, but got "
-            f"{budget} and {seeds}"
-        )
+    bound = None
+    if at_least is not None:
+        metric, _, value = at_least.partition("=")
+        try:
+            bound = metric, float(value)
+        except ValueError:
+            bound = metric, math.nan
+        if not math.isfinite(bound[1]):
+            raise UserError(f"--at-least {at_least}: METRIC=VALUE, for instance sqnr_db=20")
     if model is not None:
         with tempfile.TemporaryDirectory() as work:
             check_table(table, ModelSpec(use=model, label="model"), Path(work))
-    landscape = Landscape(table, None if at_least is None else _parse_bound(at_least))
+    landscape, notes = Landscape(table, bound), list[str]()
     curves = {RANDOM_LABEL: random_search(landscape, budget, initial)}
-    notes = []
+    if initial:
+        named = zip(initial, initial_placements(landscape, initial), strict=True)
+        listed = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in named]
+        notes.append(f"initial placements, with the dimensions that the table fixes: {', '.join(listed)}")
+    if first := optimum_in_initial_design(landscape, initial):
+        notes.append(
+            f"all searchers are equal on {table.path.stem}: the initial placement {first!r} is within "
+            f"{100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum; start without any (initial: none; here without "
+            "--initial)"
+        )
     for name in searchers:
         started_s = time.perf_counter()
-        use = PluginSpec(use=name)
-        request = ReplayRequest(searcher=use, table=table.path, seeds=range(seeds), budget=budget, initial=initial)
+        request = ReplayRequest(
+            searcher=PluginSpec(use=name), table=table.path, seeds=range(seeds), budget=budget, initial=initial
+        )
         searches = Searches(landscape, replay(landscape, request), budget)
-        curves[use.name] = searches.latency_ms
+        curves[name] = searches.latency_ms
         count, wall_s = int(searches.evaluations.sum()), time.perf_counter() - started_s
         notes.append(
-            f"{use.name}: {count} evaluations in {wall_s:.2f} s ({count / wall_s:.0f} a second), in place of "
+            f"{name}: {count} evaluations in {wall_s:.2f} s ({count / wall_s:.0f} a second), in place of "
             f"{searches.elapsed_s[:, -1].sum() / 3600:.2f} h of builds and measurements"
         )
     optimum_ms = float(landscape.latency_ms[landscape.optimum])
@@ -270,7 +246,7 @@ def replay_all(
     ]
     spent = f"after {', '.join(header[1:])} evaluations"
     columns = f"columns: latency above the optimum in % {spent}, median over searches [quartiles]"
-    return header, rows, [columns, RISES, *_describe_start(landscape, initial), *notes]
+    return header, rows, [columns, RISES, *notes]
 
 
 def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
@@ -280,30 +256,6 @@ def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
         raise UserError(
             f"{table.path} is of another model: it was recorded of {table.metadata.source} "
             f"({table.metadata.model_sha256[:12]}), but {spec.use} is {model.sha256[:12]}"
-        )
-
-
-def _parse_bound(text: str) -> MetricBound:
-    name, equals, value = text.partition("=")
-    try:
-        if not equals or not math.isfinite(float(value)):
-            raise ValueError
-        return MetricBound(metric=name, at_least=float(value))
-    except ValueError:
-        raise UserError(f"--at-least {text}: METRIC=VALUE, for instance sqnr_db=20") from None
-
-
-def _describe_start(landscape: Landscape, initial: Sequence[str]) -> Iterator[str]:
-    """Yield the latencies of the initial placements, and a warning if all searchers are equal on the table."""
-    if initial:
-        named = zip(initial, initial_placements(landscape, initial), strict=True)
-        listed = [f"{name} {landscape.latency_ms[landscape.index(placement)]:.3f} ms" for name, placement in named]
-        yield f"initial placements, with the dimensions that the table fixes: {', '.join(listed)}"
-    if name := optimum_in_initial_design(landscape, initial):
-        yield (
-            f"all searchers are equal on {landscape.table.path.stem}: the initial placement {name!r} is within "
-            f"{100 * NEAR_OPTIMUM_SHARE:.0f} % of the optimum; start without any (initial: none; here without "
-            "--initial)"
         )
 
 

@@ -76,21 +76,20 @@ class Searches:
         Until a search has an allowed placement, it is the latency of the slowest allowed placement of the table.
         """
         at_once = max(1, TURNS_PER_BATCH // (self.indices.shape[1] * TURNS_PER_RACE))
-        starts = range(0, len(self.seeds), at_once)
-        place = np.vstack([self._selected_evaluations(slice(start, start + at_once)) for start in starts])
+        places = []
+        for some in [slice(start, start + at_once) for start in range(0, len(self.seeds), at_once)]:
+            indices, readings_ms = self.indices[some], self.readings_ms[some]
+            log_ms = np.full((*indices.shape, TURNS_PER_RACE), np.inf, dtype=np.float32)
+            for row, seed in enumerate(self.seeds[some]):
+                rng = np.random.default_rng([seed, 0x0FF])
+                for column in np.flatnonzero(np.isfinite(readings_ms[row])):
+                    log_ms[row, column] = draw_turns(self._landscape, int(indices[row, column]), rng)
+            places.append(simulate_selection(readings_ms, partial(_race_readings, log_ms)))
+        place = np.vstack(places)
         chosen = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
         latency_ms = self._landscape.latency_ms
         choices: Floats = np.where(place < 0, latency_ms.max(), latency_ms[chosen])
         return choices
-
-    def _selected_evaluations(self, some: slice) -> Positions:
-        indices, readings_ms = self.indices[some], self.readings_ms[some]
-        log_ms = np.full((*indices.shape, TURNS_PER_RACE), np.inf, dtype=np.float32)
-        for row, seed in enumerate(self.seeds[some]):
-            rng = np.random.default_rng([seed, 0x0FF])
-            for column in np.flatnonzero(np.isfinite(readings_ms[row])):
-                log_ms[row, column] = draw_turns(self._landscape, int(indices[row, column]), rng)
-        return simulate_selection(readings_ms, lambda rows, evaluations: log_ms[rows[:, None], evaluations])
 
     @cached_property
     def found_ms(self) -> Floats:
@@ -150,9 +149,9 @@ def simulate_selection(
 
 
 def _race_readings(
-    races: npt.NDArray[np.float32], met: Positions, again: Positions, rows: Positions, evaluations: Positions
+    log_ms: npt.NDArray[np.float32], rows: Positions, evaluations: Positions
 ) -> npt.NDArray[np.floating]:
-    return races[met[rows[:, None], evaluations], again[rows[:, None], evaluations]]
+    return log_ms[rows[:, None], evaluations]
 
 
 def _values_at(figures: Floats, evaluations: Positions) -> Floats:
@@ -200,7 +199,12 @@ def random_search(landscape: Landscape, evaluations: int, initial: Sequence[str]
         met = np.hstack([np.broadcast_to(start, (size, len(start))), order])
         once = rng.integers(READINGS_PER_MODEL, size=met.shape)
         again: Positions = np.asarray(rng.integers(shared, size=met.shape))
-        place = simulate_selection(readings[met, once], partial(_race_readings, races, met, again))
+        place = simulate_selection(
+            readings[met, once],
+            lambda rows, evaluations, met=met, again=again: races[  # type: ignore[misc]
+                met[rows[:, None], evaluations], again[rows[:, None], evaluations]
+            ],
+        )
         chosen = np.take_along_axis(landscape.latency_ms[models][met], np.maximum(place, 0), axis=1)
         curves.append(np.where(place < 0, landscape.latency_ms.max(), chosen))
     latency_ms: Floats = np.vstack(curves)

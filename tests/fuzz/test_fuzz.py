@@ -72,7 +72,7 @@ from harness.replay.bench.accuracy import PlacementAccuracy, read_accuracy, writ
 from harness.replay.bench.submission import check_submission, run_searchers
 from harness.replay.bench.tasks import DATA_VARIABLE
 from harness.replay.budget_study import ReplayedSearcher
-from harness.replay.path_cache import PathCache, SearchKey, SearchPath, write_part
+from harness.replay.path_cache import PathCache, SearchKey, SearchPath, write_paths
 from harness.report.frames import main_frame
 from harness.results.deploy_folder import read_bundle
 from harness.results.folder import load as load_results
@@ -273,7 +273,7 @@ def accuracy_files() -> list[bytes]:
 
 def search_files() -> list[bytes]:
     key = SearchKey("t", "s", "a", "m")
-    return written_by(lambda path: write_part(path, key, {0: SearchPath(np.arange(9, dtype=np.int32), 9)}))
+    return written_by(lambda path: write_paths(path, {key: {0: SearchPath(np.arange(9, dtype=np.int32), 9)}}))
 
 
 def deployed_files() -> list[bytes]:

@@ -277,7 +277,13 @@ class PlacementScorer:
         finally:
             for file in (self._task.work / "candidates").glob("*"):
                 file.unlink()
-        return replace(row, metrics=metrics | _agreement(self._floats, outputs))
+        first = next(iter(self._floats[0].values()))
+        if (
+            len(self._floats[0]) == 1 and max(first.shape, default=0) == first.size
+        ):  # the only output is a row of logits
+            classes = [[int(next(iter(each.values())).argmax()) for each in some] for some in (self._floats, outputs)]
+            metrics["agreement"] = float(np.mean(np.equal(classes[0], classes[1])))
+        return replace(row, metrics=metrics)
 
     def _run_samples(self, placement: Placement) -> tuple[Outputs, dict[str, float]]:
         """Return the outputs of a placement's file for each sample, and the metrics of the evaluator."""
@@ -293,11 +299,3 @@ class PlacementScorer:
             for feeds in random_feeds(input_types(task.model), SAMPLES, RANDOM_SEED):
                 infer(feeds)
         return outputs, {}
-
-
-def _agreement(floats: Outputs, outputs: Outputs) -> dict[str, float]:
-    """Return the share of samples with the float model's class, if the only output is a row of logits."""
-    if len(floats[0]) != 1 or any(max(a.shape, default=0) != a.size for a in floats[0].values()):
-        return {}
-    classes = [[int(next(iter(each.values())).argmax()) for each in some] for some in (floats, outputs)]
-    return {"agreement": float(np.mean(np.equal(classes[0], classes[1])))}

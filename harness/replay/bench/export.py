@@ -7,8 +7,6 @@ T4: Willemsen et al. 2024, "A methodology for comparing optimization algorithms 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,39 +46,29 @@ DESCRIPTION = (
 def write_t4(out: Path) -> list[Path]:
     """Write the results and the metadata of every table for Kernel Tuner to the folder `out`; return the files."""
     scores = read_accuracy(data_folder() / ACCURACY_FILE)
-    return [
-        path
-        for name in read_catalogue().tasks
-        for path in _write_t4_table(name, join_accuracy(read_table(table_path(name)), scores), out)
-    ]
-
-
-def _write_t4_table(name: str, table: BenchmarkTable, out: Path) -> Iterator[Path]:
-    space, timestamp = table.subspace.space, datetime.fromtimestamp(table_path(name).stat().st_mtime, UTC).isoformat()
-    results = []
-    for placement in table.subspace.placements():
-        choices = zip(space.dimensions, placement.choices, strict=True)
-        configuration = {dimension.name: dimension.choices[choice] for dimension, choice in choices}
-        results.append(
-            {"timestamp": timestamp, "configuration": configuration, "objectives": ["time"]}
-            | _t4_outcome(table.row(placement).outcome)
-        )
-    facts = table.metadata
-    packages = [f"{key}=={value}" for key, value in facts.environment.get("packages", {}).items()]
-    hardware = {
-        "hardware_description": [facts.backend | {"cpu": facts.environment.get("cpu")}],
-        "operating_system": str(facts.environment.get("system", "")),
-    }
-    environment = {"device_query": {"device": facts.backend["device"]}, "requirements": packages}
-    documents = {
-        "T4": {"schema_version": T4_VERSION, "results": results},
-        "metadata": {
-            "schema_version": T4_VERSION,
-            "metadata": {"zenodo": {}, "hardware": hardware, "environment": environment},
-        },
-    }
-    for kind, document in documents.items():
-        yield _write_json(out / f"{name}-{kind}.json", document)
+    written = []
+    for name in read_catalogue().tasks:
+        table = join_accuracy(read_table(table_path(name)), scores)
+        space, written_s = table.subspace.space, table_path(name).stat().st_mtime
+        results = []
+        for placement in table.subspace.placements():
+            choices = zip(space.dimensions, placement.choices, strict=True)
+            configuration = {dimension.name: dimension.choices[choice] for dimension, choice in choices}
+            timestamp = datetime.fromtimestamp(written_s, UTC).isoformat()
+            result = {"timestamp": timestamp, "configuration": configuration, "objectives": ["time"]}
+            results.append(result | _t4_outcome(table.row(placement).outcome))
+        facts = table.metadata
+        packages = [f"{key}=={value}" for key, value in facts.environment.get("packages", {}).items()]
+        hardware = {
+            "hardware_description": [facts.backend | {"cpu": facts.environment.get("cpu")}],
+            "operating_system": str(facts.environment.get("system", "")),
+        }
+        environment = {"device_query": {"device": facts.backend["device"]}, "requirements": packages}
+        described = {"zenodo": {}, "hardware": hardware, "environment": environment}
+        documents: dict[str, dict[str, Any]] = {"T4": {"results": results}, "metadata": {"metadata": described}}
+        for kind, document in documents.items():
+            written.append(_write_json(out / f"{name}-{kind}.json", {"schema_version": T4_VERSION, **document}))
+    return written
 
 
 def _t4_outcome(outcome: Outcome) -> dict[str, Any]:
@@ -105,6 +93,13 @@ def write_croissant(out: Path) -> list[Path]:
     """Write `croissant.json`, the metadata of all tables with their digests, and return the file."""
     names, scores = list(read_catalogue().tasks), data_folder() / ACCURACY_FILE
     files = {data_folder() / ARCHIVE_FILE: ARCHIVED, scores: SCORES}
+    distribution = [_croissant_file(path, text) for path, text in files.items() if path.is_file()]
+    for name in names:
+        facts, path = describe_task(name), table_path(name)
+        described = ", ".join(facts[key] for key in ("family", "runtime", "processor", "split"))
+        entry = _croissant_file(path, f"{described}; threads: {facts['threads']}")
+        inside = path.is_relative_to(data_folder())
+        distribution.append(entry if inside else entry | {"containedIn": {"@id": ARCHIVE_FILE}})
     document = {
         "@context": {
             "@language": "en",
@@ -128,23 +123,13 @@ def write_croissant(out: Path) -> list[Path]:
         "version": "0.1.0",
         "datePublished": "2026-11-26",
         "citeAs": "QDQ-Bench: recorded placements of Q/DQ pairs (CITATION.cff)",
-        "distribution": [
-            *(_croissant_file(path, said) for path, said in files.items() if path.is_file()),
-            *map(_croissant_table, names),
-        ],
+        "distribution": distribution,
         "recordSet": [
             *(_croissant_records(name, f"{name}.parquet", TABLE_SCHEMA) for name in names),
             *([_croissant_records("accuracy", scores.name, ACCURACY_SCHEMA)] if scores.is_file() else []),
         ],
     }
     return [_write_json(out / "croissant.json", document)]
-
-
-def _croissant_table(name: str) -> dict[str, Any]:
-    facts, path = describe_task(name), table_path(name)
-    facts_text = ", ".join(facts[key] for key in ("family", "runtime", "processor", "split"))
-    entry = _croissant_file(path, f"{facts_text}; threads: {facts['threads']}")
-    return entry if path.is_relative_to(data_folder()) else entry | {"containedIn": {"@id": ARCHIVE_FILE}}
 
 
 def _croissant_file(path: Path, description: str) -> dict[str, Any]:
@@ -196,96 +181,63 @@ TREES, FOLDS, COVERAGE = 100, 5, 0.9
 MIN_READINGS = 50
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SurrogateError:
-    """Error of a surrogate on held-out placements.
+def write_surrogate(table: BenchmarkTable, path: Path) -> dict[str, float]:
+    """Train a surrogate of a model's whole space, write it as an ONNX file, and return its error.
 
-    Attributes:
+    A table enumerates some dimensions and also has readings near named placements. Trees with random splits (Geurts et
+    al. 2006) are trained on all readings, so placements outside of the table get a prediction with an interval.
+
+    The model has the input `choices`, int64 as [placements, dimensions of the whole space], and the outputs
+    `latency_ms`, `low_ms` and `high_ms`. Its metadata have the error and the names of the dimensions.
+
+    Returns:
         readings: Number of placements in the training data.
         rank_correlation: Spearman's correlation of predicted and recorded latencies of held-out placements.
         ceiling: Highest correlation that the noise of the readings allows, from two halves of the samples.
         outside: Rank correlation over placements outside of the table's subspace; NaN for fewer than 10.
         interval: Factor of the interval: latency / interval to latency * interval.
         coverage: Share of held-out placements within an interval from the other folds; the target is 0.9.
-    """
-
-    readings: int
-    rank_correlation: float
-    ceiling: float
-    outside: float
-    interval: float
-    coverage: float
-
-
-def write_surrogate(table: BenchmarkTable, path: Path) -> SurrogateError:
-    """Train a surrogate, write it as an ONNX file, and return its error.
-
-    The model has the input `choices`, int64 as [placements, dimensions of the whole space], and the outputs
-    `latency_ms`, `low_ms` and `high_ms`. Its metadata have the error and the names of the dimensions.
 
     Raises:
         UserError: The table has too few readings, or the file cannot be written.
     """
-    digests = [digest for digest, row in table.rows.items() if isinstance(row.outcome, Measured)]
-    if len(digests) < MIN_READINGS:
-        raise UserError(f"{table.path}: {len(digests)} readings, fewer than the {MIN_READINGS} of a surrogate")
-    features = _features(np.array([table.rows[digest].choices for digest in digests]))
-    samples = [_samples_ms(table, digest) for digest in digests]
-    target = np.log([median_ci(each).value for each in samples])
-    subspace = table.subspace
+    from sklearn.ensemble import ExtraTreesRegressor  # takes a second to import
+
+    readings = {digest: row for digest, row in table.rows.items() if isinstance(row.outcome, Measured)}
+    if len(readings) < MIN_READINGS:
+        raise UserError(f"{table.path}: {len(readings)} readings, fewer than the {MIN_READINGS} of a surrogate")
+    choices = np.array([row.choices for row in readings.values()])
+    features = np.hstack([choices, (choices > 0).sum(axis=1, keepdims=True)]).astype(np.float64)
+    samples = [row.outcome.samples_ms for row in readings.values() if isinstance(row.outcome, Measured)]
+    target, subspace = np.log([median_ci(each).value for each in samples]), table.subspace
     inside = {subspace.full_space.digest(subspace.to_full_space(placement)) for placement in subspace.placements()}
-    error = _cross_validate(features, target, samples, np.array([digest not in inside for digest in digests]))
-    facts = {"model": table.metadata.model, "model_sha256": table.metadata.model_sha256, **asdict(error)}
+    outside = np.array([digest not in inside for digest in readings])
+    fold, predicted = np.random.default_rng(0).permutation(len(target)) % FOLDS, np.zeros(len(target))
+    for each in range(FOLDS):
+        trees = ExtraTreesRegressor(TREES, random_state=0).fit(features[fold != each], target[fold != each])
+        predicted[fold == each] = trees.predict(features[fold == each])
+    missed = np.abs(predicted - target)
+    covered = [missed[fold == each] <= np.quantile(missed[fold != each], COVERAGE) for each in range(FOLDS)]
+    # The correlation of a perfect prediction with the readings (Spearman and Brown, 1910).
+    rng = np.random.default_rng(0)
+    halves = [[np.median(half) for half in np.array_split(rng.permutation(each), 2)] for each in samples]
+    between = max(0.0, _rank_correlation(*np.array(halves).T))
+    error = {
+        "readings": len(target),
+        "rank_correlation": _rank_correlation(predicted, target),
+        "ceiling": float(np.sqrt(2 * between / (1 + between))),
+        "outside": _rank_correlation(predicted[outside], target[outside]) if outside.sum() >= 10 else float("nan"),
+        "interval": float(np.exp(np.quantile(missed, COVERAGE))),
+        "coverage": float(np.concatenate(covered).mean()),
+    }
+    facts = {"model": table.metadata.model, "model_sha256": table.metadata.model_sha256, **error}
     names = ",".join(dimension.name for dimension in subspace.full_space.dimensions)
     props = {name: str(value) for name, value in facts.items()} | {"dimensions": names}
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_forest(_fit(features, target), features.shape[1] - 1, error.interval, props, path)
+        trees = ExtraTreesRegressor(TREES, random_state=0).fit(features, target)
+        write_forest(trees, features.shape[1] - 1, error["interval"], props, path)
     return error
-
-
-def _samples_ms(table: BenchmarkTable, digest: str) -> Sequence[float]:
-    outcome = table.rows[digest].outcome
-    assert isinstance(outcome, Measured)
-    return outcome.samples_ms
-
-
-def _features(choices: npt.NDArray[np.int64]) -> Floats:
-    """Return the choices with an additional last column, the number of dimensions that are not float."""
-    return np.hstack([choices, (choices > 0).sum(axis=1, keepdims=True)]).astype(np.float64)
-
-
-def _fit(features: Floats, target: Floats) -> Any:
-    from sklearn.ensemble import ExtraTreesRegressor  # takes a second to import
-
-    return ExtraTreesRegressor(TREES, random_state=0).fit(features, target)
-
-
-def _cross_validate(
-    features: Floats, target: Floats, samples: Sequence[Sequence[float]], outside: npt.NDArray[np.bool_]
-) -> SurrogateError:
-    fold = np.random.default_rng(0).permutation(len(target)) % FOLDS
-    predicted = np.zeros(len(target))
-    for each in range(FOLDS):
-        predicted[fold == each] = _fit(features[fold != each], target[fold != each]).predict(features[fold == each])
-    missed = np.abs(predicted - target)
-    covered = [missed[fold == each] <= np.quantile(missed[fold != each], COVERAGE) for each in range(FOLDS)]
-    return SurrogateError(
-        readings=len(target),
-        rank_correlation=_rank_correlation(predicted, target),
-        ceiling=_noise_ceiling(samples),
-        outside=_rank_correlation(predicted[outside], target[outside]) if outside.sum() >= 10 else float("nan"),
-        interval=float(np.exp(np.quantile(missed, COVERAGE))),
-        coverage=float(np.concatenate(covered).mean()),
-    )
-
-
-def _noise_ceiling(samples: Sequence[Sequence[float]]) -> float:
-    """Return the correlation of a perfect prediction with the readings (Spearman and Brown, 1910)."""
-    rng = np.random.default_rng(0)
-    halves = [[np.median(half) for half in np.array_split(rng.permutation(each), 2)] for each in samples]
-    correlation = max(0.0, _rank_correlation(*np.array(halves).T))
-    return float(np.sqrt(2 * correlation / (1 + correlation)))
 
 
 def _rank_correlation(first: Floats, second: Floats) -> float:

@@ -109,7 +109,12 @@ def compare_searchers(results: Results, tier: TierName) -> Leaderboard:
         speeds = {name: _speeds_at(tasks, name, budget) for name in records}
         means = {name: {block: np.mean(some) for block, some in blocks.items()} for name, blocks in speeds.items()}
         ranks[budget] = compute_ranks(pd.DataFrame(means), unit="block")
+    targets = {}
     order = sorted(records, key=lambda name: float(np.mean([at_budget.mean[name] for at_budget in ranks.values()])))
+    for name in order:  # the share of all targets that a search has reached after each evaluation
+        best = [np.minimum.accumulate(task.latency_ms(name), axis=1) / task.optimum_ms - 1 for task in tasks]
+        shares = [(each[:, :, None] <= TARGETS).mean(axis=(0, 2)) for each in best]
+        targets[name] = _over_blocks(tasks, shares).mean(axis=0)
     tables = [_searchers_table(order, records, tasks, ranks)]
     if CONTROL in records and len(records) > 1:
         others = [name for name in order if name != CONTROL]
@@ -118,7 +123,7 @@ def compare_searchers(results: Results, tier: TierName) -> Leaderboard:
         tables=(*tables, _splits_table(order, tasks, budgets)),
         ranks=ranks,
         regret={name: _regret_percent(tasks, name).mean(axis=0) for name in order},
-        targets={name: _reached_targets(tasks, name) for name in order},
+        targets=targets,
     )
 
 
@@ -133,16 +138,6 @@ def _over_blocks(tasks: Sequence[TableResult], figures: Sequence[Floats]) -> Flo
 def _regret_percent(tasks: Sequence[TableResult], searcher: str) -> Floats:
     """Return the latency of the choice above the optimum in %, mean over seeds, [block, evaluation]."""
     return _over_blocks(tasks, [task.regret_percent(searcher).mean(axis=0) for task in tasks])
-
-
-def _reached_targets(tasks: Sequence[TableResult], searcher: str) -> Floats:
-    """Return the share of all targets of all tasks that a search has reached after each evaluation."""
-    shares = []
-    for task in tasks:
-        best = np.minimum.accumulate(task.latency_ms(searcher), axis=1) / task.optimum_ms - 1
-        shares.append((best[:, :, None] <= TARGETS).mean(axis=(0, 2)))
-    reached: Floats = _over_blocks(tasks, shares).mean(axis=0)
-    return reached
 
 
 def _searchers_table(
@@ -309,7 +304,19 @@ def draw_leaderboard(board: Leaderboard, path: Path) -> None:
         _draw_curves(targets, board.targets, shown)
         targets.set(ylabel="share of targets reached (0.5 to 50 % above the optimum)", ylim=(0, 1))
         regret.legend(fontsize=7)
-        _draw_ranks(ranks, board)
+        for index, (budget, found) in enumerate(board.ranks.items()):
+            colour, _, mark = series_style(index)
+            places = [found.mean[name] for name in names[::-1]]
+            ranks.plot(places, range(len(names)), mark, color=colour, markersize=4, label=f"{budget} evaluations")
+        difference = next(iter(board.ranks.values())).critical_difference
+        if difference is not None:
+            ranks.errorbar(1 + difference / 2, len(names), xerr=difference / 2, color="black", capsize=3)
+            beside = 1 + difference, len(names)
+            ranks.annotate("critical difference", beside, xytext=(5, -3), textcoords="offset points")
+        ranks.set_yticks(range(len(names)), names[::-1])
+        ranks.set(xlabel="mean rank over blocks, 1 is the best", ylim=(-1, len(names) + 1))
+        ranks.grid(alpha=0.25)
+        ranks.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
         figure.savefig(path, dpi=130)
 
 
@@ -324,19 +331,3 @@ def _draw_curves(axes: Axes, curves: Mapping[str, Floats], shown: list[str]) -> 
     axes.set(xlabel="evaluations (grey: the other searchers)", xscale="log", xlim=(1, None))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.25)
-
-
-def _draw_ranks(axes: Axes, board: Leaderboard) -> None:
-    names = list(board.regret)[::-1]
-    for index, (budget, found) in enumerate(board.ranks.items()):
-        colour, _, mark = series_style(index)
-        places = [found.mean[name] for name in names]
-        axes.plot(places, range(len(names)), mark, color=colour, markersize=4, label=f"{budget} evaluations")
-    difference = next(iter(board.ranks.values())).critical_difference
-    if difference is not None:
-        axes.errorbar(1 + difference / 2, len(names), xerr=difference / 2, color="black", capsize=3)
-        axes.annotate("critical difference", (1 + difference, len(names)), xytext=(5, -3), textcoords="offset points")
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="mean rank over blocks, 1 is the best", ylim=(-1, len(names) + 1))
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)

@@ -24,7 +24,6 @@ from harness.config.yaml_loader import read_experiment_yaml
 from harness.plugins.registry import check_params
 from harness.replay import budget_study, path_cache, simulated_selection
 from harness.replay.budget_study import BudgetStudy, load_study
-from harness.replay.path_cache import SearchKey
 from harness.replay.replay import ReplayRequest
 from harness.results.ownership import exclusive_lock
 
@@ -120,15 +119,15 @@ def test_interrupted_study_resumes(tables, tmp_path, replayed, monkeypatch):
     assert qdq("bench", "study", *tables, "--out", str(whole), *ORDER) == 0
     assert len(replayed) == len(walks(whole)) == 2 * 2 * 4
     replayed.clear()
-    write_part = path_cache.write_part
+    write_paths = path_cache.write_paths
 
-    def stops(path: Path, key: SearchKey, paths: Any) -> None:
-        if key.searcher == "local":
+    def stops(path: Path, paths: Any) -> None:
+        if "local" in {key.searcher for key in paths}:
             raise KeyboardInterrupt
-        write_part(path, key, paths)
+        write_paths(path, paths)
 
     with monkeypatch.context() as patch:
-        patch.setattr(path_cache, "write_part", stops)
+        patch.setattr(path_cache, "write_paths", stops)
         assert qdq("bench", "study", *tables, "--out", str(out), *ORDER) == 130
     assert {(table, name) for table, name, _ in replayed} == {("one", "random"), ("one", "local")}
     replayed.clear()

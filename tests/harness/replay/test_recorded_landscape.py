@@ -11,7 +11,7 @@ from made_up_tables import outcomes_of
 
 from harness.base.errors import UserError
 from harness.measure.records import Failed, Measured, Outcome
-from harness.replay.replay import Landscape, MetricBound
+from harness.replay.replay import Landscape
 from harness.replay.replay_report import estimate_drift, measure_difficulty
 from search.api import Failure
 
@@ -38,9 +38,9 @@ def test_variance_decomposition_is_exact(make_table):
     single = np.array([-0.4 - 0.2, 0.3 - 0.2, -0.2, 0.1, -0.05, 0.02]) / 2
     pair = 0.4 / 4
     total = float((single**2).sum() + pair**2)
-    assert difficulty.additive == pytest.approx((single**2).sum() / total, rel=1e-4)
-    assert difficulty.pairwise == pytest.approx(pair**2 / total, rel=1e-3)
-    assert difficulty.additive + difficulty.pairwise == pytest.approx(1)
+    assert difficulty["additive"] == pytest.approx((single**2).sum() / total, rel=1e-4)
+    assert difficulty["pairwise"] == pytest.approx(pair**2 / total, rel=1e-3)
+    assert difficulty["additive"] + difficulty["pairwise"] == pytest.approx(1)
 
 
 def test_difficulty_separates_smooth_from_random_landscape(make_table):
@@ -50,26 +50,26 @@ def test_difficulty_separates_smooth_from_random_landscape(make_table):
         return measured(float(np.exp(rng.standard_normal())))
 
     easy, hard = measure_difficulty(Landscape(make_table())), measure_difficulty(Landscape(make_table(outcome=rough)))
-    assert easy.fitness_distance > 0.5 > hard.fitness_distance
-    assert easy.neighbour_correlation > 0.5 > hard.neighbour_correlation
-    assert easy.local_optima == pytest.approx(1 / 64)
-    assert hard.local_optima > 4 / 64
-    assert easy.additive > 0.9 > hard.additive
-    assert easy.near_optimum == pytest.approx(1 / 64)
-    assert easy.random_evaluations == pytest.approx(65 / 2)
+    assert easy["fitness_distance"] > 0.5 > hard["fitness_distance"]
+    assert easy["neighbour_correlation"] > 0.5 > hard["neighbour_correlation"]
+    assert easy["local_optima"] == pytest.approx(1 / 64)
+    assert hard["local_optima"] > 4 / 64
+    assert easy["additive"] > 0.9 > hard["additive"]
+    assert easy["near_optimum"] == pytest.approx(1 / 64)
+    assert easy["random_evaluations"] == pytest.approx(65 / 2)
 
 
 def test_difficulty_of_flat_table(make_table):
     difficulty = measure_difficulty(Landscape(make_table(outcome=lambda _: measured(3.0))))
-    assert difficulty.near_optimum == difficulty.local_optima == difficulty.additive == 1.0
-    assert difficulty.random_evaluations == 1.0
-    assert difficulty.fitness_distance == difficulty.neighbour_correlation == difficulty.pairwise == 0.0
+    assert difficulty["near_optimum"] == difficulty["local_optima"] == difficulty["additive"] == 1.0
+    assert difficulty["random_evaluations"] == 1.0
+    assert difficulty["fitness_distance"] == difficulty["neighbour_correlation"] == difficulty["pairwise"] == 0.0
 
 
 def test_optimum_excludes_failed_and_infeasible_placements(make_table):
     latency_ms = outcomes_of(lambda a, b: None if a and b else 5.0 - a - 0.5 * b, sqnr_db=lambda a, b: 30.0 - 20 * a)
     table = make_table(outcome=latency_ms)
-    free, bound = Landscape(table), Landscape(table, MetricBound(metric="sqnr_db", at_least=20.0))
+    free, bound = Landscape(table), Landscape(table, ("sqnr_db", 20.0))
     assert free.latency_ms[free.optimum] == pytest.approx(4.0)
     assert free.allowed.sum() == 48
     assert bound.latency_ms[bound.optimum] == pytest.approx(4.5)
@@ -80,7 +80,7 @@ def test_optimum_excludes_failed_and_infeasible_placements(make_table):
 def test_infinite_metric_counts_as_failure_under_bound(make_table):
     """The distance from the bound is unknown."""
     table = make_table(outcome=outcomes_of(lambda a, b: 1.0, sqnr_db=lambda a, b: -math.inf if a and b else 20.0))
-    landscape = Landscape(table, MetricBound(metric="sqnr_db", at_least=-1000.0))
+    landscape = Landscape(table, ("sqnr_db", -1000.0))
     assert landscape.allowed.sum() == 48
     failures = {score.reason for score in landscape.scores if isinstance(score, Failure)}
     assert failures == {"no sqnr_db was recorded"}
@@ -89,9 +89,9 @@ def test_infinite_metric_counts_as_failure_under_bound(make_table):
 def test_bounds_that_no_placement_reaches_are_refused(make_table):
     table = make_table()
     with pytest.raises(UserError, match="no metric 'sqnr' was recorded; did you mean 'sqnr_db'"):
-        Landscape(table, MetricBound(metric="sqnr", at_least=1.0))
+        Landscape(table, ("sqnr", 1.0))
     with pytest.raises(UserError, match="no placement reaches the bound"):
-        Landscape(table, MetricBound(metric="sqnr_db", at_least=1000.0))
+        Landscape(table, ("sqnr_db", 1000.0))
     nothing = make_table(outcome=lambda _: Failed(stage="build", reason="unsupported"))
     with pytest.raises(UserError, match="no placement could be measured"):
         Landscape(nothing)

@@ -17,7 +17,7 @@ from harness.config.sections import ModelSpec, PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed, Measured, Outcome
 from harness.replay.record_table import EnumeratingSearcher
-from harness.replay.replay import Landscape, MetricBound, ReplayRequest, replay, replay_once
+from harness.replay.replay import Landscape, ReplayRequest, replay, replay_once
 from harness.replay.replay_report import check_table, replay_all, table_lines
 from harness.replay.simulated_selection import Searches
 from search.api import Failure, Observation, Placement, Score
@@ -65,7 +65,7 @@ def test_failed_and_infeasible_placements_are_no_incumbents(make_table):
     table = make_table(
         dimensions=2, outcome=outcomes_of(lambda a, b: None if a and b else 4.0 - a, sqnr_db=lambda a, b: 30.0 - 20 * a)
     )
-    landscape = Landscape(table, MetricBound(metric="sqnr_db", at_least=20.0))
+    landscape = Landscape(table, ("sqnr_db", 20.0))
     searcher = Listed([(1, 1), (1, 0), (0, 1)])
     path = replay_once(landscape, searcher, budget=10, seed=0)
     assert path == [3, 2, 1]

@@ -18,7 +18,6 @@ from harness.replay.record_table import EnumeratingSearcher
 from harness.replay.replay import (
     Floats,
     Landscape,
-    MetricBound,
     ReplayRequest,
     initial_models,
     initial_placements,
@@ -91,7 +90,7 @@ def test_ended_search_keeps_choice_and_elapsed_time(make_table):
 
 def test_infeasible_placement_has_latency_of_slowest(make_table):
     outcome = outcomes_of(lambda a, b: 4.0 - a - b, sqnr_db=lambda a, b: 30.0 * (1 - b))
-    landscape = Landscape(make_table(dimensions=2, outcome=outcome), MetricBound(metric="sqnr_db", at_least=20.0))
+    landscape = Landscape(make_table(dimensions=2, outcome=outcome), ("sqnr_db", 20.0))
     searches = Searches(landscape, {0: np.array([1, 2], dtype=np.int32)}, 2)
     assert searches.latency_ms.tolist() == searches.found_ms.tolist() == [[4.0, 3.0]]
 
