@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from glob import glob
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,28 +54,41 @@ _Line = tuple[dict[str, Any], dict[str, Any]]
 """Line of a table: raw figures and formatted cells."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TableResult:
-    """Replayed searches of a recorded table, by searcher.
+    """Replayed searches of a recorded table, and random searches of the same budget.
+
+    Args:
+        landscape: The table.
+        searches: Searches by searcher.
+        budget: Number of evaluations of a search.
+        initial: Names of the initial placements.
+        block: Block of the table in statistics; "": its name.
+        split: Split of the table's task in QDQ-Bench, or "".
+        mean_random: Whether to keep only the mean of the random searches, which saves memory.
 
     Attributes:
-        name: Name of the table.
-        block: Block of the table in statistics.
-        split: Split of the table's task in QDQ-Bench, or "".
-        optimum_ms: Lowest recorded latency.
         float_ms: Latency relative to which gains are computed: the float model's, or the slowest if that failed.
         random_ms: Latency of random searches, of shape (searches, evaluations).
-        initial_count: Number of evaluations that the initial placements take; a model counts once.
     """
 
-    name: str
-    block: str
-    split: str
-    optimum_ms: float
-    float_ms: float
-    random_ms: Floats
-    initial_count: int
-    searches: Mapping[str, Searches]
+    def __init__(
+        self,
+        landscape: Landscape,
+        searches: Mapping[str, Searches],
+        budget: int,
+        initial: Sequence[str],
+        *,
+        block: str = "",
+        split: str = "",
+        mean_random: bool = False,
+    ) -> None:
+        self.name, self.searches, self.split = landscape.table.path.stem, searches, split
+        self.block = block or self.name
+        self.optimum_ms = float(landscape.latency_ms[landscape.optimum])
+        self.float_ms = landscape.anchors_ms.get("float", float(landscape.latency_ms.max()))
+        random_ms = random_search(landscape, budget, initial)
+        self.random_ms: Floats = random_ms.mean(axis=0, keepdims=True) if mean_random else random_ms
+        self._initial_count = len(initial_models(landscape, initial))  # a model counts once
 
     def latency_ms(self, searcher: str) -> Floats:
         """Return the recorded latency of the choices of a searcher, or of random search, (searches, evaluations)."""
@@ -88,30 +101,7 @@ class TableResult:
     def scores(self, searcher: str) -> Floats:
         """Return the score of each search against random search."""
         random_ms = self.random_ms.mean(axis=0)
-        return score_against_random(self.latency_ms(searcher), random_ms, self.optimum_ms, self.initial_count)
-
-
-def table_result(
-    landscape: Landscape,
-    searches: Mapping[str, Searches],
-    budget: int,
-    initial: Sequence[str],
-    *,
-    block: str = "",
-    split: str = "",
-) -> TableResult:
-    """Return the searches of a table with random searches of the same budget; `block` is the table if it is ""."""
-    name = landscape.table.path.stem
-    return TableResult(
-        name=name,
-        block=block or name,
-        split=split,
-        optimum_ms=float(landscape.latency_ms[landscape.optimum]),
-        float_ms=landscape.anchors_ms.get("float", float(landscape.latency_ms.max())),
-        random_ms=random_search(landscape, budget, initial),
-        initial_count=len(initial_models(landscape, initial)),
-        searches=searches,
-    )
+        return score_against_random(self.latency_ms(searcher), random_ms, self.optimum_ms, self._initial_count)
 
 
 def budget_tables(
@@ -119,25 +109,20 @@ def budget_tables(
 ) -> tuple[ReportTable, ...]:
     """Return all tables of a study.
 
-    Args:
-        results: Results on each replay table; the tables are the blocks of the statistical tests.
-        study: Study that the results are of.
-        ranks: Ranks of the searchers by budget.
+    The tables of `results` are the blocks of the statistical tests; `ranks` has those of the searchers by budget.
     """
     budgets, names = study.budgets, list(results[0].searches)
     seeds, tables = describe_seed_counts(results, study), pluralize(len(results), "table")
     initial = pluralize(len(study.initial), "initial placement")
+    lines = []
+    for name in (RANDOM_LABEL, *names):
+        figures = {f"mean_{n}": [r.regret_percent(name)[:, n - 1].mean() for r in results] for n in budgets}
+        scores = [np.nan if name == RANDOM_LABEL else r.scores(name).mean() for r in results]
+        lines.append(_mean_line(name, figures | {"score": scores}))
     means = _make_table(
         "means",
         "In the mean over tables",
-        [
-            _mean_line(
-                name,
-                {f"mean_{n}": [r.regret_percent(name)[:, n - 1].mean() for r in results] for n in budgets}
-                | {"score": [np.nan if name == RANDOM_LABEL else r.scores(name).mean() for r in results]},
-            )
-            for name in (RANDOM_LABEL, *names)
-        ],
+        lines,
         "Latency of the incumbent above the optimum in %, and the score against random search: mean over seeds and "
         f"{tables}, {_describe_limits(len(results))} (Student's). Tables are few and differ; the table "
         "pairs compares searchers on one and the same table.",
@@ -427,7 +412,7 @@ def study_budgets(study: BudgetStudy, out: Path, observer: Observer, *, workers:
             file = requests[key].table
             found = Searches(load_landscape(file), paths, budget)
             searches.setdefault(file, {})[key.searcher] = found
-        blocks = [table_result(load_landscape(file), each, budget, study.initial) for file, each in searches.items()]
+        blocks = [TableResult(load_landscape(file), each, budget, study.initial) for file, each in searches.items()]
         ranks = {}
         for n in study.budgets:
             speeds = [

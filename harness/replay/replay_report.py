@@ -188,27 +188,15 @@ def replay_all(
     """Replay searchers, and random search from the same start.
 
     Args:
-        seeds: Number of searches of each searcher, with seeds from 0.
-        budget: Number of evaluations of each search.
-        initial: Names of the initial placements.
         at_least: "METRIC=VALUE" that a placement must reach; None: no bound.
         model: Model that the table must be of; None: any.
         out: Folder for curves.csv (one line for each searcher, seed and evaluation; random search as the mean of its
             searches, with the seed -1) and curves.png; None: neither.
     """
-    bound = None
-    if at_least is not None:
-        metric, _, value = at_least.partition("=")
-        try:
-            bound = metric, float(value)
-        except ValueError:
-            bound = metric, math.nan
-        if not math.isfinite(bound[1]):
-            raise UserError(f"--at-least {at_least}: METRIC=VALUE, for instance sqnr_db=20")
     if model is not None:
         with tempfile.TemporaryDirectory() as work:
             check_table(table, ModelSpec(use=model, label="model"), Path(work))
-    landscape, notes = Landscape(table, bound), list[str]()
+    landscape, notes = Landscape(table, None if at_least is None else _parse_bound(at_least)), list[str]()
     curves = {RANDOM_LABEL: random_search(landscape, budget, initial)}
     if initial:
         named = zip(initial, initial_placements(landscape, initial), strict=True)
@@ -244,9 +232,8 @@ def replay_all(
         (name, *(format_interval(*quartiles(100 * (latency_ms[:, n - 1] / optimum_ms - 1))) for n in marks))
         for name, latency_ms in curves.items()
     ]
-    spent = f"after {', '.join(header[1:])} evaluations"
-    columns = f"columns: latency above the optimum in % {spent}, median over searches [quartiles]"
-    return header, rows, [columns, RISES, *notes]
+    spent = f"latency above the optimum in % after {', '.join(header[1:])} evaluations"
+    return header, rows, [f"columns: {spent}, median over searches [quartiles]", RISES, *notes]
 
 
 def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
@@ -257,6 +244,17 @@ def check_table(table: BenchmarkTable, spec: ModelSpec, work: Path) -> None:
             f"{table.path} is of another model: it was recorded of {table.metadata.source} "
             f"({table.metadata.model_sha256[:12]}), but {spec.use} is {model.sha256[:12]}"
         )
+
+
+def _parse_bound(text: str) -> tuple[str, float]:
+    metric, _, value = text.partition("=")
+    try:
+        bound = float(value)
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise UserError(f"--at-least {text}: METRIC=VALUE, for instance sqnr_db=20")
+    return metric, bound
 
 
 def _curve_frame(searcher: str, latency_ms: Floats, optimum_ms: float) -> pd.DataFrame:

@@ -100,20 +100,15 @@ def runtime_operators() -> frozenset[tuple[str, str]]:
 
 
 class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
-    """Base class of estimators that derive a range from ONNX Runtime's histogram of the values.
-
-    Args:
-        percentile: Share of the values inside the range, in per cent; for `PercentileCalibrator`.
-    """
+    """Base class of estimators that derive a range from ONNX Runtime's histogram of the values."""
 
     method_name: ClassVar[str]
     bin_count: ClassVar[int] = 2048
 
-    def __init__(self, percentile: float = 99.99) -> None:
+    def __init__(self) -> None:
         super().__init__(
             method=self.method_name, symmetric=False, num_bins=self.bin_count,
-            num_quantized_bins=_QUANTIZED_BIN_COUNT, percentile=percentile,
-            scenario="same",
+            num_quantized_bins=_QUANTIZED_BIN_COUNT, percentile=99.99, scenario="same",
         )  # fmt: skip
         self._zeros: dict[str, int] = {}
         self._broken: dict[str, RangeBounds] = {}
@@ -141,28 +136,27 @@ class HistogramCalibrator(HistogramCollector):  # type: ignore[misc]
 
     def ranges(self) -> dict[str, RangeBounds]:
         found = {}
-        for name, (low, high) in self._thresholds().items():
+        with contextlib.redirect_stdout(io.StringIO()):
+            thresholds = self.compute_collection_result() if self.histogram_dict else {}
+        for name, (low, high, *_) in thresholds.items():
             if low > high:  # compute_percentile uses the lower edge of a bin, which is below a constant
                 low, high = self.histogram_dict[name][2:4]
             found[name] = (float(low), float(high))
         return found | self._broken
 
-    def _thresholds(self) -> dict[str, RangeBounds]:
-        found = self.histogram_dict.items()
-        return {name: self._range_of_histogram(histogram, self._zeros[name]) for name, histogram in found}
-
-    def _range_of_histogram(self, histogram: Sequence[Any], zeros: int) -> RangeBounds:
-        raise NotImplementedError
-
 
 class PercentileCalibrator(HistogramCalibrator):
-    """Estimator that takes the quantiles (100 - p) / 2 and 100 - (100 - p) / 2 in per cent, within the values seen."""
+    """Estimator that takes the quantiles (100 - p) / 2 and 100 - (100 - p) / 2 in per cent, within the values seen.
+
+    Args:
+        percentile: Share p of the values inside the range, in per cent.
+    """
 
     method_name = "percentile"
 
-    def _thresholds(self) -> dict[str, RangeBounds]:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return {name: bounds[:2] for name, bounds in self.compute_percentile().items()}
+    def __init__(self, percentile: float = 99.99) -> None:
+        super().__init__()
+        self.percentile = percentile
 
 
 class EntropyCalibrator(HistogramCalibrator):
@@ -174,24 +168,29 @@ class EntropyCalibrator(HistogramCalibrator):
     method_name = "entropy"
     bin_count = 511
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    def _thresholds(self) -> dict[str, RangeBounds]:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return {name: bounds[:2] for name, bounds in self.compute_entropy().items()}
-
 
 class MSECalibrator(HistogramCalibrator):
-    """Estimator of the symmetric threshold with the least mean squared error of 8 bits, within the values seen."""
+    """Estimator of the symmetric threshold with the least mean squared error of 8 bits, within the values seen.
+
+    Error of a threshold T: step^2 / 12 for each value within that is not 0 (which has no error), and (|x| - T)^2
+    for each beyond (Sakr et al. 2022, "Optimal clipping and magnitude-aware differentiation", arXiv:2206.06501,
+    equation 3); the step is the width of the clipped range, 0 included, over 255. All thresholds at bin edges are
+    tried at once.
+    """
 
     method_name = "mse"
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    def _range_of_histogram(self, histogram: Sequence[Any], zeros: int) -> RangeBounds:
-        return _minimize_clipping_error(histogram, zeros)
+    def compute_collection_result(self) -> dict[str, RangeBounds]:
+        """Return the threshold of each tensor, clipped to the values seen."""
+        found = {}
+        for name, (counts, edges, low, high, *_) in self.histogram_dict.items():
+            half = len(counts) // 2  # the bins lie symmetrically around 0
+            both = _Side(counts[half:] + counts[:half][::-1], edges[half:], math.inf)
+            width = np.minimum(both.bounds, max(high, 0)) + np.minimum(both.bounds, max(-low, 0))
+            errors = both.clipped + (both.inside - self._zeros[name]) * (width / _QUANTIZATION_STEP_COUNT) ** 2 / 12
+            best = float(both.bounds[np.argmin(errors)])
+            found[name] = max(float(low), -best), min(float(high), best)
+        return found
 
 
 class L2Calibrator(HistogramCalibrator):
@@ -203,27 +202,27 @@ class L2Calibrator(HistogramCalibrator):
 
     method_name = "l2"
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    def _range_of_histogram(self, histogram: Sequence[Any], zeros: int) -> RangeBounds:
-        counts, edges, low, high = histogram[:4]
-        half = len(counts) // 2
-        sides = [
-            _Side(counts[half:], edges[half:], max(high, 0)),
-            _Side(counts[:half][::-1], -edges[: half + 1][::-1], max(-low, 0)),
-        ]
-        ends = [side.bounds[-1] for side in sides]
-        for _ in range(_MAX_L2_ROUNDS):
-            before = list(ends)
-            for side, index in ((sides[0], 0), (sides[1], 1)):
-                other = sides[1 - index]
-                within = side.inside + other.inside[np.searchsorted(other.bounds, ends[1 - index])] - zeros
-                steps = (side.bounds + ends[1 - index]) / _QUANTIZATION_STEP_COUNT
-                ends[index] = side.bounds[np.argmin(side.clipped + within * steps**2 / 12)]
-            if ends == before:
-                break
-        return max(float(low), -float(ends[1])), min(float(high), float(ends[0]))
+    def compute_collection_result(self) -> dict[str, RangeBounds]:
+        """Return the range of each tensor."""
+        found = {}
+        for name, (counts, edges, low, high, *_) in self.histogram_dict.items():
+            half = len(counts) // 2
+            sides = [
+                _Side(counts[half:], edges[half:], max(high, 0)),
+                _Side(counts[:half][::-1], -edges[: half + 1][::-1], max(-low, 0)),
+            ]
+            ends = [side.bounds[-1] for side in sides]
+            for _ in range(_MAX_L2_ROUNDS):
+                before = list(ends)
+                for index, side in enumerate(sides):
+                    other, end = sides[1 - index], ends[1 - index]
+                    within = side.inside + other.inside[np.searchsorted(other.bounds, end)] - self._zeros[name]
+                    steps = (side.bounds + end) / _QUANTIZATION_STEP_COUNT
+                    ends[index] = side.bounds[np.argmin(side.clipped + within * steps**2 / 12)]
+                if ends == before:
+                    break
+            found[name] = max(float(low), -float(ends[1])), min(float(high), float(ends[0]))
+        return found
 
 
 class _Side:
@@ -242,27 +241,6 @@ class _Side:
         self.inside = np.cumsum(counts)
         beyond = [np.append(np.cumsum((counts * middles**power)[::-1])[::-1][1:], 0.0) for power in (0, 1, 2)]
         self.clipped = beyond[2] - 2 * edges[1:] * beyond[1] + edges[1:] ** 2 * beyond[0]
-
-
-def _minimize_clipping_error(histogram: Sequence[Any], zeros: int) -> RangeBounds:
-    """Return the range, clipped at +-T, that 8-bit integers represent with the smallest mean squared error.
-
-    Error of a threshold T: step^2 / 12 for each value within that is not 0 (which has no error), and (|x| - T)^2
-    for each beyond (Sakr et al. 2022, "Optimal clipping and magnitude-aware differentiation", arXiv:2206.06501,
-    equation 3); the step is the width of the clipped range, 0 included, over 255. All thresholds at bin edges are
-    tried at once.
-
-    Args:
-        histogram: Counts of bins that lie symmetrically around 0, an even number of them; their edges; the smallest
-            and the largest value.
-        zeros: Number of values that are 0.
-    """
-    counts, edges, low, high = histogram[:4]
-    half = len(counts) // 2
-    both = _Side(counts[half:] + counts[:half][::-1], edges[half:], math.inf)
-    steps = (np.minimum(both.bounds, max(high, 0)) + np.minimum(both.bounds, max(-low, 0))) / _QUANTIZATION_STEP_COUNT
-    best = float(both.bounds[np.argmin(both.clipped + (both.inside - zeros) * steps**2 / 12)])
-    return max(float(low), -best), min(float(high), best)
 
 
 class _SingleBatchReader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from harness.graph.rules.operator_sets import MAX_CONSTANT_MAGNITUDE, MIN_CONSTA
 from harness.graph.rules.sentinels import MIN_SENTINEL_MAGNITUDE, MagnitudeHistogram
 from harness.plugins import registry
 from harness.plugins.api import Array
-from search.space import Edge, Space
+from search.space import Space
 
 _MAX_HALF_MAGNITUDE = 6e4
 RangeBounds = tuple[float, float]
@@ -79,7 +79,11 @@ class AbsMaxCalibrator(MinMaxCalibrator):
     """
 
     def ranges(self) -> dict[str, RangeBounds]:
-        return {name: _symmetric_range(low, high) for name, (low, high) in super().ranges().items()}
+        found = {}
+        for name, (low, high) in super().ranges().items():
+            amax = max(-low, high)
+            found[name] = (0.0 if low >= 0 else -amax), (0.0 if high <= 0 else amax)
+        return found
 
 
 class MeanMinMaxCalibrator:
@@ -115,11 +119,6 @@ def min_and_max(values: Array) -> RangeBounds:
 def join_ranges(first: RangeBounds, second: RangeBounds) -> RangeBounds:
     """Return the smallest range that contains two ranges; NaN if one of them has NaN."""
     return float(np.minimum(first[0], second[0])), float(np.maximum(first[1], second[1]))
-
-
-def _symmetric_range(low: float, high: float) -> RangeBounds:
-    amax = max(-low, high)
-    return (0.0 if low >= 0 else -amax), (0.0 if high <= 0 else amax)
 
 
 class SentinelObserver(MinMaxCalibrator):
@@ -162,24 +161,21 @@ class SentinelObserver(MinMaxCalibrator):
 
         The range of a tensor with a sentinel is a `SentinelRange`.
         """
-        return {name: self._correct_ranges(dict(each.ranges())) for name, each in self._estimators.items()}
-
-    def _correct_ranges(self, found: dict[str, RangeBounds]) -> dict[str, RangeBounds]:
+        by_estimator = {estimator: dict(each.ranges()) for estimator, each in self._estimators.items()}
         whole = self.ranges()
         for name, spread in self._spreads.items():
             if not is_finite(whole[name]):
                 continue
-            if spread.has_sentinel:
-                found[name] = _sentinel_range(*whole[name])
-            elif spread.has_few_magnitudes:
-                found[name] = join_ranges(whole[name], found[name])
-        return found
-
-
-def _sentinel_range(low: float, high: float) -> SentinelRange:
-    """Return the range of a tensor with sentinels, infinite on one side or on both."""
-    least = 0.9 * max(-low, high)
-    return SentinelRange(-math.inf if -low >= least else low, math.inf if high >= least else high)
+            low, high = whole[name]
+            least = 0.9 * max(-low, high)
+            for found in by_estimator.values():
+                if spread.has_sentinel:
+                    found[name] = SentinelRange(
+                        -math.inf if -low >= least else low, math.inf if high >= least else high
+                    )
+                elif spread.has_few_magnitudes:
+                    found[name] = join_ranges(whole[name], found[name])
+        return by_estimator
 
 
 class RangeEstimatorContract:
@@ -278,14 +274,13 @@ def restrict_space(space: Space, ranges: Ranges) -> Space:
     """
     broken = ranges.keys() - finite_ranges(ranges).keys()
     apart = {edge.consumer for d in space.dimensions if d.role == "concat" for edge in d.edges} | {_OUTSIDE}
-    kept = ((dimension, _quantizable_edges(dimension.edges, broken, apart)) for dimension in space.dimensions)
-    return space.with_dimensions(tuple(replace(dimension, edges=edges) for dimension, edges in kept if edges))
-
-
-def _quantizable_edges(edges: Iterable[Edge], broken: Collection[str], apart: Collection[str]) -> tuple[Edge, ...]:
-    """Return the edges of one dimension except those of broken tensors and the other inputs of their consumers."""
-    torn = {edge.consumer for edge in edges if edge.tensor in broken}.difference(apart)
-    return tuple(edge for edge in edges if edge.tensor not in broken and edge.consumer not in torn)
+    kept = []
+    for dimension in space.dimensions:
+        torn = {edge.consumer for edge in dimension.edges if edge.tensor in broken}.difference(apart)
+        edges = [edge for edge in dimension.edges if edge.tensor not in broken and edge.consumer not in torn]
+        if edges:
+            kept.append(replace(dimension, edges=tuple(edges)))
+    return space.with_dimensions(tuple(kept))
 
 
 def range_warnings(ranges: Ranges) -> tuple[str, ...]:

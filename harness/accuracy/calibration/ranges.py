@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import numpy as np
 
@@ -75,42 +75,33 @@ class CalibrationKey:
     samples: int
 
 
+class CalibrationOptions(TypedDict, total=False):
+    """Options of a calibration.
+
+    Attributes:
+        percentile: Share of the values inside the range, in per cent, by default 99.99; for method "percentile".
+        channels: Number of channels (axis 1) of tensors whose channels are observed too, under the names of
+            `harness.graph.quantize.numeric_choices.channel_name`.
+        progress: Function that receives the number of finished batches after each one.
+        source: Name of the model in messages, by default the name of its file.
+    """
+
+    percentile: float
+    channels: Mapping[str, int] | None
+    progress: Callable[[int], None]
+    source: str
+
+
 def calibrate(
     model_path: Path,
     tensors: Collection[str],
     batches: Iterable[Mapping[str, Array]],
     *,
     method: str = "minmax",
-    percentile: float = 99.99,
-    channels: Mapping[str, int] | None = None,
-    progress: Callable[[int], None] | None = None,
-    source: str = "",
+    **options: Unpack[CalibrationOptions],
 ) -> Ranges:
-    """Run the float model on calibration data and return the range of each tensor by one method.
-
-    Args:
-        model_path: As in `calibrate_by_methods`, like the arguments that are not listed here.
-        tensors: Activations to observe.
-        batches: Input arrays by name.
-        method: Name of the range estimator.
-
-    Returns:
-        Ranges as in `calibrate_by_methods`.
-
-    Raises:
-        UserError: As in `calibrate_by_methods`.
-    """
-    found = calibrate_by_methods(
-        model_path,
-        tensors,
-        batches,
-        methods=(method,),
-        percentile=percentile,
-        channels=channels,
-        progress=progress,
-        source=source,
-    )
-    return found[method]
+    """Return the range of each tensor by one method, as `calibrate_by_methods` does."""
+    return calibrate_by_methods(model_path, tensors, batches, methods=(method,), **options)[method]
 
 
 def calibrate_by_methods(
@@ -119,10 +110,7 @@ def calibrate_by_methods(
     batches: Iterable[Mapping[str, Array]],
     *,
     methods: Collection[str],
-    percentile: float = 99.99,
-    channels: Mapping[str, int] | None = None,
-    progress: Callable[[int], None] | None = None,
-    source: str = "",
+    **options: Unpack[CalibrationOptions],
 ) -> dict[str, Ranges]:
     """Run the float model once on calibration data and return the range of each tensor by each method.
 
@@ -133,15 +121,11 @@ def calibrate_by_methods(
         tensors: Activations to observe; they may include inputs and outputs of the model.
         batches: Input arrays by name; iterated over once.
         methods: Names of range estimators (entry points of `qdq.range_estimators`).
-        percentile: Share of the values inside the range, in per cent; for method "percentile".
-        channels: Number of channels (axis 1) of tensors whose channels are observed too, under the names of
-            `harness.graph.quantize.numeric_choices.channel_name`.
-        progress: Function that receives the number of finished batches after each one.
-        source: Name of the model in messages; "": the name of its file.
+        **options: Options of the calibration.
 
     Returns:
         For each method, the lowest and highest value of each tensor and observed channel. Ranges from which no scale
-        can be made are left out by `usable_ranges.finite_ranges` and explained by `usable_ranges.range_warnings`: (0,
+        can be made are left out by `finite_ranges` and explained by `range_warnings`: (0,
         0) for a tensor that is always zero or empty; infinite or NaN bounds for NaN or infinite values, float16 values
         beyond 6e4, sentinels (`harness.graph.rules.sentinels`) and tensors behind a plug-in operator, which are not
         observed; and bounds that are too large or too small for `harness.graph.rules.operator_sets`.
@@ -155,8 +139,10 @@ def calibrate_by_methods(
 
     if not tensors:
         return {method: {} for method in methods}
-    observed = SentinelObserver({method: create_estimator(method, percentile) for method in methods}, channels)
-    done, source = 0, source or model_path.name
+    percentile = options.get("percentile", 99.99)
+    estimators = {method: create_estimator(method, percentile) for method in methods}
+    observed = SentinelObserver(estimators, options.get("channels"))
+    done, source = 0, options.get("source") or model_path.name
     with tempfile.TemporaryDirectory(prefix="qdq-ranges-") as scratch:
         folder = Path(scratch)
         copy = copy_model(model_path, folder)
@@ -171,12 +157,18 @@ def calibrate_by_methods(
             what = f"calibration of {source}"
             call_in_helper_process(what, _open_observer, copy, ahead, observed, what, factor=RUNTIME_FACTOR)
             for done, batch in enumerate(batches, start=1):
-                batch_name = _format_batch_name(batches, done)
-                _check_inputs(batch, batch_name)
+                place = getattr(batches, "batch_label", lambda _: "")(done - 1)
+                batch_name = f"batch {done} ({place})" if place else f"batch {done}"
+                for name, array in batch.items():
+                    if array.dtype.kind == "f" and not np.isfinite(array).all():
+                        raise UserError(
+                            f"calibration {batch_name}: input {name!r} has NaN or infinite values; check the data and "
+                            "their preprocessing"
+                        )
                 what = f"calibration of {source}: {batch_name}"
                 call_in_helper_process(what, _observe, copy, batch, what, factor=RUNTIME_FACTOR)
-                if progress is not None:
-                    progress(done)
+                if "progress" in options:
+                    options["progress"](done)
         finally:
             what = f"calibration of {source}: ranges of the values seen"
             seen = call_in_helper_process(what, _close_observer, copy, factor=RUNTIME_FACTOR)
@@ -236,31 +228,12 @@ def _explain_unrunnable(model_path: Path) -> str:
     return ""
 
 
-def _format_batch_name(batches: Iterable[Mapping[str, Array]], number: int) -> str:
-    """Return a name of a batch for messages: its number, and its file or images if known."""
-    place = getattr(batches, "batch_label", None)
-    shown = place(number - 1) if callable(place) else ""
-    return f"batch {number}{f' ({shown})' if shown else ''}"
-
-
-def _check_inputs(batch: Mapping[str, Array], batch_name: str) -> None:
-    for name, array in batch.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UserError(
-                f"calibration {batch_name}: input {name!r} has NaN or infinite values; "
-                "check the data and their preprocessing"
-            )
-
-
 def cached_ranges(
     key: CalibrationKey,
     model_path: Path,
     tensors: Collection[str],
     batches: Iterable[Mapping[str, Array]],
-    *,
-    channels: Mapping[str, int] | None = None,
-    progress: Callable[[int], None] | None = None,
-    source: str = "",
+    **options: Unpack[CalibrationOptions],
 ) -> Ranges:
     """Return ranges from the cache on disk, else from `calibrate`; a cache hit reads neither model nor data.
 
@@ -274,23 +247,32 @@ def cached_ranges(
     Raises:
         UserError: As in `calibrate_by_methods`.
     """
-    channels = {name: count for name, count in (channels or {}).items() if name in tensors}
+    channels = {name: count for name, count in (options.get("channels") or {}).items() if name in tensors}
+    options |= {"channels": channels, "percentile": key.percentile}
     path = _cache_path(key, tensors, channels)
-    known = None if path is None else _read_cache(path, tensors)
-    if known is not None:
-        return known
-    ranges = calibrate(
-        model_path,
-        tensors,
-        batches,
-        method=key.method,
-        percentile=key.percentile,
-        channels=channels,
-        progress=progress,
-        source=source,
-    )
+    try:
+        if path is not None:
+            kept = json.loads(path.read_bytes())
+            found = {name: (float(low), float(high)) for name, (low, high) in kept["ranges"].items()}
+            found |= {name: SentinelRange(*found[name]) for name in kept["sentinels"]}
+            if {name for name in found if not channel_tensor(name)} != set(tensors):
+                raise ValueError("its ranges are not those of the key")
+            return found
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("%s: calibration ranges cannot be read and are made again (%s)", path, error)
+    ranges = calibrate(model_path, tensors, batches, method=key.method, **options)
     if path is not None:
-        _write_cache(path, key, ranges)
+        plain = {name: [v if math.isfinite(v) else str(v) for v in pair] for name, pair in ranges.items()}
+        sentinels = [name for name, pair in ranges.items() if isinstance(pair, SentinelRange)]
+        facts = {"schema": _SCHEMA_VERSION, "key": asdict(key), "ranges": plain, "sentinels": sentinels}
+        text = json.dumps(facts, allow_nan=False)
+        try:
+            with replacing(path) as part:
+                part.write_text(text, encoding="utf-8")
+        except OSError as error:
+            logger.warning("%s: calibration ranges are not kept (%s)", path, error)
     return ranges
 
 
@@ -330,37 +312,6 @@ def _cache_path(key: CalibrationKey, tensors: Collection[str], channels: Mapping
     return folder / f"{digest}.json"
 
 
-def _read_cache(path: Path, tensors: Collection[str]) -> Ranges | None:
-    try:
-        kept = json.loads(path.read_bytes(), parse_constant=_refuse_json_constant)
-        found = {name: (float(low), float(high)) for name, (low, high) in kept["ranges"].items()}
-        found |= {name: SentinelRange(*found[name]) for name in kept["sentinels"]}
-        if {name for name in found if not channel_tensor(name)} != set(tensors):
-            raise ValueError("its ranges are not those of the key")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("%s: calibration ranges cannot be read and are made again (%s)", path, error)
-        return None
-    return found
-
-
-def _refuse_json_constant(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _write_cache(path: Path, key: CalibrationKey, ranges: Ranges) -> None:
-    plain = {name: [v if math.isfinite(v) else str(v) for v in pair] for name, pair in ranges.items()}
-    sentinels = [name for name, pair in ranges.items() if isinstance(pair, SentinelRange)]
-    facts = {"schema": _SCHEMA_VERSION, "key": asdict(key), "ranges": plain, "sentinels": sentinels}
-    text = json.dumps(facts, allow_nan=False)
-    try:
-        with replacing(path) as part:
-            part.write_text(text, encoding="utf-8")
-    except OSError as error:
-        logger.warning("%s: calibration ranges are not kept (%s)", path, error)
-
-
 ALL_SAMPLES = MAX_COUNT  # number of samples without a limit
 
 
@@ -377,6 +328,11 @@ class CalibrationBatches:
         model: The model.
         types: Element type and shape of each input of the model.
         spread: Whether samples are taken evenly from a file of arrays, which `description` then names.
+
+    Attributes:
+        count: Number of batches.
+        own_sizes: Whether a batch has other sizes than the inputs of the model.
+        batch_label: Function that returns the name of the data of a batch for messages.
 
     Raises:
         UserError: The data or the preprocessing is invalid, or does not fit the inputs.
@@ -405,23 +361,11 @@ class CalibrationBatches:
                 self.fingerprint += f", {len(dataset)} of {dataset.available}"
         if spread:  # the specification has no shapes then
             self.fingerprint += f" as {self._types}"
-
-    @property
-    def count(self) -> int:
-        """Return the number of batches."""
-        return len(self._batches)
-
-    @property
-    def own_sizes(self) -> bool:
-        """Return whether a batch has other sizes than the inputs of the model."""
-        return self._batches.own_sizes
+        self.count, self.own_sizes = len(self._batches), self._batches.own_sizes
+        self.batch_label = self._batches.batch_label
 
     def __iter__(self) -> Iterator[Mapping[str, Array]]:
         return iter(self._batches)
-
-    def batch_label(self, index: int) -> str:
-        """Return the name of the data of a batch for messages."""
-        return self._batches.batch_label(index)
 
     @property
     def numeric_choices(self) -> NumericChoices:

@@ -315,7 +315,14 @@ def rank_groups(placed: PlacedModel, held: Sequence[Feeds], observer: Observer) 
     Raises:
         UserError: ONNX Runtime does not run a model.
     """
-    last = _last_nodes(placed)
+    last, tensors = {""}, list(placed.model.output_names)  # from the last linear operators to the outputs
+    while tensors:
+        node = placed.model.producer_node(tensors.pop())
+        if node is None or node.name in last:
+            continue
+        last.add(node.name)
+        if node.op not in placed.dialect.linear_ops:
+            tensors += filter(None, node.inputs)
     groups = _group_nodes(placed, last)
     names = {name for group in groups for name in group}
     with observer.work("quantize each group alone", len(groups)) as progress:
@@ -370,19 +377,6 @@ def _group_nodes(placed: PlacedModel, last: Collection[str]) -> list[tuple[str, 
         first[name] = name if starts else max(before, key=lambda each: nodes[each].index)
         groups.setdefault(first[name], []).append(name)
     return [tuple(group) for group in groups.values()]
-
-
-def _last_nodes(placed: PlacedModel) -> set[str]:
-    """Return the nodes from the last linear operators to the outputs of the model, and "" for the outputs."""
-    found, tensors = {""}, list(placed.model.output_names)
-    while tensors:
-        node = placed.model.producer_node(tensors.pop())
-        if node is None or node.name in found:
-            continue
-        found.add(node.name)
-        if node.op not in placed.dialect.linear_ops:
-            tensors += filter(None, node.inputs)
-    return found
 
 
 def leave_float(placed: PlacedModel, names: Collection[str]) -> PlacedModel:

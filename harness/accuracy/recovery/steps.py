@@ -9,7 +9,7 @@ results are the layer's own, before an activation or an Add that a runtime fuses
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -237,8 +237,15 @@ class CrossLayerEqualization:
             return None
         arrays = _private_arrays(placed.model, pairs)
         for _ in range(_MAX_SWEEPS):
-            factors = [_equalize(pair, arrays) for pair in pairs]
-            if max(factors) < _CONVERGED_FACTOR:
+            changes = []
+            for pair in pairs:
+                weight = arrays[pair.before[0]]
+                first, second = np.abs(weight).reshape(len(weight), -1).max(axis=1), _channel_magnitudes(pair, arrays)
+                usable = (first > 0) & (second > 0)
+                scales = np.sqrt(np.where(usable, first, 1) / np.where(usable, second, 1))
+                _scale_channels(pair, arrays, scales)
+                changes.append(float(np.max(np.maximum(scales, 1 / scales))))
+            if max(changes) < _CONVERGED_FACTOR:
                 break
         return replace(placed, model=replace_constants(placed.model, arrays))
 
@@ -297,16 +304,6 @@ def _scale_channels(pair: _ScaledPair, arrays: dict[str, Array], scales: Array) 
         arrays[name] = arrays[name] * scales.reshape(shape)
 
 
-def _equalize(pair: _ScaledPair, arrays: dict[str, Array]) -> float:
-    """Equalize one pair in place, and return the largest factor by which a channel changed (at least 1)."""
-    weight = arrays[pair.before[0]]
-    first, second = np.abs(weight).reshape(len(weight), -1).max(axis=1), _channel_magnitudes(pair, arrays)
-    usable = (first > 0) & (second > 0)
-    scales = np.sqrt(np.where(usable, first, 1) / np.where(usable, second, 1))
-    _scale_channels(pair, arrays, scales)
-    return float(np.max(np.maximum(scales, 1 / scales)))
-
-
 def _readers(model: Model, tensor: str) -> list[tuple[Node, int]] | None:
     """Return the consumers of a tensor with their input indices; None if it is an output or a subgraph reads it."""
     if tensor in model.outputs or tensor in model.captured:
@@ -335,9 +332,21 @@ def _convolution_pair(model: Model, node: Node) -> _ScaledPair | None:
 
 
 def _normalized_pair(model: Model, node: Node) -> _ScaledPair | None:
-    before = tuple(_normalization_constants(model, node))
-    readers = _readers(model, node.outputs[0]) if before else None
-    after = []
+    before = tuple(name for name in node.inputs[1:3] if name)  # scale and shift
+    if node.op == "Add":  # at the end of a normalization of single operators, after a Mul
+        shift = next((name for name in node.inputs if name in model.constants), "")
+        mul = next((made for name in node.inputs if (made := model.producer_node(name)) and made.op == "Mul"), None)
+        alone = mul is not None and _readers(model, mul.outputs[0])
+        scale = next((name for name in mul.inputs if name in model.constants), "") if mul is not None else ""
+        before = (scale, shift) if alone and len(alone) == 1 else ()
+    elif node.op != "LayerNormalization":
+        return None
+    width = model.types[node.outputs[0]].shape[-1] if node.outputs[0] in model.types else 0
+    if not before or not all(
+        is_private(model, name) and tuple(model.constants[name].dims) == (width,) for name in before
+    ):
+        return None
+    readers, after = _readers(model, node.outputs[0]), []
     for reader, slot in readers or ():
         matrix = reader.inputs[1] if len(reader.inputs) > 1 else ""
         if (
@@ -349,23 +358,6 @@ def _normalized_pair(model: Model, node: Node) -> _ScaledPair | None:
             return None
         after.append((matrix, 0))
     return _ScaledPair(before=before, after=tuple(after), tensor=node.outputs[0]) if after else None
-
-
-def _normalization_constants(model: Model, node: Node) -> Iterator[str]:
-    """Yield scale and shift of a LayerNormalization, or of the Mul and Add at its end; nothing for other nodes."""
-    if node.op == "LayerNormalization":
-        names = [name for name in node.inputs[1:3] if name]
-    elif node.op == "Add":
-        shift = next((name for name in node.inputs if name in model.constants), "")
-        mul = next((made for name in node.inputs if (made := model.producer_node(name)) and made.op == "Mul"), None)
-        alone = mul is not None and _readers(model, mul.outputs[0])
-        scale = next((name for name in mul.inputs if name in model.constants), "") if mul is not None else ""
-        names = [scale, shift] if alone and len(alone) == 1 else []
-    else:
-        return
-    width = model.types[node.outputs[0]].shape[-1] if node.outputs[0] in model.types else 0
-    if names and all(is_private(model, name) and tuple(model.constants[name].dims) == (width,) for name in names):
-        yield from names
 
 
 MAX_BIAS_SAMPLES = 16
@@ -430,7 +422,21 @@ class EstimatorSelection:
         """
         path = save_to_folder(placed.reference, folder / "reference")
         samples = batches[: 2 * MAX_ESTIMATOR_SAMPLES]
-        variants = dict(_iter_variants(placed, samples[::2], path))
+        variants = {_AS_GIVEN: placed}
+        by_method = calibrate_by_methods(
+            path,
+            sorted({edge.tensor for edge, _ in placed.resolved} & placed.ranges.keys()),
+            samples[::2],
+            methods=[plugin.name for plugin in registry.installed_plugins("range estimator")],
+            percentile=placed.choices.percentile,
+            source=placed.model.source,
+        )
+        for method, ranges in by_method.items():
+            usable = {name: pair for name, pair in finite_ranges(ranges).items() if name in placed.ranges}
+            variants[f"activations {method}"] = replace(placed, ranges={**placed.ranges, **usable})
+        for plugin in registry.installed_plugins("weight estimator"):
+            choices = replace(placed.choices, weights=plugin.name)
+            variants[f"weights {plugin.name}"] = replace(placed, choices=choices)
         graphs = {name: read_qdq_graph(each.export(folder / "variant.onnx")) for name, each in variants.items()}
         forms = {
             edge: {name: read_input_form(graph, edge) for name, graph in graphs.items()}
@@ -447,32 +453,13 @@ class EstimatorSelection:
         changed = {edge: name for edge, name in best.items() if name != _AS_GIVEN}
         if not changed:
             return None
-        ranges, weights = dict(placed.ranges), {}
+        chosen_ranges, weights = dict(placed.ranges), {}
         for edge, name in changed.items():
             if edge.tensor in placed.model.constants:
                 weights[edge.tensor] = forms[edge][name].arrays[0]
             else:
-                ranges[edge.tensor] = variants[name].ranges[edge.tensor]
-        return replace(placed, model=replace_constants(placed.model, weights), ranges=ranges)
-
-
-def _iter_variants(placed: PlacedModel, samples: Sequence[Feeds], path: Path) -> Iterator[tuple[str, PlacedModel]]:
-    """Yield the given placement, then variants with each estimator of ranges and each estimator of weights, by name."""
-    yield _AS_GIVEN, placed
-    tensors = sorted({edge.tensor for edge, _ in placed.resolved} & placed.ranges.keys())
-    by_method = calibrate_by_methods(
-        path,
-        tensors,
-        samples,
-        methods=[plugin.name for plugin in registry.installed_plugins("range estimator")],
-        percentile=placed.choices.percentile,
-        source=placed.model.source,
-    )
-    for method, ranges in by_method.items():
-        usable = {name: pair for name, pair in finite_ranges(ranges).items() if name in placed.ranges}
-        yield f"activations {method}", replace(placed, ranges={**placed.ranges, **usable})
-    for plugin in registry.installed_plugins("weight estimator"):
-        yield f"weights {plugin.name}", replace(placed, choices=replace(placed.choices, weights=plugin.name))
+                chosen_ranges[edge.tensor] = variants[name].ranges[edge.tensor]
+        return replace(placed, model=replace_constants(placed.model, weights), ranges=chosen_ranges)
 
 
 def _is_selectable(placed: PlacedModel, edge: Edge) -> bool:

@@ -7,6 +7,7 @@ T4: Willemsen et al. 2024, "A methodology for comparing optimization algorithms 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,6 @@ def write_surrogate(table: BenchmarkTable, path: Path) -> dict[str, float]:
     Raises:
         UserError: The table has too few readings, or the file cannot be written.
     """
-    from sklearn.ensemble import ExtraTreesRegressor  # takes a second to import
-
     readings = {digest: row for digest, row in table.rows.items() if isinstance(row.outcome, Measured)}
     if len(readings) < MIN_READINGS:
         raise UserError(f"{table.path}: {len(readings)} readings, fewer than the {MIN_READINGS} of a surrogate")
@@ -212,9 +211,28 @@ def write_surrogate(table: BenchmarkTable, path: Path) -> dict[str, float]:
     target, subspace = np.log([median_ci(each).value for each in samples]), table.subspace
     inside = {subspace.full_space.digest(subspace.to_full_space(placement)) for placement in subspace.placements()}
     outside = np.array([digest not in inside for digest in readings])
+    error = _cross_validate(features, target, samples, outside)
+    facts = {"model": table.metadata.model, "model_sha256": table.metadata.model_sha256, **error}
+    names = ",".join(dimension.name for dimension in subspace.full_space.dimensions)
+    props = {name: str(value) for name, value in facts.items()} | {"dimensions": names}
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_forest(_fit(features, target), features.shape[1] - 1, error["interval"], props, path)
+    return error
+
+
+def _fit(features: Floats, target: Floats) -> Any:
+    from sklearn.ensemble import ExtraTreesRegressor  # takes a second to import
+
+    return ExtraTreesRegressor(TREES, random_state=0).fit(features, target)
+
+
+def _cross_validate(
+    features: Floats, target: Floats, samples: Sequence[Sequence[float]], outside: npt.NDArray[np.bool_]
+) -> dict[str, float]:
     fold, predicted = np.random.default_rng(0).permutation(len(target)) % FOLDS, np.zeros(len(target))
     for each in range(FOLDS):
-        trees = ExtraTreesRegressor(TREES, random_state=0).fit(features[fold != each], target[fold != each])
+        trees = _fit(features[fold != each], target[fold != each])
         predicted[fold == each] = trees.predict(features[fold == each])
     missed = np.abs(predicted - target)
     covered = [missed[fold == each] <= np.quantile(missed[fold != each], COVERAGE) for each in range(FOLDS)]
@@ -222,7 +240,7 @@ def write_surrogate(table: BenchmarkTable, path: Path) -> dict[str, float]:
     rng = np.random.default_rng(0)
     halves = [[np.median(half) for half in np.array_split(rng.permutation(each), 2)] for each in samples]
     between = max(0.0, _rank_correlation(*np.array(halves).T))
-    error = {
+    return {
         "readings": len(target),
         "rank_correlation": _rank_correlation(predicted, target),
         "ceiling": float(np.sqrt(2 * between / (1 + between))),
@@ -230,14 +248,6 @@ def write_surrogate(table: BenchmarkTable, path: Path) -> dict[str, float]:
         "interval": float(np.exp(np.quantile(missed, COVERAGE))),
         "coverage": float(np.concatenate(covered).mean()),
     }
-    facts = {"model": table.metadata.model, "model_sha256": table.metadata.model_sha256, **error}
-    names = ",".join(dimension.name for dimension in subspace.full_space.dimensions)
-    props = {name: str(value) for name, value in facts.items()} | {"dimensions": names}
-    with explain_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trees = ExtraTreesRegressor(TREES, random_state=0).fit(features, target)
-        write_forest(trees, features.shape[1] - 1, error["interval"], props, path)
-    return error
 
 
 def _rank_correlation(first: Floats, second: Floats) -> float:

@@ -20,7 +20,7 @@ from harness.base.errors import UserError
 from harness.base.text import pluralize
 from harness.replay.bench.submission import SearcherRecord, read_submission
 from harness.replay.bench.tasks import TierName, describe_block, read_catalogue, table_path
-from harness.replay.budget_study import TableResult, mean_interval, table_result
+from harness.replay.budget_study import TableResult, mean_interval
 from harness.replay.path_cache import PathCache
 from harness.replay.replay import Floats, load_landscape
 from harness.replay.simulated_selection import Searches
@@ -95,8 +95,12 @@ def read_results(folders: Sequence[Path], tier: TierName) -> Results:
     for task, settings in tasks.items():
         landscape = load_landscape(table_path(task))
         block = describe_block(landscape.table.metadata)
-        found = table_result(landscape, searches[task], budget, settings.initial, block=block, split=settings.split)
-        results.append(replace(found, random_ms=found.random_ms.mean(axis=0, keepdims=True)))  # saves memory
+        results.append(
+            TableResult(
+                landscape, searches[task], budget, settings.initial,
+                block=block, split=settings.split, mean_random=True,
+            )
+        )  # fmt: skip
     return records, results
 
 
