@@ -1,5 +1,3 @@
-"""Batches: of the size that the model takes, for the input that images feed, and refused where data do not fit."""
-
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from harness.base.errors import UserError
 
 SPLIT = {"use": "shapes", "split": "evaluation", "count": 5}
 IMAGE = ("float", (1, 3, 128, 128))
+PAIR = ("float", (1, 2))
 
 
 def arrays(folder: Path, **given: Any) -> Any:
@@ -27,28 +26,20 @@ def test_images_are_batched_and_the_last_batch_is_padded():
     images = [Shapes().prepare(data.image(i), (128, 128)).tensor for i in (0, 1, 2, 3, 4, 4)]
     np.testing.assert_array_equal(np.concatenate([feed["x"] for feed in found]), images)
     assert len(make_batches(data, "shapes", {"x": ("float", (2, 3, 128, 128))}, count=2)) == 1
-
-
-def test_images_feed_the_only_image_input():
-    assert image_input({"x": IMAGE}) == "x"
-    with pytest.raises(UserError, match=r"images feed only 'x'; use: npz for the others as well \('mask'\)"):
-        image_input({"mask": ("bool", (1, 4)), "x": IMAGE})
-    with pytest.raises(UserError, match=r"batch x 3 x height x width or .*, but 'ids' is 1 x 4"):
-        image_input({"ids": ("int64", (1, 4))})
-    with pytest.raises(UserError, match=r"batch x 3 x height x width or .*, but ''"):
-        image_input({})
-    with pytest.raises(UserError, match="images need 'preprocess'"):
-        make_batches(open_data(SPLIT), None, {"x": IMAGE})
-
-
-def test_images_feed_an_input_with_the_channels_last():
-    data = open_data(SPLIT)
-    first, last = (
-        next(iter(make_batches(data, "shapes", {"x": ("float", shape)})))["x"]
-        for shape in ((2, 3, 128, 128), (2, 128, 128, 3))
-    )
+    last = next(iter(make_batches(data, "shapes", {"x": ("float", (2, 128, 128, 3))})))["x"]
     assert last.flags.c_contiguous
-    np.testing.assert_array_equal(last, first.transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(last, found[0]["x"].transpose(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [({"mask": ("bool", (1, 4)), "x": IMAGE}, r"only 'x'; use: npz .*'mask'"),
+     ({"ids": ("int64", (1, 4))}, "'ids' is 1 x 4"), ({}, "but ''")],
+)  # fmt: skip
+def test_images_feed_the_only_image_input(inputs, message):
+    assert image_input({"x": IMAGE}) == "x"
+    with pytest.raises(UserError, match=message):
+        image_input(inputs)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +52,7 @@ def test_images_feed_an_input_with_the_channels_last():
         ((1, 3, 8, 3), None, "layout: nhwc"),
         ((1, 8, 6, 3), "nchw", "batch x 3 x height x width"),
         ((1, 8, 6, 4), None, "batch x height x width x 3"),
+        ((1, 8, 6, 3), "hwc", "nchw or nhwc, but got 'hwc'"),
     ],
 )
 def test_the_layout_of_images_is_that_of_the_axis_with_three_channels(shape, layout, found):
@@ -74,42 +66,33 @@ def test_the_layout_of_images_is_that_of_the_axis_with_three_channels(shape, lay
     assert prepare(np.zeros((9, 7, 3), np.uint8)).tensor.shape == shape[1:]
 
 
-def test_an_unknown_layout_is_refused():
-    with pytest.raises(UserError, match="layout: nchw or nhwc, but got 'hwc'"):
-        image_preparer({"use": "shapes", "layout": "hwc"}, "x", (1, 8, 8, 3))
-
-
-def test_arrays_give_one_sample_at_a_time_in_the_type_of_the_input(tmp_path):
+def test_arrays_give_samples_in_the_batch_and_type_of_the_input(tmp_path):
     data = arrays(tmp_path, **{"a/b": np.arange(6.0).reshape(3, 2), "mask": np.arange(3, dtype=np.int32)})
-    feeds = list(make_batches(data, None, {"a/b": ("float", (1, 2)), "mask": ("int64", ())}))
+    feeds = list(make_batches(data, None, {"a/b": PAIR, "mask": ("int64", ())}))
     assert [feed["a/b"].tolist() for feed in feeds] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]]]
     assert feeds[0]["a/b"].dtype == np.float32
     assert [(feed["mask"].dtype, feed["mask"].tolist()) for feed in feeds] == [("int64", 0), ("int64", 1), ("int64", 2)]
+    pairs = make_batches(arrays(tmp_path, x=np.arange(10).reshape(5, 2)), None, {"x": ("int64", (2, 2))})
+    assert [feed["x"].tolist() for feed in pairs] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [8, 9]]]
 
 
 def test_an_unnamed_array_feeds_the_only_input(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(6, dtype=np.uint8).reshape(3, 2))
     data = open_data({"use": "npy", "path": "a.npy"}, tmp_path)
-    feeds = list(make_batches(data, None, {"x": ("float", (1, 2))}))
-    assert [(feed["x"].dtype, feed["x"].tolist()) for feed in feeds[:1]] == [("float32", [[0.0, 1.0]])]
-    with pytest.raises(UserError, match=r"a \.npy file feeds one input, but the model has 'x', 'y'; use a \.npz file"):
-        make_batches(data, None, {"x": ("float", (1, 2)), "y": ("float", (1,))})
-
-
-def test_arrays_are_batched_and_the_last_batch_is_padded(tmp_path):
-    data = arrays(tmp_path, x=np.arange(10).reshape(5, 2))
-    feeds = list(make_batches(data, None, {"x": ("int64", (2, 2))}))
-    assert [feed["x"].tolist() for feed in feeds] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [8, 9]]]
+    first = next(iter(make_batches(data, None, {"x": PAIR})))["x"]
+    assert (first.dtype, first.tolist()) == ("float32", [[0.0, 1.0]])
+    with pytest.raises(UserError, match=r"feeds one input, but the model has 'x', 'y'"):
+        make_batches(data, None, {"x": PAIR, "y": ("float", (1,))})
 
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"x": ("float", (1, 2))}, r"a\.npz: the model has no input 'y'; known: x"),
-        ({"x": ("float", (1, 2)), "y": ("float", (1,)), "z": ("bool", ())}, "no array for the input 'z'"),
+        ({"x": PAIR}, "the model has no input 'y'; known: x"),
+        ({"x": PAIR, "y": ("float", (1,)), "z": ("bool", ())}, "no array for the input 'z'"),
         ({"x": ("float", (1, 3)), "y": ("float", (1,))}, "a sample of array 'x' is 2, but the input takes 1 x 3"),
-        ({"x": ("int64", (1, 2)), "y": ("float", (1,))}, "array 'x' holds float64, but the input takes int64"),
-        ({"x": ("float", (3, 2)), "y": ("float", ())}, "a batch of them is, by input, {'x': 3, 'y': 1}"),
+        ({"x": ("int64", (1, 2)), "y": ("float", (1,))}, "'x' holds float64, but the input takes int64"),
+        ({"x": ("float", (3, 2)), "y": ("float", ())}, "by input, {'x': 3, 'y': 1}"),
     ],
 )
 def test_arrays_that_mismatch_the_model_are_refused(tmp_path, inputs, message):
@@ -121,9 +104,9 @@ def test_samples_in_another_layout_are_refused_with_the_transposition(tmp_path):
     first, last = ("float", (1, 3, 8, 6)), ("float", (1, 8, 6, 3))
     axes = {"x": ("batch", 3, 8, 6)}
     for shape, taken, known, hint in (
-        ((2, 8, 6, 3), first, None, r"the samples have the channels last: x\.transpose\(0, 3, 1, 2\)$"),
-        ((2, 8, 6, 3), first, axes, r"the samples have the channels last: x\.transpose\(0, 3, 1, 2\), or pad"),
-        ((2, 3, 8, 6), last, None, r"the samples have the channels first: x\.transpose\(0, 2, 3, 1\)$"),
+        ((2, 8, 6, 3), first, None, r"last: x\.transpose\(0, 3, 1, 2\)$"),
+        ((2, 8, 6, 3), first, axes, r"last: x\.transpose\(0, 3, 1, 2\), or pad"),
+        ((2, 3, 8, 6), last, None, r"first: x\.transpose\(0, 2, 3, 1\)$"),
         ((2, 1, 8, 6), first, axes, r"fixes to 3; pad or cut"),
     ):
         with pytest.raises(UserError, match=hint):
@@ -131,15 +114,9 @@ def test_samples_in_another_layout_are_refused_with_the_transposition(tmp_path):
 
 
 def test_integer_data_and_single_samples_are_warned_about(tmp_path, caplog):
-    np.savez(tmp_path / "raw.npz", x=np.full((1, 3, 4, 4), 255, np.uint8))
-    arrays = open_data({"use": "npz", "path": "raw.npz"}, tmp_path)
-    (batch,) = make_batches(arrays, None, {"x": ("float", (1, 3, 4, 4))})
+    data = arrays(tmp_path, x=np.full((1, 3, 4, 4), 255, np.uint8))
+    (batch,) = make_batches(data, None, {"x": ("float", (1, 3, 4, 4))})
     assert batch["x"].max() == 255.0
-    assert "array 'x' holds uint8, and goes into a float32 input as it is: is it prepared as the model" in caplog.text
-    assert "there is one sample: other samples may leave its ranges" in caplog.text
-
-
-@pytest.mark.parametrize(("samples", "expected"), [(1, "1 sample of x"), (2, "2 samples of x")])
-def test_a_single_sample_is_described_in_the_singular(samples, expected, tmp_path):
-    data = arrays(tmp_path, x=np.zeros((samples, 2)))
-    assert describe_sample_count(data, None, "x") == expected
+    assert "array 'x' holds uint8" in caplog.text
+    assert "there is one sample" in caplog.text
+    assert describe_sample_count(data, None, "x") == "1 sample of x"
