@@ -1,6 +1,7 @@
-"""Benchmarker that times one placement at several input shapes, with an engine for each shape.
+"""Benchmarkers that run one placement at several input shapes.
 
-A reading combines one inference at each shape into one number in ms, so that all statistics are those of any latency:
+`ShapeSet` times a placement at several shapes, with an engine for each shape. A reading combines one inference at each
+shape into one number in ms, so that all statistics are those of any latency:
 
 - "weighted": the mean of the latencies, weighted by the shares of the requests, so the expected time of a request. The
   speedup is the ratio of the total times of the same requests. A mean of ratios would let a rare small shape outweigh
@@ -9,6 +10,9 @@ A reading combines one inference at each shape into one number in ms, so that al
   So the speedup is that of the worst shape. This shape is selected by medians of several readings, because the largest
   of single readings is large by chance. The latencies of the float model are measured once, so that the scale is the
   same for all engines; changes of the machine's speed cancel in ratios.
+
+`SampleSizes` runs samples at their own sizes. Engines are built and timed at the sizes of the search. A sample of other
+sizes is run on a second engine, of the same file with dynamic axes, which is built for the first such sample.
 """
 
 from __future__ import annotations
@@ -110,13 +114,37 @@ class _Engines:
     built: tuple[Artifact, ...]
 
 
-class _ShapeSetBenchmarker:
+class _ResizingBenchmarker:
+    """Benchmarker that also builds candidates at other sizes than those of the search."""
+
+    def __init__(self, inner: Benchmarker) -> None:
+        self._inner = inner
+        self._float_model: Callable[[Path], Any] = cache(lambda file: read_model(file, file.name)[0])
+        self.capabilities: Capabilities = capabilities_of(inner)
+
+    def describe(self) -> Mapping[str, Any]:
+        return self._inner.describe()
+
+    def _transfer(self, path: Path, fixed: Path, resized: Path, target: Path, sizes: str) -> Path:
+        """Write the Q/DQ pairs of a file of the float model `fixed` into the same model at other sizes.
+
+        Raises:
+            BuildFailed: The file is an OpenVINO IR, or a Q/DQ pair has no place in the other model.
+        """
+        if path.suffix == IR_SUFFIX:
+            raise BuildFailed(f"{path.name}: an OpenVINO IR has one shape; it cannot be built {sizes}")
+        try:
+            return transfer_file(self._float_model(fixed), path, self._float_model(resized), target)
+        except UserError as error:  # a failure of this candidate, which must not end the run
+            raise BuildFailed(f"{path.name} {sizes}: {error}") from error
+
+
+class _ShapeSetBenchmarker(_ResizingBenchmarker):
     """Benchmarker with an engine for each shape; a candidate that is `alone` has one engine of its own file."""
 
     def __init__(self, inner: Benchmarker, shapes: ShapeSet) -> None:
-        self._inner, self._set = inner, shapes
-        self._float_model: Callable[[Path], Any] = cache(lambda file: read_model(file, file.name)[0])
-        self.capabilities: Capabilities = capabilities_of(inner)
+        super().__init__(inner)
+        self._set = shapes
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Build the engines.
@@ -126,15 +154,22 @@ class _ShapeSetBenchmarker:
         """
         if candidate.alone:
             return self._inner.build(candidate, workdir)
-        built = tuple(
-            self._inner.build(
-                replace(candidate, shape=shape.label, source=partial(self._write, candidate, shape, workdir / name)),
+
+        def write(shape: TimedShape, target: Path) -> Path:
+            path = candidate.source()
+            if shape.file is None:
+                return path
+            return self._transfer(path, self._set.float_file, shape.file, target, f"at {shape.label}")
+
+        built = {
+            shape.label: self._inner.build(
+                replace(candidate, shape=shape.label, source=partial(write, shape, workdir / f"shape{number}.onnx")),
                 workdir,
             )
-            for shape, name in zip(self._set.shapes, self._file_names, strict=True)
-        )
-        info = {shape.label: dict(each.info) for shape, each in zip(self._set.shapes, built, strict=True)}
-        return Artifact(engine=_Engines(candidate, workdir, built), info={"shapes": info})
+            for number, shape in enumerate(self._set.shapes)
+        }
+        info = {label: dict(each.info) for label, each in built.items()}
+        return Artifact(engine=_Engines(candidate, workdir, tuple(built.values())), info={"shapes": info})
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[Probe]:
@@ -160,24 +195,8 @@ class _ShapeSetBenchmarker:
 
     def describe(self) -> Mapping[str, Any]:
         """Return the facts of the runtime, with the shapes among its options."""
-        facts = dict(self._inner.describe())
+        facts = dict(super().describe())
         return {**facts, "options": {**facts.get("options", {}), "shapes": self._set.text}}
-
-    @property
-    def _file_names(self) -> list[str]:
-        return [f"shape{number}.onnx" for number in range(len(self._set.shapes))]
-
-    def _write(self, candidate: Candidate, shape: TimedShape, target: Path) -> Path:
-        path = candidate.source()
-        if shape.file is None:
-            return path
-        if path.suffix == IR_SUFFIX:
-            raise BuildFailed(f"{path.name}: an OpenVINO IR has one shape; it cannot be built at {shape.label}")
-        fixed, other = self._float_model(self._set.float_file), self._float_model(shape.file)
-        try:
-            return transfer_file(fixed, path, other, target)
-        except UserError as error:  # a failure of this candidate, which must not end the run
-            raise BuildFailed(f"{path.name} at {shape.label}: {error}") from error
 
 
 class _ShapeSetProbe:
@@ -254,55 +273,31 @@ def make_sample_sizes(model: Model, fixed: Path) -> SampleSizes:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Engine:
-    candidate: Candidate
-    workdir: Path
-    built: Artifact
-
-
-class _SampleSizesBenchmarker:
+class _SampleSizesBenchmarker(_ResizingBenchmarker):
     def __init__(self, inner: Benchmarker, sizes: SampleSizes) -> None:
-        self._inner, self._sizes = inner, sizes
-        self._float_model: Callable[[Path], Any] = cache(lambda file: read_model(file, file.name)[0])
-        self.capabilities: Capabilities = capabilities_of(inner)
+        super().__init__(inner)
+        self._sizes = sizes
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         built = self._inner.build(candidate, workdir)
-        return Artifact(engine=_Engine(candidate, workdir, built), info=built.info)
+        return Artifact(engine=_Engines(candidate, workdir, (built,)), info=built.info)
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[Probe]:
         """Open a probe of the engine, whose `infer` builds the one with dynamic axes at the first use."""
-        engine: _Engine = artifact.engine
-        with self._inner.open(engine.built) as probe, ExitStack() as opened:
+        engines, sizes = artifact.engine, self._sizes
+        with self._inner.open(engines.built[0]) as probe, ExitStack() as opened:
 
             @cache
             def open_dynamic() -> Probe:
-                path = self._write(engine.candidate.source(), engine.workdir / "dynamic.onnx")
-                candidate = replace(engine.candidate, source=lambda: path, dynamic=True)
-                return opened.enter_context(self._inner.open(self._inner.build(candidate, engine.workdir)))
+                file, path = sizes.dynamic, engines.candidate.source()
+                if path != sizes.fixed:
+                    target = engines.workdir / "dynamic.onnx"
+                    file = self._transfer(path, sizes.fixed, sizes.dynamic, target, "with dynamic axes")
+                candidate = replace(engines.candidate, source=lambda: file, dynamic=True)
+                return opened.enter_context(self._inner.open(self._inner.build(candidate, engines.workdir)))
 
-            yield _SampleSizesProbe(probe, self._sizes, open_dynamic)
-
-    def describe(self) -> Mapping[str, Any]:
-        return self._inner.describe()
-
-    def _write(self, path: Path, target: Path) -> Path:
-        """Write a quantized form of the float model with dynamic axes, and return the path of the file.
-
-        Raises:
-            BuildFailed: The file is an OpenVINO IR, or a Q/DQ pair has no place in the model with dynamic axes.
-        """
-        if path == self._sizes.fixed:
-            return self._sizes.dynamic
-        if path.suffix == IR_SUFFIX:
-            raise BuildFailed(f"{path.name}: an OpenVINO IR has one shape, so samples of other sizes do not run")
-        fixed, dynamic = self._float_model(self._sizes.fixed), self._float_model(self._sizes.dynamic)
-        try:
-            return transfer_file(fixed, path, dynamic, target)
-        except UserError as error:  # a failure of this candidate, which must not end the run
-            raise BuildFailed(f"{path.name} with dynamic axes: {error}") from error
+            yield _SampleSizesProbe(probe, sizes, open_dynamic)
 
 
 class _SampleSizesProbe:

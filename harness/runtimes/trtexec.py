@@ -7,32 +7,28 @@ import shutil
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from harness.base.errors import BuildFailed, CandidateError, MeasureFailed, UserError
 from harness.base.files import parse_json, read_bounded
-from harness.base.paths import cache_dir
 from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.runtimes.cuda import Device, open_device
 from harness.runtimes.host_clock import to_float32
-from harness.runtimes.tensorrt.library import timing_cache_path
 from harness.runtimes.tensorrt.options import (
     STRONG_TYPING_ONLY_MAJOR,
-    BuildOptions,
-    CachePolicy,
-    Precision,
+    ParsedSource,
     ShapeProfile,
-    Typing,
+    TensorRTParameters,
     format_shape,
+    has_qdq,
     read_io_dtypes,
-    read_options,
 )
 from harness.runtimes.tensorrt.session import read_layers
 
@@ -113,32 +109,32 @@ def merge_flags(arguments: Sequence[str], extra: Sequence[str]) -> list[str]:
     return found
 
 
-def build_flags(model: Path, engine: Path, options: BuildOptions, major: int, *, quantized: bool) -> list[str]:
+def build_flags(source: ParsedSource, engine: Path, options: TensorRTParameters, major: int) -> list[str]:
     """Return the arguments that build an engine without running it.
 
     Args:
-        model: File of the model.
+        source: Model and its profiles.
         engine: File that trtexec writes.
         options: Options of the build.
         major: Major version of trtexec.
-        quantized: Whether the model has Q/DQ pairs.
     """
-    flags = [f"--onnx={model}", f"--saveEngine={engine}", "--skipInference"]
+    flags = [f"--onnx={source.path}", f"--saveEngine={engine}", "--skipInference"]
+    precision = options.float_precision
     if options.typing == "strong":
         flags += ["--stronglyTyped"] if major < STRONG_TYPING_ONLY_MAJOR else []
     else:
-        flags += {"f16": ["--fp16"], "bf16": ["--bf16"]}.get(options.precision, [])
-        flags += ["--int8"] if quantized else []
-    if options.precision != "tf32":
+        flags += {"f16": ["--fp16"], "bf16": ["--bf16"]}.get(precision, [])
+        flags += ["--int8"] if has_qdq(source.structure) else []
+    if precision != "tf32":
         flags.append("--noTF32")
     if options.workspace_bytes is not None:
         flags.append(f"--memPoolSize=workspace:{options.workspace_bytes // 2**20}M")
     if options.optimization_level is not None:
         flags.append(f"--builderOptimizationLevel={options.optimization_level}")
-    if options.detailed:
+    if options.profile:
         flags.append("--profilingVerbosity=detailed")
-    for key in ("min", "opt", "max") if options.profiles else ():
-        flags.append(f"--{key}Shapes={_shape_flag(options.profiles, key)}")
+    for key in ("min", "opt", "max") if source.profiles else ():
+        flags.append(f"--{key}Shapes={_shape_flag(source.profiles, key)}")
     return flags
 
 
@@ -166,11 +162,7 @@ def read_times(path: Path, warm_up_ms: float) -> list[float]:
     Raises:
         MeasureFailed: The file is missing, damaged, or contains only the warm-up.
     """
-    rows = _read_json_export(path, "times")
-    try:
-        times = [(float(row["startComputeMs"]), float(row["computeMs"])) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        raise MeasureFailed(f"trtexec's times cannot be read: {error!r}") from error
+    times = _read_export(path, "times", lambda row: (float(row["startComputeMs"]), float(row["computeMs"])))
     kept = [compute_ms for start_ms, compute_ms in times if start_ms >= warm_up_ms]
     if not kept:
         raise MeasureFailed(f"trtexec wrote {len(times)} times, none of them after its warm-up of {warm_up_ms:g} ms")
@@ -183,12 +175,10 @@ def read_profile(path: Path) -> dict[str, float]:
     Raises:
         MeasureFailed: The file is missing or damaged.
     """
-    try:
-        return {
-            str(row["name"]): float(row["averageMs"]) for row in _read_json_export(path, "profile") if "name" in row
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise MeasureFailed(f"trtexec's profile cannot be read: {error!r}") from error
+    rows = _read_export(
+        path, "profile", lambda row: (str(row["name"]), float(row["averageMs"])) if "name" in row else None
+    )
+    return dict(row for row in rows if row is not None)
 
 
 def read_outputs(path: Path) -> dict[str, tuple[tuple[int, ...], list[float]]]:
@@ -197,27 +187,25 @@ def read_outputs(path: Path) -> dict[str, tuple[tuple[int, ...], list[float]]]:
     Raises:
         MeasureFailed: The file is missing or damaged.
     """
+
+    def read(row: Any) -> tuple[str, tuple[tuple[int, ...], list[float]]]:
+        sizes = tuple(int(size) for size in str(row["dimensions"]).split("x") if size)
+        return str(row["name"]), (sizes, [float(value) for value in row["values"]])
+
+    return dict(_read_export(path, "outputs", read))
+
+
+def _read_export(path: Path, what: str, read: Callable[[Any], T]) -> list[T]:
+    """Return the rows of a file of trtexec; raise `MeasureFailed` if it is missing or damaged."""
     try:
-        return {
-            str(row["name"]): (
-                tuple(int(size) for size in str(row["dimensions"]).split("x") if size),
-                [float(value) for value in row["values"]],
-            )
-            for row in _read_json_export(path, "outputs")
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise MeasureFailed(f"trtexec's outputs cannot be read: {error!r}") from error
+        return [read(row) for row in parse_json(read_bounded(path, "output of trtexec"))]
+    except (UserError, KeyError, TypeError, ValueError) as error:
+        reason = error if isinstance(error, UserError) else repr(error)
+        raise MeasureFailed(f"trtexec's {what} cannot be read: {reason}") from error
 
 
 def _shape_flag(profiles: Mapping[str, ShapeProfile], key: str) -> str:
     return ",".join(f"'{name}':{format_shape(getattr(profile, key))}" for name, profile in profiles.items())
-
-
-def _read_json_export(path: Path, what: str) -> Any:
-    try:
-        return parse_json(read_bounded(path, "output of trtexec"))
-    except (UserError, ValueError) as error:
-        raise MeasureFailed(f"trtexec's {what} cannot be read: {error}") from error
 
 
 HELP_TIMEOUT_S = 60.0
@@ -279,6 +267,7 @@ def error_lines(output: str) -> str:
     return " ".join((errors or lines)[-MAX_LOG_LINES:]) or "it printed nothing"
 
 
+T = TypeVar("T")
 MIN_ITERATIONS = 50
 """Inferences of one run of trtexec: starting it takes longer than they do."""
 MAX_LEFTOVER_AGE_S = 1.0
@@ -301,96 +290,54 @@ class _TrtexecEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrtexecHandle:
-    """Path and version of trtexec, and its GPU."""
+    """Path, version and major version of trtexec, and its GPU."""
 
     program: str
     version: str
+    major: int
     device: Device
 
-    @property
-    def major(self) -> int:
-        """Return the major version."""
-        return int(self.version.partition(".")[0])
 
-
-class TrtexecBenchmarker:
+@dataclass(eq=False, kw_only=True)
+class TrtexecBenchmarker(TensorRTParameters):
     """Build and time models with the program trtexec of TensorRT 10 or 11, each in a new process.
 
     Args:
         path: Path of the program; None: trtexec on PATH.
-        precision: Precision of float operations; see benchmarker `tensorrt`.
-        typing: "strong": operators run in the types of the file; "weak", for TensorRT 10 only: lower precisions are
-            allowed.
-        profiles: Shapes of dynamic inputs; see benchmarker `tensorrt`.
-        workspace_gb: Scratch memory that kernels may use, in units of 10^9 bytes; None: all memory of the GPU.
-        optimization_level: Effort of the builder, 0 to 5; None: trtexec's default.
-        timing_cache: "cold", "shared" or "frozen"; see benchmarker `tensorrt`.
-        timing_cache_file: File of the timing cache; None: one for each trtexec and kind of GPU in the cache folder.
-        cuda_graph: Whether the engine is timed as a CUDA graph.
         warm_up_ms: Milliseconds of warm-up of each run of trtexec.
         timeout_s: Time limit of each run of trtexec in seconds.
-        device: Number of the GPU.
-        plugins: Libraries with plugins, for builds and runs (--staticPlugins).
         extra: Further arguments for builds and runs, for instance those of remote autotuning:
             `[--safe, --skipInference, "--remoteAutoTuningConfig=ssh://..."]`; --skipInference is left out of runs.
-        profile: Whether layers are recorded in detail for `layers`; do not compare such engines.
+            Other parameters are those of `harness.runtimes.tensorrt.options.TensorRTParameters`.
 
     Raises:
-        ValueError: A parameter has an unknown value, or a profile is invalid.
+        ValueError: An extra argument or a profile is invalid.
     """
 
-    capabilities = Capabilities(dialect="tensorrt", interleaved=False)
-    code_params = ("plugins", "extra", "timing_cache_file")
-    program_params = ("path",)
+    capabilities: ClassVar[Capabilities] = Capabilities(dialect="tensorrt", interleaved=False)
+    code_params: ClassVar[tuple[str, ...]] = ("plugins", "extra", "timing_cache_file")
+    program_params: ClassVar[tuple[str, ...]] = ("path",)
+    path: str | None = None
+    warm_up_ms: float = 200.0
+    timeout_s: float = 600.0
+    extra: tuple[str, ...] | list[str] = ()
 
-    def __init__(
-        self,
-        *,
-        path: str | None = None,
-        precision: Precision = "auto",
-        typing: Typing = "strong",
-        profiles: Mapping[str, Any] | None = None,
-        workspace_gb: float | None = None,
-        optimization_level: int | None = None,
-        timing_cache: CachePolicy = "shared",
-        timing_cache_file: str | None = None,
-        cuda_graph: bool = True,
-        warm_up_ms: float = 200.0,
-        timeout_s: float = 600.0,
-        device: int = 0,
-        plugins: tuple[str, ...] | list[str] = (),
-        extra: tuple[str, ...] | list[str] = (),
-        profile: bool = False,
-    ) -> None:
-        check_extra_flags(extra, 0)
-        self._path, self._extra, self._device = path, tuple(extra), device
-        self._plugins = tuple(plugins)
-        self._options = read_options(
-            precision, typing, profiles, workspace_gb, optimization_level, timing_cache, profile
-        )
-        self._cache_file, self._graph = timing_cache_file, cuda_graph
-        self.warm_up_ms, self._timeout_s = warm_up_ms, timeout_s
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_extra_flags(self.extra, 0)
 
     @cached_property
     def _trtexec_handle(self) -> _TrtexecHandle:
         """Return trtexec and the GPU, which are looked up at the first use."""
-        device = open_device(self._device)[1]
-        program, version = find_trtexec(self._path)
-        tool = _TrtexecHandle(program=program, version=version, device=device)
+        device = open_device(self.device)[1]
+        program, version = find_trtexec(self.path)
+        major = int(version.partition(".")[0])
         try:
-            check_extra_flags(self._extra, tool.major)
+            check_extra_flags(self.extra, major)
         except ValueError as error:
             raise UserError(f"benchmarker 'trtexec': {error}") from error
-        self._options.check_runtime(f"trtexec {version}", tool.major, device)
-        return tool
-
-    @cached_property
-    def _plugin_libraries(self) -> tuple[Path, ...]:
-        found = {name: Path(name).expanduser().resolve() for name in self._plugins}
-        for name, path in found.items():
-            if not path.is_file():
-                raise UserError(f"plugins: {name}: no such file")
-        return tuple(found.values())
+        self.check_runtime(f"trtexec {version}", major, device)
+        return _TrtexecHandle(program=program, version=version, major=major, device=device)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Build the candidate's engine into the folder.
@@ -399,18 +346,15 @@ class TrtexecBenchmarker:
             BuildFailed: trtexec fails, takes too long, or the model is known to be refused.
             UserError: There is no trtexec or no GPU.
         """
-        source = self._options.source(candidate.source(), workdir, self._trtexec_handle.device)
-        plan = workdir / "model.plan"
-        flags = build_flags(source.path, plan, source.options, self._trtexec_handle.major, quantized=source.has_qdq)
+        tool, plan = self._trtexec_handle, workdir / "model.plan"
+        source = self.source(candidate.source(), workdir, tool.device)
+        flags = build_flags(source, plan, self, tool.major)
         output = self._run_trtexec([*flags, *self._cache_flags(workdir)], BuildFailed)
         if not plan.is_file():
             raise BuildFailed(f"trtexec wrote no engine: {error_lines(output)}")
         inputs, outputs = read_io_dtypes(source.structure)
-        engine = _TrtexecEngine(plan=plan, profiles=source.options.profiles, inputs=inputs, outputs=outputs)
+        engine = _TrtexecEngine(plan=plan, profiles=source.profiles, inputs=inputs, outputs=outputs)
         return Artifact(engine=engine, info={"plan_bytes": plan.stat().st_size, "flags": flags[3:]})
-
-    def cast(self, path: Path, folder: Path) -> Path:
-        return self._options.write_cast_model(path, folder)
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_TrtexecProbe]:
@@ -447,13 +391,13 @@ class TrtexecBenchmarker:
             "version": tool.version,
             "device": tool.device.name,
             "options": {
-                **self._options.describe(tool.device),
-                "cuda_graph": self._graph,
+                **self.describe_options(tool.device),
+                "cuda_graph": self.cuda_graph,
                 "warm_up_ms": self.warm_up_ms,
-                "extra": list(self._extra),
-                **({"plugins": [path.name for path in self._plugin_libraries]} if self._plugin_libraries else {}),
+                "extra": list(self.extra),
+                **({"plugins": [path.name for path in self.plugin_paths]} if self.plugin_paths else {}),
             },
-            **self._options.describe_float_precision(tool.device),
+            **self.describe_float_precision(tool.device),
         }
 
     def gpu(self) -> str:
@@ -465,16 +409,16 @@ class TrtexecBenchmarker:
         Raises:
             MeasureFailed: trtexec fails or takes too long.
         """
-        flags = run_flags(engine.plan, engine.profiles, self._trtexec_handle.major, graph=self._graph)
+        flags = run_flags(engine.plan, engine.profiles, self._trtexec_handle.major, graph=self.cuda_graph)
         return self._run_trtexec([*flags, *arguments], MeasureFailed)
 
     def _cache_flags(self, workdir: Path) -> list[str]:
         """Return the arguments for the timing cache; a frozen one is copied, because trtexec writes to it."""
-        if self._options.timing_cache == "cold":
+        if self.timing_cache == "cold":
             return []
-        default = timing_cache_path(cache_dir(), f"trtexec-{self._trtexec_handle.version}", self._trtexec_handle.device)
-        file = Path(self._cache_file).expanduser() if self._cache_file else default
-        if self._options.timing_cache == "frozen":
+        tool = self._trtexec_handle
+        file = self.timing_cache_path(f"trtexec-{tool.version}", tool.device)
+        if self.timing_cache == "frozen":
             if not file.is_file():
                 raise UserError(f"timing cache {file}: no such file, and a frozen cache is never made; run shared once")
             file = Path(shutil.copy(file, workdir / "timing.cache"))
@@ -482,9 +426,9 @@ class TrtexecBenchmarker:
         return [f"--timingCacheFile={file}"]
 
     def _run_trtexec(self, arguments: Sequence[str], failure: type[CandidateError]) -> str:
-        plugins = [f"--staticPlugins={path}" for path in self._plugin_libraries]
-        command = merge_flags([*arguments, f"--device={self._device}", *plugins], self._extra)
-        return run_trtexec([self._trtexec_handle.program, *command], self._timeout_s, failure)
+        plugins = [f"--staticPlugins={path}" for path in self.plugin_paths]
+        command = merge_flags([*arguments, f"--device={self.device}", *plugins], self.extra)
+        return run_trtexec([self._trtexec_handle.program, *command], self.timeout_s, failure)
 
 
 class _TrtexecProbe:

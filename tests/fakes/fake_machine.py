@@ -58,7 +58,9 @@ class Trtexec11(trtexec.TrtexecBenchmarker):
     @cached_property
     def _trtexec_handle(self) -> Any:
         program, version = find_trtexec(None)
-        return trtexec._TrtexecHandle(program=program, version=version, device=GPU)
+        return trtexec._TrtexecHandle(
+            program=program, version=version, major=int(version.partition(".")[0]), device=GPU
+        )
 
     def describe(self) -> dict[str, Any]:
         """At one float precision: a row for each other would be cast and built."""

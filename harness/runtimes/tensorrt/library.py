@@ -14,15 +14,14 @@ import functools
 import hashlib
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.base.errors import BuildFailed, UserError, install_hint
 from harness.base.paths import replacing
-from harness.runtimes.cuda import Device
-from harness.runtimes.tensorrt.options import BuildOptions, CachePolicy, ShapeProfile
+from harness.runtimes.tensorrt.options import CachePolicy, ParsedSource, TensorRTParameters, has_qdq
 
 MIN_VERSION = (10, 9)
 MAX_LOG_LINES = 200
@@ -41,13 +40,9 @@ class TensorRTLibrary:
 
     trt: Any
     version: str
+    major: int
     log: Any
     messages: deque[str]
-
-    @property
-    def major(self) -> int:
-        """Return the major version."""
-        return _version_numbers(self.version)[0]
 
     def drain_messages(self) -> str:
         """Return the last five different warnings and errors on one line, and clear all; if none, say so."""
@@ -55,24 +50,17 @@ class TensorRTLibrary:
         self.messages.clear()
         return " ".join(lines[-5:]) or "TensorRT gave no reason"
 
-    def load_plugins(self, files: Sequence[str]) -> None:
-        """Register TensorRT's standard plugins and those of libraries.
-
-        Raises:
-            UserError: A library is missing or does not load.
-        """
+    def load_plugins(self, files: Sequence[Path]) -> None:
+        """Register TensorRT's standard plugins and those of libraries; raise `UserError` if one does not load."""
         self.trt.init_libnvinfer_plugins(self.log, "")
-        for name in files:
-            path = Path(name).expanduser()
-            if not path.is_file():
-                raise UserError(f"plugins: {name}: no such file")
+        for path in files:
             self.messages.clear()
             try:
-                _load_plugin_library(self.trt, path.resolve())
+                _load_plugin_library(self.trt, path)
             except OSError:
                 raise UserError(
-                    f"plugins: {name} does not load ({self.drain_messages()}); it must be built for TensorRT "
-                    f"{self.version}, and what it links to must be found: see ldd {name}"
+                    f"plugins: {path.name} does not load ({self.drain_messages()}); it must be built for TensorRT "
+                    f"{self.version}, and what it links to must be found: see ldd {path}"
                 ) from None
 
 
@@ -87,10 +75,25 @@ def open_library(module: Callable[[], Any] | None = None) -> TensorRTLibrary:
     """
     trt = (module or _import_tensorrt)()
     version = str(trt.__version__)
-    if _version_numbers(version) < MIN_VERSION:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise UserError(f"TensorRT names its version {version!r}, which is none; {_INSTALL_HINT}")
+    if (int(found[1]), int(found[2])) < MIN_VERSION:
         raise UserError(f"TensorRT {version} is too old: {MIN_VERSION[0]}.{MIN_VERSION[1]} or later; {_INSTALL_HINT}")
-    said: deque[str] = deque(maxlen=MAX_LOG_LINES)
-    return TensorRTLibrary(trt=trt, version=version, log=_create_logger(trt, said), messages=said)
+    messages: deque[str] = deque(maxlen=MAX_LOG_LINES)
+    kept = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR, trt.ILogger.WARNING)
+
+    class Listener(trt.ILogger):  # type: ignore[misc, name-defined]
+        """Logger that collects warnings and errors instead of printing them."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, text: str) -> None:
+            if severity in kept:
+                messages.append(" ".join(str(text).split()))
+
+    return TensorRTLibrary(trt=trt, version=version, major=int(found[1]), log=Listener(), messages=messages)
 
 
 @functools.cache
@@ -118,35 +121,7 @@ def _import_tensorrt() -> Any:
     return tensorrt
 
 
-def _create_logger(trt: Any, said: deque[str]) -> Any:
-    """Create a logger that collects warnings and errors instead of printing them."""
-    kept = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR, trt.ILogger.WARNING)
-
-    class Listener(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, text: str) -> None:
-            if severity in kept:
-                said.append(" ".join(str(text).split()))
-
-    return Listener()
-
-
-def _version_numbers(version: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
-        raise UserError(f"TensorRT names its version {version!r}, which is none; {_INSTALL_HINT}")
-    return int(found[1]), int(found[2])
-
-
 MAX_CACHE_BYTES = 2**30
-
-
-def timing_cache_path(folder: Path, version: str, device: Device) -> Path:
-    """Return the path below `folder` of the timing cache for this TensorRT and this kind of GPU."""
-    gpu = re.sub(r"[^A-Za-z0-9]+", "-", device.name).strip("-")
-    return folder / "tensorrt" / f"{version}-{gpu}.timing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,25 +196,16 @@ TIMING_RUNS_PER_TACTIC = 8
 """Runs of each kernel that TensorRT averages when it chooses; trtexec's default, the API's is 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SerializedEngine:
-    """Serialized engine (`content`), with size, digest and options of its build (`info`) as JSON values."""
-
-    content: bytes
-    info: Mapping[str, Any]
-
-
 def build_plan(
-    library: TensorRTLibrary, model: Path | bytes, options: BuildOptions, cache: TimingCache, *, quantized: bool
-) -> SerializedEngine:
-    """Build an engine.
+    library: TensorRTLibrary, source: ParsedSource, options: TensorRTParameters, cache: TimingCache
+) -> tuple[bytes, dict[str, Any]]:
+    """Build an engine, and return it serialized, with size, digest and options of the build as JSON values.
 
     Args:
         library: TensorRT.
-        model: Path of the model, with external data next to it, or the serialized model.
-        options: Options of the build, whose profiles are those of the dynamic inputs only.
+        source: Model file, with external data next to it, and its profiles.
+        options: Options of the build.
         cache: Timing cache, which the build reads and updates according to its policy.
-        quantized: Whether the model has Q/DQ pairs, on which the flags of a weakly typed network depend.
 
     Raises:
         BuildFailed: TensorRT refuses the model or finds no engine; the message has TensorRT's text and the nodes.
@@ -248,32 +214,40 @@ def build_plan(
     trt = library.trt
     library.messages.clear()
     builder = _create_or_explain(library, trt.Builder)
-    network = builder.create_network(_network_flags(library, options))
+    # The numbers of flags come from the enum, because they differ between versions.
+    strong = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(strong if options.typing == "strong" else 0)
     parser = trt.OnnxParser(network, library.log)  # owns the weights: it lives until the engine is built
-    parsed = parser.parse(model) if isinstance(model, bytes) else parser.parse_from_file(str(model))
-    if not parsed:
-        raise BuildFailed(
-            f"TensorRT cannot parse the model: {'; '.join(_format_parser_errors(parser)) or library.drain_messages()}"
-        )
+    if not parser.parse_from_file(str(source.path)):
+        problems = []
+        for index in range(parser.num_errors):
+            error = parser.get_error(index)
+            name, operator = error.node_name(), error.node_operator()
+            where = f"node {name!r} ({operator}): " if name or operator else ""
+            problems.append(f"{where}{' '.join(error.desc().split())}")
+        raise BuildFailed(f"TensorRT cannot parse the model: {'; '.join(problems) or library.drain_messages()}")
     config = builder.create_builder_config()
-    _configure_builder(library, config, options, quantized)
-    _add_profile(library, builder, config, options.profiles)
+    _configure_builder(library, config, options, has_qdq(source.structure))
+    if source.profiles:
+        profile = builder.create_optimization_profile()
+        for name, shapes in source.profiles.items():
+            profile.set_shape(name, shapes.min, shapes.opt, shapes.max)
+        if config.add_optimization_profile(profile) < 0:
+            raise BuildFailed(f"TensorRT refuses the profile: {library.drain_messages()}")
     cache.enter(library, config)
     built = builder.build_serialized_network(network, config)
     if built is None:
         raise BuildFailed(f"TensorRT builds no engine: {library.drain_messages()}")
     content = bytes(built)
     cache.leave(config)
-    return SerializedEngine(
-        content=content,
-        info={
-            "plan_bytes": len(content),
-            "plan_sha256": hashlib.sha256(content).hexdigest(),
-            "precision": options.precision,
-            "typing": options.typing,
-            "timing_cache": cache.policy,
-        },
-    )
+    info = {
+        "plan_bytes": len(content),
+        "plan_sha256": hashlib.sha256(content).hexdigest(),
+        "precision": options.float_precision,
+        "typing": options.typing,
+        "timing_cache": cache.policy,
+    }
+    return content, info
 
 
 def load_engine(library: TensorRTLibrary, content: bytes, source: str) -> Any:
@@ -305,13 +279,7 @@ def _create_or_explain(library: TensorRTLibrary, make: Callable[[Any], Any]) -> 
         raise BuildFailed(f"TensorRT cannot start on this GPU: {library.drain_messages()}") from error
 
 
-def _network_flags(library: TensorRTLibrary, options: BuildOptions) -> int:
-    """Return the network flags as bits; their numbers come from the enum, because they differ between versions."""
-    flags = library.trt.NetworkDefinitionCreationFlag
-    return 1 << int(flags.STRONGLY_TYPED) if options.typing == "strong" else 0
-
-
-def _configure_builder(library: TensorRTLibrary, config: Any, options: BuildOptions, quantized: bool) -> None:
+def _configure_builder(library: TensorRTLibrary, config: Any, options: TensorRTParameters, quantized: bool) -> None:
     trt = library.trt
     if options.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
@@ -319,11 +287,11 @@ def _configure_builder(library: TensorRTLibrary, config: Any, options: BuildOpti
         config.builder_optimization_level = options.optimization_level
     config.avg_timing_iterations = TIMING_RUNS_PER_TACTIC
     verbosity = trt.ProfilingVerbosity
-    config.profiling_verbosity = verbosity.DETAILED if options.detailed else verbosity.LAYER_NAMES_ONLY
-    if options.precision != "tf32":
+    config.profiling_verbosity = verbosity.DETAILED if options.profile else verbosity.LAYER_NAMES_ONLY
+    if options.float_precision != "tf32":
         config.clear_flag(trt.BuilderFlag.TF32)  # on by default
     if options.typing == "weak":
-        for flag in weak_typing_flags(options.precision, quantized=quantized):
+        for flag in weak_typing_flags(options.float_precision, quantized=quantized):
             config.set_flag(getattr(trt.BuilderFlag, flag))
 
 
@@ -333,22 +301,3 @@ def weak_typing_flags(precision: str, *, quantized: bool) -> Iterator[str]:
         yield {"f16": "FP16", "bf16": "BF16"}[precision]
     if quantized:
         yield "INT8"
-
-
-def _add_profile(library: TensorRTLibrary, builder: Any, config: Any, profiles: Mapping[str, ShapeProfile]) -> None:
-    if not profiles:
-        return
-    made = builder.create_optimization_profile()
-    for name, profile in profiles.items():
-        made.set_shape(name, profile.min, profile.opt, profile.max)
-    if config.add_optimization_profile(made) < 0:
-        raise BuildFailed(f"TensorRT refuses the profile: {library.drain_messages()}")
-
-
-def _format_parser_errors(parser: Any) -> Iterator[str]:
-    """Yield the parser's errors with the nodes that they concern."""
-    for index in range(parser.num_errors):
-        error = parser.get_error(index)
-        name, operator = error.node_name(), error.node_operator()
-        where = f"node {name!r} ({operator}): " if name or operator else ""
-        yield f"{where}{' '.join(error.desc().split())}"

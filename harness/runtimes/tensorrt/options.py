@@ -1,10 +1,17 @@
-"""Options of the TensorRT benchmarkers, and the preparation of model files according to them."""
+"""Parameters of the TensorRT benchmarkers, and the preparation of model files according to them.
 
-from __future__ import annotations
+A strongly typed network runs every operator in the type of the ONNX file, so an FP16 engine needs a file with weights,
+constants and scales of Q/DQ pairs in FP16 (TensorRT, "Strongly typed networks"; DequantizeLinear returns the type of
+its scale).
 
+The module does not postpone annotations, because the registry checks parameters of subclasses in other modules by them.
+"""
+
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, TypeAlias
@@ -13,9 +20,10 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from harness.base.errors import BuildFailed, MeasureFailed, UserError, install_hint
+from harness.base.errors import BuildFailed, UserError, install_hint
+from harness.base.paths import cache_dir
 from harness.config.sections import normalize_float_precision
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import move_model, write_model
@@ -36,6 +44,19 @@ FLOAT_TYPE_NAMES = {TensorProto.FLOAT: "f32", TensorProto.FLOAT16: "f16", Tensor
 LOW_PRECISION = {"f16": "fp16", "bf16": "bf16"}
 CAST_METADATA_KEY = "qdq_bench.cast_to"
 """Metadata of a cast file, and of what is inserted into it: where all weights are INT8, nothing else would tell."""
+Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(normalize_float_precision)]
+CachePolicy = Literal["cold", "shared", "frozen"]
+STRONG_TYPING_ONLY_MAJOR = 11
+"""From this major on, every network is strongly typed."""
+MIN_CAPABILITY_BY_PRECISION: Mapping[str, tuple[int, int]] = {
+    "f32": (0, 0),
+    "tf32": (8, 0),
+    "f16": (5, 3),
+    "bf16": (8, 0),
+}
+"""Smallest compute capability that runs a float precision (CUDA C++ programming guide, arithmetic instructions)."""
+Shape = tuple[int, ...]
+PROFILE_KEYS = ("min", "opt", "max")
 
 
 def read_structure(path: Path) -> onnx.ModelProto:
@@ -106,21 +127,6 @@ def dominant_float_type(proto: onnx.ModelProto) -> str:
     return sizes.most_common(1)[0][0] if sizes else "f32"
 
 
-def check_tensorrt_qdq(proto: onnx.ModelProto, path: Path, capability: tuple[int, int]) -> None:
-    """Raise an error for Q/DQ pairs that TensorRT does not accept, because a build would fail only after minutes.
-
-    Args:
-        proto: Model without its external data.
-        path: File of the model, from which external data are read.
-        capability: Compute capability of the GPU.
-
-    Raises:
-        BuildFailed: A pair is not accepted; the message names the first such node.
-    """
-    for problem in find_refused_qdq(QDQGraph(proto, path.parent), capability):
-        raise BuildFailed(f"{path.name}: {problem}")
-
-
 def cast_model(path: Path, precision: str, folder: Path) -> Path:
     """Cast a model to FP16 or BF16 without its inputs and outputs, and return the path of the new file.
 
@@ -136,12 +142,17 @@ def cast_model(path: Path, precision: str, folder: Path) -> Path:
     Raises:
         BuildFailed: The model is too large to be cast, or ModelOpt refuses it.
     """
-    if precision not in LOW_PRECISION or dominant_float_type(read_structure(path)) == precision:
+    if precision not in LOW_PRECISION:
+        return path
+    structure = read_structure(path)
+    if dominant_float_type(structure) == precision:
         return path
     target = folder / f"{path.stem}.{digest_file(path)[:16]}.{precision}.onnx"
     if target.exists():
         return target
-    if _external_weight_bytes(path) > MAX_PROTOBUF_BYTES:
+    external = [entry for tensor in structure.graph.initializer for entry in tensor.external_data]
+    weight_bytes = sum(int(entry.value) for entry in external if entry.key == "length")
+    if path.stat().st_size + weight_bytes > MAX_PROTOBUF_BYTES:
         raise BuildFailed(
             f"{path.name}: more than 2 GB of weights cannot be cast to {precision} here; cast the model beforehand "
             f"(python -m modelopt.onnx.autocast --low_precision_type {LOW_PRECISION[precision]}), or use precision: f32"
@@ -176,193 +187,6 @@ def _convert_precision(path: Path, precision: str) -> onnx.ModelProto:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         raise BuildFailed(f"{path.name}: ModelOpt cannot cast it to {precision}: {words}") from error
     return restore_plugins(cast, model, plugins) if plugins else cast
-
-
-def _external_weight_bytes(path: Path) -> int:
-    proto = read_structure(path)
-    external = sum(
-        int(entry.value)
-        for tensor in proto.graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "length"
-    )
-    return path.stat().st_size + external
-
-
-Precision = Annotated[Literal["auto", "f32", "tf32", "f16", "bf16"], BeforeValidator(normalize_float_precision)]
-Typing = Literal["strong", "weak"]
-CachePolicy = Literal["cold", "shared", "frozen"]
-POLICIES = ("cold", "shared", "frozen")
-STRONG_TYPING_ONLY_MAJOR = 11
-"""From this major on, every network is strongly typed."""
-MIN_CAPABILITY_BY_PRECISION: Mapping[str, tuple[int, int]] = {
-    "f32": (0, 0),
-    "tf32": (8, 0),
-    "f16": (5, 3),
-    "bf16": (8, 0),
-}
-"""Smallest compute capability that runs a float precision (CUDA C++ programming guide, arithmetic instructions)."""
-OPTIMIZATION_LEVELS = (None, *range(6))
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedSource:
-    """Model file that TensorRT parses.
-
-    Attributes:
-        path: Path of the file, which is a cast copy if the options require it.
-        structure: Original model without its external data.
-        options: Options of the build, with the profiles of dynamic inputs only.
-    """
-
-    path: Path
-    structure: Structure
-    options: BuildOptions
-
-    @property
-    def has_qdq(self) -> bool:
-        """Return whether the model has Q/DQ pairs."""
-        return has_qdq(self.structure)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildOptions:
-    """Build options that all candidates share.
-
-    Attributes:
-        precision: Precision of float operations: "f32", "tf32", "f16" or "bf16".
-        float_open: Whether the harness may select another precision.
-        typing: "strong": operators run in the types of the file. "weak" (10.x): TensorRT may use lower precisions.
-        workspace_bytes: Scratch memory in bytes that kernels may use; None: all memory of the device.
-        optimization_level: Effort of the builder, 0 to 5; None: TensorRT's default (3).
-        profiles: Shapes of the dynamic inputs by name.
-        timing_cache: "cold", "shared" or "frozen", see `TimingCache`.
-        detailed: Whether layers are recorded for inspection; not for engines that are timed.
-    """
-
-    precision: str
-    float_open: bool = False
-    typing: Typing = "strong"
-    workspace_bytes: int | None = None
-    optimization_level: int | None = None
-    profiles: Mapping[str, ShapeProfile] = field(default_factory=dict)
-    timing_cache: CachePolicy = "shared"
-    detailed: bool = False
-
-    def check_runtime(self, runtime: str, major: int, device: Device) -> None:
-        """Raise an error for options that a TensorRT or a GPU does not support.
-
-        Args:
-            runtime: Name and version of TensorRT, for messages.
-            major: Major version of TensorRT.
-            device: The GPU.
-
-        Raises:
-            UserError: Weak typing on 11 or later; a float precision beyond the GPU's compute capability.
-        """
-        if self.typing == "weak" and major >= STRONG_TYPING_ONLY_MAJOR:
-            raise UserError(
-                f"typing: weak: {runtime} has no weakly typed networks any more (11.0 removed them with the builder's "
-                "precision flags); use typing: strong, where the ONNX file says what runs in which type"
-            )
-        if device.capability < MIN_CAPABILITY_BY_PRECISION[self.precision]:
-            need, have = (
-                ".".join(map(str, pair)) for pair in (MIN_CAPABILITY_BY_PRECISION[self.precision], device.capability)
-            )
-            raise UserError(f"precision: {self.precision} needs compute capability {need}, {device.name} has {have}")
-
-    def write_cast_model(self, path: Path, folder: Path) -> Path:
-        """Return the file for a build: a cast copy in `folder` at FP16 and BF16 with strong typing, else `path`.
-
-        Raises:
-            BuildFailed: The model is too large to be cast, or ModelOpt refuses it.
-        """
-        return path if self.typing == "weak" else cast_model(path, self.precision, folder)
-
-    def source(self, path: Path, folder: Path, device: Device) -> ParsedSource:
-        """Check a candidate's file, and return the file that TensorRT parses for it.
-
-        Raises:
-            BuildFailed: TensorRT is known to refuse the file, the profiles do not fit, or it cannot be read or cast.
-        """
-        structure = read_structure(path)
-        check_tensorrt_qdq(structure, path, device.capability)
-        if self.typing == "weak" and has_fp8(structure):
-            raise BuildFailed(f"{path.name}: FP8 needs a strongly typed network; use typing: strong")
-        profiles = select_dynamic_profiles(self.profiles, read_input_shapes(structure))
-        return ParsedSource(self.write_cast_model(path, folder), structure, replace(self, profiles=profiles))
-
-    def describe(self, device: Device) -> dict[str, Any]:
-        """Return the options as JSON values for the record."""
-        return {
-            "typing": self.typing,
-            "precision": self.precision,
-            "profiles": {name: str(profile) for name, profile in self.profiles.items()},
-            "workspace_bytes": self.workspace_bytes,
-            "optimization_level": self.optimization_level,
-            "timing_cache": self.timing_cache,
-            "compute_capability": ".".join(map(str, device.capability)),
-            "cuda_driver": device.driver,
-            **({"profile": True} if self.detailed else {}),
-        }
-
-    def describe_float_precision(self, device: Device) -> dict[str, Any]:
-        """Return `float_precision`, `float_open` and `float_params`, see `harness.plugins.api.Benchmarker`."""
-        offered = [name for name, least in MIN_CAPABILITY_BY_PRECISION.items() if device.capability >= least]
-        return {
-            "float_precision": self.precision,
-            "float_open": self.float_open,
-            "float_params": {name: {"precision": name} for name in offered},
-        }
-
-
-def read_options(
-    precision: str,
-    typing: Typing,
-    profiles: Mapping[str, Any] | None,
-    workspace_gb: float | None,
-    optimization_level: int | None,
-    timing_cache: CachePolicy,
-    profile: bool,
-) -> BuildOptions:
-    """Validate options, which are parameters of `harness.runtimes.tensorrt.benchmarker.TensorRTBenchmarker`.
-
-    The precision "auto" becomes "f32" with `float_open`.
-
-    Raises:
-        ValueError: An option has an unknown value, or a profile is invalid.
-    """
-    precision = normalize_float_precision(precision)
-    check_choice("precision", precision, ("auto", *MIN_CAPABILITY_BY_PRECISION))
-    check_choice("typing", typing, ("strong", "weak"))
-    check_choice("timing_cache", timing_cache, POLICIES)
-    check_choice("optimization_level", optimization_level, OPTIMIZATION_LEVELS)
-    if workspace_gb is not None and not workspace_gb > 0:
-        raise ValueError(f"workspace_gb: a positive number, but got {workspace_gb!r}")
-    return BuildOptions(
-        precision="f32" if precision == "auto" else precision,
-        float_open=precision == "auto",
-        typing=typing,
-        workspace_bytes=None if workspace_gb is None else int(workspace_gb * 1e9),
-        optimization_level=optimization_level,
-        profiles=read_profiles(profiles or {}),
-        timing_cache=timing_cache,
-        detailed=profile,
-    )
-
-
-def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise an error if a value is not one of the choices.
-
-    Raises:
-        ValueError: The value is unknown; the message lists all choices.
-    """
-    if value not in allowed:
-        raise ValueError(f"{name}: one of {', '.join(map(str, allowed))}, but got {value!r}")
-
-
-Shape = tuple[int, ...]
-PROFILE_KEYS = ("min", "opt", "max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,17 +228,158 @@ class ShapeProfile:
         if not fits:
             raise BuildFailed(f"profile of {name!r}: {self} does not fit the model's shape {format_shape(declared)}")
 
-    def check_shape(self, name: str, shape: Shape) -> None:
-        """Raise an error for a shape outside of the profile.
-
-        Raises:
-            MeasureFailed: The shape is outside; the message has the shape and the profile.
-        """
-        if not self.covers(shape):
-            raise MeasureFailed(f"input {name!r} is {format_shape(shape)}, the profile takes {self}")
-
     def __str__(self) -> str:
         return f"{format_shape(self.min)} to {format_shape(self.max)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedSource:
+    """Model file that TensorRT parses.
+
+    Attributes:
+        path: Path of the file, which is a cast copy if the options require it.
+        structure: Original model without its external data.
+        profiles: Profiles of the dynamic inputs by name.
+    """
+
+    path: Path
+    structure: Structure
+    profiles: Mapping[str, ShapeProfile]
+
+
+@dataclass(eq=False, kw_only=True)
+class TensorRTParameters:
+    """Parameters that the benchmarkers `tensorrt` and `trtexec` share.
+
+    Args:
+        precision: Precision of float operations. "f32": IEEE FP32; "tf32": FP32 with TF32 multiplications, TensorRT's
+            default; "f16" and "bf16": the ONNX file is cast first (strong typing), or TensorRT may use them (weak
+            typing). "auto": the harness times the precisions of the GPU and uses the fastest one.
+        typing: "strong": operators run in the types of the file; "weak", for TensorRT 10 only: lower precisions are
+            allowed.
+        profiles: Shapes of dynamic inputs, `{NAME: {min: 1x3x224x224, opt: ..., max: ...}}`; timed at `opt`.
+        workspace_gb: Scratch memory that kernels may use, in units of 10^9 bytes; None: all memory of the GPU.
+        optimization_level: Effort of the builder, 0 to 5; None: TensorRT's default (3).
+        timing_cache: "cold": not used; "shared": read and extended; "frozen": only read, and it must exist.
+        timing_cache_file: File of the timing cache; None: one for each TensorRT and kind of GPU in the cache folder.
+        cuda_graph: Whether the engine is timed as a CUDA graph, without the host's work between kernels.
+        plugins: Libraries with plugins.
+        device: Number of the GPU.
+        profile: Whether layers are recorded in detail for `layers`; do not compare such engines.
+
+    Raises:
+        ValueError: A profile is invalid.
+    """
+
+    precision: Precision = "auto"
+    typing: Literal["strong", "weak"] = "strong"
+    profiles: Mapping[str, Any] | None = None
+    workspace_gb: Annotated[float, Field(gt=0)] | None = None
+    optimization_level: Annotated[int, Field(ge=0, le=5)] | None = None
+    timing_cache: CachePolicy = "shared"
+    timing_cache_file: str | None = None
+    cuda_graph: bool = True
+    plugins: tuple[str, ...] | list[str] = ()
+    device: int = 0
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        self.precision = normalize_float_precision(self.precision)
+        self._profiles = read_profiles(self.profiles or {})
+
+    @property
+    def float_precision(self) -> str:
+        """Return the precision of float operations: "f32", "tf32", "f16" or "bf16"."""
+        return "f32" if self.precision == "auto" else self.precision
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        """Return the scratch memory in bytes that kernels may use; None: all memory of the GPU."""
+        return None if self.workspace_gb is None else int(self.workspace_gb * 1e9)
+
+    @cached_property
+    def plugin_paths(self) -> tuple[Path, ...]:
+        """Return the paths of the plugin libraries; raise `UserError` if one is missing."""
+        found = {name: Path(name).expanduser().resolve() for name in self.plugins}
+        for name, path in found.items():
+            if not path.is_file():
+                raise UserError(f"plugins: {name}: no such file")
+        return tuple(found.values())
+
+    def timing_cache_path(self, version: str, device: Device) -> Path:
+        """Return the file of the timing cache; by default one for each version of TensorRT and kind of GPU."""
+        gpu = re.sub(r"[^A-Za-z0-9]+", "-", device.name).strip("-")
+        default = cache_dir() / "tensorrt" / f"{version}-{gpu}.timing"
+        return Path(self.timing_cache_file).expanduser() if self.timing_cache_file else default
+
+    def check_runtime(self, runtime: str, major: int, device: Device) -> None:
+        """Raise an error for options that a TensorRT or a GPU does not support.
+
+        Args:
+            runtime: Name and version of TensorRT, for messages.
+            major: Major version of TensorRT.
+            device: The GPU.
+
+        Raises:
+            UserError: Weak typing on 11 or later; a float precision beyond the GPU's compute capability.
+        """
+        if self.typing == "weak" and major >= STRONG_TYPING_ONLY_MAJOR:
+            raise UserError(
+                f"typing: weak: {runtime} has no weakly typed networks any more (11.0 removed them with the builder's "
+                "precision flags); use typing: strong, where the ONNX file says what runs in which type"
+            )
+        least = MIN_CAPABILITY_BY_PRECISION[self.float_precision]
+        if device.capability < least:
+            need, have = (".".join(map(str, pair)) for pair in (least, device.capability))
+            raise UserError(f"precision: {self.precision} needs compute capability {need}, {device.name} has {have}")
+
+    def cast(self, path: Path, folder: Path) -> Path:
+        """Return the file for a build: a cast copy in `folder` at FP16 and BF16 with strong typing, else `path`.
+
+        Raises:
+            BuildFailed: The model is too large to be cast, or ModelOpt refuses it.
+        """
+        return path if self.typing == "weak" else cast_model(path, self.float_precision, folder)
+
+    def source(self, path: Path, folder: Path, device: Device) -> ParsedSource:
+        """Check a candidate's file, and return the file that TensorRT parses for it.
+
+        Q/DQ pairs are checked here, because a build with pairs that TensorRT does not accept would fail only after
+        minutes.
+
+        Raises:
+            BuildFailed: TensorRT is known to refuse the file, the profiles do not fit, or it cannot be read or cast.
+        """
+        structure = read_structure(path)
+        for problem in find_refused_qdq(QDQGraph(structure, path.parent), device.capability):
+            raise BuildFailed(f"{path.name}: {problem}")
+        if self.typing == "weak" and has_fp8(structure):
+            raise BuildFailed(f"{path.name}: FP8 needs a strongly typed network; use typing: strong")
+        profiles = select_dynamic_profiles(self._profiles, read_input_shapes(structure))
+        return ParsedSource(self.cast(path, folder), structure, profiles)
+
+    def describe_options(self, device: Device) -> dict[str, Any]:
+        """Return the options as JSON values for the record."""
+        return {
+            "typing": self.typing,
+            "precision": self.float_precision,
+            "profiles": {name: str(profile) for name, profile in self._profiles.items()},
+            "workspace_bytes": self.workspace_bytes,
+            "optimization_level": self.optimization_level,
+            "timing_cache": self.timing_cache,
+            "compute_capability": ".".join(map(str, device.capability)),
+            "cuda_driver": device.driver,
+            **({"profile": True} if self.profile else {}),
+        }
+
+    def describe_float_precision(self, device: Device) -> dict[str, Any]:
+        """Return `float_precision`, `float_open` and `float_params`, see `harness.plugins.api.Benchmarker`."""
+        offered = [name for name, least in MIN_CAPABILITY_BY_PRECISION.items() if device.capability >= least]
+        return {
+            "float_precision": self.float_precision,
+            "float_open": self.precision == "auto",
+            "float_params": {name: {"precision": name} for name in offered},
+        }
 
 
 def read_profiles(spec: Mapping[str, Any]) -> dict[str, ShapeProfile]:
@@ -423,9 +388,30 @@ def read_profiles(spec: Mapping[str, Any]) -> dict[str, ShapeProfile]:
     Raises:
         ValueError: A key or a shape is invalid, or min <= opt <= max is violated.
     """
-    if not isinstance(spec, Mapping):
-        raise ValueError(f"profiles: {{INPUT: {{min: 1x3x224x224, opt: ..., max: ...}}}}, but got {spec!r}")
-    return {str(name): _parse_profile(str(name), shapes) for name, shapes in spec.items()}
+    found = {}
+    for name, shapes in spec.items():
+        where = f"profiles.{name}"
+        if not isinstance(shapes, Mapping) or sorted(map(str, shapes)) != sorted(PROFILE_KEYS):
+            raise ValueError(f"{where}: the keys min, opt and max with a shape each, but got {shapes!r}")
+        low, best, high = (_parse_shape(f"{where}.{key}", shapes[key]) for key in PROFILE_KEYS)
+        if not len(low) == len(best) == len(high) or any(
+            a > b or b > c for a, b, c in zip(low, best, high, strict=True)
+        ):
+            texts = ", ".join(map(format_shape, (low, best, high)))
+            raise ValueError(f"{where}: min <= opt <= max in every dimension, but got {texts}")
+        found[str(name)] = ShapeProfile(min=low, opt=best, max=high)
+    return found
+
+
+def _parse_shape(where: str, value: Any) -> Shape:
+    parts = value.split("x") if isinstance(value, str) else value
+    try:
+        sizes = tuple(int(part) for part in parts)
+    except (TypeError, ValueError):
+        sizes = ()
+    if not sizes or min(sizes) < 0 or not sizes[0]:  # the first is the batch
+        raise ValueError(f"{where}: a shape such as 1x3x224x224, but got {value!r}")
+    return sizes
 
 
 def select_dynamic_profiles(
@@ -456,27 +442,3 @@ def select_dynamic_profiles(
 def format_shape(shape: Shape) -> str:
     """Format a shape as 1x3x224x224, or "scalar"."""
     return "x".join(map(str, shape)) or "scalar"
-
-
-def _parse_profile(name: str, shapes: Any) -> ShapeProfile:
-    where = f"profiles.{name}"
-    if not isinstance(shapes, Mapping) or sorted(map(str, shapes)) != sorted(PROFILE_KEYS):
-        raise ValueError(f"{where}: the keys min, opt and max with a shape each, but got {shapes!r}")
-    low, best, high = (_parse_shape(f"{where}.{key}", shapes[key]) for key in PROFILE_KEYS)
-    if not len(low) == len(best) == len(high) or not all(a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
-        raise ValueError(
-            f"{where}: min <= opt <= max in every dimension, but got {format_shape(low)}, {format_shape(best)}, "
-            f"{format_shape(high)}"
-        )
-    return ShapeProfile(min=low, opt=best, max=high)
-
-
-def _parse_shape(where: str, value: Any) -> Shape:
-    parts = value.split("x") if isinstance(value, str) else value
-    try:
-        sizes = tuple(int(part) for part in parts)
-    except (TypeError, ValueError):
-        sizes = ()
-    if not sizes or min(sizes) < 0 or not sizes[0]:  # the first is the batch
-        raise ValueError(f"{where}: a shape such as 1x3x224x224, but got {value!r}")
-    return sizes

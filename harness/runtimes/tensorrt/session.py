@@ -6,7 +6,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -60,24 +60,6 @@ class _EngineTensor:
     shape: Shape
     profile: ShapeProfile | None
 
-    @property
-    def timed_shape(self) -> Shape:
-        """Return the shape that the tensor has during timing."""
-        return self.shape if self.profile is None else self.profile.opt
-
-    def check(self, shape: Shape) -> None:
-        """Raise an error for a shape that the engine does not accept.
-
-        Raises:
-            MeasureFailed: The shape is not accepted; the message has both shapes.
-        """
-        if self.profile is not None:
-            self.profile.check_shape(self.name, shape)
-        elif shape != self.shape:
-            raise MeasureFailed(
-                f"input {self.name!r} is {format_shape(shape)}, the engine takes {format_shape(self.shape)}"
-            )
-
 
 class ExecutionSession:
     """Execution context with a stream and buffers, which grow with the shapes; a context manager.
@@ -106,7 +88,7 @@ class ExecutionSession:
             stream = self._call("cudaStreamCreateWithFlags", self._loaded.cuda.api.cudaStreamNonBlocking)
             opened.callback(self._call, "cudaStreamDestroy", stream)
             self.stream = int(stream)
-            opened.callback(self._free)
+            opened.callback(lambda: [self._call("cudaFree", pointer) for pointer, _ in self._buffers.values()])
             self._open = opened.pop_all()
         return self
 
@@ -126,7 +108,13 @@ class ExecutionSession:
             raise MeasureFailed(f"the engine's inputs are {', '.join(sorted(inputs))}, but got {', '.join(feeds)}")
         arrays = {name: np.asarray(feeds[name], port.dtype, order="C") for name, port in inputs.items()}
         for name, array in arrays.items():
-            inputs[name].check(array.shape)
+            port = inputs[name]
+            if port.profile is not None and not port.profile.covers(array.shape):
+                raise MeasureFailed(f"input {name!r} is {format_shape(array.shape)}, the profile takes {port.profile}")
+            if port.profile is None and array.shape != port.shape:
+                raise MeasureFailed(
+                    f"input {name!r} is {format_shape(array.shape)}, the engine takes {format_shape(port.shape)}"
+                )
             if not self.context.set_input_shape(name, array.shape):
                 words = self._loaded.library.drain_messages()
                 raise MeasureFailed(f"input {name!r}: {format_shape(array.shape)} is refused: {words}")
@@ -147,7 +135,7 @@ class ExecutionSession:
         for port in self._ports:
             if port.is_input:
                 known = port.dtype if port.dtype.kind in "fiub" else np.dtype(np.float32)
-                types[port.name] = (known, port.timed_shape)
+                types[port.name] = (known, port.shape if port.profile is None else port.profile.opt)
         self.load_inputs(make_fixed_inputs(types))
 
     def enqueue(self, stream: int) -> None:
@@ -178,10 +166,6 @@ class ExecutionSession:
                 self._call("cudaMemcpy", array.ctypes.data, self._buffers[port.name][0], array.nbytes, kind)
                 found[port.name] = array
         return found
-
-    def _free(self) -> None:
-        while self._buffers:
-            self._call("cudaFree", self._buffers.popitem()[1][0])
 
     def _ensure_buffer(self, port: _EngineTensor) -> None:
         shape = tuple(int(size) for size in self.context.get_tensor_shape(port.name))
@@ -217,15 +201,12 @@ def _engine_tensors(trt: Any, engine: Any) -> list[_EngineTensor]:
             )
         shape = tuple(int(size) for size in engine.get_tensor_shape(name))
         is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
-        profile = _engine_profile(engine, name) if is_input and -1 in shape else None
+        profile = None
+        if is_input and -1 in shape:  # read from the engine, because another program may have built it
+            low, best, high = (tuple(map(int, each)) for each in engine.get_tensor_profile_shape(name, 0))
+            profile = ShapeProfile(min=low, opt=best, max=high)
         found.append(_EngineTensor(name, np.dtype(NUMPY_TYPES[kind]), is_input, shape, profile))
     return found
-
-
-def _engine_profile(engine: Any, name: str) -> ShapeProfile:
-    """Read the profile of a dynamic input from the engine, because another program may have built it."""
-    low, best, high = (tuple(int(size) for size in shape) for shape in engine.get_tensor_profile_shape(name, 0))
-    return ShapeProfile(min=low, opt=best, max=high)
 
 
 HOST_TIMING_RUNS = 5
@@ -288,11 +269,11 @@ class EngineProbe:
             self._scored = self._open.enter_context(ExecutionSession(self._loaded))
         self._scored.load_inputs(feeds)
         self._scored.run()
-        return {name: _to_float32(array) for name, array in self._scored.copy_outputs().items()}
-
-
-def _to_float32(array: Array) -> Array:
-    return array.astype(np.float32) if array.dtype.kind == "V" else to_float32(array)
+        outputs = self._scored.copy_outputs().items()
+        # NumPy calls types of other packages, such as bfloat16, void.
+        return {
+            name: array.astype(np.float32) if array.dtype.kind == "V" else to_float32(array) for name, array in outputs
+        }
 
 
 DATATYPE_KEYS = ("Datatype", "DataType", "Format/Datatype", "Format")
@@ -330,7 +311,10 @@ def _parse_layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
     if isinstance(entry, str):  # built without detailed verbosity
         return Layer(name=entry, kind="", precision="", time_ms=times_ms.get(entry))
     name = str(entry["Name"])
-    types = [kind for side in ("Inputs", "Outputs") for kind in _tensor_precisions(entry.get(side, ()))]
+    types = []
+    for tensor in (*entry.get("Inputs", ()), *entry.get("Outputs", ())):
+        texts = [str(tensor.get(key, "")).lower() for key in DATATYPE_KEYS] if isinstance(tensor, Mapping) else []
+        types += [word for text in texts for pattern, word in PRECISION_PATTERNS if re.search(pattern, text)][:1]
     return Layer(
         name=name,
         kind=str(entry.get("ParameterType") or entry.get("LayerType", "")),
@@ -339,20 +323,6 @@ def _parse_layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
         origin=tuple(_ORIGIN.findall(str(entry.get("Metadata", "")))),
         kernel=str(entry.get("TacticName", "")),
     )
-
-
-def _tensor_precisions(tensors: Any) -> Iterator[str]:
-    for tensor in tensors:
-        for key in DATATYPE_KEYS:
-            word = _precision_name(str(tensor.get(key, ""))) if isinstance(tensor, Mapping) else ""
-            if word:
-                yield word
-                break
-
-
-def _precision_name(text: str) -> str:
-    lower = text.lower()
-    return next((word for pattern, word in PRECISION_PATTERNS if re.search(pattern, lower)), "")
 
 
 def profile_layers(loaded: LoadedEngine, runs: int) -> tuple[Layer, ...]:
@@ -378,13 +348,7 @@ def profile_layers(loaded: LoadedEngine, runs: int) -> tuple[Layer, ...]:
         session.context.profiler = profiler
         for _ in range(runs):
             session.run()
-        text = _inspect_engine(loaded, session)
+        inspector: Any = loaded.engine.create_engine_inspector()
+        inspector.execution_context = session.context  # needed if shapes are dynamic
+        text: str = inspector.get_engine_information(loaded.library.trt.LayerInformationFormat.JSON)
     return read_layers(text, {name: total / runs for name, total in spent_ms.items()})
-
-
-def _inspect_engine(loaded: LoadedEngine, session: ExecutionSession) -> str:
-    """Return the inspector's report, which needs the context if shapes are dynamic."""
-    inspector: Any = loaded.engine.create_engine_inspector()
-    inspector.execution_context = session.context
-    answer: str = inspector.get_engine_information(loaded.library.trt.LayerInformationFormat.JSON)
-    return answer

@@ -30,7 +30,7 @@ from harness.results.manifest import find_changed_files
 from harness.runtimes.cuda import GpuMonitor, GpuTimer, open_device
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
 from harness.runtimes.tensorrt.library import TimingCache, build_plan, load_engine, open_library
-from harness.runtimes.tensorrt.options import BuildOptions
+from harness.runtimes.tensorrt.options import ParsedSource, TensorRTParameters, read_structure
 from harness.runtimes.tensorrt.session import LoadedEngine, profile_layers
 from harness.runtimes.testing import file_candidate
 from harness.workers.helper_process import RUNTIME_FACTOR, HelperCallFailed, call_in_helper_process
@@ -210,9 +210,10 @@ def tensorrt_verdict(path: Path, node: str) -> dict[str, str]:
 def build_precisions(path: Path, node: str) -> tuple[str, ...]:
     """Build an engine, without our checks before a build, and return the precisions of the layers of a node."""
     cuda, device = open_device()
-    library, options = open_library(), BuildOptions(precision="tf32", detailed=True)
-    plan = build_plan(library, path, options, TimingCache("cold", path.with_suffix(".none")), quantized=True)
-    engine = load_engine(library, plan.content, path.name)
+    library, options = open_library(), TensorRTParameters(precision="tf32", profile=True)
+    source = ParsedSource(path, read_structure(path), {})
+    content, _ = build_plan(library, source, options, TimingCache("cold", path.with_suffix(".none")))
+    engine = load_engine(library, content, path.name)
     loaded = LoadedEngine(library=library, engine=engine, cuda=cuda, clocks=GpuMonitor(device.uuid), graph=False)
     return tuple(layer.precision for layer in profile_layers(loaded, 1) if node in layer.origin)
 

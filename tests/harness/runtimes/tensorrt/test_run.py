@@ -76,9 +76,9 @@ def parsed(monkeypatch):
     found: list[tuple[Path, str]] = []
     build = benchmarker.build_plan
 
-    def noting(library: Any, path: Path, *args: Any, **options: Any) -> Any:
-        found.append((path, digest_file(path)))
-        return build(library, path, *args, **options)
+    def noting(library: Any, source: Any, *args: Any) -> Any:
+        found.append((source.path, digest_file(source.path)))
+        return build(library, source, *args)
 
     monkeypatch.setattr(benchmarker, "build_plan", noting)
     return found
