@@ -33,10 +33,6 @@ class InputForm:
     arrays: tuple[Array, ...]
     nodes: tuple[onnx.NodeProto, ...] = ()
 
-    def is_equal(self, other: InputForm) -> bool:
-        """Return whether scales and zero points, or the dequantized values of weights, are equal in both forms."""
-        return all(map(np.array_equal, self.arrays, other.arrays))
-
 
 def read_input_form(graph: QDQGraph, edge: Edge) -> InputForm:
     """Return the form of a quantized input in a Q/DQ model; `edge` must be one of `graph.edges`."""
@@ -75,7 +71,7 @@ class ReaderErrors:
         result = edge.tensor if reader is None else reader.output[0]
         found: dict[str, str] = {}
         for name, form in forms.items():
-            equal = next((other for other in found if forms[other].is_equal(form)), None)
+            equal = next((n for n in found if all(map(np.array_equal, forms[n].arrays, form.arrays))), None)
             if equal is not None:
                 found[name] = found[equal]
                 continue

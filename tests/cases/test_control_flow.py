@@ -6,14 +6,14 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, parser
 from onnx.reference import ReferenceEvaluator
-from onnx_models import loaded, net, run_onnxruntime
+from onnx_models import loaded, net, normal, run_onnxruntime
 
 from harness.base.errors import UserError
 from harness.graph.model import Model
 
 CONSTANTS = """int64 zero = {0}, int64 one = {1}, int64 three = {3}, int64[1] first = {0}, int64[1] second = {1},
 bool yes = {1}, bool no = {0}, float half = {0.5}, int64[4] all = {0, 1, 2, 3}"""
-X = np.random.default_rng(0).standard_normal((1, 4, 2, 3)).astype(np.float32)
+X = normal(1, 4, 2, 3)
 
 
 def branch(condition: str, then: str, otherwise: str, output: str = "b", declared: str = "[1,4,2,3]") -> str:
@@ -233,7 +233,7 @@ def operators_of(body: str, opset: int = 17) -> list[str]:
         <{MOVEMENT_CONSTANTS}> {{ {body} }}"""
     )
     model = loaded(proto, "m.onnx")
-    x = np.random.default_rng(0).standard_normal((1, 4, 2, 2)).astype(np.float32)
+    x = normal(1, 4, 2, 2)
     want, got = (run_onnxruntime(each, {"x": x})[0] for each in (proto, model.proto))
     np.testing.assert_array_equal(got, want)
     assert model.outputs == ("y",)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import onnx
 import pytest
 from fidelity_of import write_quantized
-from onnx_models import everywhere, loaded, run_onnxruntime
+from onnx_models import by_name, everywhere, loaded, normal, run_onnxruntime
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -31,7 +31,7 @@ def quantized(model: Model, dialect: Dialect) -> set[tuple[str, int]]:
     return {(ops[edge.consumer], edge.slot) for d in build_space(model, dialect).dimensions for edge in d.edges}
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 def test_resize_scales_and_their_sources_stay_float(dialect):
     g = GraphBuilder("m")
     x, scales = g.op("Tanh", g.input("x", (1, 2, 4, 4))), g.input("s", (2,))
@@ -40,7 +40,7 @@ def test_resize_scales_and_their_sources_stay_float(dialect):
     assert quantized(model, dialect) - {("output", 0)} == {("Tanh", 0), ("Resize", 0)}
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 @pytest.mark.parametrize(
     ("op", "shapes"),
     [
@@ -80,7 +80,7 @@ def poles(g: GraphBuilder, kind: str) -> str:
     return g.op(kind, clipped)
 
 
-@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME], ids=lambda d: d.name)
+@by_name("dialect", [OPENVINO, ONNXRUNTIME])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -99,7 +99,7 @@ def poles(g: GraphBuilder, kind: str) -> str:
 def test_quantization_causes_no_nan_near_poles(kind, dialect, tmp_path):
     g = GraphBuilder("m")
     model = finish(g, poles(g, kind))
-    feed = {"x": np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)}
+    feed = {"x": normal(4, 64)}
     (found,) = run_onnxruntime(write_quantized(model, dialect, [feed], tmp_path), feed)
     assert np.isfinite(found).all()
     assert not {("Log", 0), ("Reciprocal", 0), ("Div", 1), ("Sqrt", 0), ("Clip", 0)} & quantized(model, dialect)
@@ -143,7 +143,7 @@ def quantized_weights(model: Model, dialect: Dialect) -> set[str]:
     return {edge.tensor for dimension in build_space(model, dialect).dimensions for edge in dimension.edges}
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_nonfinite_weight_keeps_its_operator_float(value, dialect, caplog, tmp_path):
     model = two_products(weight(value), np.ones(8, np.float32))
@@ -168,7 +168,7 @@ def test_nonfinite_bias_keeps_operator_float_if_stored_as_int32(value):
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 def test_nonfinite_conv_and_left_matmul_weights_stay_float(value, dialect):
     g = GraphBuilder("m")
     x = g.input("x", (1, 8, 8, 8))

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_models import everywhere, loaded
+from onnx_models import by_name, everywhere, loaded, normal
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -301,7 +301,7 @@ def compared(proto: onnx.ModelProto, dialect: Dialect) -> tuple[ImportedPlacemen
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 def test_placement_is_read_in_any_form(dialect, seed):
     f, asked = foreign(dialect, seed)
     for form in FORMS:
@@ -380,7 +380,7 @@ def test_scales_of_weights_by_block_are_listed():
     assert differences[edge].reason == "one scale for each block of 4 becomes one scale for each channel"
 
 
-@pytest.mark.parametrize("dialect", [OPENVINO, TENSORRT], ids=lambda d: d.name)
+@by_name("dialect", [OPENVINO, TENSORRT])
 def test_scales_by_channel_are_listed_and_can_be_kept(dialect):
     f, _ = foreign(dialect, 4, share=1.0)
     node, _ = f.reader("depthwise", 0)
@@ -448,7 +448,7 @@ def test_checks_know_a_scale_behind_a_cast():
 
 def two_convolutions() -> tuple[Model, int]:
     """Two convolutions share a weight; each widens its first channel, which is all but dead, for its own bias."""
-    weight = np.random.default_rng(0).standard_normal((4, 4, 1, 1)).astype(np.float32)
+    weight = normal(4, 4, 1, 1)
     weight[0] *= 1e-7
     g = GraphBuilder("convolutions")
     inputs = [g.input(name, (1, 4, 4, 4)) for name in ("a", "c")]
@@ -460,7 +460,7 @@ def two_convolutions() -> tuple[Model, int]:
 def one_table_of_words() -> tuple[Model, int]:
     """An embedding and a product read one constant at scales of their own."""
     g = GraphBuilder("words")
-    table = g.const(np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32))
+    table = g.const(normal(8, 8))
     x = g.op("Add", g.op("Gather", table, g.input("ids", (1, 4), "int64")), g.input("x", (1, 4, 8)))
     g.output(g.op("MatMul", x, table))
     return loaded(g), 5

@@ -10,14 +10,14 @@ import numpy as np
 import onnx
 import pytest
 from fidelity_of import Quantizer, quantizer, scales
-from onnx_models import loaded
+from onnx_models import by_name, loaded, normal
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, TENSORRT, Dialect
 from harness.graph.rules.movement import find_repeated_input
 
 DIALECTS = [OPENVINO_7BIT, ONNXRUNTIME_7BIT, TENSORRT]
-FEEDS = [{"x": np.random.default_rng(i).normal(size=(1, 8, 16, 16)).astype(np.float32)} for i in range(2)]
+FEEDS = [{"x": normal(1, 8, 16, 16, seed=i)} for i in range(2)]
 LAST, MOVER = "last", "mover"
 
 
@@ -71,7 +71,7 @@ def prepared(move: Callable[[GraphBuilder, str], str], dialect: Dialect, folder:
     return quantizer(made(move), dialect, FEEDS, folder)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 @pytest.mark.parametrize("move", [split, cut, gather, pool, chain, joined])
 def test_tensor_behind_a_float_source_has_its_own_scale(move, dialect, tmp_path):
     made = prepared(move, dialect, tmp_path)
@@ -81,7 +81,7 @@ def test_tensor_behind_a_float_source_has_its_own_scale(move, dialect, tmp_path)
     assert made.decibels(path, FEEDS) > 25
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 @pytest.mark.parametrize("move", [split, cut, gather, chain])
 def test_tensor_behind_a_quantized_source_shares_its_scale(move, dialect, tmp_path):
     made = prepared(move, dialect, tmp_path)
@@ -92,7 +92,7 @@ def test_tensor_behind_a_quantized_source_shares_its_scale(move, dialect, tmp_pa
         assert found["rest"][0] < scales(made.write({LAST, MOVER, "before"}))["rest"][0]
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 def test_other_reader_of_the_source_does_not_tie_scales(dialect, tmp_path):
     g = GraphBuilder("readers")
     large = wide(g, g.input("x", (1, 8, 16, 16)))
@@ -103,7 +103,7 @@ def test_other_reader_of_the_source_does_not_tie_scales(dialect, tmp_path):
     assert found["rest"][0] < found["wide"][0] / 100
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 def test_concat_shares_scales_with_quantized_readers_only(dialect, tmp_path):
     made = prepared(joined, dialect, tmp_path)
     found = scales(made.write({LAST, "concat"}))
@@ -194,7 +194,7 @@ def attention(between: Between) -> GraphBuilder:
 
 @pytest.mark.parametrize("between", REMOVED)
 def test_softmax_scale_is_kept_behind_removed_operators(between, tmp_path):
-    feeds = [{"x": np.random.default_rng(1).normal(size=(1, 4, N, 8)).astype(np.float32)}]
+    feeds = [{"x": normal(1, 4, N, 8, seed=1)}]
     made = quantizer(attention(REMOVED[between]).build(), ONNXRUNTIME_7BIT, feeds, tmp_path)
     for kept in (None, {"product"}):
         path = made.write(kept)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from fidelity_of import quantizer, scales
+from onnx_models import by_name, normal
 
 from harness.accuracy.calibration.range_estimators import finite_ranges, range_warnings, require_quantizable
 from harness.accuracy.calibration.ranges import CalibrationKey, cached_ranges, calibrate
@@ -58,7 +59,7 @@ def sentences(count: int, seed: int, *, padded: bool) -> list[Mapping[str, np.nd
     return found
 
 
-@pytest.mark.parametrize("dialect", [OPENVINO_7BIT, ONNXRUNTIME_7BIT], ids=lambda d: d.name)
+@by_name("dialect", [OPENVINO_7BIT, ONNXRUNTIME_7BIT])
 def test_attention_mask_works_without_padding_in_calibration(dialect, tmp_path):
     made = quantizer(attention(), dialect, sentences(8, 0, padded=False), tmp_path)
     assert {"padding", "hidden"}.isdisjoint(edge.tensor for edge, _ in made.resolved)
@@ -120,7 +121,7 @@ def images(count: int = 2) -> list[dict[str, np.ndarray[Any, Any]]]:
 
 @pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
 @pytest.mark.parametrize("none", [-1e4, -1e9, -65504.0])
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 def test_pool_behind_sentinel_padding_has_its_own_scale(dialect, none, method, tmp_path):
     made = quantizer(stem(none), dialect, images(), tmp_path, method)
     assert "padded" not in finite_ranges(made.ranges)
@@ -130,7 +131,7 @@ def test_pool_behind_sentinel_padding_has_its_own_scale(dialect, none, method, t
     assert made.decibels(made.write({"first", "second", "third"}), images()) > 25
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 def test_constant_sentinel_does_not_widen_concat_scales(dialect, tmp_path):
     made = quantizer(stem(-1e4, joined=True), dialect, images(), tmp_path)
     path = made.write()
@@ -179,7 +180,7 @@ def test_ranges_with_sentinels_are_cached(tmp_path, monkeypatch):
     g.output(g.op("Pad", g.input("x", (1, 2, 8, 8)), g.const(PADS), g.const(-1e4)), name="y")
     path = g.save(tmp_path / "padded.onnx")
     key = CalibrationKey(model_sha256="0", data="images", samples=1)
-    batches = [{"x": np.random.default_rng(0).normal(size=(1, 2, 8, 8)).astype(np.float32)}]
+    batches = [{"x": normal(1, 2, 8, 8)}]
     first, second = (cached_ranges(key, path, ["x", "y"], batches) for _ in range(2))
     assert first == second
     assert range_warnings(first) == range_warnings(second) != ()
@@ -298,6 +299,6 @@ def test_worst_output_slice_decides_fidelity_and_is_named(build, axis, worst, tm
 def test_rank_layers_uses_the_worst_output(tmp_path):
     path = tmp_path / "two.onnx"
     onnx.save(two_heads(True), path)
-    feeds = [{"x": np.random.default_rng(i).normal(size=(1, 3, SIZE, SIZE)).astype(np.float32)} for i in range(4)]
+    feeds = [{"x": normal(1, 3, SIZE, SIZE, seed=i)} for i in range(4)]
     ranked = rank_layers(path, feeds, NullProgress())
     assert ranked[0][1] < 3

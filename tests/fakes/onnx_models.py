@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 from onnx import helper, numpy_helper
 
 from harness.graph.builder import GraphBuilder
@@ -73,3 +74,12 @@ def net(
     tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in (constants or {}).items()]
     graph = helper.make_graph(list(nodes), "net", *ends, tensors)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10 if opset > 20 else 8)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def by_name(argument: str, values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by objects with names."""
+    return pytest.mark.parametrize(argument, values, ids=lambda each: each.name)

@@ -15,13 +15,15 @@ def digest_file(model_path: Path) -> str:
 
     Raises:
         OSError: A file cannot be read.
-        UserError: The external data are damaged.
     """
     content, files = model_path.read_bytes(), ir_weights(model_path)
     if may_have_external_data(content, model_path):
-        from harness.graph.io.model_reader import number_external_data
+        from harness.graph.io.model_reader import distinct_files, read_external_tensors, rename_external_files
 
-        content, files = number_external_data(content, model_path)
+        proto, external = read_external_tensors(content, model_path)
+        files = distinct_files(external)
+        rename_external_files(external, {file: str(number) for number, file in enumerate(files)})
+        content = proto.SerializeToString(deterministic=True) if files else content
     digest = hashlib.sha256(content)
     for file in files:
         with file.open("rb") as stream:

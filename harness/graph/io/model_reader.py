@@ -257,17 +257,6 @@ def read_external_tensors(content: bytes, model_path: Path) -> tuple[onnx.ModelP
         return proto, load_external_data(proto, model_path.parent, str(model_path))
 
 
-def number_external_data(content: bytes, model_path: Path) -> tuple[bytes, list[Path]]:
-    """Return a model's bytes with its external data named "0", "1" and so on, and the data files in this order.
-
-    A model without external data is returned unchanged, with an empty list. No file is renamed.
-    """
-    proto, external = read_external_tensors(content, model_path)
-    files = distinct_files(external)
-    rename_external_files(external, {file: str(number) for number, file in enumerate(files)})
-    return proto.SerializeToString(deterministic=True) if files else content, files
-
-
 def rename_external_files(external: ExternalTensors, names: Mapping[Path, str]) -> bool:
     """Change the names of external data in their tensors, in place; return whether any name changed.
 

@@ -71,14 +71,13 @@ class Inserter:
         self._variants = NodeVariants(model, dialect, scales, self._constants)
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))
         self._uses.update(model.outputs)
-        self._frame = protobuf_wire.split_model_frame(model.proto)
-        self._header = protobuf_wire.encode_graph_header(model.proto.graph)
+        self._header = protobuf_wire.encode_fields(model.proto.graph, protobuf_wire.GRAPH_HEADER_FIELDS)
 
     def insert(self, resolved: Resolved) -> onnx.ModelProto:
         """Return a copy of the model with the Q/DQ pairs of quantized edges, and with all weights inside."""
         resolved = self.map_edges(resolved)
         pieces, stored, floats = self._encode_graph(resolved)
-        proto = onnx.ModelProto.FromString(protobuf_wire.encode_model(self._frame, pieces))
+        proto = onnx.ModelProto.FromString(protobuf_wire.encode_model(self._model.proto, pieces))
         constants = [self._model.constants[name] for name in floats]
         constants += [tensor for constant in stored for tensor in constant.tensors]
         source, before = self._model.source, self._model.proto.graph
@@ -110,7 +109,7 @@ class Inserter:
             *self._constants.write_files(stored, folder),
         ]
         path = folder / f"{name or edges_digest(resolved)}.onnx"
-        path.write_bytes(protobuf_wire.encode_model(self._frame, [*pieces, *records]))
+        path.write_bytes(protobuf_wire.encode_model(self._model.proto, [*pieces, *records]))
         return path
 
     def export(self, resolved: Resolved, path: Path) -> Path:

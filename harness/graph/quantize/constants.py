@@ -75,14 +75,16 @@ class ConstantQuantizer:
         axis = self._channel_axis(node, slot)
         name = f"{tensor.name}{NAME_PREFIX}{precision}.axis{axis}"
         if name not in self._made:
-            self._store_quantized(name, self._quantize_array(numpy_helper.to_array(tensor), axis, precision))
+            self._store_quantized(name, self._quantize_weight(tensor.name, axis, precision))
         return self._made[name]
 
     def quantize_operand(self, tensor: str, precision: str, scale: Array, zero_point: Array) -> QuantizedConstant:
         """Quantize a constant operand that is taken together with an activation, with a scalar scale and zero point."""
         name = f"{tensor}{NAME_PREFIX}{precision}.{float(scale):.9g}.{float(zero_point):g}"
         if name not in self._made:
-            self._store_quantized(name, quantize_affine(self._constant_array(tensor), scale, zero_point))
+            self._store_quantized(
+                name, quantize_affine(numpy_helper.to_array(self._model.constants[tensor]), scale, zero_point)
+            )
         return self._made[name]
 
     def quantize_weight_and_bias(self, node: Node, data_scale: Array) -> dict[int, QuantizedConstant]:
@@ -103,7 +105,7 @@ class ConstantQuantizer:
         bias_name = self._bias_name(node)
         if bias_name is None:
             return {1: weight}
-        bias = self._constant_array(bias_name).astype(np.float64)
+        bias = numpy_helper.to_array(self._model.constants[bias_name]).astype(np.float64)
         suffix = f"{node.name}.channels" if data_scale.ndim else f"{node.name}.{float(data_scale):.9g}"
         step = node.attributes.get("alpha", 1.0) * data_scale
         if data_scale.ndim:  # of a depthwise Conv, several of whose outputs may read one channel
@@ -113,10 +115,7 @@ class ConstantQuantizer:
             name, axis = f"{node.inputs[1]}{NAME_PREFIX}widened.{suffix}", self._channel_axis(node, 1)
             if name not in self._made:
                 lowest = floor if axis is not None else floor.max()
-                self._store_quantized(
-                    name,
-                    self._quantize_array(self._constant_array(node.inputs[1]), axis, "int8", lowest),
-                )
+                self._store_quantized(name, self._quantize_weight(node.inputs[1], axis, "int8", lowest))
             weight = self._made[name]
         name = f"{bias_name}{NAME_PREFIX}int32.{suffix}"
         if name not in self._made:
@@ -203,19 +202,16 @@ class ConstantQuantizer:
         channels = None if axis is None else weight.dims[axis]
         return name if len(bias.dims) == 1 and channels in (None, bias.dims[0]) else None
 
-    def _quantize_array(
-        self, weight: Array, axis: int | None, precision: str, floor: Array | float = 0.0
+    def _quantize_weight(
+        self, name: str, axis: int | None, precision: str, floor: Array | float = 0.0
     ) -> QuantizedTensor:
+        weight = numpy_helper.to_array(self._model.constants[name])
         limit = self._dialect.weight_limit if precision == "int8" else None
         return quantize_weight(weight, axis, precision, floor, limit, self._weight_estimator)
 
     def _channel_axis(self, node: Node, slot: int) -> int | None:
         rank = len(self._model.constants[node.inputs[slot]].dims)
         return weight_axis(node, slot, rank, self._dialect.transposed_axis)
-
-    def _constant_array(self, name: str) -> Array:
-        array: Array = numpy_helper.to_array(self._model.constants[name])
-        return array
 
     def _store_quantized(self, name: str, quantized: QuantizedTensor) -> None:
         parts = {name: quantized.values, f"{name}.scale": quantized.scale, f"{name}.zero": quantized.zero_point}

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import and_, getitem
+from operator import getitem
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from harness.base.errors import UserError
@@ -97,16 +97,6 @@ class NodeVariant:
     bias: tuple[int, RequestBit] | None
 
 
-class _ConditionalBit(NamedTuple):
-    node: int
-    needed: int
-    bit: int
-
-
-_SharedBits = tuple[list[_ConditionalBit], list[_ConditionalBit]]
-"""Bits of a cluster of operators, whose tensors may share scales, to set for consumers and for producers."""
-
-
 class NodeVariants:
     """Variants of the nodes of a model, in a dialect's form; each edge of placements is checked once."""
 
@@ -126,13 +116,10 @@ class NodeVariants:
         self._opset = opset_versions(model.proto).get("", 0)
         self._precisions = sorted(dialect.precisions)
         self._known: dict[tuple[str, str, int, str], tuple[int, int, int, int]] = {}
-        joined: dict[str, list[Node]] = defaultdict(list)
-        for node in scales.links.joins:
-            joined[scales.links.group_name(node.inputs[0])].append(node)
-        self._clusters: list[tuple[list[Node], list[int], list[int], dict[tuple[int, ...], _SharedBits]]] = []
-        for nodes in joined.values():
-            masks = [sum(self._bits_to_share(node, precision) for precision in self._precisions) for node in nodes]
-            self._clusters.append((nodes, [node.index for node in nodes], masks, {}))
+        self._joins = {
+            precision: [(node, self._bits_to_share(node, precision)) for node in scales.links.joins]
+            for precision in dialect.precisions
+        }
 
     def choose(self, resolved: Resolved) -> tuple[list[NodeVariant], list[EncodedPairs]]:
         """Return the variants of the nodes for a placement, and the pairs after each node, last after the inputs."""
@@ -155,16 +142,12 @@ class NodeVariants:
             maker = model.producer[name]
             made[maker] |= makers[maker].bit(RequestBit("final", name, precision))
             read[maker] |= readers[maker].bit(RequestBit("renamed", name))
-        for nodes, indexes, masks, known in self._clusters:
-            state = tuple(map(and_, map(read.__getitem__, indexes), masks))
-            if not any(state):
-                continue
-            if state not in known:
-                known[state] = self._shared_bits(nodes, state)
-            for row, found in zip((read, made), known[state], strict=True):
-                for index, needed, bit in found:
-                    if row[index] & needed:
-                        row[index] |= bit
+        for precision, joins in self._joins.items():
+            for name, tie in self._shared_scales(joins, read).items():
+                maker = model.producer.get(name, GRAPH_INPUT_INDEX)
+                _add_tie(makers[maker], made, maker, RequestBit("tied", name, precision, tie))
+                for index, number in model.consumers.get(name, ()):
+                    _add_tie(readers[index], read, index, RequestBit("tied", number, precision, tie))
         for index in self._products:  # nodes are in order: the Add of a bias comes later
             bias = readers[index][read[index]].bias
             if bias is not None:
@@ -215,36 +198,19 @@ class NodeVariants:
             slots = [slot for slot, name in enumerate(node.inputs) if name not in self._model.constants]
         return sum(self._readers[node.index].bit(RequestBit("quantized", slot, precision)) for slot in slots)
 
-    def _shared_bits(self, nodes: Sequence[Node], state: tuple[int, ...]) -> _SharedBits:
-        """Return the bits of quantized inputs and outputs with a scale that depends on other tensors.
+    def _shared_scales(self, joins: Sequence[tuple[Node, int]], read: Sequence[int]) -> Mapping[str, SharedScale]:
+        """Return the shared scale of each tensor at one precision, without tensors that have their own.
 
         Args:
-            nodes: Operators of a cluster.
-            state: Bits of the inputs of each operator that decide whether its tensors share a scale.
+            joins: Operators whose tensors may share scales, in topological order, each with the bits of the inputs that
+                must be quantized for this.
+            read: Bits of the inputs of each node.
         """
-        found: _SharedBits = [], []
-        for precision in self._precisions:
-            for tensor, tie in self._shared_scales(nodes, state, precision).items():
-                maker = self._model.producer.get(tensor, GRAPH_INPUT_INDEX)
-                places: list[tuple[int, VariantTable[Any], int, int | str]] = [
-                    (0, self._readers[index], index, slot) for index, slot in self._model.consumers.get(tensor, ())
-                ]
-                for side, table, index, place in (*places, (1, self._makers[maker], maker, tensor)):
-                    needed = table.bit(RequestBit("quantized", place, precision))
-                    bit = table.bit(RequestBit("tied", place, precision, tie))
-                    found[side].append(_ConditionalBit(index, needed, bit))
-        return found
-
-    def _shared_scales(
-        self, nodes: Sequence[Node], state: tuple[int, ...], precision: str
-    ) -> Mapping[str, SharedScale]:
-        """Return the shared scale of each tensor of a cluster at one precision, without tensors that have their own."""
         parents: dict[str, str] = {}
         origin: dict[str, str] = {}
         concats: list[str] = []
-        for node, bits in zip(nodes, state, strict=True):
-            needed = self._bits_to_share(node, precision)
-            if bits & needed != needed or not (needed or node.index in self._scales.links.fixed):
+        for node, needed in joins:
+            if read[node.index] & needed != needed or not (needed or node.index in self._scales.links.fixed):
                 continue
             first = node.inputs[0]
             if node.op == "Concat":
@@ -338,3 +304,9 @@ class NodeVariants:
 
 def _ties_by_place(marks: Iterable[RequestBit]) -> dict[tuple[int | str, str], SharedScale]:
     return {(mark.place, mark.precision): mark.tie for mark in marks if mark.kind == "tied" and mark.tie is not None}
+
+
+def _add_tie(table: VariantTable[Any], masks: list[int], index: int, tied: RequestBit) -> None:
+    """Set the bit of a scale that depends on other tensors if the input or output is quantized, in place."""
+    if masks[index] & table.bit(tied._replace(kind="quantized", tie=None)):
+        masks[index] |= table.bit(tied)

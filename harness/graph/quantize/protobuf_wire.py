@@ -8,7 +8,7 @@ protobuf.dev/programming-guides/encoding (length-delimited records, wire type 2)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +24,9 @@ FLOAT_BIAS_PREFIX = f"{NAME_PREFIX}float"
 
 _NODE, _INITIALIZER = 1, 5  # GraphProto
 _GRAPH = 7  # ModelProto
+_MAX_FIELD = 1 << 29  # of protobuf
+GRAPH_HEADER_FIELDS = frozenset(range(100)) - {_NODE, _INITIALIZER}
+"""Fields of a graph other than its nodes and initializers."""
 _INPUT, _OUTPUT, _NAME, _OP, _ATTRIBUTE = 1, 2, 3, 4, 5  # NodeProto
 _ALIGNMENT_BYTES = 64  # bytes; a cache line, so that runtimes can use mapped weights in place
 
@@ -96,20 +99,11 @@ def encode_initializer(tensor: TensorProto) -> bytes:
     return encode_record(_INITIALIZER, tensor.SerializeToString(deterministic=True))
 
 
-def encode_graph_header(message: GraphProto) -> bytes:
-    """Encode a graph without its nodes and initializers."""
-    return _iter_fields(message, lambda number: number not in (_NODE, _INITIALIZER))
-
-
-def split_model_frame(message: ModelProto) -> tuple[bytes, bytes]:
-    """Return the encoded fields of a model before its graph, and those after it."""
-    return _iter_fields(message, lambda number: number < _GRAPH), _iter_fields(message, lambda number: number > _GRAPH)
-
-
-def _iter_fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]) -> bytes:
+def encode_fields(message: GraphProto | ModelProto, numbers: Container[int]) -> bytes:
+    """Encode the fields of a message with some numbers; others, such as those with the weights, are not copied."""
     kept = type(message)()
-    for descriptor, value in message.ListFields():  # other fields are not copied, because they have the weights
-        if not wanted(descriptor.number):
+    for descriptor, value in message.ListFields():
+        if descriptor.number not in numbers:
             continue
         if descriptor.is_repeated:
             getattr(kept, descriptor.name).extend(value)
@@ -123,14 +117,18 @@ def _iter_fields(message: GraphProto | ModelProto, wanted: Callable[[int], bool]
     return encoded
 
 
-def encode_model(model_frame: tuple[bytes, bytes], pieces: Iterable[bytes]) -> bytes:
-    """Return the bytes of a whole model, from `split_model_frame` and the encoded fields of its graph.
+def encode_model(message: ModelProto, pieces: Iterable[bytes]) -> bytes:
+    """Return the bytes of a model with another graph.
 
     Fields are in the order of their numbers, because OpenVINO does not recognise an ONNX file with a repeated field,
     such as the operator sets, among the first ones (onnx_model_validator.cpp).
+
+    Args:
+        message: Model.
+        pieces: Encoded fields of the graph.
     """
-    ahead, behind = model_frame
     graph = b"".join(pieces)
+    ahead, behind = encode_fields(message, range(_GRAPH)), encode_fields(message, range(_GRAPH + 1, _MAX_FIELD))
     return b"".join((ahead, _encode_field_header(_GRAPH, len(graph)), graph, behind))
 
 
@@ -157,7 +155,7 @@ class DataFile:
         """Initializers that refer to the file, as encoded fields of a graph, by tensor name."""
         found, offset = {}, 0
         for name, tensor in self._tensors.items():
-            size = len(_raw_bytes(tensor))
+            size = len(tensor.raw_data)
             outside = TensorProto(name=name, data_type=tensor.data_type, dims=tensor.dims)
             outside.data_location = TensorProto.EXTERNAL
             for key, value in (("location", self.name), ("offset", str(offset)), ("length", str(size))):
@@ -176,14 +174,8 @@ class DataFile:
 
     def _chunks(self) -> Iterable[bytes]:
         for tensor in self._tensors.values():
-            raw = _raw_bytes(tensor)
-            yield raw
-            yield bytes(-len(raw) % _ALIGNMENT_BYTES)
-
-
-def _raw_bytes(tensor: TensorProto) -> bytes:
-    raw: bytes = tensor.raw_data
-    return raw
+            yield tensor.raw_data
+            yield bytes(-len(tensor.raw_data) % _ALIGNMENT_BYTES)
 
 
 def _encode_text(number: int, text: str) -> bytes:

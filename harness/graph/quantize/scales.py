@@ -9,10 +9,9 @@ the zero point at the lowest stored value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -94,14 +93,6 @@ class ScaleLinks:
         """Return the representative of the tensors that may share a scale with a tensor; without others, the tensor."""
         return find_root(self._parents, tensor)
 
-    def iter_value_chain(self, tensor: str) -> Iterator[str]:
-        """Yield a tensor and then, backwards, the tensors before it from which its values were only moved."""
-        while True:
-            yield tensor
-            if tensor not in self.source:
-                return
-            tensor = self.source[tensor]
-
 
 def find_root(links: dict[str, str], name: str) -> str:
     """Return the representative of a name in a forest of links (Tarjan 1975, union-find with path halving).
@@ -170,8 +161,10 @@ class ActivationScales:
         self._affine: set[str] = set()
         chained: set[str] = set()  # each is followed once: chains may be long, and have many readers
         for tensor in (node.inputs[0] for node in model.nodes if node.op in dialect.affine_ops):
-            chained.update(takewhile(lambda name: name not in chained, self.links.iter_value_chain(tensor)))
             self._affine.add(self.links.group_name(tensor))
+            while tensor and tensor not in chained:
+                chained.add(tensor)
+                tensor = self.links.source.get(tensor, "")
         self._affine |= chained
 
     def scale_and_zero_point(self, tensor: str, precision: str, tie: SharedScale | None = None) -> tuple[Array, Array]:
@@ -269,16 +262,7 @@ class ActivationScales:
 
     def _scale_range(self, tensor: str, tie: SharedScale | None) -> tuple[float, float]:
         """Return the range for the scale of a tensor, extended to include 0 and limited to values of its type."""
-        joint = self._joint_range(SharedScale(tensor) if tie is None else tie)
-        low, high = self._observed_range(tensor) if joint is None else joint
-        most = largest_value(self._dtype(tensor))
-        low, high = max(-most, min(0.0, low)), min(most, max(0.0, high))
-        if tie and tie.members and low < 0 and tensor in self._clipped:
-            return self._scale_range(tensor, SharedScale(tie.origin))
-        return low, high
-
-    def _joint_range(self, tie: SharedScale) -> tuple[float, float] | None:
-        """Return the range of all tensors that share a scale, or None if none of them counts; cached."""
+        tie = SharedScale(tensor) if tie is None else tie
         key = SharedScale("", tie.members) if tie.members else tie
         if key not in self._joint_ranges:
             bounds = []
@@ -292,7 +276,12 @@ class ActivationScales:
                     bounds.append(self._observed_range(name))
             lows, highs = zip(*bounds, strict=True) if bounds else ((), ())
             self._joint_ranges[key] = (min(lows), max(highs)) if bounds else None
-        return self._joint_ranges[key]
+        low, high = self._joint_ranges[key] or self._observed_range(tensor)
+        most = largest_value(self._dtype(tensor))
+        low, high = max(-most, min(0.0, low)), min(most, max(0.0, high))
+        if tie.members and low < 0 and tensor in self._clipped:
+            return self._scale_range(tensor, SharedScale(tie.origin))
+        return low, high
 
     def _observed_range(self, tensor: str) -> tuple[float, float]:
         if tensor in self._unit:

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from fidelity_of import run_openvino, write_quantized
 from machine import CPU_FLAGS, SATURATES, exact_int8
-from onnx_models import loaded, run_onnxruntime
+from onnx_models import by_name, loaded, run_onnxruntime
 
 from harness.base.random_inputs import random_feeds
 from harness.graph.builder import GraphBuilder
@@ -111,7 +111,7 @@ def seven_bits(dialect: Dialect) -> Dialect:
     return dataclasses.replace(dialect, weight_limit=OPENVINO_7BIT.weight_limit)
 
 
-@pytest.mark.parametrize("dialect", [pytest.param(OPENVINO, marks=exact_int8), OPENVINO_7BIT], ids=lambda d: d.name)
+@by_name("dialect", [pytest.param(OPENVINO, marks=exact_int8), OPENVINO_7BIT])
 def test_unsigned_data_behind_a_concat_are_exact(dialect, tmp_path):
     assert error(model(concat=True), dialect, tmp_path) < 1e-4
 

@@ -10,7 +10,7 @@ from fidelity_of import run_openvino
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
-from onnx_models import activation_ranges, loaded, run_onnxruntime
+from onnx_models import activation_ranges, by_name, loaded, normal, run_onnxruntime
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.model import Model
@@ -44,10 +44,10 @@ def run(proto: onnx.ModelProto, names: list[str]) -> list[np.ndarray]:
 
 
 def feeds() -> dict[str, np.ndarray]:
-    return {"x": np.random.default_rng(0).normal(size=(1, 16, 8, 8)).astype(np.float32)}
+    return {"x": normal(1, 16, 8, 8)}
 
 
-@pytest.mark.parametrize("dialect", [OPENVINO, TENSORRT], ids=lambda d: d.name)
+@by_name("dialect", [OPENVINO, TENSORRT])
 @settings(max_examples=30)
 @given(data=st.data())
 def test_any_mixed_placement_runs_close_to_float(dialect, data):

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx_models import activation_ranges, everywhere, loaded
+from onnx_models import activation_ranges, everywhere, loaded, normal
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -252,7 +252,7 @@ def test_an_operator_with_a_constant_runs_on_integers(op, tmp_path):
 
 def test_a_table_of_embeddings_is_read_as_integers(tmp_path):
     g = GraphBuilder("embedding")
-    table = g.const(np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32))
+    table = g.const(normal(32, 16))
     x = g.op("Gather", table, g.op("Cast", g.input("x", (1, 4)), to=onnx.TensorProto.INT64))
     g.output(g.linear(x, 8, bias=False))
     model = loaded(g)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from onnx_models import everywhere, loaded
+from onnx_models import by_name, everywhere, loaded
 from small import qdq
 
 from harness.graph.builder import GraphBuilder
@@ -83,7 +83,7 @@ def odd(make: Callable[[GraphBuilder, str], str]) -> onnx.ModelProto:
     return proto
 
 
-@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
+@by_name("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT])
 @pytest.mark.parametrize("op", CASES)
 def test_other_operators_are_quantized_with_a_warning(op, dialect, caplog):
     make, message = CASES[op]
@@ -105,7 +105,7 @@ def test_other_operators_are_quantized_with_a_warning(op, dialect, caplog):
     assert own.name not in quantized
 
 
-@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
+@by_name("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT])
 def test_omitted_outputs_and_inputs_are_not_connected(dialect):
     """An LSTM that is asked for its last state alone, and far behind it a Clip without a lower bound.
 

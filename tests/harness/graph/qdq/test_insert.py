@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machine import SATURATES, exact_int8
 from onnx import TensorProto
-from onnx_models import activation_ranges, loaded, run_onnxruntime
+from onnx_models import activation_ranges, by_name, loaded, normal, run_onnxruntime
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -32,7 +32,7 @@ from search.space import Edge, Resolved, edges_digest
 
 DIALECTS = (OPENVINO, OPENVINO_7BIT, ONNXRUNTIME, ONNXRUNTIME_7BIT, TENSORRT)
 each_net = pytest.mark.parametrize("net", ["conv", "attention"])
-each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+each_dialect = by_name("dialect", DIALECTS)
 
 
 def conv_net(opset: int = 19) -> GraphBuilder:
@@ -45,7 +45,7 @@ def conv_net(opset: int = 19) -> GraphBuilder:
     up = g.op("Resize", y, "", g.const(np.array([1, 1, 2, 2], np.float32)), mode="nearest", name="up")
     y = g.op("Concat", up, x, axis=1, name="concat")
     y = g.op("Sigmoid", g.conv(y, 8, 3, stride=2, bias=False, name="tail"))
-    y = g.op("ConvTranspose", y, g.const(np.random.default_rng(1).normal(size=(8, 6, 2, 2)).astype(np.float32) / 4))
+    y = g.op("ConvTranspose", y, g.const(normal(8, 6, 2, 2, seed=1) / 4))
     y = g.op("Flatten", g.op("GlobalAveragePool", y), name="flatten")
     g.output(g.gemm(y, 5, name="head"), name="logits")
     return g
@@ -122,7 +122,7 @@ def grid_of(proto: onnx.ModelProto, consumer: str, slot: int = 0) -> tuple[float
     return float(constants(proto)[scale]), int(constants(proto)[zero])
 
 
-@pytest.mark.parametrize("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT], ids=lambda d: d.name)
+@by_name("dialect", [OPENVINO, ONNXRUNTIME, TENSORRT])
 @each_net
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -258,9 +258,7 @@ def test_int32_bias_of_a_dead_channel_keeps_its_value():
 
 
 @pytest.mark.parametrize("alpha", [0.5, -0.5])
-@pytest.mark.parametrize(
-    "dialect", [pytest.param(ONNXRUNTIME, marks=exact_int8), ONNXRUNTIME_7BIT], ids=lambda d: d.name
-)
+@by_name("dialect", [pytest.param(ONNXRUNTIME, marks=exact_int8), ONNXRUNTIME_7BIT])
 def test_onnx_runtime_gemm_with_alpha_adds_the_whole_bias(dialect, alpha):
     """Its QGemm multiplies the sum of product and bias by alpha, where a Gemm multiplies the product alone."""
     g = GraphBuilder("scaled", opset=19)
@@ -285,9 +283,7 @@ def product_net(rank: int = 2, bias: float = 0.5) -> Model:
     return loaded(g, "product")
 
 
-@pytest.mark.parametrize(
-    "dialect", [pytest.param(ONNXRUNTIME, marks=exact_int8), ONNXRUNTIME_7BIT], ids=lambda d: d.name
-)
+@by_name("dialect", [pytest.param(ONNXRUNTIME, marks=exact_int8), ONNXRUNTIME_7BIT])
 def test_onnx_runtime_multiplies_and_adds_on_integers(dialect, tmp_path):
     """It makes a Gemm of MatMul and Add first, and runs that in float behind DequantizeLinear if its bias is float."""
     model = product_net()
@@ -443,7 +439,7 @@ def test_a_model_with_inserted_pairs_is_refused():
         Inserter(quantized, OPENVINO, ranges)
 
 
-FEEDS = {"x": np.random.default_rng(0).standard_normal((1, 3, 8, 8)).astype(np.float32)}
+FEEDS = {"x": normal(1, 3, 8, 8)}
 
 
 def net(path: Path) -> Model:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx_models import loaded
+from onnx_models import by_name, loaded
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
@@ -220,7 +220,7 @@ def test_invalid_kinds_and_sharing_are_refused():
 @pytest.mark.assets
 @pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
 @pytest.mark.parametrize(("name", "shapes"), [("yolox_nano", {}), ("squeezenet1.1", {"data": "1x3x224x224"})])
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
+@by_name("dialect", DIALECTS)
 def test_real_models_have_points_at_all_linear_operators(name, shapes, dialect):
     model = load(Path(os.environ["QDQ_ASSETS"]) / "models" / f"{name}.onnx", shapes=shapes)
     space = build_space(model, dialect)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from onnx_models import loaded
+from onnx_models import by_name, loaded
 
 from harness.graph.builder import GraphBuilder
 from harness.graph.model import Node
@@ -130,7 +130,7 @@ def bounds(kind: type) -> list[tuple[float, float]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dialect", BUILTIN_DIALECTS.values(), ids=lambda d: d.name)
+@by_name("dialect", BUILTIN_DIALECTS.values())
 def test_zero_is_exact_and_the_range_is_covered(dialect, model):
     kind = QUANTIZABLE_DTYPES[model.types["x"].dtype]
     largest = float(ml_dtypes.finfo(kind).max)
