@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 
@@ -73,8 +73,7 @@ def truncate_before_plugins(
     return lost.intersection(tensors), _operator_names(plugins)
 
 
-@dataclass(frozen=True, slots=True)
-class PluginSubgraph:
+class PluginSubgraph(NamedTuple):
     """Plug-ins of a model, and the nodes that depend on them, which were removed from its file.
 
     Attributes:

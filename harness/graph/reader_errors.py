@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -21,8 +21,7 @@ _NAME_PREFIX = "#form."
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputForm:
+class InputForm(NamedTuple):
     """Form of one quantized input in one file.
 
     Attributes:

@@ -7,8 +7,8 @@ that form into the same kernels as float weights with a Q/DQ pair, and the file 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -36,8 +36,7 @@ STORAGE_DTYPES: dict[str, npt.DTypeLike] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class QuantizedTensor:
+class QuantizedTensor(NamedTuple):
     """Quantized constant.
 
     Attributes:

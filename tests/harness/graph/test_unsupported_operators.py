@@ -1,7 +1,6 @@
 """Models with subgraphs, recurrences, operators of other domains: what can be quantized is, the rest is untouched."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,21 +17,20 @@ from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT
 
 
-def body(name: str, op: str, x: str) -> onnx.GraphProto:
+def body(name, op, x):
     inner = GraphBuilder(name)
-    factor = inner.const(2.0, f"{name}_factor")
-    (scaled,) = inner.op("Mul", x, factor, outputs=[f"{name}_scaled"])
+    (scaled,) = inner.op("Mul", x, inner.const(2.0, f"{name}_factor"), outputs=[f"{name}_scaled"])
     inner.output(inner.op(op, scaled, outputs=[f"{name}_out"])[0], (4, 1, 16))
     return inner.graph()
 
 
-def with_if(g: GraphBuilder, x: str) -> str:
+def with_if(g, x):
     flag = g.input("flag", (), "bool")
     then, other = body("then", "Tanh", x), body("other", "Relu", x)
     return g.op("If", flag, then_branch=then, else_branch=other, outputs=["odd"])[0]
 
 
-def with_loop(g: GraphBuilder, x: str) -> str:
+def with_loop(g, x):
     inner = GraphBuilder("inside")
     inner.input("turn", (), "int64")
     go, carried = inner.input("go", (), "bool"), inner.input("carried", (4, 1, 16))
@@ -42,7 +40,7 @@ def with_loop(g: GraphBuilder, x: str) -> str:
     return g.op("Loop", g.const(3), g.const(np.array(True)), x, body=inner.graph(), outputs=["odd"])[0]
 
 
-def with_scan(g: GraphBuilder, x: str) -> str:
+def with_scan(g, x):
     inner = GraphBuilder("inside")
     state, row = inner.input("state", (1, 16)), inner.input("row", (1, 16))
     (total,) = inner.op("Add", state, row, outputs=["inner_sum"])
@@ -52,13 +50,13 @@ def with_scan(g: GraphBuilder, x: str) -> str:
     return g.op("Scan", start, x, body=inner.graph(), num_scan_inputs=1, outputs=["final", "odd"])[1]
 
 
-def with_lstm(g: GraphBuilder, x: str) -> str:
+def with_lstm(g, x):
     weights = [g.const(np.full((1, 64, 16), 0.1, np.float32)) for _ in range(2)]
     outputs = g.op("LSTM", x, *weights, hidden_size=16, outputs=["sequence"])
     return g.op("Squeeze", outputs[0], g.const([1]))
 
 
-def with_custom(g: GraphBuilder, x: str) -> str:
+def with_custom(g, x):
     return g.op("Whirl", x, domain="com.example", outputs=["odd"])[0]
 
 
@@ -71,7 +69,7 @@ CASES = {
 }
 
 
-def odd(make: Callable[[GraphBuilder, str], str]) -> onnx.ModelProto:
+def odd(make):
     g = GraphBuilder("odd", opset=17)
     g.const(np.eye(16, dtype=np.float32), "square")
     x = make(g, g.linear(g.input("x", (4, 1, 16)), 16, name="before"))
@@ -142,12 +140,12 @@ SIMULATED = "{use: simulated, params: {seed: 5, noise: 0.0}}"
 REAL = "{use: 'here:OpenVINO', label: openvino, params: {threads: 1, precision: f32}}"
 
 
-def with_token_ids(g: GraphBuilder, x: str) -> str:
+def with_token_ids(g, x):
     table = g.const(np.ones((8, 16), np.float32))
     return g.op("Add", g.op("Gather", table, g.input("ids", (1,), "int64")), x)
 
 
-def with_constant_nodes(g: GraphBuilder, x: str) -> str:
+def with_constant_nodes(g, x):
     weight = g.op("Constant", value=onnx.numpy_helper.from_array(np.eye(16, dtype=np.float32)))
     return g.op("MatMul", x, weight)
 
