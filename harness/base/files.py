@@ -59,11 +59,7 @@ def explain_read_errors(path: Path, kind: str) -> Iterator[None]:
 
 @contextmanager
 def open_regular(path: Path, kind: str = "a file") -> Iterator[IO[bytes]]:
-    """Open a regular file for reading; opening a pipe or a device could wait forever.
-
-    Raises:
-        UserError: The file cannot be opened, or is no regular file.
-    """
+    """Open a regular file for reading; opening a pipe or a device could wait forever."""
     with explain_read_errors(path, kind):
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     with file:
@@ -73,11 +69,7 @@ def open_regular(path: Path, kind: str = "a file") -> Iterator[IO[bytes]]:
 
 
 def read_bounded(path: Path, kind: str = "a file of qdq-bench", max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        UserError: The file cannot be read, is no regular file, or has more than `max_bytes`.
-    """
+    """Return the content of a regular file."""
     with open_regular(path, kind) as file, explain_read_errors(path, kind):
         size = os.fstat(file.fileno()).st_size
         content = file.read(max_bytes + 1) if size <= max_bytes else b""
@@ -217,10 +209,6 @@ def read_json(path: Path, missing: Mapping[str, Any] | None = None, schema: Any 
     Args:
         missing: Result if there is no file; None: an error. A link to nothing is an error too.
         schema: Type that the object must fit; keys that it does not have are not checked.
-
-    Raises:
-        DamagedFile: The file is damaged.
-        UserError: It cannot be read.
     """
     if missing is not None and not os.path.lexists(path):
         return dict(missing)

@@ -34,11 +34,7 @@ class RelativePathMissing(UserError):
 
 
 def check_path(path: Path) -> None:
-    """Check that a path can be used; opening a pipe or a device may wait forever.
-
-    Raises:
-        UserError: It is no valid path, or names neither a file nor a folder; it need not exist.
-    """
+    """Check that a path can be used; opening a pipe or a device may wait forever."""
     try:
         mode = path.resolve().stat().st_mode  # after `..` is resolved
     except FileNotFoundError:
@@ -58,7 +54,6 @@ def resolve_path(text: str, base_dir: Path | None = None) -> Path:
 
     Raises:
         RelativePathMissing: A relative path does not exist.
-        UserError: Another path does not exist, QDQ_ASSETS is not set, or `assets:` leaves its folder.
     """
     if text.startswith("assets:"):
         root_text = os.environ.get("QDQ_ASSETS", "")

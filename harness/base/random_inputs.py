@@ -26,9 +26,6 @@ def random_feeds(types: InputTypes, count: int, seed: int = 0) -> Iterator[dict[
 
     Args:
         count: Number of feeds; feed i depends neither on the count nor on the order of the inputs.
-
-    Raises:
-        UserError: An input is neither numeric nor boolean, or too large.
     """
     return (random_feed(types, index, seed) for index in range(count))
 
@@ -50,11 +47,7 @@ def feeds_digest(feeds: Iterable[Mapping[str, npt.NDArray[Any]]]) -> str:
 
 
 def check_types(types: InputTypes) -> dict[str, np.dtype[Any]]:
-    """Return the NumPy type of each input, sorted by name.
-
-    Raises:
-        UserError: An input is neither numeric nor boolean, or has more than `MAX_INPUT_ELEMENTS` elements.
-    """
+    """Return the NumPy type of each input, sorted by name."""
     for name, (_, shape) in types.items():
         if math.prod(shape) > MAX_INPUT_ELEMENTS:
             raise UserError(

@@ -260,9 +260,6 @@ def load_experiment(path: Path, base_dir: Path | None = None) -> Experiment:
 
     Args:
         base_dir: Folder that relative paths in it start from; None: the folder of the file.
-
-    Raises:
-        UserError: The message has file, key, value and the allowed values.
     """
     return parse_experiment(read_text_file(path, "an experiment file"), str(path), base_dir or path.resolve().parent)
 
@@ -273,9 +270,6 @@ def parse_experiment(text: str, source: str, base_dir: Path | None = None) -> Ex
     Args:
         source: Name of the text in messages.
         base_dir: Folder that relative paths start from; None: the working folder.
-
-    Raises:
-        UserError: The message has `source`, key, value and the allowed values.
     """
     try:
         return Experiment.model_validate(read_experiment_yaml(text, source), context={"base_dir": base_dir})
@@ -334,9 +328,6 @@ def plan_tasks(experiment: Experiment) -> tuple[TaskSpec, ...]:
     """Return the tasks of an experiment in the order of its lists.
 
     Within a task seeds are the outer loop, so that an interrupted run has all searchers at the first seeds.
-
-    Raises:
-        UserError: Two tasks would share a folder.
     """
     backends = tuple(map(with_base_dir, experiment.backends))
     require_countable("models, backends, precision", experiment.models, backends, experiment.precision)

@@ -41,9 +41,6 @@ def read_text_file(path: Path, kind: str, max_bytes: int = MAX_FILE_BYTES) -> st
 
     Args:
         kind: Description of the file for messages, such as "an experiment file".
-
-    Raises:
-        UserError: The file cannot be read, is no text, is an ONNX model, or is larger than `max_bytes`.
     """
     if path.suffix == ".onnx" and os.path.isfile(path):
         raise UserError(f"{path}: this is an ONNX model, not {kind}; {kind} names the model by a key")
@@ -60,10 +57,6 @@ def read_experiment_yaml(text: str, source: str) -> dict[str, Any]:
 
     Args:
         source: Name of the file in messages.
-
-    Raises:
-        UserError: The text is rejected by `read_yaml_mapping`, or `matrix` is no mapping from paths below `models`,
-            `backends` or `searchers` to lists of values, or asks for too many entries.
     """
     return _expand_matrix(read_yaml_mapping(text, source, "an experiment"), source)
 
@@ -75,10 +68,6 @@ def read_yaml_mapping(text: str, source: str, kind: str, max_nodes: int = MAX_NO
         source: Name of the file in messages.
         kind: Description of the file for messages, such as "an experiment".
         max_nodes: Largest number of values and keys.
-
-    Raises:
-        UserError: The text is not YAML, not a mapping, too large or too deeply nested, or has an alias or a duplicate
-            key.
     """
     try:
         raw = parse_yaml(text, max_nodes)
@@ -301,11 +290,7 @@ def _set_path(entry: dict[str, Any], path: str, value: Any, where: str) -> None:
 
 
 def parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return parameters given as NAME=VALUE as a mapping, empty for None; the last VALUE of a NAME counts.
-
-    Raises:
-        UserError: A text is not NAME=VALUE, or VALUE is not YAML as in an experiment file.
-    """
+    """Return parameters given as NAME=VALUE as a mapping, empty for None; the last VALUE of a NAME counts."""
     params = {}
     for text in texts or ():
         name, equals, value = text.partition("=")

@@ -34,9 +34,6 @@ def check_values(label: str, factory: Callable[..., Any], params: Mapping[str, A
         factory: Class or function that takes the parameters.
         params: Parameters that the user gives.
         most: Largest accepted integer, except for seeds and numbers of bytes.
-
-    Raises:
-        UserError: A value has another type than annotated, is too large, or names code that is not trusted.
     """
     _require_trusted_code(label, factory, params)
     annotations = _annotations(factory)
@@ -188,9 +185,6 @@ def plugin_kind(use: str, kinds: Sequence[str]) -> str:
     """Return the kind of a plug-in among several possible ones.
 
     The object behind `package.module:Attribute` may have an attribute `kind`; without it, the first kind is assumed.
-
-    Raises:
-        UserError: No plug-in of these kinds has the name, or it cannot be loaded.
     """
     if ":" in use:
         kind = getattr(load_plugin(kinds[0], use), "kind", kinds[0])
@@ -203,11 +197,7 @@ def plugin_kind(use: str, kinds: Sequence[str]) -> str:
 
 
 def find_entry_point(kind: str, use: str) -> EntryPoint:
-    """Return the entry point of `use`, a name or `package.module:Attribute`, of a kind in `ENTRY_POINT_GROUPS`.
-
-    Raises:
-        UserError: The name is unknown, two distributions offer it, or `package.module:Attribute` is not trusted.
-    """
+    """Return the entry point of `use`, a name or `package.module:Attribute`, of a kind in `ENTRY_POINT_GROUPS`."""
     if ":" in use:
         if ENTRY_POINT_PATTERN.fullmatch(use) is None:
             raise UserError(f"{kind} {use!r}: neither a name nor package.module:Class")
@@ -243,11 +233,7 @@ def _unknown_plugin(kind: str, use: str, names: Iterable[str]) -> UserError:
 
 
 def load_plugin(kind: str, use: str) -> Callable[..., Any]:
-    """Return the class or factory of a plug-in, or a registered object; for the arguments see `find_entry_point`.
-
-    Raises:
-        UserError: The name is unknown, or the import fails.
-    """
+    """Return the class or factory of a plug-in, or a registered object; for the arguments see `find_entry_point`."""
     if use in _OBJECTS:
         return _OBJECTS[use]
     point = find_entry_point(kind, use)
@@ -283,11 +269,7 @@ def _require_contract(kind: str, use: str, loaded: object) -> None:
 
 
 def plugin_signature(kind: str, use: str) -> inspect.Signature:
-    """Return the signature of the class or factory of a plug-in; for the arguments see `load_plugin`.
-
-    Raises:
-        UserError: It cannot be loaded or called.
-    """
+    """Return the signature of the class or factory of a plug-in; for the arguments see `load_plugin`."""
     factory = load_plugin(kind, use)
     try:
         return inspect.signature(factory)
@@ -314,9 +296,6 @@ def call_plugin(label: str, call: Callable[[], T]) -> T:
     Args:
         label: Start of the error message.
         call: Function without arguments.
-
-    Raises:
-        UserError: The call raised `UserError`, or another exception than `CandidateError`, which is passed on.
     """
     try:
         return call()
@@ -334,9 +313,6 @@ def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Colle
         use: Name or `package.module:Attribute`.
         params: Parameters that the user gives.
         supplied: Names of arguments that the harness adds.
-
-    Raises:
-        UserError: A parameter is unknown, missing, set by the harness, or of another type than annotated.
     """
     label, parameters = f"{kind} {use!r}", plugin_signature(kind, use).parameters
     for name in supplied:
@@ -365,10 +341,6 @@ def create_plugin(kind: str, use: str, params: Mapping[str, Any], supplied: Mapp
         use: Name or `package.module:Attribute`.
         params: Parameters that the user gives.
         supplied: Further arguments, from the harness.
-
-    Raises:
-        UserError: Parameters do not fit the signature, or the constructor raises another exception than
-            `CandidateError`.
     """
     supplied = supplied or {}
     factory = check_params(kind, use, params, supplied)

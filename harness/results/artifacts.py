@@ -150,20 +150,12 @@ class FinalistSet:
 
 
 def read_dynamic_axes(folder: Path) -> dict[str, dict[str, str | None]]:
-    """Return the records of `DYNAMIC_AXES_FILE` by row id; empty without the file.
-
-    Raises:
-        UserError: The file is damaged.
-    """
+    """Return the records of `DYNAMIC_AXES_FILE` by row id; empty without the file."""
     return read_json(folder / DYNAMIC_AXES_FILE, {}, dict[str, dict[str, str | None]])
 
 
 def read_finalists(folder: Path) -> tuple[tuple[ExportedModel, ...], tuple[Choice, ...]]:
-    """Return the exported models and choices of a task; both are empty while searches run.
-
-    Raises:
-        DamagedFile: `rows.json` is damaged, or is not what a run writes.
-    """
+    """Return the exported models and choices of a task; both are empty while searches run."""
     path = folder / "rows.json"
     if not path.exists():
         return (), ()

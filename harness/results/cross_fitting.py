@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -104,7 +103,9 @@ def cross_fitted_drop(
             latencies_ms.append(float(np.median(outcome.samples_ms)))
             losses.append(lost)
             records.append(facts)
-        elif _loss(reference, outcome, metric, higher_is_better=higher_is_better) <= bound + LOSS_ROUND_OFF:
+        elif (reference.metrics[metric] - outcome.metrics[metric]) * (1 if higher_is_better else -1) <= (
+            bound + LOSS_ROUND_OFF
+        ):
             return None  # a fold may select this placement, which has no record
     if not losses:
         return None
@@ -131,11 +132,6 @@ def _other_folds(facts: _Facts, metric: str) -> Draws | None:
 
     found = resample_metric(facts, metric, weights)
     return None if found is None or found[1] < MIN_SAMPLES else found
-
-
-def _loss(reference: Accuracy, found: Measured, metric: str, *, higher_is_better: bool) -> float:
-    lost = reference.metrics[metric] - found.metrics[metric]
-    return lost if higher_is_better else -lost
 
 
 def _losses(expected: Draws | None, found: Draws | None, *, higher_is_better: bool) -> Values | None:
@@ -166,23 +162,7 @@ MIN_VARIANCE_SHARE = 0.25
 """Smallest variance of a loss relative to the mean variance: zero changed answers on few images prove nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredLoss:
-    """Loss of a metric on some images, and the error of the outputs.
-
-    Attributes:
-        loss: Loss of the metric relative to the float model, positive if the file is worse.
-        stderr: Standard error of the loss over images.
-        sqnr_db: SQNR of the outputs in dB, on calibration samples that no range or weight of the file was fitted to. It
-            is slightly too large, because recovery selects files by it.
-    """
-
-    loss: float
-    stderr: float
-    sqnr_db: float
-
-
-def estimate_losses(files: Sequence[MeasuredLoss]) -> list[float]:
+def estimate_losses(files: Sequence[tuple[float, float, float]]) -> list[float]:
     """Return the estimated loss of each file of one model, all scored on the same images, in the unit of the losses.
 
     The loss of a file on few images is uncertain by about a point, and the fastest of the files that seem to be within
@@ -191,14 +171,19 @@ def estimate_losses(files: Sequence[MeasuredLoss]) -> list[float]:
     its output error predicts, each weighted by its precision (Fay and Herriot 1979, "Estimates of income for small
     places", section 2; the variance between files by moments as in DerSimonian and Laird 1986). On many images the
     estimate is the measured loss.
+
+    Args:
+        files: Loss of the metric of each file relative to the float model, positive if it is worse; its standard error
+            over images; and the SQNR of the outputs in dB, on calibration samples that no range or weight of the file
+            was fitted to. The SQNR is slightly too large, because recovery selects files by it.
     """
     if not files:
         return []
-    loss = np.array([file.loss for file in files])
-    error = 10.0 ** (-np.array([file.sqnr_db for file in files]) / 20)  # relative amplitude
-    variance = np.array([file.stderr**2 for file in files])
+    loss, stderr, sqnr_db = np.array(files).T
+    error = 10.0 ** (-sqnr_db / 20)  # relative amplitude
+    variance = stderr**2
     if not variance.any():
-        return [file.loss for file in files]
+        return [found for found, _, _ in files]
     variance = np.maximum(variance, MIN_VARIANCE_SHARE * variance.mean())
     weight = 1 / variance
     information = float(weight @ error**2)
@@ -217,12 +202,11 @@ def estimate_recorded_losses(known: Mapping[str, Mapping[str, Any]]) -> dict[str
     Args:
         known: Records of `recovery.json` by the digest of the placement.
     """
-    files: dict[str, MeasuredLoss] = {}
+    files: dict[str, tuple[float, float, float]] = {}
     for digest, facts in known.items():
         rows = {digest: "_before", **({recovered_row(facts["sha256"]): ""} if "sha256" in facts else {})}
         for row, suffix in rows.items():
-            figures = [facts.get(f"{name}{suffix}", math.inf) for name in ("loss", "stderr", "sqnr_db")]
-            if all(map(math.isfinite, figures)):
-                loss, stderr, sqnr_db = figures
-                files[row] = MeasuredLoss(loss=loss, stderr=stderr, sqnr_db=sqnr_db)
+            loss, stderr, sqnr_db = (facts.get(f"{name}{suffix}", math.inf) for name in ("loss", "stderr", "sqnr_db"))
+            if all(map(math.isfinite, (loss, stderr, sqnr_db))):
+                files[row] = (loss, stderr, sqnr_db)
     return dict(zip(files, estimate_losses([*files.values()]), strict=True))

@@ -34,11 +34,7 @@ class StoredFacts(BaseModel):
 
 
 def find_bundle(path: Path) -> Path:
-    """Return the folder to deploy at a path: itself, the folder of a file in it, or the only one in a results folder.
-
-    Raises:
-        UserError: There is none, or there are several.
-    """
+    """Return the folder to deploy at a path: itself, that of a file in it, or the only one in a results folder."""
     near = path.parent if path.is_file() else path
     if is_bundle(near):
         return near
@@ -54,11 +50,7 @@ def find_bundle(path: Path) -> Path:
 
 
 def read_bundle(folder: Path) -> dict[str, Any]:
-    """Return the facts of a bundle.
-
-    Raises:
-        UserError: It is no bundle, or differs from its manifest, see `check_bundle`.
-    """
+    """Return the facts of a bundle."""
     for problem in check_bundle(folder):
         raise UserError(f"{problem}; qdq run writes the folder again")
     return _read_facts(folder)
@@ -141,11 +133,7 @@ def holds_bundle(path: Path) -> bool:
 
 
 def bundle_model(path: Path) -> Path:
-    """Return the model of the folder to deploy at a path, see `find_bundle`; a file is returned as it is.
-
-    Raises:
-        UserError: There is no such folder, there are several, or the folder or that of the file is damaged.
-    """
+    """Return the model of the folder to deploy at a path, see `find_bundle`; a file is returned as it is."""
     if path.is_dir():
         folder = find_bundle(path)
         return folder / str(read_bundle(folder)["file"])

@@ -214,11 +214,7 @@ class Results:
         return not self.waiting and all(task.complete for task in self.tasks)
 
     def task(self, name: str) -> TaskResults:
-        """Return a task by name.
-
-        Raises:
-            UserError: The folder has no results of this task.
-        """
+        """Return a task by name."""
         for task in self.tasks:
             if task.name == name:
                 return task
@@ -226,11 +222,7 @@ class Results:
 
 
 def load(folder: Path) -> Results:
-    """Read a results folder, complete or not.
-
-    Raises:
-        UserError: The folder is no results folder, has another schema, or contains a damaged file.
-    """
+    """Read a results folder, complete or not."""
     file = folder / "experiment.yaml"
     if folder.is_file():
         raise UserError(f"{folder}: a file, not the results folder of an experiment")

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from harness.base.errors import UserError
-from harness.base.files import DamagedFile, diff_leaves, parse_json, read_json
+from harness.base.files import DamagedFile, diff_leaves, read_json
 from harness.base.text import shorten
 from harness.measure.records import SCHEMA_VERSION, Failed, JournalLine, Proposal, TrialResult, decode_line, encode_line
 from harness.results.lines import (
     CHAINED_SCHEMA,
     LineLog,
     first_line,
+    log_header,
     read_lines,
     scan_lines,
     shown_path,
@@ -41,17 +42,11 @@ class FingerprintMismatch(UserError):
 def require_same_fingerprint(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raise `FingerprintMismatch`, with each leaf that differs, if a run has other inputs than at its start."""
     compared = {key: value for key, value in new.items() if key not in KEYS_ADDED_LATER or old.get(key) is not None}
-    reason = changed_data(old, compared)
-    lines = (
-        reason if line.startswith("data.") else line for line in diff_leaves(old, json.loads(json.dumps(compared)))
-    )
-    changed = [f"  {line}" for line in dict.fromkeys(lines)]
-    if changed:
-        raise FingerprintMismatch(
-            f"{path}: this run was started with something else; results would not be comparable:\n"
-            + "\n".join(changed)
-            + f"\n{CHANGED_RUN_ADVICE}"
-        )
+    differences = diff_leaves(old, json.loads(json.dumps(compared)))
+    lines = (changed_data(old, compared) if line.startswith("data.") else line for line in differences)
+    if changed := "".join(f"  {line}\n" for line in dict.fromkeys(lines)):
+        problem = "this run was started with something else; results would not be comparable"
+        raise FingerprintMismatch(f"{path}: {problem}:\n{changed}{CHANGED_RUN_ADVICE}")
 
 
 def changed_data(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -87,7 +82,6 @@ _LINE_HEAD = re.compile(rb'\{"kind":"(proposal|result)","number":(\d+),')
 #: Origin of a proposal that repeats a failed one on request; it costs no budget.
 RETRY_ORIGIN = "retry"
 _NO_PROPOSAL = "an outcome without its proposal"
-_REMEDY = "move the file away to start this run anew"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +93,7 @@ class JournalEntry:
 
 
 class Journal:
-    """Open journal: the existing entries, read on access, and a handle that appends.
-
-    Raises:
-        UserError: The file is the journal of another run (the message shows the difference), has another schema, or has
-            a damaged line before the last.
-    """
+    """Open journal: the existing entries, read on access, and a handle that appends."""
 
     def __init__(self, path: Path, fingerprint: Mapping[str, Any]) -> None:
         header = read_header(path)
@@ -124,12 +113,10 @@ class Journal:
         return self._existing.elapsed_s() if self._existing else 0.0
 
     def append(self, line: JournalLine) -> None:
-        """Write one line; an outcome is on the disk when this returns.
-
-        Raises:
-            UserError: The disk is full, or the folder is read-only.
-        """
-        self._log.append(encode_line(_hide_paths(line)), sync=isinstance(line, TrialResult))
+        """Write one line; an outcome is on the disk when this returns."""
+        if isinstance(line, TrialResult) and isinstance(line.outcome, Failed):
+            line = replace(line, outcome=line.outcome.without_paths())
+        self._log.append(encode_line(line), sync=isinstance(line, TrialResult))
 
     def __enter__(self) -> Self:
         return self
@@ -151,21 +138,24 @@ class _IndexedEntries(Sequence[JournalEntry]):
         self._proposal_offsets = array("q")
         self._result_offsets = array("q")
         self._last_result_offset = -1
-        for number, offset, body in scan_lines(path):
-            if number > 1:  # the first is the header
-                self._add(*_parse_head(body, path, number), offset, number)
-        self._file = path.open("rb")
-
-    def _add(self, is_result: bool, number: int, offset: int, line_number: int) -> None:
-        count = len(self._proposal_offsets)
-        if is_result:
-            if number >= count or self._result_offsets[number] >= 0:
-                raise _damage(self._path, line_number, _NO_PROPOSAL)
-            self._result_offsets[number] = self._last_result_offset = offset
-        else:
-            _require_number(number, count, self._path, line_number)
+        for line_number, offset, body in scan_lines(path):
+            if line_number == 1:  # the header
+                continue
+            if (match := _LINE_HEAD.match(body)) is not None:  # usually the line needs no decoding
+                is_result, number = match[1] == b"result", int(match[2])
+            else:
+                line = _decode(body, path, f"line {line_number}")
+                is_result, number = isinstance(line, TrialResult), line.number
+            count = len(self._proposal_offsets)
+            if is_result and (number >= count or self._result_offsets[number] >= 0):
+                raise _damage(path, line_number, _NO_PROPOSAL)
+            if is_result:
+                self._result_offsets[number] = self._last_result_offset = offset
+                continue
+            _require_number(number, count, path, line_number)
             self._proposal_offsets.append(offset)
             self._result_offsets.append(-1)
+        self._file = path.open("rb")
 
     def __len__(self) -> int:
         return len(self._proposal_offsets)
@@ -187,15 +177,6 @@ class _IndexedEntries(Sequence[JournalEntry]):
         self._file.close()
 
 
-def _parse_head(body: bytes, path: Path, line_number: int) -> tuple[bool, int]:
-    """Return whether a line is a result, and the number of its proposal, usually without decoding the line."""
-    match = _LINE_HEAD.match(body)
-    if match is None:
-        line = _decode(body, path, f"line {line_number}")
-        return isinstance(line, TrialResult), line.number
-    return match[1] == b"result", int(match[2])
-
-
 def _require_number(number: int, expected: int, path: Path, line_number: int) -> None:
     if number != expected:
         raise _damage(path, line_number, f"proposal {number}, but expected {expected}")
@@ -205,26 +186,17 @@ def _decode(body: bytes, path: Path, where: str) -> JournalLine:
     try:
         return decode_line(body)
     except ValueError as error:
-        raise DamagedFile(shown_path(path), str(error), where=where, remedy=_REMEDY) from error
+        raise DamagedFile(shown_path(path), str(error), where=where) from error
 
 
 def _damage(path: Path, line_number: int, problem: str) -> DamagedFile:
-    return DamagedFile(shown_path(path), problem, where=f"line {line_number}", remedy=_REMEDY)
-
-
-def _hide_paths(line: JournalLine) -> JournalLine:
-    if isinstance(line, Proposal) or not isinstance(line.outcome, Failed):
-        return line
-    return replace(line, outcome=line.outcome.without_paths())
+    return DamagedFile(shown_path(path), problem, where=f"line {line_number}")
 
 
 def read_journal(path: Path) -> Iterator[JournalEntry]:
     """Yield the entries of a journal in ask order, one at a time; a partial last line is ignored.
 
     Each line is read once. An entry is yielded as soon as its result and those of all proposals before it are known.
-
-    Raises:
-        UserError: The file has another schema, or a damaged line.
     """
     read_header(path)
     count, waiting, results = 0, deque[Proposal](), dict[int, TrialResult | None]()
@@ -249,20 +221,12 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
-    """Return the header of a journal, or None if there is no whole line yet.
-
-    Raises:
-        UserError: The file is no journal, or has another schema.
-    """
-    first = first_line(path)
-    if not first:
+    """Return the header of a journal, or None if there is no whole line yet."""
+    if not first_line(path):
         return None
-    try:
-        header = parse_json(first)
-    except ValueError as error:
-        raise DamagedFile(shown_path(path), f"not a journal of qdq-bench ({error})", remedy=_REMEDY) from error
-    if not isinstance(header, dict) or header.get("kind") != "header":
-        raise DamagedFile(shown_path(path), "not a journal of qdq-bench", remedy=_REMEDY)
+    header = log_header(path)
+    if header.get("kind") != "header":
+        raise DamagedFile(shown_path(path), "not a journal of qdq-bench")
     if header.get("schema") not in (SCHEMA_VERSION, CHAINED_SCHEMA):
         raise UserError(
             f"{shown_path(path)}: written with schema {shorten(header.get('schema'))}, this version reads schema "
@@ -272,11 +236,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
 
 
 def check_journal(path: Path) -> None:
-    """Compare the header of a search's journal with the inputs of its task; check each line of an earlier version.
-
-    Raises:
-        UserError: The journal is that of another task, or is damaged.
-    """
+    """Compare the header of a search's journal with the inputs of its task; check each line of an earlier version."""
     header, task = read_header(path), path.parents[1] / "task.json"
     if header is None:
         return

@@ -56,9 +56,6 @@ class LineLog:
 
     Attributes:
         header: First line of a file that existed; empty for a new one.
-
-    Raises:
-        UserError: The file cannot be written, or its first or last line is damaged.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -86,11 +83,7 @@ class LineLog:
             self.append(json.dumps(content, separators=(",", ":"), sort_keys=True))
 
     def append(self, text: str, *, sync: bool = True) -> None:
-        """Append a JSON object; it is on the disk when this returns, unless `sync` is False.
-
-        Raises:
-            UserError: The disk is full, or the folder is read-only.
-        """
+        """Append a JSON object; it is on the disk when this returns, unless `sync` is False."""
         sealed, digest = seal_line(text, self._last)
         append_line(self._file, sealed, self._path, sync=sync)
         self._last = digest
@@ -169,11 +162,7 @@ def shown_path(path: Path) -> Path:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield each line with its number, from 1, without its digest.
-
-    Raises:
-        DamagedFile: A line or the file is damaged, or the file is another one than its header names.
-    """
+    """Yield each line with its number, from 1, without its digest."""
     return ((number, body) for number, _, body in scan_lines(path))
 
 
@@ -222,35 +211,23 @@ def _open_stored(shown: Path) -> Iterator[IO[bytes]]:
 
 
 def first_line(path: Path) -> bytes:
-    """Return the first whole line; empty without one or without a file.
-
-    Raises:
-        DamagedFile: The file cannot be read.
-    """
+    """Return the first whole line; empty without one or without a file."""
     stored = stored_path(path)
     return b"" if stored is None else next(_whole_lines(stored), b"")
 
 
 def log_header(path: Path) -> dict[str, Any]:
-    """Return the first line of a file of lines; empty without one or if it is no JSON object.
-
-    Raises:
-        DamagedFile: The file cannot be read, or the line is no JSON.
-    """
+    """Return the first line of a file of lines; empty without one or if it is no JSON object."""
     first = first_line(path)
     try:
         header = parse_json(first) if first else {}
     except ValueError as error:
-        raise DamagedFile(shown_path(path), f"damaged: {error}", where="line 1") from error
+        raise DamagedFile(shown_path(path), f"not a log of qdq-bench ({error})", where="line 1") from error
     return header if isinstance(header, dict) else {}
 
 
 def compress_lines(path: Path) -> None:
-    """Replace a finished plain file by a compressed one, whose bytes depend on nothing but the lines.
-
-    Raises:
-        UserError: The compressed file cannot be written.
-    """
+    """Replace a finished plain file by a compressed one, whose bytes depend on nothing but the lines."""
     truncate_partial_line(path)
     target = _compressed_path(path)
     temporary = target.with_suffix(".tmp")
@@ -265,11 +242,7 @@ def compress_lines(path: Path) -> None:
 
 
 def restore_lines(path: Path) -> None:
-    """Decompress a file so that lines can be appended; do nothing if it is plain.
-
-    Raises:
-        UserError: The compressed file is damaged, or the plain one cannot be written.
-    """
+    """Decompress a file so that lines can be appended; do nothing if it is plain."""
     compressed = _compressed_path(path)
     if not compressed.exists():
         return

@@ -17,14 +17,13 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from harness.base.errors import UserError
 from harness.base.files import (
     DamagedFile,
     archive_existing,
     explain_write_errors,
-    first_problem,
     open_regular,
     read_json,
     write_json,
@@ -55,6 +54,9 @@ def _require_inside(name: str) -> str:
 
 _Name = Annotated[str, AfterValidator(_require_inside)]
 _Files = dict[_Name, Annotated[list[int | str], Field(min_length=2, max_length=2)]]
+
+
+_EMPTY: Mapping[str, Any] = {"complete": False, "tasks": {}, "files": {}}
 
 
 class _StoredTask(BaseModel):
@@ -93,7 +95,7 @@ def complete_task(folder: Path, config: str, complete: bool) -> None:
 def is_complete(folder: Path, config: str) -> bool:
     """Return whether a task is complete for these inputs (`config` of `complete_task`), and has every file."""
     entry = _task_entry(folder)
-    if entry is None or entry.get("config") != config or not entry.get("complete"):
+    if entry.get("config") != config or not entry.get("complete"):
         return False
     return all(os.path.exists(folder / name) for name in entry["files"])
 
@@ -166,7 +168,7 @@ def _record(path: Path, *, drop: bool = False) -> None:
     if root is None or not (root / EXPERIMENT_FILE).exists():
         return
     task = root / path.relative_to(root).parts[0]
-    listed = (_task_entry(task) or {"files": {}})["files"]
+    listed = _task_entry(task)["files"]
     names = {_name_in(task, each) for each in (path, path.with_name(f"{path.name}{COMPRESSED_SUFFIX}"))}
     found = {} if drop or not path.is_file() else dict(describe_files(task, [path]))
     if found == {name: listed[name] for name in names & listed.keys()}:
@@ -196,20 +198,11 @@ def close_results(folder: Path, tasks: Iterable[str]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a results folder or a report, or None before there is one.
-
-    Raises:
-        UserError: The manifest is damaged.
-    """
+    """Return the manifest of a results folder or a report, or None before there is one."""
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         return None
-    body = {"tasks": {}, **read_json(path)}
-    try:
-        _StoredManifest.model_validate(body)
-    except ValidationError as error:
-        raise DamagedFile(path, f"damaged ({first_problem(error)})") from error
-    return body
+    return {"tasks": {}, **read_json(path, schema=_StoredManifest)}
 
 
 def describe_files(folder: Path, paths: Iterable[Path]) -> FileTable:
@@ -270,23 +263,20 @@ def find_changed_files(folder: Path, files: FileTable, *, models: bool = True) -
         elif not path.is_file():
             yield FileProblem(path=path, problem="damaged: no regular file")
         elif models or not name.startswith(MODELS_FOLDER):
-            yield from _compare_digest(path, recorded)
-
-
-def _compare_digest(path: Path, recorded: list[Any]) -> Iterator[FileProblem]:
-    is_log = path.suffix == ".jsonl"
-    try:
-        actual = _describe_file(path, recorded[0] if is_log else None)
-    except UserError as error:
-        yield FileProblem.of_error(path, error)
-        return
-    if actual != recorded:
-        general = FileProblem(path=path, problem="damaged: the content differs from the recorded digest")
-        if actual[0] != recorded[0]:
-            general = FileProblem(path=path, problem=f"damaged: {actual[0]} bytes, but {recorded[0]} recorded")
-        yield next(_check_content(path), general) if ".jsonl" in path.suffixes else general
-    elif is_log:  # it may have more lines than recorded
-        yield from _check_content(path)
+            is_log = path.suffix == ".jsonl"
+            try:
+                actual = _describe_file(path, recorded[0] if is_log else None)
+            except UserError as error:
+                yield FileProblem.of_error(path, error)
+                continue
+            if actual == recorded:
+                yield from _check_content(path) if is_log else ()  # it may have more lines than recorded
+                continue
+            problem = "the content differs from the recorded digest"
+            if actual[0] != recorded[0]:
+                problem = f"{actual[0]} bytes, but {recorded[0]} recorded"
+            content = _check_content(path) if ".jsonl" in path.suffixes else iter(())
+            yield next(content, FileProblem(path=path, problem=f"damaged: {problem}"))
 
 
 def _check_content(path: Path) -> Iterator[FileProblem]:
@@ -326,11 +316,9 @@ def find_problems(root: Path, task: str | None = None, *, whole: bool = True) ->
     """
     while True:
         manifest, found = _read_manifest(root)
+        names = [task] if task is not None else sorted({*manifest["tasks"], *_begun_tasks(root)})
         if task is None:
             found += find_changed_files(root, manifest["files"], models=whole)
-            names = sorted({*manifest["tasks"], *_begun_tasks(root)})
-        else:
-            names = [task]
         for name in names:
             found += _task_problems(root / name, manifest["tasks"].get(name, {"complete": False, "files": {}}), whole)
         if not found or _read_manifest(root)[0] == manifest:  # else a run has replaced files meanwhile
@@ -372,7 +360,10 @@ def require_unchanged_experiment(root: Path, text: str) -> tuple[bool, str]:
     require_links_inside(root)
     manifest, problems = _read_manifest(root)
     content, file = text.encode(), root / EXPERIMENT_FILE
-    is_recorded = manifest["files"].get(EXPERIMENT_FILE) == [len(content), _new_digest(content).hexdigest()]
+    is_recorded = manifest["files"].get(EXPERIMENT_FILE) == [
+        len(content),
+        hashlib.blake2b(content, digest_size=16).hexdigest(),
+    ]
     problems += find_changed_files(root, manifest["files"])
     solved = [each for each in problems if is_recorded and each.path == file and not file.is_dir()]
     _raise_first(root, [each for each in problems if each not in solved])
@@ -395,7 +386,6 @@ def require_unchanged_task(folder: Path, say: Callable[[str], None]) -> None:
 
     Raises:
         FingerprintMismatch: The inputs of the task are unknown, because their record is damaged or missing.
-        UserError: Another file is damaged.
     """
     root, problems = folder.parent, find_problems(folder.parent, folder.name)
     missing = [problem for problem in problems if problem.problem == MISSING]
@@ -418,9 +408,8 @@ def _raise_first(root: Path, problems: list[FileProblem]) -> None:
         raise UserError(f"{problems[0].describe(root)}{more}")
 
 
-def _task_entry(folder: Path) -> dict[str, Any] | None:
-    manifest = read_manifest(folder.parent)
-    entry: dict[str, Any] | None = None if manifest is None else manifest.get("tasks", {}).get(folder.name)
+def _task_entry(folder: Path) -> dict[str, Any]:
+    entry: dict[str, Any] = (read_manifest(folder.parent) or _EMPTY)["tasks"].get(folder.name, {"files": {}})
     return entry
 
 
@@ -433,7 +422,7 @@ def _updated_manifest(folder: Path) -> Iterator[dict[str, Any]]:
     try:
         with suppress(OSError):  # file systems without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
-        manifest = read_manifest(folder) or {"complete": False, "tasks": {}, "files": {}}
+        manifest = read_manifest(folder) or {**_EMPTY, "tasks": {}}
         yield manifest
         write_json(path, manifest)
     finally:
@@ -442,16 +431,12 @@ def _updated_manifest(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _describe_file(path: Path, limit: int | None = None) -> list[Any]:
     """Return the length in bytes and the BLAKE2 digest, of 16 bytes, of a file or of its first `limit` bytes."""
-    digest, size = _new_digest(), 0
+    digest, size = hashlib.blake2b(digest_size=16), 0
     with open_regular(path) as file:
         while block := file.read(2**20 if limit is None else min(2**20, limit - size)):
             digest.update(block)
             size += len(block)
     return [size, digest.hexdigest()]
-
-
-def _new_digest(content: bytes = b"") -> hashlib.blake2b:
-    return hashlib.blake2b(content, digest_size=16)
 
 
 REPORT_FOLDER = "report"
@@ -490,11 +475,7 @@ class FolderCheck:
 
 
 def check_results(root: Path) -> FolderCheck:
-    """Compare every file of a results folder with its manifest, or with its own checksums if it is not listed.
-
-    Raises:
-        UserError: The folder is not a results folder, or has a link that leads out of it.
-    """
+    """Compare every file of a results folder with its manifest, or with its own checksums if it is not listed."""
     if not any((root / name).is_file() for name in (EXPERIMENT_FILE, MANIFEST_FILE)):
         raise UserError(f"{root}: no results here (no {EXPERIMENT_FILE})")
     require_links_inside(root)
@@ -510,8 +491,7 @@ def check_results(root: Path) -> FolderCheck:
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, Any], list[FileProblem]]:
-    nothing: dict[str, Any] = {"complete": False, "tasks": {}, "files": {}}
     try:
-        return {**nothing, **(read_manifest(folder) or {})}, []
+        return {**_EMPTY, **(read_manifest(folder) or {})}, []
     except UserError as error:
-        return nothing, [FileProblem.of_error(folder / MANIFEST_FILE, error)]
+        return dict(_EMPTY), [FileProblem.of_error(folder / MANIFEST_FILE, error)]

@@ -138,9 +138,6 @@ def read_checks(folder: Path, rows: Mapping[str, ExportedModel]) -> dict[str, Ou
     Args:
         folder: Folder of the task.
         rows: Rows by id.
-
-    Raises:
-        UserError: The record cannot be read.
     """
     path = folder / CHECK_FILE_NAME
     checks: dict[str, Any] = read_json(path, {"checks": {}})["checks"]

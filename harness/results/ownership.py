@@ -41,9 +41,6 @@ def owned_results_dir(out: Path, experiment: Experiment, accept_changes: bool = 
 
     Yields:
         Description of the added work, and the file that is missing or damaged and is written again; or "".
-
-    Raises:
-        UserError: Another process uses the folder, it belongs to another experiment, or it cannot be written.
     """
     text = to_yaml(experiment)
     is_recorded, solved = _require_own_dir(out, text)
@@ -81,9 +78,6 @@ def exclusive_lock(folder: Path, action: str) -> Iterator[None]:
 
     Args:
         action: Action of the process, for the message to another one.
-
-    Raises:
-        UserError: Another process has the lock, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,9 +40,6 @@ def read_scores(folder: Path, benchmarker: str | None = None) -> Mapping[str, Ma
 
     Args:
         benchmarker: Name of the benchmarker that computed the scores; by default that of each row.
-
-    Raises:
-        UserError: The file is damaged.
     """
     scores = read_stored_scores(folder)
     rows, _ = read_finalists(folder)

@@ -195,33 +195,22 @@ def is_new_incumbent(trial: Evaluation, best: Evaluation | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricUsage:
-    """Use of accuracy by a search.
-
-    Attributes:
-        measured: Number of candidates whose metric was measured.
-        agreement: Spearman's rank correlation of proxy and metric, 1 for the same order; None if fewer than three
-            candidates have both, or all values are equal.
-    """
-
-    measured: int
-    agreement: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetState:
     """State of a search after a number of evaluations.
 
     Attributes:
         best: The best distinct placements, best first. A Pareto front is in order of the hypervolume of each placement
             alone, with the float latency and the largest loss as reference point, so the ends of the front come last.
-        metric_usage: Use of accuracy so far.
+        scored: Number of candidates whose metric was measured so far.
+        agreement: Spearman's rank correlation of proxy and metric, 1 for the same order; None if fewer than three
+            candidates have both, or all values are equal.
         minutes: Wall-clock minutes until the last result.
         last_failure: The last failure, or None.
     """
 
     best: tuple[Evaluation, ...]
-    metric_usage: MetricUsage
+    scored: int
+    agreement: float | None
     minutes: float
     last_failure: Failed | None
 
@@ -243,63 +232,40 @@ def state_at_budgets(
         excluded: Digests of placements that do not count as best.
     """
     found, left = dict[int, BudgetState](), deque(sorted(budgets))
-    tally = _SearchTally(goal, count, excluded)
+    best: list[Evaluation] = []
+    pairs: list[tuple[float, float]] = []  # of proxy and metric
+    scored, elapsed_s, failed = 0, 0.0, None
+
+    def state() -> BudgetState:
+        shown = best
+        if goal.minimize == "pareto":
+            corner = (goal.float_ms or 0.0, goal.max_drop or abs(goal.reference))
+            shown = sorted(best, key=lambda trial: -hypervolume([trial.score.objectives], corner))[:count]
+        agreement, minutes = _rank_correlation(pairs), elapsed_s / 60
+        return BudgetState(best=tuple(shown), scored=scored, agreement=agreement, minutes=minutes, last_failure=failed)
+
     for spent, entry, result in iter_counted(entries):
         while left and spent > left[0]:
-            found[left.popleft()] = tally.state()
+            found[left.popleft()] = state()
         if not left:
             break
-        tally.add(spent, entry, result)
-    return found | {budget: tally.state() for budget in left}
-
-
-class _SearchTally:
-    """Accumulator of a search's entries, from which the state at any moment is computed."""
-
-    def __init__(self, goal: Goal, count: int, excluded: Collection[str]) -> None:
-        self._goal = goal
-        self._count = count
-        self._excluded = excluded
-        self._best: list[Evaluation] = []
-        self._measured = 0
-        self._proxy_metric_pairs: list[tuple[float, float]] = []
-        self._elapsed_s = 0.0
-        self._failed: Failed | None = None
-
-    def add(self, spent: int, entry: JournalEntry, result: TrialResult) -> None:
-        self._elapsed_s = max(self._elapsed_s, result.elapsed_s)
+        elapsed_s = max(elapsed_s, result.elapsed_s)
         if isinstance(result.outcome, Failed):
-            self._failed = result.outcome
-            return
-        trial = _to_evaluation(entry, result.outcome, self._goal, spent, self._elapsed_s)
-        self._count_metric_use(trial)
-        if not is_feasible(trial.score) or trial.digest in self._excluded:
-            return
-        if self._goal.minimize == "pareto":
-            insert_nondominated(self._best, trial, lambda known: known.score.objectives)
-        else:
-            insort(self._best, trial, key=lambda known: (known.score.objective, known.latency_ms))
-            del self._best[self._count :]
-
-    def state(self) -> BudgetState:
-        best = self._best
-        if self._goal.minimize == "pareto":
-            corner = (self._goal.float_ms or 0.0, self._goal.max_drop or abs(self._goal.reference))
-            best = sorted(best, key=lambda trial: -hypervolume([trial.score.objectives], corner))[: self._count]
-        agreement = _rank_correlation(self._proxy_metric_pairs)
-        return BudgetState(
-            best=tuple(best),
-            metric_usage=MetricUsage(measured=self._measured, agreement=agreement),
-            minutes=self._elapsed_s / 60,
-            last_failure=self._failed,
-        )
-
-    def _count_metric_use(self, trial: Evaluation) -> None:
-        proxy = trial.score.metrics.get(PROXY)
-        value = trial.score.metrics.get(self._goal.metric or "")
-        self._measured += value is not None
+            failed = result.outcome
+            continue
+        trial = _to_evaluation(entry, result.outcome, goal, spent, elapsed_s)
+        proxy, value = trial.score.metrics.get(PROXY), trial.score.metrics.get(goal.metric or "")
+        scored += value is not None
         if proxy is not None and value is not None:
-            self._proxy_metric_pairs.append((proxy, -self._goal.loss(value)))
+            pairs.append((proxy, -goal.loss(value)))
+        if not is_feasible(trial.score) or trial.digest in excluded:
+            continue
+        if goal.minimize == "pareto":
+            insert_nondominated(best, trial, lambda known: known.score.objectives)
+        else:
+            insort(best, trial, key=lambda known: (known.score.objective, known.latency_ms))
+            del best[count:]
+    return found | {budget: state() for budget in left}
 
 
 def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -319,6 +285,7 @@ class LoggedEvaluation:
 
     Attributes:
         is_float: Whether the placement has no Q/DQ pair.
+        value: Measured metric; NaN without one.
     """
 
     evaluations: int
@@ -326,13 +293,7 @@ class LoggedEvaluation:
     digest: str
     latency_ms: float
     is_float: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredEvaluation(LoggedEvaluation):
-    """Evaluation with a measured metric."""
-
-    value: float
+    value: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +320,7 @@ class SearchLog:
     failures: Mapping[str, int]
     initial: int
     incumbents: tuple[LoggedEvaluation, ...]
-    scored: tuple[ScoredEvaluation, ...]
+    scored: tuple[LoggedEvaluation, ...]
     float_ms: float | None
     float_value: float | None
     cost: Mapping[str, float]
@@ -384,9 +345,6 @@ def read_searches(
     Returns:
         The searches, and by digest the latency in ms of each of their incumbents and scored placements: the median over
         all searches that measured it.
-
-    Raises:
-        UserError: A journal is damaged or has another schema.
     """
     order = {name: place for place, name in enumerate(searchers)}
     paths = sorted({path.with_name(path.name.removesuffix(COMPRESSED_SUFFIX)) for path in runs.glob("*.jsonl*")})
@@ -413,84 +371,75 @@ def read_search(
         goal: Objective and bounds that define the incumbent.
         metric: Name of the evaluator's metric; None without an evaluator.
         readings: Mapping to which the latency of each measured placement is added, by digest.
-
-    Raises:
-        UserError: The journal is damaged or has another schema.
     """
-    tally, name = _CostTally(), metric or ""
-    incumbents, scored, floats = list[LoggedEvaluation](), list[ScoredEvaluation](), list[Evaluation]()
-    best: Evaluation | None = None
+    name, best, initial, successes = metric or "", None, 0, 0
+    incumbents, scored, floats = list[LoggedEvaluation](), list[LoggedEvaluation](), list[Evaluation]()
+    failures: Counter[str] = Counter()
+    cost: defaultdict[str, float] = defaultdict(int)
+    ends_s = array("d")  # of the evaluations
+    latest_s = 0.0
     latencies_ms: dict[str, float] = {}  # the last one of a placement that was measured several times
-    for trial in iter_evaluations(tally.count(read_journal(path)), goal):
+
+    def count_searcher_time(entry: JournalEntry) -> JournalEntry:  # of duplicates too
+        spent_s = entry.proposal.searcher_s
+        cost["searcher_s"] += math.nan if spent_s is None else spent_s
+        return entry
+
+    for spent, entry, result in iter_counted(map(count_searcher_time, read_journal(path))):
+        latest_s, outcome = max(latest_s, result.elapsed_s), result.outcome
+        _add_cost(cost, outcome)
+        if entry.proposal.origin == RETRY_ORIGIN:
+            ends_s[spent - 1 :] = array("d", [latest_s])
+        else:
+            ends_s.append(latest_s)
+            initial += entry.proposal.origin.startswith("initial:")
+            successes += isinstance(outcome, Measured)
+            failures.update([outcome.stage] if isinstance(outcome, Failed) else [])
+        if isinstance(outcome, Failed):
+            continue
+        trial = _to_evaluation(entry, outcome, goal, spent, latest_s)
         latencies_ms[trial.digest] = trial.latency_ms
-        is_float = not any(trial.choices)
-        facts = {key: getattr(trial, key) for key in ("evaluations", "elapsed_s", "digest", "latency_ms")}
-        facts["is_float"] = is_float and bool(trial.choices)
+        logged = LoggedEvaluation(
+            evaluations=spent,
+            elapsed_s=latest_s,
+            digest=trial.digest,
+            latency_ms=trial.latency_ms,
+            is_float=bool(trial.choices) and not any(trial.choices),
+            value=trial.score.metrics.get(name, math.nan),
+        )
         if is_new_incumbent(trial, best):
             best = trial
-            incumbents.append(LoggedEvaluation(**facts))
-        if name in trial.score.metrics:
-            scored.append(ScoredEvaluation(**facts, value=trial.score.metrics[name]))
-        if is_float:
-            floats.append(trial)
+            incumbents.append(logged)
+        scored += [logged] if name in trial.score.metrics else []
+        floats += [] if any(trial.choices) else [trial]
     for digest, latency_ms in latencies_ms.items():
         readings[digest].append(latency_ms)
     return SearchLog(
         searcher=searcher,
         seed=seed,
         path=path,
-        elapsed_s=array("d", tally.elapsed_s),
-        successes=tally.successes,
-        failures=dict(tally.failures),
-        initial=tally.initial,
+        elapsed_s=ends_s,
+        successes=successes,
+        failures=dict(failures),
+        initial=initial,
         incumbents=tuple(incumbents),
         scored=tuple(scored),
         float_ms=next((trial.latency_ms for trial in floats), None),
         float_value=next((trial.score.metrics[name] for trial in floats if name in trial.score.metrics), None),
-        cost=dict(tally.cost),
+        cost=dict(cost),
         end=read_termination(path),
     )
 
 
-class _CostTally:
-    """Counts and times of the entries that pass through `count`."""
-
-    def __init__(self) -> None:
-        self.elapsed_s: list[float] = []
-        self.successes = self.initial = 0
-        self.failures: Counter[str] = Counter()
-        self.cost: defaultdict[str, float] = defaultdict(int)
-
-    def count(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
-        latest_s = 0.0
-        for spent, entry, result in iter_counted(map(self._count_searcher_time, entries)):
-            latest_s, outcome = max(latest_s, result.elapsed_s), result.outcome
-            if entry.proposal.origin == RETRY_ORIGIN:
-                self.elapsed_s[spent - 1 :] = [latest_s]
-            else:
-                self.elapsed_s.append(latest_s)
-                self.initial += entry.proposal.origin.startswith("initial:")
-                self.successes += isinstance(outcome, Measured)
-                if isinstance(outcome, Failed):
-                    self.failures[outcome.stage] += 1
-            self._add_cost(outcome)
-            yield entry
-
-    def _count_searcher_time(self, entry: JournalEntry) -> JournalEntry:  # of duplicates too
-        spent_s = entry.proposal.searcher_s
-        self.cost["searcher_s"] += math.nan if spent_s is None else spent_s
-        return entry
-
-    def _add_cost(self, outcome: Outcome) -> None:
-        cost = self.cost
-        if not isinstance(outcome, Measured):
-            cost["failures_s"] += outcome.wall_s
-            return
-        cost["build_s"] += outcome.build_s + outcome.release_s
-        cost["sampling_s"] += outcome.measure_s
-        cost["evaluation_s"] += outcome.evaluate_s
-        cost["readings"] += len(outcome.samples_ms) + sum(map(len, outcome.rebuilt_ms))
-        cost["saved"] += outcome.saved
-        cost["rebuilt"] += bool(outcome.rebuilt_ms)
-        cost["disturbed"] += bool(outcome.disturbance)
-        cost["unstable"] += not outcome.stable
+def _add_cost(cost: defaultdict[str, float], outcome: Outcome) -> None:
+    if not isinstance(outcome, Measured):
+        cost["failures_s"] += outcome.wall_s
+        return
+    cost["build_s"] += outcome.build_s + outcome.release_s
+    cost["sampling_s"] += outcome.measure_s
+    cost["evaluation_s"] += outcome.evaluate_s
+    cost["readings"] += len(outcome.samples_ms) + sum(map(len, outcome.rebuilt_ms))
+    cost["saved"] += outcome.saved
+    cost["rebuilt"] += bool(outcome.rebuilt_ms)
+    cost["disturbed"] += bool(outcome.disturbance)
+    cost["unstable"] += not outcome.stable

@@ -154,11 +154,7 @@ class StoredExperiment:
 
 
 def read_stored_experiment(path: Path) -> StoredExperiment:
-    """Read a stored `experiment.yaml`.
-
-    Raises:
-        UserError: The file cannot be read, or is no YAML mapping.
-    """
+    """Read a stored `experiment.yaml`."""
     text = read_text_file(path, "an experiment file")
     body = read_experiment_yaml(text, str(path))
 
@@ -220,9 +216,6 @@ def read_metric_scores(task: Path, metric: str) -> Mapping[str, Mapping[str, Any
 
     Args:
         metric: Metric that is checked against the record of single images.
-
-    Raises:
-        DamagedFile: A score contradicts its own record of single images.
     """
     scores = read_scores(task)
     for row, score in scores.items():
@@ -245,11 +238,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def read_task_facts(folder: Path) -> Mapping[str, Any]:
-    """Return the facts of a task.
-
-    Raises:
-        UserError: The file is damaged or has another schema.
-    """
+    """Return the facts of a task."""
     path = folder / "task.json"
     try:
         facts = parse_json(read_bounded(path))  # files of other schemas may lack the checksum

@@ -166,11 +166,7 @@ class AttributionReport:
 
 
 def write_attribution(report: AttributionReport, task: Path) -> Path:
-    """Write an attribution into the folder of a task and return its path.
-
-    Raises:
-        UserError: The file cannot be written.
-    """
+    """Write an attribution into the folder of a task and return its path."""
     path = task / "explain" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', report.row)}.json"
     write_record(path, {"schema": ATTRIBUTION_SCHEMA, **_nan_to_none(asdict(report))})
     return path
@@ -185,11 +181,7 @@ def _nan_to_none(value: Any) -> Any:
 
 
 def read_attributions(task: TaskResults) -> Iterator[AttributionReport]:
-    """Yield the attributions of the rows of a task whose file is unchanged; those of another schema are logged.
-
-    Raises:
-        UserError: An attribution is damaged.
-    """
+    """Yield the attributions of the rows of a task whose file is unchanged; those of another schema are logged."""
     digests = {row: exported_row.sha256 for row, exported_row in task.rows.items()}
     for path in sorted((task.folder / "explain").glob("*.json")):
         try:
@@ -206,7 +198,6 @@ def read_attribution(path: Path) -> AttributionReport:
 
     Raises:
         OtherSchemaError: Another version of this program wrote the file.
-        UserError: The file is damaged.
     """
     try:
         body = json.loads(json.dumps(read_json(path)), object_hook=_restore_nan)

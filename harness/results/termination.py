@@ -64,11 +64,13 @@ def write_termination(journal: Path, reason: str, failure: Failed | None) -> Ter
         reason: One line.
         failure: Exception of the searcher, if it ended the search.
     """
-    reason = hide_paths(_encodable(reason))
     suffix, other = (TERMINATED_SUFFIX, FAILED_SUFFIX) if failure is None else (FAILED_SUFFIX, TERMINATED_SUFFIX)
     path, traceback = journal.with_suffix(suffix), "" if failure is None else failure.without_paths().log_tail
+    # Exceptions of plug-ins may have lone surrogates.
+    texts = (text.encode(errors="backslashreplace").decode() for text in (hide_paths(reason), traceback))
+    reason, traceback = texts
     with recorded(path):
-        write_text(path, f"{reason}\n" + (_encodable(f"\n{traceback}\n") if traceback else ""))
+        write_text(path, f"{reason}\n" + (f"\n{traceback}\n" if traceback else ""))
     _remove_file(journal.with_suffix(other))
     return Termination(reason=reason, failed=failure is not None, traceback_file=path if traceback else None)
 
@@ -85,14 +87,9 @@ def read_termination(journal: Path) -> Termination | None:
         path = journal.with_suffix(suffix)
         reason, _, traceback = _read_text(path).partition("\n")
         if reason:
-            return Termination(
-                reason=reason, failed=suffix == FAILED_SUFFIX, traceback_file=path if traceback else None
-            )
+            shown = path if traceback else None
+            return Termination(reason=reason, failed=suffix == FAILED_SUFFIX, traceback_file=shown)
     return None
-
-
-def _encodable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()  # exceptions of plug-ins may have lone surrogates
 
 
 def _remove_file(path: Path) -> None:

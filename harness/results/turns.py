@@ -26,11 +26,7 @@ CONFIRMATION_LOG_NAME, NOISE_FLOOR_FILE_NAME = "confirmation.jsonl", "noise_floo
 
 
 def read_noise_floor(folder: Path) -> float:
-    """Return the noise floor that was measured before the searches of a task, or 0 without one.
-
-    Raises:
-        UserError: The file is damaged, or its floor is not a number of at least 0.
-    """
+    """Return the noise floor that was measured before the searches of a task, or 0 without one."""
     path = folder / NOISE_FLOOR_FILE_NAME
     floor = read_json(path, {}).get("noise_floor", 0.0)
     if not isinstance(floor, int | float) or not 0 <= floor < math.inf:
@@ -42,9 +38,6 @@ def baseline_latency(folder: Path) -> float:
     """Return the latency in ms of the baseline before the searches of a task.
 
     Candidates that are timed in turns with the baseline are scaled to it.
-
-    Raises:
-        UserError: The noise floor was not measured, or its file is damaged.
     """
     return summarize_turns(noise_floor_events(folder), baseline=FLOAT_ROW).rows[FLOAT_ROW].latency_ms.value
 
@@ -55,11 +48,7 @@ def noise_floor_events(folder: Path) -> list[TurnEvent]:
 
 
 def read_begun_plan(folder: Path) -> Confirmation | None:
-    """Return the plan in the log of a confirmation, or None if there is no log.
-
-    Raises:
-        UserError: The log of the confirmation is damaged.
-    """
+    """Return the plan in the log of a confirmation, or None if there is no log."""
     path = folder / CONFIRMATION_LOG_NAME
     try:
         return Confirmation(**log_header(path)["plan"]) if first_line(path) else None
@@ -71,11 +60,7 @@ FINAL_SELECTION_LOG_NAME = "final_selection.jsonl"  # in the folder of a task
 
 
 def read_comparison(path: Path) -> tuple[TurnEvent, ...]:
-    """Return the events of a log without a partial last line, or none if the log does not exist.
-
-    Raises:
-        DamagedFile: A line is damaged.
-    """
+    """Return the events of a log without a partial last line, or none if the log does not exist."""
     events = []
     for number, line in read_lines(path) if stored_path(path) is not None else ():
         try:

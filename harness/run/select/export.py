@@ -172,8 +172,8 @@ def _search_rows(running: TaskRun, selection: SelectionResult, exporter: _Export
                     final_selection=selection.speedups.get(leader.digest),
                     beaten=bool(selection.speedups)
                     and leader.digest not in selection.surviving[run.searcher.name, budget],
-                    scored=state.metric_usage.measured or None,
-                    agreement=state.metric_usage.agreement,
+                    scored=state.scored or None,
+                    agreement=state.agreement,
                 )
             if not leaders:
                 yield _empty_choice(run, budget, _no_incumbent_reason(state))

@@ -31,7 +31,7 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.measure.records import SCHEMA_VERSION, Failed
 from harness.plugins.api import Accuracy
 from harness.results.artifacts import NOT_TRIED, RECOVERY_FILE, recovered_row
-from harness.results.cross_fitting import MeasuredLoss, estimate_losses, estimate_recorded_losses
+from harness.results.cross_fitting import estimate_losses, estimate_recorded_losses
 from harness.results.journal import read_journal
 from harness.results.manifest import write_record
 from harness.results.search_log import PREDICTED_METRIC, Evaluation, Goal, is_feasible, iter_evaluations
@@ -298,10 +298,7 @@ def _expected_within(scored: Sequence[_ScoredFile], goal: Goal) -> list[bool]:
     """Return for each file whether both its measured and its estimated loss keep the bound."""
     expected = [file.score.loss for file in scored]
     known = [i for i, file in enumerate(scored) if math.isfinite(file.score.loss + file.score.stderr)]
-    measured = [
-        MeasuredLoss(loss=scored[i].score.loss, stderr=scored[i].score.stderr, sqnr_db=scored[i].attempt.sqnr_db)
-        for i in known
-    ]
+    measured = [(scored[i].score.loss, scored[i].score.stderr, scored[i].attempt.sqnr_db) for i in known]
     for i, loss in zip(known, estimate_losses(measured), strict=True):
         expected[i] = max(loss, expected[i])
     return [goal.loss_excess(loss) == 0 for loss in expected]

@@ -79,4 +79,4 @@ def test_long_journal_resumes_and_finalists_are_selected(folder):
     assert found[100].best[0].evaluations <= 100
     last = list(iter_incumbents(entries, goal))[-1]
     assert found[EVALUATIONS].best[0].digest == last.digest
-    assert found[EVALUATIONS].metric_usage.measured == EVALUATIONS - EVALUATIONS // 997
+    assert found[EVALUATIONS].scored == EVALUATIONS - EVALUATIONS // 997

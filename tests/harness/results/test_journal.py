@@ -143,7 +143,7 @@ def test_a_tuple_equals_its_list_in_the_fingerprint(path):
     ("content", "message"),
     [
         ('{"kind":"header","schema":99}\n', "schema 99, this version reads schema 3"),
-        ("hello\n", "not a journal"),
+        ("hello\n", "line 1: not a log"),
         ("[1]\n", "not a journal"),
         ('{"kind":"result"}\n', "not a journal"),
     ],

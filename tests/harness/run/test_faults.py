@@ -35,7 +35,7 @@ limits: {build_s: 20, measure_s: 1, memory_gb: 0.4}
 REASONS = (
     "ended by SIGSEGV", "ended by SIGABRT", "the runtime refuses this", "exited with status 3", "ended by SIGKILL",
     "more than 0.4 GB of memory", "no such kernel", "sample took longer than 1 s", "impossible latency of 0 ms",
-    "impossible latency of nan ms", "the clock jumped back",
+    "impossible latency of nan ms", "impossible latency of -1.25 ms",
 )  # fmt: skip
 
 

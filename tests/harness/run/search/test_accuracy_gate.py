@@ -296,9 +296,9 @@ def test_best_of_accuracy_goal_is_by_loss_then_latency():
 def test_metric_usage_counts_scored_and_proxy_agreement():
     scored = [outcome(5.0, map=value, **{PROXY: proxy}) for value, proxy in ((0.5, 40.0), (0.3, 9.0), (0.4, 12.0))]
     told = entries(*scored, outcome(6.0, **{PROXY: 3.0}), Failed(stage="build", reason="no"))
-    found = state_at_budgets(told, GOAL, [9])[9].metric_usage
-    assert (found.measured, found.agreement) == (3, pytest.approx(1.0))
-    assert state_at_budgets(entries(outcome(5.0)), Goal(), [1])[1].metric_usage.agreement is None
+    found = state_at_budgets(told, GOAL, [9])[9]
+    assert (found.scored, found.agreement) == (3, pytest.approx(1.0))
+    assert state_at_budgets(entries(outcome(5.0)), Goal(), [1])[1].agreement is None
 
 
 def test_score_of_rebuilt_candidate_includes_build_variance():

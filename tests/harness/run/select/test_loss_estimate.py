@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.results.cross_fitting import MeasuredLoss, estimate_losses
+from harness.results.cross_fitting import estimate_losses
 
 
-def files(losses: list[float], stderr: float, sqnr_db: list[float]) -> list[MeasuredLoss]:
-    return [
-        MeasuredLoss(loss=loss, stderr=stderr, sqnr_db=figure) for loss, figure in zip(losses, sqnr_db, strict=True)
-    ]
+def files(losses: list[float], stderr: float, sqnr_db: list[float]) -> list[tuple[float, float, float]]:
+    return [(loss, stderr, figure) for loss, figure in zip(losses, sqnr_db, strict=True)]
 
 
 def test_estimate_keeps_exact_losses():
