@@ -104,7 +104,7 @@ NATIVE_CALLS = {
 NATIVE_MODULES = {
     "accuracy.calibration.histogram_calibrators", "accuracy.tools.programs.ptq_child", "accuracy.calibration.ranges",
     "accuracy.tools.programs.nncf_child",
-    "graph.builder", "graph.equivalence.versions", "graph.passes.normalize", "graph.passes.pipeline",
+    "graph.builder", "graph.equivalence.compare", "graph.passes.normalize", "graph.passes.pipeline",
     "graph.passes.simplify", "graph.passes.static_shapes", "graph.segmented_run",
     "runtimes.example", "runtimes.onnxruntime", "runtimes.openvino", "runtimes.tensorrt.options",
     "runtimes.tensorrt_rtx", "runtimes.testing",

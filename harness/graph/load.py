@@ -16,7 +16,7 @@ from harness.graph.io.model_reader import check_functions, read_model, refuse_da
 from harness.graph.model import DynamicOriginal, Model, read_nodes
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.passes.normalize import densify_sparse_initializers
-from harness.graph.passes.pipeline import ModelDraft, prepare_passes, run_passes
+from harness.graph.passes.pipeline import ModelDraft
 from harness.graph.passes.rebatch import with_batch_size
 from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, static_types
 from harness.graph.protos import attribute_value, copy_message, dtype_name, input_values, replace_field
@@ -160,7 +160,7 @@ def prepare_model(
             fix_inputs(proto, sizes, source)
         interface = ModelInterface.from_graph(proto.graph)
         draft = ModelDraft(proto=proto, source=source)
-        run_passes(draft, prepare_passes(min_opset))
+        draft.prepare(min_opset)
         proto = draft.proto
         types = static_types(proto.graph)
         for value in proto.graph.output:

@@ -149,7 +149,7 @@ def static_inputs(
     resolved = resolve_shapes(dynamic, sizes, names.key.removesuffix("NAME").rstrip(". "), batch=batch)
     for name, axes in dynamic.items():
         if name not in resolved.shapes:
-            remedy = names.describe_remedy(name, axes or (), resolved.missing.symbols)
+            remedy = names.describe_remedy(name, axes or (), resolved.missing_symbols)
             missing = f", and {samples.source} has no array for it" if samples and samples.shapes else ""
             raise UserError(f"input {name!r} is {format_axes(axes)}{missing}: give {remedy}")
     for name, (_, declared_sizes) in declared.inputs.items():

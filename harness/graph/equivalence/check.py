@@ -19,8 +19,7 @@ from pathlib import Path
 import onnx
 
 from harness.base.errors import UserError
-from harness.graph.equivalence.compare import EquivalenceVerdict, compare_runs
-from harness.graph.equivalence.versions import ComparisonTask
+from harness.graph.equivalence.compare import ComparisonTask, EquivalenceVerdict, compare_runs
 from harness.graph.io.files import is_large, write_model
 from harness.graph.model import Model, TensorType
 from harness.graph.passes.static_shapes import static_types
@@ -112,7 +111,12 @@ def check_equivalent(original: OriginalModel, model: Model) -> bool:
     Returns:
         False if they could not be compared, which is logged; else True.
     """
-    if _is_untouched(original, model.proto):
+    opsets, graph = _opset_versions(model.proto), model.proto.graph
+    if (
+        all(original.opsets.get(domain, version) == version for domain, version in opsets.items())
+        and all(_serialize_node(node) in original.nodes for node in graph.node)
+        and all(original.constants.get(tensor.name) == tensor for tensor in graph.initializer)
+    ):
         return True
     before, key = original.source, original.key
     if isinstance(before, onnx.ModelProto) and not is_large(before):
@@ -131,7 +135,7 @@ def check_equivalent(original: OriginalModel, model: Model) -> bool:
         while len(verdicts) > MAX_CACHED_VERDICTS:
             verdicts.popitem(last=False)
     if verdict.change:
-        old, new = original.opsets.get("", 0), _opset_versions(model.proto).get("", 0)
+        old, new = original.opsets.get("", 0), opsets.get("", 0)
         remedy = f"export it with opset {new} or later" if old < new else "please report the model as a fault of qdq"
         raise UserError(
             f"{model.source}: preparing the model would change what it computes: {verdict.change}; {remedy}"
@@ -159,28 +163,19 @@ def _compare_versions(
             widened=frozenset(widened),
             samples=max(widened.values(), default=1),
         )
-        return _compare_in_helper(task, model.source)
-
-
-def _compare_in_helper(task: ComparisonTask, source: str) -> EquivalenceVerdict:
-    """Run the comparison, and repeat it with integer inputs of 1 if it crashes, for instance by a division by 0."""
-    try:
-        return call_in_helper_process(f"{source}: the comparison", compare_runs, task)
-    except HelperCallFailed as error:
-        if error.crashed and task.draws != (2,):
-            return _compare_in_helper(replace(task, draws=(2,)), source)
-        return EquivalenceVerdict(unchecked=f"ONNX Runtime {error.how}")
-    except _COMPARISON_ERRORS as error:  # an error of the comparison is no reason to refuse a valid model
-        return EquivalenceVerdict(unchecked=f"{type(error).__name__}: {error}")
-
-
-def _is_untouched(original: OriginalModel, proto: onnx.ModelProto) -> bool:
-    opsets = _opset_versions(proto)
-    if any(original.opsets.get(domain, version) != version for domain, version in opsets.items()):
-        return False
-    if not all(_serialize_node(node) in original.nodes for node in proto.graph.node):
-        return False
-    return all(original.constants.get(tensor.name) == tensor for tensor in proto.graph.initializer)
+        what = f"{model.source}: the comparison"
+        try:
+            try:
+                return call_in_helper_process(what, compare_runs, task)
+            except HelperCallFailed as error:
+                if not error.crashed:
+                    raise
+                # It may have crashed by a division by 0, which integer inputs of 1 avoid.
+                return call_in_helper_process(what, compare_runs, replace(task, draws=(2,)))
+        except HelperCallFailed as error:
+            return EquivalenceVerdict(unchecked=f"ONNX Runtime {error.how}")
+        except _COMPARISON_ERRORS as error:  # an error of the comparison is no reason to refuse a valid model
+            return EquivalenceVerdict(unchecked=f"{type(error).__name__}: {error}")
 
 
 def _serialize_node(node: onnx.NodeProto) -> bytes:

@@ -61,35 +61,21 @@ class InputSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MissingSizes:
-    """Dimensions without a size.
-
-    Attributes:
-        symbols: Symbols without a size.
-        inputs: Names of inputs of unknown rank, or with a dimension without size and symbol.
-    """
-
-    symbols: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.symbols or self.inputs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedShapes:
     """Static shapes of the inputs.
 
     Attributes:
         shapes: Shape of each input without unknown dimensions.
         default_sizes: Sizes from the default batch or from samples, by the name of the dimension in messages.
-        missing: Dimensions without a size.
+        missing_symbols: Symbols without a size.
+        missing_inputs: Names of inputs of unknown rank, or with a dimension without size and symbol.
         known: Size by symbol.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     default_sizes: Mapping[str, int]
-    missing: MissingSizes
+    missing_symbols: tuple[str, ...]
+    missing_inputs: tuple[str, ...]
     known: Mapping[str, int]
 
 
@@ -107,13 +93,14 @@ def parse_shape(given: str | tuple[int, ...], where: str) -> tuple[int, ...]:
 def axes_of(value: onnx.ValueInfoProto) -> Axes | None:
     """Return the declared dimensions of an input or output, or None if its rank is unknown."""
     tensor = value.type.tensor_type
-    return tuple(_declared_axis(dim) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
-
-
-def _declared_axis(dim: onnx.TensorShapeProto.Dimension) -> Axis:
-    if dim.HasField("dim_value") and dim.dim_value >= 0:
-        return int(dim.dim_value)
-    return None if dim.dim_param in UNNAMED_SYMBOLS else str(dim.dim_param)
+    if not tensor.HasField("shape"):
+        return None
+    return tuple(
+        int(dim.dim_value)
+        if dim.HasField("dim_value") and dim.dim_value >= 0
+        else (None if dim.dim_param in UNNAMED_SYMBOLS else str(dim.dim_param))
+        for dim in tensor.shape.dim
+    )
 
 
 def set_shape(value: onnx.ValueInfoProto, shape: tuple[int, ...]) -> None:
@@ -161,10 +148,18 @@ def resolve_shapes(
     defaulted = {**dict(resolver.apply_default_batch(batch)), **sampled}
     resolver.check_expressions()
     shapes = {name: resolver.input_shape(name) for name in inputs}
+    missing: dict[str, None] = {}
+    unnamed = [name for name, axes in inputs.items() if axes is None and name not in sizes.shapes]
+    for name, position, axis in resolver.axes:
+        if isinstance(axis, str) and resolver.axis_size(axis) is None:
+            missing.update(dict.fromkeys(resolver.parts.get(axis, (axis,))))
+        elif axis is None and position and name not in sizes.shapes:
+            unnamed.append(name)
     return ResolvedShapes(
         shapes={name: shape for name, shape in shapes.items() if shape is not None},
         default_sizes=defaulted,
-        missing=resolver.missing(),
+        missing_symbols=tuple(symbol for symbol in missing if symbol not in resolver.sizes),
+        missing_inputs=tuple(dict.fromkeys(unnamed)),
         known={symbol: size for symbol, (size, _) in resolver.sizes.items()},
     )
 
@@ -173,20 +168,21 @@ class _SizeResolver:
     """Resolver of the sizes of symbols.
 
     Attributes:
+        axes: Input, position and declared dimension of each dimension.
+        parts: Symbols in each expression; each of them is also a dimension of its own.
         sizes: Size and its origin ("dims.N", "shapes.x" or "" for a default) by symbol.
     """
 
     def __init__(self, inputs: Mapping[str, Axes | None], source: str) -> None:
-        self._inputs = inputs
-        self._source = source
+        self._inputs, self._source = inputs, source
         self.sizes: dict[str, tuple[int, str]] = {}
         self._given_shapes: dict[str, tuple[int, ...]] = {}
         self._unnamed_batch: int | None = None
-        self._symbols = tuple(dict.fromkeys(axis for _, _, axis in self._iter_axes() if isinstance(axis, str)))
+        self.axes = [(name, i, axis) for name, axes in inputs.items() for i, axis in enumerate(axes or ())]
+        self._symbols = tuple(dict.fromkeys(axis for _, _, axis in self.axes if isinstance(axis, str)))
         plain = frozenset(symbol for symbol in self._symbols if symbol.isidentifier())
         parts = {symbol: expression_symbols(symbol) for symbol in self._symbols if symbol not in plain}
-        # Symbols in each expression; each of them is also a dimension of its own.
-        self._parts = {symbol: names for symbol, names in parts.items() if names and plain.issuperset(names)}
+        self.parts = {symbol: names for symbol, names in parts.items() if names and plain.issuperset(names)}
 
     def set_symbol(self, symbol: str, size: int) -> None:
         """Set the size of a symbol."""
@@ -196,7 +192,7 @@ class _SizeResolver:
             raise UserError(f"{where}: a size is an integer of at least {least}, but got {size!r}")
         if symbol in self._symbols:
             self.sizes[symbol] = (size, f"dims.{symbol}")
-        elif BATCH_SYMBOL.fullmatch(symbol) and any(axis is None and not i for _, i, axis in self._iter_axes()):
+        elif BATCH_SYMBOL.fullmatch(symbol) and any(axis is None and not i for _, i, axis in self.axes):
             self._unnamed_batch = size
         else:
             declared = ", ".join(f"{name} {format_axes(axes)}" for name, axes in self._inputs.items())
@@ -215,26 +211,23 @@ class _SizeResolver:
                 f"{where}: the input has {len(axes)} dimensions ({format_axes(axes)}), but got {len(shape)}: "
                 f"{format_shape(shape)}"
             )
+        declared, text = format_axes(axes), format_shape(shape)
         for place, (axis, size) in enumerate(zip(axes or (), shape, strict=bool(axes))):
             if not size and is_batch(axis, place):
                 wanted = "a shape looks like 1x3x224x224"
-                raise UserError(f"{where}: {wanted}, but got {format_shape(shape)!r}: a batch has at least 1 sample")
-            self._set_axis(axis, size, name, shape)
+                raise UserError(f"{where}: {wanted}, but got {text!r}: a batch has at least 1 sample")
+            if isinstance(axis, int) and axis not in (0, size):
+                raise UserError(f"{where}: the input is fixed to {declared} in the model, but got {text}")
+            if isinstance(axis, str):
+                known, origin = self.sizes.setdefault(axis, (size, f"shapes.{name}"))
+                if known != size:
+                    raise UserError(
+                        f"{where}: dimension {axis!r} of {declared} has one size in all inputs, but got {known} and "
+                        f"{size}: {text} ({known} is from {origin}); give it once"
+                    )
         self._given_shapes[name] = shape
         if axes and axes[0] is None and self._unnamed_batch is None:
             self._unnamed_batch = shape[0]
-
-    def _set_axis(self, axis: Axis, size: int, name: str, shape: tuple[int, ...]) -> None:
-        where, declared = f"{self._source}: shapes.{name}", format_axes(self._inputs[name])
-        if isinstance(axis, int) and axis not in (0, size):
-            raise UserError(f"{where}: the input is fixed to {declared} in the model, but got {format_shape(shape)}")
-        if isinstance(axis, str):
-            known, origin = self.sizes.setdefault(axis, (size, f"shapes.{name}"))
-            if known != size:
-                raise UserError(
-                    f"{where}: dimension {axis!r} of {declared} has one size in all inputs, but got {known} and "
-                    f"{size}: {format_shape(shape)} ({known} is from {origin}); give it once"
-                )
 
     def apply_samples(self, samples: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
         """Set symbols of unknown size to those of samples, which have no batch; yield their names and sizes."""
@@ -242,13 +235,13 @@ class _SizeResolver:
         for name, shape in samples.items():
             axes = self._inputs.get(name or only) or ()
             for axis, size in zip(axes[1:], shape, strict=False) if len(axes) == len(shape) + 1 else ():
-                if isinstance(axis, str) and axis not in self._parts and axis not in self.sizes:
+                if isinstance(axis, str) and axis not in self.parts and axis not in self.sizes:
                     self.sizes[axis] = (size, "the calibration data")
                     yield repr(axis), size
 
     def solve_expressions(self) -> None:
         """Determine symbols from the given size of an expression with one unknown symbol."""
-        for symbol, names in self._parts.items():
+        for symbol, names in self.parts.items():
             unknown = [name for name in names if name not in self.sizes]
             if symbol in self.sizes and len(unknown) == 1:
                 size, origin = self.sizes[symbol]
@@ -260,21 +253,18 @@ class _SizeResolver:
 
     def check_expressions(self) -> None:
         """Raise `UserError` if the given size of an expression differs from its value."""
-        for symbol, names in self._parts.items():
+        for symbol, names in self.parts.items():
             if symbol in self.sizes and self._expression_size(symbol) != self.sizes[symbol][0]:
                 size, origin = self.sizes[symbol]
-                parts = ", ".join(f"{name} = {self._describe_size(name)}" for name in names)
+                known = {name: self.sizes.get(name, ("unknown", "")) for name in names}
+                parts = ", ".join(f"{name} = {value} ({where or 'default'})" for name, (value, where) in known.items())
                 raise UserError(f"{self._source}: dimension {symbol!r} is {size} ({origin}), but {parts}; give it once")
-
-    def _describe_size(self, symbol: str) -> str:
-        size, origin = self.sizes.get(symbol, ("unknown", ""))
-        return f"{size} ({origin or 'default'})"
 
     def apply_default_batch(self, batch: int) -> Iterator[tuple[str, int]]:
         """Set batch dimensions of unknown size to the default; yield their names and sizes."""
         given = {size for symbol, (size, _) in self.sizes.items() if BATCH_SYMBOL.fullmatch(symbol)}
         unnamed = self._unnamed_batch or (given.pop() if len(given) == 1 else batch)
-        for name, position, axis in self._iter_axes():
+        for name, position, axis in self.axes:
             if name in self._given_shapes or not is_batch(axis, position):
                 continue
             if axis is None:
@@ -300,26 +290,9 @@ class _SizeResolver:
         known = tuple(size for size in sizes if size is not None)
         return known if len(known) == len(sizes) else None
 
-    def missing(self) -> MissingSizes:
-        """Return the symbols without a size, and the inputs with unknown dimensions that have no symbol."""
-        symbols: dict[str, None] = {}
-        unnamed = [name for name, axes in self._inputs.items() if axes is None and name not in self._given_shapes]
-        for name, position, axis in self._iter_axes():
-            if isinstance(axis, str) and self.axis_size(axis) is None:
-                symbols.update(dict.fromkeys(self._parts.get(axis, (axis,))))
-            elif axis is None and position and name not in self._given_shapes:
-                unnamed.append(name)
-        unknown = tuple(symbol for symbol in symbols if symbol not in self.sizes)
-        return MissingSizes(symbols=unknown, inputs=tuple(dict.fromkeys(unnamed)))
-
-    def _iter_axes(self) -> Iterator[tuple[str, int, Axis]]:
-        for name, axes in self._inputs.items():
-            for position, axis in enumerate(axes or ()):
-                yield name, position, axis
-
     def _expression_size(self, symbol: str) -> int | None:
         """Return the value of an expression, or None for other texts and if a symbol is unknown."""
-        names = self._parts.get(symbol)
+        names = self.parts.get(symbol)
         if names is None or any(name not in self.sizes for name in names):
             return None
         return evaluate_expression(symbol, {name: self.sizes[name][0] for name in names})

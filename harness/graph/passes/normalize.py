@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -179,16 +179,19 @@ def fold_batch_norms(graph: onnx.GraphProto) -> int:
     uses = Counter(name for node in graph.node for name in tensors_read(node))
     uses.update(value.name for value in graph.output)
     producer = {name: node for node in graph.node for name in node.output if name}
-    folded = []
+    folded = set()
     for node in graph.node:
-        linear = producer.get(node.input[0]) if _is_inference_batch_norm(node, constants) else None
+        if node.op_type != "BatchNormalization" or node.domain or sum(map(bool, node.output)) != 1:
+            continue
+        known = not attribute_value(node, "training_mode", 0) and all(name in constants for name in node.input[1:5])
+        linear = producer.get(node.input[0]) if known else None
         if linear is None or uses[node.input[0]] != 1 or not _fold_into(linear, node, constants, uses):
             continue
         linear.output[0] = node.output[0]
         producer[node.output[0]] = linear
-        folded.append(node.name)
+        folded.add(node.name)
     if folded:
-        _rewrite_graph(graph, constants, frozenset(folded))
+        _rewrite_graph(graph, constants, folded)
     return len(folded)
 
 
@@ -216,7 +219,7 @@ def normalize_resizes(graph: onnx.GraphProto) -> None:
             replace_field(node.attribute, kept)
             changed = True
     if changed:
-        _rewrite_graph(graph, constants, frozenset())
+        _rewrite_graph(graph, constants, ())
 
 
 def _resize_inputs_of_all_axes(
@@ -246,12 +249,6 @@ def _resize_inputs_of_all_axes(
         found[1][[*axes, *(axes + len(shape))]] = region
     is_computed = any(node.input[1:2]) and node.input[1] not in constants
     return {} if is_computed else dict(sorted(found.items()))
-
-
-def _is_inference_batch_norm(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> bool:
-    if node.op_type != "BatchNormalization" or node.domain or sum(map(bool, node.output)) != 1:
-        return False
-    return not attribute_value(node, "training_mode", 0) and all(name in constants for name in node.input[1:5])
 
 
 def _fold_into(
@@ -310,7 +307,7 @@ def _store_constant(
     return name
 
 
-def _rewrite_graph(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], folded: frozenset[str]) -> None:
+def _rewrite_graph(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto], folded: Collection[str]) -> None:
     nodes = [node for node in graph.node if node.name not in folded]
     used = {name for node in nodes for name in tensors_read(node)} | {v.name for v in graph.output}
     made = {name for node in nodes for name in node.output}

@@ -39,7 +39,14 @@ def with_batch_size(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx
         UserError: The shapes have several batch sizes, or the model cannot be changed; then the message, which starts
             with `source`, names the operator that prevents it.
     """
-    batch_sizes = _requested_batch_sizes(proto.graph, shapes, source)
+    batch_sizes = {}
+    inputs = {value.name: value for value in proto.graph.input}
+    for name, given in shapes.items():
+        if name in inputs:
+            declared = tuple(dim.dim_value for dim in inputs[name].type.tensor_type.shape.dim)
+            size, *rest = parse_shape(given, f"{source}: shapes.{name}")
+            if declared[:1] == (1,) and declared[1:] == tuple(rest) and size > 1:
+                batch_sizes[name] = size
     if not batch_sizes:
         return proto
     if len(set(batch_sizes.values())) > 1:
@@ -48,42 +55,23 @@ def with_batch_size(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx
     one = copy_message(proto)
     lower_constants(one.graph)
     weights = externalize_weights(one.graph)
-    dependent = _dependent_tensors(one.graph, set(batch_sizes))
+    dependent = set(batch_sizes)  # tensors that are computed from values, and not only from shapes, of the inputs
+    for node in one.graph.node:
+        if node.op_type not in SHAPE_OPS and dependent.intersection(tensors_read(node)):
+            dependent.update(name for name in node.output if name)
     many = copy_message(one)
     _set_batch_size(many.graph, set(batch_sizes), dependent, samples)
     before, after = (static_types(infer_types(model, source).graph) for model in (one, many))
     problem = _first_batch_mixing_op(one.graph, dependent, before, after, samples)
     if problem:
-        inputs = ", ".join(f"{name!r} to {samples}" for name in batch_sizes)
+        widened = ", ".join(f"{name!r} to {samples}" for name in batch_sizes)
         raise UserError(
-            f"{source}: shapes: the model is fixed to one sample and cannot be widened ({inputs}): {problem}; "
+            f"{source}: shapes: the model is fixed to one sample and cannot be widened ({widened}): {problem}; "
             "export it with a dynamic batch"
         )
     restore_weights(many.graph, weights)
     logger.info("%s: batch size changed from 1 to %d", source, samples)
     return many
-
-
-def _requested_batch_sizes(graph: onnx.GraphProto, shapes: Shapes, source: str) -> dict[str, int]:
-    """Return the batch size in `shapes` of each input that is fixed to one sample in the model, if it is above 1."""
-    sizes = {}
-    inputs = {value.name: value for value in graph.input}
-    for name, given in shapes.items():
-        if name in inputs:
-            declared = tuple(dim.dim_value for dim in inputs[name].type.tensor_type.shape.dim)
-            samples, *rest = parse_shape(given, f"{source}: shapes.{name}")
-            if declared[:1] == (1,) and declared[1:] == tuple(rest) and samples > 1:
-                sizes[name] = samples
-    return sizes
-
-
-def _dependent_tensors(graph: onnx.GraphProto, inputs: set[str]) -> set[str]:
-    """Return the tensors that are computed from the values, and not only the shapes, of these inputs."""
-    dependent = set(inputs)
-    for node in graph.node:
-        if node.op_type not in SHAPE_OPS and dependent.intersection(tensors_read(node)):
-            dependent.update(name for name in node.output if name)
-    return dependent
 
 
 def _set_batch_size(graph: onnx.GraphProto, inputs: set[str], dependent: set[str], samples: int) -> None:
@@ -122,24 +110,16 @@ def _first_batch_mixing_op(
         label = f"{node.op_type} {node.name or node.output[0]!r}"
         if any(True for _ in iter_subgraphs(node)):
             return f"{label} has a subgraph"
-        if node.input[0] in dependent and (node.op_type in BATCH_MIXING_OPS or _works_along_batch_axis(node, before)):
+        first = node.input[0]
+        axis = attribute_value(node, "axis", 0 if node.op_type == "Gather" else None)
+        along = axis == 0 or (first in before and axis == -len(before[first].shape))
+        if first in dependent and (node.op_type in BATCH_MIXING_OPS or along):
             return f"{label} works along the samples"
         for name in node.output:
             if name in before and name not in after:
                 return f"the result of {label} for several samples is not known"
-            if name in before and not _differs_only_in_batch(before[name], after[name], samples):
+            own = before[name].shape if name in before else None
+            if own is not None and (own[:1] != (1,) or after[name].shape != (samples, *own[1:])):
                 return f"{label} does not keep samples apart"
     unknown = [value.name for value in graph.output if value.name in dependent and value.name not in before]
     return f"the shape of output {unknown[0]!r} is not known" if unknown else ""
-
-
-def _works_along_batch_axis(node: onnx.NodeProto, types: Mapping[str, TensorType]) -> bool:
-    axis = attribute_value(node, "axis")
-    if axis is None:
-        return bool(node.op_type == "Gather")  # whose default is 0
-    known = types.get(node.input[0])
-    return bool(axis == 0 or (known is not None and axis == -len(known.shape)))
-
-
-def _differs_only_in_batch(before: TensorType, after: TensorType, samples: int) -> bool:
-    return before.shape[:1] == (1,) and after.shape == (samples, *before.shape[1:])

@@ -61,9 +61,13 @@ def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weig
         UserError: The graph has a cycle, or computes a constant of more than `MAX_COMPUTED_BYTES`.
     """
     nodes = list(graph.node)
-    if not _is_sorted(nodes):  # a valid order is kept, because it is the author's
-        order = _sorted_names(graph, source)
-        nodes.sort(key=lambda node: order[node.name])
+    later = {name for node in nodes for name in node.output if name}
+    for node in nodes:  # a valid order is kept, because it is the author's
+        if not later.isdisjoint(tensors_read(node)):
+            order = _sorted_names(graph, source)
+            nodes.sort(key=lambda node: order[node.name])
+            break
+        later.difference_update(node.output)
     constants = {tensor.name: tensor for tensor in graph.initializer} | weights
     outputs = [value.name for value in graph.output]
     computed, values = _fold_constants(nodes, constants, outputs, opsets, source)
@@ -76,15 +80,6 @@ def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weig
     initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]
     replace_field(graph.node, kept[::-1])
     replace_field(graph.initializer, initializers)
-
-
-def _is_sorted(nodes: Iterable[onnx.NodeProto]) -> bool:
-    later = {name for node in nodes for name in node.output if name}
-    for node in nodes:
-        if not later.isdisjoint(tensors_read(node)):
-            return False
-        later.difference_update(node.output)
-    return True
 
 
 def _sorted_names(graph: onnx.GraphProto, source: str) -> dict[str | None, int]:
@@ -314,9 +309,13 @@ def _evaluate_nodes(
     imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
     model = onnx.ModelProto(graph=onnx.GraphProto(name="constants"), ir_version=10, opset_import=imports)
     types = _result_types(model, foldable, constants)
-    _check_sizes(types)
-    if any(not _size_bytes(kind) for kind in types.values()) and sum(map(_size_bytes, types.values())) < 1 << 20:
-        _check_sizes(_result_types(model, foldable, constants, data_prop=True))  # takes long for large tensors
+    sizes = {name: _size_bytes(kind) for name, kind in types.items()}
+    if not all(sizes.values()) and sum(sizes.values()) < 1 << 20:  # takes long for large tensors
+        propagated = _result_types(model, foldable, constants, data_prop=True)
+        sizes |= {name: _size_bytes(kind) for name, kind in propagated.items()}
+    for name, size in sizes.items():
+        if size > MAX_COMPUTED_BYTES:
+            raise _ConstantTooLarge(f"the constant {name!r} has {size / 1e9:,.1f} GB by its shape")
     plain = [n for n in foldable if all(o in types and types[o].elem_type in _FOLDABLE_DTYPES for o in n.output if o)]
     nodes = {node.name: node for node in _foldable_nodes(plain, constants, opsets)[0]}
     made = {name for node in nodes.values() for name in node.output if name}
@@ -334,13 +333,12 @@ def _evaluate_nodes(
     if any(value.dtype != helper.tensor_dtype_to_np_dtype(types[name].elem_type) for name, value in values.items()):
         return set(), {}
     values = {name: value for name, value in values.items() if value.nbytes <= MAX_FOLDED_BYTES}
-    return nodes.keys() - _nodes_behind(nodes.values(), set(wanted) - values.keys()), values
-
-
-def _check_sizes(types: Mapping[str, onnx.TypeProto.Tensor]) -> None:
-    for name, kind in types.items():
-        if (size := _size_bytes(kind)) > MAX_COMPUTED_BYTES:
-            raise _ConstantTooLarge(f"the constant {name!r} has {size / 1e9:,.1f} GB by its shape")
+    left, kept = set(wanted) - values.keys(), set()
+    for name, node in reversed(nodes.items()):
+        if not left.isdisjoint(node.output):
+            left.update(tensors_read(node))
+            kept.add(name)
+    return nodes.keys() - kept, values
 
 
 def _result_types(
@@ -364,12 +362,3 @@ def _size_bytes(kind: onnx.TypeProto.Tensor) -> int:
         return 0
     itemsize: int = helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
     return int(math.prod(dim.dim_value for dim in kind.shape.dim)) * itemsize
-
-
-def _nodes_behind(nodes: Iterable[onnx.NodeProto], tensors: set[str]) -> set[str]:
-    names = set()
-    for node in reversed(list(nodes)):
-        if not tensors.isdisjoint(node.output):
-            tensors.update(tensors_read(node))
-            names.add(node.name)
-    return names

@@ -64,10 +64,13 @@ def fix_inputs(proto: onnx.ModelProto, sizes: InputSizes, source: str) -> None:
     graph = proto.graph
     inputs = {value.name: value for value in graph.input if value.type.HasField("tensor_type")}
     resolved = resolve_shapes({name: axes_of(value) for name, value in inputs.items()}, sizes, source)
-    if resolved.missing:
+    if resolved.missing_symbols or resolved.missing_inputs:
         raise _missing_sizes(proto, resolved, sizes, source)
-    if resolved.default_sizes:
-        logger.warning("%s: %s", source, _describe_default_sizes(resolved))
+    if defaults := resolved.default_sizes:
+        listed = ", ".join(f"{name} is dynamic and set to {size}" for name, size in defaults.items())
+        symbol = next((name.strip("'") for name in defaults if name.startswith("'")), "batch")
+        option = format_size_options({symbol: 8}, {})
+        logger.warning("%s: %s; another size: %s, or dims: {%s: 8} of the model", source, listed, option, symbol)
     for name, value in inputs.items():
         set_shape(value, resolved.shapes[name])
     for value in graph.output:
@@ -211,14 +214,6 @@ def _is_dynamic(value: onnx.ValueInfoProto) -> bool:
     )
 
 
-def _describe_default_sizes(resolved: ResolvedShapes) -> str:
-    """Return a message about dimensions that got a default size."""
-    sizes = ", ".join(f"{name} is dynamic and set to {size}" for name, size in resolved.default_sizes.items())
-    symbol = next((name.strip("'") for name in resolved.default_sizes if name.startswith("'")), "batch")
-    option = format_size_options({symbol: 8}, {})
-    return f"{sizes}; another size: {option}, or dims: {{{symbol}: 8}} of the model"
-
-
 def _missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, sizes: InputSizes, source: str) -> SizesMissing:
     """Return an error that asks for missing sizes, with an example that passes ONNX's shape inference."""
     inputs = {v.name: axes_of(v) for v in proto.graph.input if v.type.HasField("tensor_type")}
@@ -227,24 +222,29 @@ def _missing_sizes(proto: onnx.ModelProto, resolved: ResolvedShapes, sizes: Inpu
         for name, axes in inputs.items()
         if name not in resolved.shapes
     )
-    dims, shapes = find_example_sizes(proto, inputs, resolved, sizes)
-    sections = (("dims", _format_mapping(dims)), ("shapes", _format_mapping(shapes)))
-    yaml = ", ".join(f"{key}: {{{given}}}" for key, given in sections if given)
+    dims, shapes = _find_example_sizes(proto, inputs, resolved, sizes)
+    yaml = []
+    for key, values in (("dims", dims), ("shapes", shapes)):
+        quoted = (f"{n if _PLAIN_YAML_KEY.fullmatch(n) else repr(n)}: {value}" for n, value in values.items())
+        if values:
+            yaml.append(f"{key}: {{{', '.join(quoted)}}}")
     what = "each symbol once" if dims else "it"
     foreign = [repr(name) for name in sizes.samples if name and name not in inputs]
     named = f" (no input has the name of the calibration data's {', '.join(foreign)})" if foreign else ""
     options = format_size_options(dims, shapes)
     return SizesMissing(
         f"{source}: {dynamic}{named}; a placement is measured at one static shape: give {what} ",
-        f"in the experiment as '{yaml}', or for a command that takes a model as {options}",
+        f"in the experiment as '{', '.join(yaml)}', or for a command that takes a model as {options}",
         f"as {', '.join(f'{key}={values!r}' for key, values in (('dims', dims), ('shapes', shapes)) if values)}",
     )
 
 
 def format_size_options(dims: Mapping[str, int], shapes: Mapping[str, str]) -> str:
     """Return sizes by symbol, and shapes by input, as command-line options: "--dim time=128 --shape x:1x3x8x8"."""
-    flags = [f"--dim {_shell_quote(f'{name}={size}')}" for name, size in dims.items()]
-    return " ".join([*flags, *(f"--shape {_shell_quote(f'{name}:{shape}')}" for name, shape in shapes.items())])
+    options = [("--dim", f"{name}={size}") for name, size in dims.items()]
+    options += [("--shape", f"{name}:{shape}") for name, shape in shapes.items()]
+    quoted = ((flag, text if re.fullmatch(r"[\w.:=/,+-]+", text) else f"'{text}'") for flag, text in options)
+    return " ".join(f"{flag} {text}" for flag, text in quoted)
 
 
 def parse_named_shapes(option: str, texts: Iterable[str], example: str = "images:1x3x224x224") -> dict[str, str]:
@@ -274,7 +274,7 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     return dims
 
 
-def find_example_sizes(
+def _find_example_sizes(
     proto: onnx.ModelProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes, sizes: InputSizes
 ) -> ExampleSizes:
     """Return example sizes of dynamic inputs for an error message, if possible ones that pass shape inference.
@@ -284,43 +284,28 @@ def find_example_sizes(
         resolved: Known and missing sizes.
         sizes: Sizes that the user gave, which the examples complete.
     """
-    examples = list(_iter_example_sizes(proto.graph, inputs, resolved))
-    for dims, shapes in examples:
+    image_axes = {a for axes in inputs.values() for a in (axes or ())[2:] if axes and len(axes) == 4}
+    weights = {tensor.name: tensor.dims for tensor in proto.graph.initializer}
+    conv_channels = {
+        node.input[0]: int(weights[node.input[1]][1] * attribute_value(node, "group", 1))
+        for node in reversed(proto.graph.node)
+        if node.op_type == "Conv" and node.input[1] in weights
+    }
+    examples: list[ExampleSizes] = []
+    for image, other, channels in product(EXAMPLE_IMAGE_SIZES, EXAMPLE_OTHER_SIZES, EXAMPLE_CHANNELS):
+        dims = {symbol: image if symbol in image_axes else other for symbol in resolved.missing_symbols}
+        known = {**resolved.known, **dims}
+        shapes = {}
+        for name in resolved.missing_inputs:
+            declared: Axes = (None,) * 4 if (axes := inputs[name]) is None else axes
+            default = (1, conv_channels.get(name, channels), image, image) if len(declared) == 4 else (1, *[other] * 9)
+            places = enumerate(declared)
+            shape = (axis if isinstance(axis, int) else known.get(str(axis), default[i]) for i, axis in places)
+            shapes[name] = format_shape(tuple(shape))
+        examples.append((dims, shapes))
         if _passes_inference(proto, InputSizes(shapes={**sizes.shapes, **shapes}, dims={**sizes.dims, **dims})):
             return dims, shapes
     return examples[0]
-
-
-def _iter_example_sizes(
-    graph: onnx.GraphProto, inputs: Mapping[str, Axes | None], resolved: ResolvedShapes
-) -> Iterator[ExampleSizes]:
-    image_axes = {a for axes in inputs.values() for a in (axes or ())[2:] if axes and len(axes) == 4}
-    for image, other, channels in product(EXAMPLE_IMAGE_SIZES, EXAMPLE_OTHER_SIZES, EXAMPLE_CHANNELS):
-        dims = {symbol: image if symbol in image_axes else other for symbol in resolved.missing.symbols}
-        known = {**resolved.known, **dims}
-        shapes = {}
-        for name in resolved.missing.inputs:
-            declared: Axes = (None,) * 4 if (axes := inputs[name]) is None else axes
-            is_image = len(declared) == 4
-            default = (
-                (1, _conv_input_channels(graph, name) or channels, image, image) if is_image else (1, *[other] * 9)
-            )
-            shapes[name] = format_shape(
-                tuple(
-                    axis if isinstance(axis, int) else known.get(str(axis), default[position])
-                    for position, axis in enumerate(declared)
-                )
-            )
-        yield dims, shapes
-
-
-def _conv_input_channels(graph: onnx.GraphProto, name: str) -> int | None:
-    """Return the number of channels of an input that a Conv reads, by the shape of its weight, or None."""
-    weights = {tensor.name: tensor.dims for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Conv" and node.input[0] == name and node.input[1] in weights:
-            return int(weights[node.input[1]][1] * attribute_value(node, "group", 1))
-    return None
 
 
 def _passes_inference(proto: onnx.ModelProto, sizes: InputSizes) -> bool:
@@ -334,7 +319,8 @@ def _passes_inference(proto: onnx.ModelProto, sizes: InputSizes) -> bool:
         for tensor in trial.graph.initializer:
             if encoded_size_bytes(tensor) > MAX_SHAPE_INITIALIZER_BYTES:  # keeps the message below protobuf's 2 GiB
                 tensor.ClearField("raw_data")
-        return not resolved.missing and call_in_helper_process("the example", _try_inference, trial)
+        is_complete = not (resolved.missing_symbols or resolved.missing_inputs)
+        return is_complete and call_in_helper_process("the example", _try_inference, trial)
     except UserError:
         return False
 
@@ -345,12 +331,3 @@ def _try_inference(proto: onnx.ModelProto) -> bool:
     except Exception:  # any failure rules the example out
         return False
     return True
-
-
-def _format_mapping(values: Mapping[str, int] | Mapping[str, str]) -> str:
-    keys = {name: name if _PLAIN_YAML_KEY.fullmatch(name) else repr(name) for name in values}
-    return ", ".join(f"{keys[name]}: {value}" for name, value in values.items())
-
-
-def _shell_quote(text: str) -> str:
-    return text if re.fullmatch(r"[\w.:=/,+-]+", text) else f"'{text}'"

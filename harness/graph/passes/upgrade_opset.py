@@ -7,7 +7,7 @@ following axes before, Scan of opset 8 loses its batch axis, and training become
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import onnx
 from onnx import helper, numpy_helper, version_converter
@@ -76,7 +76,11 @@ def _refuse_unconvertible(graph: onnx.GraphProto, version: int) -> None:
 
 
 def _explicit_resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return nodes with the name, attributes and output of the Resize that replaces each Upsample or old Resize."""
+    """Return nodes with the name, attributes and output of the Resize that replaces each Upsample or old Resize.
+
+    Before the attribute `nearest_mode` existed, ONNX Runtime rounded coordinates up on axes that shrink and down on
+    others (`GetNearestPixelFromOriginal`, mode SIMPLE); onnx's own test of Resize-10 expects the same.
+    """
     constants = {name: value for inner in iter_graphs(graph) for name, value in constants_by_name(inner).items()}
     resizes = []
     for node in _iter_nodes(graph, "Upsample", "Resize"):
@@ -84,25 +88,17 @@ def _explicit_resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
         mode = "linear" if mode == "bilinear" else mode  # the name in opset 1
         attributes = {"mode": mode, "coordinate_transformation_mode": "asymmetric"}
         if mode == "nearest":
-            attributes["nearest_mode"] = _upsample_rounding(node, constants)
+            attributes["nearest_mode"] = "floor"  # of an Upsample, which only enlarges
+            if node.op_type == "Resize":
+                what = _describe_node(node)
+                if node.input[1] not in constants:
+                    raise RuntimeError(f"the scales of {what} are not constant, so its rounding is not known")
+                factors = numpy_helper.to_array(constants[node.input[1]]).ravel().tolist()
+                if min(factors) < 1 < max(factors):
+                    raise RuntimeError(f"{what} enlarges one axis and shrinks another, which it rounds differently")
+                attributes["nearest_mode"] = "ceil" if min(factors) < 1 else "floor"
         resizes.append(helper.make_node("Resize", [], list(node.output), name=node.name, **attributes))
     return resizes
-
-
-def _upsample_rounding(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str:
-    """Return the `nearest_mode` of an Upsample or Resize before opset 11.
-
-    Before that attribute existed, ONNX Runtime rounded coordinates up on axes that shrink and down on others
-    (`GetNearestPixelFromOriginal`, mode SIMPLE); onnx's own test of Resize-10 expects the same.
-    """
-    if node.op_type == "Upsample":  # which only enlarges
-        return "floor"
-    if node.input[1] not in constants:
-        raise RuntimeError(f"the scales of {_describe_node(node)} are not constant, so its rounding is not known")
-    factors = numpy_helper.to_array(constants[node.input[1]]).ravel().tolist()
-    if min(factors) < 1 < max(factors):
-        raise RuntimeError(f"{_describe_node(node)} enlarges one axis and shrinks another, which it rounds differently")
-    return "ceil" if min(factors) < 1 else "floor"
 
 
 def _restore_resizes(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) -> None:
@@ -125,20 +121,19 @@ def _flatten_hardmax(graph: onnx.GraphProto) -> None:
     for inner in iter_graphs(graph):
         nodes: list[onnx.NodeProto] = []
         for node in inner.node:
-            nodes += _hardmax_over_rows(node) if node.op_type == "Hardmax" and not node.domain else [node]
+            if node.op_type != "Hardmax" or node.domain:
+                nodes.append(node)
+                continue
+            axis, data = attribute_value(node, "axis", 1), node.input[0]
+            result, rows, largest, shape = (node.output[0] + end for end in ("", ".rows", ".largest", ".shape"))
+            nodes += [
+                helper.make_node("Flatten", [data], [rows], name=f"{node.name}.rows", axis=axis),
+                helper.make_node("Hardmax", [rows], [largest], name=node.name, axis=1),
+                helper.make_node("Shape", [data], [shape], name=f"{node.name}.size"),
+                helper.make_node("Reshape", [largest, shape], [result], name=f"{node.name}.shape"),
+            ]
         if len(nodes) > len(inner.node):
             replace_field(inner.node, nodes)
-
-
-def _hardmax_over_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    axis = attribute_value(node, "axis", 1)
-    result, rows, largest, shape = (node.output[0] + end for end in ("", ".rows", ".largest", ".shape"))
-    return [
-        helper.make_node("Flatten", [node.input[0]], [rows], name=f"{node.name}.rows", axis=axis),
-        helper.make_node("Hardmax", [rows], [largest], name=node.name, axis=1),
-        helper.make_node("Shape", [node.input[0]], [shape], name=f"{node.name}.size"),
-        helper.make_node("Reshape", [largest, shape], [result], name=f"{node.name}.shape"),
-    ]
 
 
 def _describe_node(node: onnx.NodeProto) -> str:

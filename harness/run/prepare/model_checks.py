@@ -12,7 +12,7 @@ from harness.accuracy.data.datasets import DatasetCache
 from harness.base.errors import CandidateError, ErrorCollector, UserError, prefix_key
 from harness.config.experiment import Experiment, TaskSpec, plan_tasks, quantized_precisions, with_base_dir
 from harness.config.sections import ModelSpec
-from harness.graph.equivalence.versions import iter_random_inputs
+from harness.graph.equivalence.compare import iter_random_inputs
 from harness.graph.load import load, read_signature, save_to_folder
 from harness.graph.model import Model
 from harness.graph.passes.dimension_sizes import InputSizes, iter_sizes, resolve_shapes
@@ -115,7 +115,8 @@ def _size_remark(model: ModelSpec, loaded: Model) -> str:
     if not reason:
         return ""
     keys = [key for key in ("shapes", "dims") if getattr(model, key)]
-    if resolve_shapes(axes, InputSizes(shapes=model.shapes, dims=model.dims), loaded.source).missing:
+    resolved = resolve_shapes(axes, InputSizes(shapes=model.shapes, dims=model.dims), loaded.source)
+    if resolved.missing_symbols or resolved.missing_inputs:
         keys.append("calibration.data")
     raise UserError(f"{' or '.join(keys)}: {loaded.source} does not run {at} ({reason}); give other sizes or data")
 

@@ -17,7 +17,7 @@ from harness.base.random_inputs import InputTypes, check_types
 from harness.base.text import safe_file_name
 from harness.config.experiment import Experiment, TaskSpec, plan_tasks
 from harness.config.sections import ModelSpec, PluginSpec
-from harness.graph.equivalence.versions import READABLE_TYPES
+from harness.graph.equivalence.compare import READABLE_TYPES
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.passes.dimension_sizes import Axes

@@ -15,13 +15,13 @@ import harness.graph.io.files as files
 import harness.graph.passes.normalize as fold_batch_norm
 from harness.base.errors import UserError
 from harness.graph.equivalence.compare import (
+    ComparisonTask,
     EquivalenceVerdict,
     compare_runs,
     deviation_db,
     normalization_db,
     threshold_db,
 )
-from harness.graph.equivalence.versions import ComparisonTask
 from harness.graph.load import load, load_proto
 from harness.workers.helper_process import call_in_helper_process
 
