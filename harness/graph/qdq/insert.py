@@ -33,8 +33,8 @@ from harness.graph.quantize.node_variants import GRAPH_INPUT_INDEX, NodeVariants
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
 from harness.graph.quantize.scales import ActivationScales
-from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.rules.dialects import Dialect
+from harness.plugins.registry import load_plugin
 from search.space import Edge, Resolved, edges_digest
 
 
@@ -66,7 +66,7 @@ class Inserter:
             raise UserError(f"{model.source}: tensor {marked[0]!r} shows that Q/DQ pairs are already inserted")
         dialect = choices.adapt_dialect(dialect)
         self._model = model
-        self._constants = ConstantQuantizer(model, dialect, load_weight_estimator(choices.weights))
+        self._constants = ConstantQuantizer(model, dialect, load_plugin("weight estimator", choices.weights))
         scales = ActivationScales(model, dialect, ranges, choices)
         self._variants = NodeVariants(model, dialect, scales, self._constants)
         self._uses = Counter(name for node in model.nodes for name in (*node.inputs, *node.captures))

@@ -39,11 +39,11 @@ _COMPUTED_OPS = _TRANSPARENT_OPS | _BROADCASTING_OPS | {
 _MAX_COMPUTED_ELEMENTS = 1 << 26
 # Runtimes fold these into the linear operator before them, and some name the result after the folded operator.
 _FOLDABLE_OPS = frozenset({"Add", "BatchNormalization", "Div", "Identity", "Mul", "Sub"})
-_PRECISION_BY_STORAGE = {
-    TensorProto.INT8: "int8", TensorProto.UINT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8",
-    TensorProto.INT16: "int16", TensorProto.UINT16: "int16", TensorProto.INT4: "int4", TensorProto.UINT4: "int4",
-    TensorProto.FLOAT8E5M2: "fp8e5m2", TensorProto.FLOAT4E2M1: "fp4",
+_PRECISIONS = {
+    "uint8": "int8", "uint16": "int16", "uint4": "int4", "float8e4m3fn": "fp8", "float8e5m2": "fp8e5m2",
+    "float4e2m1": "fp4",
 }  # fmt: skip
+"""Precision by the name of the stored type, where these differ."""
 _LIMITS_BY_STORAGE = {
     TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.FLOAT8E4M3FN: (-448, 448),
     TensorProto.FLOAT8E5M2: (-57344, 57344), TensorProto.INT16: (-32768, 32767), TensorProto.UINT16: (0, 65535),
@@ -142,50 +142,51 @@ class PairForm:
         return (lows - self.zero_point) * self.scale, (high - self.zero_point) * self.scale
 
 
-class _ConstantTable(Mapping[str, TensorProto]):
+class _ConstantTable(dict[str, Any]):
     """Constants of a graph by name; those that nodes compute from others are computed when they are asked for.
 
     Args:
-        stored: Initializers and values of Constant nodes; computed constants are added.
+        stored: Initializers and values of Constant nodes.
         makers: Node that computes each of the others.
         opsets: Version of each domain.
         folder: Folder of the external data.
     """
 
     def __init__(
-        self, stored: dict[str, TensorProto], makers: Mapping[str, onnx.NodeProto], opsets: dict[str, int], folder: str
+        self,
+        stored: Mapping[str, TensorProto],
+        makers: Mapping[str, onnx.NodeProto],
+        opsets: dict[str, int],
+        folder: str,
     ) -> None:
-        self._stored, self._makers, self._opsets, self._folder = stored, makers, opsets, folder
-        self._names = dict.fromkeys((*stored, *makers))
+        super().__init__({**makers, **stored})
+        self._opsets, self._folder = opsets, folder
 
-    def __getitem__(self, name: str) -> TensorProto:
-        if name not in self._stored:
-            node = self._makers[name]
-            feeds = {each: numpy_helper.to_array(self[each], self._folder) for each in node.input if each}
-            arrays = [feeds[each] for each in node.input if each]
-            if node.op_type == "ConstantOfShape":
-                elements = math.prod(arrays[0].ravel().tolist())
-            elif node.op_type == "Expand":
-                elements = math.prod(np.broadcast_shapes(arrays[0].shape, tuple(arrays[1].ravel().tolist())))
-            elif node.op_type in _BROADCASTING_OPS:
-                elements = math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
-            else:
-                elements = sum(array.size for array in arrays)
-            if elements > max(_MAX_COMPUTED_ELEMENTS, *(array.size for array in arrays)):
-                raise ValueError(f"constant {node.output[0]!r} has {elements} elements")
-            results = ReferenceEvaluator(node, opsets=self._opsets).run(None, feeds)
-            for each, value in zip(node.output, results, strict=False):
-                self._stored[each] = numpy_helper.from_array(np.asarray(value), each)
-        return self._stored[name]
+    def __getitem__(self, name: str) -> Any:
+        node = super().__getitem__(name)
+        if not isinstance(node, onnx.NodeProto):
+            return node
+        feeds = {each: numpy_helper.to_array(self[each], self._folder) for each in node.input if each}
+        arrays = [feeds[each] for each in node.input if each]
+        if node.op_type == "ConstantOfShape":
+            elements = math.prod(arrays[0].ravel().tolist())
+        elif node.op_type == "Expand":
+            elements = math.prod(np.broadcast_shapes(arrays[0].shape, tuple(arrays[1].ravel().tolist())))
+        elif node.op_type in _BROADCASTING_OPS:
+            elements = math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
+        else:
+            elements = sum(array.size for array in arrays)
+        if elements > max(_MAX_COMPUTED_ELEMENTS, *(array.size for array in arrays)):
+            raise ValueError(f"constant {node.output[0]!r} has {elements} elements")
+        results = ReferenceEvaluator(node, opsets=self._opsets).run(None, feeds)
+        for each, value in zip(node.output, results, strict=False):
+            self[each] = numpy_helper.from_array(np.asarray(value), each)
+        return super().__getitem__(name)
 
-    def __contains__(self, name: object) -> bool:  # that of Mapping would compute the constant
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    def get(self, name: str, default: Any = None) -> Any:
+        if name in self:
+            return self[name]
+        return default
 
 
 class QDQGraph:
@@ -350,7 +351,7 @@ class QDQGraph:
         kind = self.stored_type(dequantize)
         if kind in (TensorProto.INT32, TensorProto.UNDEFINED):
             return None
-        precision = _PRECISION_BY_STORAGE.get(kind) or dtype_name(kind)
+        precision = _PRECISIONS.get(dtype_name(kind), dtype_name(kind))
         if quantize is None:
             return _original_tensor_name(dequantize.input[0]), precision
         if (earlier := self._resolve_dequantized(quantize.input[0])) is not None:

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from harness.plugins import registry
-
 Rows = npt.NDArray[np.float32]
 _SHRINK_FACTORS = np.linspace(0.5, 1.0, 51)[::-1]
 
@@ -45,12 +43,6 @@ def least_squares(rows: Rows, quantize: Callable[[Rows], Rows]) -> Rows:
         found = np.square(rows - quantize(magnitudes), dtype=np.float64).sum(axis=1)
         best, error = np.where(found < error, magnitudes, best), np.minimum(found, error)
     return np.asarray(best, np.float32)
-
-
-def load_weight_estimator(name: str) -> WeightEstimator:
-    """Return the estimator with a name in `qdq.weight_estimators`; raise `UserError` if it is unknown."""
-    estimator: WeightEstimator = registry.load_plugin("weight estimator", name)
-    return estimator
 
 
 class WeightEstimatorContract:

@@ -32,7 +32,6 @@ from harness.base.paths import resolve_path
 from harness.config.experiment import PTQ_TOOLS, Experiment, plan_tasks, quantized_precisions, with_base_dir
 from harness.config.sections import Calibration, Limits, ModelSpec, Objective, PluginSpec, SearcherSpec, check_objective
 from harness.graph.model import Model
-from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.rules.dialects import dialect_name_for, load_dialect
 from harness.plugins import registry
 from harness.plugins.api import ExternalSearchTask, capabilities_of, require_timing
@@ -216,7 +215,7 @@ def _check_model(model: ModelSpec, data: DatasetCache) -> None:
             registry.create_plugin("preprocessing", used.use, used.params)
     with prefix_key("calibration"):
         create_estimator(model.calibration.method, model.calibration.percentile)
-        load_weight_estimator(model.calibration.weights)
+        registry.load_plugin("weight estimator", model.calibration.weights)
         if model.calibration.data is not None:
             data.open(model.calibration.data, model.base_dir)
     if model.evaluator is not None:

@@ -15,7 +15,8 @@ from harness.accuracy.calibration.ranges import calibrate, calibrate_by_methods
 from harness.config.sections import Calibration
 from harness.graph.builder import GraphBuilder
 from harness.graph.quantize.numeric_choices import channel_name
-from harness.graph.quantize.weight_estimators import WeightEstimatorContract, load_weight_estimator
+from harness.graph.quantize.weight_estimators import WeightEstimatorContract
+from harness.plugins import registry
 from harness.plugins.registry import installed_plugins
 
 ESTIMATORS = [plugin.name for plugin in installed_plugins("range estimator")]
@@ -35,7 +36,7 @@ class TestRangeEstimators(RangeEstimatorContract):
 class TestWeightEstimators(WeightEstimatorContract):
     @pytest.fixture(autouse=True)
     def _name(self, name):
-        type(self).estimator = staticmethod(load_weight_estimator(name))
+        type(self).estimator = staticmethod(registry.load_plugin("weight estimator", name))
 
 
 @pytest.fixture

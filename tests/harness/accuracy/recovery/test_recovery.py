@@ -35,10 +35,10 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQGraph, read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES
-from harness.graph.quantize.weight_estimators import load_weight_estimator
 from harness.graph.quantize.weights import bias_place, quantize_weight, with_own_biases
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, TENSORRT_RTX, Dialect
 from harness.graph.segmented_run import channel_maxima, measure_layer_shifts, sum_outputs
+from harness.plugins import registry
 from harness.plugins.registry import installed_plugins
 from harness.run.prepare.placed_models import list_choices
 from search.space import Placement
@@ -234,7 +234,9 @@ def test_adjusted_weight_is_restored_by_any_estimator(tmp_path):
     weights = [each.model.constant_array(model.nodes[0].inputs[1]) for each in (placed, found)]
     assert np.abs(weights[1] - weights[0]).max() > 0, "clipped by least squares"
     for name in ("max", "mse"):
-        stored = quantize_weight(weights[1], 0, "int8", limit=7, estimator=load_weight_estimator(name))
+        stored = quantize_weight(
+            weights[1], 0, "int8", limit=7, estimator=registry.load_plugin("weight estimator", name)
+        )
         np.testing.assert_allclose(stored.values * stored.scale.reshape(-1, 1, 1, 1), weights[1], rtol=1e-5)
 
 
