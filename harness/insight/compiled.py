@@ -190,7 +190,7 @@ def compile_report(use: str, backend: PluginSpec, shapes: Mapping[str, str], dim
     compiler = registry.create_plugin("benchmarker", backend.use, backend.params)
     with open_static_file(use, shapes, dims) as (path, _):
         try:
-            return explain_compilation(path, compiler.compile(path))
+            return explain_compilation(path, compile_file(path, compiler.target))
         except CandidateError as error:
             raise UserError(f"{use} on {backend.use}: {error}") from error
 

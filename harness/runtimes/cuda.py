@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
 from harness.base.errors import CandidateError, MeasureFailed, UserError, WorkerUnusable, install_hint
 
@@ -103,12 +104,22 @@ def open_device(index: int = 0) -> tuple[CudaRuntime, Device]:
         raise UserError(f"device: 0 to {count - 1} (the GPUs that CUDA lists here), but got {index}")
     try:
         cuda = CudaRuntime(api, index)
-        return cuda, _read_device(cuda, index)
+        properties = cuda.call("cudaGetDeviceProperties", index)
+        driver = _format_version(cuda.call("cudaDriverGetVersion"))
     except MeasureFailed as error:
         raise UserError(
             f"GPU {index} cannot be used: {error}; see nvidia-smi (a compute mode of EXCLUSIVE_PROCESS leaves no room "
             "for worker processes: nvidia-smi -c DEFAULT)"
         ) from error
+    return cuda, Device(
+        index=index,
+        name=properties.name.decode(errors="replace").rstrip("\0"),
+        uuid=f"GPU-{UUID(bytes=bytes(properties.uuid.bytes))}",
+        capability=(int(properties.major), int(properties.minor)),
+        l2_bytes=int(properties.l2CacheSize),
+        memory_bytes=int(properties.totalGlobalMem),
+        driver=driver,
+    )
 
 
 def _explain_no_device(api: Any, status: Any) -> str:
@@ -128,37 +139,15 @@ def _explain_no_device(api: Any, status: Any) -> str:
     return f"CUDA finds no usable GPU: {_format_error(api, status)}"
 
 
-def _read_device(cuda: CudaRuntime, index: int) -> Device:
-    properties = cuda.call("cudaGetDeviceProperties", index)
-    return Device(
-        index=index,
-        name=properties.name.decode(errors="replace").rstrip("\0"),
-        uuid=_format_uuid(bytes(properties.uuid.bytes)),
-        capability=(int(properties.major), int(properties.minor)),
-        l2_bytes=int(properties.l2CacheSize),
-        memory_bytes=int(properties.totalGlobalMem),
-        driver=_format_version(cuda.call("cudaDriverGetVersion")),
-    )
-
-
-def _format_uuid(raw: bytes) -> str:
-    text = raw.hex()
-    return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
-
-
 def _format_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _format_error(api: Any, status: Any) -> str:
     """Format CUDA's name of an error and its text, for instance "cudaErrorMemoryAllocation (out of memory)"."""
-    _, name = api.cudaGetErrorName(status)
-    _, text = api.cudaGetErrorString(status)
-    return f"{_decode_text(name)} ({_decode_text(text)})"
-
-
-def _decode_text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    texts = (api.cudaGetErrorName(status)[1], api.cudaGetErrorString(status)[1])
+    name, text = (each.decode(errors="replace") if isinstance(each, bytes) else str(each) for each in texts)
+    return f"{name} ({text})"
 
 
 THROTTLE_REASONS: Mapping[int, str] = {
@@ -173,56 +162,26 @@ MIN_SAMPLE_INTERVAL_S = 0.02
 """A look takes up to a millisecond: there are no more than this allows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuConditions:
-    """Conditions of a GPU (clocks in MHz, temperature in °C, power in W); None if it does not report a value.
-
-    Attributes:
-        mhz: Clock of the multiprocessors.
-        held_back: Reasons why the clock is below its maximum, see `THROTTLE_REASONS`.
-    """
-
-    mhz: float | None = None
-    memory_mhz: float | None = None
-    temperature_c: float | None = None
-    power_w: float | None = None
-    held_back: frozenset[str] = frozenset()
-
-    def merge_worst(self, other: GpuConditions) -> GpuConditions:
-        """Return the worse of two readings: lower clocks, higher temperature and power, all throttle reasons."""
-        return GpuConditions(
-            mhz=_choose_known(min, self.mhz, other.mhz),
-            memory_mhz=_choose_known(min, self.memory_mhz, other.memory_mhz),
-            temperature_c=_choose_known(max, self.temperature_c, other.temperature_c),
-            power_w=_choose_known(max, self.power_w, other.power_w),
-            held_back=self.held_back | other.held_back,
-        )
-
-    def facts(self) -> dict[str, float]:
-        """Return the known values by name for the record; each throttle reason is 1 as `gpu_held_back_REASON`."""
-        found = {
-            "gpu_mhz": self.mhz,
-            "gpu_memory_mhz": self.memory_mhz,
-            "gpu_temperature_c": self.temperature_c,
-            "gpu_power_w": self.power_w,
-            "gpu_held_back": float(len(self.held_back)) if self.mhz is not None else None,
-            **{f"gpu_held_back_{reason}": 1.0 for reason in sorted(self.held_back)},
-        }
-        return {name: value for name, value in found.items() if value is not None}
+_WORSE_CONDITIONS: Mapping[str, Callable[[float, float], float]] = {
+    "gpu_mhz": min,
+    "gpu_memory_mhz": min,
+    "gpu_temperature_c": max,
+    "gpu_power_w": max,
+}
+"""Function that returns the worse of two values of a condition, by its name in records."""
 
 
 class GpuMonitor:
-    """Monitor of the conditions of a GPU; without NVML (nvidia-ml-py, or a driver) all are None.
+    """Monitor of the conditions of a GPU; without NVML (nvidia-ml-py, or a driver) there are none.
 
     Args:
         uuid: UUID of the GPU, "GPU-...", because CUDA and NVML number devices differently.
     """
 
     def __init__(self, uuid: str) -> None:
-        self._seen = GpuConditions()
+        self._worst: dict[str, float] = {}
         self._looked_s = -math.inf
         self._nvml: Any = None
-        self._handle: Any = None
         try:
             import pynvml
         except ImportError:
@@ -238,47 +197,40 @@ class GpuMonitor:
         """Read the current conditions between readings, at most every 20 ms; `take_facts` returns the worst ones."""
         if self._nvml is None or time.monotonic() - self._looked_s < MIN_SAMPLE_INTERVAL_S:
             return
-        self._seen = self._seen.merge_worst(self._read())
+        nvml, handle = self._nvml, self._handle
+        values = {
+            "gpu_mhz": self._query(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            "gpu_memory_mhz": self._query(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+            "gpu_temperature_c": self._query(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            "gpu_power_w": self._query(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._worst[name] = _WORSE_CONDITIONS[name](self._worst.get(name, value), float(value))
+        bits = self._query(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        if bits is None:  # the name in older drivers
+            bits = self._query(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        self._worst |= {f"gpu_held_back_{reason}": 1.0 for bit, reason in THROTTLE_REASONS.items() if (bits or 0) & bit}
         self._looked_s = time.monotonic()
 
     def take_facts(self) -> dict[str, float]:
-        """Return the worst conditions since the last call, as `GpuConditions.facts`; {} without NVML."""
+        """Return the worst conditions since the last call by name; {} without NVML.
+
+        Clocks are in MHz, the temperature in °C, the power in W. Each throttle reason is 1 as `gpu_held_back_REASON`,
+        and `gpu_held_back` is their number.
+        """
         self._looked_s = -math.inf
         self.sample()
-        seen, self._seen = self._seen, GpuConditions()
-        return seen.facts()
+        worst, self._worst = self._worst, {}
+        if "gpu_mhz" in worst:
+            worst["gpu_held_back"] = float(sum(name.startswith("gpu_held_back_") for name in worst))
+        return worst
 
-    def _read(self) -> GpuConditions:
-        nvml, handle = self._nvml, self._handle
-        power_mw = self._query_or_none(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        return GpuConditions(
-            mhz=self._query_or_none(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
-            memory_mhz=self._query_or_none(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM))),
-            temperature_c=self._query_or_none(
-                lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-            ),
-            power_w=None if power_mw is None else power_mw / 1000,
-            held_back=self._throttle_reasons(),
-        )
-
-    def _throttle_reasons(self) -> frozenset[str]:
-        """Return the active throttle reasons; NVML renamed "throttle" to "event" in newer drivers."""
-        nvml, handle = self._nvml, self._handle
-        bits = self._query_or_none(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-        if bits is None:
-            bits = self._query_or_none(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        return frozenset(reason for bit, reason in THROTTLE_REASONS.items() if (bits or 0) & bit)
-
-    def _query_or_none(self, probe: Callable[[], Any]) -> Any:
+    def _query(self, probe: Callable[[], Any]) -> Any:
         try:
             return probe()
         except (self._nvml.NVMLError, AttributeError):  # the latter: an older nvidia-ml-py
             return None
-
-
-def _choose_known(choose: Callable[..., float], one: float | None, other: float | None) -> float | None:
-    known = [value for value in (one, other) if value is not None]
-    return choose(known) if known else None
 
 
 Enqueue = Callable[[int], None]
@@ -345,17 +297,33 @@ class GpuTimer:
         self.why_eager = ""
 
     def __enter__(self) -> GpuTimer:
+        api, events = self._cuda.api, QUERIES_IN_FLIGHT + 1
         with ExitStack() as opened:  # after a failure, releases the resources that were created before
-            self._stream = self._given if self._given is not None else self._create_stream(opened)
-            self._events = [
-                (self._create_event(opened), self._create_event(opened)) for _ in range(QUERIES_IN_FLIGHT + 1)
-            ]
+
+            def create(function: str, *args: object, release: str) -> object:
+                made: object = self._cuda.call(function, *args)
+                opened.callback(self._cuda.call, release, made)
+                return made
+
+            def event() -> object:
+                return create("cudaEventCreateWithFlags", api.cudaEventDefault, release="cudaEventDestroy")
+
+            self._stream = self._given
+            if self._given is None:  # the default stream would synchronize with others
+                flags = api.cudaStreamNonBlocking
+                self._stream = create("cudaStreamCreateWithFlags", flags, release="cudaStreamDestroy")
+            self._events = [(event(), event()) for _ in range(events)]
             if self._flush_bytes:
-                self._scratch = self._create_resource(opened, "cudaMalloc", self._flush_bytes, release="cudaFree")
+                self._scratch = create("cudaMalloc", self._flush_bytes, release="cudaFree")
             self._enqueue(int(self._stream))  # first run: lazy loading and allocation
             self._cuda.call("cudaStreamSynchronize", self._stream)
             if self._wanted:
-                self._graph = self._instantiate_graph(opened)
+                try:
+                    self._graph = self._instantiate_graph(opened)
+                except CandidateError as error:
+                    api.cudaGetLastError()  # clears the error, which the next call would report again
+                    self.why_eager = str(error)
+                    _logger.warning("no CUDA graph: %s", error)
             self._open = opened.pop_all()
         return self
 
@@ -369,16 +337,28 @@ class GpuTimer:
         Raises:
             MeasureFailed: A call of CUDA or the timed function fails.
         """
+        call, api, queries = self._cuda.call, self._cuda.api, n + LEAD_IN_QUERIES
         gpu_ms, enqueue_ms, waited = [], [], []
-        for number in range(n + LEAD_IN_QUERIES):
+        for number in range(queries + QUERIES_IN_FLIGHT):
             if number >= QUERIES_IN_FLIGHT:
-                gpu_ms.append(self._elapsed_ms(number - QUERIES_IN_FLIGHT))
-            enqueue_ms.append(self._enqueue_query(number))
-            waited.append(self._has_started(number))
-        gpu_ms.extend(
-            self._elapsed_ms(number)
-            for number in range(max(0, n + LEAD_IN_QUERIES - QUERIES_IN_FLIGHT), n + LEAD_IN_QUERIES)
-        )
+                begin, end = self._events[(number - QUERIES_IN_FLIGHT) % len(self._events)]
+                call("cudaEventSynchronize", end)
+                gpu_ms.append(float(call("cudaEventElapsedTime", begin, end)))
+            if number >= queries:
+                continue
+            begin, end = self._events[number % len(self._events)]
+            if self._scratch is not None:
+                call("cudaMemsetAsync", self._scratch, number % 256, self._flush_bytes, self._stream)
+            call("cudaEventRecord", begin, self._stream)
+            start_ns = time.perf_counter_ns()
+            self._launch()
+            spent_ns = time.perf_counter_ns() - start_ns
+            call("cudaEventRecord", end, self._stream)
+            enqueue_ms.append(spent_ns / 1e6)
+            (status,) = api.cudaEventQuery(begin)
+            # "Not ready" counts as CUDA's last error, which is cleared, because the next launch may check for one.
+            api.cudaGetLastError()
+            waited.append(not int(status))
         return GpuTimings(
             gpu_ms=tuple(gpu_ms[LEAD_IN_QUERIES:]),
             enqueue_ms=tuple(enqueue_ms[LEAD_IN_QUERIES:]),
@@ -406,75 +386,14 @@ class GpuTimer:
         self._cuda.call("cudaStreamSynchronize", self._stream)
         return count
 
-    def _enqueue_query(self, number: int) -> float:
-        """Queue one query between its events, and return the host's time for it in milliseconds."""
-        begin, end = self._events[number % len(self._events)]
-        call = self._cuda.call
-        if self._scratch is not None:
-            call("cudaMemsetAsync", self._scratch, number % 256, self._flush_bytes, self._stream)
-        call("cudaEventRecord", begin, self._stream)
-        start_ns = time.perf_counter_ns()
-        self._launch()
-        spent_ns = time.perf_counter_ns() - start_ns
-        call("cudaEventRecord", end, self._stream)
-        return spent_ns / 1e6
-
     def _launch(self) -> None:
         if self._graph is None:
             self._enqueue(int(self._stream))
         else:
             self._cuda.call("cudaGraphLaunch", self._graph, self._stream)
 
-    def _elapsed_ms(self, number: int) -> float:
-        begin, end = self._events[number % len(self._events)]
-        self._cuda.call("cudaEventSynchronize", end)
-        return float(self._cuda.call("cudaEventElapsedTime", begin, end))
-
-    def _has_started(self, number: int) -> bool:
-        """Return whether the device has reached the first event of a query.
-
-        "Not ready" counts as CUDA's last error, which is cleared, because the next launch may check for one.
-        """
-        api = self._cuda.api
-        (status,) = api.cudaEventQuery(self._events[number % len(self._events)][0])
-        api.cudaGetLastError()
-        return not int(status)
-
-    def _create_resource(self, opened: ExitStack, function: str, *args: object, release: str) -> object:
-        """Create a resource that is released with all others."""
-        made: object = self._cuda.call(function, *args)
-        opened.callback(self._cuda.call, release, made)
-        return made
-
-    def _create_stream(self, opened: ExitStack) -> Any:
-        """Create a stream other than the default stream, which would synchronize with others."""
-        flags = self._cuda.api.cudaStreamNonBlocking
-        return self._create_resource(opened, "cudaStreamCreateWithFlags", flags, release="cudaStreamDestroy")
-
-    def _create_event(self, opened: ExitStack) -> object:
-        flags = self._cuda.api.cudaEventDefault
-        return self._create_resource(opened, "cudaEventCreateWithFlags", flags, release="cudaEventDestroy")
-
-    def _instantiate_graph(self, opened: ExitStack) -> object | None:
-        """Return the enqueue function as an executable graph, or None with the reason in `why_eager`."""
-        call = self._cuda.call
-        try:
-            graph = self._capture_graph()
-            try:
-                made = self._create_resource(opened, "cudaGraphInstantiate", graph, 0, release="cudaGraphExecDestroy")
-            finally:
-                call("cudaGraphDestroy", graph)
-            call("cudaGraphUpload", made, self._stream)
-            call("cudaStreamSynchronize", self._stream)
-        except CandidateError as error:
-            self._cuda.api.cudaGetLastError()  # clears the error, which the next call would report again
-            self.why_eager = str(error)
-            _logger.warning("no CUDA graph: %s", error)
-            return None
-        return made
-
-    def _capture_graph(self) -> object:
-        """Return the work that the enqueue function queues, as a graph.
+    def _instantiate_graph(self, opened: ExitStack) -> object:
+        """Return the work that the enqueue function queues, as an executable graph.
 
         The capture is ended even if the captured function failed, or the stream would be unusable. The first error is
         raised.
@@ -488,8 +407,15 @@ class GpuTimer:
             if not int(status):
                 api.cudaGraphDestroy(graph)
             raise
-        ended: object = call("cudaStreamEndCapture", self._stream)
-        return ended
+        graph = call("cudaStreamEndCapture", self._stream)
+        try:
+            made: object = call("cudaGraphInstantiate", graph, 0)
+            opened.callback(call, "cudaGraphExecDestroy", made)
+        finally:
+            call("cudaGraphDestroy", graph)
+        call("cudaGraphUpload", made, self._stream)
+        call("cudaStreamSynchronize", self._stream)
+        return made
 
 
 def flush_bytes(l2_bytes: int, cold_l2: bool) -> int:

@@ -106,6 +106,13 @@ def parse_dtype(value: Any) -> np.dtype[Any]:
     return dtype
 
 
+def session_errors(ort: Any) -> tuple[type[Exception], ...]:
+    """Return the exceptions of ONNX Runtime, which have no common base class other than Exception."""
+    state = vars(ort.capi.onnxruntime_pybind11_state).values()
+    own = (kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
+    return (RuntimeError, ValueError, TypeError, *own)
+
+
 def run_session(session: Any, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
     """Return the arrays in the outputs of a session by name (`name_arrays`); floating-point ones as float32."""
     names = [value.name for value in session.get_outputs()]

@@ -32,6 +32,7 @@ from harness.runtimes.host_clock import (
     read_profile,
     require_static_shapes,
     run_session,
+    session_errors,
     time_calls,
     translate_errors,
 )
@@ -95,8 +96,10 @@ class ONNXRuntimeBenchmarker:
         precision = normalize_float_precision(precision)
         if activation is None:
             activation = "int8" if provider == "tensorrt" else "uint8"
-        _check_option("activation", activation, ("int8",) if provider == "tensorrt" else DIALECT_BY_ACTIVATION)
-        _check_option("precision", precision, ("auto", "f32", "f16") if provider == "tensorrt" else ("auto", "f32"))
+        if provider == "tensorrt" and activation != "int8":
+            raise ValueError(f"activation: TensorRT accepts only int8, but got {activation!r}")
+        if provider != "tensorrt" and precision == "f16":
+            raise ValueError("precision: auto or f32 with this provider, but got 'f16'")
         if reduce_range and provider == "tensorrt":
             raise ValueError("reduce_range: TensorRT computes with weights of 8 bits as they are; leave it out")
         unfused = provider == "cpu" and optimization in ("disabled", "basic") and activation == "uint8"
@@ -117,10 +120,7 @@ class ONNXRuntimeBenchmarker:
         self._open = precision == "auto" and provider == "tensorrt"
         self._float = "f32" if precision == "auto" else precision
         self._ort = _import_onnxruntime()
-        # ONNX Runtime's exceptions have no common base class other than Exception.
-        state = vars(self._ort.capi.onnxruntime_pybind11_state).values()
-        own = (kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
-        self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, *own)
+        self._errors = session_errors(self._ort)
         if provider != "cpu":
             self._check_device()
 
@@ -131,15 +131,14 @@ class ONNXRuntimeBenchmarker:
             BuildFailed: ONNX Runtime refuses the model, or a shape is not static.
         """
         path = candidate.source()
-        wide = self._write_float32_copy(candidate, workdir)
+        file, info = self._own_file(candidate, workdir)
         with translate_errors(BuildFailed, f"ONNX Runtime refuses {path.name}", self._errors):
-            quantized = self._provider == "tensorrt" and _has_qdq(path)
             session = self._create_session(
-                str(wide or path), quantized=quantized, profile=workdir if self._profile else None
+                str(file), quantized=self._needs_int8(path), profile=workdir if self._profile else None
             )
         if not candidate.dynamic:
             require_static_shapes(path.name, {value.name: value.shape for value in session.get_inputs()})
-        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST_NOTE})
+        return Artifact(engine=session, info=info)
 
     def save(self, candidate: Candidate, path: Path) -> None:
         """Write the optimized graph to a file for `load` (ONNX Runtime docs, "Graph optimizations", offline mode).
@@ -148,13 +147,12 @@ class ONNXRuntimeBenchmarker:
             BuildFailed: ONNX Runtime refuses the model.
         """
         source = candidate.source()
-        quantized = self._provider == "tensorrt" and _has_qdq(source)
         with (
             tempfile.TemporaryDirectory(prefix="qdq-save-") as scratch,
             translate_errors(BuildFailed, f"ONNX Runtime refuses {source.name}", self._errors),
         ):
-            wide = self._write_float32_copy(candidate, Path(scratch))
-            self._create_session(str(wide or source), quantized=quantized, optimized=path)
+            file, _ = self._own_file(candidate, Path(scratch))
+            self._create_session(str(file), quantized=self._needs_int8(source), optimized=path)
 
     def load(self, path: Path) -> Artifact:
         """Load a graph that `save` wrote, for this version of ONNX Runtime and this kind of processor only.
@@ -166,9 +164,8 @@ class ONNXRuntimeBenchmarker:
             tempfile.TemporaryDirectory(prefix="qdq-load-") as scratch,
             translate_errors(BuildFailed, f"ONNX Runtime cannot load {path.name}", self._errors),
         ):
-            wide = self._write_float32_copy(Candidate(digest=path.stem, edges=(), source=lambda: path), Path(scratch))
-            session = self._create_session((wide or path).read_bytes())
-        return Artifact(engine=session, info={} if wide is None else {"arithmetic": UPCAST_NOTE})
+            file, info = self._own_file(Candidate(digest=path.stem, edges=(), source=lambda: path), Path(scratch))
+            return Artifact(engine=self._create_session(file.read_bytes()), info=info)
 
     @contextmanager
     def open(self, artifact: Artifact) -> Iterator[_ONNXRuntimeProbe]:
@@ -177,10 +174,9 @@ class ONNXRuntimeBenchmarker:
         Raises:
             MeasureFailed: An input has a type without random values.
         """
-        if self._provider == "cpu":
-            yield _CPUProbe(artifact.engine, self._ort, self._errors, self._threads)
-        else:
-            yield _ONNXRuntimeProbe(artifact.engine, self._ort, self._errors, "cuda")
+        cpu = self._provider == "cpu"
+        concurrency = count_cores() if cpu and self._threads == 1 else 1  # all runs share one pool of more threads
+        yield _ONNXRuntimeProbe(artifact.engine, self._ort, "cpu" if cpu else "cuda", concurrency)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
         """Return the layers of an engine with mean times of its inferences so far, and end its profiling.
@@ -197,10 +193,14 @@ class ONNXRuntimeBenchmarker:
 
     def describe(self) -> Mapping[str, Any]:
         precisions = {name: {"precision": name} for name in ("f32", "f16")}
+        device = machine_processor_label()
+        if self._provider != "cpu":
+            gpus = describe_environment().get("gpus", ())
+            device = str(gpus[0]["name"]) if gpus else "NVIDIA GPU"
         return {
             "name": "onnxruntime",
             "version": self._ort.__version__,
-            "device": machine_processor_label() if self._provider == "cpu" else _gpu_name(),
+            "device": device,
             "options": {
                 "threads": self._threads,
                 **({"spinning": "within a run"} if self._threads != 1 else {}),
@@ -214,22 +214,26 @@ class ONNXRuntimeBenchmarker:
             **({"dialect": self._dialect} if self._reduced or self._dialect == "onnxruntime_unfused" else {}),
         }
 
-    def _write_float32_copy(self, candidate: Candidate, folder: Path) -> Path | None:
-        """Return a float32 copy of a file that the CPU provider computes wrongly, or None for other files.
+    def _needs_int8(self, path: Path) -> bool:
+        """Return whether TensorRT needs INT8 enabled; a float model with INT8 enabled would need a calibration."""
+        return self._provider == "tensorrt" and b"DequantizeLinear" in path.read_bytes()
+
+    def _own_file(self, candidate: Candidate, folder: Path) -> tuple[Path, dict[str, str]]:
+        """Return a candidate's file, or a float32 copy of one that the CPU provider computes wrongly, with a note.
 
         Files of the harness are right, because its dialects for ONNX Runtime have no pairs in 16 bits.
 
         Raises:
             BuildFailed: The file cannot be read.
         """
-        if self._provider != "cpu" or candidate.edges:
-            return None
-        path = candidate.source()
-        with translate_errors(BuildFailed, f"ONNX Runtime refuses {path.name}", (UserError,)):
-            wide = write_float32_copy(path, folder)
-        if wide is not None:
-            logger.warning("%s: %s", path.name, UPCAST_NOTE)
-        return wide
+        path, wide = candidate.source(), None
+        if self._provider == "cpu" and not candidate.edges:
+            with translate_errors(BuildFailed, f"ONNX Runtime refuses {path.name}", (UserError,)):
+                wide = write_float32_copy(path, folder)
+        if wide is None:
+            return path, {}
+        logger.warning("%s: %s", path.name, UPCAST_NOTE)
+        return wide, {"arithmetic": UPCAST_NOTE}
 
     def _create_session(
         self, model: str | bytes, *, quantized: bool = False, optimized: Path | None = None, profile: Path | None = None
@@ -250,7 +254,6 @@ class ONNXRuntimeBenchmarker:
         if profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, str(profile / "profile")
         own: dict[str, dict[str, Any]] = {
-            # TensorRT needs INT8 enabled to read Q/DQ pairs; a float model with INT8 enabled would need a calibration.
             "TensorrtExecutionProvider": {"trt_fp16_enable": self._float == "f16", "trt_int8_enable": quantized},
         }
         providers = [(name, own.get(name, {})) for name in PROVIDER_NAMES[self._provider]]
@@ -283,11 +286,16 @@ class ONNXRuntimeBenchmarker:
 
 
 class _ONNXRuntimeProbe:
-    """Session with inputs and outputs of timed runs in fixed memory of the device."""
+    """Session with inputs and outputs of timed runs in fixed memory of the device.
 
-    def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], device: str) -> None:
+    Args:
+        concurrency: Number of threads that may run the session at a time (ONNX Runtime docs, "Thread management").
+    """
+
+    def __init__(self, session: Any, ort: Any, device: str, concurrency: int) -> None:
         self._session = session
-        self._errors = errors
+        self._errors = session_errors(ort)
+        self.concurrency = concurrency
         if not all(isinstance(size, int) for v in session.get_inputs() for size in v.shape):
             return  # an engine with dynamic axes, which is not timed
         arrays = make_fixed_inputs({v.name: (parse_dtype(v), tuple(v.shape)) for v in session.get_inputs()})
@@ -308,30 +316,8 @@ class _ONNXRuntimeProbe:
         with translate_errors(MeasureFailed, "ONNX Runtime", self._errors):
             return run_session(self._session, feeds)
 
-
-class _CPUProbe(_ONNXRuntimeProbe):
-    """Probe of a session on the CPU, which several threads may run (ONNX Runtime docs, "Thread management")."""
-
-    def __init__(self, session: Any, ort: Any, errors: tuple[type[Exception], ...], threads: int) -> None:
-        super().__init__(session, ort, errors, "cpu")
-        self.concurrency = count_cores() if threads == 1 else 1  # all runs would share one pool of more threads
-
     def concurrently(self, count: int) -> AbstractContextManager[Infer]:
         return nullcontext(self.infer)
-
-
-def _check_option(name: str, value: object, allowed: Mapping[str, object] | tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: one of {', '.join(allowed)}, but got {value!r}")
-
-
-def _gpu_name() -> str:
-    gpus = describe_environment().get("gpus", ())
-    return str(gpus[0]["name"]) if gpus else "NVIDIA GPU"
-
-
-def _has_qdq(path: Path) -> bool:
-    return b"DequantizeLinear" in path.read_bytes()
 
 
 def _import_onnxruntime() -> Any:

@@ -26,7 +26,6 @@ from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Infer,
 from harness.runtimes.host_clock import one_line_error, require_static_shapes, time_calls, to_float32, translate_errors
 
 logger = logging.getLogger(__name__)
-PRECISIONS = ("auto", "f32", "bf16")
 Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(normalize_float_precision)]
 NON_LAYER_TYPES = ("Const", "Input", "Output")
 COMPILE_ERRORS = (RuntimeError,)
@@ -83,8 +82,6 @@ class OpenVINOBenchmarker:
         streams: int = 1,
     ) -> None:
         precision = normalize_float_precision(precision)
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision: one of {', '.join(PRECISIONS)}, but got {precision!r}")
         self._threads = validate_threads(threads)
         if not 1 <= streams <= threads:
             raise ValueError(f"streams: 1 to {threads} (threads, each of which serves one stream), but got {streams!r}")
@@ -157,16 +154,15 @@ class OpenVINOBenchmarker:
         Raises:
             MeasureFailed: An input has a type without random values.
         """
-        yield _OpenVINOProbe(
-            artifact.engine, self._ov, self._streams, count_cores() // self._threads, self._copy_with_streams
-        )
 
-    def _copy_with_streams(self, compiled: Any, streams: int) -> Any:
-        """Return a copy of an engine with several streams, each with the threads of the engine."""
-        exported = io.BytesIO()
-        compiled.export_model(exported)
-        options = {**self._options, **engine_properties(self._threads * streams, self._float, streams)}
-        return self._core.import_model(exported.getvalue(), "CPU", options)
+        def copy_with_streams(streams: int) -> Any:
+            exported = io.BytesIO()
+            artifact.engine.export_model(exported)
+            options = {**self._options, **engine_properties(self._threads * streams, self._float, streams)}
+            return self._core.import_model(exported.getvalue(), "CPU", options)
+
+        concurrency = count_cores() // self._threads if self._streams == 1 else 1
+        yield _OpenVINOProbe(artifact.engine, self._ov, self._streams, concurrency, copy_with_streams)
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
         """Return the layers of an engine in order of execution, from the plug-in's execution graph.
@@ -200,13 +196,13 @@ class _OpenVINOProbe:
         compiled: Compiled model.
         ov: Module `openvino`.
         streams: Number of streams of the model.
-        cores: Number of inferences that may run at the same time without sharing cores.
-        copy: Function that returns a copy of the engine with a number of streams.
+        concurrency: Number of inferences that may run at the same time without sharing cores.
+        copy: Function that returns a copy of the engine with several streams, each with the threads of the engine.
     """
 
-    def __init__(self, compiled: Any, ov: Any, streams: int, cores: int, copy: Callable[[Any, int], Any]) -> None:
+    def __init__(self, compiled: Any, ov: Any, streams: int, concurrency: int, copy: Callable[[int], Any]) -> None:
         self._compiled = compiled
-        self.concurrency = cores if streams == 1 else 1
+        self.concurrency = concurrency
         self._copy = copy
         self._streams = streams
         self._ends_ns: list[int] = []
@@ -217,30 +213,30 @@ class _OpenVINOProbe:
         self._scored: Any = None
         if any(port.partial_shape.is_dynamic for port in compiled.inputs):
             return  # an engine with dynamic axes, which is not timed
-        types = {
-            port.any_name: (_port_dtype(port), tuple(int(size) for size in port.shape)) for port in compiled.inputs
-        }
+        types = {}
+        for port in compiled.inputs:
+            element = port.get_element_type()
+            if element.get_type_name() in ("string", "dynamic"):
+                raise MeasureFailed(
+                    f"input {port.any_name!r}: no fixed input can be made for type {element.get_type_name()}"
+                )
+            types[port.any_name] = (np.dtype(element.to_dtype()), tuple(int(size) for size in port.shape))
         self._inputs = make_fixed_inputs(types)
         for request in self._queue:
             for port in compiled.inputs:
                 request.set_tensor(port, ov.Tensor(self._inputs[port.any_name], shared_memory=True))
 
     def sample(self, n: int) -> Sequence[float]:
-        """Time n inferences without copies of inputs and outputs."""
+        """Time n inferences without copies of inputs and outputs; with several streams, return times per inference."""
         with translate_errors(MeasureFailed, "OpenVINO", COMPILE_ERRORS):
             if self._streams == 1:
                 return time_calls(partial(self._queue[0].infer, share_outputs=True), n)
-            return self._time_throughput(n)
-
-    def _time_throughput(self, n: int) -> Sequence[float]:
-        """Return n readings of the time per inference in ms, each over as many inferences as there are streams.
-
-        Further requests before the first and after the last reading keep all streams busy.
-        """
-        self._ends_ns.clear()
-        for _ in range((n + 3) * self._streams):
-            self._queue.start_async()
-        self._queue.wait_all()
+            # Each reading is over as many inferences as there are streams. Further requests before the first and after
+            # the last reading keep all streams busy.
+            self._ends_ns.clear()
+            for _ in range((n + 3) * self._streams):
+                self._queue.start_async()
+            self._queue.wait_all()
         ends_ns = np.sort(self._ends_ns)[self._streams :: self._streams][: n + 1]
         readings: list[float] = (np.diff(ends_ns) / 1e6 / self._streams).tolist()
         return readings
@@ -258,7 +254,7 @@ class _OpenVINOProbe:
         OpenVINO cannot copy an engine that was read from a file; its inferences run one after the other.
         """
         try:
-            engine = self._copy(self._compiled, count)
+            engine = self._copy(count)
         except COMPILE_ERRORS as error:
             logger.info("images are scored one after the other: the engine cannot be copied: %s", one_line_error(error))
             engine, count = self._compiled, 1
@@ -313,53 +309,34 @@ def _dimension_sizes(shape: Any) -> list[object]:
     return [str(size) if size.is_dynamic else size.get_length() for size in shape]
 
 
-def _port_dtype(port: Any) -> np.dtype[Any]:
-    element = port.get_element_type()
-    if element.get_type_name() in ("string", "dynamic"):
-        raise MeasureFailed(f"input {port.any_name!r}: no fixed input can be made for type {element.get_type_name()}")
-    dtype: np.dtype[Any] = np.dtype(element.to_dtype())
-    return dtype
-
-
 def _read_executed_layers(compiled: Any) -> tuple[Layer, ...]:
     """Return the layers of the execution graph (OpenVINO docs, "Query device properties", runtime information).
 
     Nodes that depend only on constants, such as conversions of weights, run once and have no time.
     """
     ordered = compiled.get_runtime_model().get_ordered_ops()
-    once = _constant_nodes(ordered)
-    facts = [
-        (op.get_friendly_name(), {key: _read_text(info[key]) for info in [op.get_rt_info()] for key in info})
-        for op in ordered
-    ]
-    return tuple(
-        Layer(
-            name=name,
-            kind=info["layerType"],
-            precision=info["runtimePrecision"],
-            time_ms=_layer_time_ms(info) if name not in once else None,
-            origin=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
-            kernel=info.get("primitiveType", ""),
-        )
-        for name, info in facts
-        if info["layerType"] not in NON_LAYER_TYPES
-    )
-
-
-def _layer_time_ms(info: Mapping[str, str]) -> float | None:
-    time_us = info.get("execTimeMcs", "")
-    return int(time_us) / 1000 if time_us.isdigit() else None
-
-
-def _constant_nodes(ordered: Sequence[Any]) -> set[str]:
-    """Return the names of the nodes that no input of the model reaches."""
-    found: set[str] = set()
+    once: set[str] = set()  # nodes that no input of the model reaches
+    layers = []
     for op in ordered:
+        rt_info, name = op.get_rt_info(), op.get_friendly_name()
+        info = {key: _read_text(rt_info[key]) for key in rt_info}
         sources = {value.get_node().get_friendly_name() for value in op.input_values()}
-        kind = _read_text(op.get_rt_info()["layerType"])
-        if kind.startswith("Const") or (sources and sources <= found):
-            found.add(op.get_friendly_name())
-    return found
+        if info["layerType"].startswith("Const") or (sources and sources <= once):
+            once.add(name)
+        if info["layerType"] in NON_LAYER_TYPES:
+            continue
+        time_us = info.get("execTimeMcs", "")
+        layers.append(
+            Layer(
+                name=name,
+                kind=info["layerType"],
+                precision=info["runtimePrecision"],
+                time_ms=int(time_us) / 1000 if time_us.isdigit() and name not in once else None,
+                origin=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
+                kernel=info.get("primitiveType", ""),
+            )
+        )
+    return tuple(layers)
 
 
 def _read_text(value: Any) -> str:

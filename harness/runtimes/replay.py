@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.base.errors import BuildFailed, CandidateError, EvaluationFailed, MeasureFailed, UserError
+from harness.base.files import from_json
 from harness.base.paths import resolve_path
 from harness.config.yaml_loader import to_user_error
 from harness.measure.records import Failed, Measured, Outcome
@@ -255,22 +256,8 @@ def _read_metadata(path: Path, stored: Mapping[bytes, bytes]) -> TableMetadata:
 
 
 def _check_table(table: BenchmarkTable) -> None:
-    space, anchors = table.subspace.full_space, table.metadata.anchors
-    _check_metadata(table.metadata, space)
-    for digest, row in table.rows.items():
-        _check_row(space, digest, row)
-    if len({row.number for row in table.rows.values()}) != len(table.rows):
-        raise ValueError("two rows have the same number")
-    if (count := math.prod(table.subspace.space.sizes)) > MAX_PLACEMENTS:  # `len` has a limit of its own
-        raise ValueError(f"{count} placements, more than the limit of {MAX_PLACEMENTS}")
-    missing = sum(space.digest(table.subspace.to_full_space(p)) not in table.rows for p in table.subspace.placements())
-    if missing:
-        raise ValueError(f"incomplete: {missing} of {len(table.subspace)} placements have no row")
-    if lost := [name for name, choices in anchors.items() if space.digest(Placement(choices)) not in table.rows]:
-        raise ValueError(f"incomplete: no row for {', '.join(map(repr, lost))}")
-
-
-def _check_metadata(metadata: TableMetadata, space: Space) -> None:
+    """Raise `ValueError` if a table is inconsistent or incomplete."""
+    space, metadata = table.subspace.full_space, table.metadata
     if len(set(metadata.varied)) != len(metadata.varied):
         raise ValueError("a dimension is varied twice")
     for choices in (metadata.base, *metadata.anchors.values()):
@@ -280,24 +267,23 @@ def _check_metadata(metadata: TableMetadata, space: Space) -> None:
     for key in ("name", "version", "device", "float_precision"):
         if key not in metadata.backend:
             raise ValueError(f"its backend has no {key!r}")
-
-
-def _check_row(space: Space, digest: str, row: TableEntry) -> None:
-    if not isinstance(row.number, int):
-        raise ValueError(f"the row of the placement {digest} has no number")
-    if space.digest(space.validate(Placement(row.choices))) != digest:
-        raise ValueError(f"row {row.number} is not the placement {digest}")
-    if isinstance(row.outcome, Measured):
-        samples = row.outcome.samples_ms
-        if not samples or not all(math.isfinite(value) and value > 0 for value in samples):
-            raise ValueError(f"row {row.number} has a latency that is no positive number")
-        if any(math.isnan(value) for value in row.outcome.metrics.values()):
-            raise ValueError(f"row {row.number} has a metric that is no number")
-        times_s = [row.outcome.build_s, row.outcome.measure_s, row.outcome.evaluate_s]
-    else:
-        times_s = [row.outcome.wall_s]
-    if not all(math.isfinite(value) and value >= 0 for value in times_s):
-        raise ValueError(f"row {row.number} has a time that is no number of seconds")
+    for digest, row in table.rows.items():
+        if not isinstance(row.number, int):
+            raise ValueError(f"the row of the placement {digest} has no number")
+        if space.digest(space.validate(Placement(row.choices))) != digest:
+            raise ValueError(f"row {row.number} is not the placement {digest}")
+        if isinstance(row.outcome, Measured) and not row.outcome.samples_ms:
+            raise ValueError(f"row {row.number} has no latency")
+    if len({row.number for row in table.rows.values()}) != len(table.rows):
+        raise ValueError("two rows have the same number")
+    if (count := math.prod(table.subspace.space.sizes)) > MAX_PLACEMENTS:  # `len` has a limit of its own
+        raise ValueError(f"{count} placements, more than the limit of {MAX_PLACEMENTS}")
+    missing = sum(space.digest(table.subspace.to_full_space(p)) not in table.rows for p in table.subspace.placements())
+    if missing:
+        raise ValueError(f"incomplete: {missing} of {len(table.subspace)} placements have no row")
+    lost = [name for name, choices in metadata.anchors.items() if space.digest(Placement(choices)) not in table.rows]
+    if lost:
+        raise ValueError(f"incomplete: no row for {', '.join(map(repr, lost))}")
 
 
 def _encode_entry(digest: str, row: TableEntry) -> dict[str, Any]:
@@ -311,14 +297,21 @@ def _encode_entry(digest: str, row: TableEntry) -> dict[str, Any]:
 
 
 def _decode_entry(line: dict[str, Any]) -> TableEntry:
-    outcome: Outcome
+    values: dict[str, Any] = {name: line[name] for name in MEASURED_COLUMNS}
+    schema: type[Outcome] = Measured
     if line["failed_stage"] is not None:
-        outcome = Failed(stage=line["failed_stage"], reason=line["failed_reason"] or "", wall_s=line["build_s"] or 0.0)
+        values = {
+            "stage": line["failed_stage"],
+            "reason": line["failed_reason"] or "",
+            "wall_s": line["build_s"] or 0.0,
+        }
+        schema = Failed
     else:
-        values: dict[str, Any] = {name: line[name] for name in MEASURED_COLUMNS}
-        values |= {name: tuple(line[name]) for name in LATENCY_COLUMNS}
-        values |= {name: dict(line[name]) for name in MAP_COLUMNS}
-        outcome = Measured(**values, info=json.loads(line["info"]))
+        values |= {name: dict(line[name]) for name in MAP_COLUMNS} | {"info": json.loads(line["info"])}
+    try:
+        outcome = from_json(schema, values)
+    except ValueError as error:
+        raise ValueError(f"row {line['number']}: {error}") from error
     return TableEntry(number=line["number"], choices=tuple(line["choices"]), outcome=outcome)
 
 

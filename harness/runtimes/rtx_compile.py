@@ -137,8 +137,25 @@ def compile_file(path: Path, target: str) -> Compilation:
 def _build_file(path: Path, target: str) -> Compilation:
     """Compile a file in this process."""
     trt = import_compiler()
-    log = _create_log(trt)
-    started_s = time.monotonic()
+    errors: list[str] = []
+    warnings: list[str] = []
+    layers: list[str] = []
+
+    class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+        """Logger that stores warnings, errors and the list of kernels."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, text: str) -> None:
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                errors.append(_one_line(text))
+            elif severity == trt.ILogger.WARNING:
+                warnings.append(_one_line(text))
+            elif text.startswith(LIST_HEAD):
+                layers.append(text)
+
+    log, started_s = Log(), time.monotonic()
     builder = trt.Builder(log)
     network = builder.create_network(0)
     parser = trt.OnnxParser(network, log)
@@ -153,38 +170,17 @@ def _build_file(path: Path, target: str) -> Compilation:
             raise UserError(f"target {target}: refused by the installed compiler, {trt.__version__}")
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if builder.build_serialized_network(network, config) is None:
-            refusal = Refusal(stage="builder", node="", message=log.errors[0] if log.errors else "no reason")
+            refusal = Refusal(stage="builder", node="", message=errors[0] if errors else "no reason")
         else:
-            kernels = read_kernels(log.layers)
+            kernels = read_kernels(layers[-1] if layers else "")
     return Compilation(
         target=target,
         version=str(trt.__version__),
         build_s=time.monotonic() - started_s,
         kernels=kernels,
         refusal=refusal,
-        warnings=tuple(dict.fromkeys(log.warnings)),
+        warnings=tuple(dict.fromkeys(warnings)),
     )
-
-
-def _create_log(trt: Any) -> Any:
-    """Create a logger that stores warnings, errors and the list of kernels."""
-
-    class Log(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.errors: list[str] = []
-            self.warnings: list[str] = []
-            self.layers = ""
-
-        def log(self, severity: Any, text: str) -> None:
-            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
-                self.errors.append(_one_line(text))
-            elif severity == trt.ILogger.WARNING:
-                self.warnings.append(_one_line(text))
-            elif text.startswith(LIST_HEAD):
-                self.layers = text
-
-    return Log()
 
 
 def _one_line(text: str) -> str:
@@ -250,27 +246,34 @@ def read_kernels(message: str) -> tuple[Kernel, ...]:
     head, _, rest = message.partition("\n")
     if head.strip() != LIST_HEAD:
         raise BuildFailed(f"the compiler's list of kernels begins with {head[:40]!r} instead of {LIST_HEAD!r}")
-    listed = rest.partition("\n\n")[0].split("\n")
-    found = (_read_kernel(line) for line in listed if line.strip())
-    return tuple(kernel for kernel in found if kernel.kind not in SYNCHRONIZATION_KINDS)
-
-
-def _read_kernel(line: str) -> Kernel:
-    found = _KERNEL.fullmatch(line.strip())
-    if found is None:
-        raise BuildFailed(f"the compiler's list of kernels has a line of an unknown form: {line[:80]!r}")
-    named = [_ORIGIN.fullmatch(part) for part in found["metadata"].split(_ORIGIN_SEPARATOR) if part]
-    if None in named:
-        raise BuildFailed(f"the compiler's list of kernels has metadata of an unknown form: {found['metadata'][:80]!r}")
-    return Kernel(
-        name=found["name"],
-        kind=found["kind"],
-        inputs=tuple(_read_tensors(found["inputs"])),
-        constants=tuple(_read_tensors(found["constants"])),
-        outputs=tuple(_read_tensors(found["outputs"])),
-        tactic=found["tactic"],
-        origin=tuple(part[1] for part in named if part is not None),
-    )
+    kernels = []
+    for line in filter(str.strip, rest.partition("\n\n")[0].split("\n")):
+        found = _KERNEL.fullmatch(line.strip())
+        if found is None:
+            raise BuildFailed(f"the compiler's list of kernels has a line of an unknown form: {line[:80]!r}")
+        origin = []
+        for part in filter(None, found["metadata"].split(_ORIGIN_SEPARATOR)):
+            named = _ORIGIN.fullmatch(part)
+            if named is None:
+                text = found["metadata"][:80]
+                raise BuildFailed(f"the compiler's list of kernels has metadata of an unknown form: {text!r}")
+            origin.append(named[1])
+        inputs, constants, outputs = (
+            tuple(_read_tensors(found[group])) for group in ("inputs", "constants", "outputs")
+        )
+        if found["kind"] not in SYNCHRONIZATION_KINDS:
+            kernels.append(
+                Kernel(
+                    name=found["name"],
+                    kind=found["kind"],
+                    inputs=inputs,
+                    constants=constants,
+                    outputs=outputs,
+                    tactic=found["tactic"],
+                    origin=tuple(origin),
+                )
+            )
+    return tuple(kernels)
 
 
 def _read_tensors(text: str) -> Iterator[KernelTensor]:
@@ -301,10 +304,6 @@ class RTXCompiler:
         require_target(target)
         self.target = target
 
-    def compile(self, path: Path) -> Compilation:
-        """Return the verdict on a model file; see `compile_file`, also for errors."""
-        return compile_file(path, self.target)
-
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Compile the candidate's file.
 
@@ -312,7 +311,7 @@ class RTXCompiler:
             BuildFailed: The compiler refuses it.
             UserError: The compiler is not installed.
         """
-        found = self.compile(candidate.source())
+        found = compile_file(candidate.source(), self.target)
         if found.refusal is not None:
             raise BuildFailed(str(found.refusal))
         return Artifact(engine=found)

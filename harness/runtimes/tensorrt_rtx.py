@@ -18,7 +18,13 @@ from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.measure.sampling import make_fixed_inputs
 from harness.plugins.api import Array, Artifact, Candidate, Capabilities
 from harness.runtimes.cuda import CudaRuntime, Device, GpuMonitor, GpuTimer, flush_bytes, open_device
-from harness.runtimes.host_clock import parse_dtype, require_static_shapes, run_session, translate_errors
+from harness.runtimes.host_clock import (
+    parse_dtype,
+    require_static_shapes,
+    run_session,
+    session_errors,
+    translate_errors,
+)
 
 LICENCE_NOTE = (
     "experimental; figures of TensorRT-RTX are never pooled with TensorRT's, and its licence may restrict publishing "
@@ -80,13 +86,11 @@ class TensorRTRTXBenchmarker:
                 f"benchmarker 'tensorrt_rtx': the plug-in does not offer {device.name} "
                 f"(compute capability {'.'.join(map(str, device.capability))}); it needs {INSTALL_HINT}"
             )
-        state = vars(ort.capi.onnxruntime_pybind11_state).values()
-        errors = tuple(kind for kind in state if isinstance(kind, type) and issubclass(kind, Exception))
         return _RTXHandle(
             ort=ort,
             devices=own,
             version=f"{plugin.__version__} on ONNX Runtime {ort.__version__}",
-            errors=(RuntimeError, ValueError, TypeError, *errors),
+            errors=session_errors(ort),
             cuda=cuda,
             device=device,
             stream=cuda.call("cudaStreamCreateWithFlags", cuda.api.cudaStreamNonBlocking),
@@ -123,13 +127,14 @@ class TensorRTRTXBenchmarker:
             MeasureFailed: The session does not run, or there is not enough GPU memory.
         """
         ready = self._ready
-        bound = _BoundSession(ready, artifact.engine)
+        probe = _RTXProbe(ready, artifact.engine)
         try:
             flushed = flush_bytes(ready.device.l2_bytes, self._cold_l2)
-            with GpuTimer(ready.cuda, bound.enqueue, graph=False, flush_bytes=flushed, stream=ready.stream) as timer:
-                yield _RTXProbe(ready, artifact.engine, timer)
+            with GpuTimer(ready.cuda, probe.enqueue, graph=False, flush_bytes=flushed, stream=ready.stream) as timer:
+                probe.timer = timer
+                yield probe
         finally:
-            bound.close()
+            probe.close()
 
     def describe(self) -> Mapping[str, Any]:
         """Return the facts that results record; tables with these figures show `note`.
@@ -148,11 +153,19 @@ class TensorRTRTXBenchmarker:
         }
 
 
-class _BoundSession:
-    """Session with its inputs and outputs in the memory of the GPU."""
+class _RTXProbe:
+    """Session with its inputs and outputs in the memory of the GPU; `infer` copies them by ONNX Runtime.
+
+    Attributes:
+        timer: Timer of `enqueue`, set when the probe is opened.
+    """
+
+    timer: GpuTimer
 
     def __init__(self, ready: _RTXHandle, session: Any) -> None:
         self._ready, self._session = ready, session
+        self._clocks = GpuMonitor(ready.device.uuid)
+        self._host_bound = 0.0
         self._binding = session.io_binding()
         self._run = ready.ort.RunOptions()
         # Otherwise every run would end with a synchronization, whose time would be part of the readings.
@@ -163,7 +176,11 @@ class _BoundSession:
             for name, array in make_fixed_inputs(inputs).items():
                 self._binding.bind_ortvalue_input(name, values.ortvalue_from_numpy(array, *place))
             for value in session.get_outputs():
-                made = values.ortvalue_from_shape_and_type(_require_static_shape(value), parse_dtype(value), *place)
+                if not all(isinstance(size, int) for size in value.shape):
+                    raise MeasureFailed(
+                        f"output {value.name!r}: its size depends on the data, so it cannot be bound beforehand"
+                    )
+                made = values.ortvalue_from_shape_and_type(tuple(value.shape), parse_dtype(value), *place)
                 self._binding.bind_ortvalue_output(value.name, made)
         ready.cuda.call("cudaDeviceSynchronize")
 
@@ -177,25 +194,16 @@ class _BoundSession:
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
 
-
-class _RTXProbe:
-    """Probe that times a session on memory of the GPU; `infer` copies inputs and outputs by ONNX Runtime."""
-
-    def __init__(self, ready: _RTXHandle, session: Any, timer: GpuTimer) -> None:
-        self._ready, self._session, self._timer = ready, session, timer
-        self._clocks = GpuMonitor(ready.device.uuid)
-        self._host_bound = 0.0
-
     def sample(self, n: int) -> Sequence[float]:
         """Return GPU times of n inferences in milliseconds, by CUDA events."""
-        readings = self._timer.read(n)
+        readings = self.timer.read(n)
         self._clocks.sample()
         self._host_bound = readings.host_bound
         return readings.gpu_ms
 
     def conditions(self) -> Mapping[str, float]:
         """Return the GPU's conditions during sampling and the host's overhead, as `EngineProbe.conditions` does."""
-        end_to_end_ms = statistics.median(self._timer.end_to_end(5))
+        end_to_end_ms = statistics.median(self.timer.end_to_end(5))
         return {**self._clocks.take_facts(), "host_bound": self._host_bound, "end_to_end_ms": end_to_end_ms}
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -217,9 +225,3 @@ def _import_runtime() -> tuple[Any, Any]:
         raise UserError(f"benchmarker 'tensorrt_rtx': {error}; {INSTALL_HINT}") from error
     onnxruntime.disable_telemetry_events()
     return onnxruntime, onnxruntime_ep_nv_tensorrt_rtx
-
-
-def _require_static_shape(value: Any) -> tuple[int, ...]:
-    if not all(isinstance(size, int) for size in value.shape):
-        raise MeasureFailed(f"output {value.name!r}: its size depends on the data, so it cannot be bound beforehand")
-    return tuple(value.shape)

@@ -75,7 +75,7 @@ def test_the_command_shows_text_json_and_a_page(form, tmp_path, monkeypatch, cap
     path, page = tmp_path / "m.onnx", tmp_path / "page.html"
     onnx.save(MATMUL.build(), path)
     verdict = compiled(kernel("runtime_fusion", "int8 f32", ("MatMul_0",)))
-    monkeypatch.setattr("harness.runtimes.rtx_compile.compile_file", lambda path, target: verdict)
+    monkeypatch.setattr("harness.insight.compiled.compile_file", lambda path, target: verdict)
     options = {"text": [], "json": ["--json"], "html": ["--html", str(page)]}[form]
     main(["explain", str(path), "--backend", "rtx_compile", "--target", "sm89", *options])
     shown = capsys.readouterr().out

@@ -11,7 +11,7 @@ from compiler_cases import FP8, INT8, Case, Pair, save
 from harness.base.errors import BuildFailed, UserError
 from harness.cli.main import main
 from harness.runtimes import rtx_compile as compiler
-from harness.runtimes.rtx_compile import RTXCompiler, read_kernels
+from harness.runtimes.rtx_compile import RTXCompiler, compile_file, read_kernels
 from harness.runtimes.testing import file_candidate
 from harness.workers.helper_process import HelperCallFailed
 
@@ -99,7 +99,7 @@ def install(monkeypatch):
 
 def test_compiled_model_has_kernels_and_warnings(install, tmp_path):
     install(Library())
-    found = RTXCompiler().compile(save(LEGAL, tmp_path / "m.onnx"))
+    found = compile_file(save(LEGAL, tmp_path / "m.onnx"), "sm89")
     assert (found.target, found.version, found.refusal) == ("sm89", "1.7.9", None)
     assert found.warnings == ("UINT8 is read as INT8",)
     assert len(found.kernels) == 2
@@ -112,11 +112,11 @@ def test_compiled_model_has_kernels_and_warnings(install, tmp_path):
 def test_a_refusal_names_stage_node_message_and_rule(install, tmp_path):
     shifted = save(Case(operator="MatMul", pairs=(Pair(storage="int8", zero=3), INT8)), tmp_path / "shifted.onnx")
     install(Library(refused_by="parser"))
-    refusal = RTXCompiler().compile(shifted).refusal
+    refusal = compile_file(shifted, "sm89").refusal
     assert (refusal.stage, refusal.node, refusal.message) == ("parser", "QuantizeLinear_0", "Non-zero zero point")
     assert refusal.rule.startswith("'zero point'")
     install(Library(refused_by="builder"))  # which names no node
-    refusal = RTXCompiler().compile(shifted).refusal
+    refusal = compile_file(shifted, "sm89").refusal
     assert (refusal.stage, refusal.node, refusal.message) == ("builder", "QuantizeLinear_0", "Myelin: CHECK failed")
     with pytest.raises(BuildFailed, match="Myelin: CHECK failed"):
         RTXCompiler().build(file_candidate(shifted), tmp_path)
@@ -128,7 +128,7 @@ def test_a_crash_of_the_compiler_is_a_refusal(install, tmp_path, monkeypatch):
 
     install(Library())
     monkeypatch.setattr(compiler, "call_in_helper_process", crash)
-    refusal = RTXCompiler().compile(save(LEGAL, tmp_path / "m.onnx")).refusal
+    refusal = compile_file(save(LEGAL, tmp_path / "m.onnx"), "sm89").refusal
     assert (refusal.stage, refusal.message, refusal.crashed) == ("builder", "was ended by SIGSEGV", True)
 
 
@@ -156,9 +156,9 @@ def test_rtx_compile_is_refused_as_a_search_backend(tmp_path, capsys):
 
 @INSTALLED
 def test_installed_compiler_builds_and_refuses_models(tmp_path):
-    built = RTXCompiler().compile(save(LEGAL, tmp_path / "legal.onnx"))
+    built = compile_file(save(LEGAL, tmp_path / "legal.onnx"), "sm89")
     (gemm,) = (kernel for kernel in built.kernels if kernel.kind == "gemm")
     assert {tensor.type for tensor in gemm.inputs} == {"fp8"}
     assert "MatMul_0" in gemm.origin
-    refusal = RTXCompiler().compile(save(MIXED, tmp_path / "mixed.onnx")).refusal
+    refusal = compile_file(save(MIXED, tmp_path / "mixed.onnx"), "sm89").refusal
     assert refusal.stage == "builder"

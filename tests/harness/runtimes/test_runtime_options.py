@@ -151,8 +151,8 @@ def test_gpu_providers_use_8bit_weights(monkeypatch):
         ),
         ({"provider": "rocm"}, "provider: .*'tensorrt', but got 'rocm'"),
         ({"activation": "int4"}, "activation: .*'int8', but got 'int4'"),
-        ({"activation": "uint8", "provider": "tensorrt"}, "activation: one of int8, but got 'uint8'"),
-        ({"precision": "f16"}, "precision: one of auto, f32, but got 'f16'"),
+        ({"activation": "uint8", "provider": "tensorrt"}, "activation: TensorRT accepts only int8, but got 'uint8'"),
+        ({"precision": "f16"}, "precision: auto or f32 with this provider, but got 'f16'"),
     ],
 )
 def test_invalid_option_combinations_are_refused(params, message):

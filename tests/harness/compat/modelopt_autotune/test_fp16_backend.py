@@ -34,9 +34,9 @@ def test_fp16_model_is_cast_once_and_written_files_are_built(tmp_path, monkeypat
         casts.append(precision)
         return call_in_helper_process(what, work, path, precision, **limits)
 
-    def noting(library: Any, path: Path, *args: Any, **options: Any) -> Any:
-        read[path] = digest_file(path)
-        return build(library, path, *args, **options)
+    def noting(library: Any, source: Any, *args: Any) -> Any:
+        read[source.path] = digest_file(source.path)
+        return build(library, source, *args)
 
     monkeypatch.setattr(options, "call_in_helper_process", counting)
     monkeypatch.setattr(benchmarker, "build_plan", noting)
