@@ -56,28 +56,19 @@ FIXED_NAMES = (
 )  # fmt: skip
 
 
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_limit(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MAX_FILE_PLACEMENTS
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-_PARAM_HINTS = {"path": "the name of a file", "limit": f"1 to {MAX_FILE_PLACEMENTS}", "ranges": "true or false"}
-_MODEL_FILE: Mapping[str, Callable[[Any], bool]] = {"path": _is_path, "ranges": _is_flag}
-_RANKED_FILE: Mapping[str, Callable[[Any], bool]] = {"path": _is_path, "limit": _is_limit}
-#: Parameters of placements from a file: a Q/DQ model of any tool, an exported model of the same structure, a pattern
-#: cache, or the output of `qdq inspect sensitivity`. The first two give their ranges too if `ranges` is true.
-FILE_SOURCES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
-    "import": _MODEL_FILE,
-    "placement": _MODEL_FILE,
-    "pattern_cache": _RANKED_FILE,
-    "sensitivity": _RANKED_FILE,
+#: Parameters of placements from a file, by their check and the hint to them.
+_PARAM_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "path": (lambda value: isinstance(value, str) and bool(value), "the name of a file"),
+    "limit": (lambda value: type(value) is int and 1 <= value <= MAX_FILE_PLACEMENTS, f"1 to {MAX_FILE_PLACEMENTS}"),
+    "ranges": (lambda value: isinstance(value, bool), "true or false"),
+}
+#: Placements from a file with their parameters: a Q/DQ model of any tool, an exported model of the same structure, a
+#: pattern cache, or the output of `qdq inspect sensitivity`. The first two give their ranges too if `ranges` is true.
+FILE_SOURCES: Mapping[str, tuple[str, ...]] = {
+    "import": ("path", "ranges"),
+    "placement": ("path", "ranges"),
+    "pattern_cache": ("path", "limit"),
+    "sensitivity": ("path", "limit"),
 }
 
 
@@ -104,23 +95,19 @@ def check_initial(initial: Sequence[PluginSpec]) -> None:
         own_name = entry.use in FILE_SOURCES or is_placement_plugin(entry)
         if entry.name != entry.use and (not own_name or entry.name in allowed):
             raise ValueError(f"initial: {entry.use!r} keeps its own name, but got the label {entry.name!r}")
-        _check_initial_params(entry)
-    names = [entry.name for entry in initial]
+        params = FILE_SOURCES.get(entry.use, ())
+        for name, value in entry.params.items():
+            if name not in params:
+                raise ValueError(f"initial: {entry.use!r} has no parameter {name!r}; {suggest_names(name, params)}")
+            is_valid, hint = _PARAM_CHECKS[name]
+            if not is_valid(value):
+                raise ValueError(f"initial: {entry.use!r}: {name} is {hint}, but got {value!r}")
+        if params and "path" not in entry.params:
+            raise ValueError(f"initial: {entry.use!r} needs a file: {{use: {entry.use}, params: {{path: ...}}}}")
     numbered = {f"{entry.name}-{rank}" for entry in initial for rank in range(2, initial_count(entry) + 1)}
-    for name in names:
+    for name in (entry.name for entry in initial):
         if _FLOAT_ROW_NAME.fullmatch(name) or name in numbered:
             raise ValueError(f"initial: the label {name!r} is the name of another row in tables; choose another label")
-
-
-def _check_initial_params(entry: PluginSpec) -> None:
-    allowed = FILE_SOURCES.get(entry.use, {})
-    for name, value in entry.params.items():
-        if name not in allowed:
-            raise ValueError(f"initial: {entry.use!r} has no parameter {name!r}; {suggest_names(name, allowed)}")
-        if not allowed[name](value):
-            raise ValueError(f"initial: {entry.use!r}: {name} is {_PARAM_HINTS[name]}, but got {value!r}")
-    if "path" in allowed and "path" not in entry.params:
-        raise ValueError(f"initial: {entry.use!r} needs a file: {{use: {entry.use}, params: {{path: ...}}}}")
 
 
 def check_baselines(names: Sequence[str], initial: Sequence[PluginSpec]) -> None:
@@ -148,14 +135,8 @@ def initial_count(entry: PluginSpec) -> int:
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def _require_entries(value: Any) -> Any:
-    if isinstance(value, list) and not value:
-        raise ValueError("a list here needs at least one entry")
-    return value
-
-
 def _non_empty(kind: Any) -> Any:
-    return Annotated[tuple[kind, ...], BeforeValidator(_require_entries), Field(strict=False)]
+    return Annotated[tuple[kind, ...], Field(strict=False, min_length=1)]
 
 
 def _non_empty_distinct(kind: Any) -> Any:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -27,16 +27,14 @@ from harness.plugins import registry
 
 # Further limits, see MAX_COUNT.
 MAX_DIMENSION = 2**31 - 1
-MAX_BUILDS = 1_000
-MAX_FINALISTS = 1_000  # of one search
 MAX_ROUNDS = 10_000
-MAX_TURN_SAMPLES = 100_000
 MAX_PENDING = 100_000
 MAX_SAMPLING_MS = 3_600_000.0
-MAX_LIMIT_S = 604_800.0  # a week
-MAX_MINUTES = 525_600.0  # a year
 MAX_MEMORY_GB = 1e6
-
+SmallCount = Annotated[int, Field(ge=1, le=1_000)]
+SampleCount = Annotated[int, Field(ge=3, le=100_000)]
+LimitSeconds = Annotated[float, Field(gt=0, le=604_800.0)]  # a week
+Minutes = Annotated[float, Field(gt=0, le=525_600.0)]  # a year
 AblatedPart = Literal["initial", "sharing", "racing", "rebuilds"]
 
 
@@ -45,6 +43,7 @@ class ConfigSection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    _later_keys: ClassVar[frozenset[str]] = frozenset()
     _base_dir: Path | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any) -> None:
@@ -54,6 +53,11 @@ class ConfigSection(BaseModel):
     def base_dir(self) -> Path:
         """Folder that relative paths start from: `base_dir` of the validation context, or the working folder."""
         return self._base_dir or Path.cwd()
+
+    @model_serializer(mode="wrap")
+    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out later keys that are None, so that digests of settings are equal to those of earlier versions."""
+        return {key: value for key, value in handler(self).items() if key not in self._later_keys or value is not None}
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__  # wherever the file is
@@ -106,17 +110,14 @@ class PreprocessSpec(PluginSpec):
         layout: Order of the axes of the model's input; None: found by the axis that has three channels.
     """
 
+    _later_keys = frozenset({"layout"})
+
     layout: Literal["nchw", "nhwc"] | None = None
 
     @property
     def mapping(self) -> dict[str, Any]:
         """The preprocessing as a mapping, for parameters of evaluators."""
         return super().mapping | ({} if self.layout is None else {"layout": self.layout})
-
-    @model_serializer(mode="wrap")
-    def _without_absent_layout(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a `layout` of None, so that digests of settings are equal to those of earlier versions."""
-        return {key: value for key, value in handler(self).items() if key != "layout" or value is not None}
 
 
 class SearcherSpec(PluginSpec):
@@ -230,6 +231,8 @@ class ModelSpec(_InputSizes):
         expect: Known score of the float model by the evaluator, in the metric's unit; None: unknown, 0: unchecked.
     """
 
+    _later_keys = frozenset({"shape_set", "expect"})
+
     use: str
     label: str | None = None
     shape_set: ShapeSetSpec | None = None
@@ -237,12 +240,6 @@ class ModelSpec(_InputSizes):
     calibration: Calibration = Calibration()
     evaluator: PluginSpec | None = None
     expect: Annotated[float, Field(ge=-MAX_COUNT, le=MAX_COUNT, allow_inf_nan=False)] | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out later keys that are None, so that digests of settings are equal to those of earlier versions."""
-        later = ("shape_set", "expect")
-        return {key: value for key, value in handler(self).items() if key not in later or value is not None}
 
     def at(self, entry: ShapeEntry) -> ModelSpec:
         """Return the model with the sizes of an entry."""
@@ -286,9 +283,9 @@ class Budget(ConfigSection):
         Field(min_length=1, strict=False),
         AfterValidator(require_distinct),
     ] = (25, 50)
-    minutes: Annotated[float, Field(gt=0, le=MAX_MINUTES)] | None = None
+    minutes: Minutes | None = None
     stop_at: Annotated[float, Field(gt=0, lt=1)] | None = None
-    task_minutes: Annotated[float, Field(gt=0, le=MAX_MINUTES)] | None = None
+    task_minutes: Minutes | None = None
 
 
 class Sampling(ConfigSection):
@@ -305,8 +302,8 @@ class Sampling(ConfigSection):
     """
 
     warmup_ms: Annotated[float, Field(ge=0, le=MAX_SAMPLING_MS)] = 50.0
-    min_samples: Annotated[int, Field(ge=3, le=MAX_TURN_SAMPLES)] = 11
-    max_samples: Annotated[int, Field(ge=3, le=MAX_TURN_SAMPLES)] = 200
+    min_samples: SampleCount = 11
+    max_samples: SampleCount = 200
     max_ms: Annotated[float, Field(gt=0, le=MAX_SAMPLING_MS)] = 400.0
     target: Annotated[float, Field(gt=0, lt=1)] = 0.01
     interleave: Literal["auto", "always", "never"] = "auto"
@@ -321,9 +318,9 @@ class TurnSchedule(ConfigSection):
         samples: Minimum inferences per turn; short ones continue for 50 ms.
     """
 
-    builds: Annotated[int, Field(ge=1, le=MAX_BUILDS)] = 1
+    builds: SmallCount = 1
     rounds: Annotated[int, Field(ge=2, le=MAX_ROUNDS)] = 8
-    samples: Annotated[int, Field(ge=3, le=MAX_TURN_SAMPLES)] = 3
+    samples: SampleCount = 3
 
 
 class Confirmation(TurnSchedule):
@@ -335,18 +332,18 @@ class Confirmation(TurnSchedule):
             lowest reading of the search wins.
     """
 
-    builds: Annotated[int, Field(ge=3, le=MAX_BUILDS)] = 5
+    builds: Annotated[int, Field(ge=3, le=1_000)] = 5
     rounds: Annotated[int, Field(ge=2, le=MAX_ROUNDS)] = 20
-    top_k: Annotated[int, Field(ge=1, le=MAX_FINALISTS)] = 1
-    candidates: Annotated[int, Field(ge=1, le=MAX_FINALISTS)] = 4
+    top_k: SmallCount = 1
+    candidates: SmallCount = 4
 
 
 class Limits(ConfigSection):
     """Limits of one candidate and of its worker, beyond which it counts as failed; 1 GB is 10^9 bytes."""
 
-    build_s: Annotated[float, Field(gt=0, le=MAX_LIMIT_S)] = 300.0
-    measure_s: Annotated[float, Field(gt=0, le=MAX_LIMIT_S)] = 120.0
-    evaluate_s: Annotated[float, Field(gt=0, le=MAX_LIMIT_S)] = 1800.0
+    build_s: LimitSeconds = 300.0
+    measure_s: LimitSeconds = 120.0
+    evaluate_s: LimitSeconds = 1800.0
     memory_gb: Annotated[float, Field(gt=0, le=MAX_MEMORY_GB)] = 16.0
 
 
@@ -368,8 +365,8 @@ class ExecutorSpec(ConfigSection):
     use: Literal["local", "ray"] = "local"
     workers: Annotated[int, Field(ge=1, le=10_000)] = 1
     window: Annotated[int, Field(ge=1, le=MAX_PENDING)] | None = None
-    searches: Annotated[int, Field(ge=1, le=1_000)] = 1
-    tasks: Annotated[int, Field(ge=1, le=1_000)] = 1
+    searches: SmallCount = 1
+    tasks: SmallCount = 1
     timing: Literal["exclusive", "concurrent"] = "exclusive"
     address: str = "auto"
     resources: dict[str, Annotated[float, Field(ge=0, le=MAX_COUNT, strict=False)]] = {}

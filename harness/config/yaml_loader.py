@@ -110,8 +110,17 @@ def parse_yaml(text: str, max_nodes: int = MAX_NODES) -> Any:
         nodes += 1
         if nodes > max_nodes:
             raise _problem(f"more than {max_nodes} values and keys", event)
-        value = _make_value(event)
-        _add_value(stack[-1], keys, value, event)
+        value, parent = _make_value(event), stack[-1]
+        if isinstance(parent, list):
+            parent.append(value)
+        elif keys[-1] is not _NO_KEY:
+            parent[keys[-1]], keys[-1] = value, _NO_KEY
+        elif isinstance(value, dict | list):
+            raise _problem("a key is a plain name, but this is a list or a mapping", event)
+        elif value in parent:
+            raise _problem(f"duplicate key {shorten(repr(value))}", event)
+        else:
+            keys[-1] = value
         if isinstance(value, dict | list):
             stack.append(value)
             keys.append(_NO_KEY)
@@ -140,36 +149,14 @@ def _make_value(event: Any) -> Any:
     return make(text)
 
 
-def _add_value(parent: Any, keys: list[Any], value: Any, event: Any) -> None:
-    """Append a value to a list, or set it as the next key of a mapping or as the value of that key."""
-    if isinstance(parent, list):
-        parent.append(value)
-    elif keys[-1] is not _NO_KEY:
-        parent[keys[-1]], keys[-1] = value, _NO_KEY
-    elif isinstance(value, dict | list):
-        raise _problem("a key is a plain name, but this is a list or a mapping", event)
-    elif value in parent:
-        raise _problem(f"duplicate key {shorten(repr(value))}", event)
-    else:
-        keys[-1] = value
-
-
-def _parse_int(text: str) -> int:
-    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-
-
-def _parse_float(text: str) -> float:
-    return float(text.replace(".", "") if text[-1].isalpha() else text)  # .inf and .nan
-
-
 _NO_KEY = object()
 _TAG_PREFIX = "tag:yaml.org,2002:"
 _PLAIN_SCALARS = [(name, re.compile(pattern), first) for name, pattern, first in CORE_SCHEMA]
 _CONSTRUCTORS: Mapping[str, Callable[[str], Any]] = {
     "null": lambda text: None,
     "bool": lambda text: text.lower() == "true",
-    "int": _parse_int,
-    "float": _parse_float,
+    "int": lambda text: int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)),
+    "float": lambda text: float(text.replace(".", "") if text[-1].isalpha() else text),  # .inf and .nan
     "str": str,
 }
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a PyYAML that was built without libyaml has none
@@ -181,7 +168,7 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(_SafeDumper):  # type: ignore[misc]
     """SafeDumper that quotes text which YAML 1.1 or YAML 1.2 would read as another type.
 
     An object that occurs twice is written twice, because the loader rejects aliases.
@@ -203,21 +190,13 @@ def write_plain_yaml(body: Mapping[str, Any], path: Path) -> None:
     Raises:
         OSError: The file cannot be written; an old one is kept.
     """
-    text = yaml.dump(dict(body), Dumper=_FastDumper, sort_keys=False, default_flow_style=None, width=4096)
+    text = yaml.dump(dict(body), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=4096)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
-class _FastDumper(_SafeDumper):  # type: ignore[misc]
-    """Dumper of libyaml if it is installed, with the text of `_Dumper`."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
 quote_core_schema(_Dumper)
-quote_core_schema(_FastDumper)
 
 
 def _problem(text: str, event: Any) -> yaml.constructor.ConstructorError:
@@ -306,7 +285,6 @@ def parse_params(texts: Sequence[str] | None) -> dict[str, Any]:
 SUGGESTION_PREFIX = "did you mean"
 QUOTED_NAME = re.compile(r"'([^']+)'")
 MAX_ERRORS_SHOWN = 20
-MAX_VALUE_CHARS = 200
 MAX_KEYS_SHOWN = 4
 
 
@@ -320,64 +298,47 @@ def to_user_error(
         source: Name of the file in the message.
         extra_keys: Keys of the top level that are read before the validation.
     """
-    problems = [each for each in error.errors() if not _is_consequence(each)]
-    lines = [_format_error(root, source, dict(each), extra_keys) for each in problems[:MAX_ERRORS_SHOWN]]
-    more = len(problems) - MAX_ERRORS_SHOWN
-    return UserError("\n".join([*lines, *([f"and {more} more"] if more > 0 else [])]))
-
-
-def _is_consequence(error: Mapping[str, Any]) -> bool:
-    """Return whether an error only says that a list is too short because its entries have errors of their own."""
-    return bool(error["type"] == "too_short" and error["ctx"]["min_length"] == 1 and error["input"])
-
-
-def _format_error(root: type[BaseModel], source: str, error: Mapping[str, Any], extra_keys: Sequence[str]) -> str:
-    where = _truncate(".".join(str(part) for part in error["loc"]))
-    return ": ".join(part for part in (source, where, _describe_error(root, error, extra_keys)) if part)
+    lines = []
+    for each in error.errors():
+        if each["type"] == "too_short" and each["ctx"]["min_length"] == 1 and each["input"]:
+            continue  # its entries have errors of their own
+        where = shorten(".".join(map(str, each["loc"])))
+        lines.append(": ".join(filter(None, (source, where, _describe_error(root, dict(each), extra_keys)))))
+    more = len(lines) - MAX_ERRORS_SHOWN
+    return UserError("\n".join([*lines[:MAX_ERRORS_SHOWN], *([f"and {more} more"] if more > 0 else [])]))
 
 
 def _describe_error(root: type[BaseModel], error: Mapping[str, Any], extra_keys: Sequence[str]) -> str:
+    """Return the expected value, in terms of YAML instead of Python types, and the one that the file has."""
     kind, loc, value = error["type"], error["loc"], error.get("input")
+    shown = "nothing" if value is None else shorten(repr(value))
     if kind == "extra_forbidden":
         return f"unknown key; {_suggest_place(root, loc, extra_keys)}"
     if kind == "missing":
         return "this key is required"
-    expected = _describe_expected(root, error, value)
+    expected = str(error["msg"]).removeprefix("Value error, ")
+    if kind in {"tuple_type", "list_type"}:
+        example = "..." if value is None or isinstance(value, dict) else shown.strip("'")
+        expected = f"a list, such as [{example}]"
+    elif kind == "too_short" and error["ctx"]["min_length"] == 1:
+        expected = "a list with at least one entry"
+    elif kind == "dict_type":
+        expected = "a mapping of keys"
+    elif kind == "model_type":
+        keys = list(_model_at(root, loc).model_fields)[:MAX_KEYS_SHOWN]
+        expected = f"a mapping with keys such as {', '.join(keys)}"
     if isinstance(value, dict | BaseModel) or "but got" in expected:
         return expected
-    message = f"{expected}, but got {_format_value(value)}"
+    message = f"{expected}, but got {shown}"
     if kind != "literal_error" or not isinstance(value, str):
         return message
     hint = suggest_names(value, QUOTED_NAME.findall(error["ctx"]["expected"]))
     return f"{message}; {hint}" if hint.startswith(SUGGESTION_PREFIX) else message
 
 
-def _describe_expected(root: type[BaseModel], error: Mapping[str, Any], value: Any) -> str:
-    """Return the expected value in terms of YAML instead of Python types."""
-    if error["type"] in {"tuple_type", "list_type"}:
-        example = "..." if value is None or isinstance(value, dict) else _format_value(value).strip("'")
-        return f"a list, such as [{example}]"
-    if error["type"] == "too_short" and error["ctx"]["min_length"] == 1:
-        return "a list with at least one entry"
-    if error["type"] == "dict_type":
-        return "a mapping of keys"
-    if error["type"] == "model_type":
-        keys = list(_model_at(root, error["loc"]).model_fields)[:MAX_KEYS_SHOWN]
-        return f"a mapping with keys such as {', '.join(keys)}"
-    return str(error["msg"]).removeprefix("Value error, ")
-
-
-def _format_value(value: Any) -> str:
-    return "nothing" if value is None else _truncate(repr(value))
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."
-
-
 def _suggest_place(root: type[BaseModel], loc: tuple[Any, ...], extra_keys: Sequence[str]) -> str:
     """Return where a misplaced key belongs, or else the keys with similar names."""
-    name, owner = _truncate(str(loc[-1])), _model_at(root, loc[:-1])
+    name, owner = shorten(str(loc[-1])), _model_at(root, loc[:-1])
     hint = suggest_names(name, [*owner.model_fields, *(extra_keys if owner is root else ())])
     if "params" in owner.model_fields and not hint.startswith(SUGGESTION_PREFIX):  # plug-ins may have keys of any name
         return f"a setting of the plug-in belongs below params: {{params: {{{name}: ...}}}}; {hint}"
