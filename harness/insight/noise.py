@@ -33,7 +33,7 @@ from harness.measure.turn_log import disturbance_note
 from harness.plugins.api import Candidate
 from harness.plugins.registry import create_plugin
 from harness.report.plots.figures import COLOURS, figure_file
-from harness.run.confirm.rounds import EngineFactory
+from harness.run.confirm.confirmation import EngineFactory
 from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.workers.engines import Engines
 from harness.workers.sandbox import open_engines

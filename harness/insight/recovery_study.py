@@ -32,8 +32,7 @@ from harness.graph.segmented_run import layer_sqnr_db
 from harness.measure.records import SCHEMA_VERSION, Failed
 from harness.plugins.api import Accuracy
 from harness.report.plots.figures import COLOURS, figure_file
-from harness.run.prepare.accuracy import make_scoring
-from harness.run.prepare.accuracy_store import AccuracyStore
+from harness.run.prepare.accuracy import AccuracyStore, make_scoring
 from harness.run.prepare.external_tools import QuantizationRequest, run_external_tool
 from harness.run.prepare.model_loader import input_types
 from harness.run.prepare.placed_models import RECOVERY_STEPS, list_choices, open_placer

@@ -35,15 +35,19 @@ from harness.results.manifest import record_or_check
 from harness.results.ownership import owned_results_dir
 from harness.results.search_log import Goal
 from harness.results.turns import baseline_latency
-from harness.run.confirm.confirmation import measure_noise_floor, reference_latency_if_noisy
-from harness.run.confirm.paired_timing import PairedComparison, run_comparison, warn_if_disturbed
-from harness.run.confirm.rounds import TimedRow
-from harness.run.prepare.accuracy_store import AccuracyStore
+from harness.run.confirm.confirmation import (
+    PairedComparison,
+    TimedRow,
+    measure_noise_floor,
+    reference_latency_if_noisy,
+    run_comparison,
+    warn_if_disturbed,
+)
+from harness.run.prepare.accuracy import AccuracyStore
 from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.run.prepare.task import Task
-from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.loop import COLD_START_EVALUATIONS, InitialPlacement, SearchTask, TrialEvent, run_search
-from harness.run.search.trial import NoisePolicy, measure
+from harness.run.search.trial import AccuracyGate, NoisePolicy, measure
 from harness.runtimes.replay import (
     MAX_PLACEMENTS,
     BenchmarkTable,

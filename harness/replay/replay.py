@@ -182,7 +182,7 @@ def replay(landscape: Landscape, request: ReplayRequest) -> dict[int, Indices]:
     space, first = landscape.table.subspace.space, initial_placements(landscape, request.initial)
     factory = registry.check_params("searcher", use.use, use.params, supplied=("space", "seed"))
     paths: dict[int, Indices] = {}
-    with threadpool_limits(1):  # small matrices; see `harness.run.search.searcher_guard`
+    with threadpool_limits(1):  # small matrices; see `harness.run.search.loop`
         for seed in request.seeds:
             searcher = registry.call_plugin(f"searcher {use.use!r}", partial(factory, space, seed=seed, **use.params))
             run = partial(replay_once, landscape, searcher, budget=budget, seed=seed, first=first)

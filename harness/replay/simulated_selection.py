@@ -17,7 +17,7 @@ from harness.config.sections import Confirmation
 from harness.measure.elimination import TURNS_PER_RACING_ROUND, race_winner
 from harness.measure.records import Failed, Outcome
 from harness.replay.replay import Floats, Indices, Landscape, initial_models, is_valid_path, reading_rng
-from harness.run.select.racing import SAMPLES_PER_TURN
+from harness.run.select.final_selection import SAMPLES_PER_TURN
 from search.api import Score
 
 Positions = npt.NDArray[np.intp]

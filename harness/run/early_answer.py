@@ -22,9 +22,7 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.measure.turn_log import TWIN, ConfirmationSummary, TurnEvent, summarize_turns
 from harness.plugins.api import Candidate
 from harness.results.artifacts import FLOAT_ROW
-from harness.run.confirm.confirmation import NOISE_FLOOR_SCHEDULE
-from harness.run.confirm.paired_timing import PairedComparison, run_comparison
-from harness.run.confirm.rounds import TimedRow
+from harness.run.confirm.confirmation import NOISE_FLOOR_SCHEDULE, PairedComparison, TimedRow, run_comparison
 from harness.run.prepare.methods import is_external_searcher, task_for_method
 from harness.run.prepare.task import Task
 from harness.run.search.loop import TrialEvent

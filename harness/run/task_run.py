@@ -27,10 +27,9 @@ from harness.run.prepare.accuracy import Scoring
 from harness.run.prepare.float_baseline import dialect_use
 from harness.run.prepare.methods import SearchSetup, open_search
 from harness.run.prepare.task import Task
-from harness.run.search.accuracy_gate import AccuracyGate
 from harness.run.search.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
 from harness.run.search.optuna_mirror import OPTUNA_JOURNAL_NAME, mirror_to_optuna
-from harness.run.search.trial import MAX_BUILDS, NoisePolicy, measure
+from harness.run.search.trial import MAX_BUILDS, AccuracyGate, NoisePolicy, measure
 from harness.run.time_limit import TimeLeft, TimeLimit
 from harness.run.verify.runtime_checker import RuntimeChecker
 from harness.runtimes.shape_set import ShapeSet

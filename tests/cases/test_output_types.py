@@ -13,7 +13,7 @@ from harness.base.errors import UserError
 from harness.graph.load import load, save_to_folder
 from harness.plugins.api import name_arrays
 from harness.run.prepare.model_loader import input_types
-from harness.run.verify.dynamic_delivery import write_dynamic_model
+from harness.run.verify.dynamic_check import write_dynamic_model
 from harness.runtimes.host_clock import run_session
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.ship.deploy_script import deploy_script, find_target

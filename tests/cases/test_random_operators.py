@@ -24,7 +24,7 @@ from harness.graph.rules.dialects import ONNXRUNTIME
 from harness.graph.rules.movement import find_repeated_input
 from harness.measure.records import MAIN_BENCHMARKER
 from harness.plugins.api import Candidate
-from harness.run.verify.dynamic_delivery import write_dynamic_model
+from harness.run.verify.dynamic_check import write_dynamic_model
 from harness.run.verify.runtime_checker import CheckPlan, RuntimeChecker
 from harness.runtimes.host_clock import run_session
 from harness.ship.runtime_comparison import RuntimeComparison, _least_agreement

@@ -33,9 +33,9 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if not getattr(request.module, "FULL_TURNS", False):
-            patch.setattr("harness.run.confirm.rounds.MIN_CONFIRMATION_TURN_MS", 1.0)
-            patch.setattr("harness.run.confirm.rounds.TURN_WARMUP_MS", 0.0)
-            patch.setattr("harness.run.select.racing.TURNS_PER_RACING_ROUND", (4, 4, 4))
+            patch.setattr("harness.run.confirm.confirmation.MIN_CONFIRMATION_TURN_MS", 1.0)
+            patch.setattr("harness.run.confirm.confirmation.TURN_WARMUP_MS", 0.0)
+            patch.setattr("harness.run.select.final_selection.TURNS_PER_RACING_ROUND", (4, 4, 4))
         if not getattr(request.module, "MONITORED", False):
             patch.setattr("harness.workers.sandbox.MachineMonitor", QuietMachine)
         if not getattr(request.module, "DRAWN", False):

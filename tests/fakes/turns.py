@@ -12,7 +12,7 @@ from harness.config.sections import Sampling
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.sampling import Samples
 from harness.plugins.api import Candidate
-from harness.run.confirm.rounds import TimedRow
+from harness.run.confirm.confirmation import TimedRow
 from harness.workers.engines import BuiltEngine, Engines
 
 

@@ -46,7 +46,7 @@ from harness.run.prepare.initial_design import InitialDesign, load_imported_mode
 from harness.run.prepare.model_loader import input_types
 from harness.run.prepare.study_task import model_label
 from harness.run.prepare.task import calibrate_task
-from harness.run.search.searcher_guard import SearcherGuard
+from harness.run.search.loop import SearcherGuard
 from harness.workers.engines import as_outcome
 from search.api import CONTRACT, Failure, Observation, Score, Searcher
 from search.space import Placement, Resolved, Space

@@ -43,12 +43,11 @@ from harness.plugins.api import Candidate
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.output_check import CHECK_FILE_NAME
 from harness.results.turns import FINAL_SELECTION_LOG_NAME
-from harness.run.confirm.paired_timing import PairedComparison, run_comparison
-from harness.run.confirm.rounds import TimedRow
+from harness.run.confirm.confirmation import PairedComparison, TimedRow, run_comparison
 from harness.run.early_answer import EarlyAnswer
 from harness.run.prepare.model_loader import MIN_OPSET
-from harness.run.select.racing import FIRST_SCHEDULE, select_winner
-from harness.run.verify.dynamic_delivery import format_fixed_shapes, write_dynamic_model
+from harness.run.select.final_selection import FIRST_SCHEDULE, select_winner
+from harness.run.verify.dynamic_check import format_fixed_shapes, write_dynamic_model
 from harness.run.verify.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
 from harness.ship.results_bundle import ship_confirmed
 from search.space import Placement

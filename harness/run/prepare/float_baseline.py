@@ -32,7 +32,7 @@ from harness.plugins import registry
 from harness.plugins.api import Candidate, SupportsCast, capabilities_of, require_timing
 from harness.results.journal import read_matching_record
 from harness.results.manifest import write_record
-from harness.run.confirm.rounds import TimedRow, confirm
+from harness.run.confirm.confirmation import TimedRow, confirm
 from harness.workers.engines import WorkerSpec
 from harness.workers.trial_pool import SpecEngineFactory
 from search.space import edges_digest

@@ -37,14 +37,12 @@ from harness.plugins import registry
 from harness.plugins.api import ExternalSearchTask, capabilities_of, require_timing
 from harness.results.journal import require_same_fingerprint
 from harness.results.scores import UNIT_INTERVAL_METRICS, metric_name
-from harness.run.prepare.accuracy import make_scoring
-from harness.run.prepare.accuracy_store import has_float_score
+from harness.run.prepare.accuracy import has_float_score, make_scoring
 from harness.run.prepare.bounds import bound_resolution_note, check_bound, loose_bound_note
 from harness.run.prepare.external_tools import tool_remarks
-from harness.run.prepare.float_trial import try_float_model
 from harness.run.prepare.initial_design import check_files
 from harness.run.prepare.methods import is_external_searcher
-from harness.run.prepare.model_checks import offered_precisions
+from harness.run.prepare.model_checks import offered_precisions, try_float_model
 from harness.run.prepare.model_loader import calibration_batches, evaluator_spec, input_types, open_model
 from harness.workers.ray import require_trusted_address
 from search.api import CONTRACT

@@ -35,7 +35,7 @@ from harness.results.cross_fitting import estimate_losses, estimate_recorded_los
 from harness.results.journal import read_journal
 from harness.results.manifest import write_record
 from harness.results.search_log import PREDICTED_METRIC, Evaluation, Goal, is_feasible, iter_evaluations
-from harness.run.prepare.accuracy_store import AccuracyStore
+from harness.run.prepare.accuracy import AccuracyStore
 from harness.run.prepare.methods import WarmStartModel, is_external_searcher
 from harness.run.prepare.placed_models import ModelPlacer, RecoveryAttempt, iter_attempts, list_choices, open_placer
 from harness.run.task_run import TaskRun

@@ -30,9 +30,8 @@ from harness.results.artifacts import FLOAT_ROW, ExportedModel, FinalistSet
 from harness.results.folder import TaskResults, load
 from harness.results.journal import changed_data
 from harness.results.scores import METRIC_CAPS, format_drop
-from harness.run.confirm.rounds import TimedRow, confirm
-from harness.run.prepare.accuracy import make_scoring
-from harness.run.prepare.accuracy_store import AccuracyStore
+from harness.run.confirm.confirmation import TimedRow, confirm
+from harness.run.prepare.accuracy import AccuracyStore, make_scoring
 from harness.run.prepare.bounds import bound_status
 from harness.run.prepare.float_baseline import select_float_baseline
 from harness.run.prepare.task import Task, compose_task

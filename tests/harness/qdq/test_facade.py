@@ -20,7 +20,7 @@ from small import save_chain
 from harness.base.errors import EvaluationFailed, UserError
 from harness.plugins.registry import create_plugin
 from harness.results.folder import load
-from harness.run import task_pipeline
+from harness.run import runner
 from harness.run.prepare.program_objects import data_mapping, evaluator_mapping, save_program_model
 from harness.runtimes.simulated import SimulatedBenchmarker
 
@@ -212,7 +212,7 @@ def test_interrupted_autotune_returns_and_resumes(net, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(task_pipeline, "confirm_rows", interrupted)
+        patch.setattr(runner, "confirm_rows", interrupted)
         result = qdq.autotune(net, backend=SIMULATED, evaluations=4, out="out", **QUICK)
     assert not result.complete
     assert repr(result) == "out: not finished; the same call continues it"

@@ -16,7 +16,7 @@ from harness.config.experiment import Experiment, parse_experiment
 from harness.graph.builder import GraphBuilder
 from harness.measure.turn_log import TurnEvent
 from harness.results.journal import read_journal
-from harness.run.confirm.paired_timing import PairedComparison, run_comparison
+from harness.run.confirm.confirmation import PairedComparison, run_comparison
 from harness.run.early_answer import EarlyAnswer, EarlyAnswers
 from harness.run.runner import run_experiment
 
@@ -85,7 +85,7 @@ def test_first_answer_under_accuracy_bound_follows_scoring(tmp_path, compared, m
     def bounded(*arguments: Any, **options: Any) -> EarlyAnswers:
         return EarlyAnswers(*arguments, **{**options, "metric": "top1"})
 
-    monkeypatch.setattr("harness.run.task_pipeline.EarlyAnswers", bounded)
+    monkeypatch.setattr("harness.run.runner.EarlyAnswers", bounded)
     run_experiment(experiment(tmp_path), out=tmp_path / "out", observer=NullProgress(), answers=answers.append)
     assert answers[0].evaluations == 2
     assert answers[0].digest not in compared
@@ -97,7 +97,7 @@ def test_an_interrupted_run_keeps_the_confirmed_file(tmp_path, monkeypatch, caps
         return "take kept.onnx"
 
     monkeypatch.setattr("harness.ship.results_bundle.ship_answer", stop)
-    monkeypatch.setattr("harness.run.task_pipeline.select_final", lambda *arguments: interrupt())
+    monkeypatch.setattr("harness.run.runner.select_final", lambda *arguments: interrupt())
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run_and_report(experiment(tmp_path), out, anytime=True)

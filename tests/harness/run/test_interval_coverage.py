@@ -26,7 +26,7 @@ from harness.plugins import registry
 from harness.plugins.api import Candidate
 from harness.results.journal import Journal, read_journal
 from harness.results.search_log import Goal, state_at_budgets
-from harness.run.confirm.rounds import TimedRow, confirm
+from harness.run.confirm.confirmation import TimedRow, confirm
 from harness.run.search.loop import InitialPlacement, SearchTask, run_search
 from harness.run.search.trial import measure
 from harness.workers.engines import Engines, WorkerSpec

@@ -30,7 +30,7 @@ from harness.results.folder import load as load_results
 from harness.results.turns import CONFIRMATION_LOG_NAME, read_comparison
 from harness.run.early_answer import EarlyAnswer
 from harness.run.runner import run_experiment
-from harness.run.verify.dynamic_delivery import write_dynamic_model
+from harness.run.verify.dynamic_check import write_dynamic_model
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.runtimes.simulated import SimulatedBenchmarker
 from harness.ship.bundle import run_script, write_bundle

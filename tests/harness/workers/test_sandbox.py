@@ -26,7 +26,7 @@ from harness.measure.sampling import Samples
 from harness.measure.turn_log import summarize_turns
 from harness.plugins.api import Accuracy, Candidate, Infer
 from harness.plugins.registry import register_object
-from harness.run.confirm.rounds import TimedRow, confirm
+from harness.run.confirm.confirmation import TimedRow, confirm
 from harness.run.search.trial import measure
 from harness.workers.engines import Build, BuiltEngine, Open, Sample, WorkerKilled, WorkerSpec
 from harness.workers.locks import timing_lock

@@ -17,7 +17,7 @@ from harness.measure.turn_log import TurnMatrix
 from harness.plugins.api import Candidate
 from harness.results.lines import compress_lines
 from harness.results.turns import read_comparison, turn_speedups
-from harness.run.confirm.paired_timing import PairedComparison, run_comparison, warn_if_disturbed
+from harness.run.confirm.confirmation import PairedComparison, run_comparison, warn_if_disturbed
 from harness.workers.engines import BuiltEngine
 
 

@@ -26,7 +26,7 @@ from harness.measure.turn_log import (
     summarize_turns,
 )
 from harness.plugins.api import Candidate
-from harness.run.confirm.rounds import TimedRow, confirm
+from harness.run.confirm.confirmation import TimedRow, confirm
 from harness.workers.engines import BuiltEngine
 
 SCHEDULE = Confirmation(builds=3, rounds=4, samples=5)

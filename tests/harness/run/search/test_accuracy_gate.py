@@ -23,7 +23,7 @@ from harness.results.search_log import (
     score_outcome,
     state_at_budgets,
 )
-from harness.run.search.accuracy_gate import (
+from harness.run.search.trial import (
     AccuracyGate,
     IncumbentState,
     ScoredPlacement,

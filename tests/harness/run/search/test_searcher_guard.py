@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from threadpoolctl import threadpool_info
 
-from harness.run.search.searcher_guard import SearcherGuard
+from harness.run.search.loop import SearcherGuard
 from search.api import Observation, Placement, Score
 from search.synthetic_problem import synthetic_space
 

@@ -16,8 +16,7 @@ from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured, Outcome,
 from harness.measure.sampling import Samples
 from harness.plugins.api import Accuracy, Candidate
 from harness.results.search_log import Goal
-from harness.run.search.accuracy_gate import AccuracyGate
-from harness.run.search.trial import NoisePolicy, measure
+from harness.run.search.trial import AccuracyGate, NoisePolicy, measure
 from harness.workers.engines import BuiltEngine
 
 CANDIDATE = Candidate(digest="d", edges=(), source=lambda: Path("never"))

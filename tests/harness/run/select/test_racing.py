@@ -18,8 +18,8 @@ from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.sampling import Samples
 from harness.plugins.api import Candidate
 from harness.results.turns import median_speedups, read_comparison
-from harness.run.confirm.paired_timing import PairedComparison
-from harness.run.select.racing import FIRST_SCHEDULE, select, select_winner
+from harness.run.confirm.confirmation import PairedComparison
+from harness.run.select.final_selection import FIRST_SCHEDULE, select, select_winner
 from harness.workers.engines import BuiltEngine, Engines
 
 FLOAT = "float"

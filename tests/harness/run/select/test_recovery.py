@@ -18,7 +18,7 @@ from harness.graph.qdq.qdq_graph import count_pairs
 from harness.plugins.api import Accuracy
 from harness.results.search_log import Evaluation, Goal, score_values
 from harness.run.prepare.task import Task, compose_task
-from harness.run.search.accuracy_gate import AccuracyGate
+from harness.run.search.trial import AccuracyGate
 from harness.run.select import recovery
 from harness.run.select.recovery import Recovery, placements_to_recover, recover_placements
 

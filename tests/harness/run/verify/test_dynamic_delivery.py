@@ -30,9 +30,16 @@ from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.results.artifacts import ExportedModel, FinalistSet
-from harness.run.verify import dynamic_check, dynamic_delivery
-from harness.run.verify.dynamic_check import DynamicCheckFiles, DynamicCheckTarget, other_shapes, resize_array
-from harness.run.verify.dynamic_delivery import DynamicModel, write_dynamic_model, write_dynamic_rows
+from harness.run.verify import dynamic_check
+from harness.run.verify.dynamic_check import (
+    DynamicCheckFiles,
+    DynamicCheckTarget,
+    DynamicModel,
+    other_shapes,
+    resize_array,
+    write_dynamic_model,
+    write_dynamic_rows,
+)
 from search.space import Placement, Space
 
 DIM, HEADS = 16, 2
@@ -254,7 +261,7 @@ def test_only_outdated_records_are_written_again(tmp_path, monkeypatch):
         read.append("data")
         yield {"x": np.zeros((1, 3, 16, 20), np.float32)}
 
-    monkeypatch.setattr(dynamic_delivery, "write_dynamic_model", write)
+    monkeypatch.setattr(dynamic_check, "write_dynamic_model", write)
 
     def deliver():
         write_dynamic_rows(
