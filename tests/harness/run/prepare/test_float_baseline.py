@@ -84,7 +84,7 @@ def test_stored_precision_no_longer_offered_is_refused(choose, monkeypatch):
 def test_damaged_float_baseline_file_is_refused(choose, tmp_path):
     choose()
     (tmp_path / "task" / "float.json").write_text("{")
-    with pytest.raises(UserError, match=r"float.json: cannot be read .*; move the file away"):
+    with pytest.raises(UserError, match=r"float.json: cannot be read .*; move it away"):
         choose()
     write_json(tmp_path / "task" / "float.json", [])
     with pytest.raises(UserError, match=r"float\.json"):
