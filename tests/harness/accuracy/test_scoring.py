@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from harness.accuracy.metrics.fidelity import Fidelity
-from harness.accuracy.metrics.labelled import Top1
 from harness.base.files import read_json
 from harness.cli.main import main
 from harness.config.sections import Limits, PluginSpec
@@ -199,17 +196,6 @@ def test_evaluator_without_inference_count_reports_no_progress(tmp_path, monkeyp
         assert told == []
         engines.evaluate(built.handle, "main", lambda done, total: told.append((done, total)))
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-
-
-def test_evaluators_report_their_inference_count(tmp_path):
-    (tmp_path / "labels.txt").write_text("".join(f"{i}.png 0\n" for i in range(5)))
-    (tmp_path / "images").mkdir()
-    for i in range(5):
-        Image.new("RGB", (4, 4)).save(tmp_path / "images" / f"{i}.png")
-    data = {"use": "images", "images": "images", "labels": "labels.txt"}
-    pairs = Top1(data, "shapes", "x", (2, 3, 4, 4), base=tmp_path)
-    assert (len(pairs), pairs.inferences) == (5, 3)
-    assert Fidelity(tmp_path / "r.npz", {"x": ("float", (1, 5))}, samples=6).inferences == 6
 
 
 class Busy:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -35,7 +36,7 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQGraph, read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES
-from harness.graph.quantize.weights import bias_place, quantize_weight, with_own_biases
+from harness.graph.quantize.weights import quantize_weight, replace_constants, with_own_biases
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, TENSORRT_RTX, Dialect
 from harness.graph.segmented_run import channel_maxima, measure_layer_shifts, sum_outputs
 from harness.plugins import registry
@@ -82,11 +83,16 @@ def _ranges(model: Model, folder: Path) -> Ranges:
     return finite_ranges(calibrate(save_to_folder(model, folder / "ranges"), tensors, BATCHES))
 
 
-def _placed(model: Model, folder: Path, dialect: Dialect = OPENVINO) -> PlacedModel:
+def _placed(model: Model, folder: Path, dialect: Dialect = OPENVINO, ranges: Any = None) -> PlacedModel:
     coarse = replace(dialect, weight_limit=7)
     space = build_space(model, coarse)
     resolved = space.resolve(space.quantize_roles(("linear",)))
-    return PlacedModel(model=model, reference=model, dialect=coarse, ranges=_ranges(model, folder), resolved=resolved)
+    found = _ranges(model, folder) if ranges is None else ranges
+    return PlacedModel(model=model, reference=model, dialect=coarse, ranges=found, resolved=resolved)
+
+
+def _apply(name: str, placed: PlacedModel, folder: Path, batches: Any = None) -> Any:
+    return create_steps([name])[name].apply(placed, BATCHES if batches is None else batches, folder)
 
 
 def _recover(placed: PlacedModel, names: Sequence[str], folder: Path) -> tuple[PlacedModel, list[tuple[str, bool]]]:
@@ -111,27 +117,18 @@ def test_bias_correction_gains_and_changes_no_pair(step, dialect, tmp_path):
     assert gains == [(step, True)]
     proto = Inserter(found.model, found.dialect, found.ranges).insert(found.resolved)
     assert tuple(sorted(QDQGraph(proto).edges.items())) == placed.resolved
-    changed = [
-        name for name in found.model.constants if found.model.constants[name] != placed.model.constants.get(name)
-    ]
-    assert all("bias" in name or len(found.model.constants[name].dims) == 1 for name in changed)
+    for name, constant in found.model.constants.items():
+        assert constant == placed.model.constants.get(name) or len(constant.dims) == 1
 
 
 def test_sequential_bias_correction_removes_the_mean_error(tmp_path):
     placed = _placed(_conv_net(tmp_path), tmp_path)
     model, biases = with_own_biases(placed.model, quantized_layers(placed))
     assert set(biases) == {"conv0", "conv1", "conv2"}
-    step = create_steps(["bias_correction"])["bias_correction"]
-    corrected = step.apply(placed, BATCHES, tmp_path)
-    file = corrected.export(tmp_path / "corrected.onnx")
-    axes = dict.fromkeys(biases, 1)
-    left = measure_layer_shifts(save_to_folder(model, tmp_path / "f"), file, axes, BATCHES, True)
-    first = measure_layer_shifts(
-        save_to_folder(model, tmp_path / "f"),
-        replace(placed, model=model).export(tmp_path / "q.onnx"),
-        axes,
-        BATCHES,
-        True,
+    axes, file = dict.fromkeys(biases, 1), save_to_folder(model, tmp_path / "f")
+    left, first = (
+        measure_layer_shifts(file, each.export(tmp_path / "q.onnx"), axes, BATCHES, True)
+        for each in (_apply("bias_correction", placed, tmp_path), replace(placed, model=model))
     )
     for name in axes:
         assert np.abs(left[name]).max() < 0.05 * np.abs(first[name]).max()
@@ -144,9 +141,7 @@ def test_smoothing_gains_behind_a_norm_with_an_outlier_channel(tmp_path):
 
 
 def test_equalization_balances_per_tensor_weights(tmp_path):
-    placed = _placed(_conv_net(tmp_path), tmp_path)
-    found = create_steps(["equalization"])["equalization"].apply(placed, BATCHES, tmp_path)
-    model = found.model
+    model = _apply("equalization", _placed(_conv_net(tmp_path), tmp_path), tmp_path).model
     weights = [model.constant_array(node.inputs[1]) for node in model.nodes if node.op == "Conv"]
     first, second = np.abs(weights[0]).max(axis=(1, 2, 3)), np.abs(weights[1]).max(axis=(0, 2, 3))
     np.testing.assert_allclose(first, second, rtol=0.05)
@@ -159,8 +154,6 @@ class _Spoiler:
 
     def apply(self, placed: PlacedModel, batches: Sequence[Feeds], folder: Path) -> PlacedModel | None:
         model, biases = with_own_biases(placed.model, quantized_layers(placed))
-        from harness.graph.quantize.weights import replace_constants
-
         spoilt = replace_constants(model, {name: model.constant_array(name) + 5 for name in biases.values()})
         return replace(placed, model=spoilt)
 
@@ -170,7 +163,6 @@ def test_a_step_that_does_not_gain_is_undone(tmp_path):
     found, gains = recover(placed, {"spoil": _Spoiler()}, BATCHES, lambda m: _ranges(m, tmp_path), NullProgress())
     assert found is placed
     assert [gain.kept for gain in gains] == [False]
-    assert gains[0].after_db is not None
     assert gains[0].after_db < gains[0].before_db
     assert "undone" in str(gains[0])
 
@@ -181,19 +173,6 @@ def test_steps_do_not_see_held_out_samples():
     assert not {id(batch) for batch in seen} & {id(batch) for batch in held}
     with pytest.raises(UserError, match="4 calibration samples"):
         split_held_out(BATCHES[:3])
-
-
-def test_bias_place_is_none_without_changeable_bias(tmp_path):
-    net = GraphBuilder("odd", seed=0)
-    x = net.input("x", (1, 8))
-    y = net.op("MatMul", x, net.const(np.ones((8, 3), np.float32)), name="bare")
-    net.output(net.op("Relu", y), name="y")
-    z = net.op(
-        "Gemm", x, net.const(np.ones((8, 3), np.float32)), net.const(np.ones(3, np.float32)), beta=0.5, name="half"
-    )
-    net.output(z, name="z")
-    model = load(net.save(tmp_path / "odd.onnx"), min_opset=17)
-    assert [bias_place(model, node) for node in model.nodes if node.name in ("bare", "half")] == [None, None]
 
 
 def _sqnr_db(reference: np.ndarray, found: np.ndarray) -> float:
@@ -214,8 +193,8 @@ def test_activation_takes_the_estimator_of_least_reader_error(tmp_path):
         batches.append({"spiky": spiky, "even": even})
     file = save_to_folder(model, tmp_path / "ranges")
     ranges = finite_ranges(calibrate(file, ["spiky", "even"], batches))
-    placed = replace(_placed_linear(model), ranges=ranges)
-    found = create_steps(["estimator_selection"])["estimator_selection"].apply(placed, batches, tmp_path)
+    placed = _placed(model, tmp_path, ranges=ranges)
+    found = _apply("estimator_selection", placed, tmp_path, batches)
     assert found.ranges["spiky"][1] == pytest.approx(40, rel=0.02), "one value of 512 at 40 has most of the energy"
     assert max(map(abs, found.ranges["even"])) <= 1.001
     assert found.model.proto == placed.model.proto, "a shared weight keeps its values"
@@ -227,10 +206,8 @@ def test_adjusted_weight_is_restored_by_any_estimator(tmp_path):
     weight = net.const(rng.normal(0, 1, (6, 4, 3, 3)).astype(np.float32))
     net.output(net.op("Conv", x, weight, pads=[1] * 4, kernel_shape=[3, 3], name="conv"), name="y")
     model = load(net.save(tmp_path / "heavy.onnx"), min_opset=17)
-    placed = replace(_placed_linear(model), ranges=_ranges(model, tmp_path))
-    batches = [{"x": rng.normal(0, 1, (1, 4, 8, 8)).astype(np.float32)} for _ in range(4)]
-    found = create_steps(["estimator_selection"])["estimator_selection"].apply(placed, batches, tmp_path)
-    assert found is not None
+    placed = _placed(model, tmp_path)
+    found = _apply("estimator_selection", placed, tmp_path)
     weights = [each.model.constant_array(model.nodes[0].inputs[1]) for each in (placed, found)]
     assert np.abs(weights[1] - weights[0]).max() > 0, "clipped by least squares"
     for name in ("max", "mse"):
@@ -238,13 +215,6 @@ def test_adjusted_weight_is_restored_by_any_estimator(tmp_path):
             weights[1], 0, "int8", limit=7, estimator=registry.load_plugin("weight estimator", name)
         )
         np.testing.assert_allclose(stored.values * stored.scale.reshape(-1, 1, 1, 1), weights[1], rtol=1e-5)
-
-
-def _placed_linear(model: Model) -> PlacedModel:
-    coarse = replace(OPENVINO, weight_limit=7)
-    space = build_space(model, coarse)
-    resolved = space.resolve(space.quantize_roles(("linear",)))
-    return PlacedModel(model=model, reference=model, dialect=coarse, ranges={}, resolved=resolved)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
