@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -21,6 +22,9 @@ from packaging.requirements import Requirement
 from harness.base.errors import CandidateError, UserError, install_hint, suggest_names
 from harness.base.text import printable
 from harness.cli.common import JsonOption, echo, print_table
+
+if TYPE_CHECKING:
+    from harness.plugins.registry import Plugin
 
 #: Imported module and installation command by name of the package.
 INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -34,6 +38,10 @@ INSTALL_COMMANDS: Mapping[str, tuple[str, str]] = {
     "ray": ("ray", install_hint("ray")),
 }
 TIMING_FACTS = ("cpu.governor", "cpu.mhz", "cpu.turbo")  # they decide whether timings are stable, so always listed
+PROGRAMS = {
+    "trtexec": "part of TensorRT's archive, not of its pip package",
+    "node": "https://nodejs.org; runs npm's onnxruntime-web",
+}
 ZOO_KIND = "zoo model"
 LIST_WIDTH = 80  # columns of `qdq list`
 NO_VNNI_WARNING = (
@@ -50,11 +58,6 @@ def doctor(as_json: JsonOption = False) -> None:
     Example: `qdq doctor`
     """
     rows = examine_machine()
-    print_table(("what", "state", "detail"), rows, [_describe_readiness(rows)], as_json=as_json)
-
-
-def _describe_readiness(rows: Sequence[Row]) -> str:
-    """Return the runtimes and tools that work here as one line, or the command that installs a runtime."""
     ok = {name for name, state, _ in rows if state == "ok"}
     timed = [name for each in sorted(ok) if (name := each.removeprefix("benchmarker ")) != each]
     runtimes = [name for name in timed if name not in ("replay", "simulated")]
@@ -62,7 +65,8 @@ def _describe_readiness(rows: Sequence[Row]) -> str:
     uses = [f"measurements on {', '.join(runtimes)}"] if runtimes else []
     uses += [f"PTQ by {', '.join(quantizers)}"] if quantizers else []
     remedy = "" if runtimes else f"; no runtime works: {INSTALL_COMMANDS['openvino'][1]}"
-    return f"ready for: {'; '.join([*uses, 'replays and simulated runs'])}{remedy}"
+    ready = f"ready for: {'; '.join([*uses, 'replays and simulated runs'])}{remedy}"
+    print_table(("what", "state", "detail"), rows, [ready], as_json=as_json)
 
 
 def tools(
@@ -91,11 +95,15 @@ def examine_machine() -> list[Row]:
 
     States are words such as "ok" and "missing"; the detail of a missing thing is its remedy.
     """
-    return [*_packages(), *_duplicate_packages(), *_benchmarkers(), *_broken_plugins(), *_tools(), *_machine()]
+    return [*_packages(), *_plugins(), *_tool_environments(), *_machine()]
 
 
 def _packages() -> Iterator[Row]:
-    lacking = set(_packages_without_wheels())
+    lacking = set[str]()  # packages that our requirements leave out for this version of Python or this system
+    for text in requires("qdq-bench") or ():
+        requirement, extra = Requirement(text), re.search(r"extra == ['\"]([^'\"]+)", text)
+        if extra and requirement.marker and not requirement.marker.evaluate({"extra": extra[1]}):
+            lacking.add(requirement.name.removesuffix("-cu12"))
     for name, (module, remedy) in INSTALL_COMMANDS.items():
         try:
             is_installed = importlib.util.find_spec(module) is not None
@@ -104,71 +112,38 @@ def _packages() -> Iterator[Row]:
         if not is_installed and name in lacking:
             remedy = f"has no wheels for Python {sys.version_info.major}.{sys.version_info.minor}; use another version"
         yield (name, "ok" if is_installed else "missing", "" if is_installed else remedy)
-
-
-def _packages_without_wheels() -> Iterator[str]:
-    """Yield the names of packages that our requirements leave out for this version of Python or this system."""
-    for text in requires("qdq-bench") or ():
-        requirement = Requirement(text)
-        extra = re.search(r"extra == ['\"]([^'\"]+)", text)
-        if extra and requirement.marker and not requirement.marker.evaluate({"extra": extra[1]}):
-            yield requirement.name.removesuffix("-cu12")
-
-
-def _duplicate_packages() -> Iterator[Row]:
-    """Yield a warning if two distributions have installed the same files, so that one overwrites the other."""
-    both = {name: found for name in ("onnxruntime", "onnxruntime-gpu") if (found := _version(name))}
+    both = []  # of two distributions that install the same files, one overwrites the other
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        with suppress(PackageNotFoundError):
+            both.append(f"{name} {version(name)}")
     if len(both) > 1:
-        names = " and ".join(f"{name} {found}" for name, found in both.items())
         remedy = "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
-        yield ("onnxruntime twice", "warning", f"{names} overwrite each other: {remedy}")
+        yield ("onnxruntime twice", "warning", f"{' and '.join(both)} overwrite each other: {remedy}")
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _benchmarkers() -> Iterator[Row]:
+def _plugins() -> Iterator[Row]:
+    """Yield all benchmarkers, and the plug-ins of other kinds that cannot be loaded."""
     from harness.plugins import registry
 
-    for plugin in registry.installed_plugins("benchmarker"):
-        what = f"benchmarker {plugin.name}"
-        if plugin.name == "replay":
-            yield (what, "ok", "replays a recorded table: qdq bench replay TABLE")
-            continue
+    for plugin in (each for kind in registry.ENTRY_POINT_GROUPS for each in registry.installed_plugins(kind)):
+        kind, what = plugin.kind, f"{plugin.kind} {plugin.name}"
         try:
-            facts = registry.call_plugin(what, partial(_describe, plugin.name))
+            if kind != "benchmarker":
+                registry.load_plugin(kind, plugin.name)
+            elif plugin.name == "replay":
+                yield (what, "ok", "replays a recorded table: qdq bench replay TABLE")
+            else:
+                facts = registry.call_plugin(what, partial(_describe, plugin.name))
+                known = (key for key in ("version", "device", "float_precision") if key in facts)
+                yield (what, "ok", ", ".join(f"{key} {facts[key]}" for key in known))
         except (UserError, CandidateError) as error:
-            yield (what, "not usable", _one_line(error, what))
-            continue
-        details = ", ".join(f"{key} {facts[key]}" for key in ("version", "device", "float_precision") if key in facts)
-        yield (what, "ok", details)
+            yield (what, "not usable", " ".join(str(error).removeprefix(f"{what}: ").split()))
 
 
 def _describe(benchmarker: str) -> dict[str, Any]:
     from harness.plugins import registry
 
     return dict(registry.create_plugin("benchmarker", benchmarker, {}).describe())
-
-
-def _broken_plugins() -> Iterator[Row]:
-    """Yield the plug-ins of other kinds that cannot be loaded."""
-    from harness.plugins import registry
-
-    for kind in registry.ENTRY_POINT_GROUPS:
-        for plugin in registry.installed_plugins(kind):
-            try:
-                if kind != "benchmarker":
-                    registry.load_plugin(kind, plugin.name)
-            except UserError as error:
-                yield (f"{kind} {plugin.name}", "not usable", _one_line(error))
-
-
-def _one_line(error: Exception, prefix: str = "") -> str:
-    return " ".join(str(error).removeprefix(f"{prefix}: ").split())
 
 
 def _tool_environments() -> Iterator[Row]:
@@ -179,20 +154,15 @@ def _tool_environments() -> Iterator[Row]:
         yield (f"tool {name}", "ok" if ready else "missing", requirements[0] if ready else f"qdq tools install {name}")
 
 
-def _tools() -> Iterator[Row]:
-    yield from _tool_environments()
-    trtexec = shutil.which("trtexec")
-    yield ("trtexec", "ok" if trtexec else "missing", trtexec or "part of TensorRT's archive, not of its pip package")
-    node = shutil.which("node")
-    yield ("node", "ok" if node else "missing", node or "https://nodejs.org; runs npm's onnxruntime-web")
-    assets = os.environ.get("QDQ_ASSETS", "")
-    state = "not set" if not assets else "ok" if os.path.isdir(assets) else "no such folder"
-    yield ("QDQ_ASSETS", state, assets or "folder with models and images for assets: paths")
-
-
 def _machine() -> Iterator[Row]:
     from harness.measure.provenance import describe_environment, lacks_vnni
 
+    for name, remedy in PROGRAMS.items():
+        path = shutil.which(name)
+        yield (name, "ok" if path else "missing", path or remedy)
+    assets = os.environ.get("QDQ_ASSETS", "")
+    state = "not set" if not assets else "ok" if os.path.isdir(assets) else "no such folder"
+    yield ("QDQ_ASSETS", state, assets or "folder with models and images for assets: paths")
     facts = describe_environment()
     gpus = facts.pop("gpus", [])
     if not gpus:
@@ -203,27 +173,18 @@ def _machine() -> Iterator[Row]:
         yield ("int8 on this cpu", "warning", NO_VNNI_WARNING)
     flat = dict(_flatten(facts))
     for key in TIMING_FACTS:
-        yield (key, "" if key in flat else "not readable", _format_value(flat.pop(key, "")))
-    for key, value in flat.items():
-        yield (key, "", _format_value(value))
+        yield (key, "" if key in flat else "not readable", flat.pop(key, ""))
+    yield from ((key, "", value) for key, value in flat.items())
 
 
-def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in facts.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, bool):
+            yield f"{prefix}{key}", "on" if value else "off"
         else:
-            yield f"{prefix}{key}", value
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-if TYPE_CHECKING:
-    from harness.plugins.registry import Plugin
+            yield f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def list_plugins(
@@ -254,15 +215,11 @@ def list_plugins(
     elif kind and not rows:
         echo(f"no {asked} is installed; docs/architecture.md says how to add one")
     elif kind:
-        _print_entries([(name, _with_origin(purpose, origin)) for _, name, origin, purpose in rows])
+        foreign = {origin for _, _, origin, _ in rows if origin and not origin.startswith("qdq-bench ")}
+        _print_entries([(n, f"{text} [{origin}]" if origin in foreign else text) for _, n, origin, text in rows])
     else:
         _print_entries([(each, ", ".join(name for of, name, *_ in rows if of == each)) for each in kinds])
         echo("qdq list KIND describes each; qdq list KIND --json: with its distribution")
-
-
-def _with_origin(purpose: str, origin: str) -> str:
-    """Return the purpose of a plug-in, with the distribution of one that is not ours."""
-    return purpose if not origin or origin.startswith("qdq-bench ") else f"{purpose} [{origin}]"
 
 
 def _print_entries(entries: Sequence[tuple[str, str]]) -> None:
@@ -278,8 +235,17 @@ def plugin_purpose(plugin: Plugin) -> str:
 
     The source is parsed, not imported, so that a slow or broken plug-in does not affect the others.
     """
+    from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
+
     if plugin.kind == "dialect":
-        return _dialect_form(plugin.name)
+        try:
+            dialect = load_dialect(plugin.name)
+        except UserError as error:
+            return f"cannot be used: {error}"
+        zero = "symmetric" if dialect.symmetric_activation else "with zero points"
+        bits = 8 if dialect.weight_limit >= INT8_MAX_LEVEL else 7
+        precisions = ", ".join(sorted(dialect.precisions))
+        return f"Q/DQ pairs for {precisions}: {dialect.activation.upper()} activations {zero}, weights of {bits} bits"
     point = plugin.entry_point
     try:
         spec = importlib.util.find_spec(point.module)
@@ -290,16 +256,3 @@ def plugin_purpose(plugin: Plugin) -> str:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == point.attr:
             return (ast.get_docstring(node) or "").partition("\n")[0]
     return (ast.get_docstring(tree) or "").partition("\n")[0]  # the attribute is assigned or imported
-
-
-def _dialect_form(name: str) -> str:
-    from harness.graph.rules.dialects import INT8_MAX_LEVEL, load_dialect
-
-    try:
-        dialect = load_dialect(name)
-    except UserError as error:
-        return f"cannot be used: {error}"
-    zero = "symmetric" if dialect.symmetric_activation else "with zero points"
-    bits = 8 if dialect.weight_limit >= INT8_MAX_LEVEL else 7
-    precisions = ", ".join(sorted(dialect.precisions))
-    return f"Q/DQ pairs for {precisions}: {dialect.activation.upper()} activations {zero}, weights of {bits} bits"

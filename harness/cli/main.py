@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from harness.base.errors import DoesNotHold, UserError
-from harness.base.paths import HOST_VARIABLE, WAIT_VARIABLE, check_path, trust_plugins
+from harness.base.paths import HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE, check_path
 from harness.cli.bench import (
     bench_check,
     bench_export,
@@ -148,83 +148,73 @@ TIMING_COMMANDS = frozenset({
 })  # fmt: skip
 
 
-def _trust_plugins(trusted: bool | None) -> None:
-    if trusted:
-        trust_plugins()
-        add_to_sys_path(Path.cwd())
-
-
-def _keep_host(kept: bool | None) -> None:
-    if kept:
-        os.environ[HOST_VARIABLE] = "1"
-
-
-def _limit_wait(seconds: float | None) -> None:
-    if seconds is not None:
-        os.environ[WAIT_VARIABLE] = f"{seconds}"
-
-
-TrustOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--trust-plugins",
-        callback=_trust_plugins,
-        is_eager=True,
-        help="Allow code that a file names: module:Class, programs, libraries [environment: QDQ_TRUST_PLUGINS=1].",
+#: Shared options: the environment variable that each sets, because child processes read these, and its commands.
+SHARED_OPTIONS: dict[str, tuple[str, frozenset[str], Any]] = {
+    "trust_plugins": (
+        TRUST_VARIABLE,
+        TRUSTING_COMMANDS,
+        Annotated[
+            bool,
+            typer.Option(
+                "--trust-plugins",
+                help="Allow code that a file names: module:Class, programs, libraries "
+                "[environment: QDQ_TRUST_PLUGINS=1].",
+            ),
+        ],
     ),
-]
-HostOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--with-host",
-        callback=_keep_host,
-        is_eager=True,
-        help="Keep absolute paths and the names of user and host in the results [environment: QDQ_WITH_HOST=1].",
+    "wait": (
+        WAIT_VARIABLE,
+        TIMING_COMMANDS,
+        Annotated[
+            float | None,
+            typer.Option(
+                metavar="SECONDS",
+                min=0,
+                help="Longest wait for other timing runs on this machine [default: no limit; environment: QDQ_WAIT].",
+            ),
+        ],
     ),
-]
-WaitOption = Annotated[
-    float | None,
-    typer.Option(
-        "--wait",
-        metavar="SECONDS",
-        min=0,
-        callback=_limit_wait,
-        is_eager=True,
-        help="Longest wait for other timing runs on this machine [default: no limit; environment: QDQ_WAIT].",
+    "with_host": (
+        HOST_VARIABLE,
+        RESULTS_COMMANDS,
+        Annotated[
+            bool,
+            typer.Option(
+                "--with-host",
+                help="Keep absolute paths and the names of user and host in the results "
+                "[environment: QDQ_WITH_HOST=1].",
+            ),
+        ],
     ),
-]
+}
 
 
-def _with_options(command: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Return a command that also checks its paths and has options that only run their callbacks.
-
-    Args:
-        options: Annotations of the options by parameter name.
-    """
+def _with_shared_options(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command that also checks its paths and has the shared options."""
+    signature, shared = inspect.signature(command, eval_str=True), list[inspect.Parameter]()
+    for option, (_, commands, annotation) in SHARED_OPTIONS.items():
+        if name in commands:
+            default = False if annotation.__origin__ is bool else None
+            kind = inspect.Parameter.KEYWORD_ONLY
+            shared.append(inspect.Parameter(option, kind, default=default, annotation=annotation))
 
     @functools.wraps(command)
-    def with_options(**arguments: Any) -> Any:
+    def run(**arguments: Any) -> Any:
+        for each in shared:
+            value = arguments.pop(each.name)
+            if value not in (None, False):
+                os.environ[SHARED_OPTIONS[each.name][0]] = "1" if value is True else f"{value}"
+        add_to_sys_path(Path.cwd())
         for value in arguments.values():
             for path in value if isinstance(value, list) else [value]:
                 if isinstance(path, Path):
                     check_path(path)
-        return command(**{name: value for name, value in arguments.items() if name not in options})
+        return command(**arguments)
 
-    signature = inspect.signature(command, eval_str=True)
-    flags = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in options.items()
-    ]
-    parameters = [*signature.parameters.values(), *flags]
-    with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {each.name: each.annotation for each in parameters}
-    return with_options
-
-
-def _shared_options(name: str) -> dict[str, Any]:
-    trust = {"trust_plugins": TrustOption} if name in TRUSTING_COMMANDS else {}
-    wait = {"wait": WaitOption} if name in TIMING_COMMANDS else {}
-    return trust | wait | ({"with_host": HostOption} if name in RESULTS_COMMANDS else {})
+    parameters = [*signature.parameters.values(), *shared]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
 
 
 #: Lines of the short help.
@@ -259,7 +249,7 @@ for _name, _function in COMMANDS.items():
         hidden=_name in HIDDEN_COMMANDS,
         short_help=SUMMARIES.get(_name),
         context_settings=PASSTHROUGH_SETTINGS if _name in ("autotune", "ptq") else HELP_SETTINGS,
-    )(_with_options(_function, _shared_options(_name)))
+    )(_with_shared_options(_name, _function))
 
 
 def _print_version(asked: bool) -> None:
@@ -278,7 +268,6 @@ def _global_options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    add_to_sys_path(Path.cwd())
     context.with_resource(_log_to_stderr(verbose))
     context.with_resource(_report_interrupt(context.meta["words"]))
 

@@ -46,7 +46,7 @@ def test_saturating_integer_products_are_a_warning(rows, flags, warned):
 
 def test_two_onnx_runtimes_are_a_warning(rows, monkeypatch):
     assert "onnxruntime twice" not in rows()
-    monkeypatch.setattr(doctor, "_version", lambda name: "1.24")
+    monkeypatch.setattr(doctor, "version", lambda name: "1.24")
     state, detail = rows()["onnxruntime twice"]
     assert state == "warning"
     assert "onnxruntime 1.24 and onnxruntime-gpu 1.24 overwrite each other: pip uninstall" in detail
