@@ -13,12 +13,6 @@ ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = "experiments/specs/evaluate_classifier.yaml"
 
 
-def test_the_help_has_an_example_for_a_classifier(capsys):
-    assert qdq("evaluate", "--help") == 0
-    assert EXAMPLE in capsys.readouterr().out
-    assert (ROOT / EXAMPLE).exists()
-
-
 def test_mistakes_of_a_command_line_are_named_together(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").touch()

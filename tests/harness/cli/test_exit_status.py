@@ -24,7 +24,6 @@ def test_unknown_option_is_a_usage_error_of_every_command(command, capsys):
         (SystemExit(1), 2, "sys.exit(1)"),
         (SystemExit("a text"), 2, "a text"),
         (RuntimeError("a bug"), 3, "internal error"),
-        (OSError("a bug"), 3, "internal error"),
         (EOFError(), 3, "internal error"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (BrokenPipeError(32, "Broken pipe"), 141, ""),
@@ -43,9 +42,3 @@ def test_exit_status_by_error(monkeypatch, capsys, error, status, said):
     found = capsys.readouterr().err
     assert said in found
     assert ("Traceback" in found) == (status == 3)
-
-
-def test_help_and_its_table_have_each_exit_status(capsys):
-    assert qdq("--help") == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert all(number in text for number in ("0 done", "1 a result", "2 wrong", "3 internal", "130 interrupted"))

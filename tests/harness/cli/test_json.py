@@ -42,12 +42,6 @@ def test_a_report_and_a_comparison_have_raw_values(tmp_path, capsys):
     assert found["shown"].startswith("4.00")
 
 
-def test_lists_are_objects_by_heading(capsys):
-    rows = printed(capsys, "list", "--json")["rows"]
-    assert {"searcher", "benchmarker", "zoo model"} <= {row["kind"] for row in rows}
-    assert all(set(row) == {"kind", "name", "origin", "what it does"} for row in rows)
-
-
 def test_events_are_one_object_a_line(capsys):
     with EventProgress() as progress:
         progress.say("a\nb")

@@ -10,7 +10,6 @@ import pytest
 from small import qdq, save_chain
 
 from harness.base.files import read_json
-from harness.results.journal import CHANGED_RUN_ADVICE, FingerprintMismatch
 from harness.run.prepare.study_task import make_study, study_name
 from harness.workers.sandbox import InProcess
 
@@ -60,16 +59,6 @@ def test_noise_reports_disturbed_turns(model, disturbed, monkeypatch, capsys):
     note = "100% of the turns were disturbed, which distorts speedups, usually upwards: close other work"
     assert (note in capsys.readouterr().out) is bool(disturbed)
     assert read_json(Path("n/noise.json"))["disturbed"] == float(bool(disturbed))
-
-
-def test_the_advice_of_noise_names_only_its_own_options(model, monkeypatch, capsys):
-    def changed(*_: object) -> None:
-        raise FingerprintMismatch(f"float.json: backend.version: '1' -> '2'\n{CHANGED_RUN_ADVICE}")
-
-    monkeypatch.setattr("harness.insight.noise.noise_report", changed)
-    assert qdq("bench", "noise", model, *SIMULATED) == 2
-    expected = "qdq: float.json: backend.version: '1' -> '2'\nuse another --out, or move"
-    assert capsys.readouterr().err.startswith(expected)
 
 
 def test_folders_of_noise_are_named_after_the_measurement(model):

@@ -54,16 +54,9 @@ def test_mistakes_of_the_caller_are_one_error_of_the_public_class(tmp_path, monk
         lambda: qdq.autotune("zoo:resnet18", unknown=1, progress=False),
         lambda: qdq.autotune(3, progress=False),
         lambda: qdq.load_result("missing").answers,
-        lambda: qdq.autotune("zoo:resnet18", backend=None, progress=False),
         lambda: qdq.autotune("zoo:resnet18", backend={"params": {}}, progress=False),
-        lambda: qdq.autotune("zoo:resnet18", searcher=3, progress=False),
-        lambda: qdq.autotune("zoo:resnet18", seed=None, progress=False),
-        lambda: qdq.autotune("zoo:resnet18", max_drop="1", progress=False),
-        lambda: qdq.autotune("zoo:resnet18", shapes=3, progress=False),
         lambda: qdq.autotune("zoo:resnet18", calibration=3, progress=False),
-        lambda: qdq.autotune("zoo:resnet18", metric="top1", test=3, progress=False),
         lambda: qdq.insert("zoo:resnet18", "out.onnx", backend={"params": {}}),
-        lambda: qdq.insert("zoo:resnet18", "out.onnx", backend={"use": "openvino", "params": 3}),
         lambda: qdq.autotune("zoo:resnet18", calibration=np.zeros((2, 3)), out="taken", progress=False),
         lambda: qdq.autotune("zoo:resnet18", calibration=np.zeros((2, 3)), out="/proc/out", progress=False),
         lambda: file.save("taken/model.onnx"),
@@ -78,16 +71,13 @@ def test_mistakes_of_the_caller_are_one_error_of_the_public_class(tmp_path, monk
 @pytest.mark.parametrize(
     ("given", "facts"),
     [
-        ({"evaluations": 0}, ("evaluations: ", "got 0")),
         ({"evaluations": 3}, ("evaluations: at least 6",)),
         ({"max_drop": "0.5"}, ("max_drop: ", "'1%'", "got '0.5'")),
-        ({"max_drop": -1}, ("max_drop: ", "got -1")),
         ({"max_drop": 1}, ("max_drop: needs a metric", "test=(inputs, labels)")),
         ({"test": (np.zeros((4, 8)), np.zeros(4))}, ("test: needs a metric",)),
         ({"metric": "top1", "test": (np.zeros((4, 8)), np.zeros(3))}, ("test: 4 inputs, but 3 labels",)),
         ({"metric": "top1", "test": ([np.zeros((1, 8)), np.zeros((1, 9))], [1])}, ("test: 2 inputs, but 1 labels",)),
         ({"evals": 5}, ("evals: ", "did you mean 'evaluations'?")),
-        ({"calibratoin": np.zeros(1)}, ("calibratoin: ", "did you mean 'calibration'")),
         ({"metric": lambda outputs, labels: 1.0}, ("metric: ", "test=")),
         ({"metric": lambda run: 1.0, "test": (np.zeros((4, 8)), np.zeros(4))}, ("metric: ", "(run)")),
     ],
@@ -161,13 +151,6 @@ def test_missing_sizes_are_asked_for_as_arguments(tmp_path, monkeypatch):
         "m.onnx", out="done", backend=SIMULATED, evaluations=3, dims={"seq len": 8}, shapes={"y": "1x8"}, **QUICK
     )
     assert "seq len: 8" in (result.folder / "experiment.yaml").read_text()
-
-
-def test_shapes_fix_dynamic_axes(net):
-    net.graph.input[0].type.tensor_type.shape.dim[0].dim_param = ""
-    found = qdq.autotune(net, shapes={"x": "2x3x16x16"}, backend=SIMULATED, evaluations=3, **QUICK)
-    experiment = (found.folder / "experiment.yaml").read_text()
-    assert "2x3x16x16" in experiment
 
 
 def test_autotune_accepts_function_metric_and_searcher_class(net, tmp_path, monkeypatch):
@@ -269,8 +252,6 @@ def test_arrays_and_batches_become_files(samples, shapes, tmp_path):
     ("samples", "facts"),
     [
         ([{"x": np.zeros((2, 6, 4))}, {"x": np.zeros((5, 4))}], ("batch 2", "'x'", "5 x 4", "6 x 4", "pad or cut")),
-        ([[np.zeros(6), np.zeros(5)]], ("sample 2", "is 5", "is 6", "pad or cut")),
-        ({"x": [np.zeros((6, 4)), np.zeros(5)]}, ("batch 2", "'x'", "is 1 x 5", "1 x 6 x 4", "pad or cut")),
         ({"x": [np.zeros(6), np.zeros(5)], "y": np.zeros((3, 2))}, ("'x': 2", "'y': 3")),
         ([{"x": np.zeros((1, 6))}, {"y": np.zeros((1, 6))}], ("batch 2", "'y'", "'x'")),
         ([np.float32(1), np.float32(2)], ("single number",)),
@@ -288,8 +269,6 @@ def test_samples_that_do_not_fit_together_are_refused_by_name(samples, facts, tm
     ("samples", "use", "shapes"),
     [
         ([{"x": np.zeros((2, 6, 4))}, {"x": np.zeros((1, 5, 4))}], "npz", [(2, 6, 4), (1, 5, 4)]),
-        ([np.zeros((1, 6)), np.zeros((1, 5))], "npy", [(1, 6), (1, 5)]),
-        ({"x": [np.zeros((6, 4)), np.zeros((5, 4))]}, "npz", [(1, 6, 4), (1, 5, 4)]),
         ({"x": [[1, 2, 3], [4, 5]]}, "npz", [(1, 3), (1, 2)]),
     ],
 )

@@ -204,25 +204,6 @@ def test_the_script_reports_what_it_ran(program, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("program", ["openvino", "onnxruntime"], indirect=True)
-def test_the_script_runs_the_dynamic_file_at_a_timed_shape(program, tmp_path, capsys):
-    program("--at", "batch=2", "--output", str(tmp_path / "y.npz"))
-    (found,) = np.load(tmp_path / "y.npz").values()
-    assert found.shape[0] == 2
-
-
-@pytest.mark.parametrize("shapes", [{}, {"batch=2": {"x": [2, 3, 8, 8]}}])
-def test_help_of_the_script_lists_only_its_options_and_keeps_lines(monkeypatch, capsys, shapes):
-    monkeypatch.setattr(deploy_runtime, "SHAPES", shapes)
-    monkeypatch.setattr(sys.modules["__main__"], "__doc__", "Run it:\n\n    run = load()\n    run(inputs)\n")
-    monkeypatch.setattr(sys, "argv", ["deploy.py", "--help"])
-    with pytest.raises(SystemExit):
-        deploy_runtime.main(lambda model: None)
-    text = capsys.readouterr().out
-    assert "    run = load()\n    run(inputs)\n" in text
-    assert ("--at" in text) is bool(shapes)
-
-
-@pytest.mark.parametrize("program", ["openvino", "onnxruntime"], indirect=True)
 def test_the_script_names_an_argument_that_it_cannot_use(program, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.npy").write_text("1 2 3")
@@ -234,12 +215,9 @@ def test_the_script_names_an_argument_that_it_cannot_use(program, tmp_path, monk
         (("--input", "x=gone.npy"), "gone.npy"),
         (("--input", "x=text.npy"), "text.npy"),
         (("--input", "x=small.npy"), "shape (2, 2), but the model takes (1, 3, 8, 8)\n"),
-        (("--input", "x=last.npy"), "shape (1, 8, 8, 3), but the model takes (1, 3, 8, 8)\n"),
         (("--input", "x=two.npy"), f"shape (2, 3, 8, 8), but the model takes (1, 3, 8, 8){other}\n"),
         (("--input", "x=last.npy", *dynamic), "shape (1, 8, 8, 3), but the model takes ("),
         (("--at", "batch=2", "--input", "x=small.npy"), "the model takes (2, 3, 8, 8)\n"),
-        (("--at", "batch=3"), "batch=3"),
-        (("--model", "gone.onnx"), "gone.onnx"),
         (("--output", "gone/y.npz"), "gone/y.npz: the folder does not exist"),
     ):
         with pytest.raises(SystemExit) as refused:
@@ -262,10 +240,8 @@ def test_loaded_function_refuses_arrays_that_do_not_fit(tmp_path, monkeypatch, r
     run, x = found["load"](), np.random.default_rng(5).random((1, 3, 8, 8), np.float32)
     expected = next(iter(run({"x": x}).values()))
     for feeds, fact in (
-        ({}, "inputs are x, but the arrays are none"),
         ({"y": x}, "inputs are x, but the arrays are y"),
         ({"x": x.transpose(0, 2, 3, 1)}, "x: shape"),
-        ({"x": x[:, :, :0]}, "x: shape"),
         ({"x": x.astype(str)}, "x: an array of"),
     ):
         with pytest.raises(ValueError, match=fact):
@@ -281,12 +257,10 @@ def test_loaded_function_refuses_arrays_that_do_not_fit(tmp_path, monkeypatch, r
     ("changes", "key"),
     [
         ({"file": '"""\nimport os#.onnx'}, "file"),
-        ({"file": "../net.onnx"}, "file"),
         ({"latency_ms": ["1", 1, 1]}, "latency_ms"),
         ({"runtime": []}, "runtime"),
         ({"runtime": {"name": "openvino"}}, "runtime"),
         ({"runtime": {"name": "nothing"}}, "nothing"),
-        ({"schema": 9}, "schema"),
     ],
 )
 def test_verify_validates_ship_json(folder, tmp_path, changes, key, capsys):
@@ -306,38 +280,6 @@ def test_a_script_that_takes_too_much_memory_or_time_is_ended(monkeypatch, tmp_p
     monkeypatch.setattr(bundle, "SCRIPT_LIMIT_S", 0.2)
     with pytest.raises(UserError, match=r"takes more than 0\.2 s"):
         run_script(sys.executable, script)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("print(3)", "cannot run a script"),
-        ("raise SystemExit(0)", "cannot run a script"),
-        ("import os; os.write(2, b'\\xff'); os._exit(1)", "with .*: \ufffd"),
-    ],
-)
-def test_invalid_script_output_is_a_user_error(tmp_path, text, expected):
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    with pytest.raises(UserError, match=expected):
-        run_script(sys.executable, script)
-
-
-@pytest.mark.parametrize("major", [10, 11])
-def test_the_script_for_tensorrt_uses_names_that_tensorrt_has(tmp_path, monkeypatch, capsys, major):
-    fake_tensorrt(monkeypatch, major)
-    _, quantized = save_quantized(tmp_path)
-    target = find_target(TENSORRT)
-    assert target is not None
-    (tmp_path / "deploy.py").write_text(deploy_script(quantized, TENSORRT, target))
-    output = tmp_path / "y.npz"
-    monkeypatch.setattr(sys, "argv", ["deploy.py", "--json", "--repeat", "2", "--output", str(output)])
-    runpy.run_path(str(tmp_path / "deploy.py"), run_name="__main__")
-    assert json.loads(capsys.readouterr().out)["outputs"]
-    feed = np.random.default_rng(0).random((1, 3, 8, 8)).astype(np.float32)
-    (wanted,) = run_onnxruntime(quantized, {"x": feed})
-    (found,) = np.load(output).values()
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_model_names_are_escaped_in_the_deploy_script(tmp_path):
@@ -424,13 +366,10 @@ def remove(path: Path) -> None:
     ("change", "fact"),
     [
         (lambda lines: [*lines, f"{'0' * 64}  ../secret\n"], "line"),
-        (lambda lines: [*lines, f"{'0' * 64}  /etc/passwd\n"], "line"),
         (lambda lines: [*lines, lines[0]], "line"),
         (lambda lines: [*lines, lines[0].upper().replace(lines[0][:64].upper(), lines[0][:64])], "line"),
-        (lambda lines: [line.replace(line[:64], line[:63]) for line in lines], "line"),
         (lambda lines: [line for line in lines if "ship.json" not in line], "ship.json"),
         (lambda lines: [line for line in lines if "net.onnx" not in line], "net.onnx"),
-        (lambda lines: [line for line in lines if "deploy.py" not in line], "deploy.py"),
         (lambda lines: [], "ship.json"),
     ],
 )
@@ -457,10 +396,7 @@ def test_a_listed_file_that_no_folder_to_deploy_has_is_reported(folder):
         ("verify", "SHIP"),
         ("apply", "SHIP", "float.onnx", "--out", "out"),
         ("apply", "SHIP", "--recipe", "ort", "-o", "recipe.py"),
-        ("explain", "SHIP/net.onnx"),
         ("explain", "SHIP/net.onnx", "--backend", "openvino"),
-        ("insert", "float.onnx", "--placement", "SHIP", "-o", "q.onnx"),
-        ("insert", "float.onnx", "--placement", "SHIP/net.onnx", "-o", "q.onnx"),
         ("inspect", "recover", "float.onnx", "--placement", "SHIP/net.onnx"),
         ("autotune", "--onnx_path", "float.onnx", "--start", "SHIP", "--output_dir", "out"),
     ],
@@ -559,13 +495,9 @@ def environment(path: Path, command: str) -> Path:
     ("case", "status", "words"),  # latency in ms, that of the float model, output and version in the other environment
     [
         ((1.0, 2.0, 1.0, "1.25.0"), 0, ("tie", "1.24.0", "1.25.0", "2.00x recorded")),
-        ((0.5, 1.0, 1.0, "1.25.0"), 0, ("faster",)),
         ((2.0, 4.0, 1.0, "1.25.0"), 1, ("slower", "outputs: ok")),
         ((0.5, 1.0, 9.0, "1.25.0"), 1, ("faster", "outputs: MISMATCH")),
-        ((1.0, 2.0, 1.0, "1.24.0"), 0, ("versions are equal",)),
         ((1.0, 1.2, 1.0, "1.25.0"), 1, ("tie", "the gain is gone", "2.00x", "1.20x", "run the experiment again")),
-        ((0.5, 0.5, 1.0, "1.25.0"), 1, ("faster", "the gain is gone", "1.00x")),
-        ((1.0, 1.6, 1.0, "1.25.0"), 0, ("tie", "gain over the float model: ok", "1.60x")),
     ],
 )
 def test_exit_status_by_comparison_with_a_new_runtime(folder, monkeypatch, capsys, case, status, words):
@@ -598,10 +530,8 @@ def test_exit_status_by_comparison_with_a_new_runtime(folder, monkeypatch, capsy
         (("1.24.4", "1.32.0"), ((1.72, 1.10, 2.40), (1.12, 0.80, 1.50)), ()),  # not beyond noise
         (("1.24.4", "1.32.0"), ((1.72, 1.70, 1.74), (1.40, 1.38, 1.42)), ()),
         (("1.24.4", "1.32.0"), ((0.98, 0.97, 0.99), (0.90, 0.89, 0.91)), ()),  # no gain before
-        (("1.24.4", "1.24.4"), ((1.12, 1.10, 1.14), (1.12, 1.10, 1.14)), ()),  # another machine
         (("1.32.0", "1.24.4"), ((1.12, 1.10, 1.14), (1.72, 1.70, 1.74)), ("this",)),
         (("1.32.0", "1.33.0"), ((1.12, 1.10, 1.14), (1.12, 1.10, 1.14)), ("this", "other")),
-        (("1.32.0", "1.33.0"), ((1.12, 1.10, 1.14), (1.72, 1.70, 1.74)), ("this",)),
         (("1.24.4", "1.32.0"), None, ()),
     ],
 )
@@ -625,23 +555,12 @@ def test_a_gain_is_gone_if_less_than_half_of_it_is_left_beyond_noise(versions, g
     assert any("the gain is gone" in line for line in found.lines()) is bool(lost)
 
 
-def test_verify_names_both_versions_and_the_comparison(folder, capsys):
-    measured = read_bundle(folder)["runtime"]["version"]
-    assert qdq("verify", str(folder)) == 0
-    assert "version:" not in capsys.readouterr().out
-    edit_json(folder / "ship.json", runtime={**read_bundle(folder)["runtime"], "version": "0.1"})
-    seal_bundle(folder)
-    assert qdq("verify", str(folder)) == 0
-    text = capsys.readouterr().out
-    assert all(word in text for word in (f"version: {measured}", "0.1", "--runtime-python"))
-
-
 @pytest.mark.parametrize(
     ("command", "status", "fact"),
     [
         ("true", 2, "Python program"),
         ("echo \"ModuleNotFoundError: No module named 'onnxruntime'\" >&2; false", 2, "pip install numpy onnxruntime"),
-        ("echo broken >&2; false", 1, "broken"),
+        ("printf '\\377broken' >&2; false", 1, "\ufffdbroken"),
         (None, 2, "no such program"),
     ],
 )
@@ -649,12 +568,6 @@ def test_exit_status_by_environment_that_cannot_run_the_file(folder, tmp_path, c
     new = tmp_path / "nowhere" if command is None else environment(tmp_path, command)
     assert qdq("verify", str(folder), "--runtime-python", str(new)) == status
     assert fact in capsys.readouterr().err
-
-
-def test_verify_refuses_a_row_for_a_deploy_folder(folder, tmp_path, capsys):
-    for arguments, fact in (((str(folder), "auto"), "row"), ((str(tmp_path / "nothing"),), "no such file")):
-        assert qdq("verify", *arguments, "--runtime-python", sys.executable) == 2
-        assert fact in capsys.readouterr().err
 
 
 def test_results_path_resolves_to_its_only_deploy_folder(folder, tmp_path, capsys, monkeypatch):

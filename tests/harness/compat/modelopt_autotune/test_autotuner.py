@@ -1,7 +1,6 @@
 """Calls of the autotuner step by step, and messages for steps in another order."""
 
 import onnx
-import onnx_graphsurgeon as gs
 import pytest
 
 from harness.base.errors import UserError
@@ -157,10 +156,6 @@ def test_export_onnx_inserts_exactly_the_resolved_points(model, tmp_path):
     assert transformed.producer_name == "transformed"
 
 
-def test_autotuner_accepts_graphsurgeon_graphs(model):
-    assert len(start(gs.import_onnx(model)).regions) == len(start(model).regions)
-
-
 def test_steps_out_of_order_name_the_missing_step(model):
     autotuner = QDQAutotuner(model)
     with pytest.raises(AutotunerNotInitializedError, match=r"QDQAutotuner: call initialize\(\) first"):
@@ -242,12 +237,6 @@ def test_imported_insertion_points_are_tried_first(model):
     autotuner.set_profile_region(autotuner.regions[0])
     autotuner.generate()
     assert autotuner.get_resolved_insertion_points(best=False) == everything
-
-
-def test_import_accepts_tensor_names_of_other_tools(model):
-    autotuner = start(model)
-    autotuner.import_insertion_points({"x_QuantizeLinear_Output", "nothing_quantized", "stem.weight"})
-    assert {p.tensor_name for p in autotuner.get_resolved_insertion_points() if p.input_index == 0} == {"x"}
 
 
 @pytest.mark.parametrize("searcher", ["random_mutation", "tpe"])

@@ -1,6 +1,5 @@
 """Command line: flags, defaults and their effect, and messages for mistakes."""
 
-import inspect
 import re
 import sys
 
@@ -14,9 +13,7 @@ from harness.compat.modelopt_autotune import __main__ as command
 from harness.compat.modelopt_autotune import get_node_filter_list
 from harness.compat.modelopt_autotune.benchmark import (
     Benchmark,
-    backend_spec,
     benchmark_onnx_model,
-    init_benchmark_instance,
 )
 from harness.compat.modelopt_autotune.settings import (
     AutotunerError,
@@ -25,7 +22,6 @@ from harness.compat.modelopt_autotune.settings import (
     select_mode_preset,
 )
 from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
-from harness.config.sections import PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.measure.records import Failed
 
@@ -48,28 +44,21 @@ def test_defaults_are_those_of_the_guide():
         (("-m", "none.onnx"), "none.onnx: no such file"),
         (("-s", "0"), "--schemes_per_region is at least 1, but got 0"),
         (("--searcher", "evolutionry"), "did you mean 'evolutionary'"),
-        (("--backend", "openvin"), "did you mean 'openvino'"),
         (("--use_trtexec", "--backend", "openvino"), "choose one"),
-        (("--plugin_libraries", "none.so"), "none.so: no such file"),
         (("--plugin_libraries", "model.onnx"), "plugin_libraries: backend 'simulated' does not have it"),
         (("--trtexec_benchmark_args", "--fp16 --verbose"), "trtexec_args: backend 'simulated' does not have it"),
         (
             ("--use_trtexec", "--trtexec_benchmark_args", "--staticPlugins='my lib.so"),
             "arguments of trtexec: No closing quotation",
         ),
-        (("--node_filter_list", "none.txt"), "none.txt: no such file"),
         (("--node_filter_list", "odd.txt"), "node filters nothing*: no node of the model has such"),
         (("--node_filter_list", "empty.txt"), "there is no wildcard in it"),
-        (("--qdq_baseline", "none.onnx"), "none.onnx: no such file"),
         (("--state_file", "odd.txt"), "a mapping of keys, but got str"),
         (("--calibration_data", "images"), "an .npz file with an array for each input"),
         (("-o", "odd.txt"), "--output_dir odd.txt: is a file, not a folder"),
-        (("-o", "odd.txt/out"), "--output_dir odd.txt/out: cannot be created: Not a directory"),
         (("--at", "x=1x3x8x8", "--wait", "0"), "ModelOpt's procedure times one shape"),
-        (("--json",), "ModelOpt's procedure prints no table"),
         (("--start", "model.onnx"), "--start, --baseline: not in ModelOpt's procedure"),
         (("--shape", "1x3x16x16"), "--shape 1x3x16x16: NAME:SHAPE"),
-        (("--shape", "y:1x3x16x16"), "shapes.y: the model has no such input; known: x"),
     ],
 )
 def test_mistakes_end_with_one_message_and_exit_code_2(folder, tune, monkeypatch, arguments, message):
@@ -140,23 +129,6 @@ def test_failing_searcher_is_named(folder, tune, monkeypatch, measured, body, me
     monkeypatch.delitem(sys.modules, "odd", raising=False)
     assert message in tune("--searcher", "odd:Odd", code=2)
     assert len(measured()) == 3, "the baseline and the starts, and no scheme"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reasons"),
-    [
-        (
-            ("--use_trtexec",),
-            ("no NVIDIA driver is loaded on this machine", "no program trtexec on PATH", "brings cuda-python"),
-        ),
-        (("--backend", "tensorrt"), ("pip install 'qdq-bench[tensorrt]' brings cuda-python",)),
-    ],
-)
-def test_tensorrt_without_libraries_names_the_missing_part(tune, monkeypatch, arguments, reasons):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    printed = tune(*arguments, code=2)
-    assert any(reason in printed for reason in reasons)
 
 
 def test_dynamic_input_is_fixed_and_other_shape_state_refused(folder, tune):
@@ -253,20 +225,3 @@ def test_the_workflow_needs_a_benchmark_and_a_model(folder):
     with pytest.raises(AutotunerError, match="needs model_path"):
         region_pattern_autotuning_workflow()
     assert benchmark_onnx_model("model.onnx") == float("inf")
-
-
-def test_tensorrt_options_are_passed_to_supporting_backends(monkeypatch):
-    def backend(plugin_libraries=None, timing_cache_file=None, trtexec_args=None):
-        raise AssertionError("not made here")
-
-    monkeypatch.setattr("harness.plugins.registry.plugin_signature", lambda *_: inspect.signature(backend))
-    given = {"plugin_libraries": ["a.so"], "timing_cache_file": "t.cache"}
-    found = backend_spec("trtexec", trtexec_args="--device=0 --staticPlugins='/my libs/a.so'", **given)
-    assert found.params == {**given, "trtexec_args": ["--device=0", "--staticPlugins=/my libs/a.so"]}
-
-
-def test_timing_runs_of_zero_are_refused():
-    with pytest.raises(AutotunerError, match="timing_runs at least 1, but got 5 and 0"):
-        Benchmark(PluginSpec(use="simulated"), timing_runs=0)
-    with pytest.raises(UserError, match="use_trtexec and backend 'openvino': choose one"):
-        init_benchmark_instance(use_trtexec=True, backend="openvino")

@@ -19,11 +19,9 @@ from harness.compat.modelopt_autotune.settings import MODE_PRESETS, parse_argume
 from harness.compat.modelopt_autotune.workflows import (
     benchmark_onnx_model,
     init_benchmark_instance,
-    region_pattern_autotuning_workflow,
 )
 from harness.config.sections import Sampling
 from harness.graph.builder import GraphBuilder
-from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.workers.sandbox import Sandbox
 
 PAGE = Path(__file__).parents[4] / "docs/reference/autotune.md"
@@ -111,22 +109,6 @@ def test_import_accepts_names_of_modelopts_function(tiny, warm_python):
     onnx.save(session.proto(session.space.resolve(session.space.quantize_all())), "quantized.onnx")
     autotuner.import_insertion_points(warm_python.evaluate("modelopt", tiny, code, "quantized.onnx"))
     assert autotuner.placement() == session.space.quantize_all()
-
-
-def test_quick_start_workflow_runs(tiny):
-    init_benchmark_instance(use_trtexec=False, **GUIDE)
-    autotuner = region_pattern_autotuning_workflow(
-        model_path="model.onnx", output_dir=Path("./results"), num_schemes_per_region=3, quant_type="int8"
-    )
-    assert autotuner.baseline_latency_ms > 0
-    assert len(autotuner.profiled_patterns) > 0
-    assert autotuner.pattern_cache
-    assert autotuner.pattern_cache.num_patterns > 0
-    final = onnx.load("results/optimized_final.onnx")
-    assert {p.tensor_name for p in autotuner.get_resolved_insertion_points()} == {
-        e.tensor for e in QDQGraph(final).edges
-    }
-    assert "latency" in Path("results/logs/baseline.log").read_text()
 
 
 def test_config_accepts_all_settings_of_the_guide():

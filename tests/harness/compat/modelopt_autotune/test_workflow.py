@@ -2,22 +2,16 @@
 
 import json
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from harness.base.errors import UserError
-from harness.base.statistics import Interval
 from harness.compat.modelopt_autotune import workflows
-from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow, summary_lines
+from harness.compat.modelopt_autotune.workflows import region_pattern_autotuning_workflow
 from harness.graph.pattern_cache import read_cache
 from harness.graph.qdq.qdq_graph import QDQGraph
-from harness.graph.quantize.protobuf_wire import NAME_PREFIX
-from harness.measure.turn_log import ConfirmationSummary, RowSummary
 from harness.runtimes.simulated import SimulatedBenchmarker
 
 
@@ -149,28 +143,6 @@ def test_a_qdq_baseline_is_one_of_the_starts(folder, tune):
     assert any(list(candidate.edges) == edges_in(final) for candidate in tune.runtime.measured[:4])
 
 
-def test_differences_from_a_qdq_baseline_of_another_tool_are_counted(folder, tune, caplog):
-    tune("-s", "10", out="first")
-    theirs = onnx.load(folder / "first/optimized_final.onnx")
-    grid = [
-        helper.make_tensor("step", TensorProto.FLOAT, [], [0.1]),
-        helper.make_tensor("none", TensorProto.INT16, [], [0]),
-    ]
-    theirs.graph.initializer.extend(grid)
-    (output,) = theirs.graph.output
-    last = next(node for node in theirs.graph.node if output.name in node.output)
-    last.output[list(last.output).index(output.name)] = "before"
-    theirs.graph.node.extend([
-        helper.make_node("QuantizeLinear", ["before", "step", "none"], ["stored"], name="stored"),
-        helper.make_node("DequantizeLinear", ["stored", "step", "none"], [output.name], name="restored"),
-    ])  # fmt: skip
-    ours = NAME_PREFIX.encode()
-    (folder / "theirs.onnx").write_bytes(theirs.SerializeToString().replace(ours, ours.upper()[::-1]))
-    tune("--max_evals", "4", "--qdq_baseline", folder / "theirs.onnx", out="second")
-    assert "1 not expressed" in caplog.text
-    assert "qdq import" in caplog.text
-
-
 def test_changed_settings_are_named_on_resume(folder, tune):
     np.savez(folder / "data.npz", x=np.ones((4, 3, 16, 16), np.float32))
     tune.runtime.generous = True
@@ -220,26 +192,6 @@ def test_delivered_model_equals_the_autotuners_best(folder, benchmark_instance):
     autotuner.export_onnx(str(folder / "best.onnx"), best=True)
     assert edges_in(folder / "best.onnx") == edges_in(folder / "out/optimized_final.onnx")
     assert bool(edges_in(folder / "best.onnx")) == any(autotuner.placement(best=True).choices)
-
-
-@pytest.mark.parametrize(
-    ("verdict", "pairs", "calibrated", "message"),
-    [
-        ("slower", 7, False, "Slower than the float model, so final.onnx is that model; the one with Q/DQ pairs is"),
-        ("tie", 0, False, "Final: the float model, because no placement of Q/DQ pairs proved faster"),
-        ("faster", 7, False, "Scales are of random data, so its accuracy is unknown: give --calibration_data"),
-    ],
-)
-def test_result_message_names_the_next_step(verdict, pairs, calibrated, message):
-    one = Interval(value=1.0, low=0.9, high=1.1)
-    row = RowSummary(latency_ms=one, speedup=one, verdict=verdict, builds=3, builds_ok=3)
-    summary = ConfirmationSummary(noise_floor=0.012, builds=3, rows={"float": row, "final": row}, failed={})
-    kept = Path("out/kept.onnx") if pairs and verdict != "faster" else None
-    answer = SimpleNamespace(summary=summary, file=Path("out/final.onnx"), pairs=pairs, runtime={})
-    printed = list(summary_lines(answer, kept, None, calibrated))
-    figures = f"{verdict}; 3 fresh builds in turns with the baseline, noise floor 1.2 %), {pairs} Q/DQ pairs"
-    assert (figures in printed[1]) == (pairs > 0), "the float model has no speedup over itself"
-    assert any(line.startswith(message) for line in printed)
 
 
 @pytest.mark.parametrize("faster", [False, True])

@@ -216,15 +216,6 @@ def test_mismatched_labels_and_missing_keys_are_refused(detector, data, tmp_path
             evaluate_spec(target(data, trt_engine=file), tmp_path)
 
 
-def test_permuted_categories_are_refused(detector, coco, data, labels, tmp_path):
-    for annotation in labels["annotations"]:
-        annotation["category_id"] = {1: 2, 2: 3, 3: 1}[annotation["category_id"]]
-    (tmp_path / "labels.json").write_text(json.dumps(labels))
-    text = data.replace(f"{coco}/annotations/instances_val2017.json", "labels.json")
-    with pytest.raises(UserError, match=r"the labels' categories are in another order than the model's classes"):
-        evaluate_spec(target(text, onnx_file=detector), tmp_path)
-
-
 def test_damaged_or_mismatched_engines_are_refused(detector, data, tmp_path):
     build_spec(engine(detector, "model.blob") + data, tmp_path, "openvino")
     blob, facts_file = tmp_path / "model.blob", tmp_path / "model.blob.json"
@@ -358,21 +349,6 @@ def test_a_yolo_of_80_classes_goes_through_every_workflow(tmp_path, coco, data, 
     (message,) = messages
     assert message.startswith("spec: the float model itself has map 0.00")
     assert "decode (now 'ultralytics'" in message
-
-
-@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_layout_decides_where_two_axes_have_three_elements(layout, tmp_path):
-    g = GraphBuilder("square")
-    x = g.op("ReduceMean", g.input("images", (1, 3, 8, 3)), axes=[1, 2] if layout == "nhwc" else [2, 3], keepdims=0)
-    g.output(x, name="logits")
-    (tmp_path / "images").mkdir()
-    for i in range(3):
-        size, colour = (8, 3) if layout == "nhwc" else (3, 8), tuple(255 if j == i else 0 for j in range(3))
-        Image.new("RGB", size, colour).save(tmp_path / f"images/{i}.png")
-    (tmp_path / "labels.txt").write_text("".join(f"{i}.png {i}\n" for i in range(3)))
-    text = LABELLED.replace("preprocess: array", f"preprocess: {{use: array, layout: {layout}}}")
-    text = target(text.replace("batch_size: 2", "batch_size: 1"), onnx_file=g.save(tmp_path / "net.onnx"))
-    assert evaluate_spec(text, tmp_path).accuracy.metrics["top1"] == 1.0
 
 
 def test_evaluate_scores_labelled_arrays(tmp_path):

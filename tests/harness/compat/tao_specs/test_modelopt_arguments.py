@@ -14,7 +14,6 @@ from harness.base.errors import UserError
 from harness.base.paths import TRUST_VARIABLE
 from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs import ptq as command
-from harness.compat.tao_specs.dataset import sample_shape
 from harness.compat.tao_specs.layers import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT, PRESETS
 from harness.compat.tao_specs.spec import parse_spec, require_section
 from harness.graph.builder import GraphBuilder
@@ -247,20 +246,6 @@ def test_all_samples_of_a_file_are_used(small, tmp_path, given):
     asked = ["--onnx_path", str(small), "--calibration_data", str(tmp_path / "many.npy")]
     made = command.run_ptq([*asked, "--output_path", str(tmp_path / "o.onnx")])
     assert made.calibrated_on.startswith("520 samples")
-
-
-def test_shapes_are_asked_for_by_the_name_of_the_option(tmp_path):
-    g = GraphBuilder("wide", seed=1)
-    g.output(g.conv(g.input("images", ("N", 3, "H", "W")), 32, 3), name="y")
-    asked = ["--onnx_path", str(g.save(tmp_path / "wide.onnx"))]
-    with pytest.raises(
-        UserError, match=r"Nx3xHxW: give --dim H=640 --dim W=640, or --calibration_shapes images:1x3x640x640"
-    ):
-        command.run_ptq(asked)
-    with pytest.raises(UserError, match=r"--calibration_shapes image: the model has no such input; did you mean"):
-        command.run_ptq([*asked, "--calibration_shapes", "image:1x3x8x8"])
-    with pytest.raises(UserError, match=r"its height and width instead, such as --size 640x640"):
-        sample_shape("array", None, str(tmp_path / "wide.onnx"))
 
 
 def test_the_first_dtype_is_applied_to_all_and_warned(noise, tmp_path, caplog):

@@ -61,11 +61,6 @@ def test_options_without_a_counterpart_have_a_remedy(option, remedy):
     assert bool(modelopt_arguments.option_remedy(option)) is bool(remedy)
 
 
-def test_unknown_option_is_refused():
-    with pytest.raises(UserError, match="--frobnicate: no option"):
-        run_ptq(["--frobnicate"])
-
-
 def test_a_missing_or_other_modelopt_is_named(tmp_path, monkeypatch):
     source = tmp_path / "onnx" / "quantization" / "quantize.py"
     source.parent.mkdir(parents=True)

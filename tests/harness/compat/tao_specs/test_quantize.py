@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from spec_runs import E4M3, E5M2, NATIVE, layer, quantize_model
 from harness.base.errors import UserError
 from harness.cli.common import short_path
 from harness.compat.tao_specs.dataset import loader_feeds
-from harness.compat.tao_specs.layers import match_skip_names
 from harness.compat.tao_specs.quantize import QuantizationResult
 from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.qdq_graph import QDQGraph
@@ -217,10 +215,8 @@ def test_test_data_sources_replace_missing_calibration_data(detector, coco, tmp_
         (f"{layer('Gemm')}, {layer('/head/fc/*', E4M3)}", "", "'/head/fc/*' belong to entries above"),
         (f"{layer('Gemm')}, {layer('Relu')}", "", "none of the 2 nodes of 'Relu' may be quantized"),
         (layer("Gemm"), "default_layer_dtype: int8", "quantize.default_layer_dtype: int8 is ignored"),
-        (layer("Gemm"), "default_activation_dtype: native", "default_activation_dtype: native is ignored"),
         (layer("Gemm"), "device: cuda", "quantize.device: cuda: backend qdq calibrates on the CPU"),
         (layer("Gemm", E5M2), "", "TensorRT takes FP8 only as E4M3"),
-        (layer("*"), "preset: rtdetr", "'/encoder/*' matches no node"),
         (layer("Gemm"), "", "its dynamic batch is 1 in the result"),
     ],
 )
@@ -229,14 +225,6 @@ def test_unmatched_and_ignored_entries_are_warned_about(case, small, data, tmp_p
     caplog.set_level(logging.WARNING)
     quantize_model(small, tmp_path, layers, extra, data)
     assert warning in caplog.text
-
-
-def test_suggestions_name_modules_before_generated_names(caplog):
-    names = [*(f"Identity_{number}" for number in range(60, 80)), "/stem/conv/Conv", "/heads.0/Conv", "last"]
-    nodes = [SimpleNamespace(name=name, op="Identity") for name in names]
-    assert match_skip_names(nodes, ["/nothing/*"]) == frozenset()
-    (message,) = caplog.messages
-    assert message.endswith("known: /heads.0, /stem")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +246,6 @@ def test_invalid_layers_are_refused(layers, problem, small, data, tmp_path):
         ("model.pth", b"PK\x03\x04", "quantize.model_path: .*model.pth is a PyTorch file.* export it"),
         ("model.bin", b"x", "the name of an ONNX file ends in .onnx, but got"),
         ("torch.onnx", b"PK\x03\x04archive/data.pkl", "is called .onnx, but is a PyTorch file"),
-        ("pickled.onnx", b"\x80\x02}q\x00.", "is called .onnx, but is a PyTorch file"),
         ("text.onnx", b"not a model", "not an ONNX file"),
         ("none.onnx", b"", "quantize.model_path: .*none.onnx: no such file or folder"),
     ],
@@ -281,7 +268,6 @@ def test_mismatched_calibration_data_is_refused(small, detector, tmp_path):
     (tmp_path / "calib.txt").touch()
     np.save(tmp_path / "wrong.npy", np.ones((2, 3, 9, 9), np.float32))
     for model, dataset, problem in (
-        (small, "empty", "dataset.preprocess: .*empty holds images"),
         (small, "calib.txt", "expected a folder of images, a .npy or an .npz file, but got calib.txt"),
         (small, "wrong.npy", "array 'images' is 3 x 9 x 9, but the input takes 1 x 3 x 8 x 8"),
         (detector, "empty, preprocess: shapes", r"dataset.calibration_data: no images \(.*\) in"),
