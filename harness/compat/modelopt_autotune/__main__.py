@@ -31,7 +31,7 @@ from harness.compat.modelopt_autotune.settings import (
     parse_arguments,
     select_mode_preset,
 )
-from harness.compat.modelopt_autotune.workflows import AutotuneJob, run_job
+from harness.compat.modelopt_autotune.workflows import AutotuneRun
 from harness.config.sections import Limits, ModelSpec, PluginSpec
 from harness.config.yaml_loader import parse_params
 from harness.graph.load import save_to_folder
@@ -90,7 +90,7 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
     fresh = not Path(options.output_dir).exists()
     if options.searcher is not None:
         find_entry_point("searcher", options.searcher)
-    job = AutotuneJob(
+    run = AutotuneRun(
         output_dir=_make_output_folder(options.output_dir),
         schemes_per_region=preset["schemes_per_region"],
         pattern_cache_file=options.pattern_cache,
@@ -117,22 +117,22 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
     )
     try:
         with _forward_logs(options.verbose, observer):
-            _run_command(options, preset, job)
+            _run_command(options, preset, run)
     except UserError as error:
         if fresh:
             with suppress(OSError):  # the folder is not empty
-                job.output_dir.rmdir()
+                run.output_dir.rmdir()
         if not isinstance(error, FingerprintMismatch):
             raise
         advice = "use another --output_dir, or move the existing files away"
         raise UserError(str(error).replace(CHANGED_RUN_ADVICE, advice)) from error
     except KeyboardInterrupt:
-        text = f"what was measured is in {job.state}" if job.state.exists() else "nothing was measured yet"
+        text = f"what was measured is in {run.state}" if run.state.exists() else "nothing was measured yet"
         observer.say(f"interrupted; {text}: run the same command again to resume")
         raise
 
 
-def _run_command(options: argparse.Namespace, preset: dict[str, int], job: AutotuneJob) -> None:
+def _run_command(options: argparse.Namespace, preset: dict[str, int], run: AutotuneRun) -> None:
     libraries = options.plugin_libraries or ()
     backend = backend_spec(
         options.backend,
@@ -143,7 +143,7 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], job: Autot
         trtexec_args=options.trtexec_benchmark_args,
     )
     target = _describe_target(backend)
-    say, shapes = job.observer.say, parse_named_shapes("--shape", options.shape or ())
+    say, shapes = run.observer.say, parse_named_shapes("--shape", options.shape or ())
     say(f"searched for {target}")
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
         spec = ModelSpec(use=options.onnx_path, label="model", shapes=shapes, dims=parse_dims(options.dim or ()))
@@ -151,14 +151,14 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], job: Autot
         for idle in ineffective_flags(options, backend.params, typed=not untyped_linear_inputs(model)):
             say(f"without effect: {idle}")
         # Files are checked before anything is timed.
-        calibration_batches(model, job.config)
-        if job.qdq_baseline is not None:
-            import_placement(job.qdq_baseline, model)
+        calibration_batches(model, run.config)
+        if run.qdq_baseline is not None:
+            import_placement(run.qdq_baseline, model)
         float_file, open_worker = save_to_folder(model, Path(scratch) / "float"), partial(open_engines, limits=Limits())
         try:
-            baseline = select_float_baseline(backend, float_file, job.output_dir, open_worker, job.observer)
+            baseline = select_float_baseline(backend, float_file, run.output_dir, open_worker, run.observer)
         finally:
-            shutil.rmtree(job.output_dir / "work", ignore_errors=True)
+            shutil.rmtree(run.output_dir / "work", ignore_errors=True)
         use = baseline[MAIN_BENCHMARKER]
         benchmark = init_benchmark_instance(
             backend=use.use,
@@ -167,7 +167,7 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], job: Autot
             timing_runs=preset["timing_runs"],
         )
         try:
-            run_job(model, job)
+            run.run(model)
             if model.origin is None and shapes:  # otherwise the summary says so
                 fixed = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
                 say(f"The models written take these shapes alone: {fixed}")

@@ -37,9 +37,12 @@ from harness.config.yaml_loader import write_plain_yaml
 from harness.graph.io.files import digest_model, serialize_model, to_proto, write_model
 from harness.graph.load import load_proto
 from harness.graph.model import Model, Node
+from harness.graph.pattern_cache import build_cache
+from harness.graph.qdq.import_placement import map_to_float_tensors
 from harness.graph.rules.operator_sets import ACTIVATION_OPS
 from harness.run.prepare.float_baseline import read_runtime
 from harness.run.prepare.model_loader import MIN_OPSET
+from search.api import Observation, Score
 from search.space import Placement
 
 _logger = logging.getLogger(__name__)
@@ -235,7 +238,11 @@ class QDQAutotunerBase:
         record = session.record(placement, latency_ms if measured else None, search.signature, stderr_ms=stderr_ms)
         search.fill(search.index, record)
         if measured and self.pattern_cache is not None:
-            self.pattern_cache.add_measurements(session.cache_entries(placement, latency_ms, self.baseline_latency_ms))
+            digest, score = session.space.digest(placement), Score(objective=latency_ms)
+            scored = Observation(placement=placement, digest=digest, outcome=score)
+            sizes, baseline_ms = session.placement_map.sizes, self.baseline_latency_ms
+            entries = build_cache([scored], session.space, sizes, baseline_ms, session.origin)
+            self.pattern_cache.add_measurements(entries)
 
     def placement(self, best: bool = False) -> Placement:
         """Return the placement with the best schemes of profiled patterns and the last generated scheme.
@@ -315,7 +322,11 @@ class QDQAutotunerBase:
         """
         session = self.session
         self.delivered = None
-        session.base = session.import_placement(set(quantized_tensors))
+        names, choices = map_to_float_tensors(set(quantized_tensors), self._model), []
+        for dimension in session.space.dimensions:  # quantized if most of its activations are
+            data = [e.tensor in names for e in dimension.edges if e.tensor not in self._model.constants]
+            choices.append(int(2 * sum(data) > len(data)))
+        session.base = session.without_forbidden(Placement(tuple(choices)))
         if self.pattern_cache is not None:
             for region in self.regions:
                 self.pattern_cache.add_pattern_from_region(region, self.graph, set(quantized_tensors))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from harness.compat.modelopt_autotune.insertion_points import (
@@ -30,7 +28,7 @@ from harness.graph.pattern_cache import parse_point
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, Dialect
 from harness.graph.rules.operator_sets import LINEAR_OPS
-from search.space import Edge, Placement, PointKind, Resolved, Space
+from search.space import Edge, Placement, PointKind, Resolved
 
 UNMEASURED_MS = float("inf")  # ModelOpt's value for a missing latency
 _COMMUTATIVE_OPS = frozenset({"Add", "And", "Max", "Mean", "Min", "Mul", "Or", "Sum", "Xor"})
@@ -239,22 +237,21 @@ def _describe_region(region: Region, graph: Any) -> str:
     if order and order[-1] >= len(graph.nodes):
         raise ValueError(f"region {region.id}: the graph has {len(graph.nodes)} nodes, but got {order[-1]}")
     place = {id(graph.nodes[index]): str(position) for position, index in enumerate(order)}
-    nodes = " ".join(_describe_node(graph.nodes[index], place) for index in order)
+    texts = []
+    for node in (graph.nodes[index] for index in order):
+        sources = []
+        for tensor in node.inputs:
+            producers = getattr(tensor, "inputs", None)
+            sources.append(place.get(id(producers[0]), "outside") if producers else "outside")
+        if node.op in _COMMUTATIVE_OPS:
+            sources.sort()
+        attributes = [f"{name}={value}" for name, value in sorted(node.attrs.items())]
+        texts.append(f"{node.op}({', '.join([*sources, *attributes])})")
+    nodes = " ".join(texts)
     children = [_describe_region(child, graph) for child in region.get_children(sort=True)]
     if children:
         return f"COMPOSITE({'; '.join([nodes] * bool(nodes) + children)})"
     return nodes or "EMPTY"
-
-
-def _describe_node(node: Any, place: Mapping[int, str]) -> str:
-    sources = [
-        place.get(id(tensor.inputs[0]), "outside") if getattr(tensor, "inputs", None) else "outside"
-        for tensor in node.inputs
-    ]
-    if node.op in _COMMUTATIVE_OPS:
-        sources.sort()
-    attributes = [f"{name}={value}" for name, value in sorted(node.attrs.items())]
-    return f"{node.op}({', '.join([*sources, *attributes])})"
 
 
 @dataclass
@@ -331,11 +328,6 @@ class PlacementMap:
     def __contains__(self, region: object) -> bool:
         return region in self._graph
 
-    def narrow(self, space: Space) -> None:
-        """Replace the space by a smaller one: fewer dimensions, or fewer edges of some."""
-        self.space = space
-        self.__dict__.pop("_dimensions", None)
-
     def locate_region(self, region: Region) -> tuple[Pattern, int]:
         """Return the pattern of a region and the index of the region in it."""
         return self._place[id(self._graph[region])]
@@ -347,17 +339,12 @@ class PlacementMap:
 
     def dimensions(self, signature: str) -> Mapping[Address, int]:
         """Return the index of the dimension of each point of a pattern; empty if the space lacks the pattern."""
-        return self._dimensions.get(signature, {})
-
-    @cached_property
-    def _dimensions(self) -> Mapping[str, Mapping[Address, int]]:
-        found: dict[str, dict[Address, int]] = defaultdict(dict)
+        found: dict[Address, int] = {}
         for group, indices in self.space.groups.items():
-            signature = next(s for s in self.sizes if s.startswith(group))
-            for index in indices:
+            for index in indices if signature.startswith(group) else ():
                 name = self.space.dimensions[index].name.removeprefix(f"{group}/")
                 point = parse_point(f"{name}/{self.precision}")
-                found[signature][point.kind, point.place] = index
+                found[point.kind, point.place] = index
         return found
 
     def edges(self, region: Region) -> Mapping[Address, tuple[Edge, ...]]:

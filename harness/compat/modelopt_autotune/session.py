@@ -108,8 +108,7 @@ class PatternCache:
 
     def get_pattern_schemes(self, pattern_signature: str) -> PatternSchemes | None:
         """Return the schemes of a pattern, best first; None if there are none."""
-        pattern = self.content.patterns.get(pattern_signature)
-        return None if pattern is None else _to_schemes(pattern)
+        return next((each for each in self.pattern_schemes if each.pattern_signature == pattern_signature), None)
 
     def add_pattern_schemes(self, pattern_schemes: PatternSchemes | None) -> None:
         """Add the schemes of a pattern that did not fail, subject to the limits on distance and number."""
@@ -190,23 +189,22 @@ class PatternCache:
         return f"PatternCache(patterns={self.num_patterns}, schemes={self.total_schemes})"
 
     def _add(self, pattern: RegionPattern, schemes: Iterable[InsertionScheme]) -> None:
-        entries = tuple(self._to_entry(scheme) for scheme in schemes)
+        precision, origin = self.origin.precision, self.origin
+        entries = tuple(
+            engine.CachedScheme(
+                points=frozenset(engine.CachedPoint(kind, place, precision) for kind, place in scheme.addresses),
+                origin=origin,
+                latency_ms=scheme.latency_ms if math.isfinite(scheme.latency_ms) else None,
+                baseline_ms=self.baseline_ms,
+            )
+            for scheme in schemes
+        )
         entry = engine.CachedPattern(signature=pattern.signature, size=pattern.size, schemes=entries)
         self._add_seeds(engine.PatternCache(patterns={pattern.signature: entry}))
 
     def _add_seeds(self, content: engine.PatternCache) -> None:
         self.add_measurements(content)
         self.seeds = engine.merge_caches(self.seeds, content)
-
-    def _to_entry(self, scheme: InsertionScheme) -> engine.CachedScheme:
-        return engine.CachedScheme(
-            points=frozenset(
-                engine.CachedPoint(kind, place, self.origin.precision) for kind, place in scheme.addresses
-            ),
-            origin=self.origin,
-            latency_ms=scheme.latency_ms if math.isfinite(scheme.latency_ms) else None,
-            baseline_ms=self.baseline_ms,
-        )
 
 
 def _to_schemes(pattern: engine.CachedPattern) -> PatternSchemes:
@@ -307,7 +305,7 @@ class AutotuneSession:
     Attributes:
         task: Model, space, scales and writer of candidates.
         origin: Origin of the measurements, as stored in pattern caches.
-        allowed: Dimensions that may be quantized; reduced by `restrict_to_patterns`.
+        allowed: Dimensions that may be quantized; all others stay float.
         base: Placement of the patterns that are not profiled yet.
         measured: Results by digest.
     """
@@ -343,7 +341,7 @@ class AutotuneSession:
             uncalibrated_abs_max=127 * config.default_q_scale,
         ).with_benchmarkers({MAIN_BENCHMARKER: backend})
         self.space = self.task.space
-        self.placement_map.narrow(self.space)
+        self.placement_map.space = self.space
         self.origin = pattern_cache.MeasurementOrigin.of_backend(self.task.facts, config.default_quant_type)
         self.allowed: tuple[int, ...] = tuple(range(len(self.space)))
         self.base = self.space.float_placement()
@@ -361,11 +359,6 @@ class AutotuneSession:
             "space": dimensions[:16],  # a difference here usually results from one in another fact
         }
 
-    def restrict_to_patterns(self, signatures: Iterable[str]) -> None:
-        """Restrict the search to these patterns; all others stay float."""
-        searched = {index for signature in signatures for index in self.placement_map.dimensions(signature).values()}
-        self.allowed = tuple(sorted(searched))
-
     def with_schemes(self, profiled: Iterable[PatternSchemes]) -> Placement:
         """Return `base` with the best scheme of each pattern in `profiled`; points outside of `allowed` stay float.
 
@@ -375,7 +368,7 @@ class AutotuneSession:
         for schemes in profiled:
             if schemes.best_scheme is not None:
                 placement = self.placement_map.decode(schemes.pattern_signature, schemes.best_scheme, placement)
-        return self._without_forbidden(placement)
+        return self.without_forbidden(placement)
 
     def proto(self, resolved: Resolved) -> Any:
         """Return the model with these quantized edges as an `onnx.ModelProto`; without edges, the float model."""
@@ -409,18 +402,11 @@ class AutotuneSession:
             if len(found) == count or latency_ms >= below_ms:
                 break
             placement = Placement(tuple(map(int, choices)))
-            if digest in without or len(choices) != len(self.space) or self._without_forbidden(placement) != placement:
+            if digest in without or len(choices) != len(self.space) or self.without_forbidden(placement) != placement:
                 continue
             if self.space.digest(placement) == digest:
                 found[digest] = placement
         return found
-
-    def cache_entries(self, placement: Placement, latency_ms: float, baseline_ms: float) -> pattern_cache.PatternCache:
-        """Return the entries of the pattern cache that a measurement gives."""
-        scored = Observation(
-            placement=placement, digest=self.space.digest(placement), outcome=Score(objective=latency_ms)
-        )
-        return pattern_cache.build_cache([scored], self.space, self.placement_map.sizes, baseline_ms, self.origin)
 
     def initial_placements(
         self, cache_file: Path | None, qdq_baseline: Path | None
@@ -452,19 +438,11 @@ class AutotuneSession:
         placements = design.placements(starts)
         for note in design.import_notes(starts, placements, self.task.inserter, self.task.dialect):
             logger.warning("--%s", note)
-        found = {name: self._without_forbidden(each) for named in placements.values() for name, each in named.items()}
+        found = {name: self.without_forbidden(each) for named in placements.values() for name, each in named.items()}
         return found, design.foreign_origin_notes(starts)
 
-    def import_placement(self, tensors: set[str]) -> Placement:
-        """Return the placement that quantizes points with most of their activations among these tensors."""
-        names = map_to_float_tensors(tensors, self.task.model)
-        choices = []
-        for dimension in self.space.dimensions:
-            data = [e.tensor in names for e in dimension.edges if e.tensor not in self.task.model.constants]
-            choices.append(int(2 * sum(data) > len(data)))
-        return self._without_forbidden(Placement(tuple(choices)))
-
-    def _without_forbidden(self, placement: Placement) -> Placement:
+    def without_forbidden(self, placement: Placement) -> Placement:
+        """Return a placement without the points outside of `allowed`."""
         allowed = frozenset(self.allowed)
         return Placement(tuple(c if index in allowed else 0 for index, c in enumerate(placement.choices)))
 

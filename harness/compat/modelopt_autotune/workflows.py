@@ -28,7 +28,7 @@ from harness.compat.modelopt_autotune.benchmark import (
 )
 from harness.compat.modelopt_autotune.insertion_points import Region
 from harness.compat.modelopt_autotune.region_search import select_regions
-from harness.compat.modelopt_autotune.session import PatternCache
+from harness.compat.modelopt_autotune.session import AutotuneSession, PatternCache
 from harness.compat.modelopt_autotune.settings import AutotunerError, AutotunerNotInitializedError, Config
 from harness.config.sections import Confirmation, Limits
 from harness.graph.io.files import move_model, write_model
@@ -52,7 +52,7 @@ from harness.run.verify.runtime_checker import RuntimeChecker, make_check_plan, 
 from harness.ship.results_bundle import ship_confirmed
 from search.space import Placement
 
-__all__ = ["benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow", "run_job"]
+__all__ = ["benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow"]
 
 _logger = logging.getLogger(__name__)
 STATE_SAVE_INTERVAL_S = 10.0
@@ -61,34 +61,6 @@ BUILDS, NOISY_MACHINE_BUILDS = 3, 6  # fresh builds of the result and of the flo
 ROUNDS = 4  # of a build
 BASELINE, FINAL, NOT_FASTER = "baseline.onnx", "optimized_final.onnx", "not_faster.onnx"
 UNPROVED = "unproved.onnx"  # the result until it is confirmed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutotuneJob:
-    """Job of the workflow; attributes without a line are as the arguments of `region_pattern_autotuning_workflow`.
-
-    Attributes:
-        whole: Search the whole model at once, instead of region by region.
-        max_evals: Maximum number of measured models, including the baseline and earlier runs; None: no limit.
-        ship: Write the folder `ship` with the model to deploy.
-    """
-
-    output_dir: Path
-    schemes_per_region: int = 30
-    pattern_cache_file: Path | None = None
-    state_file: Path | None = None
-    qdq_baseline: Path | None = None
-    node_filters: tuple[str, ...] = ()
-    config: Config = field(default_factory=Config)
-    whole: bool = False
-    max_evals: int | None = None
-    transform: Transform | None = None
-    ship: bool = False
-    observer: Observer = field(default_factory=NullProgress)
-
-    @property
-    def state(self) -> Path:
-        return self.state_file or self.output_dir / "autotuner_state.yaml"
 
 
 def region_pattern_autotuning_workflow(
@@ -138,7 +110,7 @@ def region_pattern_autotuning_workflow(
             calibration_data=calibration_data,
             calibration_samples=calibration_samples,
         )
-        job = AutotuneJob(
+        run = AutotuneRun(
             output_dir=Path(folder),
             schemes_per_region=num_schemes_per_region,
             pattern_cache_file=None if pattern_cache_file is None else Path(pattern_cache_file),
@@ -148,77 +120,104 @@ def region_pattern_autotuning_workflow(
             config=config,
             transform=model_transform,
         )
-        return run_job(model, job)
+        return run.run(model)
 
 
-def run_job(model: Any, job: AutotuneJob) -> QDQAutotuner:
-    """Run a job; measurements are saved even if it is interrupted.
-
-    Args:
-        model: File of the model, or an `onnx.ModelProto`.
-
-    Raises:
-        AutotunerNotInitializedError: There is no benchmark.
-    """
-    benchmark = current_benchmark()
-    if benchmark is None:
-        raise AutotunerNotInitializedError("Benchmark instance not initialized: call init_benchmark_instance() first")
-    for folder in ("logs", "region_models"):
-        (job.output_dir / folder).mkdir(parents=True, exist_ok=True)
-    cache, cache_file = None, job.pattern_cache_file
-    if cache_file is not None and not cache_file.exists():
-        _logger.warning("%s: there is no such pattern cache, so the start is cold", cache_file)
-    elif cache_file is not None:
-        cache = PatternCache.load(str(cache_file))
-    autotuner = QDQAutotuner(load(Path(model), min_opset=MIN_OPSET) if isinstance(model, str | Path) else model)
-    autotuner.initialize(job.config, cache)
-    if job.state.exists():
-        autotuner.load_state(str(job.state))
-        job.observer.say(f"resuming from {job.state}: {len(autotuner.session.measured)} models are measured")
-        for sentence in autotuner.changes:
-            job.observer.say(sentence)
-    try:
-        run = AutotuneRun(job, autotuner, benchmark)
-        run.search(None if cache is None else cache_file)
-        run.deliver()
-    finally:
-        if autotuner.baseline_latency_ms is not None:
-            autotuner.save_state(str(job.state))
-        benchmark.time_against_reference(None, None)
-    return autotuner
-
-
+@dataclass(kw_only=True)
 class AutotuneRun:
-    """Run of one job: the search of placements, region by region or of the whole model, and the delivery."""
+    """Search of placements, region by region or of the whole model, and delivery of the result.
 
-    def __init__(self, job: AutotuneJob, autotuner: QDQAutotuner, benchmark: Benchmark) -> None:
-        self._job, self._out, self._say = job, job.output_dir, job.observer.say
-        self._autotuner, self._session, self._benchmark = autotuner, autotuner.session, benchmark
-        self._float = self._session.space.float_placement()
-        self._saved_s = time.monotonic()
-        self._remarks: tuple[str, ...] = ()
+    Attributes without a line are as the arguments of `region_pattern_autotuning_workflow`.
 
-    def search(self, cache_file: Path | None) -> None:
+    Attributes:
+        whole: Search the whole model at once, instead of region by region.
+        max_evals: Maximum number of measured models, including the baseline and earlier runs; None: no limit.
+        ship: Write the folder `ship` with the model to deploy.
+    """
+
+    output_dir: Path
+    schemes_per_region: int = 30
+    pattern_cache_file: Path | None = None
+    state_file: Path | None = None
+    qdq_baseline: Path | None = None
+    node_filters: tuple[str, ...] = ()
+    config: Config = field(default_factory=Config)
+    whole: bool = False
+    max_evals: int | None = None
+    transform: Transform | None = None
+    ship: bool = False
+    observer: Observer = field(default_factory=NullProgress)
+    _autotuner: QDQAutotuner = field(init=False)
+    _session: AutotuneSession = field(init=False)
+    _benchmark: Benchmark = field(init=False)
+    _float: Placement = field(init=False)
+    _remarks: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> Path:
+        return self.state_file or self.output_dir / "autotuner_state.yaml"
+
+    def run(self, model: Any) -> QDQAutotuner:
+        """Search and deliver; measurements are saved even if the run is interrupted.
+
+        Args:
+            model: File of the model, or an `onnx.ModelProto`.
+
+        Raises:
+            AutotunerNotInitializedError: There is no benchmark.
+        """
+        benchmark = current_benchmark()
+        if benchmark is None:
+            message = "Benchmark instance not initialized: call init_benchmark_instance() first"
+            raise AutotunerNotInitializedError(message)
+        for folder in ("logs", "region_models"):
+            (self.output_dir / folder).mkdir(parents=True, exist_ok=True)
+        cache, cache_file = None, self.pattern_cache_file
+        if cache_file is not None and not cache_file.exists():
+            _logger.warning("%s: there is no such pattern cache, so the start is cold", cache_file)
+        elif cache_file is not None:
+            cache = PatternCache.load(str(cache_file))
+        autotuner = QDQAutotuner(load(Path(model), min_opset=MIN_OPSET) if isinstance(model, str | Path) else model)
+        autotuner.initialize(self.config, cache)
+        if self.state.exists():
+            autotuner.load_state(str(self.state))
+            self.observer.say(f"resuming from {self.state}: {len(autotuner.session.measured)} models are measured")
+            for sentence in autotuner.changes:
+                self.observer.say(sentence)
+        try:
+            self._autotuner, self._session, self._benchmark = autotuner, autotuner.session, benchmark
+            self._float = self._session.space.float_placement()
+            self._search(None if cache is None else cache_file)
+            self._deliver()
+        finally:
+            if autotuner.baseline_latency_ms is not None:
+                autotuner.save_state(str(self.state))
+            benchmark.time_against_reference(None, None)
+        return autotuner
+
+    def _search(self, cache_file: Path | None) -> None:
         """Time the float model, the initial design and the schemes of all patterns.
 
         Args:
             cache_file: Pattern cache of an earlier run; None: there is none.
         """
-        job, autotuner, session = self._job, self._autotuner, self._session
-        self._export(self._float, self._out / BASELINE)
-        graph, regions = autotuner.graph, select_regions(autotuner.regions, autotuner.graph.nodes, job.node_filters)
-        session.restrict_to_patterns({graph.pattern(region).signature for region in regions})
+        autotuner, session, saved_s = self._autotuner, self._session, time.monotonic()
+        self._export(self._float, self.output_dir / BASELINE)
+        graph, regions = autotuner.graph, select_regions(autotuner.regions, autotuner.graph.nodes, self.node_filters)
+        signatures = {graph.pattern(region).signature for region in regions}
+        searched = {i for each in signatures for i in session.placement_map.dimensions(each).values()}
+        session.allowed = tuple(sorted(searched))
         if len(session.space):
             patterns = {graph.pattern(region) for region in autotuner.regions}
-            self._say(
+            self.observer.say(
                 f"{len(autotuner.regions)} regions of {len(patterns)} patterns, {len(session.space)} insertion points "
                 f"(inputs of nodes and of child regions, and outputs), {len(session.allowed)} of them to be searched"
             )
         else:
-            self._say(explain_no_points(graph.model, graph.dialect, graph.precision))
-        self._say(f"scales: calibrated on {session.task.calibrated_on}")
+            self.observer.say(explain_no_points(graph.model, graph.dialect, graph.precision))
+        self.observer.say(f"scales: calibrated on {session.task.calibrated_on}")
         for precision in session.task.accuracy_only:
-            self._say(f"this device only emulates {precision}: latencies do not transfer to a device that supports it")
+            self.observer.say(f"this device only emulates {precision}: latencies do not transfer to a device that supports it")
         if autotuner.baseline_latency_ms is None:
             outcome = self._benchmark.measure(self._candidate(self._float), self._log("baseline"))
             if isinstance(outcome, Failed):
@@ -229,13 +228,13 @@ class AutotuneRun:
             autotuner.submit(median_ci(outcome.samples_ms).value)
             autotuner.interleaved = is_noisy(outcome)
         if autotuner.interleaved:
-            self._benchmark.time_against_reference(self._out / BASELINE, self._baseline_ms)
-            self._say(
+            self._benchmark.time_against_reference(self.output_dir / BASELINE, self._baseline_ms)
+            self.observer.say(
                 "timing noise is high on this machine: models are timed in turns with the float model, whose "
                 f"{self._baseline_ms:.3f} ms set the scale; --warmup_runs has no effect then"
             )
-        turns = [session.placement_map.whole] if job.whole else regions
-        with job.observer.work("search" if job.whole else "regions", len(turns)) as step:
+        turns = [session.placement_map.whole] if self.whole else regions
+        with self.observer.work("search" if self.whole else "regions", len(turns)) as step:
             self._time_initial(cache_file)
             for region in turns:
                 if not self._is_limit_reached or self._count_measured(graph.pattern(region).signature):
@@ -248,7 +247,7 @@ class AutotuneRun:
     def _time_initial(self, cache_file: Path | None) -> None:
         """Time the initial design; its best placement applies to each pattern until the pattern is profiled."""
         session, baseline_ms = self._session, self._baseline_ms
-        design, self._remarks = session.initial_placements(cache_file, self._job.qdq_baseline)
+        design, self._remarks = session.initial_placements(cache_file, self.qdq_baseline)
         latency_by_name, parts = {}, []
         for name, placement in design.items():
             measurement = session.measured.get(session.space.digest(placement))
@@ -266,26 +265,26 @@ class AutotuneRun:
         best = min(latency_by_name, key=lambda name: latency_by_name[name], default=None)
         if best is not None and latency_by_name[best] < baseline_ms:
             session.base = design[best]
-        self._say(f"baseline {baseline_ms:.3f} ms; starts: {', '.join(parts)}")
+        self.observer.say(f"baseline {baseline_ms:.3f} ms; starts: {', '.join(parts)}")
 
     def _search_region(self, region: Region) -> None:
         """Measure the schemes of a region's pattern, counting those measured before an interruption."""
         autotuner = self._autotuner
         signature = autotuner.graph.pattern(region).signature
-        if self._count_measured(signature) >= self._job.schemes_per_region:
+        if self._count_measured(signature) >= self.schemes_per_region:
             autotuner.generate()  # which restores the known results
-        while self._count_measured(signature) < self._job.schemes_per_region and (index := autotuner.generate()) >= 0:
+        while self._count_measured(signature) < self.schemes_per_region and (index := autotuner.generate()) >= 0:
             if self._is_limit_reached:
                 autotuner.unfinished.add(signature)
                 break
             latency_ms, stderr_ms = self._measure(autotuner.placement(), f"region_{region.id}_scheme_{index}")
             autotuner.submit(latency_ms or float("inf"), latency_ms is not None, stderr_ms)
             if time.monotonic() - self._saved_s > STATE_SAVE_INTERVAL_S:
-                autotuner.save_state(str(self._job.state))
+                autotuner.save_state(str(self.state))
                 self._saved_s = time.monotonic()
-        model_file = self._out / "region_models" / f"region_{region.id}_level_{region.level}.onnx"
+        model_file = self.output_dir / "region_models" / f"region_{region.id}_level_{region.level}.onnx"
         self._export(autotuner.placement(best=True), model_file)
-        autotuner.save_state(str(self._job.state))
+        autotuner.save_state(str(self.state))
 
     def _measure(self, placement: Placement, log_name: str) -> tuple[float | None, float]:
         """Return latency and standard error of a placement in ms; None and 0 if it failed."""
@@ -298,7 +297,7 @@ class AutotuneRun:
     def _candidate(self, placement: Placement, file: Path | None = None) -> Candidate:
         """Return the candidate of a placement: its model with the transform of the job, or `file` if given."""
         candidate = self._session.task.candidate(placement)
-        if file is None and self._job.transform is None:
+        if file is None and self.transform is None:
             return candidate
         path = self._session.folder / "transformed.onnx"
         return replace(candidate, source=lambda: file or self._export(placement, path))
@@ -306,11 +305,11 @@ class AutotuneRun:
     def _export(self, placement: Placement, path: Path) -> Path:
         """Write the model of a placement to a file, and return its path."""
         proto = self._session.proto(self._session.space.resolve(placement))
-        write_model(proto if self._job.transform is None else self._job.transform(proto), path)
+        write_model(proto if self.transform is None else self.transform(proto), path)
         return path
 
     def _log(self, name: str) -> Path:
-        return self._out / "logs" / f"{name}.log"
+        return self.output_dir / "logs" / f"{name}.log"
 
     def _count_measured(self, signature: str) -> int:
         """Return the number of models that were measured for a pattern."""
@@ -318,7 +317,7 @@ class AutotuneRun:
 
     @property
     def _is_limit_reached(self) -> bool:
-        return self._job.max_evals is not None and len(self._session.measured) >= self._job.max_evals
+        return self.max_evals is not None and len(self._session.measured) >= self.max_evals
 
     @property
     def _baseline_ms(self) -> float:
@@ -332,10 +331,10 @@ class AutotuneRun:
         is_float, interleaved = best == self._session.space.digest(self._float), self._autotuner.interleaved
         return format_incumbent(latencies[best], self._baseline_ms, interleaved=interleaved, is_float=is_float)
 
-    def deliver(self) -> None:
+    def _deliver(self) -> None:
         """Select and confirm the result, write it or the float model if that is not slower, and report both."""
-        session, benchmark, out = self._session, self._benchmark, self._out
-        job, task, float_candidate = self._job, session.task, self._candidate(self._float, out / BASELINE)
+        session, benchmark, out = self._session, self._benchmark, self.output_dir
+        task, float_candidate = session.task, self._candidate(self._float, out / BASELINE)
         best, rivals, wrong, float_fault = self._find_finalists(float_candidate)
         chosen = self._select(float_candidate, best, rivals)
         tried = self._export(chosen, out / UNPROVED)
@@ -350,7 +349,7 @@ class AutotuneRun:
                 samples=max(3, min(20, benchmark.timing_runs // 5)),
             ),
         )
-        events = run_comparison(confirmation, benchmark.open_fresh_engines, job.observer)
+        events = run_comparison(confirmation, benchmark.open_fresh_engines, self.observer)
         summary = summarize_turns(events, baseline=FLOAT_ROW)
         pairs, proven = count_pairs(tried), is_proven_faster(summary)
         file, slower = out / FINAL, out / NOT_FASTER
@@ -367,15 +366,15 @@ class AutotuneRun:
             task=task, file=file, runtime=runtime, method="autotune", digest="final", pairs=pairs, summary=summary,
             events=events, evaluations=len(session.measured), metric=None,
         )  # fmt: skip
-        calibrated = job.config.calibration_data is not None
+        calibrated = self.config.calibration_data is not None
         lines = list(summary_lines(answer, kept, self._baseline_ms / read_ms if read_ms else None, calibrated))
         dynamic = write_dynamic_model(task.model, file, benchmark.backend.use, data=task.feeds)
         if dynamic is not None:
             lines.append(f"{file.name} takes {format_fixed_shapes(task.model)} alone; {dynamic.remark}")
         lines += self._remarks
-        if job.ship:
+        if self.ship:
             proven = proven and kept is None
-            shipped = ship_confirmed(answer, dynamic, out, job.observer, proven=proven, float_fault=float_fault)
+            shipped = ship_confirmed(answer, dynamic, out, self.observer, proven=proven, float_fault=float_fault)
             lines.insert(0, shipped)
         if wrong:
             lines.append(
@@ -383,7 +382,7 @@ class AutotuneRun:
                 f"files describe (see {out / CHECK_FILE_NAME})"
             )
         for line in lines:
-            self._say(line)
+            self.observer.say(line)
         with self._log("final").open("a", encoding="utf-8") as log:
             log.write("\n".join(lines) + "\n")
 
@@ -399,14 +398,14 @@ class AutotuneRun:
         with contextlib.ExitStack() as stack:
             checker = None
             if not runs_no_model(self._benchmark.backend):
-                plan = make_check_plan(session.task, self._out, Limits(), machine_lacks_vnni())
+                plan = make_check_plan(session.task, self.output_dir, Limits(), machine_lacks_vnni())
                 engines = stack.enter_context(self._benchmark.open_fresh_engines())
-                checker = stack.enter_context(RuntimeChecker(plan, engines, self._job.observer))
+                checker = stack.enter_context(RuntimeChecker(plan, engines, self.observer))
 
             def find_fault(candidate: Candidate, name: str) -> str:
                 check = None if checker is None else checker.check(candidate, name=name)
                 if check is not None and check.verdict == "not checked":
-                    self._say(f"{name}: {check}")
+                    self.observer.say(f"{name}: {check}")
                 return str(check) if check is not None and check.is_wrong else ""
 
             float_fault = find_fault(float_candidate, "the float model")
@@ -434,9 +433,9 @@ class AutotuneRun:
             schedule=FIRST_SCHEDULE,
         )
         try:
-            won, speedup = select_winner(contest, self._benchmark.open_fresh_engines, self._job.observer)
+            won, speedup = select_winner(contest, self._benchmark.open_fresh_engines, self.observer)
         except UserError as error:  # several engines at once may need more memory than one
-            self._say(
+            self.observer.say(
                 f"No final selection of the fastest {len(rivals)}, the model with the lowest reading is used: {error}"
             )
             return best if any(best.choices) else next(iter(rivals.values()))
