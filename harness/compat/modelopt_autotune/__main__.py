@@ -98,17 +98,11 @@ def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
         qdq_baseline=None if options.qdq_baseline is None else resolve_path(options.qdq_baseline),
         node_filters=tuple(get_node_filter_list(options.node_filter_list) or ()),
         config=Config(
-            default_quant_type=options.quant_type,
-            default_dq_dtype=options.default_dq_dtype,
-            verbose=options.verbose,
-            searcher=options.searcher or "random_mutation",
-            seed=options.seed,
-            calibration_data=options.calibration_data,
-            calibration_samples=options.calibration_samples,
-            calibration_method=options.calibration_method,
-            weight_method=options.weight_method,
-            depthwise=options.depthwise,
-            symmetric=options.symmetric,
+            **{
+                **{name: value for name, value in vars(options).items() if name in Config.__dataclass_fields__},
+                "default_quant_type": options.quant_type,
+                "searcher": options.searcher or "random_mutation",
+            }
         ),
         whole=options.searcher is not None,
         ship=True,

@@ -151,6 +151,7 @@ class AutotuneRun:
     _session: AutotuneSession = field(init=False)
     _benchmark: Benchmark = field(init=False)
     _float: Placement = field(init=False)
+    _saved_s: float = field(default_factory=time.monotonic)
     _remarks: tuple[str, ...] = ()
 
     @property
@@ -201,7 +202,7 @@ class AutotuneRun:
         Args:
             cache_file: Pattern cache of an earlier run; None: there is none.
         """
-        autotuner, session, saved_s = self._autotuner, self._session, time.monotonic()
+        autotuner, session = self._autotuner, self._session
         self._export(self._float, self.output_dir / BASELINE)
         graph, regions = autotuner.graph, select_regions(autotuner.regions, autotuner.graph.nodes, self.node_filters)
         signatures = {graph.pattern(region).signature for region in regions}
@@ -217,7 +218,9 @@ class AutotuneRun:
             self.observer.say(explain_no_points(graph.model, graph.dialect, graph.precision))
         self.observer.say(f"scales: calibrated on {session.task.calibrated_on}")
         for precision in session.task.accuracy_only:
-            self.observer.say(f"this device only emulates {precision}: latencies do not transfer to a device that supports it")
+            self.observer.say(
+                f"this device only emulates {precision}: latencies do not transfer to a device that supports it"
+            )
         if autotuner.baseline_latency_ms is None:
             outcome = self._benchmark.measure(self._candidate(self._float), self._log("baseline"))
             if isinstance(outcome, Failed):
