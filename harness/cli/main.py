@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from harness.base.errors import DoesNotHold, UserError
 from harness.base.paths import HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE, check_path
 from harness.cli.bench import (
+    agreement,
     bench_check,
     bench_export,
     bench_leaderboard,
@@ -27,6 +28,12 @@ from harness.cli.bench import (
     bench_score,
     bench_surrogate,
     bench_tasks,
+    noise,
+    record,
+    recover,
+    replay,
+    sensitivity,
+    study,
 )
 from harness.cli.common import ExitStatus, add_to_sys_path, echo
 from harness.cli.compat import autotune, calib_data, evaluate, gen_trt_engine, ptq, quantize
@@ -35,7 +42,6 @@ from harness.cli.models import check, explain, regions, zoo
 from harness.cli.placements import apply, import_placement, insert
 from harness.cli.report import report
 from harness.cli.run import init, run, verify
-from harness.cli.studies import agreement, noise, record, recover, replay, sensitivity, study
 
 #: Commands in the order of the help text; the first of two words is a group. Commands import modules inside their
 #: functions, to keep `qdq --help` fast.

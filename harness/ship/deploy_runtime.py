@@ -1,6 +1,6 @@
 """Source of the generated `deploy.py`: functions that need only NumPy and one runtime.
 
-`harness.ship.deploy_script` copies these functions as text, so of this module they use only the constants, which
+`harness.ship.bundle` copies these functions as text, so of this module they use only the constants, which
 the generated file sets to the values of one model.
 """
 

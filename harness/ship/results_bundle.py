@@ -27,8 +27,7 @@ from harness.results.stored_experiment import StoredExperiment
 from harness.results.task_files import exported
 from harness.run.early_answer import EarlyAnswer
 from harness.run.verify.dynamic_check import DynamicModel, dynamic_model_path, write_dynamic_model
-from harness.ship.bundle import remove_bundle, write_bundle
-from harness.ship.deploy_script import find_target
+from harness.ship.bundle import find_target, remove_bundle, write_bundle
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -29,8 +29,7 @@ from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.reduce_model import write_with_edges, write_without_pairs
 from harness.plugins.api import Array
 from harness.results.deploy_folder import read_bundle
-from harness.ship.bundle import generated_script, run_script
-from harness.ship.deploy_script import find_target
+from harness.ship.bundle import find_target, generated_script, run_script
 from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.workers.locks import timing_lock
 from search.space import Edge

@@ -16,7 +16,7 @@ from harness.run.prepare.model_loader import input_types
 from harness.run.verify.dynamic_check import write_dynamic_model
 from harness.runtimes.host_clock import run_session
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
-from harness.ship.deploy_script import deploy_script, find_target
+from harness.ship.bundle import deploy_script, find_target
 
 X = np.array([[1.0, -2.0]], np.float32)
 WANTED = {"q[0]": [[1, 0]], "q[1]": [[-1, 2]], "o": [[1, 0]], "s": [["one", "two"]], "m[0]": [1, 0]}

@@ -12,8 +12,7 @@ from onnx import TensorProto, helper
 from harness.accuracy.metrics.closeness import compare_outputs, plan_comparison
 from harness.base.errors import EvaluationFailed, UserError
 from harness.base.progress import NullProgress
-from harness.compat.tao_specs.dataset import sample_shape
-from harness.compat.tao_specs.model_file import SampleShapes, static_inputs
+from harness.compat.tao_specs.dataset import SampleShapes, sample_shape, static_inputs
 from harness.config.sections import PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, read_signature

@@ -17,7 +17,7 @@ from harness.base.errors import CandidateError, UserError
 from harness.base.files import file_sha256, parse_json, read_bounded
 from harness.base.random_inputs import InputTypes
 from harness.base.text import safe_file_name
-from harness.compat.tao_specs.model_file import (
+from harness.compat.tao_specs.dataset import (
     name_write_errors,
     open_onnx_file,
     shapes_of,

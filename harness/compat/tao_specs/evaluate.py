@@ -28,8 +28,13 @@ from harness.compat.tao_specs.dataset import (
     calibration_feeds,
     data_keys,
     labelled_data,
+    locate_spec_file,
     map_error_keys,
+    name_write_errors,
     open_calibration_data,
+    open_onnx_file,
+    static_inputs,
+    write_static_copy,
 )
 from harness.compat.tao_specs.engine import (
     TENSORRT,
@@ -38,13 +43,6 @@ from harness.compat.tao_specs.engine import (
     engine_for_other_runtime,
     load_engine,
     read_facts,
-)
-from harness.compat.tao_specs.model_file import (
-    locate_spec_file,
-    name_write_errors,
-    open_onnx_file,
-    static_inputs,
-    write_static_copy,
 )
 from harness.compat.tao_specs.spec import DatasetSection, EvaluateSection, Spec, require_section
 from harness.config.sections import PluginSpec, PreprocessSpec

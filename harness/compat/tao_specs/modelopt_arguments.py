@@ -16,14 +16,16 @@ from typing import Any
 
 from harness.base.errors import UserError, install_hint, suggest_names
 from harness.base.paths import require_trust
-from harness.compat.tao_specs.layers import (
+from harness.compat.tao_specs.spec import (
     DEFAULT_LAYERS_WILDCARD,
     DEFAULT_OPERATORS,
+    Dtype,
     HasNameAndOp,
+    LayerSpec,
+    QuantizeSection,
     assign_layers,
     match_skip_names,
 )
-from harness.compat.tao_specs.spec import Dtype, LayerSpec, QuantizeSection
 from harness.config.sections import normalize_float_precision
 from harness.measure.provenance import describe_environment
 

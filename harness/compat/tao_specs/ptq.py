@@ -12,9 +12,7 @@ from typing import Any
 from harness.accuracy.data.arrays import array_kind
 from harness.base.errors import UserError, suggest_names
 from harness.base.paths import resolve_path
-from harness.compat.tao_specs.dataset import open_feeds
-from harness.compat.tao_specs.layers import PRESETS, describe_defaults, match_skip_names
-from harness.compat.tao_specs.model_file import ShapeOptionNames, name_write_errors, open_onnx_file
+from harness.compat.tao_specs.dataset import ShapeOptionNames, name_write_errors, open_feeds, open_onnx_file
 from harness.compat.tao_specs.modelopt_arguments import (
     check_arguments,
     modelopt_float_dtype,
@@ -28,7 +26,7 @@ from harness.compat.tao_specs.quantize import (
     quantize_with_modelopt,
     refuse_quantized,
 )
-from harness.compat.tao_specs.spec import DatasetSection
+from harness.compat.tao_specs.spec import PRESETS, DatasetSection, describe_defaults, match_skip_names
 from harness.graph.load import ModelSignature
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 from harness.run.verify.runtime_checker import CHECK_SAMPLE_COUNT

@@ -18,19 +18,25 @@ from harness.base.errors import BuildFailed, UserError, suggest_names
 from harness.base.random_inputs import InputTypes
 from harness.compat.tao_specs.dataset import (
     loader_feeds,
-    open_feeds,
-    peek_sample_shapes,
-)
-from harness.compat.tao_specs.layers import PRESETS, assign_layers, match_skip_names
-from harness.compat.tao_specs.model_file import (
     name_write_errors,
+    open_feeds,
     open_onnx_file,
+    peek_sample_shapes,
     shapes_of,
     static_inputs,
     write_static_copy,
 )
 from harness.compat.tao_specs.modelopt_arguments import make_modelopt_arguments
-from harness.compat.tao_specs.spec import DatasetSection, Dtype, LayerSpec, QuantizeSection, TensorDtype
+from harness.compat.tao_specs.spec import (
+    PRESETS,
+    DatasetSection,
+    Dtype,
+    LayerSpec,
+    QuantizeSection,
+    TensorDtype,
+    assign_layers,
+    match_skip_names,
+)
 from harness.config.sections import PluginSpec
 from harness.graph.io.files import set_model_aside
 from harness.graph.load import ModelSignature, load, read_signature, save_to_folder

@@ -33,8 +33,7 @@ from harness.run.runner import run_experiment
 from harness.run.verify.dynamic_check import write_dynamic_model
 from harness.runtimes.shape_set import ShapeSet, TimedShape
 from harness.runtimes.simulated import SimulatedBenchmarker
-from harness.ship.bundle import run_script, write_bundle
-from harness.ship.deploy_script import deploy_script, find_target
+from harness.ship.bundle import deploy_script, find_target, run_script, write_bundle
 from harness.ship.results_bundle import confirmation_facts, ship_answer
 
 SHAPES = (TimedShape(label="batch=1", share=0.75, float_ms=2.0), TimedShape(label="batch=4", share=0.25, float_ms=4.0))

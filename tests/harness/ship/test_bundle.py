@@ -44,8 +44,7 @@ from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.onnxruntime_web.benchmarker import ONNXRuntimeWebBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
 from harness.ship import bundle, deploy_runtime
-from harness.ship.bundle import run_script, write_bundle
-from harness.ship.deploy_script import deploy_script, find_target
+from harness.ship.bundle import deploy_script, find_target, run_script, write_bundle
 from harness.ship.results_bundle import ship_results
 from harness.ship.runtime_comparison import RuntimeComparison, compare_runtimes
 

@@ -21,8 +21,7 @@ from harness.accuracy.calibration.ranges import calibrate
 from harness.base.errors import UserError
 from harness.base.progress import NullProgress
 from harness.base.statistics import Interval
-from harness.compat.tao_specs.layers import assign_layers, match_skip_names
-from harness.compat.tao_specs.spec import QuantizeSection, read_spec
+from harness.compat.tao_specs.spec import QuantizeSection, assign_layers, match_skip_names, read_spec
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.model import Model

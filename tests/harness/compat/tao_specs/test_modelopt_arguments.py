@@ -14,8 +14,7 @@ from harness.base.errors import UserError
 from harness.base.paths import TRUST_VARIABLE
 from harness.compat.tao_specs import modelopt_arguments
 from harness.compat.tao_specs import ptq as command
-from harness.compat.tao_specs.layers import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT, PRESETS
-from harness.compat.tao_specs.spec import parse_spec, require_section
+from harness.compat.tao_specs.spec import DEFAULT_OPERATORS, FLOAT_BY_DEFAULT, PRESETS, parse_spec, require_section
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import read_signature
 from harness.graph.qdq.qdq_graph import QDQGraph
