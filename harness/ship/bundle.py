@@ -251,18 +251,14 @@ def write_bundle(
 ) -> None:
     """Write a folder to deploy unless it exists unchanged; an earlier one there is replaced.
 
-    Load time and peak memory are measured in a process that runs `deploy.py`; if it fails, the reason is stored
-    instead.
+    Load time and peak memory are measured in a process that runs `deploy.py`; if it fails, the reason is stored.
 
     Args:
         folder: Folder to write, named MODEL-RUNTIME-PRECISION as the ONNX file.
         model: File that was timed and scored.
-        float_model: File of the baseline; its load time and memory are measured for comparison.
+        float_model: File of the baseline, measured for comparison.
         facts: Content of `ship.json`, see `harness.ship.results_bundle`; its `runtime` has a script.
         dynamic_model: File with the same placement and the dynamic axes of the original model, or None.
-
-    Raises:
-        UserError: A file cannot be written, or the folder has files that do not belong to a bundle.
     """
     target = find_target(facts["runtime"])
     assert target is not None

@@ -70,7 +70,7 @@ def _row_facts(task: TaskResults, row: Row, results: Results, main: pd.DataFrame
         "answer": f"{task.name}.onnx: {answer}",
         "method": row["method"],
         "decision": row["decision"],
-        **confirmation_facts(task, task.events, row["row"], FLOAT_ROW, facts.get("shapes")),
+        **confirmation_facts(task, task.events, row["row"], facts.get("shapes")),
         "metric": task.metric,
         "score": task.score(row["row"]),
         "float_score": task.score(FLOAT_ROW),
@@ -94,7 +94,6 @@ def confirmation_facts(
     found: TimedResults,
     events: Sequence[TurnEvent],
     row: str,
-    base: str,
     inputs: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
 ) -> dict[str, Any]:
     """Return the latencies in ms and the speedup of a row and of the float model in a confirmation, as JSON values.
@@ -105,10 +104,9 @@ def confirmation_facts(
         found: Summary of the confirmation, which must contain both rows.
         events: Turns of the confirmation.
         row: Name of the row.
-        base: Name of the float model's row.
         inputs: Shape of each input by the label of the timed shape, for a task with several shapes.
     """
-    samples: dict[str, list[float]] = {row: [], base: []}
+    samples: dict[str, list[float]] = {row: [], FLOAT_ROW: []}
     for turn in valid_turns(events):
         if turn.row in samples:
             samples[turn.row] += turn.samples_ms
@@ -117,17 +115,17 @@ def confirmation_facts(
         shape: {
             "speedup": _limits(part.rows[row].speedup),
             "latency_ms": _limits(part.rows[row].latency_ms),
-            "float_latency_ms": _limits(part.rows[base].latency_ms),
+            "float_latency_ms": _limits(part.rows[FLOAT_ROW].latency_ms),
             **({"inputs": dict(inputs[shape])} if inputs and shape in inputs else {}),
         }
-        for shape, part in summarize_parts(events, base).items()
+        for shape, part in summarize_parts(events, FLOAT_ROW).items()
     }
     return {
         "speedup": _limits(summaries[row].speedup),
         "latency_ms": _limits(summaries[row].latency_ms),
-        "float_latency_ms": _limits(summaries[base].latency_ms),
+        "float_latency_ms": _limits(summaries[FLOAT_ROW].latency_ms),
         "p99_ms": float(np.percentile(samples[row], 99)),
-        "float_p99_ms": float(np.percentile(samples[base], 99)),
+        "float_p99_ms": float(np.percentile(samples[FLOAT_ROW], 99)),
         "builds": summaries[row].builds,
         "noise_floor": found.noise_floor or 0.0,
         **({"shapes": shapes} if shapes else {}),
@@ -219,7 +217,7 @@ def ship_confirmed(
         "answer": f"{name}.onnx: {gain}",
         "method": FLOAT_ROW if kept else answer.method,
         "decision": summary.rows[row].verdict,
-        **confirmation_facts(summary, answer.events, row, FLOAT_ROW, answer.shapes),
+        **confirmation_facts(summary, answer.events, row, answer.shapes),
         **dict.fromkeys(("metric", "score", "float_score", "drop", "bound")),
         "runtime": runtime,
         "python": environment.get("python"),

@@ -123,7 +123,7 @@ def test_tables_and_facts_name_the_shapes(done):
     results = load_results(done)
     (task,) = results.tasks
     quantized = next(row for row in task.summaries if row != "float")
-    shipped = confirmation_facts(task, task.events, quantized, "float", facts["shapes"])["shapes"]
+    shipped = confirmation_facts(task, task.events, quantized, facts["shapes"])["shapes"]
     assert {label: each["inputs"] for label, each in shipped.items()} == facts["shapes"]
     assert all(len(each["speedup"]) == 3 for each in shipped.values())
     tables = {table.name: table for table in build_tables(results)}
