@@ -56,7 +56,7 @@ class ReaderErrors:
         self._model, self.proto = model, copy_message(model.proto)
         del self.proto.graph.output[:]
         self._readers = {node.name: self.proto.graph.node[node.index] for node in model.nodes}
-        self._numbers = count()
+        self._names = (f"{_NAME_PREFIX}{number}" for number in count())
         self._outputs: dict[Edge, tuple[str, dict[str, str]]] = {}
 
     def add_readers(self, edge: Edge, forms: Mapping[str, InputForm]) -> None:
@@ -74,7 +74,7 @@ class ReaderErrors:
             if equal is not None:
                 found[name] = found[equal]
                 continue
-            grid = [self._name() for _ in form.arrays]
+            grid = [next(self._names) for _ in form.arrays]
             tensors = map(numpy_helper.from_array, form.arrays, grid)
             self.proto.graph.initializer.extend(tensors)
             changed = edge.tensor if form.nodes else grid[0]
@@ -101,19 +101,16 @@ class ReaderErrors:
             for edge, (energy, found) in self._outputs.items()
         }
 
-    def _name(self) -> str:
-        return f"{_NAME_PREFIX}{next(self._numbers)}"
-
     def _add(self, op: str, *inputs: str, **attributes: int) -> str:
-        made = helper.make_node(op, inputs, [self._name()], **attributes)
+        made = helper.make_node(op, inputs, [next(self._names)], **attributes)
         self.proto.graph.node.append(made)
         return str(made.output[0])
 
     def _add_copy(self, template: onnx.NodeProto, inputs: Sequence[str]) -> str:
         node = copy_message(template)
-        node.name = self._name()
+        node.name = next(self._names)
         node.input[:] = inputs
-        node.output[:] = [self._name() if name else "" for name in template.output]
+        node.output[:] = [next(self._names) if name else "" for name in template.output]
         self.proto.graph.node.append(node)
         return str(node.output[0])
 

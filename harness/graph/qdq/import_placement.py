@@ -178,16 +178,15 @@ def require_pairs(theirs: QDQGraph, name: str) -> None:
                 "which TensorRT and OpenVINO do not take; quantize again with quant_format=QuantFormat.QDQ"
             )
     if not any(node.op_type in QDQ_OPS for node in nodes):
-        others = (f": {_other_format(node)}" for node in nodes if _quantizes_otherwise(node))
+        others = (f": {text}" for text in map(_other_format, nodes) if text)
         raise UserError(f"{name}: holds no Q/DQ pair, so there is no placement to read from it{next(others, '')}")
 
 
-def _quantizes_otherwise(node: onnx.NodeProto) -> bool:
-    return node.op_type in _OTHER_QUANTIZERS or ("Quant" in node.op_type and node.op_type not in QDQ_OPS)
-
-
 def _other_format(node: onnx.NodeProto) -> str:
+    """Return what to do with an operator that quantizes in another form; "" for other operators."""
     name = f"{node.domain or 'ai.onnx'}.{node.op_type}"
+    if node.op_type in QDQ_OPS or (node.op_type not in _OTHER_QUANTIZERS and "Quant" not in node.op_type):
+        return ""
     return f"{name} is not read, only QuantizeLinear and DequantizeLinear are: quantize again in that form"
 
 
@@ -219,11 +218,9 @@ def _unread_pairs(theirs: QDQGraph) -> Iterator[ImportDifference]:
     read_inside = {name: node for node in theirs.nodes.values() for name in find_captures(node)}
     for label, node in theirs.nodes.items():
         bodies = (graph for body in iter_subgraphs(node) for graph in iter_graphs(body))
-        reason, inner = "", sum(each.op_type == DEQUANTIZE for graph in bodies for each in graph.node)
+        reason, inner = _other_format(node), sum(each.op_type == DEQUANTIZE for graph in bodies for each in graph.node)
         if inner:
             reason = f"{inner} pairs are inside of its subgraphs, which stay float"
-        elif _quantizes_otherwise(node):
-            reason = _other_format(node)
         elif node.op_type == DEQUANTIZE and id(node) not in used and theirs.stored_type(node) != TensorProto.INT32:
             readers = theirs.readers.get(node.output[0], ())
             if node.output[0] in read_inside:
@@ -465,8 +462,7 @@ def find_differences(
     for edge, precision in sorted(theirs.edges.items()):
         if ours.get(edge) == precision:
             forms = theirs.forms[edge], written.edge_form(edge)
-            weight = edge.tensor in theirs.model.constants
-            reasons = _compare_weights(*forms) if weight else _compare_activations(*forms, ranges=ranges)
+            reasons = _compare_forms(*forms, is_weight=edge.tensor in theirs.model.constants, ranges=ranges)
             found += (ImportDifference("different", edge, precision, reason) for reason in reasons)
             continue
         if precision not in dialect.precisions:
@@ -529,34 +525,30 @@ def _joint_edges(theirs: ImportedPlacement, dialect: Dialect, edge: Edge) -> lis
     return [Edge(node.inputs[slot], node.name, slot) for slot in slots if slot != edge.slot]
 
 
-def _compare_weights(theirs: PairForm, ours: PairForm) -> Iterator[str]:
-    """Yield the differences in the scales of a constant; several in place of one are none, because they are finer."""
-    if theirs.block:
-        yield f"one scale for each block of {theirs.block} becomes {_granularity(ours)}"
-    elif np.size(theirs.scale) > 1 and ours.scale.size == 1:
-        yield "one scale for each channel becomes one scale"
-    if np.any(theirs.zero_point) and not ours.zero_point.any():
-        yield "its zero point becomes 0"
-
-
-def _compare_activations(theirs: PairForm, ours: PairForm, *, ranges: bool) -> Iterator[str]:
-    """Yield the differences in the scales of an activation."""
-    if theirs.scale is None or theirs.zero_point is None:
+def _compare_forms(theirs: PairForm, ours: PairForm, *, is_weight: bool, ranges: bool) -> Iterator[str]:
+    """Yield the differences between the pairs of a file and ours."""
+    if is_weight:  # several scales in place of one are no difference, because they are finer
+        if theirs.block:
+            yield f"one scale for each block of {theirs.block} becomes {_granularity(ours)}"
+        elif np.size(theirs.scale) > 1 and ours.scale.size == 1:
+            yield "one scale for each channel becomes one scale"
+        if np.any(theirs.zero_point) and not ours.zero_point.any():
+            yield "its zero point becomes 0"
+    elif theirs.scale is None or theirs.zero_point is None:
         yield "its scale is computed when the model runs; here it is constant"
-        return
-    if theirs.bounds is None:
+    elif theirs.bounds is None:
         yield "its scale is not positive and finite, so its range is calibrated"
-        return
-    if theirs.scale.size != ours.scale.size:
-        yield f"{_granularity(theirs)} becomes {_granularity(ours)}"
-    (low, high), (our_low, our_high) = (
-        (float(lows.min()), float(highs.max())) for lows, highs in filter(None, (theirs.bounds, ours.bounds))
-    )
-    step, our_step = float(theirs.scale.max()), float(ours.scale.max())
-    if abs(low + high) > 1.5 * step and abs(our_low + our_high) <= 1.5 * our_step:
-        yield "its asymmetric range becomes a symmetric one, with zero point 0"
-    elif ranges and max(abs(low - our_low), abs(high - our_high)) > 1.5 * step:
-        yield f"its range {low:.4g} to {high:.4g} becomes {our_low:.4g} to {our_high:.4g}"
+    else:
+        if theirs.scale.size != ours.scale.size:
+            yield f"{_granularity(theirs)} becomes {_granularity(ours)}"
+        (low, high), (our_low, our_high) = (
+            (float(lows.min()), float(highs.max())) for lows, highs in filter(None, (theirs.bounds, ours.bounds))
+        )
+        step, our_step = float(theirs.scale.max()), float(ours.scale.max())
+        if abs(low + high) > 1.5 * step and abs(our_low + our_high) <= 1.5 * our_step:
+            yield "its asymmetric range becomes a symmetric one, with zero point 0"
+        elif ranges and max(abs(low - our_low), abs(high - our_high)) > 1.5 * step:
+            yield f"its range {low:.4g} to {high:.4g} becomes {our_low:.4g} to {our_high:.4g}"
 
 
 def _granularity(form: PairForm) -> str:

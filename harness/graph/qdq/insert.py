@@ -143,30 +143,9 @@ class Inserter:
         return pieces, stored, [name for name in self._model.constants if name not in unused]
 
 
-def map_edges_to_cast_model(resolved: Resolved, cast: Model) -> Resolved:
-    """Return quantized edges with the tensor names of a cast model: its nodes of the same names read other tensors.
-
-    Args:
-        resolved: Quantized edges of the float model, each with its precision.
-        cast: Copy of the float model in which operators were cast to FP16.
-    """
-    nodes = {node.name: node for node in cast.nodes}
-    require_all_nodes((edge for edge, _ in resolved), cast)
-
-    def there(edge: Edge) -> Edge:
-        return Edge(nodes[edge.consumer].inputs[edge.slot], edge.consumer, edge.slot) if edge.consumer else edge
-
-    return tuple(sorted((there(edge), precision) for edge, precision in resolved))
-
-
 def require_all_nodes(edges: Iterable[Edge], cast: Model) -> None:
-    """Raise an error if a cast model lacks a node whose input may be quantized.
-
-    Raises:
-        UserError: Nodes are missing; the message names the first ones.
-    """
-    there = {node.name for node in cast.nodes}
-    lost = sorted({edge.consumer for edge in edges if edge.consumer} - there)
+    """Raise `UserError` if a cast model lacks a node whose input may be quantized."""
+    lost = sorted({edge.consumer for edge in edges if edge.consumer} - cast.nodes_by_name.keys())
     if lost:
         named = ", ".join(map(repr, lost[:3])) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         raise UserError(f"{cast.source}: the cast removed node {named}; use precision: f32")
@@ -193,10 +172,9 @@ class CastInserter(Inserter):
         model: Model,
         choices: NumericChoices = DEFAULT_CHOICES,
     ) -> None:
-        nodes = {node.name: node for node in cast.nodes}
         found: dict[str, tuple[float, float]] = {}
         for node in model.nodes:
-            same = nodes.get(node.name)
+            same = cast.nodes_by_name.get(node.name)
             if same is None:
                 continue
             # Names of tensors differ, because Casts of the model are merged with new ones or removed. Operators of a
@@ -210,4 +188,9 @@ class CastInserter(Inserter):
         super().__init__(cast, dialect, {**ranges, **found}, choices)
 
     def map_edges(self, resolved: Resolved) -> Resolved:
-        return map_edges_to_cast_model(resolved, self._model)
+        require_all_nodes((edge for edge, _ in resolved), self._model)
+        nodes, found = self._model.nodes_by_name, []
+        for edge, precision in resolved:  # nodes of the same names read other tensors
+            tensor = nodes[edge.consumer].inputs[edge.slot] if edge.consumer else edge.tensor
+            found.append((Edge(tensor, edge.consumer, edge.slot), precision))
+        return tuple(sorted(found))

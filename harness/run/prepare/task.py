@@ -26,7 +26,7 @@ from harness.config.sections import ModelSpec, Objective, PluginSpec
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import read_placement
-from harness.graph.qdq.insert import CastInserter, Inserter, map_edges_to_cast_model, require_all_nodes
+from harness.graph.qdq.insert import CastInserter, Inserter, require_all_nodes
 from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, channel_tensor, depthwise_inputs
 from harness.graph.rules.dialects import Dialect
@@ -155,7 +155,7 @@ class Task:
         Raises:
             UserError: The cast copy lacks a node.
         """
-        return resolved if self.cast is None else map_edges_to_cast_model(resolved, self.cast)
+        return self.inserter.map_edges(resolved)
 
     @property
     def searched_space(self) -> Space:

@@ -21,7 +21,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import import_placement
-from harness.graph.qdq.insert import CastInserter, Inserter, map_edges_to_cast_model
+from harness.graph.qdq.insert import CastInserter, Inserter
 from harness.graph.qdq.qdq_graph import QDQGraph, diff_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_7BIT, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
@@ -486,7 +486,7 @@ def test_a_node_that_casting_took_away_is_named(tmp_path):
     model = net(tmp_path / "net.onnx")
     kept = loaded(model.proto, "net")
     with pytest.raises(UserError, match=r"net: the cast removed node 'gone'; use precision: f32"):
-        map_edges_to_cast_model(((Edge("x", "gone", 0), "int8"),), kept)
+        CastInserter(kept, TENSORRT, {}, model).map_edges(((Edge("x", "gone", 0), "int8"),))
 
 
 def test_cast_model_is_cached(tmp_path, monkeypatch):
