@@ -55,50 +55,44 @@ def test_computed_operator_parameters_stay_float(op, shapes, dialect):
     assert {slot for reader, slot in quantized(model, dialect) if reader == op} <= {0}
 
 
-def poles(g: GraphBuilder, kind: str) -> str:
-    x = g.input("x", (4, 64))
-    square = g.op("Mul", x, x)
-    clipped = g.op("Clip", square, g.const(1e-6))
-    if kind == "Div":
-        return g.op("Div", x, clipped)
-    if kind == "normalization":
-        mean = g.op("ReduceMean", square, axes=[1])
-        return g.op("Div", x, g.op("Sqrt", g.op("Add", mean, g.const(1e-12))))
-    if kind == "movers":
-        return g.op("Log", g.op("Reshape", g.op("Transpose", clipped), g.const([256])))
-    if kind == "TopK":
-        return g.op("Log", g.op("TopK", g.op("Dropout", clipped), g.const([64]), outputs=2)[0])
-    if kind == "ScatterElements":
-        last = g.const(np.zeros((4, 1), np.int64)), g.const(np.ones((4, 1), np.float32))
-        return g.op("Log", g.op("ScatterElements", clipped, *last, axis=1))
-    if kind == "large bound":
-        return g.op("Log", g.op("Clip", square, g.const(1e-2)))
-    if kind == "Pow":
-        return g.op("Pow", clipped, g.const(-0.5))
-    if kind == "one minus":
-        return g.op("Log", g.op("Sub", g.const(1.0), g.op("Sigmoid", x)))
-    return g.op(kind, clipped)
+def square(g):
+    return g.op("Mul", "x", "x")
+
+
+def clipped(g, low=1e-6):
+    return g.op("Clip", square(g), g.const(low))
+
+
+def scattered(g):
+    last = g.const(np.zeros((4, 1), int)), g.const(np.ones((4, 1), np.float32))
+    return g.op("Log", g.op("ScatterElements", clipped(g), *last, axis=1))
+
+
+def normalized(g):
+    mean = g.op("ReduceMean", square(g), axes=[1])
+    return g.op("Div", "x", g.op("Sqrt", g.op("Add", mean, g.const(1e-12))))
+
+
+POLES = {
+    "Div": lambda g: g.op("Div", "x", clipped(g)),
+    "Log": lambda g: g.op("Log", clipped(g)),
+    "Reciprocal": lambda g: g.op("Reciprocal", clipped(g)),
+    "Pow": lambda g: g.op("Pow", clipped(g), g.const(-0.5)),
+    "ScatterElements": scattered,
+    "TopK": lambda g: g.op("Log", g.op("TopK", g.op("Dropout", clipped(g)), g.const([64]), outputs=2)[0]),
+    "large bound": lambda g: g.op("Log", clipped(g, 1e-2)),
+    "movers": lambda g: g.op("Log", g.op("Reshape", g.op("Transpose", clipped(g)), g.const([256]))),
+    "normalization": normalized,
+    "one minus": lambda g: g.op("Log", g.op("Sub", g.const(1.0), g.op("Sigmoid", "x"))),
+}
 
 
 @by_name("dialect", [OPENVINO, ONNXRUNTIME])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Div",
-        "Log",
-        "Reciprocal",
-        "Pow",
-        "ScatterElements",
-        "TopK",
-        "large bound",
-        "movers",
-        "normalization",
-        "one minus",
-    ],
-)
+@pytest.mark.parametrize("kind", POLES)
 def test_quantization_causes_no_nan_near_poles(kind, dialect, tmp_path):
     g = GraphBuilder("m")
-    model = finish(g, poles(g, kind))
+    g.input("x", (4, 64))
+    model = finish(g, POLES[kind](g))
     feed = {"x": normal(4, 64)}
     (found,) = run_onnxruntime(write_quantized(model, dialect, [feed], tmp_path), feed)
     assert np.isfinite(found).all()

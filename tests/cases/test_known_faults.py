@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 from fidelity_of import run, run_openvino
 from onnx import helper
-from onnx_models import everywhere, loaded, normal, run_onnxruntime
+from onnx_models import applied, everywhere, loaded, normal, run_onnxruntime
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.base.random_inputs import random_feeds
@@ -46,6 +46,10 @@ Maker = Callable[[GraphBuilder], str]
 def of(op: str, shape: tuple[int, ...], **attributes: object) -> Maker:
     """A model of one operator behind an activation."""
     return lambda g: g.op(op, g.op("Tanh", g.input("x", shape)), **attributes)
+
+
+def on_input(op: str, shape: tuple[int, ...], *constants: object, **attributes: object) -> Maker:
+    return lambda g: applied(op, *constants, **attributes)(g, g.input("x", shape))
 
 
 BOUNDS = -0.1257302, 0.1321048
@@ -217,7 +221,7 @@ MODELS: Mapping[str, tuple[Maker, ...]] = {
     "batched reduction": (
         of("GlobalAveragePool", (4, 2, 8)),
         of("ReduceMean", (2, 16, 24), axes=[1]),
-        lambda g: g.op("ReduceSum", g.input("x", (2, 16, 24)), g.const([1])),
+        on_input("ReduceSum", (2, 16, 24), [1]),
     ),
     "reduced extremum": (
         lambda g: g.conv(g.op("ReduceMax", g.input("x", (1, 4, 12, 12)), axes=[1]), 6, 3, pad=1),
@@ -247,21 +251,19 @@ MODELS: Mapping[str, tuple[Maker, ...]] = {
         lambda g: two_products(g, bias=1),
         rounded_products,
     ),
-    "padding value": (lambda g: g.op("Pad", g.input("x", (1, 8)), g.const([1, 0, 0, 0]), g.const(3.0)),),
-    "epsilon": (
-        lambda g: g.op("LayerNormalization", g.input("x", (2, 5, 16)), g.const(np.ones(16, np.float32)), epsilon=10.0),
-    ),
+    "padding value": (on_input("Pad", (1, 8), [1, 0, 0, 0], 3.0),),
+    "epsilon": (on_input("LayerNormalization", (2, 5, 16), np.ones(16, np.float32), epsilon=10.0),),
     "clip bound": (bounded, lambda g: clip(g, g.op("Mul", g.input("x", (4, 64)), g.const(40.0)), -0.5, 0.5)),
     "softmax of one": (of("Softmax", (4, 1), axis=1),),
     "cubic resize": (smaller, not_smaller),
     "linear resize": (lambda g: g.op("GlobalAveragePool", resized(g, g.input("x", (1, 3, 6, 8)), 1.5, "linear")),),
     "half tile": (
         lambda g: g.conv(g.input("x", (1, 3, 8, 8)), 24, 3),
-        lambda g: g.op("MatMul", g.input("x", (40, 8)), g.const(normal(8, 56))),
+        on_input("MatMul", (40, 8), normal(8, 56)),
     ),
     "dilated pool": (
-        lambda g: g.op("AveragePool", g.input("x", (1, 2, 8)), kernel_shape=[2], dilations=[2]),
-        lambda g: g.op("AveragePool", g.input("x", (1, 2, 8)), kernel_shape=[2], dilations=[1]),
+        on_input("AveragePool", (1, 2, 8), kernel_shape=[2], dilations=[2]),
+        on_input("AveragePool", (1, 2, 8), kernel_shape=[2], dilations=[1]),
     ),
     "scaled bias": (scaled_bias, scaled_bias_of_slice),
     "transposed output": (cached, cached_further, cached_rectified),

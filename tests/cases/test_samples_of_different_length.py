@@ -73,6 +73,19 @@ def spec(path: Path, samples, **keys) -> ModelSpec:
     return ModelSpec.model_validate({"use": str(path), "calibration": {"data": data}, **keys})
 
 
+@pytest.fixture
+def ready(path, tmp_path):
+    """The model for samples of several lengths, with its section and what runs it at their sizes."""
+    given = spec(path, draw())
+    model = open_model(given, tmp_path)
+    return given, model, make_sample_sizes(model, save_to_folder(model, tmp_path / "work"))
+
+
+def engines(use, sizes, folder, **evaluators):
+    benchmarkers = {MAIN_BENCHMARKER: PluginSpec.model_validate(use)}
+    return InProcess(WorkerSpec(benchmarkers=benchmarkers, workdir=folder / "engines", sizes=sizes, **evaluators))
+
+
 @pytest.mark.parametrize("backend", RUNTIMES)
 def test_a_written_file_is_calibrated_and_compared_at_the_length_of_each_sample(backend, path, tmp_path):
     """The ranges come from all values of the samples alone: none of padding, none left out."""
@@ -90,19 +103,16 @@ def test_a_written_file_is_calibrated_and_compared_at_the_length_of_each_sample(
 
 
 @pytest.mark.parametrize("backend", RUNTIMES)
-def test_an_engine_scores_each_sample_at_its_length(backend, path, tmp_path):
+def test_an_engine_scores_each_sample_at_its_length(backend, path, ready, tmp_path):
     """Outputs have the length of the sample, and are close to those of the original file."""
     made = qdq.insert(path, tmp_path / "q.onnx", calibration=draw(), backend=backend, run=False)
-    model = open_model(spec(path, draw()), tmp_path)
-    sizes = make_sample_sizes(model, save_to_folder(model, tmp_path / "work"))
-    use = PluginSpec(use=backend, params=F32[backend])
-    worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=tmp_path / "engines", sizes=sizes)
+    _, _, sizes = ready
     session = onnxruntime.InferenceSession(path)
-    with InProcess(worker) as engines:
+    with engines({"use": backend, "params": F32[backend]}, sizes, tmp_path) as made_by:
         for file, tolerance in ((sizes.fixed, 1e-3), (made.path, 0.2)):
-            built = engines.build(Candidate(digest=file.stem, edges=(), source=lambda file=file: file))
+            built = made_by.build(Candidate(digest=file.stem, edges=(), source=lambda file=file: file))
             for sample in draw():
-                outputs = engines.infer(built.handle, sample)
+                outputs = made_by.infer(built.handle, sample)
                 assert not isinstance(outputs, Failed), outputs
                 (expected,) = session.run(None, sample)
                 assert outputs["y"].shape == expected.shape
@@ -113,7 +123,7 @@ def test_an_engine_scores_each_sample_at_its_length(backend, path, tmp_path):
                 assert error <= tolerance
 
 
-def test_evaluators_score_each_sample_at_its_length(path, tmp_path):
+def test_evaluators_score_each_sample_at_its_length(path, ready, tmp_path):
     """A function gets a list of outputs and of labels if their shapes differ, arrays otherwise."""
     seen = {}
 
@@ -128,23 +138,14 @@ def test_evaluators_score_each_sample_at_its_length(path, tmp_path):
         "metric": {"data": data, "function": register_object(near)},
         "fidelity": {"data": data_mapping(draw(), tmp_path / "plain")},
     }
-    model_spec = spec(path, draw())
-    model = open_model(model_spec, tmp_path)
-    sizes = make_sample_sizes(model, save_to_folder(model, tmp_path / "work"))
+    model_spec, model, sizes = ready
     for name, params in evaluators.items():
         described = model_spec.model_copy(update={"evaluator": PluginSpec(use=name, params=params)})
         evaluator = evaluator_spec(described, model, tmp_path)
-        use = PluginSpec(use="onnxruntime")
-        worker = WorkerSpec(
-            benchmarkers={MAIN_BENCHMARKER: use},
-            evaluators={MAIN_BENCHMARKER: evaluator},
-            workdir=tmp_path / "engines",
-            sizes=sizes,
-        )
-        with InProcess(worker) as engines:
-            built = engines.build(Candidate(digest="", edges=(), source=lambda: sizes.fixed))
-            assert engines.prepare(built.handle) is None
-            score = engines.evaluate(built.handle)
+        with engines({"use": "onnxruntime"}, sizes, tmp_path, evaluators={MAIN_BENCHMARKER: evaluator}) as made_by:
+            built = made_by.build(Candidate(digest="", edges=(), source=lambda: sizes.fixed))
+            assert made_by.prepare(built.handle) is None
+            score = made_by.evaluate(built.handle)
             assert not isinstance(score, Failed), score
             assert len(score.per_item) == len(LENGTHS)
             assert score.metrics[{"metric": "metric", "fidelity": "sqnr_db"}[name]] in (1.0, 120.0)
@@ -219,9 +220,8 @@ def test_a_folder_of_files_is_data_with_samples_selected_over_all_files(tmp_path
         open_data({"use": "npy", "path": "data"}, tmp_path)
 
 
-def test_a_backend_that_runs_one_size_refuses_samples_by_name(path, tmp_path):
-    given = spec(path, draw())
-    model = open_model(given, tmp_path)
+def test_a_backend_that_runs_one_size_refuses_samples_by_name(ready):
+    given, model, _ = ready
     with pytest.raises(UserError, match=r"x 1x12x16.*'tensorrt'.*pad or cut"):
         require_own_sizes(given, model, PluginSpec(use="tensorrt"))
     with pytest.raises(UserError, match=r"'ray'.*pad or cut.*local"):
@@ -239,12 +239,11 @@ def test_ptq_tools_refuse_samples_of_different_length(path, tmp_path):
     assert "one size" in made.reason
 
 
-def test_recovery_refuses_samples_of_different_length(path, tmp_path):
-    model = open_model(spec(path, draw()), tmp_path)
-    sizes = make_sample_sizes(model, save_to_folder(model, tmp_path / "work"))
+def test_recovery_refuses_samples_of_different_length(ready, tmp_path):
+    given, model, sizes = ready
     dialect = load_dialect("onnxruntime")
     task = Task(
-        spec=TaskSpec(model=spec(path, draw()), backend=PluginSpec(use="onnxruntime"), precision="int8", runs=()),
+        spec=TaskSpec(model=given, backend=PluginSpec(use="onnxruntime"), precision="int8", runs=()),
         model=model,
         float_file=sizes.fixed,
         model_file=sizes.fixed,

@@ -3,17 +3,13 @@
 ONNX Runtime's QLinearSoftmax overflows where the scale of its result is below 1/512.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
-import onnx
 import pytest
-from fidelity_of import Quantizer, quantizer, scales
-from onnx_models import by_name, loaded, normal
+from fidelity_of import quantizer, scales
+from onnx_models import applied, by_name, loaded, normal
 
 from harness.graph.builder import GraphBuilder
-from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, TENSORRT, Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT, TENSORRT
 from harness.graph.rules.movement import find_repeated_input
 
 DIALECTS = [OPENVINO_7BIT, ONNXRUNTIME_7BIT, TENSORRT]
@@ -21,53 +17,53 @@ FEEDS = [{"x": normal(1, 8, 16, 16, seed=i)} for i in range(2)]
 LAST, MOVER = "last", "mover"
 
 
-def wide(g: GraphBuilder, x: str) -> str:
+def wide(g, x):
     """One channel in 32 is a thousand times as large as the others."""
     factors = np.ones((1, 32, 1, 1), np.float32)
     factors[0, 0] = 1000
     return g.op("Mul", g.conv(x, 32, 3), g.const(factors), outputs=["wide"])[0]
 
 
-def split(g: GraphBuilder, x: str) -> str:
+def split(g, x):
     return g.op("Split", x, g.const([1, 31]), outputs=["first", "rest"], axis=1, name=MOVER)[1]
 
 
-def cut(g: GraphBuilder, x: str) -> str:
+def cut(g, x):
     return g.op("Slice", x, g.const([1]), g.const([32]), g.const([1]), outputs=["rest"], name=MOVER)[0]
 
 
-def gather(g: GraphBuilder, x: str) -> str:
+def gather(g, x):
     return g.op("Gather", x, g.const(list(range(1, 32))), outputs=["rest"], axis=1, name=MOVER)[0]
 
 
-def pool(g: GraphBuilder, x: str) -> str:
+def pool(g, x):
     """Nothing but the border is large, and no window has its maximum there."""
-    low = g.op("Pad", g.op("Slice", x, g.const([1]), g.const([32]), g.const([1])), g.const([0, 0, 1, 1, 0, 0, 1, 1]),
+    low = g.op("Pad", applied("Slice", [1], [32], [1])(g, x), g.const([0, 0, 1, 1, 0, 0, 1, 1]),
                g.const(-5e3), outputs=["padded"])[0]  # fmt: skip
     return g.op("MaxPool", low, kernel_shape=[3, 3], strides=[2, 2], outputs=["rest"], name=MOVER)[0]
 
 
-def chain(g: GraphBuilder, x: str) -> str:
+def chain(g, x):
     """Two operators, the first of which stays float."""
     cut_out = g.op("Slice", x, g.const([1]), g.const([32]), g.const([1]), outputs=["cut"], name="before")[0]
     return g.op("Transpose", cut_out, perm=[0, 1, 3, 2], outputs=["rest"], name=MOVER)[0]
 
 
-def joined(g: GraphBuilder, x: str) -> str:
+def joined(g, x):
     """A Concat of which one input is wide, and what is cut out of it."""
-    small = g.op("Sigmoid", g.conv(g.op("Slice", x, g.const([1]), g.const([32]), g.const([1])), 31, 1))
+    small = g.op("Sigmoid", g.conv(applied("Slice", [1], [32], [1])(g, x), 31, 1))
     both = g.op("Concat", g.op("Relu", x), small, axis=1, outputs=["both"], name="concat")[0]
     return g.op("Slice", both, g.const([32]), g.const([63]), g.const([1]), outputs=["rest"], name=MOVER)[0]
 
 
-def made(move: Callable[[GraphBuilder, str], str]) -> onnx.ModelProto:
+def made(move):
     g = GraphBuilder("tied")
     x = g.input("x", (1, 8, 16, 16))
     g.output(g.conv(move(g, wide(g, x)), 16, 3, name=LAST), name="y")
     return g.build()
 
 
-def prepared(move: Callable[[GraphBuilder, str], str], dialect: Dialect, folder: Path) -> Quantizer:
+def prepared(move, dialect, folder):
     return quantizer(made(move), dialect, FEEDS, folder)
 
 
@@ -135,52 +131,41 @@ def test_equal_placements_give_identical_files(tmp_path):
 
 
 N = 16
-Between = Callable[[GraphBuilder, str], str]
-
-
-def const(value: float, *shape: int) -> Callable[[GraphBuilder], str]:
-    return lambda g: g.const(np.full(shape, value, np.float32))
-
-
-def stairs(g: GraphBuilder, x: str) -> str:
-    return g.op("Cast", g.op("Cast", x, to=11), to=1)
-
-
-REMOVED: dict[str, Between] = {
+REMOVED = {
     "nothing": lambda g, x: x,
-    "identity": lambda g, x: g.op("Identity", x),
-    "cast": lambda g, x: g.op("Cast", x, to=1),
-    "wide cast": stairs,
-    "dropout": lambda g, x: g.op("Dropout", x),
+    "identity": applied("Identity"),
+    "cast": applied("Cast", to=1),
+    "wide cast": lambda g, x: g.op("Cast", g.op("Cast", x, to=11), to=1),
+    "dropout": applied("Dropout"),
     "chain": lambda g, x: g.op("Dropout", g.op("Cast", g.op("Identity", x), to=1)),
     "reshape": lambda g, x: g.op("Cast", g.op("Reshape", x, g.const([4, N, N])), to=1),
     "transpose": lambda g, x: g.op("Transpose", g.op("Identity", x), perm=[0, 1, 2, 3]),
-    "slice": lambda g, x: g.op("Slice", x, g.const([0]), g.const([N]), g.const([3])),
-    "expand": lambda g, x: g.op("Expand", x, g.const([1, 4, N, N])),
-    "pad": lambda g, x: g.op("Pad", x, g.const([0] * 8)),
-    "concat": lambda g, x: g.op("Concat", x, axis=1),
-    "sum": lambda g, x: g.op("Sum", x),
-    "mul": lambda g, x: g.op("Mul", x, const(1.0, 1)(g)),
-    "mul left": lambda g, x: g.op("Mul", const(1.0, 1)(g), x),
-    "div": lambda g, x: g.op("Div", x, const(1.0)(g)),
-    "add": lambda g, x: g.op("Add", x, const(0.0, 1, 1, 1, N)(g)),
-    "sub": lambda g, x: g.op("Sub", x, const(0.0, 1)(g)),
-    "pow": lambda g, x: g.op("Pow", x, const(1.0, 1)(g)),
-    "clip": lambda g, x: g.op("Clip", x, const(0.0)(g), const(1.0)(g)),
-    "relu": lambda g, x: g.op("Relu", x),
-    "mean": lambda g, x: g.op("ReduceMean", x, axes=[0], keepdims=0),
+    "slice": applied("Slice", [0], [N], [3]),
+    "expand": applied("Expand", [1, 4, N, N]),
+    "pad": applied("Pad", [0] * 8),
+    "concat": applied("Concat", axis=1),
+    "sum": applied("Sum"),
+    "mul": applied("Mul", [1.0]),
+    "mul left": lambda g, x: g.op("Mul", g.const([1.0]), x),
+    "div": applied("Div", 1.0),
+    "add": applied("Add", [[[[0.0] * N]]]),
+    "sub": applied("Sub", [0.0]),
+    "pow": applied("Pow", [1.0]),
+    "clip": applied("Clip", 0.0, 1.0),
+    "relu": applied("Relu"),
+    "mean": applied("ReduceMean", axes=[0], keepdims=0),
 }
-COMPUTES: dict[str, Between] = {
+COMPUTES = {
     "half": lambda g, x: g.op("Cast", g.op("Cast", x, to=10), to=1),
-    "mul": lambda g, x: g.op("Mul", x, const(0.5, 1)(g)),
-    "broadcast": lambda g, x: g.op("Mul", g.op("ReduceMax", x, axes=[3]), const(1.0, 1, 4, N, N)(g)),
-    "sub from": lambda g, x: g.op("Sub", const(0.0, 1)(g), x),
-    "pad": lambda g, x: g.op("Pad", x, g.const([0, 0, 0, 1, 0, 0, 0, 0])),
-    "training": lambda g, x: g.op("Dropout", x, const(0.5)(g), g.const(np.array(True))),
+    "mul": applied("Mul", [0.5]),
+    "broadcast": lambda g, x: g.op("Mul", g.op("ReduceMax", x, axes=[3]), g.const(np.ones((1, 4, N, N), np.float32))),
+    "sub from": lambda g, x: g.op("Sub", g.const([0.0]), x),
+    "pad": applied("Pad", [0, 0, 0, 1, 0, 0, 0, 0]),
+    "training": applied("Dropout", 0.5, True),
 }
 
 
-def attention(between: Between) -> GraphBuilder:
+def attention(between):
     """Scores so alike that all probabilities are near 1/16."""
     g = GraphBuilder("attention")
     rng = np.random.default_rng(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +83,8 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 def by_name(argument: str, values: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by objects with names."""
     return pytest.mark.parametrize(argument, values, ids=lambda each: each.name)
+
+
+def applied(op: str, *constants: Any, **attributes: Any) -> Callable[[GraphBuilder, str], str]:
+    """A function that adds an operator with these constants behind a tensor."""
+    return lambda g, x: g.op(op, x, *map(g.const, constants), **attributes)

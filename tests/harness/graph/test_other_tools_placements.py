@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx_models import activation_ranges, everywhere, loaded, normal
+from onnx_models import activation_ranges, applied, everywhere, loaded, normal
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -152,42 +152,34 @@ def test_the_placement_of_quantize_static_runs_in_the_same_kernels(name, tmp_pat
     assert ours["QLinearConv"] + ours["QLinearMatMul"] >= 16
 
 
-def floats(g: GraphBuilder, *values: float) -> str:
-    return g.const(np.array(values, np.float32))
-
-
-def integers(g: GraphBuilder, *values: int) -> str:
-    return g.const(np.array(values, np.int64))
-
-
-def relu(g: GraphBuilder, x: str) -> str:
+def relu(g, x):
     return g.op("Relu", g.conv(x, 8, 1))
 
 
-def squeezed(g: GraphBuilder, x: str, gate: str) -> str:
+def squeezed(g, x, gate):
     """Squeeze and excitation."""
     return g.op("Mul", x, g.op(gate, g.conv(relu(g, g.op("GlobalAveragePool", x)), 8, 1)))
 
 
-def shuffled(g: GraphBuilder, x: str) -> str:
-    parts = g.op("Transpose", g.op("Reshape", x, integers(g, 1, 2, 4, 8, 8)), perm=[0, 2, 1, 3, 4])
-    return g.op("Reshape", parts, integers(g, 1, 8, 8, 8))
+def shuffled(g, x):
+    parts = g.op("Transpose", g.op("Reshape", x, g.const([1, 2, 4, 8, 8])), perm=[0, 2, 1, 3, 4])
+    return g.op("Reshape", parts, g.const([1, 8, 8, 8]))
 
 
-BETWEEN: dict[str, Callable[[GraphBuilder, str], str]] = {
-    "activation": lambda g, x: g.op("LeakyRelu", x, alpha=0.1),
-    "average pooling": lambda g, x: g.op("AveragePool", x, kernel_shape=[2, 2], strides=[2, 2]),
+BETWEEN = {
+    "activation": applied("LeakyRelu", alpha=0.1),
+    "average pooling": applied("AveragePool", kernel_shape=[2, 2], strides=[2, 2]),
     "channel shuffle": shuffled,
-    "comparison": lambda g, x: g.op("Where", g.op("Greater", x, floats(g, 0.0)), x, relu(g, x)),
+    "comparison": lambda g, x: g.op("Where", g.op("Greater", x, g.const([0.0])), x, relu(g, x)),
     "concat of signed and absorbed": lambda g, x: g.op("Concat", x, relu(g, x), axis=1),
     "hard swish": lambda g, x: g.op("Mul", x, g.op("HardSigmoid", x)),
     # Mode linear is a known fault of ONNX Runtime 1.24.4, so that Resize stays float there.
-    "enlargement": lambda g, x: g.op("Resize", x, "", floats(g, 1.0, 1.0, 2.0, 2.0), mode="nearest"),
-    "max pooling": lambda g, x: g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2]),
-    "negation": lambda g, x: g.op("Neg", x),
-    "padding": lambda g, x: g.op("Pad", x, integers(g, 0, 0, 1, 1, 0, 0, 1, 1)),
+    "enlargement": lambda g, x: g.op("Resize", x, "", g.const([1.0, 1.0, 2.0, 2.0]), mode="nearest"),
+    "max pooling": applied("MaxPool", kernel_shape=[2, 2], strides=[2, 2]),
+    "negation": applied("Neg"),
+    "padding": applied("Pad", [0, 0, 1, 1, 0, 0, 1, 1]),
     "residual": lambda g, x: g.op("Relu", g.op("Add", x, relu(g, x))),
-    "slice": lambda g, x: g.op("Slice", x, integers(g, 0), integers(g, 6), integers(g, 2), integers(g, 1)),
+    "slice": applied("Slice", [0], [6], [2], [1]),
     "squeeze, hard sigmoid": lambda g, x: squeezed(g, x, "HardSigmoid"),
     "squeeze, sigmoid": lambda g, x: squeezed(g, x, "Sigmoid"),
     "swish": lambda g, x: g.op("Mul", x, g.op("Sigmoid", x)),
