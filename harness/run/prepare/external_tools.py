@@ -114,12 +114,20 @@ def run_external_tool(name: str, request: QuantizationRequest, observer: Observe
     method = tool.nearest_method(requested)
     options = {**options, "method": method}
     if name == SIGNED_ORT_TOOL:
-        options = {**options, "dialect_name": _signed_dialect_name(options["dialect_name"])}
+        limit = load_dialect(options["dialect_name"]).weight_limit
+        signed = ONNXRUNTIME_S8_7BIT if limit == ONNXRUNTIME_S8_7BIT.weight_limit else ONNXRUNTIME_S8
+        options = {**options, "dialect_name": signed.name}
     substitute = method if (remark := method_substitute(name, requested)) else ""
     if remark:
         observer.say(f"{request.source}: {remark}")
     is_ir = name in _IR_TOOLS and options["dialect_name"].startswith("openvino")
-    key = _cache_key(name, options, f"{request.data_key}{metric or ''}")
+    parts = [
+        name,
+        ptq_fingerprint(options, name),
+        f"{request.data_key}{metric or ''}",
+        _installed_tools(tuple(sys.path)),
+    ]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
     path = cache_dir() / "ptq" / key / f"{name}{IR_SUFFIX if is_ir else '.onnx'}"
     seconds_file = path.with_suffix(".seconds")
     if not path.exists():
@@ -176,18 +184,6 @@ def fully_quantized_symmetric(
     with explain_write_errors(path):
         inserter.export(resolved, path)
     return ExternalModel(name=FULLY_QUANTIZED, path=path, pairs=inserter.count_pairs(resolved))
-
-
-def _signed_dialect_name(dialect_name: str) -> str:
-    """Return the name of ONNX Runtime's dialect with INT8 activations and the weight width of the given dialect."""
-    limit = load_dialect(dialect_name).weight_limit
-    kinds = (ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT)
-    return next((kind.name for kind in kinds if kind.weight_limit == limit), ONNXRUNTIME_S8.name)
-
-
-def _cache_key(name: str, options: PtqOptions, data_key: str) -> str:
-    text = json.dumps([name, ptq_fingerprint(options, name), data_key, _installed_tools(tuple(sys.path))])
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @functools.cache  # reading the name of everything on the path takes about 30 ms

@@ -89,7 +89,9 @@ def check_and_time(experiment: Experiment, results: Path | None = None) -> tuple
             if is_external_searcher(method):
                 _check_external_searcher(method, experiment)
             else:
-                _check_searcher(method, precisions)
+                supplied = {"space": synthetic_space(6, groups=2, precisions=precisions[:1]), "seed": 0}
+                made = registry.create_plugin("searcher", method.use, method.params, supplied)
+                registry.require_methods(f"searcher {method.use!r}", made, CONTRACT)
     for i, backend in enumerate(experiment.backends):
         with errors.collect(), prefix_key(f"backends.{i}"):
             _check_backend(with_base_dir(backend), precisions)
@@ -163,12 +165,6 @@ def _check_objective(objective: Objective, model: ModelSpec) -> list[str]:
             f"{model.expect:g}; 78 points are 0.78"
         )
     return [f"model {model.name!r}: {note}" for note in (loose_bound_note(objective, metric),) if note]
-
-
-def _check_searcher(searcher: PluginSpec, precisions: tuple[str, ...]) -> None:
-    supplied = {"space": synthetic_space(6, groups=2, precisions=precisions[:1]), "seed": 0}
-    made = registry.create_plugin("searcher", searcher.use, searcher.params, supplied)
-    registry.require_methods(f"searcher {searcher.use!r}", made, CONTRACT)
 
 
 def _check_external_searcher(method: SearcherSpec, experiment: Experiment) -> None:

@@ -277,7 +277,10 @@ class _SearchLoop:
         if (
             left <= 0
             or self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES
-            or (recorded is None and (self._is_time_up() or self._is_gain_unlikely()))
+            or (
+                recorded is None
+                and ((len(self._numbers) >= self._task.least and self._is_out_of_time()) or self._is_gain_unlikely())
+            )
         ):
             return []
         if self._initial:
@@ -317,10 +320,6 @@ class _SearchLoop:
             raise UserError(
                 f"{what} could be measured, so the search stops; {first.stage}: {first.reason}\n{first.log_tail}"
             )
-
-    def _is_time_up(self) -> bool:
-        """Return whether the search ends because it is out of time, with at least the required evaluations."""
-        return len(self._numbers) >= self._task.least and self._is_out_of_time()
 
     def _is_out_of_time(self) -> bool:
         return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds

@@ -61,20 +61,6 @@ def mirror_to_optuna(path: Path, name: str, space: Space, goal: Goal, *, fresh: 
         return lambda _: None
 
 
-def _open_study(path: Path, name: str, fresh: bool) -> tuple[int, int]:
-    """Create the study if it is missing, and return its number and the number of its trials."""
-    with _locked_file(path) as file:
-        truncate_partial_line(path)
-        names, trials = _read_studies(path)
-        if fresh and name in names:
-            _append_operation(path, file, _DELETE_STUDY, {"study_id": names.index(name)})
-            names[names.index(name)] = ""
-        if name not in names:
-            _append_operation(path, file, _CREATE_STUDY, {"study_name": name, "directions": [_MINIMIZE]})
-            names.append(name)
-    return names.index(name), trials[names.index(name)]
-
-
 def _read_studies(path: Path) -> tuple[list[str], Counter[int]]:
     """Return the names of the studies by number, "" for deleted ones, and the number of trials of each."""
     names: list[str] = []
@@ -95,8 +81,23 @@ def _read_studies(path: Path) -> tuple[list[str], Counter[int]]:
 class _OptunaMirror:
     def __init__(self, path: Path, name: str, space: Space, goal: Goal, fresh: bool) -> None:
         self._path, self._name, self._space, self._goal = path, name, space, goal
-        self._number, self._written = _open_study(path, name, fresh)
-        self._distributions = {group: _int_distribution_json(len(indices)) for group, indices in space.groups.items()}
+        # Create the study if it is missing
+        with _locked_file(path) as file:
+            truncate_partial_line(path)
+            names, trials = _read_studies(path)
+            if fresh and name in names:
+                _append_operation(path, file, _DELETE_STUDY, {"study_id": names.index(name)})
+                names[names.index(name)] = ""
+            if name not in names:
+                _append_operation(path, file, _CREATE_STUDY, {"study_name": name, "directions": [_MINIMIZE]})
+                names.append(name)
+        self._number, self._written = names.index(name), trials[names.index(name)]
+        self._distributions = {
+            group: json.dumps(
+                {"name": "IntDistribution", "attributes": {"log": False, "step": 1, "low": 0, "high": len(indices)}}
+            )
+            for group, indices in space.groups.items()
+        }
         self._spent = 0
         self._broken = False
 
@@ -141,11 +142,6 @@ class _OptunaMirror:
             "system_attrs": limits,
             "intermediate_values": {},
         }
-
-
-def _int_distribution_json(most: int) -> str:
-    """Return the JSON text of Optuna's `IntDistribution` from 0 to `most`."""
-    return json.dumps({"name": "IntDistribution", "attributes": {"log": False, "step": 1, "low": 0, "high": most}})
 
 
 def _append_operation(path: Path, file: FileIO, operation: int, fields: dict[str, Any]) -> None:

@@ -191,7 +191,7 @@ def _recover_all(
     ended_s, batches = started_s, list(task.feeds)
 
     def has_time() -> bool:
-        return _has_time(running) and time.monotonic() < started_s + limit_s
+        return (running.limit is None or running.limit.allows_recovery) and time.monotonic() < started_s + limit_s
 
     @cache
     def placer() -> ModelPlacer | str:
@@ -247,10 +247,6 @@ def _needs_none(
             before |= {"loss_before": given.loss, "stderr_before": given.stderr}
             return {**before, "label": f"{NOT_TRIED}: surely within the bound as given", "surely_within": True}
     return {}
-
-
-def _has_time(running: TaskRun) -> bool:
-    return running.limit is None or running.limit.allows_recovery
 
 
 def _recover(

@@ -127,8 +127,11 @@ class SuspectModel:
                 comparison = self._compare(tensor, feeds, None if is_whole else feeds[0])
                 if comparison is not None and comparison[2].is_wrong:
                     file, engine, checked = comparison
+                    # Operator that computes a tensor, and the operators before it in the cut, as text
+                    earlier = ModelGraph(self._part_file).float_operators()[:-1]
+                    behind = f" behind {', '.join(earlier)}" if 0 < len(earlier) <= MAX_OPERATORS_SHOWN else ""
                     return WrongOperator(
-                        operator=self._describe_operator(tensor),
+                        operator=f"{self.graph.operator(tensor)}{behind}",
                         model=self._part_file,
                         extracted=not is_whole,
                         feeds=feeds,
@@ -171,12 +174,6 @@ class SuspectModel:
             {name: {**inputs, **sample}[name] for name in tensors} for inputs, sample in zip(feeds, values, strict=True)
         ]
 
-    def _describe_operator(self, tensor: str) -> str:
-        """Return the operator that computes a tensor, and the operators before it in the cut, as text."""
-        earlier = ModelGraph(self._part_file).float_operators()[:-1]
-        behind = f" behind {', '.join(earlier)}" if 0 < len(earlier) <= MAX_OPERATORS_SHOWN else ""
-        return f"{self.graph.operator(tensor)}{behind}"
-
     @property
     def _part_file(self) -> Path:
         """Path of the cut that is compared."""
@@ -213,7 +210,16 @@ def _first_differing_tensor(suspect: SuspectModel, below_db: float) -> str | Non
         (name for name in candidates if not suspect.is_out_of_time and suspect.differs(name, below_db)), None
     )
     while differing is not None:
-        differing = _first_differing_on_path(suspect, differing, below_db)
+        # First tensor that differs on the longest path to a tensor that does
+        tensors = suspect.graph.longest_path(differing)
+        low, high = 0, len(tensors) - 1
+        while low < high and not suspect.is_out_of_time:
+            middle = (low + high) // 2
+            if suspect.differs(tensors[middle], below_db):
+                high = middle
+            else:
+                low = middle + 1
+        differing = tensors[high]
         sources = suspect.graph.sources(differing)
         before = next(
             (name for name in sources if not suspect.is_out_of_time and suspect.differs(name, below_db)), None
@@ -222,19 +228,6 @@ def _first_differing_tensor(suspect: SuspectModel, below_db: float) -> str | Non
             return differing
         differing = before
     return None
-
-
-def _first_differing_on_path(suspect: SuspectModel, differing: str, below_db: float) -> str:
-    """Return the first tensor that differs on the longest path to a tensor that does."""
-    tensors = suspect.graph.longest_path(differing)
-    low, high = 0, len(tensors) - 1
-    while low < high and not suspect.is_out_of_time:
-        middle = (low + high) // 2
-        if suspect.differs(tensors[middle], below_db):
-            high = middle
-        else:
-            low = middle + 1
-    return tensors[high]
 
 
 def write_report(fault: WrongOperator, path: Path, facts: Mapping[str, Any]) -> None:

@@ -173,7 +173,17 @@ class _Reproduction:
         score = self.results.scores.get(self.row.id, {})
         if evaluators and ("metrics" in score or self.bound is not None):
             with self._open_engines(worker) as engines:
-                yield from self._check_score(score, engines, task, observer)
+                # Score the row again, and compare the score with the record and the bound
+                store = AccuracyStore(self.scratch, engines, observer)
+                reference = store.float_score(task.model_file)
+                found = reference if self.row.id == FLOAT_ROW else store.score_row(self._candidate(task), self.row)
+                if "metrics" in score:
+                    yield self._compare_accuracy(score["metrics"], found)
+                else:
+                    yield CheckResult(what="accuracy", holds=None, found=_not_measured_result(score))
+                if self.bound is not None and self.row.id != FLOAT_ROW:
+                    holds, text = bound_status(self.bound, reference, found, self.results)
+                    yield CheckResult(what="bound", holds=holds, found=text)
         else:
             nothing = _not_measured_result(score) if evaluators else "the model has no evaluator"
             yield CheckResult(what="accuracy", holds=None, found=nothing)
@@ -203,21 +213,6 @@ class _Reproduction:
         counts = f"{len(requested)} quantized edges of {self.row.pairs} Q/DQ pairs requested"
         text = f"{counts}, {len(missing)} of them missing, {len(extra)} unexpected"
         return CheckResult(what="edges", holds=not (missing or extra), found=text)
-
-    def _check_score(
-        self, score: Mapping[str, Any], engines: Engines, task: Task, observer: Observer
-    ) -> Iterator[CheckResult]:
-        """Score the row again, and compare the score with the record and the bound."""
-        store = AccuracyStore(self.scratch, engines, observer)
-        reference = store.float_score(task.model_file)
-        found = reference if self.row.id == FLOAT_ROW else store.score_row(self._candidate(task), self.row)
-        if "metrics" in score:
-            yield self._compare_accuracy(score["metrics"], found)
-        else:
-            yield CheckResult(what="accuracy", holds=None, found=_not_measured_result(score))
-        if self.bound is not None and self.row.id != FLOAT_ROW:
-            holds, text = bound_status(self.bound, reference, found, self.results)
-            yield CheckResult(what="bound", holds=holds, found=text)
 
     def _compare_accuracy(self, known: Mapping[str, float], found: Accuracy | Failed) -> CheckResult:
         if not isinstance(found, Accuracy):
