@@ -31,7 +31,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only -q -m "not study"
 
 clean:
 	rm -rf .venv .venv-* build *.egg-info out

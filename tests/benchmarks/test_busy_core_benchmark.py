@@ -21,7 +21,7 @@ import pytest
 
 from harness.zoo import write_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.study]
 EXPERIMENT = """
 experiment: neighbour
 models: [{use: zoo:resnet18, calibration: {samples: 4}}]

@@ -24,7 +24,7 @@ from harness.measure.records import Measured
 from harness.results.journal import read_journal
 from harness.run.runner import run_experiment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.study]
 EVALUATIONS = 41
 EXPERIMENT = """
 experiment: parallel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 import typing
@@ -169,9 +170,7 @@ def test_each_text_parameter_of_a_plugin_is_known(kind):
     found = set()
     for point in entry_points(group=f"qdq.{kind.replace(' ', '_')}s"):
         parameters = signature(load_plugin(kind, point.name)).parameters.values()
-        found |= {
-            each.name for each in parameters if any(word in str(each.annotation) for word in ("str", "Path", "Any"))
-        }
+        found |= {each.name for each in parameters if re.search(r"\b(str|Path|Any)\b", str(each.annotation))}
     assert found == TEXT_PARAMS[kind]
 
 
