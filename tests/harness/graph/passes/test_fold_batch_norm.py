@@ -23,6 +23,10 @@ def ops_after(builder: GraphBuilder, tolerance: float = 1e-4) -> list[str]:
     return [node.op for node in model.nodes]
 
 
+def normal(*shape: int, dtype: type = np.float32) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(dtype)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("groups", [1, 2, -1])
 def test_fold_into_conv(groups, bias):
@@ -35,7 +39,7 @@ def test_fold_into_conv(groups, bias):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_fold_into_conv_transpose(groups):
     builder = GraphBuilder("up")
-    weight = builder.const(np.random.default_rng(0).normal(size=(4, 6 // groups, 2, 2)).astype(np.float32))
+    weight = builder.const(normal(4, 6 // groups, 2, 2))
     x = builder.op("ConvTranspose", builder.input("x", (1, 4, 3, 3)), weight, group=groups, strides=[2, 2])
     builder.output(builder.batch_norm(x))
     assert ops_after(builder) == ["ConvTranspose"]
@@ -44,26 +48,40 @@ def test_fold_into_conv_transpose(groups):
 @pytest.mark.parametrize("trans", [0, 1])
 @pytest.mark.parametrize("bias_shape", [None, (), (1,), (5,), (1, 5)])
 def test_fold_into_gemm(trans, bias_shape):
-    rng, builder = np.random.default_rng(0), GraphBuilder("gemm")
-    inputs = [builder.const(rng.normal(size=(5, 7) if trans else (7, 5)).astype(np.float32))]
+    builder = GraphBuilder("gemm")
+    inputs = [builder.const(normal(*((5, 7) if trans else (7, 5))))]
     if bias_shape is not None:
-        inputs.append(builder.const(rng.normal(size=bias_shape).astype(np.float32)))
+        inputs.append(builder.const(normal(*bias_shape)))
     x = builder.op("Gemm", builder.input("x", (3, 7)), *inputs, transB=trans, alpha=0.5, beta=2.0)
     builder.output(builder.batch_norm(x))
     assert ops_after(builder) == ["Gemm"]
 
 
-def test_two_consecutive_batch_norms_are_folded():
-    builder = GraphBuilder("chain")
-    x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
+def pointwise() -> tuple[GraphBuilder, str]:
+    builder = GraphBuilder("pointwise")
+    return builder, builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
+
+
+def test_consecutive_batch_norms_are_folded_and_other_readers_prevent_it():
+    builder, x = pointwise()
     builder.output(builder.batch_norm(builder.batch_norm(x)))
     assert ops_after(builder) == ["Conv"]
+    builder, x = pointwise()
+    builder.output(builder.op("Add", builder.batch_norm(x), x))
+    assert ops_after(builder) == ["Conv", "BatchNormalization", "Add"]
+    builder, x = pointwise()
+    builder.output(x)
+    builder.output(builder.batch_norm(x))
+    assert ops_after(builder) == ["Conv", "BatchNormalization"]
+    builder = GraphBuilder("alone")
+    builder.output(builder.batch_norm(builder.op("Relu", builder.input("x", (1, 3, 6, 6)))))
+    assert ops_after(builder) == ["Relu", "BatchNormalization"]
 
 
 def test_shared_weights_are_scaled_for_one_reader_only():
     builder = GraphBuilder("shared")
     x = builder.input("x", (1, 4, 6, 6))
-    weight = builder.const(np.random.default_rng(0).normal(size=(4, 4, 1, 1)).astype(np.float32))
+    weight = builder.const(normal(4, 4, 1, 1))
     bias = builder.const(np.ones(4, np.float32))
     for _ in range(2):
         builder.output(builder.batch_norm(builder.op("Conv", x, weight, bias)))
@@ -71,22 +89,9 @@ def test_shared_weights_are_scaled_for_one_reader_only():
     assert ops_after(builder) == ["Conv", "Conv", "Conv"]
 
 
-def test_second_reader_or_output_prevents_folding():
-    builder = GraphBuilder("read twice")
-    x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
-    builder.output(builder.op("Add", builder.batch_norm(x), x))
-    assert ops_after(builder) == ["Conv", "BatchNormalization", "Add"]
-    builder = GraphBuilder("output")
-    x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
-    builder.output(x)
-    builder.output(builder.batch_norm(x))
-    assert ops_after(builder) == ["Conv", "BatchNormalization"]
-
-
 def test_reader_in_a_subgraph_prevents_folding():
     then, other = GraphBuilder("then"), GraphBuilder("else")
-    builder = GraphBuilder("captured")
-    x = builder.conv(builder.input("x", (1, 3, 6, 6)), 4, 1)
+    builder, x = pointwise()
     then.output(then.op("Neg", x, outputs=("then_out",))[0])
     other.output(other.op("Abs", x, outputs=("else_out",))[0])
     builder.output(builder.batch_norm(x))
@@ -95,17 +100,10 @@ def test_reader_in_a_subgraph_prevents_folding():
     assert "BatchNormalization" in ops_after(builder)
 
 
-def test_other_preceding_operators_prevent_folding():
-    builder = GraphBuilder("alone")
-    builder.output(builder.batch_norm(builder.op("Relu", builder.input("x", (1, 3, 6, 6)))))
-    assert ops_after(builder) == ["Relu", "BatchNormalization"]
-
-
 def test_half_precision_stays_half_precision():
     builder = GraphBuilder("half")
-    rng = np.random.default_rng(0)
-    weight = builder.const(rng.normal(size=(4, 3, 1, 1)).astype(np.float16))
-    statistics = [builder.const(rng.uniform(0.5, 1.5, 4).astype(np.float16)) for _ in range(4)]
+    weight = builder.const(normal(4, 3, 1, 1, dtype=np.float16))
+    statistics = [builder.const(np.full(4, value, np.float16)) for value in (0.5, 0.7, 1.1, 1.5)]
     x = builder.op("Conv", builder.input("x", (1, 3, 4, 4), "float16"), weight)
     builder.output(builder.op("BatchNormalization", x, *statistics))
     proto = builder.build()
