@@ -32,26 +32,6 @@ COLUMN_NAMES = ("unit", "precision", "role", "edges", "alone µs [CI]", "alone d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizationUnit:
-    """Dimensions that are quantized together, at one precision: those of a pattern, or one point.
-
-    Attributes:
-        name: Name of the pattern or of the point.
-        role: Role of the dimension with the highest cost, see `search.space.Dimension`.
-        dimensions: Indices of the dimensions in the space.
-        edges: Number of edges that the dimensions quantize.
-        cost: Share of the model's multiply-accumulate operations that read these edges.
-    """
-
-    name: str
-    precision: str
-    role: str
-    dimensions: tuple[int, ...]
-    edges: int
-    cost: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitEffect:
     """Effect of quantizing a unit, with the other units all float or all quantized.
 
@@ -64,18 +44,31 @@ class UnitEffect:
     sqnr_db: float
 
 
+NOT_MEASURED = Failed(stage="", reason="not measured")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSensitivity:
-    """Unit with its effects.
+class QuantizationUnit:
+    """Dimensions that are quantized together, at one precision: those of a pattern, or one point; with their effects.
 
     Attributes:
+        name: Name of the pattern or of the point.
+        role: Role of the dimension with the highest cost, see `search.space.Dimension`.
+        dimensions: Indices of the dimensions in the space.
+        edges: Number of edges that the dimensions quantize.
+        cost: Share of the model's multiply-accumulate operations that read these edges.
         alone: Effect with only this unit quantized (leave-one-in).
         left_out: Effect with only this unit float (leave-one-out); `gain_us` is the time that is lost without it.
     """
 
-    unit: QuantizationUnit
-    alone: UnitEffect | Failed
-    left_out: UnitEffect | Failed
+    name: str
+    precision: str
+    role: str
+    dimensions: tuple[int, ...]
+    edges: int
+    cost: float
+    alone: UnitEffect | Failed = NOT_MEASURED
+    left_out: UnitEffect | Failed = NOT_MEASURED
 
     @property
     def rank(self) -> float:
@@ -152,7 +145,7 @@ def sensitivity_report(
     if task.calibrated_on == "random data":
         notes.append("No calibration data given: fidelity on random data is not reliable.")
     notes.append(f"All figures: {folder / 'sensitivity.json'} and {folder / 'sensitivity.png'}.")
-    return COLUMN_NAMES, [_cells(each, full_db.get(each.unit.precision)) for each in measured], notes
+    return COLUMN_NAMES, [_cells(each, full_db.get(each.precision)) for each in measured], notes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,8 +164,8 @@ class SensitivityTimer:
     task: Task
     _bases: dict[str, int | Failed] = field(default_factory=dict)
 
-    def measure_unit(self, unit: QuantizationUnit) -> UnitSensitivity:
-        """Return the effects of a unit, quantized alone and left out, or their failures."""
+    def measure_unit(self, unit: QuantizationUnit) -> QuantizationUnit:
+        """Return a unit with its effects, quantized alone and left out, or their failures."""
         space = self.task.space
         effects = []
         for base, precision in ((space.float_placement(), unit.precision), (space.quantize_all(unit.precision), None)):
@@ -180,7 +173,7 @@ class SensitivityTimer:
             if isinstance(effect, Failed) and effect.stage in ("crash", "timeout"):
                 self._bases.clear()  # the worker died, and its engines with it
             effects.append(effect)
-        return UnitSensitivity(unit=unit, alone=effects[0], left_out=effects[1])
+        return replace(unit, alone=effects[0], left_out=effects[1])
 
     def measure_sqnr(self, placement: Placement) -> float | Failed:
         """Return the SQNR in dB of the outputs of a placement, or its failure."""
@@ -234,18 +227,18 @@ class SensitivityTimer:
 
 
 def write_sensitivities(
-    measured: Sequence[UnitSensitivity], space: Space, facts: Mapping[str, Any], path: Path
+    measured: Sequence[QuantizationUnit], space: Space, facts: Mapping[str, Any], path: Path
 ) -> None:
     """Write the units, best first, with the facts of their measurement as JSON."""
     units = []
     for each in measured:
         unit: dict[str, Any] = {
-            "name": each.unit.name,
-            "precision": each.unit.precision,
-            "role": each.unit.role,
-            "dimensions": [space.dimensions[index].name for index in each.unit.dimensions],
-            "edges": each.unit.edges,
-            "cost": each.unit.cost,
+            "name": each.name,
+            "precision": each.precision,
+            "role": each.role,
+            "dimensions": [space.dimensions[index].name for index in each.dimensions],
+            "edges": each.edges,
+            "cost": each.cost,
         }
         for name, effect in (("alone", each.alone), ("left_out", each.left_out)):
             if isinstance(effect, Failed):
@@ -258,7 +251,7 @@ def write_sensitivities(
     write_json(path, {"schema": SCHEMA_VERSION, "kind": "sensitivity", **facts, "units": units})
 
 
-def draw_sensitivities(measured: Sequence[UnitSensitivity], full_db: Mapping[str, float], path: Path) -> None:
+def draw_sensitivities(measured: Sequence[QuantizationUnit], full_db: Mapping[str, float], path: Path) -> None:
     """Plot the loss of fidelity over the microseconds gained, one dot per unit: quantized alone, and left out.
 
     Colours show roles, bars 95 % intervals; the units with the best rank are labelled.
@@ -267,11 +260,11 @@ def draw_sensitivities(measured: Sequence[UnitSensitivity], full_db: Mapping[str
         measured: The units, best first.
         full_db: SQNR with everything quantized, by precision; units at other precisions are not drawn as left out.
     """
-    roles = list(dict.fromkeys(each.unit.role for each in measured))
+    roles = list(dict.fromkeys(each.role for each in measured))
     colours = {role: COLOURS[index % len(COLOURS)] for index, role in enumerate(roles)}
-    compared = [each for each in measured if each.unit.precision in full_db]
-    alone = [(each.unit, each.alone, 0.0) for each in measured]
-    left_out = [(each.unit, each.left_out, full_db[each.unit.precision]) for each in compared]
+    compared = [each for each in measured if each.precision in full_db]
+    alone = [(each, each.alone, 0.0) for each in measured]
+    left_out = [(each, each.left_out, full_db[each.precision]) for each in compared]
     with figure_file(path, columns=(2, 2)) as (left, right):
         for axes, effects, title, label in (
             (left, alone, "alone in the float model", "SQNR, dB (lower: more is lost)"),
@@ -293,8 +286,8 @@ def draw_sensitivities(measured: Sequence[UnitSensitivity], full_db: Mapping[str
         left.legend(frameon=False, fontsize=7)
 
 
-def _cells(each: UnitSensitivity, full_db: float | None) -> tuple[str, ...]:
-    cells = [each.unit.name, each.unit.precision, each.unit.role, str(each.unit.edges)]
+def _cells(each: QuantizationUnit, full_db: float | None) -> tuple[str, ...]:
+    cells = [each.name, each.precision, each.role, str(each.edges)]
     for effect, base_db, form in ((each.alone, 0.0, ".1f"), (each.left_out, full_db, "+.1f")):
         if isinstance(effect, Failed):
             cells += [f"failed: {effect.stage}", "-"]
@@ -305,7 +298,7 @@ def _cells(each: UnitSensitivity, full_db: float | None) -> tuple[str, ...]:
     return tuple(cells)
 
 
-def _format_notes(measured: Sequence[UnitSensitivity], full_db: Mapping[str, float]) -> list[str]:
+def _format_notes(measured: Sequence[QuantizationUnit], full_db: Mapping[str, float]) -> list[str]:
     """Return the meaning of the columns, and a warning if one gain lies in the intervals of all units."""
     figures = [f"{value:.1f} dB" + (f" at {name}" if len(full_db) > 1 else "") for name, value in full_db.items()]
     full = f"has {', '.join(figures)}" if figures else "cannot be built"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ from harness.base.statistics import Interval
 from harness.insight.sensitivity import (
     SensitivityTimer,
     UnitEffect,
-    UnitSensitivity,
     quantization_units,
     write_sensitivities,
 )
@@ -86,7 +86,7 @@ def test_units_have_both_directions_ranked_by_gain_and_noise(measured):
 def test_rank_of_slower_units_decreases_with_noise():
     def rank(gain_us: float, sqnr_db: float) -> float:
         effect = UnitEffect(gain_us=Interval(value=gain_us, low=gain_us, high=gain_us), sqnr_db=sqnr_db)
-        return UnitSensitivity(unit=None, alone=effect, left_out=effect).rank  # type: ignore[arg-type]
+        return replace(quantization_units(space(), "point")[0], alone=effect).rank
 
     ranks = [rank(*each) for each in ((10.0, 40.0), (10.0, 10.0), (-10.0, 40.0), (-10.0, 10.0), (-20.0, 10.0))]
     assert ranks == sorted(ranks, reverse=True)
