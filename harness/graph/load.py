@@ -10,7 +10,7 @@ from typing import NamedTuple
 import onnx
 from onnx import helper
 
-from harness.graph.equivalence.check import ModelInterface, OriginalModel, check_equivalent
+from harness.graph.equivalence.check import OriginalModel, check_equivalent, check_interface
 from harness.graph.io.files import write_model
 from harness.graph.io.model_reader import check_functions, read_model, refuse_damage, require_encodable
 from harness.graph.model import DynamicOriginal, Model, read_nodes
@@ -158,7 +158,7 @@ def prepare_model(
         declared = {value.name: copy_message(value.type) for value in proto.graph.output}
         if not sizes.keep_dynamic:
             fix_inputs(proto, sizes, source)
-        interface = ModelInterface.from_graph(proto.graph)
+        interface = onnx.GraphProto(input=proto.graph.input, output=proto.graph.output)
         draft = ModelDraft(proto=proto, source=source)
         draft.prepare(min_opset)
         proto = draft.proto
@@ -171,11 +171,11 @@ def prepare_model(
                 for size, named in zip(kind.tensor_type.shape.dim, wanted.tensor_type.shape.dim, strict=True):
                     if not size.HasField("dim_value") and named.dim_param:
                         size.dim_param = named.dim_param
-        interface.check_unchanged(proto.graph, {}, source)
+        check_interface(interface, proto.graph, {}, source)
         model = Model(proto=proto, source=source, sha256=sha256, nodes=read_nodes(proto), types=types)
         # The comparison looks at shapes of results, not at declared ones; dynamic models are compared elsewhere.
         if not sizes.keep_dynamic and not check_equivalent(original, model):
-            interface.check_unchanged(proto.graph, draft.types_before_upgrade, source)
+            check_interface(interface, proto.graph, draft.types_before_upgrade, source)
         return model
 
 

@@ -34,41 +34,26 @@ _COMPARISON_ERRORS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInterface:
-    """Inputs and outputs of a model, which preparation must keep.
+def check_interface(
+    before: onnx.GraphProto, after: onnx.GraphProto, known: Mapping[str, TensorType], source: str
+) -> None:
+    """Raise `UserError` if names of inputs and outputs, or types of inputs, differ between two graphs.
 
-    Attributes:
-        inputs: Name and type, in order; None for a dynamic shape, a sequence or an optional.
-        outputs: Names, in order.
+    Args:
+        known: Types of outputs before the preparation, as far as known; these are compared too.
+        source: Name of the model in messages.
     """
-
-    inputs: tuple[tuple[str, TensorType | None], ...]
-    outputs: tuple[str, ...]
-
-    @classmethod
-    def from_graph(cls, graph: onnx.GraphProto) -> ModelInterface:
-        """Return the inputs and outputs of a graph."""
-        types = static_types(graph)
-        return cls(tuple((v.name, types.get(v.name)) for v in graph.input), tuple(v.name for v in graph.output))
-
-    def check_unchanged(self, graph: onnx.GraphProto, before: Mapping[str, TensorType], source: str) -> None:
-        """Raise `UserError` if names, or types of inputs, of `graph` differ from this interface.
-
-        Args:
-            graph: Graph of the prepared model.
-            before: Types of outputs before the preparation, as far as known; these are compared too.
-            source: Name of the model in messages.
-        """
-        found, types = ModelInterface.from_graph(graph), static_types(graph)
-        inputs = dict(found.inputs)
-        pairs = [*((name, kind, inputs.get(name)) for name, kind in self.inputs)]
-        pairs += [(name, before[name], types[name]) for name in self.outputs if name in before and name in types]
-        changed = next((pair for pair in pairs if pair[1] != pair[2]), None)
-        if changed is None and found == self:
-            return
-        what = "its inputs and outputs" if changed is None else f"{changed[0]!r} from {changed[1]} to {changed[2]}"
-        raise UserError(f"{source}: preparing the model would change {what}; export it with a newer opset")
+    old, new = static_types(before), static_types(after)
+    made = {value.name for value in after.input}
+    pairs = [(v.name, old.get(v.name), new.get(v.name) if v.name in made else None) for v in before.input]
+    outputs = [value.name for value in before.output]
+    pairs += [(name, known[name], new[name]) for name in outputs if name in known and name in new]
+    changed = next((pair for pair in pairs if pair[1] != pair[2]), None)
+    same_names = [v.name for v in before.input] == [v.name for v in after.input]
+    if changed is None and same_names and outputs == [value.name for value in after.output]:
+        return
+    what = "its inputs and outputs" if changed is None else f"{changed[0]!r} from {changed[1]} to {changed[2]}"
+    raise UserError(f"{source}: preparing the model would change {what}; export it with a newer opset")
 
 
 @dataclass(frozen=True, slots=True)

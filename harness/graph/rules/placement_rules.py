@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from harness.graph.model import Model, Node, TensorType
@@ -88,41 +89,22 @@ class PlacementRule:
     Attributes:
         name: Name in messages and tables.
         text: The rule as a sentence.
-        forbids: Function that returns whether the rule forbids a pair at an input.
-        applies: Function that returns whether a dialect has the rule at a precision.
+        forbids: Function that returns whether the rule forbids a pair at an input, in its dialect and precision.
     """
 
     name: str
     text: str
     forbids: Callable[[_InputSite], bool]
-    applies: Callable[[Dialect, str], bool] = lambda dialect, precision: True
-
-
-def applicable_rules(dialect: Dialect, precision: str) -> tuple[PlacementRule, ...]:
-    """Return the rules that a dialect has at a precision, in the order in which they are checked."""
-    return tuple(rule for rule in PLACEMENT_RULES if rule.applies(dialect, precision))
 
 
 def first_violated_rule(
-    model: Model,
-    dialect: Dialect,
-    node: Node,
-    slot: int,
-    precision: str = "int8",
-    rules: Sequence[PlacementRule] | None = None,
+    model: Model, dialect: Dialect, node: Node, slot: int, precision: str = "int8"
 ) -> PlacementRule | None:
-    """Return the first rule that keeps an input of a node float at a precision, or None if a Q/DQ pair is legal.
-
-    Args:
-        rules: Result of `applicable_rules`, which callers with many inputs can compute once; None: it is computed.
-    """
+    """Return the first rule that keeps an input of a node float at a precision, or None if a Q/DQ pair is legal."""
     tensor = node.inputs[slot] if slot < len(node.inputs) else ""
     linear, convolution = node.op in dialect.linear_ops, node.op in CONVOLUTION_OPS
     site = _InputSite(model, dialect, node, slot, precision, tensor, linear, convolution)
-    for rule in applicable_rules(dialect, precision) if rules is None else rules:
-        if rule.forbids(site):
-            return rule
-    return None
+    return next((rule for rule in PLACEMENT_RULES if rule.forbids(site)), None)
 
 
 def _shares_another_point(site: _InputSite) -> bool:
@@ -200,38 +182,45 @@ def _is_absorbed(site: _InputSite) -> bool:
 
 
 def _has_large_fp8_filter(site: _InputSite) -> bool:
-    weight = site.model.types.get(site.node.inputs[1]) if site.is_convolution else None
-    return weight is not None and math.prod(weight.shape[2:]) > site.dialect.max_fp8_filter
+    limit = site.dialect.max_fp8_filter if site.is_convolution and site.precision.startswith("fp8") else 0
+    weight = site.model.types.get(site.node.inputs[1]) if limit else None
+    return weight is not None and math.prod(weight.shape[2:]) > limit
 
 
-def _follows_convolution(model: Model, dialect: Dialect, node: Node, tensor: str) -> bool:
-    """Return whether a node's input is between Conv, BatchNormalization and activation, also in x * sigmoid(x)."""
-    source = model.producer_node(tensor)
+def _is_grouped_fp8(site: _InputSite) -> bool:
+    limited = site.is_convolution and site.precision.startswith("fp8") and not site.dialect.grouped_fp8
+    return limited and int(site.node.attributes.get("group", 1)) > 1
+
+
+def _follows_convolution(site: _InputSite) -> bool:
+    """Return whether the input is between Conv, BatchNormalization and activation, also in x * sigmoid(x)."""
+    model, node = site.model, site.node
+    source = None if site.dialect.between_conv_and_activation else model.producer_node(site.tensor)
     if source is None:
         return False
     is_gate = False  # whether it multiplies x by an activation of x
     if node.op == "Mul" and len(node.inputs) == 2:
         makers = zip(map(model.producer_node, node.inputs), reversed(node.inputs), strict=True)
         is_gate = any(maker and maker.op in ACTIVATION_OPS and maker.inputs[0] == other for maker, other in makers)
-    residual = source.op == "Add" and any(_is_fused_convolution(model, dialect, name) for name in source.inputs)
+    residual = source.op == "Add" and any(_is_fused_convolution(model, site.dialect, name) for name in source.inputs)
     if source.op in CONVOLUTION_OPS or source.op == "BatchNormalization" or residual:
         return node.op in ACTIVATION_OPS or node.op == "BatchNormalization" or is_gate
     if not (is_gate and source.op in ACTIVATION_OPS):
         return False
-    others = (model.producer_node(name) for name in node.inputs if name != tensor)
+    others = (model.producer_node(name) for name in node.inputs if name != site.tensor)
     return any(other is not None and other.op in CONVOLUTION_OPS for other in others)
 
 
-def _is_fusible_operand(model: Model, dialect: Dialect, node: Node, slot: int) -> bool:
-    """Return whether input `slot` of an Add is fused with it: the result of a convolution that only the Add reads.
+def _is_fusible_operand(site: _InputSite) -> bool:
+    """Return whether the input of an Add is fused with it: the result of a convolution that only the Add reads.
 
     Of two such inputs it is the first. The result of a MatMul does not count, because an Add of two tensors is not
     fused with it, and ModelOpt quantizes both.
     """
-    if node.op != "Add":
+    if site.dialect.between_conv_and_activation or site.node.op != "Add":
         return False
-    fusible = [_is_fused_convolution(model, dialect, name) for name in node.inputs]
-    return slot < len(fusible) and fusible[slot] and not any(fusible[:slot])
+    fusible = [_is_fused_convolution(site.model, site.dialect, name) for name in site.node.inputs]
+    return site.slot < len(fusible) and fusible[site.slot] and not any(fusible[: site.slot])
 
 
 def _is_fused_convolution(model: Model, dialect: Dialect, tensor: str) -> bool:
@@ -276,13 +265,9 @@ def find_inner_tensors(model: Model) -> frozenset[str]:
     return frozenset(found)
 
 
-def _fault_rule(fault: RuntimeFault) -> PlacementRule:
-    return PlacementRule(
-        fault.id,
-        fault.rule,
-        lambda s: s.node.index in s.model.cached_analysis(find_affected_nodes)[fault.id],
-        lambda dialect, precision: precision == "int8" and fault in dialect.faults,
-    )
+def _meets_fault(fault: RuntimeFault, site: _InputSite) -> bool:
+    affected = site.node.index in site.model.cached_analysis(find_affected_nodes)[fault.id]
+    return affected and site.precision == "int8" and fault in site.dialect.faults
 
 
 PLACEMENT_RULES: tuple[PlacementRule, ...] = (
@@ -299,8 +284,7 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     PlacementRule(
         "precision",
         "The runtime does not run this precision.",
-        lambda s: True,
-        lambda dialect, precision: precision not in dialect.precisions,
+        lambda s: s.precision not in s.dialect.precisions,
     ),
     PlacementRule(
         "finite",
@@ -340,8 +324,7 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     PlacementRule(
         "float16",
         "The runtime computes wrong results from Q/DQ in float16.",
-        lambda s: s.type is not None and s.type.dtype == "float16",
-        lambda dialect, precision: not dialect.float16,
+        lambda s: not s.dialect.float16 and s.type is not None and s.type.dtype == "float16",
     ),
     PlacementRule(
         "parameter",
@@ -371,44 +354,41 @@ PLACEMENT_RULES: tuple[PlacementRule, ...] = (
     PlacementRule(
         "fusion",
         "No pair is inserted between Conv, BatchNormalization and activation.",
-        lambda s: _follows_convolution(s.model, s.dialect, s.node, s.tensor),
-        lambda dialect, precision: not dialect.between_conv_and_activation,
+        _follows_convolution,
     ),
     PlacementRule(
         "residual",
         "Of an Add behind a convolution, only the residual operand is quantized.",
-        lambda s: _is_fusible_operand(s.model, s.dialect, s.node, s.slot),
-        lambda dialect, precision: not dialect.between_conv_and_activation,
+        _is_fusible_operand,
     ),
     PlacementRule(
         "absorbed",
         "The pair behind this activation computes it: no pair lies in front.",
         _is_absorbed,
-        lambda dialect, precision: bool(dialect.absorbed),
     ),
-    *(_fault_rule(fault) for fault in RUNTIME_FAULTS if not fault.both_sides),
+    *(
+        PlacementRule(fault.id, fault.rule, partial(_meets_fault, fault))
+        for fault in RUNTIME_FAULTS
+        if not fault.both_sides
+    ),
     PlacementRule(
         "float kernel",
         "The runtime computes this operator in float, so that a pair in front of it only costs time.",
         lambda s: (s.precision, s.node.op) in s.dialect.float_kernels,
-        lambda dialect, precision: bool(dialect.float_kernels),
     ),
     PlacementRule(
         "one kernel",
         "Producer and consumer become one generated kernel, in which a pair has no effect.",
-        lambda s: s.tensor in s.model.cached_analysis(find_inner_tensors),
-        lambda dialect, precision: dialect.generates_kernels,
+        lambda s: s.dialect.generates_kernels and s.tensor in s.model.cached_analysis(find_inner_tensors),
     ),
     PlacementRule(
         "fp8 filter",
         "Convolutions with large filters have no FP8 kernels.",
         _has_large_fp8_filter,
-        lambda dialect, precision: precision.startswith("fp8") and dialect.max_fp8_filter > 0,
     ),
     PlacementRule(
         "grouped fp8",
         "Grouped convolutions have no FP8 kernels.",
-        lambda s: s.is_convolution and int(s.node.attributes.get("group", 1)) > 1,
-        lambda dialect, precision: precision.startswith("fp8") and not dialect.grouped_fp8,
+        _is_grouped_fp8,
     ),
 )

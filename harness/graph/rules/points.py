@@ -26,7 +26,7 @@ from harness.graph.rules.operator_sets import (
     QUANTIZABLE_FLOAT_TYPES,
     SOFTMAX_OPS,
 )
-from harness.graph.rules.placement_rules import PlacementRule, applicable_rules, first_violated_rule
+from harness.graph.rules.placement_rules import PlacementRule, first_violated_rule
 from harness.graph.rules.runtime_faults import find_affected_nodes
 from search.space import Edge
 
@@ -72,14 +72,13 @@ def find_points(
     Args:
         precisions: Precisions of interest; each point allows at least one of them.
     """
-    operators, rules = dialect.operators, {p: applicable_rules(dialect, p) for p in precisions}
-    found = []
+    operators, found = dialect.operators, []
     for node in model.nodes:
         points = []
         inputs = node.inputs if node.op in operators and not node.opaque else ()
         for slot in (slot for slot, tensor in enumerate(inputs) if tensor):
-            refusals = {p: first_violated_rule(model, dialect, node, slot, p, known) for p, known in rules.items()}
-            legal = tuple(precision for precision, rule in refusals.items() if rule is None)
+            refused = {p for p in precisions if first_violated_rule(model, dialect, node, slot, p)}
+            legal = tuple(precision for precision in precisions if precision not in refused)
             if legal:
                 slots = jointly_quantized_inputs(model, dialect, node, slot)
                 points.append(
@@ -122,12 +121,12 @@ def float_inputs_with_rule(
     model: Model, dialect: Dialect, precision: str = "int8"
 ) -> tuple[tuple[Edge, PlacementRule], ...]:
     """Return every input without an insertion point, with the first rule that keeps it float, in graph order."""
-    found, rules = [], applicable_rules(dialect, precision)
+    found = []
     for node, points in zip(model.nodes, find_points(model, dialect, (precision,)), strict=True):
         taken = {edge.slot for point in points for edge in point.edges}
         for slot, tensor in enumerate(node.inputs):
             left = tensor and slot not in taken
-            rule = first_violated_rule(model, dialect, node, slot, precision, rules) if left else None
+            rule = first_violated_rule(model, dialect, node, slot, precision) if left else None
             if rule is not None:
                 found.append((Edge(tensor, node.name, slot), rule))
     return tuple(found)
@@ -158,7 +157,7 @@ def explain_float_products(model: Model, dialect: Dialect, precision: str = "int
     empty if all may be quantized.
     """
     causes, total = Counter[str](), 0
-    rules, holders = applicable_rules(dialect, precision), defaultdict[tuple[str, tuple[str, ...]], list[str]](list)
+    holders = defaultdict[tuple[str, tuple[str, ...]], list[str]](list)
     points = find_points(model, dialect, (precision,))
     for node in model.nodes:
         subgraphs = iter_subgraphs(model.proto.graph.node[node.index])
@@ -170,7 +169,7 @@ def explain_float_products(model: Model, dialect: Dialect, precision: str = "int
         elif _is_product(node.op, node.domain, len(node.inputs)):
             total += 1
             if not points[node.index]:
-                rule = first_violated_rule(model, dialect, node, 0, precision, rules)
+                rule = first_violated_rule(model, dialect, node, 0, precision)
                 causes[_product_cause(model, node, rule)] += 1
     for (op, deciding), names in holders.items():
         remedy = "export the model with the steps unrolled, or the body as a model of its own"
