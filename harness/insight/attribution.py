@@ -61,8 +61,7 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
         The report, and the folder of the row's task.
     """
     experiment = load_experiment(folder / "experiment.yaml", base)
-    found = find_explained_row(load(folder), where, experiment)
-    results = found.task
+    results, row, method, placement, recovery = find_explained_row(load(folder), where, experiment)
     spec = next((spec for spec in plan_tasks(experiment) if spec.name == results.name), None)
     if spec is None:
         raise UserError(f"{folder / 'experiment.yaml'}: has no task {results.name!r}")
@@ -98,30 +97,17 @@ def attribute_row(folder: Path, where: str, *, base: Path, observer: Observer) -
         )
         timer = AblationTimer(
             task=task,
-            whole=found.placement,
+            whole=placement,
             open_engines=partial(open_engines, worker, experiment.limits),
             observer=observer,
         )
-        return _attribute(found, timer, scoring), results.folder
+        return _attribute(timer, scoring, row, method, recovery), results.folder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainedRow:
-    """Row of the main table with its placement.
-
-    Attributes:
-        recovery: For a recovered file: digest of the placement it was made from, and what changed; "" for others.
-    """
-
-    task: TaskResults
-    row: ExportedModel
-    method: str
-    placement: Placement
-    recovery: str
-
-
-def find_explained_row(results: Results, where: str, experiment: Experiment) -> ExplainedRow:
-    """Return a row with its placement.
+def find_explained_row(
+    results: Results, where: str, experiment: Experiment
+) -> tuple[TaskResults, ExportedModel, str, Placement, str]:
+    """Return the task, file, method and placement of a row, and from what placement recovery made it, or "".
 
     Args:
         where: ROW of `harness.report.trace.find_main_row`, or the digest of a recovered placement.
@@ -166,7 +152,7 @@ def find_explained_row(results: Results, where: str, experiment: Experiment) -> 
         raise UserError(f"{where}: the placement of this row is not recorded ({method}): {advice}")
     if not row.timed:
         raise UserError(f"{where}: this device only emulates {line['precision']}, so its latency is not measured")
-    return ExplainedRow(task=task, row=row, method=method, placement=placement, recovery=recovery)
+    return task, row, method, placement, recovery
 
 
 def _placement(task: TaskResults, row: ExportedModel) -> tuple[Placement | None, str]:
@@ -278,7 +264,9 @@ def without(placement: Placement, indices: Sequence[int]) -> Placement:
     return Placement(tuple(0 if index in removed else choice for index, choice in enumerate(placement.choices)))
 
 
-def _attribute(found: ExplainedRow, timer: AblationTimer, scoring: Scoring) -> AttributionReport:
+def _attribute(
+    timer: AblationTimer, scoring: Scoring, row: ExportedModel, method: str, recovery: str
+) -> AttributionReport:
     """Measure and return the attribution; see `attribute_row`."""
     task, whole, space = timer.task, timer.whole, timer.task.space
     nothing, chosen = space.float_placement(), quantized(whole)
@@ -313,9 +301,9 @@ def _attribute(found: ExplainedRow, timer: AblationTimer, scoring: Scoring) -> A
             logger.warning("no layers: %s: %s", read.stage, read.reason)
         layers[name] = () if isinstance(read, Failed) else read
     return AttributionReport(
-        row=found.row.id,
-        sha256=found.row.sha256,
-        method=found.method,
+        row=row.id,
+        sha256=row.sha256,
+        method=method,
         pairs=timer.count_pairs(whole),
         speedup=flat.ratio,
         noise_floor=timer.noise_floor,
@@ -329,7 +317,7 @@ def _attribute(found: ExplainedRow, timer: AblationTimer, scoring: Scoring) -> A
         metric=scoring.metric,
         drop=drops.get(""),
         steps=tuple(timer.steps),
-        recovery=found.recovery,
+        recovery=recovery,
     )
 
 

@@ -59,7 +59,7 @@ class Pattern:
 
 def find_patterns(model: Model, root: Region) -> tuple[Pattern, ...]:
     """Return the patterns of all regions of a tree, in graph order of their first regions, parents first."""
-    wiring = _label_nodes(model)
+    wiring = _NodeLabels(model)
     found: dict[tuple[RegionType, tuple[int, ...]], list[tuple[Region, _Numbering]]] = defaultdict(list)
     for region in root.walk():
         form = _canonical_form(wiring, region)
@@ -84,7 +84,6 @@ def find_patterns(model: Model, root: Region) -> tuple[Pattern, ...]:
     return tuple(patterns)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _NodeLabels:
     """Nodes and activations of a model by number.
 
@@ -98,48 +97,23 @@ class _NodeLabels:
         number: Number of each activation by tensor name.
     """
 
-    labels: tuple[str, ...]
-    label: tuple[int, ...]
-    digest: tuple[int, ...]
-    reads: tuple[tuple[int, ...], ...]
-    producer: tuple[int, ...]
-    position: tuple[int, ...]
-    number: Mapping[str, int]
-
-
-def _label_nodes(model: Model) -> _NodeLabels:
-    """Assign numbers to the nodes and activations of a model."""
-    number: dict[str, int] = {}
-    producer: list[int] = []
-    position: list[int] = []
-
-    def numbered(name: str) -> int:
-        known = number.setdefault(name, len(number))
-        if known == len(producer):
-            producer.append(-1)
-            position.append(-1)
-        return known
-
-    reads = []
-    for node in model.nodes:
-        names = (*node.inputs, *node.captures)
-        reads.append(tuple(numbered(name) for name in names if name and name not in model.constants))
-        for place, name in enumerate(node.outputs):
-            if name:
-                made = numbered(name)
-                producer[made], position[made] = node.index, place
-    texts = [_node_label(model, node) for node in model.nodes]
-    labels = sorted(set(texts))
-    rank = {text: place for place, text in enumerate(labels)}
-    return _NodeLabels(
-        labels=tuple(labels),
-        label=tuple(rank[text] for text in texts),
-        digest=tuple(int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for text in labels),
-        reads=tuple(reads),
-        producer=tuple(producer),
-        position=tuple(position),
-        number=number,
-    )
+    def __init__(self, model: Model) -> None:
+        self.number: dict[str, int] = {}
+        self.reads: list[list[int]] = []
+        made: dict[int, tuple[int, int]] = {}
+        for node in model.nodes:
+            read = (name for name in (*node.inputs, *node.captures) if name and name not in model.constants)
+            self.reads.append([self.number.setdefault(name, len(self.number)) for name in read])
+            for place, name in enumerate(node.outputs):
+                if name:
+                    made[self.number.setdefault(name, len(self.number))] = node.index, place
+        makers = [made.get(number, (-1, -1)) for number in range(len(self.number))]
+        self.producer, self.position = [node for node, _ in makers], [place for _, place in makers]
+        texts = [_node_label(model, node) for node in model.nodes]
+        self.labels = sorted(set(texts))
+        rank = {text: place for place, text in enumerate(self.labels)}
+        self.label = [rank[text] for text in texts]
+        self.digest = [int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for text in self.labels]
 
 
 def _node_label(model: Model, node: Node) -> str:

@@ -196,7 +196,7 @@ def _partition_part(
         # Repetitions have equal labels: without strides, which may differ between them.
         kernel, grouped = node.attributes.get("kernel_shape"), int(node.attributes.get("group", 1)) > 1
         labels.append(f"{node.domain}:{node.op} {kernel} {grouped}")
-    drafts = _Partitioner(find_branch_structure(edges), operators, labels, longest, smallest).partition()
+    drafts = _Partitioner(BranchStructure(edges), operators, labels, longest, smallest).partition()
     return [(parent, None if leaf is None else [nodes[v - first] for v in leaf]) for parent, leaf in drafts]
 
 
@@ -421,22 +421,43 @@ def _total_size(items: Sequence[_ChainItem]) -> int:
     return sum(item.size for item in items)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BranchStructure:
-    """Chains and branches of a graph with vertices numbered in topological order; the sink has the last number.
+    """Chains and branches of an acyclic graph with vertices numbered in topological order.
 
     Attributes:
+        sink: Number of the virtual vertex at the end of every path, the last one.
         series: For each vertex: the vertex before it in its chain, or -1 at the start of a chain.
         branches: For each vertex: last vertices of the chains that converge on it, in topological order.
     """
 
-    series: tuple[int, ...]
-    branches: tuple[tuple[int, ...], ...]
+    def __init__(self, successors: Sequence[Sequence[int]]) -> None:
+        """Find the chains and branches.
 
-    @property
-    def sink(self) -> int:
-        """Number of the virtual vertex at the end of every path."""
-        return len(self.series) - 1
+        Args:
+            successors: Successors of each vertex, which have greater numbers and no duplicates. The sink has the number
+                `len(successors)`; it is the successor of vertices without any, and may be one of other vertices.
+        """
+        sink = self.sink = len(successors)
+        tree = _AncestorTree(sink)
+        for vertex in range(sink - 1, -1, -1):
+            found = sink
+            for position, successor in enumerate(successors[vertex]):
+                found = tree.lowest_common_ancestor(found, successor) if position else successor
+            tree.attach(vertex, found)
+        self.branches: list[list[int]] = [[] for _ in range(sink + 1)]
+        fed = [False] * (sink + 1)
+        for vertex in range(sink):
+            parent = tree.parent[vertex]
+            self.branches[parent].append(vertex)
+            for successor in successors[vertex]:
+                if successor != parent:
+                    fed[tree.ancestor_at_depth(successor, tree.depth[vertex])] = True
+        self.series = [-1] * (sink + 1)
+        for vertex, ends in enumerate(self.branches):
+            sources = [end for end in ends if not fed[end]]
+            if len(sources) == 1:
+                self.series[vertex] = sources[0]
+                ends.remove(sources[0])
 
     def chain(self, last: int) -> list[int]:
         """Return the vertices of the chain that ends in a vertex, in the direction of the data flow."""
@@ -455,37 +476,6 @@ class BranchStructure:
                 yield last
                 todo.extend(self.branches[last])
                 last = self.series[last]
-
-
-def find_branch_structure(successors: Sequence[Sequence[int]]) -> BranchStructure:
-    """Find the chains and branches of an acyclic graph.
-
-    Args:
-        successors: Successors of each vertex, which have greater numbers and no duplicates. The sink has the number
-            `len(successors)`; it is the successor of vertices without any, and may be one of other vertices.
-    """
-    sink = len(successors)
-    tree = _AncestorTree(sink)
-    for vertex in range(sink - 1, -1, -1):
-        found = sink
-        for position, successor in enumerate(successors[vertex]):
-            found = tree.lowest_common_ancestor(found, successor) if position else successor
-        tree.attach(vertex, found)
-    children: list[list[int]] = [[] for _ in range(sink + 1)]
-    fed = [False] * (sink + 1)
-    for vertex in range(sink):
-        parent = tree.parent[vertex]
-        children[parent].append(vertex)
-        for successor in successors[vertex]:
-            if successor != parent:
-                fed[tree.ancestor_at_depth(successor, tree.depth[vertex])] = True
-    series = [-1] * (sink + 1)
-    for vertex, ends in enumerate(children):
-        sources = [end for end in ends if not fed[end]]
-        if len(sources) == 1:
-            series[vertex] = sources[0]
-            ends.remove(sources[0])
-    return BranchStructure(series=tuple(series), branches=tuple(tuple(ends) for ends in children))
 
 
 class _AncestorTree:

@@ -64,7 +64,15 @@ def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weig
     later = {name for node in nodes for name in node.output if name}
     for node in nodes:  # a valid order is kept, because it is the author's
         if not later.isdisjoint(tensors_read(node)):
-            order = _sorted_names(graph, source)
+            import onnx_ir as ir  # takes 1 s and 46 MiB, with SymPy
+
+            ordered = ir.from_proto(graph)
+            try:
+                ordered.sort()
+            except ValueError as error:
+                text = f"{source}: its nodes cannot be put in order: {error}; export the model again"
+                raise UserError(text) from error
+            order = {node.name: position for position, node in enumerate(ordered)}
             nodes.sort(key=lambda node: order[node.name])
             break
         later.difference_update(node.output)
@@ -80,18 +88,6 @@ def fold_and_prune(graph: onnx.GraphProto, opsets: dict[str, int], weights: Weig
     initializers += [numpy_helper.from_array(value, name) for name, value in values.items() if name in used]
     replace_field(graph.node, kept[::-1])
     replace_field(graph.initializer, initializers)
-
-
-def _sorted_names(graph: onnx.GraphProto, source: str) -> dict[str | None, int]:
-    """Return the position of each node in a topological order."""
-    import onnx_ir as ir  # takes 1 s and 46 MiB, with SymPy
-
-    sorted_graph = ir.from_proto(graph)
-    try:
-        sorted_graph.sort()
-    except ValueError as error:
-        raise UserError(f"{source}: its nodes cannot be put in order: {error}; export the model again") from error
-    return {node.name: position for position, node in enumerate(sorted_graph)}
 
 
 def inline_branches(graph: onnx.GraphProto) -> bool:

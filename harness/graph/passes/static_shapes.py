@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain, product
 from pathlib import Path
 
@@ -121,20 +121,8 @@ def infer_types(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     }
     kept = [value for value in proto.graph.value_info if value.name in made_by_unknown and not _is_dynamic(value)]
     replace_field(proto.graph.value_info, kept)
-    shown, replaced = _replace_uninferable_ops(proto)
-    what = f"{source}: shape inference"
-    inferred, problem = call_in_helper_process(what, _infer_shapes, shown, source, bool(made_by_unknown))
-    if problem:
-        logger.warning("%s: some shapes cannot be inferred: %s", source, problem)
-    for index, node in replaced.items():
-        inferred.graph.node[index].CopyFrom(node)
-    return inferred
-
-
-def _replace_uninferable_ops(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[int, onnx.NodeProto]]:
-    """Return a copy with other nodes in place of those that onnx infers no or a wrong type for, and these by index."""
     shown, replaced = copy_message(proto), {}
-    for index, node in enumerate(proto.graph.node):
+    for index, node in enumerate(proto.graph.node):  # of those that onnx infers no or a wrong type for
         if node.op_type in _OPS_TYPED_LIKE_FIRST_INPUT and not node.domain:
             replaced[index] = node
             identity = onnx.NodeProto(op_type="Identity", name=node.name, input=node.input[:1], output=node.output)
@@ -146,7 +134,13 @@ def _replace_uninferable_ops(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, d
             replace_field(stand_in.attribute, [each for each in node.attribute if each.name != "ceil_mode"])
             if any(attribute_value(node, "output_padding", ())):
                 stand_in.op_type = _UNTYPED_OP
-    return shown, replaced
+    what = f"{source}: shape inference"
+    inferred, problem = call_in_helper_process(what, _infer_shapes, shown, source, bool(made_by_unknown))
+    if problem:
+        logger.warning("%s: some shapes cannot be inferred: %s", source, problem)
+    for index, node in replaced.items():
+        inferred.graph.node[index].CopyFrom(node)
+    return inferred
 
 
 def _infer_shapes(proto: onnx.ModelProto, source: str, has_unknown: bool) -> tuple[onnx.ModelProto, str]:
@@ -157,7 +151,10 @@ def _infer_shapes(proto: onnx.ModelProto, source: str, has_unknown: bool) -> tup
     """
     problem = ""
     # Runtimes only warn of wrong declarations. Those of subgraphs are kept if possible: a Scan may need them.
-    declared = [list(proto.graph.output), list(_iter_subgraph_values(proto.graph))]
+    declared: list[list[onnx.ValueInfoProto]] = [list(proto.graph.output), []]
+    for node in (node for graph in iter_graphs(proto.graph) for node in graph.node):
+        for inner in iter_subgraphs(node):  # ONNX Runtime requires shapes of a Loop's iteration and condition
+            declared[1] += [*inner.input[2 if node.op_type == "Loop" else 0 :], *inner.output]
     for values in ([*chain(*declared)],) if has_unknown and any(declared[1]) else ([], *declared):
         for value in values:
             _clear_shape(value)
@@ -177,15 +174,6 @@ def _infer_shapes(proto: onnx.ModelProto, source: str, has_unknown: bool) -> tup
         raise UserError(f"{source}: no valid ONNX model: {text}; export the model again") from error
     replace_field(inferred.graph.node, proto.graph.node)
     return inferred, problem
-
-
-def _iter_subgraph_values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """Yield inputs and outputs of all subgraphs; ONNX Runtime requires shapes of a Loop's iteration and condition."""
-    for each in iter_graphs(graph):
-        for node in each.node:
-            for inner in iter_subgraphs(node):
-                yield from inner.input[2 if node.op_type == "Loop" else 0 :]
-                yield from inner.output
 
 
 def static_types(graph: onnx.GraphProto) -> dict[str, TensorType]:

@@ -235,11 +235,11 @@ def test_recovered_row_is_explained_by_the_placement_it_was_made_from(done, foun
     other = replace(task, rows=rows, picks=(*picks, replace(picks[0], seed=1)), recovery=facts, summaries=summaries)
     experiment = load_experiment(done / "experiment.yaml", done.parent)
     for where in (name, found.row, f"{TASK}/{found.row}"):
-        explained = find_explained_row(replace(results, tasks=(other,)), where, experiment)
-        assert explained.row.id == name
-        assert explained.placement.choices == task.rows[found.row].choices
-        assert found.row in explained.recovery
-    title, note, *_ = attribution_lines(replace(found, recovery=explained.recovery))
+        _, row, _, placement, recovery = find_explained_row(replace(results, tasks=(other,)), where, experiment)
+        assert row.id == name
+        assert placement.choices == task.rows[found.row].choices
+        assert found.row in recovery
+    title, note, *_ = attribution_lines(replace(found, recovery=recovery))
     assert "recovery" not in title
     assert "rounding" in note
 

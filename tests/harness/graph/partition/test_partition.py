@@ -20,7 +20,7 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.load import load, load_proto
 from harness.graph.model import Model, Node
 from harness.graph.partition.patterns import find_patterns
-from harness.graph.partition.regions import Region, RegionType, discover_regions, find_branch_structure
+from harness.graph.partition.regions import BranchStructure, Region, RegionType, discover_regions
 from harness.graph.rules.operator_sets import LINEAR_OPS
 from harness.zoo import catalog, transformer
 
@@ -347,7 +347,7 @@ graphs = st.integers(1, 12).flatmap(
 @given(graphs)
 def test_branches_and_series_agree_with_post_dominators_by_every_path(drawn):
     sink, edges = len(drawn), [sorted(found) for found in drawn]
-    flow, whole = find_branch_structure(edges), [*(found or [sink] for found in edges), []]
+    flow, whole = BranchStructure(edges), [*(found or [sink] for found in edges), []]
     parents = {}
     for vertex, before in enumerate(flow.series):
         for end in (*flow.branches[vertex], *([before] if before >= 0 else [])):
