@@ -34,7 +34,7 @@ if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).
 LONG_FILES = (
     "test_contracts.py",
     "test_docs.py",
-    "test_exhaustive_annealing_optuna_nsga2.py",
+    "test_searchers.py",
     "test_notebooks.py",
     "test_package.py",
 )

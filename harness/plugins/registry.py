@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, TypeVar
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -26,34 +26,6 @@ from harness.base.paths import require_trust
 _YAML_TERMS = {"a valid array": "a list", "an object": "a mapping"}
 
 
-def check_values(label: str, factory: Callable[..., Any], params: Mapping[str, Any], most: int) -> None:
-    """Check the values of parameters.
-
-    Args:
-        label: Name of the plug-in for messages.
-        factory: Class or function that takes the parameters.
-        params: Parameters that the user gives.
-        most: Largest accepted integer, except for seeds and numbers of bytes.
-    """
-    _require_trusted_code(label, factory, params)
-    annotations = _annotations(factory)
-    for name, value in params.items():
-        _check_counts(f"{label}: {name}", name, value, most)
-        if name in annotations:
-            _check_type(f"{label}: {name}", annotations[name], value)
-
-
-def _require_trusted_code(label: str, factory: object, params: Mapping[str, Any]) -> None:
-    """Raise `UserError` for a parameter that names code or a file to write, unless plug-ins are trusted.
-
-    A class lists such parameters in `code_params` (files and arguments) and in `program_params` (programs; the plain
-    name of a program on PATH needs no trust).
-    """
-    programs = [name for name in getattr(factory, "program_params", ()) if "/" in str(params.get(name) or "")]
-    for name in (*programs, *(name for name in getattr(factory, "code_params", ()) if params.get(name))):
-        require_trust(f"{label}: {name} would run code of {params[name]!r} or write to it")
-
-
 def _check_counts(path: str, name: str, value: Any, most: int) -> None:
     """Raise `UserError` for a number in parameters above `most`, except for seeds and numbers of bytes."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -61,14 +33,6 @@ def _check_counts(path: str, name: str, value: Any, most: int) -> None:
         _check_counts(f"{path}.{key}", str(key), inner, most)
     if isinstance(value, int) and abs(value) > most and not re.search("seed|bytes", name):
         raise UserError(f"{path}: at most {most:,}, but got {value}")
-
-
-def _annotations(factory: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(factory, eval_str=True).parameters
-    except (AttributeError, NameError, SyntaxError, TypeError, ValueError):  # names imported for type checkers only
-        return {}
-    return {p.name: p.annotation for p in parameters.values() if p.annotation is not p.empty}
 
 
 def _check_type(path: str, annotation: Any, value: Any) -> None:
@@ -171,14 +135,19 @@ def _installed_plugins(installed: Callable[[], EntryPoints], path: tuple[str, ..
     points = {kind: everything.select(group=group) for kind, group in ENTRY_POINT_GROUPS.items()}
     dists = {point.dist for own in points.values() for point in own if point.dist}
     origins = {dist: f"{dist.name} {dist.version}" for dist in dists}  # each parses the metadata of a distribution
-    return {kind: tuple(_iter_plugins(kind, own, origins)) for kind, own in points.items()}
-
-
-def _iter_plugins(kind: str, points: Iterable[EntryPoint], origins: Mapping[Distribution, str]) -> Iterator[Plugin]:
-    unique = {(point.name, point.value): point for point in sorted(points, key=lambda point: point.name)}
-    for point in unique.values():
-        origin = origins[point.dist] if point.dist else "unknown"
-        yield Plugin(name=point.name, kind=kind, origin=origin, entry_point=point)
+    found: dict[str, tuple[Plugin, ...]] = {}
+    for kind, own in points.items():
+        unique = {(point.name, point.value): point for point in sorted(own, key=lambda point: point.name)}
+        found[kind] = tuple(
+            Plugin(
+                name=point.name,
+                kind=kind,
+                origin=origins[point.dist] if point.dist else "unknown",
+                entry_point=point,
+            )
+            for point in unique.values()
+        )
+    return found
 
 
 def plugin_kind(use: str, kinds: Sequence[str]) -> str:
@@ -250,22 +219,16 @@ def load_plugin(kind: str, use: str) -> Callable[..., Any]:
             f"{error}; modules are looked up among installed packages, then next to the experiment file, or in the "
             "current folder for commands without one"
         ) from error
-    if ":" in use:
-        _require_contract(kind, use, loaded)
-    return loaded
-
-
-def _require_contract(kind: str, use: str, loaded: object) -> None:
-    """Raise `UserError` if an imported attribute is not the class or function that its kind needs."""
-    label = f"{kind} {use!r}"
-    if kind in CONTRACT_METHODS:
+    if ":" in use and kind in CONTRACT_METHODS:
         if not inspect.isclass(loaded):
-            raise UserError(f"{label} is no class, but {type(loaded).__name__}")
-        require_methods(label, loaded, [f"{name}()" for name in CONTRACT_METHODS[kind]])
-    elif kind in CONTRACT_PARAMETERS:
-        required = CONTRACT_PARAMETERS[kind]
-        if not inspect.isfunction(loaded) or not {*required} <= inspect.signature(loaded).parameters.keys():
-            raise UserError(f"{label} is no function with the parameters {', '.join(required)}")
+            raise UserError(f"{kind} {use!r} is no class, but {type(loaded).__name__}")
+        require_methods(f"{kind} {use!r}", loaded, [f"{name}()" for name in CONTRACT_METHODS[kind]])
+    elif ":" in use and kind in CONTRACT_PARAMETERS:
+        parameters = inspect.signature(loaded).parameters if inspect.isfunction(loaded) else None
+        if parameters is None or not {*CONTRACT_PARAMETERS[kind]} <= parameters.keys():
+            names = ", ".join(CONTRACT_PARAMETERS[kind])
+            raise UserError(f"{kind} {use!r} is no function with the parameters {names}")
+    return loaded
 
 
 def plugin_signature(kind: str, use: str) -> inspect.Signature:
@@ -329,7 +292,19 @@ def check_params(kind: str, use: str, params: Mapping[str, Any], supplied: Colle
         if missing and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             raise UserError(f"{label} needs the parameter {name!r}")
     factory = load_plugin(kind, use)
-    check_values(label, factory, params, MAX_SEARCHER_COUNT if kind == "searcher" else MAX_COUNT)
+    # A class lists parameters that name code or a file to write in `code_params` (files and arguments) and in
+    # `program_params` (programs; the plain name of a program on PATH needs no trust).
+    programs = [name for name in getattr(factory, "program_params", ()) if "/" in str(params.get(name) or "")]
+    for name in (*programs, *(name for name in getattr(factory, "code_params", ()) if params.get(name))):
+        require_trust(f"{label}: {name} would run code of {params[name]!r} or write to it")
+    try:
+        annotated = {**inspect.signature(factory, eval_str=True).parameters}
+    except (AttributeError, NameError, SyntaxError, TypeError, ValueError):  # names imported for type checkers only
+        annotated = {}
+    for name, value in params.items():
+        _check_counts(f"{label}: {name}", name, value, MAX_SEARCHER_COUNT if kind == "searcher" else MAX_COUNT)
+        if name in annotated and annotated[name].annotation is not inspect.Parameter.empty:
+            _check_type(f"{label}: {name}", annotated[name].annotation, value)
     return factory
 
 

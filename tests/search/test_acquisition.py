@@ -42,15 +42,6 @@ def test_expected_hypervolume_improvement_equals_monte_carlo_mean():
         assert found == pytest.approx(volumes.mean(), abs=4 * volumes.std() / np.sqrt(len(draws)) + 1e-3)
 
 
-def test_expected_improvement_ignores_dominated_points():
-    front = made((1.0, 4.0), (2.0, 2.0), (5.0, 1.0))
-    more = made((1.0, 4.0), (3.0, 3.0), (2.0, 2.0), (1.0, 5.0), (5.0, 1.0), (5.0, 1.0))
-    mean, deviation = np.array([[2.0, 4.0], [1.0, 0.5]]), np.ones((2, 2))
-    assert expected_hypervolume_improvement(*more, mean, deviation) == pytest.approx(
-        expected_hypervolume_improvement(*front, mean, deviation)
-    )
-
-
 def test_expected_improvement_of_single_point_and_equal_points():
     for front in (
         made((2.0, 3.0)),

@@ -34,10 +34,6 @@ def test_ranking_puts_feasible_before_infeasible():
     assert names(archive) == ["slow", "broken", "fast", "less"], "iteration goes in the order of the tells"
 
 
-def test_equal_scores_keep_order_of_tells():
-    assert names(filled(told("b", 1.0), told("a", 1.0)).ranked) == ["b", "a"]
-
-
 def test_repeated_tells_give_error_weighted_mean():
     (entry,) = filled(told("a", 10.0, stderr=0.1), told("a", 10.3, stderr=0.2)).ranked
     assert entry.score.objective == pytest.approx(10.06)
@@ -93,18 +89,6 @@ def test_archive_contains_asked_scored_and_failed():
     assert space.digest(first) in archive
 
 
-def test_ask_registers_proposal_before_next_one():
-    space = synthetic_space(4)
-    archive = Archive()
-
-    def fresh():
-        return next(
-            (p for p in (space.float_placement(), space.quantize_all()) if space.digest(p) not in archive), None
-        )
-
-    assert archive.ask(5, fresh, space) == [space.float_placement(), space.quantize_all()]
-
-
 @pytest.mark.parametrize(
     ("new", "old", "better"),
     [
@@ -143,11 +127,6 @@ def test_repeated_tells_pool_each_objective():
     assert entry.score.objectives == pytest.approx((2.0, 0.3))
     (entry,) = filled(told("a", 1.0), told("a", 3.0, objectives=(3.0, 0.4))).ranked
     assert entry.score.objectives == (3.0, 0.4), "the latest where they do not match"
-
-
-def test_score_values_are_objectives_or_single_objective():
-    assert Score(objective=1.0).values == (1.0,)
-    assert Score(objective=1.0, objectives=(1.0, 0.5)).values == (1.0, 0.5)
 
 
 def test_base_entries_order_front_ends_first_single_objective_last():

@@ -100,11 +100,6 @@ def test_refit_equals_fresh_fit(order):
     assert np.array(again.predict(rows)) == pytest.approx(np.array(fresh.predict(rows)))
 
 
-def test_predict_before_fit_raises():
-    with pytest.raises(ValueError, match="predict needs a fit first"):
-        GaussianProcess().predict(FeatureExtractor(SPACE)([SPACE.float_placement()]))
-
-
 def test_signed_violations_infer_bound_from_metrics():
     scores = [
         Score(objective=9.0, metrics={"loss": 1.0, "top1": 0.75}),
@@ -167,21 +162,6 @@ def test_surrogate_avoids_failures_and_constraint_violations():
     best = [fresh[index] for index in np.argsort(-advice.acquisition)[:10]]
     assert sum(p.choices[first] for p in best) <= 2
     assert sum(p.choices[second] for p in best) <= 2
-
-
-def test_pending_placement_has_lower_acquisition():
-    space = synthetic_space(20, groups=4, seed=0)
-    objective = SyntheticObjective(space, seed=0)
-    rng = np.random.default_rng(0)
-    placements = [space.random(rng) for _ in range(20)]
-    archive = told(space, placements, [objective.observe(p).outcome for p in placements])
-    candidate = space.random(rng)
-    advisor = SurrogateModel(space)
-    advisor.fit(archive)
-    before = advisor.score([candidate]).acquisition[0]
-    archive.ask(1, lambda: candidate, space)
-    advisor.fit(archive)
-    assert advisor.score([candidate]).acquisition[0] < before
 
 
 def test_forest_weighs_measured_rows_above_pending_rows():

@@ -76,9 +76,3 @@ def test_members_from_modules_need_trust(use, searcher, params, monkeypatch):
     monkeypatch.delenv(TRUST_VARIABLE)
     with pytest.raises(ValueError, match=r"--trust-plugins"):
         searcher(SPACE, seed=0, **{params: [use, "random"] if params == "members" else use})
-
-
-def test_load_searcher_rejects_object_without_ask_and_tell():
-    with pytest.raises(ValueError, match=r"os:system.*no class with ask\(\) and tell\(\)"):
-        load_searcher("os:system")
-    assert load_searcher("search.algorithms.random:RandomSearcher") is RandomSearcher

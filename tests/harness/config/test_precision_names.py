@@ -12,9 +12,7 @@ from harness.compat.tao_specs.spec import parse_spec
 from harness.config.experiment import parse_experiment
 from harness.config.sections import normalize_float_precision
 from harness.plugins import registry
-from harness.plugins.registry import create_plugin
 from harness.run.prepare.preflight import check_experiment
-from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
 
 
 @pytest.mark.parametrize(("text", "name"), [
@@ -43,13 +41,6 @@ def _zoo() -> str:
     from harness import zoo
 
     return f"zoo:{next(iter(zoo.model_names()))}"
-
-
-def test_tensorrt_normalizes_precision():
-    for text, name in (("half", "f16"), ("fp32", "f32"), ("tf32", "tf32")):
-        assert TensorRTBenchmarker(precision=text).float_precision == name  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="fp4"):
-        create_plugin("benchmarker", "tensorrt", {"precision": "fp4"})
 
 
 def test_command_lines_and_specs_accept_common_spellings():

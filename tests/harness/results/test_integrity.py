@@ -20,7 +20,7 @@ from harness.base.paths import HOST_VARIABLE, hide_paths
 from harness.config.experiment import parse_experiment
 from harness.measure.records import Failed
 from harness.report.next_steps import describe_answers
-from harness.report.render import current_report, report_text, write_report
+from harness.report.render import report_text, write_report
 from harness.report.tables.catalog import build_tables
 from harness.results import lines
 from harness.results.artifacts import read_finalists
@@ -78,34 +78,6 @@ def test_an_undamaged_folder_is_complete(done, capsys):
     assert "none damaged; complete" in capsys.readouterr().out
     assert qdq("verify", str(done), "--json") == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
-
-
-def test_flipped_byte_is_reported_or_changes_no_figure(copy):
-    before, files = shown(copy), [path for path in sorted(copy.rglob("*")) if path.is_file()]
-    assert "take " in before
-    for path in (path for path in files if path.name not in NOT_RESULTS):
-        name, whole = path.relative_to(copy).as_posix(), path.read_bytes()
-        for place in {len(whole) * part // 4 for part in range(4)} | {len(whole) - 1}:
-            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            (problem,) = check_results(copy).problems[:1]
-            assert str(path) in problem, f"{name}, byte {place}"
-            assert "; " in problem, "the repair"
-            if name.startswith("report/"):
-                assert current_report(copy) is None, f"{name}, byte {place}: it is drawn again"
-            elif (text := shown(copy)) != before:
-                assert path.name in text, f"{name}, byte {place}"
-        path.write_bytes(whole)
-    assert shown(copy) == before
-
-
-def test_a_damaged_record_of_a_task_is_refused_by_the_report(copy):
-    for name in ("rows.json", "confirmation.jsonl.gz", "runs/random-0.jsonl.gz", "patterns.yaml"):
-        path = copy / TASK / name
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-        assert shown(copy).startswith(f"refused: {path}"), name
-        assert ": damaged" in shown(copy), name
-        path.write_bytes(whole)
 
 
 def test_missing_file_is_reported(copy, capsys):
@@ -212,15 +184,6 @@ def test_line_above_size_limit_is_refused(tmp_path, monkeypatch, stored):
     for read in (lines.read_lines, read_journal):
         with pytest.raises(UserError, match=rf"{stored}: a line of more"):
             next(read(tmp_path / "a.jsonl"))
-
-
-def test_json_above_size_limit_is_refused_unread(copy):
-    path = copy / TASK / "task.json"
-    with path.open("wb") as file:
-        file.truncate(2**40)  # takes no space
-    (copy / MANIFEST_FILE).unlink()
-    with pytest.raises(UserError, match=r"task\.json.*at most"):
-        load(copy)
 
 
 def test_number_beyond_float_range_is_refused(copy):

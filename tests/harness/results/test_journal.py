@@ -1,7 +1,6 @@
 """Journals survive truncation at any byte and a full disk, and reject files of other runs."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from stored import JOURNAL_HEADER, write_lines
 
 from harness.base.errors import UserError
-from harness.base.files import append_line
 from harness.measure.records import Failed, Measured, Proposal, TrialResult, decode_line, encode_line
 from harness.results.journal import Journal, JournalEntry, read_journal
 from harness.results.lines import seal_line
@@ -206,15 +204,6 @@ def test_full_disk_loses_only_the_partial_line(path):
     assert path.read_bytes().endswith(b"\n")
     with Journal(path, FINGERPRINT) as journal:
         assert [entry.proposal.number for entry in journal.entries if entry.result is not None] == list(range(7))
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_append_line_names_the_file_on_a_full_disk(path):
-    with (
-        pytest.raises(UserError, match=r"j.jsonl: cannot be written \(No space left on device\)"),
-        open("/dev/full", "ab", buffering=0) as file,
-    ):
-        append_line(file, "{}", path)
 
 
 SEALED = [seal_line(encode_line(line), "")[0] + "\n" for line in (result(0, 9.0), proposal(0))]

@@ -20,7 +20,6 @@ from harness.report.frames import main_frame
 from harness.results.artifacts import read_finalists
 from harness.results.folder import load
 from harness.results.journal import RETRY_ORIGIN, read_journal
-from harness.results.lines import first_line
 from harness.results.ownership import owned_results_dir
 from harness.run.runner import MAX_WORKER_LOSSES, run_with_recovery
 from harness.workers.engines import WorkerLost
@@ -97,17 +96,6 @@ def test_changed_model_is_refused_or_archived_if_accepted(copy, capsys):
     assert "--accept-changes" in error
     assert qdq(*command, "--accept-changes") == 0
     assert set(main_frame(load(copy / "out"))["task"]) == {TASK, f"{TASK}.1"}
-
-
-def test_added_seeds_continue_existing_results(copy, capsys):
-    (copy / "small.yaml").write_text(EXPERIMENT.replace("seeds: [0]", "seeds: [0, 1]"))
-    before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")
-    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 0
-    assert "seeds: 1 added: continuing from the existing results" in capsys.readouterr().err
-    assert read_text(copy / "out" / TASK / "runs" / "random-0.jsonl") == before
-    assert first_line(copy / "out" / TASK / "runs" / "random-1.jsonl")
-    assert not (copy / "out" / f"{TASK}.1").exists(), "nothing that was measured became another thing"
-    assert "seeds:\n- 0\n" in (copy / "out" / "experiment.1.yaml").read_text()
 
 
 def confirmed(task: Path) -> dict[str, str]:

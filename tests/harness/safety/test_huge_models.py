@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from google.protobuf.message import EncodeError
 from mutations import onnx_files
 from onnx import TensorProto, helper, numpy_helper
 
@@ -17,7 +16,6 @@ from harness.cli.main import main
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
 from harness.graph.load import load
-from harness.graph.protos import encoded_size_bytes
 
 HUGE = (1, 2**40)
 EXPERIMENT = """
@@ -70,25 +68,6 @@ def test_huge_declared_shapes_are_refused_with_one_message(tmp_path, capsys, wha
     assert said in error
     assert "huge.onnx" in error
     assert "Traceback" not in error
-
-
-def test_size_of_a_tensor_is_known_without_encoding_it():
-    """Protobuf fails to encode a tensor above 2 GiB, also to find its size."""
-
-    class Table:
-        data_type, dims = TensorProto.FLOAT, (530_000, 1024)
-
-        def HasField(self, name: str) -> bool:
-            return name == "raw_data"
-
-        def ByteSize(self) -> int:
-            raise EncodeError("Failed to serialize proto")
-
-    assert encoded_size_bytes(Table()) == 530_000 * 1024 * 4
-    small = numpy_helper.from_array(np.zeros(7, np.int64), "shape")
-    assert encoded_size_bytes(small) == small.ByteSize()
-    packed = TensorProto(data_type=TensorProto.INT4, dims=[2**22 + 1], raw_data=b"")
-    assert encoded_size_bytes(packed) == 2**21 + 1
 
 
 @pytest.mark.parametrize("place", ["subgraph", "main graph", "constant"])

@@ -37,14 +37,6 @@ def test_optuna_sampler_without_constraints_names_alternative(monkeypatch, facts
         searcher.tell(scored(space, space.quantize_all(), 1.0, **facts))
 
 
-def test_per_pattern_starts_from_best_observed_placement():
-    space = plain_space(12, group=lambda index: f"g{index // 4}")
-    searcher = make("per_pattern", space)
-    searcher.tell(scored(space, space.float_placement(), 9.0))
-    searcher.tell(scored(space, space.quantize_all(), 3.0))
-    assert {placement.choices[4:] for placement in searcher.ask(5)} == {(1,) * 8}
-
-
 @pytest.mark.parametrize("told_again", [False, True])
 def test_per_pattern_perturbs_best_if_neighbourhood_is_exhausted(told_again):
     space = synthetic_space(9, groups=3)
@@ -61,19 +53,6 @@ def test_per_pattern_perturbs_best_if_neighbourhood_is_exhausted(told_again):
         if told_again and not number % 5:  # as a run does with what leads
             searcher.tell(replace(best, outcome=replace(best.outcome, stderr=0.01 + number / 10000)))
     assert objective.regret(best.placement) == 0
-
-
-def test_optuna_gp_sampler_finds_optimum_in_few_evaluations():
-    space = plain_space(5)
-    searcher = make("optuna", space, sampler="GPSampler", params={"n_startup_trials": 6})
-    weights = np.array([-3.0, 2.0, -1.0, 1.0, 0.5])
-    best = 99.0
-    for _ in range(9):
-        for placement in searcher.ask(1):
-            latency_ms = 10 + float(weights @ placement.choices)
-            best = min(best, latency_ms)
-            searcher.tell(scored(space, placement, latency_ms))
-    assert best == 6.0
 
 
 def test_exhaustive_enumerates_once_by_count_then_cost():
@@ -114,14 +93,6 @@ def test_sensitivity_greedy_replaces_base_after_remeasurement():
             searcher.tell(scored(space, space.float_placement(), reading, stderr=0.1))
         searcher.tell(scored(space, asked[-1], 4.0 + 0.5 * sum(asked[-1].choices), stderr=0.1))
     assert sum(sum(placement.choices) > 1 for placement in asked) >= 5, "around float there is nothing to probe"
-
-
-def test_evolution_keeps_its_parents_against_a_tie():
-    space = plain_space(40)
-    searcher = make("evolutionary", space, population=1, block=0.0)
-    searcher.tell(scored(space, space.float_placement(), 5.0, stderr=0.1))
-    searcher.tell(scored(space, space.quantize_all(), 4.9, stderr=0.1))
-    assert [sum(child.choices) < 20 for child in searcher.ask(10)] == [True] * 10
 
 
 def test_annealing_accepts_slower_neighbour_if_temperature_is_high():
@@ -317,16 +288,6 @@ def test_random_mutation_per_pattern_tries_known_schemes_first():
     assert searcher.ask(1)[0] == Placement((1, 1, 1, 1, 0, 0, 0, 0))
 
 
-def test_random_mutation_ends_after_its_attempts():
-    space = plain_space(2)
-    searcher = make("random_mutation", space, maximum_generation_attempts=50)
-    asked = []
-    while proposal := searcher.ask(1):
-        asked.append(proposal[0])
-        searcher.tell(scored(space, proposal[0], 1.0))
-    assert len(set(asked)) == len(asked) == 4
-
-
 def test_tpe_learns_from_external_observations_and_failures():
     space = plain_space(20)
     searcher = make("tpe", space)
@@ -369,19 +330,6 @@ def test_tpe_keeps_optuna_log_level_and_logs_no_record(caplog):
         optuna.logging.disable_propagation()
     assert optuna.logging.get_verbosity() == before
     assert not caplog.records
-
-
-def test_evolution_keeps_whole_patterns_of_its_parents():
-    space = plain_space(40, group=lambda i: f"g{i // 10}")
-    searcher = make("evolutionary", space, block=0.0, crossover=1.0)
-    searcher.tell(scored(space, space.quantize_all(), 1.0))
-    searcher.tell(scored(space, space.float_placement(), 1.1))
-    mixed = 0
-    for child in searcher.ask(30):
-        shares = [sum(child.choices[i : i + 10]) for i in range(0, 40, 10)]
-        assert all(share <= 3 or share >= 7 for share in shares), "each pattern comes from one parent, few points vary"
-        mixed += len({share >= 7 for share in shares}) == 2
-    assert mixed > 5
 
 
 def test_local_moves_from_the_incumbent_costly_points_first():
@@ -546,13 +494,6 @@ def test_auto_improves_with_each_component_disabled(settings):
     told = run_search_loop(make("auto", space, **settings), objective, 30, initial=common_initial_placements(space))
     assert len(told) == 30
     assert min(o.outcome.objective for o in told) < min(o.outcome.objective for o in told[:3])
-
-
-def test_auto_without_blocks_flips_single_points():
-    space = plain_space(6, role=lambda i: f"role{i}")
-    searcher = make("auto", space, rules=0, surrogate=False, blocks=False)
-    searcher.tell(scored(space, space.float_placement(), 1.0))
-    assert [p.choices.index(1) for p in searcher.ask(6) if sum(p.choices) == 1] == [0, 1, 2, 3, 4, 5], "costly first"
 
 
 def test_sensitivity_greedy_combines_individual_gains_best_first():
