@@ -21,7 +21,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from functools import cache
 
@@ -59,8 +59,7 @@ class SearcherContract:
         """
         space = synthetic_space(dimensions, groups=groups)
         objective, searcher = SyntheticObjective(space, seed=0), self.make(space, 0)
-        for placement in common_initial_placements(space) if initial else ():
-            searcher.tell(objective.observe(placement))
+        _tell(searcher, objective, common_initial_placements(space) if initial else ())
         return space, objective, searcher
 
     def transcript(self) -> list[list[int]]:
@@ -68,37 +67,32 @@ class SearcherContract:
         space = synthetic_space(12, groups=3, precisions=("int8", "fp8"), seed=3)
         objective = SyntheticObjective(space, seed=3)
         searcher = self.make(space, 7)
-        for placement in common_initial_placements(space):
-            searcher.tell(objective.observe(placement))
+        _tell(searcher, objective, common_initial_placements(space))
         asks: list[list[int]] = []
         for round_number in range(12):
             asked = searcher.ask(1 + round_number % 3)
             asks.extend(list(placement.choices) for placement in asked)
-            for position, placement in enumerate(asked):
-                fails = position == 0 and round_number % 4 == 1
-                searcher.tell(_failed_observation(space, placement) if fails else objective.observe(placement))
-            searcher.tell(objective.observe(space.float_placement()))
+            fails = min(len(asked), round_number % 4 == 1)
+            for placement in asked[:fails]:
+                searcher.tell(_observation(space, placement, PLANTED))
+            _tell(searcher, objective, [*asked[fails:], space.float_placement()])
         return asks
 
     def test_asks_are_valid_and_at_most_n(self) -> None:
         space = synthetic_space(12, groups=3, precisions=("int8", "fp8"))
-        objective = SyntheticObjective(space, seed=0)
-        searcher = self.make(space, 0)
+        objective, searcher = SyntheticObjective(space, seed=0), self.make(space, 0)
         assert not searcher.ask(0), "ask(0) returns nothing"
         for n in (1, 2, 5, 3, 8):
             asked = searcher.ask(n)
             assert 1 <= len(asked) <= n, f"ask({n}) on a fresh space returned {len(asked)} placements"
-            for placement in asked:
-                space.validate(placement)
-                searcher.tell(objective.observe(placement))
+            _tell(searcher, objective, map(space.validate, asked))
 
     def test_a_batch_holds_different_placements(self) -> None:
         space, objective, searcher = self._begin(12, 3, initial=True)
         for _ in range(6):
             asked = searcher.ask(4)
             assert len({space.digest(placement) for placement in asked}) == len(asked), "a batch repeats a digest"
-            for placement in asked:
-                searcher.tell(objective.observe(placement))
+            _tell(searcher, objective, asked)
 
     def test_asks_nothing_again_that_waits_for_its_outcome(self) -> None:
         space, objective, searcher = self._begin(24, 6, initial=True)
@@ -106,8 +100,7 @@ class SearcherContract:
             waiting = [placement for _ in range(3) for placement in searcher.ask(2)]
             assert waiting, "nothing is awaited, and yet nothing was asked"
             assert len({space.digest(p) for p in waiting}) == len(waiting), "what waits for its outcome is asked again"
-            for placement in waiting:
-                searcher.tell(objective.observe(placement))
+            _tell(searcher, objective, waiting)
 
     def test_asks_on_once_what_it_waited_for_is_told(self) -> None:
         space, objective, searcher = self._begin(24, 6, initial=True)
@@ -117,8 +110,7 @@ class SearcherContract:
                 waiting.extend(more)
             assert waiting, "an empty ask says 'not yet' only while outcomes are awaited; here none were"
             assert len({space.digest(p) for p in waiting}) == len(waiting), "a full window holds a placement twice"
-            for placement in waiting:
-                searcher.tell(objective.observe(placement))
+            _tell(searcher, objective, waiting)
 
     def test_same_seed_and_tells_give_the_same_asks(self) -> None:
         known = _known_transcript(self.__class__)  # type: ignore[arg-type]  # mypy: no class is hashable
@@ -136,23 +128,21 @@ class SearcherContract:
 
     def test_takes_tells_that_it_never_asked_for_failures_and_repeats(self) -> None:
         space, objective, searcher = self._begin(12, 3)
-        searcher.tell(_failed_observation(space, space.quantize_all()))
-        for _ in range(2):
-            searcher.tell(objective.observe(space.float_placement()))
+        searcher.tell(_observation(space, space.quantize_all(), PLANTED))
+        _tell(searcher, objective, [space.float_placement()] * 2)
         for _ in range(4):
             asked = searcher.ask(3)
             assert asked, "the searcher stopped after failures"
             for placement in asked:
-                searcher.tell(_failed_observation(space, placement))
-                searcher.tell(_failed_observation(space, placement))
-        searcher.tell(objective.observe(space.quantize_all()))
+                for _ in range(2):
+                    searcher.tell(_observation(space, placement, PLANTED))
+        _tell(searcher, objective, [space.quantize_all()])
         assert searcher.ask(1), "the searcher stopped after a failed placement was measured"
 
     def test_changes_nothing_that_it_is_given_and_no_global_state(self) -> None:
         space = synthetic_space(12, groups=3)
-        placement = space.quantize_roles({"linear"})
         score = Score(objective=1.0, metrics={"top1": 0.5})
-        given = Observation(placement=placement, digest=space.digest(placement), outcome=score)
+        given = _observation(space, space.quantize_roles({"linear"}), score)
         before = (copy.deepcopy(given), _global_random_state())
         searcher = self.make(space, 0)
         searcher.tell(given)
@@ -170,18 +160,16 @@ class SearcherContract:
         assert best_ms < chance_ms, f"after 60 evaluations {best_ms:.2f} ms, a random placement has {chance_ms:.2f} ms"
 
     def test_takes_violations(self) -> None:
-        space = synthetic_space(24, groups=6, seed=1)
-        objective = SyntheticObjective(space, seed=1)
-        searcher = self.make(space, 0)
+        space, objective, searcher = self._begin(24, 6)
         feasible_ms = [objective.latency_ms(space.float_placement())]
-        searcher.tell(objective.observe(space.float_placement()))
+        _tell(searcher, objective, [space.float_placement()])
         for _ in range(40):
             for placement in searcher.ask(1):
                 share = sum(map(bool, placement.choices)) / len(space)
                 latency_ms = objective.latency_ms(placement)
                 feasible_ms += [latency_ms] if share <= 0.4 else []
                 score = Score(objective=latency_ms, violation=max(0.0, share - 0.4))
-                searcher.tell(Observation(placement=placement, digest=space.digest(placement), outcome=score))
+                searcher.tell(_observation(space, placement, score))
         assert min(feasible_ms) < feasible_ms[0], "40 evaluations found no placement within the bound faster than float"
 
     def test_takes_an_incumbent_that_was_measured_again(self) -> None:
@@ -192,7 +180,7 @@ class SearcherContract:
                 searcher.tell(observation)
             lucky = min(observations, key=_objective_of)
             again = Score(objective=2 * _objective_of(lucky), stderr=0.1)
-            searcher.tell(Observation(placement=lucky.placement, digest=lucky.digest, outcome=again))
+            searcher.tell(_observation(space, lucky.placement, again))
             observations = [objective.observe(space.validate(placement)) for placement in searcher.ask(3)]
             assert observations, "the searcher stopped after its incumbent was measured again"
 
@@ -203,7 +191,7 @@ class SearcherContract:
             for placement in asked:
                 latency_ms, share = objective.latency_ms(placement), sum(map(bool, placement.choices)) / len(space)
                 score = Score(objective=latency_ms, objectives=(latency_ms, share))
-                searcher.tell(Observation(placement=placement, digest=space.digest(placement), outcome=score))
+                searcher.tell(_observation(space, placement, score))
             asked = [space.validate(placement) for placement in searcher.ask(2)]
             assert asked, "the searcher stopped after scores with several objectives"
 
@@ -211,17 +199,15 @@ class SearcherContract:
         space, objective, searcher = self._begin(3, 1)
         seen: set[str] = set()
         for _ in range(40):
-            for placement in searcher.ask(4):
-                seen.add(space.digest(placement))
-                searcher.tell(objective.observe(placement))
+            asked = searcher.ask(4)
+            seen.update(map(space.digest, asked))
+            _tell(searcher, objective, asked)
         assert all(space.digest(p) in seen for p in searcher.ask(4)), "after 160 proposals 8 placements are not done"
 
     def test_takes_a_space_without_dimensions(self) -> None:
         space = Space(())
         searcher = self.make(space, 0)
-        searcher.tell(
-            Observation(placement=Placement(()), digest=space.digest(Placement(())), outcome=Score(objective=1.0))
-        )
+        searcher.tell(_observation(space, Placement(()), Score(objective=1.0)))
         assert all(placement == Placement(()) for placement in searcher.ask(2)), "there is only one placement"
 
 
@@ -233,8 +219,8 @@ class IncumbentContract(SearcherContract):
 
         def asks(second_ms: float) -> list[Placement]:
             searcher = self.make(space, 0)
-            searcher.tell(_scored_observation(space, space.float_placement(), 10.0))
-            searcher.tell(_scored_observation(space, space.quantize_all(), second_ms))
+            searcher.tell(_observation(space, space.float_placement(), _scored(10.0)))
+            searcher.tell(_observation(space, space.quantize_all(), _scored(second_ms)))
             return list(searcher.ask(8))
 
         assert asks(9.95) == asks(30.0), "a lucky reading within the noise leads the search elsewhere than a loss does"
@@ -245,25 +231,31 @@ class IncumbentContract(SearcherContract):
         def asks(noise_ms: float) -> list[Placement]:
             rng = np.random.default_rng(0)
             searcher = self.make(space, 0)
-            searcher.tell(_scored_observation(space, space.float_placement(), 10.0))
+            searcher.tell(_observation(space, space.float_placement(), _scored(10.0)))
             asked: list[Placement] = []
             for _ in range(60):
                 for placement in searcher.ask(1):
                     asked.append(placement)
-                    searcher.tell(_scored_observation(space, placement, 10.0 + noise_ms * float(rng.uniform(-1, 1))))
+                    searcher.tell(_observation(space, placement, _scored(10.0 + noise_ms * float(rng.uniform(-1, 1)))))
             return asked
 
         assert asks(0.05) == asks(0.0), "where all are equal within the noise, the lowest reading leads the search"
 
 
-def _failed_observation(space: Space, placement: Placement) -> Observation:
-    outcome = Failure(stage="build", reason="planted")
+PLANTED = Failure(stage="build", reason="planted")
+
+
+def _tell(searcher: Searcher, objective: SyntheticObjective, placements: Iterable[Placement]) -> None:
+    for placement in placements:
+        searcher.tell(objective.observe(placement))
+
+
+def _observation(space: Space, placement: Placement, outcome: Score | Failure) -> Observation:
     return Observation(placement=placement, digest=space.digest(placement), outcome=outcome)
 
 
-def _scored_observation(space: Space, placement: Placement, objective: float) -> Observation:
-    score = Score(objective=objective, stderr=0.1)
-    return Observation(placement=placement, digest=space.digest(placement), outcome=score)
+def _scored(objective: float) -> Score:
+    return Score(objective=objective, stderr=0.1)
 
 
 def _objective_of(observation: Observation) -> float:
