@@ -110,12 +110,13 @@ class SyntheticObjective:
         for members in self._space.groups.values():
             options = list(itertools.product(*(range(self._space.sizes[index]) for index in members)))
             longer: dict[bool, Placement] = {}
-            for placement in (
-                _replace_choices(start, members, option) for start in best.values() for option in options
-            ):
-                last = any(
-                    edge in dict(self._space.resolve(placement)) for edge in self._space.dimensions[members[-1]].edges
-                )
+            for start, option in itertools.product(best.values(), options):
+                choices = list(start.choices)
+                for index, choice in zip(members, option, strict=True):
+                    choices[index] = choice
+                placement = Placement(tuple(choices))
+                quantized = dict(self._space.resolve(placement))
+                last = any(edge in quantized for edge in self._space.dimensions[members[-1]].edges)
                 if last not in longer or self.latency_ms(placement) < self.latency_ms(longer[last]):
                     longer[last] = placement
             best = longer
@@ -155,10 +156,3 @@ def run_search_loop(
             duplicates = duplicates + 1 if observation.digest in known else 0
             searcher.tell(known.setdefault(observation.digest, observation))
     return list(known.values())
-
-
-def _replace_choices(placement: Placement, members: Sequence[int], option: Sequence[int]) -> Placement:
-    choices = list(placement.choices)
-    for index, choice in zip(members, option, strict=True):
-        choices[index] = choice
-    return Placement(tuple(choices))

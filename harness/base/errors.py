@@ -176,15 +176,14 @@ def _cause_with_news(error: UserError) -> BaseException | None:
     user, whose traceback is needed.
     """
     cause = error.__cause__
-    while cause is not None and (isinstance(cause, UserError) or _repeats(cause, error)):
+    while cause is not None:
+        reason = cause.strerror if isinstance(cause, OSError) else None
+        text = reason or str(cause)  # empty for a bare `assert` of a library, of which the message has nothing
+        is_repeated = bool(text) and text in str(error) and not _is_foreign(cause)
+        if not (isinstance(cause, UserError) or is_repeated):
+            break
         cause = cause.__cause__
     return cause
-
-
-def _repeats(cause: BaseException, error: UserError) -> bool:
-    reason = cause.strerror if isinstance(cause, OSError) else None
-    text = reason or str(cause)  # empty for a bare `assert` of a library, of which the message has nothing
-    return bool(text) and text in str(error) and not _is_foreign(cause)
 
 
 def _is_foreign(error: BaseException) -> bool:

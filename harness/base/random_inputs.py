@@ -32,8 +32,12 @@ def random_feeds(types: InputTypes, count: int, seed: int = 0) -> Iterator[dict[
 
 def random_feed(types: InputTypes, index: int, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
     """Return feed `index` of `random_feeds`."""
-    rng = np.random.default_rng([seed, index])
-    return {name: _draw_array(rng, dtype, types[name][1]) for name, dtype in check_types(types).items()}
+    rng, feed = np.random.default_rng([seed, index]), dict[str, npt.NDArray[Any]]()
+    for name, dtype in check_types(types).items():
+        shape = types[name][1]
+        values = rng.standard_normal(shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
+        feed[name] = np.asarray(values, dtype=dtype)
+    return feed
 
 
 def feeds_digest(feeds: Iterable[Mapping[str, npt.NDArray[Any]]]) -> str:
@@ -73,8 +77,3 @@ def _numpy_type(name: str, kind: str) -> np.dtype[Any]:
             "export it again with floats, integers or booleans as inputs"
         )
     return dtype
-
-
-def _draw_array(rng: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    values = rng.standard_normal(shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
-    return np.asarray(values, dtype=dtype)

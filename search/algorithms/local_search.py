@@ -54,16 +54,13 @@ class LocalSearcher(ArchiveSearcher):
         entry = self._archive.get(observation.digest)
         awaited = base in self._archive.pending  # a restart's base; the previous incumbent counts meanwhile
         old = leader if awaited else self._archive.get(base)
-        if new and entry is not None and self._beats(entry, old, awaited):
+        if new and entry is not None and (improves(entry.score, old.score, self._significance) if old else not awaited):
             self._move_to(observation.placement)
             return
         led = leader is not None and leader.digest == base
         leader = self._leader()
         if base in self._archive.failures or (led and leader is not None and leader.digest != base):
             self._move_to(leader.placement if leader else self._base)  # the base failed, or has a new score
-
-    def _beats(self, entry: ArchiveEntry, old: ArchiveEntry | None, awaited: bool) -> bool:
-        return not awaited if old is None else improves(entry.score, old.score, self._significance)
 
     def _leader(self) -> ArchiveEntry | None:
         return next(iter(self._archive.incumbents(1, self._significance)), None)

@@ -69,7 +69,10 @@ class AutoSearcher(ArchiveSearcher):
         self._candidates = candidates
         self._advisor = SurrogateModel(space) if surrogate else None
         sets = move_sets(space) if blocks else ((), (), singletons(space))
-        self._wide, self._narrow, self._points = (_moves_of_sets(s, space) for s in sets)
+        self._wide, self._narrow, self._points = (
+            [(indices, choice) for indices in own for choice in range(max(space.sizes[i] for i in indices))]
+            for own in sets
+        )
         self._expert = list(expert_placements(space))[:rules]
 
     def _propose(self) -> Placement | None:
@@ -200,7 +203,3 @@ class AutoSearcher(ArchiveSearcher):
                 rungs += 1
                 base = self._apply(base, (indices, choice))
                 yield base
-
-
-def _moves_of_sets(sets: Sequence[tuple[int, ...]], space: Space) -> tuple[Move, ...]:
-    return tuple((indices, choice) for indices in sets for choice in range(max(space.sizes[i] for i in indices)))

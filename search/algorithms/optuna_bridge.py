@@ -17,7 +17,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, TPESampler
-from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+from optuna.trial import Trial, TrialState, create_trial
 
 from search.api import Failure, Observation, Placement, Score, Space, check_range
 from search.archive import ArchiveSearcher
@@ -83,7 +83,10 @@ class _OptunaStudySearcher(ArchiveSearcher):
             if before is None:
                 trial = self._running.pop(digest, None) or self._enqueue(observation.placement)
                 self._finish(digest, trial, outcome)
-            form = _widen_study_shape(self._form, outcome)
+            form = self._form
+            if isinstance(outcome, Score):
+                is_bounded = form[1] or outcome.violation > 0 or outcome.assumed
+                form = max(form[0], len(outcome.values)), is_bounded
             if form != self._form or (before is not None and (entry or before) != before):
                 self._form = form
                 self._rebuild()
@@ -116,12 +119,14 @@ class _OptunaStudySearcher(ArchiveSearcher):
         self._finished[digest] = trial.number
         for name, violation in self._constraints(outcome).items():
             trial.set_constraint(name, violation)
+        self._study.tell(trial, *self._result(outcome))
+
+    def _result(self, outcome: Score | Failure) -> tuple[Sequence[float] | None, TrialState]:
+        """Return the values and the state of a finished trial; scores with fewer objectives than others count less."""
         if isinstance(outcome, Failure):
-            self._study.tell(trial, state=TrialState.PRUNED)
-        elif len(outcome.values) != self._form[0]:
-            self._study.tell(trial, state=TrialState.FAIL)
-        else:
-            self._study.tell(trial, outcome.values)
+            return None, TrialState.PRUNED
+        is_complete = len(outcome.values) == self._form[0]
+        return (outcome.values, TrialState.COMPLETE) if is_complete else (None, TrialState.FAIL)
 
     def _constraints(self, outcome: Score | Failure) -> dict[str, float]:
         """Return the constraint values of a trial; none before the first violation, because sampling is faster then.
@@ -143,21 +148,22 @@ class _OptunaStudySearcher(ArchiveSearcher):
         self._study, self._finished, self._running = self._new_study(), {}, {}
         for digest, number in finished.items():
             self._finished[digest] = len(self._finished)
-            self._study.add_trial(self._updated_trial(trials[number], digest))
+            old, entry = trials[number], self._archive.get(digest)
+            outcome = entry.score if entry else self._archive.failures[digest].outcome
+            values, state = self._result(outcome)
+            notes = {key: value for key, value in old.system_attrs.items() if not key.startswith("constraints")}
+            self._study.add_trial(
+                create_trial(
+                    state=state,
+                    values=values,
+                    params=old.params,
+                    distributions=self._distributions,
+                    system_attrs=notes,
+                    constraints={} if state == TrialState.FAIL else self._constraints(outcome),
+                )
+            )
         for digest, trial in waiting.items():
             self._running[digest] = self._enqueue(self._placement(trial))
-
-    def _updated_trial(self, trial: FrozenTrial, digest: str) -> FrozenTrial:
-        """Return a finished trial with the current score of its placement and the sampler's attributes."""
-        entry = self._archive.get(digest)
-        notes = {key: value for key, value in trial.system_attrs.items() if not key.startswith("constraints")}
-        same: dict[str, Any] = {"params": trial.params, "distributions": self._distributions, "system_attrs": notes}
-        if entry is None:
-            failed = self._constraints(self._archive.failures[digest].outcome)
-            return create_trial(state=TrialState.PRUNED, constraints=failed, **same)
-        if len(entry.score.values) != self._form[0]:
-            return create_trial(state=TrialState.FAIL, **same)
-        return create_trial(values=entry.score.values, constraints=self._constraints(entry.score), **same)
 
     def _new_study(self) -> optuna.Study:
         sampler = self._sampler(int(self._rng.integers(2**31)))
@@ -251,19 +257,13 @@ class OptunaSearcher(_OptunaStudySearcher):
 def _available_samplers() -> dict[str, Any]:
     """Return the samplers, by name, that can be made from a seed alone and do not stop the study themselves."""
     names = [name for name in optuna.samplers.__all__ if name.endswith("Sampler") and name != "BruteForceSampler"]
-    return {name: getattr(optuna.samplers, name) for name in names if _needs_only_a_seed(name)}
-
-
-def _needs_only_a_seed(name: str) -> bool:
-    parameters = inspect.signature(getattr(optuna.samplers, name)).parameters
-    return "seed" in parameters and all(p.default is not p.empty for p in parameters.values())
-
-
-def _widen_study_shape(form: tuple[int, bool], outcome: Score | Failure) -> tuple[int, bool]:
-    """Return the number of objectives of a study, and whether it has a constraint, after one more outcome."""
-    if isinstance(outcome, Failure):
-        return form
-    return max(form[0], len(outcome.values)), form[1] or outcome.violation > 0 or outcome.assumed
+    found = {name: getattr(optuna.samplers, name) for name in names}
+    parameters = {name: inspect.signature(made).parameters for name, made in found.items()}
+    return {
+        name: made
+        for name, made in found.items()
+        if "seed" in parameters[name] and all(p.default is not p.empty for p in parameters[name].values())
+    }
 
 
 @contextmanager

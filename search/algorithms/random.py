@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -47,15 +48,13 @@ class RandomSearcher(ArchiveSearcher):
         sizes = self._space.sizes
         total = math.prod(sizes)
         if total > MAX_ENUMERATED_PLACEMENTS:
-            while (placement := self._first_new(self._draw, MAX_ATTEMPTS)) is not None:
+            draw = partial(self._space.random, self._rng) if self._density == "uniform" else self._random_placement
+            while (placement := self._first_new(draw, MAX_ATTEMPTS)) is not None:
                 yield placement
             return
         every = np.indices(sizes).reshape(len(sizes), total).T
         placements = (Placement(tuple(choices)) for choices in every[self._rng.permutation(total)].tolist())
         yield from filter(self._is_new, placements)
-
-    def _draw(self) -> Placement:
-        return self._space.random(self._rng) if self._density == "uniform" else self._random_placement()
 
 
 class ExhaustiveSearcher(ArchiveSearcher):
@@ -71,16 +70,18 @@ class ExhaustiveSearcher(ArchiveSearcher):
 
     def __init__(self, space: Space, *, seed: int) -> None:
         super().__init__(space, seed)
-        self._fresh = filter(self._is_new, _by_quantized_count(space))
+        self._fresh = filter(self._is_new, self._by_quantized_count())
 
     def _propose(self) -> Placement | None:
         return next(self._fresh, None)
 
-
-def _by_quantized_count(space: Space) -> Iterator[Placement]:
-    costly = sorted(range(len(space)), key=lambda index: -space.dimensions[index].cost)
-    for weight in range(len(space) + 1):
-        for points in itertools.combinations(costly, weight):
-            for precisions in itertools.product(*(range(1, space.sizes[index]) for index in points)):
-                chosen = dict(zip(points, precisions, strict=True))
-                yield Placement(tuple(chosen.get(index, 0) for index in range(len(space))))
+    def _by_quantized_count(self) -> Iterator[Placement]:
+        dimensions, sizes = self._space.dimensions, self._space.sizes
+        costly = sorted(range(len(sizes)), key=lambda index: -dimensions[index].cost)
+        for weight in range(len(sizes) + 1):
+            for points in itertools.combinations(costly, weight):
+                for precisions in itertools.product(*(range(1, sizes[index]) for index in points)):
+                    choices = [0] * len(sizes)
+                    for index, choice in zip(points, precisions, strict=True):
+                        choices[index] = choice
+                    yield Placement(tuple(choices))
