@@ -155,23 +155,22 @@ def serve(fd: int) -> None:
     send("ready")
     with suppress(EOFError):
         while True:
-            _adopt(*connection.recv())  # first, because the call may be of a module on the driver's path alone
-            call, reports = connection.recv()
-            send("answer", _run_call(call, partial(send, "report") if reports else None))
-
-
-def _surroundings() -> tuple[int, str, list[str], dict[str, str]]:
-    return logging.getLogger().level, str(Path.cwd()), sys.path, dict(os.environ)
-
-
-def _adopt(level: int, folder: str, path: list[str], environment: dict[str, str]) -> None:
-    """Apply log level, working folder, import path and environment of the driver, which may change between calls."""
-    logging.getLogger().setLevel(level)
-    os.chdir(folder)
-    sys.path[:] = path
-    if os.environ != environment:
-        os.environ.clear()
-        os.environ.update(environment)
+            # Log level, working folder, import path and environment of the driver, which may change between calls. They
+            # come first, because the call may be of a module on the driver's path alone.
+            level, folder, path, environment = connection.recv()
+            logging.getLogger().setLevel(level)
+            os.chdir(folder)
+            sys.path[:] = path
+            if os.environ != environment:
+                os.environ.clear()
+                os.environ.update(environment)
+            (work, args), reports = connection.recv()
+            answer: tuple[Any, Exception | None]
+            try:
+                answer = (work(*args, *((partial(send, "report"),) if reports else ())), None)
+            except Exception as error:  # raised again by the caller
+                answer = (None, _as_picklable(error))
+            send("answer", answer)
 
 
 class _LogSender(QueueHandler):
@@ -183,14 +182,6 @@ class _LogSender(QueueHandler):
 
     def enqueue(self, record: logging.LogRecord) -> None:
         self._send(record)
-
-
-def _run_call(call: tuple[Callable[..., Any], tuple[Any, ...]], report: Report | None) -> tuple[Any, Exception | None]:
-    work, args = call
-    try:
-        return work(*args, *(() if report is None else (report,))), None
-    except Exception as error:  # raised again by the caller
-        return None, _as_picklable(error)
 
 
 def _as_picklable(error: Exception) -> Exception:
@@ -212,23 +203,14 @@ class NativeCallWorker:
         self._worker: WorkerProcess | None = None
 
     def call(self, what: str, call: object, factor: float, on_report: Report | None) -> Any:
-        with self._lock:
-            value, error = self._call_worker(what, call, factor, on_report)
-        if error is not None:
-            raise error
-        return value
-
-    def _call_worker(
-        self, what: str, call: object, factor: float, on_report: Report | None
-    ) -> tuple[Any, Exception | None]:
         limits = StepLimits.read(factor)
-        with ExitStack() as on_failure:
+        with self._lock, ExitStack() as on_failure:
             on_failure.callback(self._stop)
             worker, crashed = self._running_worker(), False
             try:
-                worker.send(_surroundings())
+                worker.send((logging.getLogger().level, str(Path.cwd()), sys.path, dict(os.environ)))
                 worker.send((call, on_report is not None))
-                answer: tuple[Any, Exception | None] = _receive_answer(worker, limits, on_report)
+                value, error = _receive_answer(worker, limits, on_report)
             except TimeoutError:
                 how = limits.time_message
             except MemoryError:
@@ -237,7 +219,9 @@ class NativeCallWorker:
                 how, crashed = worker.describe_exit(), True
             else:
                 on_failure.pop_all()
-                return answer
+                if error is not None:
+                    raise error
+                return value
         raise HelperCallFailed(what, how, crashed=crashed)
 
     def _running_worker(self) -> WorkerProcess:

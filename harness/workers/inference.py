@@ -104,19 +104,18 @@ def _open_lazily(probe: Any, threads: int, opened: ExitStack) -> Infer:
                 if chosen is None:
                     outputs: Mapping[str, Array] = probe.infer(feeds)
                     copy = opened.enter_context(probe.concurrently(threads))
-                    chosen = copy if _are_equal(outputs, copy(feeds)) else one_at_a_time
+                    copied = copy(feeds)
+                    equal = (
+                        np.array_equal(array, copied[name], equal_nan=array.dtype.kind == "f")
+                        for name, array in outputs.items()
+                    )
+                    chosen = copy if outputs.keys() == copied.keys() and all(equal) else one_at_a_time
                     if chosen is one_at_a_time:
                         logger.warning("inferences run one after the other: a copy of the engine has other outputs")
                     return outputs
         return chosen(feeds)
 
     return infer
-
-
-def _are_equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    return one.keys() == other.keys() and all(
-        np.array_equal(array, other[name], equal_nan=array.dtype.kind == "f") for name, array in one.items()
-    )
 
 
 def remember_outputs(infer: Infer, known: KnownOutputs, keep: bool) -> Infer:
@@ -142,24 +141,23 @@ def remember_outputs(infer: Infer, known: KnownOutputs, keep: bool) -> Infer:
 
 
 def _feeds_key(feeds: Mapping[str, Array]) -> object:
-    """Return a key of inputs: the memory addresses of arrays that cannot change, or else a digest of their values."""
-    if all(map(_is_frozen, feeds.values())):
-        places = {name: array.__array_interface__ for name, array in feeds.items()}
-        return tuple((name, at["data"][0], at["shape"], at["typestr"]) for name, at in sorted(places.items()))
-    digest = hashlib.blake2b(repr([(name, array.shape) for name, array in sorted(feeds.items())]).encode())
-    for name in sorted(feeds):
-        digest.update(np.ascontiguousarray(feeds[name]).tobytes())
+    """Return a key of inputs: the memory addresses of arrays that cannot change, or else a digest of their values.
+
+    An array cannot change if it is contiguous and neither it nor the owner of its memory can be written to.
+    """
+    places, digest = [], hashlib.blake2b()
+    for name, array in sorted(feeds.items()):
+        owner = array if array.base is None else array.base
+        fixed = isinstance(owner, np.ndarray) and not (array.flags.writeable or owner.flags.writeable)
+        if fixed and array.flags.c_contiguous:
+            at = array.__array_interface__
+            places.append((name, at["data"][0], at["shape"], at["typestr"]))
+    if len(places) == len(feeds):
+        return tuple(places)
+    for name, array in sorted(feeds.items()):
+        digest.update(repr((name, array.shape, array.dtype.str)).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
     return digest.digest()
-
-
-def _is_frozen(array: Array) -> bool:
-    """Return whether an array is contiguous and neither it nor the owner of its memory can be written to."""
-    owner = array if array.base is None else array.base
-    return (
-        array.flags.c_contiguous
-        and isinstance(owner, np.ndarray)
-        and not (array.flags.writeable or owner.flags.writeable)
-    )
 
 
 def with_progress(infer: Infer, evaluator: Evaluator, on_progress: ScoringCallback | None) -> Infer:

@@ -100,7 +100,13 @@ def _wait_for_lock(handle: int, waits: list[float]) -> None:
     Raises:
         UserError: The limit of `--wait` is over.
     """
-    limit_s, waited_s, reported = _wait_limit_s(), 0.0, False
+    text, waited_s, reported = os.environ.get(WAIT_VARIABLE) or "inf", 0.0, False
+    try:
+        limit_s = float(text)
+    except ValueError:
+        limit_s = math.nan
+    if not limit_s >= 0:
+        raise UserError(f"{WAIT_VARIABLE}: a number of seconds from 0, but got {text!r}")
     queued, acquired = os.dup(handle), threading.Event()
 
     def acquire() -> None:
@@ -124,18 +130,6 @@ def _wait_for_lock(handle: int, waits: list[float]) -> None:
         if not reported:
             _logger.warning("%s; --wait SECONDS limits the wait", waiting)
             reported = True
-
-
-def _wait_limit_s() -> float:
-    """Return the limit that WAIT_VARIABLE sets, or infinity."""
-    text = os.environ.get(WAIT_VARIABLE) or "inf"
-    try:
-        limit_s = float(text)
-    except ValueError:
-        limit_s = math.nan
-    if not limit_s >= 0:
-        raise UserError(f"{WAIT_VARIABLE}: a number of seconds from 0, but got {text!r}")
-    return limit_s
 
 
 def _timing_lock_name() -> str:

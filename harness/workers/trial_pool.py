@@ -140,9 +140,10 @@ class ThreadedExecutor:
 
     def open_queue(self, make_trial: TrialFnFactory) -> SearchQueue:
         """Return the queue through which one search uses the pool."""
-        return SearchQueue(self._submit, make_trial, self._policy)
+        return SearchQueue(self.submit, make_trial, self._policy)
 
-    def _submit(self, job: _TrialJob) -> None:
+    def submit(self, job: _TrialJob) -> None:
+        """Queue a job, or fail it if the pool was stopped."""
         with self._lock:
             if self._stopped is not None:
                 job.fail(self._stopped)
@@ -164,7 +165,7 @@ class ThreadedExecutor:
     def _serve(self) -> None:
         """Run a worker's thread."""
         try:
-            while self._stopped is None and self._serve_with_engines():
+            while self._stopped is None and self._serve_until_lost():
                 pass
         except UserError as error:
             with self._lock:
@@ -173,30 +174,25 @@ class ThreadedExecutor:
             if not self._alive:
                 self._stop(error)
 
-    def _serve_with_engines(self) -> bool:
+    def _serve_until_lost(self) -> bool:
         """Run jobs with one set of engines; return whether they were lost and must be opened again."""
         with ExitStack() as stack:
             opened = self._open_worker()
-            engines = stack.enter_context(opened)
+            engines = PolicedEngines(stack.enter_context(opened), self._policy, self._write_lock)
             self._opened.append(opened)
             stack.callback(self._opened.remove, opened)
-            policed = PolicedEngines(engines, self._policy, self._write_lock)
             while (job := self._jobs.get()) is not None:
-                if self._stopped is None and not self._run_job(job, policed):
+                if self._stopped is not None:
+                    continue
+                try:
+                    job.finish(job.make_trial(engines)(job.candidate, job.incumbent))
+                except WorkerLost as error:
+                    if self._stopped is None:
+                        self._reassign(job, error)
                     return True
+                except BaseException as error:  # raised again by `collect`
+                    job.fail(error)
         return False
-
-    def _run_job(self, job: _TrialJob, engines: Engines) -> bool:
-        """Run a trial; return False if its worker was lost."""
-        try:
-            job.finish(job.make_trial(engines)(job.candidate, job.incumbent))
-        except WorkerLost as error:
-            if self._stopped is None:
-                self._reassign(job, error)
-            return False
-        except BaseException as error:  # raised again by `collect`
-            job.fail(error)
-        return True
 
     def _reassign(self, job: _TrialJob, error: WorkerLost) -> None:
         job.losses += 1
@@ -256,26 +252,24 @@ def run_concurrently(works: Sequence[Callable[[], None]], threads: int) -> None:
         return
     futures = [Future[None]() for _ in works]
     waiting = deque(zip(works, futures, strict=True))
+
+    def run_waiting() -> None:
+        with suppress(IndexError):  # nothing is left
+            while True:
+                work, future = waiting.popleft()
+                try:
+                    work()
+                except BaseException as error:  # raised again by the caller
+                    waiting.clear()
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+
     # An executor of `concurrent.futures` would keep the process alive until its last function returns.
     for _ in range(min(threads, len(works))):
-        threading.Thread(target=_run_waiting, args=(waiting,), daemon=True).start()
+        threading.Thread(target=run_waiting, daemon=True).start()
     for future in as_completed(futures):
         future.result()
-
-
-def _run_waiting(waiting: deque[tuple[Callable[[], None], Future[None]]]) -> None:
-    while True:
-        try:
-            work, future = waiting.popleft()
-        except IndexError:  # nothing is left
-            return
-        try:
-            work()
-        except BaseException as error:  # raised again by the caller
-            waiting.clear()
-            future.set_exception(error)
-        else:
-            future.set_result(None)
 
 
 SpecEngineFactory = Callable[[WorkerSpec], AbstractContextManager[Engines]]

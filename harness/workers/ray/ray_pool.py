@@ -1,4 +1,9 @@
-"""Pool of workers on the Ray cluster, all of them alike; lost workers are replaced."""
+"""Ray cluster as an execution target: a pool of workers, all of them alike; see docs/how-to/cluster.md.
+
+Lost workers are replaced. Only this process writes results. A trial transfers its edges and its readings: the model and
+its weights are put into the object store once, reach each node once, and placements are written on the node that builds
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +52,7 @@ RAY_START_LIMIT_S = 120.0  # a worker imports the harness, on a machine that may
 RAY_SHUTDOWN_LIMIT_S = 5.0  # workers that have not removed their files by then are killed
 RAY_POLL_INTERVAL_S = 1.0  # between two checks whether the pool was closed during a call
 RAY_ANSWER_LIMIT_S = 60.0  # for the transfer of a call and its result, and for the query of a worker's wait for locks
+FILES_LIMIT_S = 1800.0  # of calls that transfer a model, and of opening engines, which starts up to three processes
 STATUS_GROUP = "status"  # of calls that a worker answers during other calls
 _DRIVER_VARIABLES = (HOST_VARIABLE, TRUST_VARIABLE, WAIT_VARIABLE)
 _logger = logging.getLogger(__name__)
@@ -88,8 +94,18 @@ class RayPool:
         observer: Observer,
         list_files: ListFiles,
     ) -> None:
+        own = dict(resources)
         self._count = count
-        self._options = _actor_options(resources)
+        self._options: Mapping[str, Any] = {
+            "num_cpus": own.pop("CPU", 0 if own else 1),
+            "num_gpus": own.pop("GPU", 0),
+            "resources": own,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": "SPREAD",  # use as many nodes as there are
+        }
+        requested = {"CPU": self._options["num_cpus"], "GPU": self._options["num_gpus"], **own}
+        self._requested = {name: amount for name, amount in requested.items() if amount}
         self._known = known
         self._observer = observer
         self._list_files = list_files
@@ -106,8 +122,13 @@ class RayPool:
         """Start the workers, and wait for as many as the cluster has resources for now."""
         for _ in range(self._count):
             self._request_worker()
-        available = min(self._count, _cluster_capacity(self._options))
-        ray.wait(list(self._starting), num_returns=max(1, available), timeout=RAY_START_LIMIT_S)
+        nodes: Sequence[Mapping[str, Any]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        capacity = sum(
+            min((int(node.get(name, 0) // amount) for name, amount in self._requested.items()), default=1)
+            for node in nodes
+        )
+        available = max(1, min(self._count, capacity))
+        ray.wait(list(self._starting), num_returns=available, timeout=RAY_START_LIMIT_S)
         with self._lock:
             self._require_worker()
         if len(self._workers) < self._count:
@@ -186,8 +207,17 @@ class RayPool:
                 raise UserError(f"{error.cause} (on {worker.node})") from None
             raise
         except RayError as error:
-            self._remove_lost(worker, error)
-            raise WorkerLost(f"the worker on {worker.node} was lost: {_first_line(error)}") from error
+            text = _first_line(error)
+            with self._lock:
+                removed = worker in self._workers
+                if removed:
+                    self._workers.remove(worker)
+                    left = len(self._workers)
+                    self._request_worker()
+            if removed:
+                _kill(worker.actor)
+                self._observer.say(f"the worker on {worker.node} was lost ({text}); {left} left")
+            raise WorkerLost(f"the worker on {worker.node} was lost: {text}") from error
 
     def _wait(self, worker: RayWorkerHandle, reference: Any, limit_s: float, what: str) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -195,10 +225,13 @@ class RayPool:
             if self.closed:
                 raise WorkerLost("the run is ending")
             if time.monotonic() > deadline_s:
-                more_s = _new_lock_wait_s(worker)
-                if not more_s:
+                known_s = worker.lock_wait_s
+                with suppress(GetTimeoutError):  # it does not answer
+                    answer = worker.actor.lock_wait_s.options(concurrency_group=STATUS_GROUP).remote()
+                    worker.lock_wait_s = ray.get(answer, timeout=RAY_ANSWER_LIMIT_S)
+                if worker.lock_wait_s == known_s:
                     raise GetTimeoutError(f"{what} took longer than {limit_s:g} s")
-                deadline_s += more_s
+                deadline_s += worker.lock_wait_s - known_s
 
     def release(self, worker: RayWorkerHandle, load: int) -> None:
         """Subtract `load` from the load of a worker."""
@@ -225,7 +258,16 @@ class RayPool:
         if not self._workers:
             self._admit_ready(RAY_START_LIMIT_S)
         if not self._workers or self.closed:
-            raise UserError(self._explain_no_worker())
+            resources = ray.cluster_resources()
+            requested, offered = (
+                ", ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"
+                for amounts in (self._requested, {name: resources.get(name, 0) for name in self._requested})
+            )
+            rejected = f"; {len(self._rejected)} were refused" if self._rejected else ""
+            raise UserError(
+                f"executor: no worker can be used: each requests {requested}, the cluster has {offered} in all"
+                f"{rejected}; all results are saved: add nodes, then run the same command again to resume"
+            )
 
     def _request_worker(self) -> None:
         variables = {name: os.environ[name] for name in _DRIVER_VARIABLES if name in os.environ}
@@ -234,7 +276,7 @@ class RayPool:
         self._starting[actor.describe.remote(None)] = actor
 
     def _admit_ready(self, timeout_s: float) -> None:
-        """Admit the workers that are ready, after waiting for the first."""
+        """Admit the workers that are ready and whose environment is that of the others, after waiting for the first."""
         while self._starting:
             ready, _ = ray.wait(list(self._starting), num_returns=1, timeout=timeout_s)
             if not ready:
@@ -246,25 +288,20 @@ class RayPool:
                 self._observer.say(f"a worker could not be started: {_first_line(error)}")
                 _kill(actor)
                 continue
-            if self._admit(actor, facts):
-                timeout_s = 0.0
-
-    def _admit(self, actor: Any, facts: Mapping[str, Any]) -> bool:
-        """Add a worker to the pool if its environment is that of the others; return whether it was added."""
-        node, environment = facts["node"], facts["environment"]
-        if facts["niceness"] > 0:
-            self._observer.say(
-                f"the worker on {node} has a low priority there (niceness {facts['niceness']}): "
-                "start its node with RAY_worker_niceness=0 in the environment"
-            )
-        if self._known is None:
-            self._known = environment
-        different = list(diff_leaves(comparability_key(self._known), comparability_key(environment)))
-        if different:
-            self._reject(actor, node, different)
-        else:
+            node, environment = facts["node"], facts["environment"]
+            if facts["niceness"] > 0:
+                self._observer.say(
+                    f"the worker on {node} has a low priority there (niceness {facts['niceness']}): "
+                    "start its node with RAY_worker_niceness=0 in the environment"
+                )
+            if self._known is None:
+                self._known = environment
+            different = list(diff_leaves(comparability_key(self._known), comparability_key(environment)))
+            if different:
+                self._reject(actor, node, different)
+                continue
             self._workers.append(RayWorkerHandle(actor=actor, node=node, environment=environment))
-        return not different
+            timeout_s = 0.0
 
     def _reject(self, actor: Any, node: str, different: Sequence[str]) -> None:
         """Reject a worker: figures of different devices or libraries are never compared directly."""
@@ -273,78 +310,14 @@ class RayPool:
         self._rejected.append(actor)  # kept alive: it holds its device, so that the next worker starts elsewhere
         self._request_worker()
 
-    def _remove_lost(self, worker: RayWorkerHandle, error: RayError) -> None:
-        with self._lock:
-            if worker not in self._workers:
-                return
-            self._workers.remove(worker)
-            left = len(self._workers)
-            self._request_worker()
-        _kill(worker.actor)
-        self._observer.say(f"the worker on {worker.node} was lost ({_first_line(error)}); {left} left")
-
-    def _explain_no_worker(self) -> str:
-        requested, resources = _requested_resources(self._options), ray.cluster_resources()
-        offered = {name: resources.get(name, 0) for name in requested}
-        rejected = f"; {len(self._rejected)} were refused" if self._rejected else ""
-        return (
-            f"executor: no worker can be used: each requests {_format_amounts(requested)}, the cluster has "
-            f"{_format_amounts(offered)} in all{rejected}; all results are saved: add nodes, then run the same command "
-            "again to resume"
-        )
-
-
-def _new_lock_wait_s(worker: RayWorkerHandle) -> float:
-    """Return for how long a worker has waited for other runs since the last call; 0 if it does not answer."""
-    known_s = worker.lock_wait_s
-    with suppress(GetTimeoutError):
-        answer = worker.actor.lock_wait_s.options(concurrency_group=STATUS_GROUP).remote()
-        worker.lock_wait_s = ray.get(answer, timeout=RAY_ANSWER_LIMIT_S)
-    return worker.lock_wait_s - known_s
-
 
 def _kill(actor: Any) -> None:
     with suppress(RayError):
         ray.kill(actor)
 
 
-def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Return resources under Ray's names; SPREAD uses as many nodes as there are."""
-    own = dict(resources)
-    return {
-        "num_cpus": own.pop("CPU", 0 if own else 1),
-        "num_gpus": own.pop("GPU", 0),
-        "resources": own,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "scheduling_strategy": "SPREAD",
-    }
-
-
-def _requested_resources(options: Mapping[str, Any]) -> dict[str, float]:
-    requested = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
-    return {name: amount for name, amount in requested.items() if amount}
-
-
-def _cluster_capacity(options: Mapping[str, Any]) -> int:
-    """Return the number of workers that the nodes have resources for."""
-    requested = _requested_resources(options)
-    nodes: Sequence[Mapping[str, Any]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    capacities = (
-        min((int(node.get(name, 0) // amount) for name, amount in requested.items()), default=1) for node in nodes
-    )
-    return sum(capacities)
-
-
-def _format_amounts(amounts: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"
-
-
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-FILES_LIMIT_S = 1800.0  # of calls that transfer a model, and of opening engines, which starts up to three processes
 
 
 @contextmanager
@@ -355,35 +328,31 @@ def open_ray_target(
 
     For the arguments see `harness.workers.ray.open_execution_target`.
     """
-    with _ray_connection(executor.address):
+    opened = not ray.is_initialized()  # an existing connection is used and stays open
+    if opened:
+        try:
+            ray.init(
+                address=executor.address,
+                include_dashboard=None if executor.address != "local" else False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"executor.address: no Ray cluster at {executor.address!r} ({error}); start one with 'ray start "
+                "--head --disable-usage-stats', or use address: local"
+            ) from error
+    try:
         pool = RayPool(executor.workers, executor.resources, known, observer, list_files)
         try:
             pool.start()
             yield RayTarget(pool, executor, limits)
         finally:
             pool.close()
-
-
-@contextmanager
-def _ray_connection(address: str) -> Iterator[None]:
-    """Hold a connection to the cluster; an existing connection is used and stays open."""
-    if ray.is_initialized():
-        yield
-        return
-    try:
-        ray.init(
-            address=address, include_dashboard=None if address != "local" else False, log_to_driver=False,
-            logging_level=logging.ERROR, configure_logging=False,
-        )  # fmt: skip
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"executor.address: no Ray cluster at {address!r} ({error}); start one with 'ray start --head "
-            "--disable-usage-stats', or use address: local"
-        ) from error
-    try:
-        yield
     finally:
-        ray.shutdown()
+        if opened:
+            ray.shutdown()
 
 
 class RayTarget(ExecutionTarget):
