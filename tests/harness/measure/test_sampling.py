@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -205,13 +204,3 @@ def test_fixed_inputs_are_the_same_each_time_and_fit_every_type():
     assert len({value.tobytes() for value in itertools.chain(make_fixed_inputs(types, 1).values(), one.values())}) > 5
     with pytest.raises(MeasureFailed, match="input 'words' is of type 'str256'"):
         make_fixed_inputs({"words": (np.dtype("U8"), (1,))})
-
-
-def test_conditions_of_a_probes_device_are_recorded():
-    class Device(Script):
-        def conditions(self) -> dict[str, float]:
-            return {"gpu_mhz": np.float32(1980.0), "watts": float("nan")}  # type: ignore[dict-item]
-
-    samples = sample_engine(Device(lambda _: 1.0), QUIET, machine=MachineMonitor())
-    assert samples.conditions["gpu_mhz"] == 1980.0
-    assert "watts" not in json.loads(json.dumps(samples.conditions, allow_nan=False)), "the journal holds no NaN"

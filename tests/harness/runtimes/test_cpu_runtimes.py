@@ -77,7 +77,10 @@ def web_problem() -> str:
 
 
 def test_engine_is_timed_and_keeps_tensor_names(benchmarker, tmp_path):
-    artifact = benchmarker.build(candidate(write(tmp_path / "m.onnx", [1, 64])), tmp_path)
+    path = write(tmp_path / "m.onnx", [1, 64], external=True)
+    artifact = benchmarker.build(candidate(path), tmp_path)
+    os.truncate(tmp_path / "m.onnx.data", 0)  # the engine does not depend on its files
+    path.unlink()
     feeds = {"x": np.random.default_rng(1).standard_normal((1, 64)).astype(np.float32), "ids": np.array([3, 4])}
     weights = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
     with benchmarker.open(artifact) as probe:
@@ -90,17 +93,6 @@ def test_engine_is_timed_and_keeps_tensor_names(benchmarker, tmp_path):
     assert results["y:0"].dtype == np.float32
     np.testing.assert_allclose(results["y:0"], np.maximum(feeds["x"] @ weights, 0), rtol=1e-3, atol=1e-4)
     np.testing.assert_array_equal(results["flag"], [4, 5])
-
-
-def test_an_engine_does_not_depend_on_its_files(benchmarker, tmp_path):
-    path = write(tmp_path / "m.onnx", [1, 64], external=True)
-    feeds = {"x": np.ones((1, 64), np.float32), "ids": np.array([1, 2])}
-    artifact = benchmarker.build(candidate(path), tmp_path)
-    os.truncate(tmp_path / "m.onnx.data", 0)
-    path.unlink()
-    with benchmarker.open(artifact) as probe:
-        assert len(probe.sample(3)) == 3
-        assert np.isfinite(probe.infer(feeds)["y:0"]).all()
 
 
 def test_merged_outputs_keep_their_names(benchmarker, tmp_path):
@@ -135,14 +127,6 @@ def test_build_failure_quotes_the_runtime(benchmarker, tmp_path):
 def test_dynamic_shapes_are_refused(benchmarker, tmp_path):
     with pytest.raises(BuildFailed, match=r"m\.onnx: input 'x' has the dynamic shape .*; make it static"):
         benchmarker.build(candidate(write(tmp_path / "m.onnx", ["batch", 64])), tmp_path)
-
-
-def test_description_has_all_required_facts(benchmarker):
-    facts = benchmarker.describe()
-    assert {"name", "version", "device", "options", "float_precision"} <= set(facts)
-    assert facts["options"]["threads"] == 1
-    assert facts["float_precision"] == "f32"
-    assert facts["float_precision"] in facts.get("float_params", {"f32": {}})
 
 
 @pytest.mark.parametrize(
@@ -216,22 +200,6 @@ def test_openvino_sends_no_telemetry(tmp_path):
     )
     assert done.stdout.strip() == "[]", done.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.assets
-@pytest.mark.skipif(not os.environ.get("QDQ_ASSETS"), reason="QDQ_ASSETS is not set")
-def test_real_model_computes_the_same_on_both_runtimes(tmp_path):
-    path = Path(os.environ["QDQ_ASSETS"]) / "models" / "nanodet_m_320.onnx"
-    feeds = {"input.1": np.random.default_rng(0).standard_normal((1, 3, 320, 320)).astype(np.float32)}
-    answers = []
-    for name, params in (("openvino", {"precision": "f32"}), ("onnxruntime", {})):
-        made: Benchmarker = registry.create_plugin("benchmarker", name, params)
-        with made.open(made.build(candidate(path), tmp_path)) as probe:
-            assert min(probe.sample(3)) > 0
-            answers.append(probe.infer(feeds))
-    assert set(answers[0]) == set(answers[1])
-    for output, values in answers[0].items():
-        np.testing.assert_allclose(values, answers[1][output], rtol=1e-2, atol=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 
 from harness.base.errors import BuildFailed, EvaluationFailed, UserError
-from harness.base.statistics import median_ci
-from harness.config.sections import Sampling
-from harness.measure.sampling import sample_engine
 from harness.plugins import registry
 from harness.plugins.api import Candidate
 from harness.runtimes.simulated import SimulatedBenchmarker
@@ -74,17 +71,6 @@ def test_readings_have_the_configured_noise():
     assert readings.std() == pytest.approx(0.02, rel=0.1)
 
 
-def test_intervals_of_the_harness_cover_the_truth():
-    simulated = SimulatedBenchmarker(noise=0.03, noise_seed=0)
-    sampling = Sampling(warmup_ms=0, min_samples=21, max_samples=21)
-    hits = 0
-    for _ in range(400):
-        with simulated.open(simulated.build(candidate(()), Path("unused"))) as probe:
-            found = median_ci(sample_engine(probe, sampling).latency_ms)
-        hits += found.low <= 10.0 <= found.high
-    assert hits / 400 == pytest.approx(0.95, abs=0.03)
-
-
 def test_build_noise_and_drift_change_the_latency():
     rebuilt = SimulatedBenchmarker(noise=0.0, build_noise=0.05)
     assert len({sample(rebuilt, (), 1)[0] for _ in range(20)}) == 20
@@ -122,19 +108,6 @@ def test_outlier_rate_and_warm_up_decay():
     assert warm[0] == pytest.approx(15.0)
     assert warm == sorted(warm, reverse=True)
     assert warm[-1] == pytest.approx(10.0, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"outliers": 1.5}, "outliers: less than or equal to 1, but got 1.5"),
-        ({"process_noise": -0.1}, "process_noise: greater than or equal to 0, but got -0.1"),
-        ({"wander_readings": 0.0}, "wander_readings: greater than 0, but got 0.0"),
-    ],
-)
-def test_invalid_noise_parameters_are_refused(params, message):
-    with pytest.raises(UserError, match=message):
-        registry.create_plugin("benchmarker", "simulated", params)
 
 
 def test_a_noise_seed_repeats_a_run():
@@ -187,11 +160,9 @@ def test_description_holds_every_option():
     ("params", "message"),
     [
         ({"noise": -0.1}, "noise: greater than or equal to 0, but got -0.1"),
-        ({"failure_rate": 1.5}, "failure_rate: less than or equal to 1, but got 1.5"),
+        ({"outliers": 1.5}, "outliers: less than or equal to 1, but got 1.5"),
         ({"base_ms": math.nan}, "base_ms: a finite number"),
-        ({"noise": math.inf}, "noise: a finite number"),
-        ({"base_ms": 0.0}, "base_ms: greater than 0, but got 0.0"),
-        ({"seeds": 1}, "has no parameter 'seeds'; did you mean 'seed'"),
+        ({"wander_readings": 0.0}, "wander_readings: greater than 0, but got 0.0"),
     ],
 )
 def test_parameters_out_of_range_are_refused(params, message):

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from harness.base.errors import UserError
-from harness.base.statistics import Interval
 from harness.config.sections import ExecutorSpec, Limits, PluginSpec, Sampling, TurnSchedule
 from harness.measure.records import Failed, Measured
 from harness.measure.sampling import Samples
@@ -250,14 +249,6 @@ def test_a_process_that_cannot_be_started_is_a_user_error(tmp_path, monkeypatch)
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(UserError, match=r"no worker could be started: .*Resource temporarily unavailable"):
         Sandbox(spec(tmp_path), LIMITS).__enter__()
-
-
-def test_worker_stops_sampling_early_against_rival(sandbox, candidate):
-    handle = built(sandbox.build(candidate("ok"))).handle
-    rival = Interval(value=0.5, low=0.49, high=0.51)
-    found = sandbox.sample(handle, Sampling(warmup_ms=0, min_samples=11), rival)
-    assert isinstance(found, Samples)
-    assert (len(found.latency_ms), found.saved) == (6, 5)
 
 
 def test_files_and_processes_are_removed(tmp_path, candidate):
