@@ -153,6 +153,10 @@ class Capabilities:
         interleaved: Whether turns of two engines can be interleaved, which removes drift of the machine.
         compile_only: Whether the benchmarker only compiles models and has no latency, so that no search can use it.
         dynamic: Whether it builds candidates with dynamic axes, so that samples are scored at their own sizes.
+        tensors_only: Whether models with outputs that are sequences or maps cannot run.
+        tunes_builds: Whether a build times kernels, and so takes seconds to minutes.
+        script: Python code that runs the file `{file}` on `feeds` at the float precision `{precision}`, and sets
+            `found`, the outputs by name, for reports of wrong results; "" if there is none.
     """
 
     dialect: str | None = None
@@ -161,6 +165,9 @@ class Capabilities:
     interleaved: bool = True
     compile_only: bool = False
     dynamic: bool = False
+    tensors_only: bool = False
+    tunes_builds: bool = False
+    script: str = ""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from harness.base.errors import BuildFailed, MeasureFailed, UserError, install_hint
-from harness.config.sections import normalize_float_precision
+from harness.config.sections import PluginSpec, normalize_float_precision
 from harness.graph.qdq.reduce_model import UPCAST_NOTE, write_float32_copy
 from harness.measure.provenance import (
     count_cores,
@@ -61,6 +61,11 @@ FATAL, WARNING = 4, 2
 """Severities of what its logger prints."""
 
 
+def unfused_execution(optimization: Optimization = "disabled", **params: Any) -> PluginSpec:
+    """Return the backend that computes a file operator by operator, as the file describes it."""
+    return PluginSpec(use="onnxruntime", params={"optimization": optimization, **params})
+
+
 class ONNXRuntimeBenchmarker:
     """Benchmarker of ONNX Runtime, on the CPU, on CUDA or with its TensorRT provider.
 
@@ -81,7 +86,9 @@ class ONNXRuntimeBenchmarker:
         ValueError: There are more threads than cores, or a parameter has an unknown value.
     """
 
-    capabilities = Capabilities(dynamic=True)
+    capabilities = Capabilities(
+        dynamic=True, script='found = dict(zip(names, ort.InferenceSession("{file}").run(names, feeds)))'
+    )
 
     def __init__(
         self,

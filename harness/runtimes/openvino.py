@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BeforeValidator
 
 from harness.base.errors import BuildFailed, MeasureFailed, UserError, install_hint
-from harness.config.sections import normalize_float_precision
+from harness.config.sections import PluginSpec, normalize_float_precision
 from harness.measure.provenance import count_cores, machine_lacks_vnni, machine_processor_label, validate_threads
 from harness.measure.sampling import make_fixed_inputs
 from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Infer, Layer
@@ -27,6 +27,10 @@ from harness.runtimes.host_clock import one_line_error, require_static_shapes, t
 
 logger = logging.getLogger(__name__)
 Precision = Annotated[Literal["auto", "f32", "bf16"], BeforeValidator(normalize_float_precision)]
+REPRODUCTION_SCRIPT = """import openvino as ov
+core = ov.Core()
+compiled = core.compile_model(core.read_model("{file}"), "CPU", {{"INFERENCE_PRECISION_HINT": "{precision}"}})
+found = dict(zip(names, compiled(feeds).to_tuple()))"""
 NON_LAYER_TYPES = ("Const", "Input", "Output")
 COMPILE_ERRORS = (RuntimeError,)
 FEED_ERRORS = (RuntimeError, TypeError, ValueError, KeyError)
@@ -47,6 +51,11 @@ def engine_properties(threads: int, precision: str, streams: int = 1) -> dict[st
         "INFERENCE_PRECISION_HINT": precision,
         "ENABLE_CPU_PINNING": True,
     }
+
+
+def float_execution(threads: int = 1) -> PluginSpec:
+    """Return the backend that computes a file in float as the file describes it, also an OpenVINO IR."""
+    return PluginSpec(use="openvino", params={"integer_kernels": False, "precision": "f32", "threads": threads})
 
 
 class OpenVINOBenchmarker:
@@ -70,7 +79,9 @@ class OpenVINOBenchmarker:
     """
 
     # CPUs have no FP8 kernels: OpenVINO converts to float and back, so scores are true and latencies are not.
-    capabilities = Capabilities(emulated=frozenset({"fp8", "fp8e5m2"}), dynamic=True)
+    capabilities = Capabilities(
+        emulated=frozenset({"fp8", "fp8e5m2"}), dynamic=True, tensors_only=True, script=REPRODUCTION_SCRIPT
+    )
 
     def __init__(
         self,

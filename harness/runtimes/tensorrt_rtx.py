@@ -67,7 +67,7 @@ class TensorRTRTXBenchmarker:
         cold_l2: Whether the L2 cache is overwritten before each inference; never compare with warm readings.
     """
 
-    capabilities = Capabilities(dialect="tensorrt_rtx")
+    capabilities = Capabilities(dialect="tensorrt_rtx", tensors_only=True, tunes_builds=True)
 
     def __init__(self, *, device: int = 0, cuda_graph: bool = False, cold_l2: bool = False) -> None:
         self._device, self._graph, self._cold_l2 = device, cuda_graph, cold_l2

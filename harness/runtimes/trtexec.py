@@ -314,7 +314,9 @@ class TrtexecBenchmarker(TensorRTParameters):
         ValueError: An extra argument or a profile is invalid.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(dialect="tensorrt", interleaved=False)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        dialect="tensorrt", interleaved=False, tensors_only=True, tunes_builds=True
+    )
     code_params: ClassVar[tuple[str, ...]] = ("plugins", "extra", "timing_cache_file")
     program_params: ClassVar[tuple[str, ...]] = ("path",)
     path: str | None = None

@@ -53,6 +53,7 @@ from harness.plugins import registry
 from harness.plugins.api import Accuracy, Array, Benchmarker, Candidate, Evaluator, NeedsPreparation
 from harness.run.prepare.accuracy import scoring_progress
 from harness.run.prepare.model_loader import complete_evaluator
+from harness.runtimes.onnxruntime import unfused_execution
 from harness.workers.engines import ScoringCallback
 from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process, call_with_reports
 from harness.workers.inference import open_infer, with_progress
@@ -378,7 +379,8 @@ def rank_layers(path: Path, feeds: Iterable[Mapping[str, Array]], observer: Obse
 
 
 def _run_in_onnxruntime(path: Path, inputs: list[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
-    runtime: Benchmarker = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": "disabled"})
+    reference = unfused_execution()
+    runtime: Benchmarker = registry.create_plugin("benchmarker", reference.use, reference.params)
     candidate = Candidate(digest=path.stem, edges=(), source=lambda: path)
     with runtime.open(runtime.build(candidate, path.parent)) as probe:
         return [probe.infer(feed) for feed in inputs]

@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from harness.base.errors import MAX_COUNT, UserError, suggest_names
 from harness.config.sections import PluginSpec, PreprocessSpec, normalize_float_precision
 from harness.config.yaml_loader import read_text_file, read_yaml_mapping, to_user_error
+from harness.runtimes.onnxruntime import unfused_execution
 
 DEFAULT_LAYERS_WILDCARD = "*"  # as `module_name`: the operators that the backend quantizes by default
 MAX_SUGGESTED_MODULES = 8
@@ -390,7 +391,7 @@ class EvaluateSection(_SpecModel):
 
     trt_engine: str | None = None
     onnx_file: str | None = None
-    backend: PluginSpec = PluginSpec(use="onnxruntime", params={"optimization": "disabled"})
+    backend: PluginSpec = unfused_execution()
     evaluator: PluginSpec | None = None
     decode: str | None = None
 

@@ -31,6 +31,7 @@ from harness.base.random_inputs import random_feeds
 from harness.config.experiment import Experiment, plan_tasks
 from harness.graph.load import save_to_folder
 from harness.graph.rules.dialects import load_dialect
+from harness.measure.provenance import format_options
 from harness.measure.records import Measured
 from harness.plugins import registry
 from harness.plugins.api import Array
@@ -38,6 +39,7 @@ from harness.results.ownership import exclusive_lock
 from harness.run.prepare.float_baseline import BackendProperties
 from harness.run.prepare.model_loader import MIN_OPSET, evaluator_spec, input_types, open_model
 from harness.run.prepare.task import calibrate_task
+from harness.runtimes.onnxruntime import unfused_execution
 from harness.runtimes.replay import BenchmarkTable, TableEntry, TableMetadata, read_rows, read_table
 from search.space import Placement, Space
 
@@ -164,7 +166,7 @@ def join_accuracy(table: BenchmarkTable, scores: Mapping[ScoreKey, PlacementAccu
 SAMPLES = 64
 """Number of random inputs for a model without labels."""
 RANDOM_SEED = 1  # calibration has seed 0
-RUNTIME = {"optimization": "basic"}
+RUNTIME = unfused_execution("basic")
 """Parameters of ONNX Runtime; below "extended" no Q/DQ pair becomes an integer kernel."""
 Outputs = Sequence[Mapping[str, Array]]
 
@@ -242,7 +244,7 @@ class PlacementScorer:
         file, space = save_to_folder(model, work), Space(metadata.dimensions)
         task = calibrate_task(spec, model, file, space, runtime=properties, feeds=feeds, observer=NullProgress())
         self._task = replace(task, space=space)  # with the points whose activations do not vary on these samples
-        self._runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", RUNTIME)
+        self._runtime: Any = registry.create_plugin("benchmarker", RUNTIME.use, RUNTIME.params)
         use = evaluator_spec(spec.model, model, work)
         self._evaluator: Any = None
         if use is not None:
@@ -263,7 +265,7 @@ class PlacementScorer:
             samples=len(self._floats),
             data=f"{described}, {hashlib.sha256(basis.encode()).hexdigest()[:16]}",
             calibrated_on=task.calibrated_on,
-            computed_by=f"ONNX Runtime {self._runtime.describe()['version']}, optimization {RUNTIME['optimization']}",
+            computed_by=f"ONNX Runtime {self._runtime.describe()['version']}, {format_options(RUNTIME.params)}",
         )
 
     def score(self, placement: Placement) -> PlacementAccuracy:

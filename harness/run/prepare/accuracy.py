@@ -45,6 +45,8 @@ from harness.results.search_log import Goal
 from harness.results.turns import baseline_latency
 from harness.run.prepare.model_loader import evaluator_spec
 from harness.run.search.trial import AccuracyGate
+from harness.runtimes.onnxruntime import unfused_execution
+from harness.runtimes.openvino import float_execution
 from harness.workers.engines import FIRST_STAGE_EVALUATOR, Engines, ScoringCallback, WorkerSpec
 from harness.workers.sandbox import open_engines
 from search.space import edges_digest
@@ -531,8 +533,6 @@ def _reference_runtimes() -> Mapping[str, PluginSpec]:
     """Return the runtime for the reference execution of a file, by its suffix."""
     threads = count_cores()
     return {
-        ".onnx": PluginSpec(use="onnxruntime", params={"optimization": "disabled", "threads": threads}),
-        IR_SUFFIX: PluginSpec(
-            use="openvino", params={"integer_kernels": False, "precision": "f32", "threads": threads}
-        ),
+        ".onnx": unfused_execution(threads=threads),
+        IR_SUFFIX: float_execution(threads),
     }

@@ -41,6 +41,7 @@ from harness.run.prepare.model_loader import (
     require_own_sizes,
 )
 from harness.runtimes.host_clock import one_line_error
+from harness.runtimes.onnxruntime import unfused_execution
 from harness.runtimes.rtx_compile import compile_file, import_compiler
 from harness.runtimes.shape_set import make_sample_sizes
 from harness.workers.engines import Engines, WorkerSpec
@@ -257,7 +258,7 @@ def try_float_model(
     counted = f"{samples} of {total} samples"
     file = save_to_folder(model, work)
     worker = WorkerSpec(
-        benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="onnxruntime", params={"optimization": "basic"})},
+        benchmarkers={MAIN_BENCHMARKER: unfused_execution("basic")},
         workdir=work / "tryout",
         evaluators={MAIN_BENCHMARKER: use},
         sizes=make_sample_sizes(model, file) if need_own_sizes(spec, model) else None,

@@ -23,7 +23,7 @@ from harness.graph.model import Model
 from harness.graph.passes.dimension_sizes import Axes
 from harness.graph.protos import dtype_name, element_type, find_random_outputs
 from harness.plugins import registry
-from harness.plugins.api import capabilities_of
+from harness.plugins.api import Capabilities, capabilities_of
 
 MIN_OPSET = 17
 """Smallest opset of a loaded model: per-channel Q/DQ needs 13, runtimes support 17 best; a dialect may need more."""
@@ -137,7 +137,7 @@ def input_types(model: Model, backend: str = "") -> dict[str, tuple[str, tuple[i
                 f"{where} {kind!r}, which NumPy lacks, so results cannot be compared; end the model with a Cast to "
                 "float, or export it without this output"
             )
-        if container != "tensor" and backend in _TENSOR_BACKENDS:
+        if container != "tensor" and backend and _capabilities(backend).tensors_only:
             raise UserError(
                 f"{where} {container!r}, and backend {backend!r} returns only tensors; use backend 'onnxruntime', or "
                 "export the model without this output"
@@ -150,12 +150,13 @@ def input_types(model: Model, backend: str = "") -> dict[str, tuple[str, tuple[i
     return types
 
 
-_TENSOR_BACKENDS = ("openvino", "tensorrt", "tensorrt_rtx", "trtexec")
+def _capabilities(use: str) -> Capabilities:
+    return capabilities_of(registry.load_plugin("benchmarker", use))
+
+
 _SIMULATED_BACKENDS = ("simulated", "replay")
-_SLOW_BUILD_PREFIXES = ("tensorrt", "trtexec")
-"""Prefixes of the names of backends that time kernels in a build."""
 _BUILD_RANGE_S, _SLOW_BUILD_RANGE_S = (0.1, 2.0), (5.0, 60.0)
-"""Smallest and largest seconds of a build, for models of some ten milliseconds; the second for slow backends."""
+"""Smallest and largest seconds of a build, for models of some ten milliseconds; the second if builds time kernels."""
 _PREPARE_RANGE_S = (1.0, 60.0)
 """Smallest and largest seconds for loading, calibration and the models of the PTQ tools of one task."""
 _TURN_RANGE_S = (0.03, 0.3)
@@ -213,7 +214,7 @@ def _task_range_s(task: TaskSpec, experiment: Experiment, score_s: Mapping[str, 
     name = task.backend.use.rpartition(":")[2]
     if name in _SIMULATED_BACKENDS:
         return _PREPARE_RANGE_S[0], _PREPARE_RANGE_S[1]
-    builds = _SLOW_BUILD_RANGE_S if name.startswith(_SLOW_BUILD_PREFIXES) else _BUILD_RANGE_S
+    builds = _SLOW_BUILD_RANGE_S if _capabilities(task.backend.use).tunes_builds else _BUILD_RANGE_S
     sampling, confirmation, objective = experiment.sampling, experiment.confirmation, experiment.objective
     longest_s = (sampling.warmup_ms + sampling.max_ms) / 1000 * (1 if sampling.interleave == "never" else 2)
     samples = (longest_s / 4, longest_s)

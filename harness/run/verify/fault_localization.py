@@ -10,6 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -18,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from harness.base.errors import UserError
 from harness.graph.qdq.reduce_model import ModelGraph
 from harness.measure.records import Failed
-from harness.plugins.api import Array
+from harness.plugins import registry
+from harness.plugins.api import Array, capabilities_of
 from harness.results.output_check import OutputCheck
 from harness.run.verify.output_comparison import Outputs, compare_with_file
 
@@ -279,14 +282,10 @@ def _package_version() -> str:
 
 def _reproduction_script(name: str, path: Path, facts: Mapping[str, Any]) -> str:
     hint = facts.get("options", {}).get("precision", "f32")
-    runs = {
-        "openvino": f"""import openvino as ov
-core = ov.Core()
-compiled = core.compile_model(core.read_model("{path.name}"), "CPU", {{"INFERENCE_PRECISION_HINT": "{hint}"}})
-found = dict(zip(names, compiled(feeds).to_tuple()))""",
-        "onnxruntime": f"""found = dict(zip(names, ort.InferenceSession("{path.name}").run(names, feeds)))""",
-    }
-    run = runs.get(name, f"found = ...  # outputs of {path.name} in {name}, by name")
+    code = ""
+    with suppress(UserError):  # a plug-in of the user describes itself by another name
+        code = capabilities_of(registry.load_plugin("benchmarker", name)).script
+    run = code.format(file=path.name, precision=hint) or f"found = ...  # outputs of {path.name} in {name}, by name"
     return f"""import numpy as np
 import onnxruntime as ort
 

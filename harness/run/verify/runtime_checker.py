@@ -31,6 +31,8 @@ from harness.run.prepare.task import Task
 from harness.run.verify.dynamic_check import resize_array
 from harness.run.verify.fault_localization import LOCALIZATION_LIMIT_S, SuspectModel, find_fault, write_report
 from harness.run.verify.output_comparison import Comparison, Outputs, compare_float, require_outputs
+from harness.runtimes.onnxruntime import unfused_execution
+from harness.runtimes.openvino import float_execution
 from harness.runtimes.shape_set import SampleSizes
 from harness.workers.engines import Engines, WorkerSpec, as_outcome
 from harness.workers.sandbox import open_engines
@@ -259,10 +261,7 @@ class RuntimeChecker:
         """Return the outputs of the reference execution: an ONNX file in ONNX Runtime, an IR in OpenVINO in float."""
         if path.suffix != IR_SUFFIX:
             return self._reference(*self._compared_part(path))
-        params = {"integer_kernels": False, "precision": "f32", "threads": 1}
-        worker = WorkerSpec(
-            benchmarkers={MAIN_BENCHMARKER: PluginSpec(use="openvino", params=params)}, workdir=self._scratch
-        )
+        worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: float_execution()}, workdir=self._scratch)
         with open_engines(worker, self._plan.limits) as engines:
             return _run_model(engines, path, self._fixed_feeds)
 
@@ -398,9 +397,7 @@ class RuntimeChecker:
     @cached_property
     def _reference_engines(self) -> Engines:
         """Return ONNX Runtime in a worker process, started at the first use."""
-        use = PluginSpec(
-            use="onnxruntime", params={"optimization": "disabled", "threads": min(REFERENCE_THREADS, count_cores())}
-        )
+        use = unfused_execution(threads=min(REFERENCE_THREADS, count_cores()))
         worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: use}, workdir=self._scratch, sizes=self._plan.sizes)
         return self._stack.enter_context(open_engines(worker, self._plan.limits))
 

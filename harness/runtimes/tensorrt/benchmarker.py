@@ -40,7 +40,7 @@ class TensorRTBenchmarker(TensorRTParameters):
             parameters are those of `harness.runtimes.tensorrt.options.TensorRTParameters`.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(dialect="tensorrt")
+    capabilities: ClassVar[Capabilities] = Capabilities(dialect="tensorrt", tensors_only=True, tunes_builds=True)
     code_params: ClassVar[tuple[str, ...]] = ("plugins", "timing_cache_file")
     cold_l2: bool = False
 
