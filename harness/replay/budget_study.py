@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -49,6 +50,18 @@ TARGET_GAIN_SHARES = (0.95, 0.99)
 RISES = (
     "A search is shown at the recorded latency of its final choice, which a simulated final selection makes among its "
     "best readings. Noise may still decide, so the latency may rise with the evaluations."
+)
+REACH_NOTE = (
+    "Evaluations, and recorded minutes of builds and measurements, until a search had that share of the gain from the "
+    "float model to the table's optimum: median over {seeds}; those that never had it within {most} evaluations count "
+    "as later than all others. In brackets: how many had it, if only for a while. A table without a placement faster "
+    "than the float model has no line."
+)
+SCORE_NOTE = (
+    "Share of what random search leaves that a searcher finds, on average until random search itself has found 95 % of "
+    "what there is to find, after the initial placements (Willemsen et al. 2024): 0 is random search from the same "
+    "start, 1 the optimum at once, and below 0 worse than random. Mean over {seeds} with its 95 % interval "
+    "(Student's), because random search is a mean too; a dash if the initial placements leave nothing."
 )
 _Line = tuple[dict[str, Any], dict[str, Any]]
 """Line of a table: raw figures and formatted cells."""
@@ -117,8 +130,8 @@ def budget_tables(
     lines = []
     for name in (RANDOM_LABEL, *names):
         figures = {f"mean_{n}": [r.regret_percent(name)[:, n - 1].mean() for r in results] for n in budgets}
-        scores = [np.nan if name == RANDOM_LABEL else r.scores(name).mean() for r in results]
-        lines.append(_mean_line(name, figures | {"score": scores}))
+        by_table = [np.nan if name == RANDOM_LABEL else r.scores(name).mean() for r in results]
+        lines.append(_mean_line(name, figures | {"score": by_table}))
     means = _make_table(
         "means",
         "In the mean over tables",
@@ -151,19 +164,18 @@ def budget_tables(
         "reach",
         "Time to the gain",
         [_time_to_gain_line(r, name) for r in results if r.float_ms > r.optimum_ms for name in names],
-        "Evaluations, and recorded minutes of builds and measurements, until a search had that share of the gain from "
-        f"the float model to the table's optimum: median over {seeds}; those that never had it within "
-        f"{max(budgets)} evaluations count as later than all others. In brackets: how many had it, if only "
-        "for a while. A table without a placement faster than the float model has no line.",
+        REACH_NOTE.format(seeds=seeds, most=max(budgets)),
     )
+    scores = []
+    for result, name in itertools.product(results, names):
+        (mean, low, high), line = mean_interval(result.scores(name), 2), {"table": result.name, "searcher": name}
+        cells = {**line, "score": format_interval(mean, low, high)}
+        scores.append(({**line, "score": mean, "low": low, "high": high}, cells))
     score = _make_table(
         "score",
         "Score against random search",
-        [_score_line(result, name) for result in results for name in names],
-        "Share of what random search leaves that a searcher finds, on average until random search itself has found 95 "
-        "% of what there is to find, after the initial placements (Willemsen et al. 2024): 0 is random search from the "
-        f"same start, 1 the optimum at once, and below 0 worse than random. Mean over {seeds} with its 95 % interval "
-        "(Student's), because random search is a mean too; a dash if the initial placements leave nothing.",
+        scores,
+        SCORE_NOTE.format(seeds=seeds),
     )
     return means, fastest, budget, reach, score, _pairwise_table(results, budgets), _rank_table(ranks)
 
@@ -215,12 +227,6 @@ def _time_to_gain_line(result: TableResult, name: str) -> _Line:
         count = f"{middle:.0f}, {minute:.1f} min" if is_finite else f"> {is_reached.shape[1]}"
         cells[f"{share} % of the gain"] = f"{count} ({reached.sum()} of {len(first)})"
     return line, cells
-
-
-def _score_line(result: TableResult, name: str) -> _Line:
-    mean, low, high = mean_interval(result.scores(name), 2)
-    line = {"table": result.name, "searcher": name}
-    return {**line, "score": mean, "low": low, "high": high}, {**line, "score": format_interval(mean, low, high)}
 
 
 def _pairwise_table(results: Sequence[TableResult], budgets: Sequence[int]) -> ReportTable:

@@ -8,7 +8,7 @@ reading would favour readings that are low by chance, unlike `qdq run`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +84,14 @@ class Searches:
                 rng = np.random.default_rng([seed, 0x0FF])
                 for column in np.flatnonzero(np.isfinite(readings_ms[row])):
                     log_ms[row, column] = draw_turns(self._landscape, int(indices[row, column]), rng)
-            places.append(simulate_selection(readings_ms, partial(_race_readings, log_ms)))
+            places.append(
+                simulate_selection(
+                    readings_ms,
+                    lambda rows, evaluations, log_ms=log_ms: log_ms[  # type: ignore[misc]
+                        rows[:, None], evaluations
+                    ],
+                )
+            )
         place = np.vstack(places)
         chosen = np.take_along_axis(self.indices, np.maximum(place, 0), axis=1)
         latency_ms = self._landscape.latency_ms
@@ -146,12 +153,6 @@ def simulate_selection(
             wins[rows] = finalists[rows, race_winner(race_ms)]
         place[:, latest] = wins
     return place
-
-
-def _race_readings(
-    log_ms: npt.NDArray[np.float32], rows: Positions, evaluations: Positions
-) -> npt.NDArray[np.floating]:
-    return log_ms[rows[:, None], evaluations]
 
 
 def _values_at(figures: Floats, evaluations: Positions) -> Floats:

@@ -268,9 +268,18 @@ class MeanIoU(LabelledImages):
             present = np.flatnonzero(labelled + answered)
             columns = np.stack([present, right[present], labelled[present], answered[present]], axis=1)
             areas.append(columns.ravel().tolist())
+        totals: dict[int, npt.NDArray[np.int64]] = {}
+        for row in areas:
+            for k, *counts in zip(*(row[place::4] for place in range(4)), strict=True):
+                totals[k] = totals.get(k, np.zeros(3, np.int64)) + np.array(counts)
+        shares = [right / (labelled + answered - right) for right, labelled, answered in totals.values() if labelled]
+        if not shares:
+            raise UserError(
+                "miou: data.masks: no pixel of any mask has a class (255 is none); give masks of class indices"
+            )
         evidence = encode_evidence("miou", {"areas": areas})
         mixable = evidence if len(areas) <= MAX_MIXABLE_IMAGES else ""
-        return Accuracy(metrics={"miou": _mean_iou(areas)}, evidence=evidence, mixable=mixable)
+        return Accuracy(metrics={"miou": float(np.mean(shares))}, evidence=evidence, mixable=mixable)
 
     def _pixel_classes(self, outputs: Mapping[str, Array]) -> tuple[npt.NDArray[np.int32], int | None]:
         """Return the class of each pixel of the output, and the number of classes if it is known."""
@@ -307,22 +316,6 @@ def _map_to_image(found: npt.NDArray[np.int32], item: Prepared, size: Size) -> M
     box = (max(left, 0), max(top, 0), min(right, found.shape[1]), min(bottom, found.shape[0]))
     resized = Image.fromarray(found).resize((width, height), Image.Resampling.NEAREST, box=box)
     return np.asarray(resized).astype(np.int64)
-
-
-def _mean_iou(areas: list[list[int]]) -> float:
-    """Return the mean over the classes that occur in the labels.
-
-    Raises:
-        UserError: There is no labelled pixel.
-    """
-    totals: dict[int, npt.NDArray[np.int64]] = {}
-    for row in areas:
-        for k, *counts in zip(*(row[place::4] for place in range(4)), strict=True):
-            totals[k] = totals.get(k, np.zeros(3, np.int64)) + np.array(counts)
-    shares = [right / (labelled + found - right) for right, labelled, found in totals.values() if labelled]
-    if not shares:
-        raise UserError("miou: data.masks: no pixel of any mask has a class (255 is none); give masks of class indices")
-    return float(np.mean(shares))
 
 
 MIN_BOX_AP50 = 0.2

@@ -77,8 +77,21 @@ class AskTellSearcher(ArchiveSearcher):
         if not len(self._space):
             whole = self._space.float_placement()
             return None if self._space.digest(whole) in self._archive else whole
+        last = self._space.float_placement()
         with self._own_random_states():
-            return self._draw_unseen()
+            for _ in range(MAX_DRAWS):
+                suggestion = self.suggest()
+                if suggestion is None:
+                    return None
+                choices, handle = suggestion
+                last = Placement(choices)
+                digest = self._space.digest(last)
+                if digest not in self._archive:
+                    self._handles[digest] = handle
+                    return last
+                if digest in self._values:
+                    self.report(choices, handle, self._values[digest])
+            return self._neighbour(last)
 
     @contextmanager
     def _own_random_states(self) -> Iterator[None]:
@@ -94,19 +107,3 @@ class AskTellSearcher(ArchiveSearcher):
             self._states = [random.getstate(), np.random.get_state()]
             random.setstate(before[0])
             np.random.set_state(before[1])
-
-    def _draw_unseen(self) -> Placement | None:
-        last = self._space.float_placement()
-        for _ in range(MAX_DRAWS):
-            suggestion = self.suggest()
-            if suggestion is None:
-                return None
-            choices, handle = suggestion
-            last = Placement(choices)
-            digest = self._space.digest(last)
-            if digest not in self._archive:
-                self._handles[digest] = handle
-                return last
-            if digest in self._values:
-                self.report(choices, handle, self._values[digest])
-        return self._neighbour(last)

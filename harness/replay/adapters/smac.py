@@ -48,7 +48,12 @@ class SMACSearcher(AskTellSearcher):
         )
         design = Facade.get_initial_design(scenario, n_configs=self._n_initial) if self._n_initial else None
         maximizer = Facade.get_acquisition_maximizer(scenario)
-        _sort_start_points(maximizer._local_search)
+        # The start points of the local search are a set, whose order differs from process to process.
+        local = maximizer._local_search
+        found = local._get_init_points_from_previous_configs
+        local._get_init_points_from_previous_configs = lambda *given: sorted(
+            found(*given), key=lambda configuration: tuple(configuration.get_array())
+        )
         self._smac: Any = Facade(
             scenario, None, initial_design=design, acquisition_maximizer=maximizer, logging_level=False, overwrite=True
         )
@@ -78,11 +83,3 @@ class SMACSearcher(AskTellSearcher):
         values = dict(zip(self._names, choices, strict=True))
         trial = TrialInfo(Configuration(self._configurations, values=values), seed=0) if handle is None else handle
         self._smac.optimizer.tell(trial, TrialValue(cost=value), save=False)
-
-
-def _sort_start_points(search: Any) -> None:
-    """Order the start points of SMAC's local search, a set whose order differs from process to process."""
-    found = search._get_init_points_from_previous_configs
-    search._get_init_points_from_previous_configs = lambda *given: sorted(
-        found(*given), key=lambda configuration: tuple(configuration.get_array())
-    )

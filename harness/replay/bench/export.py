@@ -32,6 +32,11 @@ CROISSANT_TERMS = (
     "key", "md5", "parentField", "path", "recordSet", "references", "regex", "repeated", "replace", "separator",
     "source", "subField", "transform", "citeAs", "isLiveDataset", "samplingRate", "equivalentProperty",
 )  # fmt: skip
+CROISSANT_TYPES = (
+    (pa.types.is_boolean, "sc:Boolean"),
+    (pa.types.is_integer, "sc:Integer"),
+    (pa.types.is_floating, "sc:Float"),
+)
 SCORES = (
     "accuracy of the placements of all tables by model, precision, dialect and digest, as the Q/DQ file describes it"
 )
@@ -153,7 +158,10 @@ def _croissant_records(name: str, file: str, schema: pa.Schema) -> dict[str, Any
             "@type": "cr:Field",
             "@id": f"{name}/{column.name}",
             "name": column.name,
-            "dataType": _croissant_type(column.type),
+            "dataType": next(
+                (name for holds, name in CROISSANT_TYPES if holds(getattr(column.type, "value_type", column.type))),
+                "sc:Text",
+            ),
             "source": {"fileObject": {"@id": file}, "extract": {"column": column.name}},
         }
         | ({"repeated": True} if pa.types.is_list(column.type) else {})
@@ -161,15 +169,6 @@ def _croissant_records(name: str, file: str, schema: pa.Schema) -> dict[str, Any
         if not pa.types.is_map(column.type)
     ]
     return {"@type": "cr:RecordSet", "@id": name, "name": name, "field": fields}
-
-
-def _croissant_type(kind: pa.DataType) -> str:
-    inner = kind.value_type if pa.types.is_list(kind) else kind
-    if pa.types.is_boolean(inner):
-        return "sc:Boolean"
-    if pa.types.is_integer(inner):
-        return "sc:Integer"
-    return "sc:Float" if pa.types.is_floating(inner) else "sc:Text"
 
 
 def _write_json(path: Path, document: Any) -> Path:

@@ -19,7 +19,7 @@ from matplotlib.ticker import NullFormatter
 from harness.base.errors import UserError
 from harness.base.text import pluralize
 from harness.replay.bench.submission import SearcherRecord, read_submission
-from harness.replay.bench.tasks import TierName, describe_block, read_catalogue, table_path
+from harness.replay.bench.tasks import TierName, read_catalogue, table_path
 from harness.replay.budget_study import TableResult, mean_interval
 from harness.replay.path_cache import PathCache
 from harness.replay.replay import Floats, load_landscape
@@ -94,7 +94,8 @@ def read_results(folders: Sequence[Path], tier: TierName) -> Results:
     results = []
     for task, settings in tasks.items():
         landscape = load_landscape(table_path(task))
-        block = describe_block(landscape.table.metadata)
+        facts = landscape.table.metadata
+        block = f"{facts.model} on {facts.backend['name']}"  # whatever processor and threads
         results.append(
             TableResult(
                 landscape, searches[task], budget, settings.initial,
@@ -123,8 +124,16 @@ def compare_searchers(results: Results, tier: TierName) -> Leaderboard:
     if CONTROL in records and len(records) > 1:
         others = [name for name in order if name != CONTROL]
         tables += [_pairs_table(others, tasks, budgets), _planned_table(others, tasks, budgets)]
+    rows = [{"searcher": name} for name in order]
+    for split in sorted({task.split for task in tasks}):
+        some = [task for task in tasks if task.split == split]
+        for row in rows:
+            regret = _regret_percent(some, row["searcher"]).mean(axis=0)
+            row[f"{split}, {pluralize(len(some), 'task')}"] = " / ".join(f"{regret[n - 1]:.2f}" for n in budgets)
+    counts = ", ".join(map(str, budgets))
+    note = f"Latency of the choice above the optimum in % at {counts} evaluations, mean over seeds and blocks."
     return Leaderboard(
-        tables=(*tables, _splits_table(order, tasks, budgets)),
+        tables=(*tables, _table("splits", "Development and test tasks", rows, note)),
         ranks=ranks,
         regret={name: _regret_percent(tasks, name).mean(axis=0) for name in order},
         targets=targets,
@@ -248,18 +257,6 @@ def _planned_table(others: Sequence[str], tasks: Sequence[TableResult], budgets:
         "mean, with Holm's correction for all of them."
     )
     return _table("planned", f"{CONTROL} on the test tasks", rows, note)
-
-
-def _splits_table(order: Sequence[str], tasks: Sequence[TableResult], budgets: Sequence[int]) -> ReportTable:
-    rows = [{"searcher": name} for name in order]
-    for split in sorted({task.split for task in tasks}):
-        some = [task for task in tasks if task.split == split]
-        for row in rows:
-            regret = _regret_percent(some, row["searcher"]).mean(axis=0)
-            row[f"{split}, {pluralize(len(some), 'task')}"] = " / ".join(f"{regret[n - 1]:.2f}" for n in budgets)
-    counts = ", ".join(map(str, budgets))
-    note = f"Latency of the choice above the optimum in % at {counts} evaluations, mean over seeds and blocks."
-    return _table("splits", "Development and test tasks", rows, note)
 
 
 def _table(name: str, title: str, rows: list[dict[str, str]], note: str) -> ReportTable:

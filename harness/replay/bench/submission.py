@@ -245,34 +245,35 @@ def check_submission(folder: Path, *, searches: int, seed: int, observer: Observ
         submission = read_submission(folder)
     except UserError as error:
         raise (DoesNotHold if (folder / SUBMISSION_FILE).exists() else UserError)(str(error)) from error
-    cache, rng = PathCache(folder), np.random.default_rng(seed)
+    cache, rng, tasks = PathCache(folder), np.random.default_rng(seed), read_catalogue().tasks
     checks = []
     with observer.work("check", searches * len(submission.searchers)) as step:
         for name, record in submission.searchers.items():
             listed = [(task, search_seed) for task, each in record.tasks.items() for search_seed in range(each.seeds)]
             for task, search_seed in (listed[number] for number in rng.permutation(len(listed))[:searches]):
-                checks.append(_repeat_search(name, record, task, search_seed, cache))
+                searcher = PluginSpec(use=record.use, params=record.params, label=name)
+                request = ReplayRequest(
+                    searcher=searcher, table=table_path(task), seeds=[search_seed], budget=record.budget,
+                    initial=tasks[task].initial,
+                )  # fmt: skip
+                stored, same = cache.paths_by_seed(record.key(name, task)).get(search_seed), False
+                try:
+                    code, libraries = _describe_code(searcher)
+                    path = replay(load_landscape(request.table), request)[search_seed]
+                    same = stored is not None and np.array_equal(path, stored.indices[: record.budget])
+                    differences = [
+                        f"{key} {each}, not {record.versions.get(key)}"
+                        for key, each in libraries.items()
+                        if record.versions.get(key) != each
+                    ]
+                    if code != record.code:
+                        differences.append("other code of the searcher")
+                except UserError as error:
+                    differences = [str(error).partition("\n")[0]]
+                checks.append(
+                    CheckedSearch(
+                        searcher=name, task=task, seed=search_seed, same=same, differences=", ".join(differences)
+                    )
+                )
                 step.advance(f"{name} on {task}")
     return checks
-
-
-def _repeat_search(name: str, record: SearcherRecord, task: str, seed: int, cache: PathCache) -> CheckedSearch:
-    searcher, table = PluginSpec(use=record.use, params=record.params, label=name), table_path(task)
-    initial = read_catalogue().tasks[task].initial
-    request = ReplayRequest(searcher=searcher, table=table, seeds=[seed], budget=record.budget, initial=initial)
-    check = CheckedSearch(searcher=name, task=task, seed=seed, same=False, differences="")
-    try:
-        code, libraries = _describe_code(searcher)
-        path = replay(load_landscape(table), request)[seed]
-    except UserError as error:
-        return replace(check, differences=str(error).partition("\n")[0])
-    differences = [
-        f"{key} {each}, not {record.versions.get(key)}"
-        for key, each in libraries.items()
-        if record.versions.get(key) != each
-    ]
-    if code != record.code:
-        differences.append("other code of the searcher")
-    stored = cache.paths_by_seed(record.key(name, task)).get(seed)
-    same = stored is not None and np.array_equal(path, stored.indices[: record.budget])
-    return replace(check, same=same, differences=", ".join(differences))

@@ -26,7 +26,6 @@ from harness.replay.simulated_selection import Searches, recorded_duration_s
 from harness.runtimes.replay import (
     MAX_TABLE_BYTES,
     BenchmarkTable,
-    TableMetadata,
     read_table,
     read_table_metadata,
 )
@@ -131,11 +130,6 @@ def read_catalogue() -> TaskCatalogue:
         return TaskCatalogue.model_validate(document)
     except ValidationError as error:
         raise to_user_error(TaskCatalogue, str(path), error) from error
-
-
-def describe_block(metadata: TableMetadata) -> str:
-    """Return the block of a task in statistics: the model and the runtime, whatever processor and threads."""
-    return f"{metadata.model} on {metadata.backend['name']}"
 
 
 def describe_task(name: str) -> dict[str, str]:

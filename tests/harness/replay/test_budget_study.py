@@ -229,15 +229,11 @@ def test_oversized_cache_is_neither_read_nor_written(tables, tmp_path, capsys, m
         (["one.parquet", "--seeds", "9999", "--budget", "5000"], "evaluations are more than one folder takes"),
         (["ok.yaml", "--seeds", "3", "--cold"], "leave out --seeds, --cold, or change the file"),
         (("[5, 12]", "[12, 5]"), "budgets: budgets must increase, but got"),
-        (("[5, 12]", "[5, 5]"), "budgets: budgets must increase, but got"),
-        (("[5, 12]", "[5, 5001]"), "budgets.1: Input should be less than or equal to 5000"),
         (("seeds: 4", "seeds: 10001"), "seeds: Input should be less than or equal to 10000"),
-        (("seeds: 4", "sedes: 4"), "sedes: unknown key; did you mean 'seeds'"),
         (("seeds: 4", "initial: [float, lineer]"), "'lineer' is no placement of a replay; did you mean 'linear'?"),
         (("label: tour", "label: random"), "two searchers have one name: random"),
         (("*.parquet", "none/*.parquet"), "tables: no file matches 'none/*.parquet'"),
         (("*.parquet", "none.parquet"), "none.parquet: cannot be read: No such file"),
-        ((STUDY, "- a list"), "is a mapping of keys, but got list"),
     ],
 )
 def test_study_that_cannot_run_is_refused_before_replays(
@@ -303,17 +299,8 @@ def test_result_is_independent_of_worker_count_and_working_folder(tables, tmp_pa
 
 def test_workers_end_with_a_killed_command(tables, tmp_path):
     endless = ["--searcher", "annealing", "--seeds", "5000", "--budget", "60", "--workers", "2"]
-    command = [
-        sys.executable,
-        "-m",
-        "harness.cli.main",
-        "bench",
-        "study",
-        *tables,
-        "--out",
-        str(tmp_path / "out"),
-        *endless,
-    ]
+    program = [sys.executable, "-m", "harness.cli.main"]
+    command = [*program, "bench", "study", *tables, "--out", str(tmp_path / "out"), *endless]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
         kept = tmp_path / "out" / "walks"
         try:

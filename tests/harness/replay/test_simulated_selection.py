@@ -88,13 +88,6 @@ def test_ended_search_keeps_choice_and_elapsed_time(make_table):
     assert 0 < searches.elapsed_s[0, 0] < searches.elapsed_s[0, 1] == searches.elapsed_s[0, 2]
 
 
-def test_infeasible_placement_has_latency_of_slowest(make_table):
-    outcome = outcomes_of(lambda a, b: 4.0 - a - b, sqnr_db=lambda a, b: 30.0 * (1 - b))
-    landscape = Landscape(make_table(dimensions=2, outcome=outcome), ("sqnr_db", 20.0))
-    searches = Searches(landscape, {0: np.array([1, 2], dtype=np.int32)}, 2)
-    assert searches.latency_ms.tolist() == searches.found_ms.tolist() == [[4.0, 3.0]]
-
-
 @pytest.mark.parametrize("path", [[4], [-1], [1, 1], [0, 1, 2]])
 def test_path_that_no_search_can_have_is_refused(make_table, path):
     with pytest.raises(ValueError, match="seed 3: more than 2 evaluations, or no search of this table"):

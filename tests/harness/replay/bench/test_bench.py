@@ -8,6 +8,7 @@ from typing import Any
 from zipfile import ZipFile
 
 import numpy as np
+import onnx
 import pytest
 from small import qdq
 
@@ -15,6 +16,7 @@ from harness.base.errors import UserError
 from harness.base.files import add_checksum, read_json, write_json
 from harness.base.progress import NullProgress
 from harness.replay.bench import load, read_catalogue
+from harness.replay.bench.export import write_surrogate
 from harness.replay.bench.leaderboard import compare_searchers, read_results
 from harness.replay.bench.submission import check_submission, read_submission, run_searchers
 from harness.replay.bench.tasks import ARCHIVE_FILE, table_path
@@ -46,13 +48,6 @@ def test_task_readings_equal_a_replay():
         load("on")
 
 
-def test_lite_tier_excludes_trivially_solved_tasks():
-    catalogue = read_catalogue()
-    assert list(catalogue.tasks_of_tier("lite")) == ["one", "two"]
-    assert list(catalogue.tasks_of_tier("full")) == ["one", "two", "three"]
-    assert list(catalogue.tasks_of_tier("extended")) == ["one", "two", "three"]
-
-
 def test_a_table_of_the_archive_is_a_task(tasks, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = load("three").optimum_ms
@@ -74,6 +69,8 @@ def test_commands_list_tasks_and_submissions(tmp_path, capsys):
     assert qdq("bench", "tasks", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["task"] for row in rows] == ["one", "two", "three", "solved"]
+    listed = [list(read_catalogue().tasks_of_tier(tier)) for tier in ("lite", "full", "extended")]
+    assert listed == [["one", "two"], ["one", "two", "three"], ["one", "two", "three"]]
     command = ("bench", "run", "random", "--out", str(tmp_path / "mine"))
     assert qdq(*command, "--label", "mine") == 0
     assert "mine\t2\t4\t8" in capsys.readouterr().out
@@ -114,28 +111,25 @@ def test_check_finds_damage_and_changed_tables(tmp_path, tasks):
         read_submission(other)
 
 
-def change(record: dict[str, Any], key: str, value: object) -> None:
-    """Set a field of a searcher's record, or of its first task."""
-    (record if key in record else record["tasks"]["one"])[key] = value
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (lambda record: change(record, "seeds", 10**12), "seeds"),
-        (lambda record: change(record, "seeds", 0), "seeds"),
-        (lambda record: change(record, "searcher_s", float("inf")), "searcher_s"),
-        (lambda record: change(record, "budget", 10**12), "budget"),
-        (lambda record: change(record, "budget", 0), "budget"),
-        (lambda record: record["tasks"].update({"../tasks/one": record["tasks"]["one"]}), "no task is called"),
-        (lambda record: record["tasks"].update({"x" * 400: record["tasks"]["one"]}), "no task is called"),
-        (lambda record: record["tasks"].update(none=record["tasks"]["one"]), "no task is called"),
+        ({"seeds": 10**12}, "seeds"),
+        ({"searcher_s": float("inf")}, "searcher_s"),
+        ({"budget": 10**12}, "budget"),
+        ({"budget": 0}, "budget"),
+        ("../tasks/one", "no task is called"),
+        ("x" * 400, "no task is called"),
     ],
 )
 def test_submission_with_invalid_values_is_refused(tmp_path, changed, message):
     folder = submit(tmp_path / "mine", "random")
     submission = read_json(folder / "submission.json")
-    changed(submission["searchers"]["random"])
+    record = submission["searchers"]["random"]
+    if isinstance(changed, str):
+        record["tasks"][changed] = record["tasks"]["one"]
+    else:
+        (record if changed.keys() <= record.keys() else record["tasks"]["one"]).update(changed)
     seal(folder, submission)
     with pytest.raises(UserError, match=f"submission.json: .*{message}"):
         read_submission(folder)
@@ -243,3 +237,27 @@ def test_exports_validate_against_external_schemas(tmp_path):
         jsonschema.validate(json.loads((tmp_path / f"one-{kind}.json").read_text()), expected)
     assert qdq("bench", "export", str(tmp_path), "--format", "croissant") == 0
     assert not mlcroissant.Dataset(str(tmp_path / "croissant.json")).metadata.issues.errors
+
+
+def test_the_file_predicts_and_states_its_error(tmp_path, make_table):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    table = make_table(dimensions=7, noise=0.01, path=tmp_path / "t.parquet")
+    error = write_surrogate(table, tmp_path / "s.onnx")
+    assert error["readings"] == len(table.rows)
+    assert 0.9 * error["ceiling"] < error["rank_correlation"] < 1
+    assert 0.8 < error["coverage"] < 0.97
+    session = onnxruntime.InferenceSession(tmp_path / "s.onnx")
+    rows = list(table.rows.values())
+    latency, low, high = session.run(None, {"choices": np.array([row.choices for row in rows])})
+    recorded = np.array([np.median(row.outcome.samples_ms) for row in rows])
+    assert np.corrcoef(latency[:, 0], recorded)[0, 1] > 0.95
+    assert ((low < latency) & (latency < high)).all()
+    facts = {each.key: each.value for each in onnx.load(tmp_path / "s.onnx").metadata_props}
+    assert facts["rank_correlation"] == str(error["rank_correlation"])
+    assert qdq("bench", "surrogate", str(tmp_path / "t.parquet"), "--out", str(tmp_path / "again.onnx")) == 0
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "s.onnx").read_bytes()
+
+
+def test_surrogate_needs_enough_readings(tmp_path, make_table):
+    with pytest.raises(UserError, match="fewer than"):
+        write_surrogate(make_table(dimensions=4, noise=0.01, path=tmp_path / "t.parquet"), tmp_path / "s.onnx")
