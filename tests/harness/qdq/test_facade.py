@@ -14,10 +14,10 @@ import pytest
 import qdq
 from here import OpenVINO
 from matplotlib.figure import Figure
-from onnx import helper, numpy_helper
 from small import save_chain
 
 from harness.base.errors import EvaluationFailed, UserError
+from harness.graph.builder import GraphBuilder
 from harness.plugins.registry import create_plugin
 from harness.results.folder import load
 from harness.run import runner
@@ -125,16 +125,11 @@ def net(tmp_path, monkeypatch):
 def test_missing_sizes_are_asked_for_as_arguments(tmp_path, monkeypatch):
     """The message of a command names options and keys of a file, which a call does not have."""
     monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    inputs = [
-        helper.make_tensor_value_info("x", 1, ("batch", "seq len", 16)),
-        helper.make_tensor_value_info("y", 1, (None, None)),
-    ]
-    outputs = [helper.make_tensor_value_info(name, 1, None) for name in ("a", "b")]
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Relu", ["y"], ["b"])]
-    weight = numpy_helper.from_array(rng.normal(size=(16, 16)).astype(np.float32), "w")
-    graph = helper.make_graph(nodes, "g", inputs, outputs, [weight])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), "m.onnx")
+    builder = GraphBuilder("g", opset=17)
+    weight = builder.const(np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32))
+    builder.output(builder.op("MatMul", builder.input("x", ("batch", "seq len", 16)), weight))
+    builder.output(builder.op("Relu", builder.input("y", (None, None))))
+    builder.save(Path("m.onnx"))
     calls = {
         "insert": lambda **sizes: qdq.insert("m.onnx", "q.onnx", **sizes),
         "autotune": lambda **sizes: qdq.autotune("m.onnx", out="out", backend=SIMULATED, **QUICK, **sizes),

@@ -11,10 +11,9 @@ from pathlib import Path
 import onnx
 import pytest
 
-from harness.compat.modelopt_autotune import Config, PatternCache, QDQAutotuner
+from harness.compat.modelopt_autotune import Config, QDQAutotuner
 from harness.compat.modelopt_autotune.__main__ import apply_mode_presets
 from harness.compat.modelopt_autotune.benchmark import current_benchmark
-from harness.compat.modelopt_autotune.qdq_utils import get_quantized_tensors
 from harness.compat.modelopt_autotune.settings import MODE_PRESETS, parse_arguments
 from harness.compat.modelopt_autotune.workflows import (
     benchmark_onnx_model,
@@ -44,57 +43,8 @@ def tiny(tmp_path, monkeypatch):
         current_benchmark().close()
 
 
-def profile(autotuner, schemes):
-    """The loop over regions of the guide's low-level listing."""
-    for region_idx, region in enumerate(autotuner.regions):
-        autotuner.set_profile_region(region, commit=(region_idx > 0))
-        if autotuner.current_profile_pattern_schemes is None:
-            continue
-        for _ in range(schemes):
-            if autotuner.generate() == -1:
-                break
-            latency = benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=True))
-            autotuner.submit(latency, success=latency != float("inf"))
-        ps = autotuner.current_profile_pattern_schemes
-        assert ps is None or ps.best_scheme is None or ps.best_scheme.latency_ms > 0
-    autotuner.set_profile_region(None, commit=True)
 
 
-def test_manual_steps_with_state_cache_and_import(tiny):
-    init_benchmark_instance(use_trtexec=False, **GUIDE)
-    model = onnx.load("model.onnx")
-    autotuner = QDQAutotuner(model)
-    config = Config(default_quant_type="int8", verbose=True)
-    autotuner.initialize(config)
-    autotuner.export_onnx("baseline.onnx", insert_qdq=False)
-    baseline_latency = benchmark_onnx_model("baseline.onnx")
-    autotuner.submit(baseline_latency)
-    assert autotuner.baseline_latency_ms == baseline_latency > 0
-    profile(autotuner, 4)
-    autotuner.export_onnx("optimized_final.onnx", insert_qdq=True)
-    assert benchmark_onnx_model("optimized_final.onnx") < float("inf")
-    autotuner.save_state("autotuner_state.yaml")
-
-    resumed = QDQAutotuner(model)
-    resumed.initialize(config)
-    resumed.load_state("autotuner_state.yaml")
-    for region in resumed.regions:
-        resumed.set_profile_region(region, commit=False)
-        assert resumed.current_profile_pattern_schemes is None, "it was profiled before"
-    assert resumed.export_onnx() == autotuner.export_onnx()
-
-    cache = PatternCache.load("autotuner_state_pattern_cache.yaml")
-    warm = QDQAutotuner(model)
-    warm.initialize(config, pattern_cache=cache)
-    assert warm.pattern_cache.num_patterns == cache.num_patterns > 0
-
-    everything = autotuner.session.space.quantize_all()
-    proto = autotuner.session.proto(autotuner.session.space.resolve(everything))
-    onnx.save(proto, "quantized_baseline.onnx")
-    fresh = QDQAutotuner(model)
-    fresh.initialize(config)
-    fresh.import_insertion_points(get_quantized_tensors(onnx.load("quantized_baseline.onnx")))
-    assert fresh.placement() == everything
 
 
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed")
