@@ -144,9 +144,6 @@ def study_of(
         shape: Options `--shape`.
         dim: Options `--dim`.
         more: Further arguments of `make_study`.
-
-    Raises:
-        UserError: An option or the file is invalid.
     """
     from harness.config.yaml_loader import parse_params
     from harness.run.prepare.study_task import make_study
@@ -163,9 +160,6 @@ def backend_spec(backend: str, param: Sequence[str] | None) -> PluginSpec:
 
     Args:
         param: Texts NAME=VALUE; values are parsed as YAML.
-
-    Raises:
-        UserError: A parameter is not NAME=VALUE.
     """
     from harness.config.sections import PluginSpec
     from harness.config.yaml_loader import parse_params
@@ -174,11 +168,7 @@ def backend_spec(backend: str, param: Sequence[str] | None) -> PluginSpec:
 
 
 def parse_sizes(shapes: Sequence[str] | None, dims: Sequence[str] | None) -> dict[str, Any]:
-    """Return --shape and --dim as keyword arguments `shapes` and `dims`.
-
-    Raises:
-        UserError: A value is malformed, or a symbol has two sizes.
-    """
+    """Return --shape and --dim as keyword arguments `shapes` and `dims`."""
     from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
 
     return {"shapes": parse_named_shapes("--shape", shapes or ()), "dims": parse_dims(dims or ())}

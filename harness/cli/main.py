@@ -283,7 +283,6 @@ def _report_interrupt(words: Sequence[str]) -> Iterator[None]:
     """Print after Ctrl-C whether the work can be continued, and keep typer from choosing the exit status of errors.
 
     Raises:
-        UserError: A plug-in or library called `sys.exit`; typer itself ends commands in another way, argparse with 2.
         RuntimeError: A read came to its end; typer would take an `EOFError` for the end of the user's input.
     """
     try:

@@ -63,25 +63,18 @@ def report(
     Example: `qdq report out/quickstart`, `qdq report results/quickstart --compare out/quickstart`, or
     `qdq report results/quickstart --trace linear:speedup`
     """
-    _import_pandas_alone()
+    from harness.plugins.registry import without_module
+
+    # pandas always imports an installed pyarrow, which takes 34 MiB and which no table of a report needs. Without it,
+    # pandas cannot read Parquet in this process, which reads none.
+    with without_module("pyarrow"):
+        import pandas  # noqa: F401
     if compare is not None:
         print_comparison(folder, compare, as_json=as_json)
     elif trace is not None:
         _print_trace(folder, trace, table, last=last, raw=raw, as_json=as_json)
     else:
         show_report(folder, task_plots=plots, as_json=as_json)
-
-
-def _import_pandas_alone() -> None:
-    """Import pandas without pyarrow, which takes 34 MiB and which no table of a report needs.
-
-    pandas always imports an installed pyarrow. Without it, pandas cannot read Parquet in this process, which reads
-    none.
-    """
-    from harness.plugins.registry import without_module
-
-    with without_module("pyarrow"):
-        import pandas  # noqa: F401
 
 
 @contextmanager
@@ -148,7 +141,7 @@ def show_report(
     steps = [line for main in mains for line in describe_next_steps(results, main, base)]
     if as_json:
         values = {table.name: frame_values(table.raw) for table in tables}
-        compared = {} if original is None else {"comparison": _comparison_values(*_comparison(original, folder))}
+        compared = {} if original is None else {"comparison": _comparison(original, folder)[1]}
         print_json({"answers": answers, "next_steps": steps, "tables": values, **compared})
         raise typer.Exit(ExitStatus(bool(compared and compared["comparison"]["differing_rows"])))
     for line in answers:
@@ -177,9 +170,10 @@ def print_comparison(first: Path, second: Path, *, as_json: bool = False) -> Non
     from harness.report.report_table import render_plain_text
 
     first, second = short_path(first), short_path(second)
-    table, differing, lines = _comparison(first, second)
+    table, values = _comparison(first, second)
+    differing, lines = values["differing_rows"], values["differences"]
     if as_json:
-        print_json(_comparison_values(table, differing, lines))
+        print_json(values)
         raise typer.Exit(ExitStatus(bool(differing)))
     print_rich_or_text(f"{render_plain_text(table)}\n", table)
     echo(f"Rows that differ: {', '.join(differing) or 'none'}.")
@@ -189,18 +183,15 @@ def print_comparison(first: Path, second: Path, *, as_json: bool = False) -> Non
     raise typer.Exit(ExitStatus(bool(differing)))
 
 
-def _comparison(first: Path, second: Path) -> tuple[ReportTable, list[str], list[str]]:
-    """Return the table of matching rows, the rows that differ, and lines about differences of the environment."""
+def _comparison(first: Path, second: Path) -> tuple[ReportTable, dict[str, Any]]:
+    """Return the table of matching rows, and these, the rows that differ and lines on the environment as values."""
     from harness.report.folder_comparison import comparison_table, describe_differences, differing_rows
     from harness.results.folder import load
 
     one, two = load(first), load(second)
     table = comparison_table(one, two)
-    return table, differing_rows(one, two, table.raw), list(describe_differences(one, two))
-
-
-def _comparison_values(table: ReportTable, differing: list[str], lines: list[str]) -> dict[str, Any]:
-    return {"rows": frame_values(table.raw), "differing_rows": differing, "differences": lines}
+    differing, lines = differing_rows(one, two, table.raw), list(describe_differences(one, two))
+    return table, {"rows": frame_values(table.raw), "differing_rows": differing, "differences": lines}
 
 
 def _print_trace(folder: Path, cell: str, table: str, *, last: int, raw: bool, as_json: bool) -> None:

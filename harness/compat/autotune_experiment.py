@@ -53,7 +53,6 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
 
     Raises:
         AutotunerError: A bound is given without test data, or test data without a bound.
-        UserError: An argument cannot be used.
     """
     calibration: dict[str, Any] = {"method": options.calibration_method, "weights": options.weight_method,
                                    "depthwise": options.depthwise, "symmetric": options.symmetric}  # fmt: skip
@@ -148,9 +147,6 @@ def drop_objective(max_drop: float | str, name: str = "max_drop") -> dict[str, A
     Args:
         max_drop: Points (hundredths of the metric), or a percentage of the float model's metric.
         name: Name of the argument, for messages.
-
-    Raises:
-        UserError: The bound is neither.
     """
     try:
         bound = validate_bound(max_drop)
@@ -199,9 +195,6 @@ def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> E
         model: Keys of the entry in `models`; its label is made from `use`.
         source: Name of the origin of the values in error messages.
         keys: Other keys of the experiment, which replace the defaults.
-
-    Raises:
-        UserError: A value cannot be used.
     """
     described = {
         "experiment": "autotune",

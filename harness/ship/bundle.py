@@ -336,9 +336,6 @@ def run_bundle(folder: Path, facts: Facts) -> dict[str, Any]:
     Args:
         folder: Folder of the bundle, with the model.
         facts: Content of `ship.json`, see `read_bundle`.
-
-    Raises:
-        UserError: The script cannot be generated, or fails, see `run_script`.
     """
     with generated_script(folder, facts) as script:
         return run_script(sys.executable, script, "--model", str(folder / facts["file"]))
@@ -355,7 +352,6 @@ def run_script(python: str, script: Path, *arguments: str) -> dict[str, Any]:
 
     Raises:
         DoesNotHold: The script fails; the message has its last line.
-        UserError: The script cannot be started, lacks a module or exceeds a limit.
     """
     what, limits, pipe = f"{script} with {python}", StepLimits.read(), subprocess.PIPE  # its model may be untrusted
     command = [python, "-I", str(script), "--json", *arguments]

@@ -98,9 +98,6 @@ def calibration_config(
         samples: Maximum number of samples; None leaves out the key.
         method: Range estimator; None leaves out the key.
         base_dir: Folder from which relative paths of the experiment start.
-
-    Raises:
-        UserError: Images are given without a preprocessing.
     """
     options = {key: value for key, value in (("method", method), ("samples", samples)) if value is not None}
     if data is None:
@@ -135,9 +132,6 @@ def apply_experiment(
         changes: Keys of the model that differ from the stored ones, see `calibration_config`.
         base_dir: Folder from which relative paths of the stored experiment start.
         builds: Number of fresh builds of the confirmation; None: the number of the stored experiment.
-
-    Raises:
-        UserError: The folder is not one to deploy, or a file in it is damaged.
     """
     facts = read_bundle(folder)
     stored, shipped = facts["experiment"], os.path.relpath(folder / facts["file"], base_dir)
@@ -239,9 +233,6 @@ def insert_placement(
         backend: Benchmarker that determines the dialect of the pairs; its device may be absent.
         run: Whether the file is run in the benchmarker's runtime, if that is installed.
         described: `precision`; `ranges`, whether those of a Q/DQ file are used; and keys of the model in an experiment.
-
-    Raises:
-        UserError: An argument cannot be used, or the placement does not fit the model.
     """
     precision, ranges = described.pop("precision"), described.pop("ranges", False)
     entry, dialect = _initial_entry(placement, ranges), _load_dialect_of(backend)
@@ -383,9 +374,6 @@ def file_entry(path: Path, label: str, *, ranges: bool) -> dict[str, Any]:
         path: The file, which may be another tool's, a folder to deploy, or a results folder with exactly one.
         label: Name of the placement in tables.
         ranges: Whether the ranges of the file's Q/DQ pairs are used.
-
-    Raises:
-        UserError: There is no such file or folder, it cannot be read, or has no Q/DQ pair.
     """
     path = find_qdq_file(path)
     params = {"path": os.path.relpath(path), **({"ranges": True} if ranges else {})}

@@ -227,11 +227,7 @@ class PlacementSummary:
 
 
 def summarize_placement(path: Path) -> PlacementSummary:
-    """Return the placement of a Q/DQ file in the terms of tools that quantize whole nodes.
-
-    Raises:
-        UserError: The file cannot be read, has no Q/DQ pair, or has pairs of several precisions.
-    """
+    """Return the placement of a Q/DQ file in the terms of tools that quantize whole nodes."""
     graph = read_qdq_graph(path)
     precisions = read_precisions(path)
     if len(precisions) != 1:
@@ -374,10 +370,6 @@ def export_recipe(folder: Path, facts: Mapping[str, Any], tool: str, out: Path) 
 
     Returns:
         The exported placement.
-
-    Raises:
-        UserError: The tool is unknown or has no form for the placement, see `summarize_placement`; or a script would
-            hide a package that it imports, because it has the same name.
     """
     if tool not in RECIPES:
         raise UserError(f"--for {tool}: no recipe for it; {suggest_names(tool, RECIPES)}")

@@ -128,9 +128,6 @@ def compare_runtimes(folder: Path, python: str, observer: Observer, *, builds: i
         folder: Folder to deploy; see `harness.ship.bundle`.
         python: Python program of the other environment, or the folder of the environment.
         builds: Number of fresh processes of each environment.
-
-    Raises:
-        UserError: The folder is not one to deploy, a file is damaged, or the script fails in an environment.
     """
     facts = read_bundle(folder)
     other = next(
@@ -216,9 +213,6 @@ def run_script_in(python: str, script: Path, facts: Mapping[str, Any], *argument
     Args:
         python: Python program of the environment.
         facts: Content of `ship.json` of the folder.
-
-    Raises:
-        UserError: The script fails; if a module is missing, the message has the command that installs it.
     """
     target = find_target(facts["runtime"])
     try:
@@ -294,9 +288,6 @@ def measure_edge_costs(
         facts: Content of its `ship.json`, see `harness.results.deploy_folder.read_bundle`.
         edges: Inputs to quantize, see `harness.ship.recipes.PlacementSummary.inexpressible`.
         builds: Number of fresh processes of each model.
-
-    Raises:
-        UserError: The runtime is not installed, or has no script.
     """
     with tempfile.TemporaryDirectory(prefix="qdq-costs-") as scratch, generated_script(folder, facts) as script:
         run = partial(run_script_in, sys.executable, script, facts, "--repeat", str(RUNS), "--model")

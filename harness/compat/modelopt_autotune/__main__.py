@@ -71,11 +71,7 @@ def apply_mode_presets(options: argparse.Namespace) -> None:
 
 
 def autotune(given: Sequence[str], prog: str, observer: Observer) -> None:
-    """Run a command line of ModelOpt's procedure and write its files; `prog` names the program in messages.
-
-    Raises:
-        UserError: An argument cannot be used.
-    """
+    """Run a command line of ModelOpt's procedure and write its files; `prog` names the program in messages."""
     options = parse_arguments(given, prog)
     if options.wait is not None:
         os.environ[WAIT_VARIABLE] = f"{options.wait}"
@@ -171,11 +167,7 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], run: Autot
 
 
 def _describe_target(use: PluginSpec) -> str:
-    """Return a line with backend, device and dialect of the models, and a hint if TensorRT needs other files.
-
-    Raises:
-        UserError: The backend is not available, or has no dialect.
-    """
+    """Return a line with backend, device and dialect of the models, and a hint if TensorRT needs other files."""
     runtime = read_runtime(use)
     name = runtime.dialect.name
     target = f"{use.use} on {runtime.facts.get('device', 'an unknown device')}, in the dialect {name} of Q/DQ pairs"

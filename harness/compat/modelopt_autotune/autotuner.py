@@ -78,7 +78,6 @@ class QDQAutotunerBase:
 
     Raises:
         TypeError: The model is of another type.
-        UserError: The model cannot be used.
     """
 
     def __init__(self, model: Any) -> None:
@@ -120,11 +119,7 @@ class QDQAutotunerBase:
         return None if self._search is None else self._search.index
 
     def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
-        """Discard all results and apply these settings; `regions` remain, and schemes of the cache are measured first.
-
-        Raises:
-            UserError: The backend is not available, or does not have the precision.
-        """
+        """Discard all results and apply these settings; `regions` remain, and schemes of the cache come first."""
         self.config = config or self.config
         benchmark = current_benchmark()
         self._backend = PluginSpec(use=self.config.backend or "openvino", params=dict(self.config.backend_params))
@@ -301,9 +296,6 @@ class QDQAutotunerBase:
             insert_qdq: False: the float model.
             best: See `placement`.
             model_transform: Applied to the `onnx.ModelProto` first.
-
-        Raises:
-            UserError: The file cannot be written, or the model is too large for bytes and has no path.
         """
         proto = self.session.proto(self.session.space.resolve(self.placement(best)) if insert_qdq else ())
         if model_transform is not None:
@@ -352,7 +344,6 @@ class QDQAutotunerBase:
 
         Raises:
             FileNotFoundError: The file does not exist.
-            UserError: It is damaged, or of another model, runtime, device or precision.
         """
         path, config = Path(input_path), dataclasses.asdict(self.config)
         state = read_state(path, self.session.facts)

@@ -55,9 +55,6 @@ class Benchmark:
 
     Attributes:
         close: Function that ends the worker; also called at exit.
-
-    Raises:
-        UserError: The backend is not installed or cannot be constructed.
     """
 
     def __init__(self, backend: PluginSpec, *, warmup_runs: int = 5, timing_runs: int = 20) -> None:

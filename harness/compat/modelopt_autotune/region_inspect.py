@@ -36,9 +36,6 @@ def inspect_region_search(
         verbose: Print the names of nodes and boundary tensors, too.
         shapes: Static shapes by input, such as "1x3x224x224".
         dims: Sizes of dynamic dimensions by symbol.
-
-    Raises:
-        UserError: The model cannot be loaded.
     """
     report = inspect_regions(onnx_path, shapes, dims=dims, max_sequence_size=max_sequence_size)
     print(printable_lines("\n".join(report.lines(include_all=include_all_regions, verbose=verbose))))

@@ -175,11 +175,7 @@ MAX_FILTER_BYTES = 1 << 20
 
 
 def get_node_filter_list(node_filter_list_path: str | None) -> list[str] | None:
-    """Return the wildcards in a file, one per line; empty lines and lines that start with "#" are skipped.
-
-    Raises:
-        UserError: The file cannot be read, or has no wildcard.
-    """
+    """Return the wildcards in a file, one per line; empty lines and lines that start with "#" are skipped."""
     if not node_filter_list_path:
         return None
     path = Path(node_filter_list_path)

@@ -179,7 +179,6 @@ class PatternCache:
 
         Raises:
             FileNotFoundError: The file does not exist.
-            UserError: The file is not a pattern cache.
         """
         if not Path(input_path).exists():
             raise FileNotFoundError(input_path)
@@ -416,9 +415,6 @@ class AutotuneSession:
         Args:
             cache_file: Pattern cache of an earlier run; None: none.
             qdq_baseline: Q/DQ model made from this model; None: none.
-
-        Raises:
-            UserError: A file cannot be read.
         """
         starts = [PluginSpec(use="linear"), PluginSpec(use="all")]
         if qdq_baseline is not None:
@@ -489,9 +485,6 @@ class PatternSearch:
         """Return the index of the next scheme to measure, or -1: first the seeds, then proposals of the searcher.
 
         Schemes that the session has a result of are filled with it, and not measured again.
-
-        Raises:
-            UserError: The searcher raised an error.
         """
         for index, seed in enumerate(self.schemes.schemes):
             if not seed.is_profiled and self._recall(index) is None:
@@ -582,7 +575,6 @@ def calibration_batches(model: Model, config: Config) -> CalibrationBatches:
 
     Raises:
         AutotunerError: The file is neither `.npz` nor `.npy`, or a setting has an unknown value.
-        UserError: The file cannot be read, or does not fit the inputs of the model.
     """
     path = config.calibration_data
     data: dict[str, Any] | None = None

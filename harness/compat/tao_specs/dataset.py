@@ -89,9 +89,6 @@ def open_onnx_file(text: str, base: Path, key: str) -> tuple[Path, ModelSignatur
     Args:
         text: A path, or `assets:PATH`.
         base: Folder that relative paths start from.
-
-    Raises:
-        UserError: The file is missing, is a PyTorch file, has another suffix than .onnx, or is not an ONNX model.
     """
     suffix = Path(text).suffix.lower()
     if suffix in PYTORCH_SUFFIXES:
@@ -140,10 +137,6 @@ def static_inputs(
         shapes: Shapes by input.
         dims: Sizes by symbol.
         batch: Size of dimensions with a usual name of the batch, and of a first dimension if no other is dynamic.
-
-    Raises:
-        UserError: More than the batch is dynamic, and neither a shape nor data are given; the data have another shape
-            than the input; there is no such input.
     """
     fixed: dict[str, Shape] = {}
     for name, shape in shapes.items():
@@ -177,11 +170,7 @@ def static_inputs(
 
 
 def _sample_shape(name: str, dims: Dims, samples: SampleShapes, batch: int) -> Shape | None:
-    """Return the shape of an input with its dynamic dimensions set from a sample; None if there are none or no sample.
-
-    Raises:
-        UserError: More than the batch is dynamic, and the sample has another shape.
-    """
+    """Return the shape of an input with its dynamic dimensions set from a sample, or None without any or a sample."""
     sample = samples.shapes.get(name)
     if sample is None or (dims and None not in dims):
         return None
@@ -248,9 +237,6 @@ def labelled_data(dataset: DatasetSection, base: Path) -> dict[str, Any]:
 
     Args:
         base: Folder that relative paths start from.
-
-    Raises:
-        UserError: There are no data or no labels.
     """
     sources, keys = dataset.test_data_sources, data_keys(dataset)
     if sources is not None and sources.arrays is not None:
@@ -297,9 +283,6 @@ def open_calibration_data(
     Args:
         base: Folder that relative paths start from.
         key: Name of the calibration data in messages: a key of the spec or an option.
-
-    Raises:
-        UserError: The data are missing or invalid, or images have no preprocessing.
     """
     place, sources = _calibration_place(dataset), dataset.test_data_sources
     if place is None:
@@ -357,11 +340,7 @@ def open_feeds(
 def calibration_feeds(
     dataset: DatasetSection, data: ImageDataset | ArrayDataset | None, inputs: InputTypes
 ) -> tuple[InputBatches, str]:
-    """Return batches of the data, or of random numbers if `data` is None, and a description of them.
-
-    Raises:
-        UserError: The data do not fit the inputs.
-    """
+    """Return batches of the data, or of random numbers if `data` is None, and a description of them."""
     if data is None:
         return random_batches(inputs, RANDOM_BATCH_COUNT), RANDOM_DATA
     limit = dataset.samples if "samples" in dataset.model_fields_set else None
@@ -384,9 +363,6 @@ def loader_feeds(loader: Iterable[Any], inputs: InputTypes) -> Iterator[dict[str
     A rest that is smaller than the model's batch is filled up with copies of its last sample.
     A batch is an array or a tensor, a tuple or list whose first element is one, or a mapping with the model's input
     names, with `images_left` and `images_right` for two inputs, or with one of the keys input, data, x, images.
-
-    Raises:
-        UserError: A batch has another form, or does not fit the inputs.
     """
     for number, batch in enumerate(loader, start=1):
         feed, source = _batch_to_feed(batch, tuple(inputs), number), f"calibration batch {number}"
@@ -441,9 +417,6 @@ def sample_shape(preprocess: str, size: str | None, model: str | None) -> tuple[
     Args:
         size: "640x640", height first.
         model: ONNX file.
-
-    Raises:
-        UserError: Both size and model are given, neither gives a size, or the preprocessing is unknown.
     """
     if size is not None and model is not None:
         raise UserError("--size and --model: give one of them")
@@ -475,9 +448,6 @@ def write_calibration(
 
     Returns:
         Number of samples, and of images in the folder.
-
-    Raises:
-        UserError: There is no image, one cannot be read, or the file cannot be written.
     """
     if output.suffix != ".npy":
         raise UserError(f"-o {output}: the name of a .npy file is needed")

@@ -96,9 +96,6 @@ def build_engine(section: EngineSection, dataset: DatasetSection, base: Path, ba
         dataset: Section `dataset`, for static shapes.
         base: Folder that relative paths start from.
         backend: The runtime, with parameters beyond those of the section.
-
-    Raises:
-        UserError: The section does not fit the model; TensorRT or a GPU is missing.
     """
     path, declared = open_onnx_file(section.onnx_file, base, "gen_trt_engine.onnx_file")
     options, target = section.tensorrt, engine_path(base / section.trt_engine, backend.use)
@@ -164,9 +161,6 @@ def engine_path(requested: Path, backend: str) -> Path:
 
     Only the suffixes .trt, .engine and .plan are replaced; a path with another suffix or without one is returned as it
     is.
-
-    Raises:
-        UserError: The backend is TensorRT, and the path has none of its suffixes.
     """
     if backend == TENSORRT and requested.suffix not in TENSORRT_SUFFIXES:
         raise UserError(
@@ -177,11 +171,7 @@ def engine_path(requested: Path, backend: str) -> Path:
 
 
 def engine_for_other_runtime(requested: Path) -> Path | None:
-    """Return the engine of another runtime (see `engine_path`) if the requested one of TensorRT is missing, or None.
-
-    Raises:
-        UserError: There are engines of several runtimes.
-    """
+    """Return the engine of another runtime (see `engine_path`) if the requested one of TensorRT is missing, or None."""
     if requested.exists() or requested.suffix not in TENSORRT_SUFFIXES:
         return None
     paths = (engine_path(requested, plugin.name) for plugin in registry.installed_plugins("benchmarker"))
@@ -193,11 +183,7 @@ def engine_for_other_runtime(requested: Path) -> Path | None:
 
 
 def save_engine(model: Path, path: Path, facts: EngineFacts) -> EngineFacts:
-    """Build an engine, write it and its facts, and return the facts with digest and description of the runtime.
-
-    Raises:
-        UserError: The runtime is missing, rejects the model or cannot write engines, or a file cannot be written.
-    """
+    """Build an engine, write it and its facts, and return the facts with digest and description of the runtime."""
     create_saver(facts.backend, facts.params, "write engines to")
     what = f"{Path(facts.onnx_file).name}: the build on {facts.backend}"
     try:
@@ -219,11 +205,7 @@ def _save(facts: EngineFacts, model: Path, path: Path) -> dict[str, Any]:
 
 
 def read_facts(path: Path) -> EngineFacts | None:
-    """Return the facts in the file `NAME.json` next to the engine at `path`, or None if there is no such file.
-
-    Raises:
-        UserError: The file is damaged, or belongs to another engine.
-    """
+    """Return the facts in the file `NAME.json` next to the engine at `path`, or None if there is no such file."""
     file = path.with_name(f"{path.name}.json")
     if not os.path.lexists(file):
         return None
@@ -241,11 +223,7 @@ def read_facts(path: Path) -> EngineFacts | None:
 
 
 def load_engine(path: Path, facts: EngineFacts) -> tuple[Benchmarker, Artifact]:
-    """Load an engine from its file into this process.
-
-    Raises:
-        UserError: The runtime is missing, rejects the file or cannot read engines.
-    """
+    """Load an engine from its file into this process."""
     runtime = create_saver(facts.backend, facts.params, "read engines from")
     try:
         return runtime, runtime.load(path)

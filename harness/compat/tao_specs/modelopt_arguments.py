@@ -62,9 +62,6 @@ def modelopt_parameters() -> Mapping[str, Any]:
 
     They are read from the source, as an import would load PyTorch, which takes seconds before a misspelled argument
     could be reported.
-
-    Raises:
-        UserError: ModelOpt is not installed, or its source has no such function.
     """
     spec = importlib.util.find_spec("modelopt")
     folders = list(spec.submodule_search_locations or ()) if spec else []
@@ -147,9 +144,6 @@ def make_modelopt_arguments(
     Args:
         layers: Layers of the section, or of its preset.
         nodes: Nodes of the model.
-
-    Raises:
-        UserError: There is nothing to quantize, or ModelOpt does not have an argument.
     """
     check_arguments(section.backend_kwargs)
     dtypes = [dtype for layer in layers for dtype in layer.dtypes]

@@ -55,11 +55,7 @@ LIST_OPTIONS = ("op_types_to_quantize", "op_types_to_exclude", "nodes_to_quantiz
 
 
 def run_ptq(given: Sequence[str]) -> QuantizationResult | list[str]:
-    """Quantize as a command line describes; with `--show-defaults` return lines of text instead.
-
-    Raises:
-        UserError: An option cannot be used, or ModelOpt fails.
-    """
+    """Quantize as a command line describes; with `--show-defaults` return lines of text instead."""
     options, unknown = get_parser().parse_known_args(given)
     if unknown:
         remedy = option_remedy(unknown[0])

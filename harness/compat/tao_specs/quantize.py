@@ -155,11 +155,7 @@ def add_calibration_shapes(
 def quantize_with_modelopt(
     path: Path, target: Path, batches: Iterable[Mapping[str, Array]], arguments: Mapping[str, Any]
 ) -> None:
-    """Run ModelOpt in a child process; for the arguments see `harness.accuracy.tools.ptq.modelopt`.
-
-    Raises:
-        UserError: ModelOpt fails, or leaves the model unchanged.
-    """
+    """Run ModelOpt in a child process; for the arguments see `harness.accuracy.tools.ptq.modelopt`."""
     try:
         modelopt(path, target, batches, arguments)
     except BuildFailed as error:
@@ -205,9 +201,6 @@ def checked_result(
         types: Element type and static shape of each input.
         samples: Inputs of the comparison; empty: the file is not run.
         dialect: Name of the dialect of the file.
-
-    Raises:
-        UserError: The file cannot be read.
     """
     result = read_signature(target)
     found: dict[str, Counter[str]] = {}
@@ -252,11 +245,7 @@ def _apply_preset(section: QuantizeSection, declared: ModelSignature) -> tuple[Q
 
 
 def _load_dialect(section: QuantizeSection, layers: Sequence[LayerSpec]) -> tuple[Dialect, tuple[str, ...]]:
-    """Return the dialect in `backend_kwargs` with the precisions of the layers, and these in order of appearance.
-
-    Raises:
-        UserError: There is another key, or the dialect is unknown or lacks a dtype.
-    """
+    """Return the dialect in `backend_kwargs` with the precisions of the layers, and these in order of appearance."""
     for key in section.backend_kwargs:
         if key != "dialect":
             raise UserError(

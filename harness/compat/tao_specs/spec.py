@@ -413,11 +413,7 @@ class Spec(_SpecModel):
 
 
 def read_spec(path: Path) -> Spec:
-    """Read and check a spec file.
-
-    Raises:
-        UserError: The file cannot be read or a value is invalid; the message has file, key and allowed values.
-    """
+    """Read and check a spec file."""
     return parse_spec(read_text_file(path, "a spec file"), str(path))
 
 
