@@ -52,8 +52,6 @@ def test_two_onnx_runtimes_are_a_warning(rows, monkeypatch):
     assert "onnxruntime 1.24 and onnxruntime-gpu 1.24 overwrite each other: pip uninstall" in detail
 
 
-
-
 def test_broken_plug_ins_are_listed_and_the_others_work(rows, monkeypatch):
     def plugins(kind):
         points = [p.entry_point for p in real(kind)]
@@ -104,8 +102,6 @@ def test_list_fits_a_terminal(capsys, kind):
 def test_list_of_an_unknown_kind_names_the_kinds(capsys):
     assert qdq("list", "runtime") == 2
     assert "benchmarker" in capsys.readouterr().err
-
-
 
 
 def test_doctor_names_a_package_without_wheels_for_this_python(monkeypatch):

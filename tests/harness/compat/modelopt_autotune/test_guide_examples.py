@@ -43,10 +43,6 @@ def tiny(tmp_path, monkeypatch):
         current_benchmark().close()
 
 
-
-
-
-
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is None, reason="ModelOpt is not installed")
 def test_import_accepts_names_of_modelopts_function(tiny, warm_python):
     code = (
