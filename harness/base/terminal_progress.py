@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 from harness.base.progress import TIME_LEFT, ProgressTask, format_minutes
-from harness.base.text import printable, printable_lines
+from harness.base.text import printable, printable_lines, truncate
 
 MIN_SHARE_FOR_ETA = 0.05
 """Share of the steps before which no remaining time is shown, because the first step may include a build."""
@@ -54,19 +54,17 @@ class TerminalProgress:
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:
         """Show a bar during the work, or lines if the output is no terminal, and a last line after more than 2 s."""
-        step = _ProgressStep(title, total, lambda: None)
-        task = self._progress.add_task("", total=total, step=step)
-        printed_s = step.started_s
+        printed_s = time.monotonic()
 
-        def show() -> None:
+        def show(step: _ProgressStep) -> None:
             nonlocal printed_s
             self._progress.update(task, completed=step.done)
-            due = step.changed_s - printed_s >= self._every_s and step.done < total
-            if not self._live and due:
+            if not self._live and step.changed_s - printed_s >= self._every_s and step.done < total:
                 printed_s = step.changed_s
                 self.say(step.line(LINE_WIDTH))
 
-        step.show = show
+        step = _ProgressStep(title, total, show)
+        task = self._progress.add_task("", total=total, step=step)
         try:
             yield step
         finally:
@@ -77,33 +75,33 @@ class TerminalProgress:
 
 
 class _ProgressStep:
-    """Progress of work of `total` steps; `show` is called after each."""
+    """Progress of work of `total` steps; `show` is called with it after each."""
 
-    def __init__(self, title: str, total: int, show: Callable[[], None]) -> None:
-        self.title, self.total, self.show = title, total, show
-        self.note, self.done = "", 0
+    def __init__(self, title: str, total: int, show: Callable[[_ProgressStep], None]) -> None:
+        self.title, self.total, self._show = title, total, show
+        self.note, self.last_note, self.done = "", "", 0
         self.started_s = self.changed_s = time.monotonic()
 
     def advance(self, note: str = "") -> None:
         """Count one more step."""
-        self.note, self.done, self.changed_s = note or self.note, self.done + 1, time.monotonic()
-        self.show()
+        self.note, self.last_note, self.done, self.changed_s = note or self.note, note, self.done + 1, time.monotonic()
+        self._show(self)
 
     def line(self, width: int) -> str:
         """Return title, steps, time left and note in at most `width` characters; the note is cut first."""
         notes = self.note.split(", ") if self.note else []
         # A time limit may end the step early: the estimate in the note knows it, that of the step would contradict it.
-        times = [part for part in notes if TIME_LEFT in part] or [self._time_left()]
-        parts = [f"{_cut(self.title, TITLE_WIDTH)}: {self.done}/{self.total}", *times]
-        return _cut(printable(", ".join([*parts, *(part for part in notes if part not in times)])), width)
-
-    def _time_left(self) -> str:
-        """Return an estimate from the mean step, or the time since the start; a step that takes longer prolongs it."""
-        now_s = time.monotonic()
-        if not self.done or self.done < MIN_SHARE_FOR_ETA * self.total:
-            return f"{format_minutes(now_s - self.started_s)} min so far"
-        mean_s, since_s = (self.changed_s - self.started_s) / self.done, now_s - self.changed_s
-        return f"about {format_minutes(max(mean_s * (self.total - self.done) - since_s, since_s))} {TIME_LEFT}"
+        times = [part for part in notes if TIME_LEFT in part]
+        if not times:
+            # From the mean step, or the time since the start; a step that takes longer prolongs the estimate.
+            now_s = time.monotonic()
+            mean_s, since_s = (self.changed_s - self.started_s) / max(self.done, 1), now_s - self.changed_s
+            left_s = max(mean_s * (self.total - self.done) - since_s, since_s)
+            times = [f"about {format_minutes(left_s)} {TIME_LEFT}"]
+            if not self.done or self.done < MIN_SHARE_FOR_ETA * self.total:
+                times = [f"{format_minutes(now_s - self.started_s)} min so far"]
+        parts = [f"{truncate(self.title, TITLE_WIDTH)}: {self.done}/{self.total}", *times]
+        return truncate(printable(", ".join([*parts, *(part for part in notes if part not in times)])), width)
 
 
 class _LineColumn(ProgressColumn):
@@ -116,10 +114,6 @@ class _LineColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         width = self._console.width - BAR_WIDTH - 1
         return Text(task.fields["step"].line(width), no_wrap=True, overflow="ellipsis")
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 class EventProgress:
@@ -145,22 +139,15 @@ class EventProgress:
     @contextmanager
     def work(self, title: str, total: int) -> Iterator[ProgressTask]:
         """Print the start, each step and the end of work of `total` steps; the context has `advance` for each step."""
-        task = _EventTask(self._print, title, total)
+
+        def show(step: _ProgressStep) -> None:
+            self._print("step", work=title, done=step.done, total=total, note=step.last_note)
+
+        step = _ProgressStep(title, total, show)
         self._print("start", work=title, total=total)
-        yield task
-        self._print("end", work=title, done=task.done, total=total)
+        yield step
+        self._print("end", work=title, done=step.done, total=total)
 
     def _print(self, event: str, **facts: object) -> None:
         time_s = round(time.monotonic() - self._start_s, 3)
         print(json.dumps({"time_s": time_s, "event": event, **facts}), file=sys.stderr, flush=True)
-
-
-class _EventTask:
-    def __init__(self, report: Callable[..., None], title: str, total: int) -> None:
-        self._report, self._title, self._total = report, title, total
-        self.done = 0
-
-    def advance(self, note: str = "") -> None:
-        """Print one step."""
-        self.done += 1
-        self._report("step", work=self._title, done=self.done, total=self._total, note=note)

@@ -67,6 +67,11 @@ def shorten_values(text: str) -> str:
     )
 
 
+def truncate(text: str, width: int) -> str:
+    """Truncate text to `width` characters, ending with an ellipsis."""
+    return text if len(text) <= width else f"{text[: width - 1].rstrip(' ,')}…"
+
+
 def escape_markdown(text: str) -> str:
     """Escape Markdown markup and characters that are not printable."""
     safe = re.sub(r"[\\|<*`]|\](?=[(\[])", lambda match: f"\\{match[0]}", printable(text))

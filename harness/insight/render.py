@@ -11,13 +11,13 @@ import pandas as pd
 from harness.base.files import explain_write_errors, write_text
 from harness.base.progress import Observer
 from harness.base.statistics import Interval
-from harness.base.text import escape_markdown
+from harness.base.text import escape_markdown, truncate
 from harness.insight.attribution import FEWEST_POINTS_STEP, attribute_row
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_attribution
 from harness.report.report_table import MISSING_CELL, ReportTable, format_interval, render_markdown
 from harness.results.manifest import recorded
-from harness.results.scores import METRIC_CAPS, format_drop, metric_name, truncate
+from harness.results.scores import METRIC_CAPS, format_drop, metric_name
 from harness.results.task_files import AttributionReport, PartEffect, write_attribution
 
 ATTRIBUTION_LEGEND = (

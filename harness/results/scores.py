@@ -99,11 +99,6 @@ UNIT_INTERVAL_METRICS = frozenset({"agreement", "map", "miou", "top1", "top5"})
 BEYOND_BOUND_VERDICT, UNSCORED_VERDICT = "faster, beyond the bound", "faster, not scored"
 
 
-def truncate(text: str, width: int) -> str:
-    """Truncate text to `width` characters, ending with an ellipsis."""
-    return text if len(text) <= width else f"{text[: width - 1].rstrip(' ,')}…"
-
-
 def metric_name(metric: str | None) -> str:
     """Return the usual name of a metric; "accuracy" without one."""
     return "accuracy" if metric is None else METRIC_FORMATS.get(metric, (metric,))[0]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from harness.base.text import truncate
 from harness.report.frames import (
     Curve,
     candidate_frame,
@@ -24,7 +25,7 @@ from harness.report.frames import (
 from harness.report.plots.result_plots import median_steps, series_style
 from harness.report.report_table import frame_rows
 from harness.results.folder import TaskResults
-from harness.results.scores import metric_name, truncate
+from harness.results.scores import metric_name
 
 PLOTLY_DASH_BY_LINE = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
 PLOTLY_SYMBOL_BY_MARKER = {

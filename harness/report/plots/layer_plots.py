@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 
 from harness.base.statistics import Interval
+from harness.base.text import truncate
 from harness.plugins.api import Layer
 from harness.report.plots.result_plots import SERIES_COLOURS, figure_file
 from harness.report.report_table import frame_rows
-from harness.results.scores import truncate
 from harness.results.task_files import AttributionReport, PartEffect
 
 QDQ_NAME_TAG = "@qdq."  # in the names of nodes of Q/DQ pairs, see `harness.graph.quantize.protobuf_wire`

@@ -11,7 +11,7 @@ from small import qdq, save_chain
 PARTS = """
 import pandas as pd
 
-from harness.accuracy.recovery.bias_correction import FastBiasCorrection
+from harness.accuracy.recovery.steps import FastBiasCorrection
 from harness.plugins.api import Accuracy
 from harness.report.report_table import TableSpec, number_column, text_column
 from harness.runtimes.example import PlainBenchmarker
