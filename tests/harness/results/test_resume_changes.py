@@ -67,14 +67,6 @@ def age(copy: Path) -> None:
     write_json(path, facts)
 
 
-def test_changed_versions_are_refused_with_difference_and_remedy(copy, capsys):
-    age(copy)
-    assert qdq("run", str(copy / "small.yaml"), "--out", str(copy / "out")) == 2
-    error = capsys.readouterr().err
-    assert "packages.numpy: '1.0' -> " in error
-    assert "--accept-changes" in error
-
-
 def test_accepted_change_archives_earlier_results(copy, capsys):
     age(copy)
     before = read_text(copy / "out" / TASK / "runs" / "random-0.jsonl")

@@ -12,6 +12,7 @@ import onnx
 import pytest
 from mutations import onnx_files
 from onnx import TensorProto, helper
+from onnx_models import net
 
 from harness.base.errors import UserError
 from harness.graph.load import load, load_proto, read_signature
@@ -87,10 +88,8 @@ def test_external_data_outside_of_the_models_folder_is_refused(tmp_path, locatio
 
 def test_a_cycle_is_refused(tmp_path):
     nodes = [helper.make_node("Add", ["x", "b"], ["a"]), helper.make_node("Relu", ["a"], ["b"])]
-    info = [helper.make_tensor_value_info(name, 1, [2]) for name in ("x", "b")]
-    graph = helper.make_graph(nodes, "cycle", info[:1], info[1:])
     path = tmp_path / "cycle.onnx"
-    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+    path.write_bytes(net(nodes, {"x": [2]}, {"b": [2]}).SerializeToString())
     with pytest.raises(UserError, match=r"cycle\.onnx: "):
         load(path)
 

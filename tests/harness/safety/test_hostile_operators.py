@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import AttributeProto, TensorProto, defs, helper, numpy_helper
+from onnx_models import net
 
 from harness.base.errors import UserError
 from harness.graph.load import load
@@ -151,12 +152,7 @@ def test_malformed_operators_do_not_crash(tmp_path):
 )
 def test_operators_that_crash_onnx_are_refused(tmp_path, shape, attributes, message):
     node = helper.make_node("Conv", ["x", "w"], ["y"], name="conv", **attributes)
-    ends = [helper.make_tensor_value_info("x", 1, shape), helper.make_tensor_value_info("y", 1, None)]
-    weight = numpy_helper.from_array(np.ones((4, 3, 3, 3), np.float32), "w")
-    graph = helper.make_graph([node], "falls", ends[:1], ends[1:], [weight])
-    path = tmp_path / "falls.onnx"
-    path.write_bytes(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9).SerializeToString()
-    )
+    weight = np.ones((4, 3, 3, 3), np.float32)
+    onnx.save(net([node], {"x": shape}, {"y": None}, {"w": weight}), tmp_path / "falls.onnx")
     with pytest.raises(UserError, match=f"falls.onnx: {message}"):
-        load(path)
+        load(tmp_path / "falls.onnx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import onnx
 import pytest
 from mutations import onnx_files
 from onnx import TensorProto, helper, numpy_helper
+from onnx_models import net
 
 from harness.base.errors import UserError
 from harness.cli.main import main
@@ -30,24 +32,22 @@ confirmation: {builds: 3, rounds: 2, samples: 3}
 """
 
 
+def node(op: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(op, inputs, [output], name=output, **attributes)
+
+
 def write_model(path: Path, what: str) -> None:
     """A convolution behind whatever is huge."""
-    x = helper.make_tensor_value_info("x", 1, (1, 3, 2**20, 2**20) if what == "input" else (1, 3, 8, 8))
-    dims, raw = (HUGE, b"x" * 16) if what == "weight" else ((4, 3, 3, 3), b"\0" * 432)
-    weights = [
-        TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims, raw_data=raw),
-        helper.make_tensor("s", TensorProto.INT64, [4], (1, 4, *HUGE[1:], 1)),
-    ]
-    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], name="conv", pads=[1] * 4)]
+    nodes = [node("Conv", ["x", "w"], "y", pads=[1] * 4)]
     if what == "tensor":
-        nodes += [
-            helper.make_node("ConstantOfShape", ["s"], ["z"], name="fill"),
-            helper.make_node("ReduceMax", ["z"], ["m"], name="max"),
-            helper.make_node("Add", ["y", "m"], ["a"], name="add"),
-        ]
-    end = helper.make_tensor_value_info(nodes[-1].output[0], 1, None)
-    graph = helper.make_graph(nodes, "huge", [x], [end], weights)
-    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+        nodes += [node("ConstantOfShape", ["s"], "z"), node("ReduceMax", ["z"], "m"), node("Add", ["y", "m"], "a")]
+    shape = (1, 3, 2**20, 2**20) if what == "input" else (1, 3, 8, 8)
+    constants = {"w": np.zeros((4, 3, 3, 3), np.float32), "s": np.array([1, 4, *HUGE[1:], 1])}
+    proto = net(nodes, {"x": shape}, {nodes[-1].output[0]: None}, constants)
+    if what == "weight":
+        huge = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=HUGE, raw_data=b"x" * 16)
+        proto.graph.initializer[0].CopyFrom(huge)
+    onnx.save(proto, path)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,13 @@ def test_weights_beyond_the_limit_of_protobuf_are_refused_with_their_name(place,
     monkeypatch.setattr("harness.graph.io.model_reader.MAX_ENCODED_BYTES", 1000)
     table = numpy_helper.from_array(np.ones(300, np.float32), "table")
     one = helper.make_tensor_value_info("y", 1, None)
-    inner = [helper.make_node("Add", ["x", "table"], ["y"], name="add")]
+    inner = [node("Add", ["x", "table"], "y")]
     branch = helper.make_graph(inner, "branch", [], [one], [table] if place == "subgraph" else [])
-    nodes = [helper.make_node("If", ["c"], ["z"], name="if", then_branch=branch, else_branch=branch)]
-    if place == "constant":
-        nodes.insert(0, helper.make_node("Constant", [], ["table"], name="made", value=table))
-    inputs = [helper.make_tensor_value_info("x", 1, (300,)), helper.make_tensor_value_info("c", TensorProto.BOOL, ())]
-    end = helper.make_tensor_value_info("z", 1, None)
-    graph = helper.make_graph(nodes, "g", inputs, [end], [table] if place == "main graph" else [])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
+    made = [node("Constant", [], "table", value=table)] if place == "constant" else []
+    nodes = [*made, node("If", ["c"], "z", then_branch=branch, else_branch=branch)]
+    constants = {"table": np.ones(300, np.float32)} if place == "main graph" else {}
+    inputs = {"x": (300,), "c": ()}
+    onnx.save(net(nodes, inputs, {"z": None}, constants, kinds={"c": TensorProto.BOOL}), tmp_path / "m.onnx")
     if place != "subgraph":
         assert "table" in load(tmp_path / "m.onnx").constants
         return
@@ -99,55 +97,41 @@ def test_constants_beyond_the_limit_of_protobuf_are_not_folded(tmp_path, monkeyp
     monkeypatch.setattr("harness.graph.passes.simplify.MAX_FOLDED_BYTES", 20_000)
     values = {"table": np.ones((100, 101), np.float32), "a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}
     nodes = [
-        helper.make_node("Transpose", ["table"], ["turned"], name="turn"),
-        helper.make_node("Add", ["a", "b"], ["c"], name="fold"),
-        helper.make_node("Gather", ["turned", "ids"], ["rows"], name="gather"),
-        helper.make_node("ReduceSum", ["c"], ["d"], name="sum"),
-        helper.make_node("Mul", ["rows", "d"], ["y"], name="mul"),
+        node("Transpose", ["table"], "turned"),
+        node("Add", ["a", "b"], "c"),
+        node("Gather", ["turned", "ids"], "rows"),
+        node("ReduceSum", ["c"], "d"),
+        node("Mul", ["rows", "d"], "y"),
     ]
-    ends = [helper.make_tensor_value_info("ids", TensorProto.INT64, (3,)), helper.make_tensor_value_info("y", 1, None)]
-    constants = [numpy_helper.from_array(value, name) for name, value in values.items()]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], constants)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
-    assert [node.name for node in load(tmp_path / "m.onnx").nodes] == ["turn", "gather", "mul"]
+    onnx.save(net(nodes, {"ids": (3,)}, {"y": None}, values, kinds={"ids": TensorProto.INT64}), tmp_path / "m.onnx")
+    assert [each.name for each in load(tmp_path / "m.onnx").nodes] == ["turned", "rows", "y"]
 
 
-def constant_of_5_gb(op: str) -> tuple[list[onnx.NodeProto], list[TensorProto]]:
-    """Nodes that compute `big` from small constants."""
-    count = 1_250_000_000
-    values: dict[str, Any] = {
-        "size": np.array([count]), "quarter": np.array([count // 4]), "four": np.array([4]),
-        "one": np.ones(1, np.float32), "start": np.float32(0), "limit": np.float32(count), "step": np.float32(1),
-    }  # fmt: skip
-    chains = {
-        "ConstantOfShape": [("ConstantOfShape", ["size"], "big")],
-        "Range": [("Range", ["start", "limit", "step"], "big")],
-        "Expand": [("Expand", ["one", "size"], "big")],
-        "Tile": [("Tile", ["one", "size"], "big")],
-        "Concat": [("Expand", ["one", "quarter"], "part"), ("Concat", ["part"] * 4, "big")],
-        "computed": [("Mul", ["quarter", "four"], "product"), ("ConstantOfShape", ["product"], "big")],
-    }
-    nodes = [
-        helper.make_node(name, inputs, [output], name=output, **({"axis": 0} if name == "Concat" else {}))
-        for name, inputs, output in chains[op]
-    ]
-    read = {name for node in nodes for name in node.input}
-    return nodes, [numpy_helper.from_array(np.asarray(v), name) for name, v in values.items() if name in read]
+COUNT = 1_250_000_000
+BIG_CONSTANTS = {
+    "ConstantOfShape": [("ConstantOfShape", ["size"], "big")],
+    "Range": [("Range", ["start", "limit", "step"], "big")],
+    "Expand": [("Expand", ["one", "size"], "big")],
+    "Tile": [("Tile", ["one", "size"], "big")],
+    "Concat": [("Expand", ["one", "quarter"], "part"), ("Concat", ["part"] * 4, "big")],
+    "computed": [("Mul", ["quarter", "four"], "product"), ("ConstantOfShape", ["product"], "big")],
+}
+"""Nodes that compute `big`, of 5 GB, from small constants."""
 
 
-@pytest.mark.parametrize("op", ["ConstantOfShape", "Range", "Expand", "Tile", "Concat", "computed"])
+@pytest.mark.parametrize("op", BIG_CONSTANTS)
 def test_a_constant_of_5_gb_is_refused_before_it_is_computed(tmp_path, op):
-    nodes, constants = constant_of_5_gb(op)
-    nodes += [
-        helper.make_node("ReduceMax", ["big"], ["most"], name="most", keepdims=0),
-        helper.make_node("Add", ["x", "most"], ["y"], name="add"),
-    ]
-    ends = [helper.make_tensor_value_info(name, 1, (1, 4)) for name in "xy"]
-    graph = helper.make_graph(nodes, "huge", ends[:1], ends[1:], constants)
-    path = tmp_path / "huge.onnx"
-    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+    values = {
+        "size": np.array([COUNT]), "quarter": np.array([COUNT // 4]), "four": np.array([4]),
+        "one": np.ones(1, np.float32), "start": np.float32(0), "limit": np.float32(COUNT), "step": np.float32(1),
+    }  # fmt: skip
+    nodes = [node(*each, **({"axis": 0} if each[0] == "Concat" else {})) for each in BIG_CONSTANTS[op]]
+    read = {name for each in nodes for name in each.input}
+    nodes += [node("ReduceMax", ["big"], "most", keepdims=0), node("Add", ["x", "most"], "y")]
+    constants = {name: value for name, value in values.items() if name in read}
+    onnx.save(net(nodes, {"x": (1, 4)}, {"y": (1, 4)}, constants), tmp_path / "huge.onnx")
     with pytest.raises(UserError, match=r"huge\.onnx: the constant 'big' has 5\.0 GB by its shape, and at most"):
-        load(path)
+        load(tmp_path / "huge.onnx")
 
 
 @pytest.mark.parametrize("part", ["weight", "many", "sparse weight"])

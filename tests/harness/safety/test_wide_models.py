@@ -17,7 +17,8 @@ import numpy as np
 import onnx
 import psutil
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
+from onnx_models import net
 
 from harness.graph.io.files import write_model
 from harness.graph.load import load
@@ -42,11 +43,10 @@ def save(
     outputs: Sequence[str] = ("y",),
     more: Iterable[onnx.TensorProto] = (),
 ) -> None:
-    ends = [[helper.make_tensor_value_info(name, 1, SHAPE) for name in inputs]]
-    ends += [[helper.make_tensor_value_info(name, 1, None) for name in outputs]]
-    weights = [numpy_helper.from_array(np.full((2, 2, 1, 1), 0.01, np.float32), "w"), *more]
-    graph = helper.make_graph(list(nodes), "wide", *ends, weights)
-    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+    weight = np.full((2, 2, 1, 1), 0.01, np.float32)
+    proto = net(nodes, dict.fromkeys(inputs, SHAPE), dict.fromkeys(outputs), {"w": weight})
+    proto.graph.initializer.extend(more)
+    onnx.save(proto, path)
 
 
 def node(op: str, inputs: Sequence[str], output: str, **attributes: object) -> onnx.NodeProto:

@@ -82,19 +82,6 @@ def test_searchers_leave_incumbent_after_slower_remeasurement(name):
     assert sum(nearer) >= 9
 
 
-def test_sensitivity_greedy_replaces_base_after_remeasurement():
-    space = plain_space(4)
-    searcher = make("sensitivity_greedy", space, share=1.0, direction="in")
-    searcher.tell(scored(space, space.float_placement(), 1.0, stderr=0.1))
-    asked = []
-    for number in range(6):
-        asked += searcher.ask(1)
-        for reading in (30.0, 31.0, 32.0) if number == 0 else ():
-            searcher.tell(scored(space, space.float_placement(), reading, stderr=0.1))
-        searcher.tell(scored(space, asked[-1], 4.0 + 0.5 * sum(asked[-1].choices), stderr=0.1))
-    assert sum(sum(placement.choices) > 1 for placement in asked) >= 5, "around float there is nothing to probe"
-
-
 def test_annealing_accepts_slower_neighbour_if_temperature_is_high():
     space = plain_space(20)
 
@@ -134,40 +121,6 @@ def front_volume(name, seed):
 def test_surrogate_hypervolume_exceeds_evolution_and_random(name, other):
     seeds = range(2)
     assert sum(front_volume(name, s) for s in seeds) > sum(front_volume(other, s) for s in seeds)
-
-
-def test_nsga2_selects_parents_from_whole_feasible_front():
-    space = plain_space(40)
-    searcher = make("nsga2", space, population=2, crossover=0.0)
-    searcher.tell(scored(space, space.quantize_all(), 1.0, objectives=(1.0, 9.0)))
-    searcher.tell(scored(space, space.float_placement(), 9.0, objectives=(9.0, 1.0)))
-    assert {sum(child.choices) > 20 for child in searcher.ask(20)} == {True, False}, "both ends of the front"
-    half = Placement((1,) * 20 + (0,) * 20)
-    for digest_of in (half, Placement((0,) * 20 + (1,) * 20)):
-        searcher.tell(scored(space, digest_of, 50.0, objectives=(50.0, 50.0)))
-    for placement in (space.quantize_all(), space.float_placement()):
-        for _ in range(2):
-            searcher.tell(scored(space, placement, 1.0 + _, violation=0.5, objectives=(1.0, 1.0)))
-    children = searcher.ask(20)
-    assert all(15 <= sum(child.choices) <= 25 for child in children), "what breaks the constraint is no parent"
-
-
-def test_optuna_handles_failures_and_multiple_objectives():
-    space = plain_space(6)
-    searcher = make("optuna", space, sampler="NSGAIISampler", params={"population_size": 4})
-    searcher.tell(scored(space, space.float_placement(), 5.0))
-    searcher.tell(scored(space, space.quantize_all(), 2.0, objectives=(2.0, 0.5)))
-    (failing,) = searcher.ask(1)
-    searcher.tell(failed(space, failing))
-    asked = [failing]
-    for _ in range(8):
-        proposals = searcher.ask(2)
-        assert len(proposals) == 2
-        for placement in proposals:
-            searcher.tell(scored(space, placement, 3.0, objectives=(3.0, 0.1), violation=0.1))
-        asked += proposals
-    assert all(space.digest(space.nearest(dict(space.resolve(p)))) == space.digest(p) for p in asked)
-    assert len({p.choices for p in asked}) > 4, "it continues to search"
 
 
 def test_per_pattern_visits_graph_order_and_revises_next_round():
@@ -514,17 +467,6 @@ def test_sensitivity_greedy_waits_for_base_outcome():
     searcher = make("sensitivity_greedy", plain_space(4))
     assert len(searcher.ask(5)) == 1, "nothing can be compared before the base is known"
     assert searcher.ask(5) == []
-
-
-def test_portfolio_favours_improving_member():
-    space = synthetic_space(30, groups=6)
-    objective = SyntheticObjective(space, seed=0)
-    searcher = make("portfolio", space, members=["random", "local"])
-    twin = make("random", space)
-    told = run_search_loop(searcher, objective, 60, initial=common_initial_placements(space))
-    drawn = {space.digest(p) for _ in range(60) for p in twin.ask(1)}
-    by_chance = sum(o.digest in drawn for o in told)
-    assert 2 <= by_chance < 30, "both had turns, the one that improves more of them"
 
 
 def test_portfolio_credits_gain_over_incumbent_despite_tie():
