@@ -13,10 +13,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.base.errors import DoesNotHold, UserError
 from harness.base.files import explain_write_errors, file_sha256, write_json, write_text
@@ -53,8 +52,7 @@ _IMPORTS = re.compile(r"^(?:import|from) (?!__future__|harness).*$", re.MULTILIN
 _PATH_IMPORTS = ("import os", "import sys")  # modules that Python has always imported when a script starts
 
 
-@dataclass(frozen=True, slots=True)
-class DeployTarget:
+class DeployTarget(NamedTuple):
     """Runtime that a model is deployed on.
 
     Attributes:

@@ -114,10 +114,7 @@ def test_autotune_command_passes_arguments_to_trtexec(text, tmp_path, monkeypatc
         raise UserError("enough")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.compat.modelopt_autotune.__main__.select_float_baseline", stop)
-    monkeypatch.setattr(
-        "harness.compat.modelopt_autotune.__main__._describe_target", lambda use: "a GPU that is not here"
-    )
+    monkeypatch.setattr("harness.compat.modelopt_autotune.__main__.read_runtime", stop)
     library = tmp_path / "my.so"
     library.touch()
     given = ["-m", str(net(tmp_path)), "-o", "out", "--use_trtexec", "--timing_cache", "cache"]

@@ -32,7 +32,7 @@ from harness.compat.modelopt_autotune.settings import (
     select_mode_preset,
 )
 from harness.compat.modelopt_autotune.workflows import AutotuneRun
-from harness.config.sections import Limits, ModelSpec, PluginSpec
+from harness.config.sections import Limits, ModelSpec
 from harness.config.yaml_loader import parse_params
 from harness.graph.load import save_to_folder
 from harness.graph.passes.static_shapes import parse_dims, parse_named_shapes
@@ -132,7 +132,11 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], run: Autot
         timing_cache_file=options.timing_cache,
         trtexec_args=options.trtexec_benchmark_args,
     )
-    target = _describe_target(backend)
+    runtime = read_runtime(backend)
+    dialect, device = runtime.dialect.name, runtime.facts.get("device", "an unknown device")
+    target = f"{backend.use} on {device}, in the dialect {dialect} of Q/DQ pairs"
+    if dialect != TENSORRT.name:
+        target += "; TensorRT needs other pairs: for a file for TensorRT, use --backend tensorrt"
     say, shapes = run.observer.say, parse_named_shapes("--shape", options.shape or ())
     say(f"searched for {target}")
     with TemporaryDirectory(prefix="qdq-autotune-") as scratch:
@@ -164,16 +168,6 @@ def _run_command(options: argparse.Namespace, preset: dict[str, int], run: Autot
             say(f"Made for {target}")
         finally:
             benchmark.close()
-
-
-def _describe_target(use: PluginSpec) -> str:
-    """Return a line with backend, device and dialect of the models, and a hint if TensorRT needs other files."""
-    runtime = read_runtime(use)
-    name = runtime.dialect.name
-    target = f"{use.use} on {runtime.facts.get('device', 'an unknown device')}, in the dialect {name} of Q/DQ pairs"
-    if name == TENSORRT.name:
-        return target
-    return f"{target}; TensorRT needs other pairs: for a file for TensorRT, use --backend tensorrt"
 
 
 @contextmanager

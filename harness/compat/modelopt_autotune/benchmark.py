@@ -20,7 +20,7 @@ from harness.base.statistics import median_ci
 from harness.compat.modelopt_autotune.settings import MIN_TIMING_RUNS, AutotunerError
 from harness.config.sections import MAX_SAMPLING_MS, Limits, PluginSpec, Sampling
 from harness.graph.io.digests import digest_file
-from harness.measure.records import MAIN_BENCHMARKER, Failed, Measured, Outcome
+from harness.measure.records import MAIN_BENCHMARKER, Failed, Outcome
 from harness.measure.sampling import Samples
 from harness.plugins import registry
 from harness.plugins.api import Candidate
@@ -121,10 +121,18 @@ class Benchmark:
             sampling = usual.model_copy(update={"max_ms": limit_ms})
         noise = NoisePolicy(reference_latency_ms=self._reference_ms)
         outcome = measure(candidate, None, engines=engines, sampling=sampling, noise=noise)
-        if log_file is not None:
-            _write_log(outcome, candidate, Path(log_file))
         if isinstance(outcome, Failed):
+            head = f"failed: {outcome.stage}: {outcome.reason}"
             _logger.warning("%s: %s: %s", candidate.digest, outcome.stage, outcome.reason)
+        else:
+            interval = median_ci(outcome.samples_ms)
+            head = f"latency {interval.value:.4f} ms, 95 % interval {interval.low:.4f} to {interval.high:.4f} ms"
+        if log_file is not None:
+            body = {"digest": candidate.digest, "quantized_edges": len(candidate.edges), **asdict(outcome)}
+            tail, path = body.pop("log_tail", ""), Path(log_file)
+            lines = [f"{key}: {json.dumps(value, default=str)}" for key, value in body.items() if value]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join([head, *lines, tail]).rstrip() + "\n", encoding="utf-8")
         return outcome
 
     def open_fresh_engines(self) -> AbstractContextManager[Engines]:
@@ -307,16 +315,3 @@ class _CountedWarmup(Engines):
 def _fixed_sampling(runs: int) -> Sampling:
     count = max(MIN_TIMING_RUNS, runs)
     return Sampling(warmup_ms=0.0, min_samples=count, max_samples=count, max_ms=MAX_SAMPLING_MS)
-
-
-def _write_log(outcome: Outcome, candidate: Candidate, path: Path) -> None:
-    body = {"digest": candidate.digest, "quantized_edges": len(candidate.edges), **asdict(outcome)}
-    tail = body.pop("log_tail", "")
-    if isinstance(outcome, Measured):
-        interval = median_ci(outcome.samples_ms)
-        head = f"latency {interval.value:.4f} ms, 95 % interval {interval.low:.4f} to {interval.high:.4f} ms"
-    else:
-        head = f"failed: {outcome.stage}: {outcome.reason}"
-    lines = [head, *(f"{key}: {json.dumps(value, default=str)}" for key, value in body.items() if value), tail]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")

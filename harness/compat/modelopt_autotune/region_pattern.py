@@ -22,7 +22,7 @@ from harness.compat.modelopt_autotune.insertion_points import (
     to_graph,
 )
 from harness.compat.modelopt_autotune.settings import AutotunerError, InvalidSchemeError
-from harness.graph.model import Model, Node, TensorType
+from harness.graph.model import Model, TensorType
 from harness.graph.partition.patterns import Pattern, find_patterns
 from harness.graph.pattern_cache import parse_point
 from harness.graph.qdq.space import build_space
@@ -141,15 +141,8 @@ class RegionPattern:
         self.signature = signature
         self.size = size
         self.is_composite = composite
-
-    @property
-    def is_empty(self) -> bool:
-        return self.size == 0
-
-    @property
-    def is_leaf(self) -> bool:
-        """Return whether the pattern has nodes and no child regions."""
-        return not self.is_composite and not self.is_empty
+        self.is_empty = size == 0
+        self.is_leaf = not composite and size > 0
 
     def get_hash(self) -> str:
         return hashlib.sha256(self.signature.encode()).hexdigest()[:32]
@@ -408,13 +401,10 @@ class RegionIndex:
         # One dimension represents the unknown shape, because a tensor without dimensions is not quantized.
         unknown = dict.fromkeys(untyped_linear_inputs(model), TensorType(_DTYPES[default_dtype], (1,)))
         self.model = replace(model, types={**unknown, **model.types}) if unknown else model
+        self.nodes = self.model.nodes
         self.dialect = dialect
         self.precision = precision
         self._map: PlacementMap | None = None
-
-    @property
-    def nodes(self) -> Sequence[Node]:
-        return self.model.nodes
 
     def placement_map(self, regions: Sequence[Region]) -> PlacementMap:
         """Return the map of these regions; the last map is cached."""

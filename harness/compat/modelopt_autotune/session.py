@@ -460,6 +460,7 @@ class PatternSearch:
     def __init__(self, session: AutotuneSession, region: Region, around: Placement) -> None:
         self.region = region
         self.schemes = PatternSchemes(session.placement_map.pattern(region))
+        self.signature = self.schemes.pattern_signature
         self.index: int | None = None
         self._session, self._around = session, around
         own = set(session.placement_map.dimensions(self.signature).values())
@@ -468,10 +469,6 @@ class PatternSearch:
         make = partial(_make_searcher, config=session.config, signature=self.signature)
         part = as_outcome("search", lambda: SubspaceSearcher(session.space, self._indices, around, make))
         self._searcher = SearcherGuard(part, session.space)
-
-    @property
-    def signature(self) -> str:
-        return self.schemes.pattern_signature
 
     def seed(self, placements: Iterable[Placement]) -> None:
         """Add schemes to measure before all others: those that placements have for the pattern."""

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -40,8 +39,7 @@ PICKLE_MAGIC, ZIP_MAGIC = b"\x80", b"PK"  # first bytes of files of torch.save, 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShapeOptionNames:
+class ShapeOptionNames(NamedTuple):
     """Options for the shapes of inputs, for messages; NAME, SHAPE, SYMBOL and SIZE are placeholders.
 
     Attributes:

@@ -119,7 +119,17 @@ def build_engine(section: EngineSection, dataset: DatasetSection, base: Path, ba
             )  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="qdq-engine-") as scratch:
             return save_engine(write_static_copy(path, declared, types, Path(scratch) / "model.onnx"), target, facts)
-    params = {**_tensorrt_params(declared, options, dataset), **backend.params}
+    sizes = {"min": options.min_batch_size, "opt": options.opt_batch_size, "max": options.max_batch_size}
+    dynamic = [name for name, (_, dims) in declared.inputs.items() if None in dims]
+    if not dynamic and options.max_batch_size > 1:
+        logger.warning("tensorrt.max_batch_size: ignored, because the batch of the model is fixed")
+    ranges = {key: shapes_of(_types_at_batch(declared, options, dataset, size)) for key, size in sizes.items()}
+    params = {
+        "precision": TENSORRT_PRECISIONS[options.data_type],
+        "workspace_gb": options.workspace_size * 2**20 / 1e9,
+        "profiles": {name: {key: "x".join(map(str, ranges[key][name])) for key in sizes} for name in dynamic},
+        **backend.params,
+    }
     try:
         return save_engine(path, target, replace(facts, params=params))
     except UserError as error:
@@ -129,20 +139,6 @@ def build_engine(section: EngineSection, dataset: DatasetSection, base: Path, ba
         raise TensorRTMissing(
             f"{error}; or build without TensorRT: --backend openvino or --backend onnxruntime", path, shapes
         ) from error
-
-
-def _tensorrt_params(declared: ModelSignature, options: TensorRTOptions, dataset: DatasetSection) -> dict[str, Any]:
-    """Return the benchmarker's parameters, with minimum, optimum and maximum shape of each dynamic input."""
-    sizes = {"min": options.min_batch_size, "opt": options.opt_batch_size, "max": options.max_batch_size}
-    dynamic = [name for name, (_, dims) in declared.inputs.items() if None in dims]
-    if not dynamic and options.max_batch_size > 1:
-        logger.warning("tensorrt.max_batch_size: ignored, because the batch of the model is fixed")
-    shapes = {key: shapes_of(_types_at_batch(declared, options, dataset, size)) for key, size in sizes.items()}
-    return {
-        "precision": TENSORRT_PRECISIONS[options.data_type],
-        "workspace_gb": options.workspace_size * 2**20 / 1e9,
-        "profiles": {name: {key: "x".join(map(str, shapes[key][name])) for key in sizes} for name in dynamic},
-    }
 
 
 def _types_at_batch(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,8 +70,7 @@ MAX_FEEDS = 4
 MAX_SUGGESTED_LAYERS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationTarget:
+class EvaluationTarget(NamedTuple):
     """Engine or model under evaluation.
 
     Attributes:
