@@ -36,7 +36,7 @@ from harness.graph.rules.dialects import OPENVINO
 from harness.report.frames import main_frame
 from harness.report.next_steps import describe_answers, ship_path
 from harness.results.artifacts import read_finalists
-from harness.results.deploy_folder import check_bundle, find_bundle, read_bundle
+from harness.results.deploy_folder import check_bundle, read_bundle
 from harness.results.folder import load
 from harness.results.manifest import reopen_results
 from harness.results.search_log import Goal
@@ -567,19 +567,6 @@ def test_exit_status_by_environment_that_cannot_run_the_file(folder, tmp_path, c
     new = tmp_path / "nowhere" if command is None else environment(tmp_path, command)
     assert qdq("verify", str(folder), "--runtime-python", str(new)) == status
     assert fact in capsys.readouterr().err
-
-
-def test_results_path_resolves_to_its_only_deploy_folder(folder, tmp_path, capsys, monkeypatch):
-    for path in (tmp_path, tmp_path / "ship", folder, folder / "net.onnx"):
-        assert find_bundle(path) == folder
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    assert qdq("apply", ".", "--recipe", "ort", "-o", "recipe.py", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["op_types"]
-    shutil.copytree(folder, folder.with_name("other"))
-    for path, fact in ((tmp_path, "other"), (tmp_path / "gone", "no such"), (Path(__file__).parent, "no folder")):
-        with pytest.raises(UserError, match=fact):
-            find_bundle(path)
 
 
 def test_the_best_row_of_a_task_is_shipped_with_its_facts(tmp_path):

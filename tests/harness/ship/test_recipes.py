@@ -217,10 +217,6 @@ def test_unknown_tools_and_float_models_are_refused(tmp_path):
         export_recipe(folder, FACTS, "oliv", folder / "recipe.py")
     with pytest.raises(UserError, match="none"):
         summarize_placement(folder / "float.onnx")
-
-
-def test_recipe_file_must_not_shadow_its_package(tmp_path):
-    _, folder = ship(tmp_path / "ship")
     with pytest.raises(UserError, match="package onnxruntime"):
         export_recipe(folder, FACTS, "ort", tmp_path / "onnxruntime.py")
 

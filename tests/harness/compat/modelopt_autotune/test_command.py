@@ -10,7 +10,6 @@ import pytest
 from harness.base.errors import UserError
 from harness.base.paths import WAIT_VARIABLE
 from harness.compat.modelopt_autotune import __main__ as command
-from harness.compat.modelopt_autotune import get_node_filter_list
 from harness.compat.modelopt_autotune.benchmark import (
     Benchmark,
     benchmark_onnx_model,
@@ -180,15 +179,6 @@ def test_flags_without_effect_are_named(tune, flags, named):
     idle = [line for line in printed if line.startswith("without effect: ")]
     assert len(idle) == (named is not None)
     assert all(named in line for line in idle)
-
-
-def test_node_filter_keeps_other_regions_float(folder, tune):
-    (folder / "filter.txt").write_text("# the stem alone\n\nstem*\n")
-    assert get_node_filter_list("filter.txt") == ["stem*"]
-    tune("-s", "4", "--node_filter_list", "filter.txt")
-    quantized = {edge.consumer for candidate in tune.runtime.measured for edge, _ in candidate.edges}
-    assert any(name.startswith("stem") for name in quantized)
-    assert not any(name.startswith("block1") for name in quantized), "block0 reads what leaves the stem"
 
 
 def largest_scale(path, tensor=None):

@@ -38,14 +38,6 @@ def autotuner(model):
     return made
 
 
-def test_leaf_regions_come_first_and_hold_every_node_once(autotuner):
-    kinds = [region.type for region in autotuner.regions]
-    assert kinds == sorted(kinds, key=lambda kind: kind is not RegionType.LEAF)
-    nodes = sorted(node for region in autotuner.regions for node in region.nodes)
-    assert nodes == list(range(len(autotuner.graph.nodes)))
-    assert len({region.id for region in autotuner.regions}) == len(autotuner.regions)
-
-
 def test_region_search_accepts_all_graph_types(model, autotuner):
     sizes = [
         [region.get_size_of_region_and_descendants() for region in CombinedRegionSearch(graph).search_regions()]
