@@ -51,7 +51,12 @@ def surviving(log_ms: FloatArray, best: int = 1, slack: float = 0.0) -> BoolArra
     """
     timed = np.isfinite(log_ms)
     takes_part = timed.any(axis=-1)
-    median = np.where(takes_part, _masked_median(log_ms, timed), np.inf)
+    ordered, count = np.sort(np.where(timed, log_ms, np.inf), axis=-1), timed.sum(axis=-1, keepdims=True)
+    low, high = (
+        np.take_along_axis(ordered, np.maximum(rank, 0), axis=-1)[..., 0] for rank in ((count - 1) // 2, count // 2)
+    )
+    with np.errstate(invalid="ignore"):
+        median = np.where(takes_part, (low + high) / 2, np.inf)
     order = np.argsort(median, axis=-1, kind="stable")
     last = order[..., min(best, median.shape[-1]) - 1, None]
     last_ms = np.take_along_axis(log_ms, last[..., None], axis=-2)
@@ -83,16 +88,6 @@ def race_winner(log_ms: FloatArray) -> npt.NDArray[np.intp]:
         remaining[eliminated] = np.inf
     winner: npt.NDArray[np.intp] = np.median(remaining, axis=-1).argmin(axis=-1)
     return winner
-
-
-def _masked_median(values: FloatArray, mask: BoolArray) -> FloatArray:
-    """Return the median of the masked values over the last axis; infinite without any."""
-    ordered = np.sort(np.where(mask, values, np.inf), axis=-1)
-    count = np.maximum(mask.sum(axis=-1, keepdims=True), 1)
-    low, high = (np.take_along_axis(ordered, rank, axis=-1)[..., 0] for rank in ((count - 1) // 2, count // 2))
-    with np.errstate(invalid="ignore"):
-        median: FloatArray = (low + high) / 2
-    return median
 
 
 @lru_cache

@@ -119,11 +119,9 @@ class SimulatedBenchmarker:
 
     def describe(self) -> Mapping[str, Any]:
         """Return name, version, device and the options that define the landscape."""
+        options = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
         facts = {"name": "simulated", "version": "1", "device": "simulated", "float_precision": "f32"}
-        return {**facts, "options": self._options()}
-
-    def _options(self) -> dict[str, Any]:
-        return {option.name: getattr(self, option.name) for option in fields(self) if option.init}
+        return {**facts, "options": options}
 
     def _hash(self, text: str) -> int:
         return int.from_bytes(hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=8).digest(), "little")

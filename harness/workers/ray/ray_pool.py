@@ -44,7 +44,7 @@ from harness.workers.engines import (
     WorkerSpec,
     as_outcome,
 )
-from harness.workers.ray.ray_worker import FILE_CACHE_BYTES, BuildRequest, LRUByteCache, ModelFiles, RayWorker
+from harness.workers.ray.ray_worker import FILE_CACHE_BYTES, LRUByteCache, ModelFiles, RayWorker
 from harness.workers.trial_pool import CandidateWriter, ExecutionTarget, ListFiles, QueueFactory, ThreadedExecutor
 
 TASK_LOAD, SEARCH_LOAD = 1, 1000  # loads of the engines of a task, which are mostly idle, and of a search's worker
@@ -448,18 +448,17 @@ class RemoteEngines(Engines):
             The engine, or the failure of its build.
         """
         limit_s, build = 2 * self._limits.build_s, self._worker.actor.build  # the sandbox may repeat a build once
-        request = BuildRequest(digest=candidate.digest, edges=candidate.edges)
+        request = (candidate.digest, candidate.edges, benchmarker)
         if not self._needs_files or (candidate.edges and self._writer is not None):
-            return self._remote("build", limit_s, build, request, benchmarker)  # type: ignore[no-any-return]
+            return self._remote("build", limit_s, build, *request)  # type: ignore[no-any-return]
         path = as_outcome("build", candidate.source)
         if isinstance(path, Failed):
             return path
         key, files = self._pool.upload_model(path)
-        request = BuildRequest(digest=candidate.digest, edges=candidate.edges, files_key=key)
-        built = self._remote("build", limit_s, build, request, benchmarker)
+        built = self._remote("build", limit_s, build, *request, key)
         if isinstance(built, KeyError):  # the worker does not have these files, or not any more
             self._pool.call(self._worker, "transfer", FILES_LIMIT_S, self._worker.actor.store_files, key, files)
-            built = self._remote("build", limit_s, build, request, benchmarker)
+            built = self._remote("build", limit_s, build, *request, key)
         return built  # type: ignore[no-any-return]
 
     def request(self, request: EngineRequest[Any], on_progress: ScoringCallback | None = None) -> Any:

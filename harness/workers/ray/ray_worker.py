@@ -14,7 +14,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -64,27 +64,6 @@ class LRUByteCache(Generic[T]):
             self._drop(evicted)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildRequest:
-    """Candidate as the driver sends it: its edges, or a key to files that were sent before.
-
-    Attributes:
-        files_key: Key given to `RayWorker.store_files`; "": the worker writes the placement if a file is needed.
-    """
-
-    digest: str
-    edges: Resolved
-    files_key: str = ""
-
-
-@dataclass(slots=True, kw_only=True)
-class _EngineSession:
-    engines: Engines
-    writer: CandidateWriter | None
-    folder: Path
-    closing: ExitStack
-
-
 class RayWorker:
     """Actor that holds its node's device as long as it lives.
 
@@ -98,7 +77,7 @@ class RayWorker:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi, which gives the GPU's name
         self._folder = Path(tempfile.mkdtemp(prefix="qdq-host-"))
-        self._sessions: dict[int, _EngineSession] = {}
+        self._sessions: dict[int, tuple[Engines, CandidateWriter | None, ExitStack]] = {}
         self._history = WorkerHistory()  # of all sessions
         self._files: LRUByteCache[Path] = LRUByteCache(
             FILE_CACHE_BYTES, lambda file: shutil.rmtree(file.parent, ignore_errors=True)
@@ -126,8 +105,7 @@ class RayWorker:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             engines = stack.enter_context(open_engines(_relocate_paths(spec, folder), limits, self._history))
             facts = {name: dict(engines.describe(name)) for name in spec.benchmarkers}
-            closing = stack.pop_all()
-        self._sessions[number] = _EngineSession(engines=engines, writer=writer, folder=folder, closing=closing)
+            self._sessions[number] = (engines, writer, stack.pop_all())
         return facts, engines.gpus
 
     def store_files(self, key: str, files: ModelFiles) -> None:
@@ -138,36 +116,38 @@ class RayWorker:
                 (folder / Path(name).name).write_bytes(content)
         self._files.put(key, folder / Path(next(iter(files))).name, sum(map(len, files.values())))
 
-    def build(self, number: int, request: BuildRequest, benchmarker: str) -> Any:
-        """Build a candidate; return a `KeyError` if its files are not here, or not any more."""
-        session = self._sessions[number]
-        written = session.folder / "candidates" / f"{request.digest}.onnx"
-        path = self._files.get(request.files_key) if request.files_key else None
-        if request.files_key and path is None:
-            return KeyError(request.files_key)
+    def build(self, number: int, digest: str, edges: Resolved, benchmarker: str, files_key: str = "") -> Any:
+        """Build a candidate; return a `KeyError` if its files are not here, or not any more.
+
+        Args:
+            files_key: Key given to `store_files`; "": the worker writes the placement if a file is needed.
+        """
+        engines, writer, _ = self._sessions[number]
+        written = self._folder / str(number) / "candidates" / f"{digest}.onnx"
+        path = self._files.get(files_key) if files_key else None
+        if files_key and path is None:
+            return KeyError(files_key)
 
         def source() -> Path:
             if path is not None:
                 return path
-            if session.writer is None:
+            if writer is None:
                 raise BuildFailed("neither a file nor a candidate writer was sent")
-            return session.writer.write(request.edges, written.parent, name=request.digest)
+            return writer.write(edges, written.parent, name=digest)
 
         try:
-            candidate = Candidate(digest=request.digest, edges=request.edges, source=source)
-            return session.engines.build(candidate, benchmarker)
+            return engines.build(Candidate(digest=digest, edges=edges, source=source), benchmarker)
         finally:
             written.unlink(missing_ok=True)
 
     def answer(self, number: int, request: EngineRequest[Any]) -> Any:
         """Return the answer of a session's engines to a request."""
-        return self._sessions[number].engines.request(request)
+        return self._sessions[number][0].request(request)
 
     def close(self, number: int) -> None:
         """Close a session."""
-        session = self._sessions.pop(number, None)
-        if session is not None:
-            session.closing.close()
+        if number in self._sessions:
+            self._sessions.pop(number)[-1].close()
 
     def end(self) -> None:
         """Close all sessions and remove all files."""

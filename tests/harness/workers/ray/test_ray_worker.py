@@ -16,7 +16,7 @@ from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins.api import Candidate, Capabilities
 from harness.workers.engines import BuiltEngine, WorkerSpec
 from harness.workers.ray import open_execution_target
-from harness.workers.ray.ray_worker import BuildRequest, LRUByteCache, RayWorker
+from harness.workers.ray.ray_worker import LRUByteCache, RayWorker
 from search.space import Edge
 
 EDGES = ((Edge("x", "conv", 0), "int8"),)
@@ -67,11 +67,11 @@ def host(monkeypatch, tmp_path):
 
 
 def test_model_files_are_stored_once_with_their_weights(host):
-    order = BuildRequest(digest="float", edges=(), files_key="key")
-    assert isinstance(host.build(0, order, MAIN_BENCHMARKER), KeyError), "they were never sent"
+    order = ("float", (), MAIN_BENCHMARKER, "key")
+    assert isinstance(host.build(0, *order), KeyError), "they were never sent"
     host.store_files("key", {"model.onnx": b"a model", "model.bin": b"its weights"})
     for _ in range(2):
-        built = host.build(0, order, MAIN_BENCHMARKER)
+        built = host.build(0, *order)
         assert isinstance(built, BuiltEngine)
         assert built.info["adjacent"] == ["model.bin", "model.onnx"]
     assert Reads.read == ["a model"] * 2
@@ -81,21 +81,20 @@ def test_least_recently_used_models_are_evicted(host, monkeypatch):
     monkeypatch.setattr(host, "_files", LRUByteCache(25, host._files._drop))
     for name in "abc":
         host.store_files(name, {f"{name}.onnx": b"0123456789"})
-    orders = {name: BuildRequest(digest=name, edges=(), files_key=name) for name in "abc"}
-    assert isinstance(host.build(0, orders["a"], MAIN_BENCHMARKER), KeyError)
-    assert isinstance(host.build(0, orders["b"], MAIN_BENCHMARKER), BuiltEngine)
+    orders = {name: (name, (), MAIN_BENCHMARKER, name) for name in "abc"}
+    assert isinstance(host.build(0, *orders["a"]), KeyError)
+    assert isinstance(host.build(0, *orders["b"]), BuiltEngine)
     host.store_files("d", {"d.onnx": b"x" * 10})
-    assert isinstance(host.build(0, orders["c"], MAIN_BENCHMARKER), KeyError), "b was used after it"
-    assert isinstance(host.build(0, orders["b"], MAIN_BENCHMARKER), BuiltEngine)
+    assert isinstance(host.build(0, *orders["c"]), KeyError), "b was used after it"
+    assert isinstance(host.build(0, *orders["b"]), BuiltEngine)
     host.store_files("large", {"large.onnx": b"x" * 1000})
-    assert isinstance(
-        host.build(0, BuildRequest(digest="l", edges=(), files_key="large"), MAIN_BENCHMARKER), BuiltEngine
-    ), "the newest always stays"
+    newest = host.build(0, "l", (), MAIN_BENCHMARKER, "large")
+    assert isinstance(newest, BuiltEngine), "the newest always stays"
 
 
 def test_candidate_file_is_written_on_the_worker_and_removed(host):
     for digest in ("aa", "bb"):
-        built = host.build(0, BuildRequest(digest=digest, edges=EDGES), MAIN_BENCHMARKER)
+        built = host.build(0, digest, EDGES, MAIN_BENCHMARKER)
         assert isinstance(built, BuiltEngine)
         assert built.info["adjacent"] == [f"{digest}.onnx"]
     assert Reads.read == ["placement aa", "placement bb"]
@@ -108,7 +107,7 @@ def test_build_without_candidate_writer_fails(host, tmp_path):
         Limits(),
         None,
     )
-    failed = host.build(1, BuildRequest(digest="aa", edges=EDGES), MAIN_BENCHMARKER)
+    failed = host.build(1, "aa", EDGES, MAIN_BENCHMARKER)
     assert isinstance(failed, Failed)
     assert failed.reason == "neither a file nor a candidate writer was sent"
 
