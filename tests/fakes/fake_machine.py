@@ -15,7 +15,7 @@ from harness.plugins.api import Capabilities
 from harness.runtimes import trtexec
 from harness.runtimes.cuda import CudaRuntime, Device
 from harness.runtimes.tensorrt import benchmarker as tensorrt
-from harness.runtimes.tensorrt.library import TimingCache, open_library
+from harness.runtimes.tensorrt.library import TensorRTHandle, TimingCache, open_library
 from harness.runtimes.trtexec import find_trtexec
 
 GPU = Device(index=0, name="Fake GPU", uuid="", capability=(8, 9), l2_bytes=2**20, memory_bytes=2**30, driver="12.8")
@@ -33,9 +33,7 @@ class TensorRT10(tensorrt.TensorRTBenchmarker):
         api = FakeCuda()
         fake = FakeTensorRT(self.major, api)
         cache = TimingCache("cold", Path(tempfile.gettempdir()) / "none")
-        return tensorrt._TensorRTHandle(
-            library=open_library(lambda: fake), cuda=CudaRuntime(api), device=GPU, cache=cache
-        )
+        return TensorRTHandle(library=open_library(lambda: fake), cuda=CudaRuntime(api), device=GPU, cache=cache)
 
     def describe(self) -> dict[str, Any]:
         """With few float precisions: a row for each would be cast and built many times."""

@@ -12,23 +12,13 @@ from typing import Any, ClassVar
 
 from harness.base.errors import BuildFailed
 from harness.plugins.api import Artifact, Candidate, Capabilities, Layer
-from harness.runtimes.cuda import CudaRuntime, Device, GpuMonitor, flush_bytes, open_device
-from harness.runtimes.tensorrt.library import TensorRTLibrary, TimingCache, build_plan, load_engine, open_library
+from harness.runtimes.cuda import flush_bytes, open_device
+from harness.runtimes.tensorrt.library import TensorRTHandle, TimingCache, build_plan, load_engine, open_library
 from harness.runtimes.tensorrt.options import TensorRTParameters
-from harness.runtimes.tensorrt.session import EngineProbe, LoadedEngine, profile_layers
+from harness.runtimes.tensorrt.session import EngineProbe, profile_layers
 
 ENGINE_SUFFIXES = (".engine", ".plan", ".trt")
 PROFILED_RUNS = 50
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorRTHandle:
-    """Resources that need TensorRT and a GPU, created on first use."""
-
-    library: TensorRTLibrary
-    cuda: CudaRuntime
-    device: Device
-    cache: TimingCache
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,7 +35,7 @@ class TensorRTBenchmarker(TensorRTParameters):
     cold_l2: bool = False
 
     @cached_property
-    def _ready(self) -> _TensorRTHandle:
+    def _ready(self) -> TensorRTHandle:
         """Return TensorRT and the GPU, opened at the first use.
 
         The GPU is opened first, because without one the messages of TensorRT are misleading.
@@ -55,7 +45,7 @@ class TensorRTBenchmarker(TensorRTParameters):
         self.check_runtime(f"TensorRT {library.version}", library.major, device)
         library.load_plugins(self.plugin_paths)
         cache = TimingCache(self.timing_cache, self.timing_cache_path(library.version, device))
-        return _TensorRTHandle(library=library, cuda=cuda, device=device, cache=cache)
+        return TensorRTHandle(library=library, cuda=cuda, device=device, cache=cache)
 
     def build(self, candidate: Candidate, workdir: Path) -> Artifact:
         """Build the candidate's engine, or load it if the candidate's file is an engine (.engine, .plan, .trt).
@@ -109,7 +99,9 @@ class TensorRTBenchmarker(TensorRTParameters):
         Raises:
             MeasureFailed: The engine does not run, or there is not enough GPU memory.
         """
-        with EngineProbe(self._load_engine(artifact)) as probe:
+        ready = self._ready
+        flushed = flush_bytes(ready.device.l2_bytes, self.cold_l2)
+        with EngineProbe(ready, artifact.engine, graph=self.cuda_graph, flush_bytes=flushed) as probe:
             yield probe
 
     def layers(self, artifact: Artifact) -> tuple[Layer, ...]:
@@ -120,7 +112,7 @@ class TensorRTBenchmarker(TensorRTParameters):
         Raises:
             MeasureFailed: The engine does not run, or cannot be inspected.
         """
-        return profile_layers(self._load_engine(artifact), PROFILED_RUNS)
+        return profile_layers(self._ready, artifact.engine, PROFILED_RUNS)
 
     def describe(self) -> Mapping[str, Any]:
         """Return the facts that results record; see `harness.plugins.api.Benchmarker`.
@@ -144,14 +136,3 @@ class TensorRTBenchmarker(TensorRTParameters):
 
     def gpu(self) -> str:
         return self._ready.device.uuid
-
-    def _load_engine(self, artifact: Artifact) -> LoadedEngine:
-        ready = self._ready
-        return LoadedEngine(
-            library=ready.library,
-            engine=artifact.engine,
-            cuda=ready.cuda,
-            clocks=GpuMonitor(ready.device.uuid),
-            graph=self.cuda_graph,
-            flush_bytes=flush_bytes(ready.device.l2_bytes, self.cold_l2),
-        )

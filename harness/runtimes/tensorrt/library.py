@@ -21,6 +21,7 @@ from typing import Any
 
 from harness.base.errors import BuildFailed, UserError, install_hint
 from harness.base.paths import replacing
+from harness.runtimes.cuda import CudaRuntime, Device
 from harness.runtimes.tensorrt.options import CachePolicy, ParsedSource, TensorRTParameters, has_qdq
 
 MIN_VERSION = (10, 9)
@@ -190,6 +191,16 @@ class TimingCache:
             return b""
         except OSError as error:
             raise UserError(f"timing cache {self.path}: cannot be read ({error.strerror or error})") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRTHandle:
+    """Resources that need TensorRT and a GPU, created on first use."""
+
+    library: TensorRTLibrary
+    cuda: CudaRuntime
+    device: Device
+    cache: TimingCache
 
 
 TIMING_RUNS_PER_TACTIC = 8

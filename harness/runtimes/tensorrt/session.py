@@ -17,32 +17,15 @@ import numpy as np
 from harness.base.errors import MeasureFailed
 from harness.measure.sampling import make_fixed_inputs
 from harness.plugins.api import Array, Layer
-from harness.runtimes.cuda import CudaRuntime, GpuMonitor, GpuTimer
+from harness.runtimes.cuda import GpuMonitor, GpuTimer
 from harness.runtimes.host_clock import to_float32
-from harness.runtimes.tensorrt.library import TensorRTLibrary
+from harness.runtimes.tensorrt.library import TensorRTHandle
 from harness.runtimes.tensorrt.options import Shape, ShapeProfile, format_shape
 
 NUMPY_TYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "INT32": np.int32, "INT64": np.int64,
     "INT8": np.int8, "UINT8": np.uint8, "BOOL": np.bool_, "FP8": ml_dtypes.float8_e4m3fn,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedEngine:
-    """Engine with the resources for its execution.
-
-    Attributes:
-        graph: Whether the engine is timed as a CUDA graph.
-        flush_bytes: Bytes that are overwritten before each inference, see `harness.runtimes.cuda.GpuTimer`.
-    """
-
-    library: TensorRTLibrary
-    engine: Any
-    cuda: CudaRuntime
-    clocks: GpuMonitor
-    graph: bool = True
-    flush_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +52,23 @@ class ExecutionSession:
         stream: Handle of the CUDA stream of this session.
     """
 
-    def __init__(self, loaded: LoadedEngine) -> None:
-        self._loaded = loaded
-        self._call = loaded.cuda.call
+    def __init__(self, ready: TensorRTHandle, engine: Any) -> None:
+        self._library, self._api, self._engine = ready.library, ready.cuda.api, engine
+        self._call = ready.cuda.call
         self._open = ExitStack()
         self._buffers: dict[str, tuple[Any, int]] = {}
-        self._ports = tuple(_engine_tensors(loaded.library.trt, loaded.engine))
+        self._ports = tuple(_engine_tensors(ready.library.trt, engine))
 
     def __enter__(self) -> ExecutionSession:
-        library = self._loaded.library
+        library = self._library
         with ExitStack() as opened:
             library.messages.clear()
-            self.context = self._loaded.engine.create_execution_context()
+            self.context = self._engine.create_execution_context()
             if self.context is None:
                 raise MeasureFailed(
                     f"TensorRT makes no execution context (out of GPU memory?): {library.drain_messages()}"
                 )
-            stream = self._call("cudaStreamCreateWithFlags", self._loaded.cuda.api.cudaStreamNonBlocking)
+            stream = self._call("cudaStreamCreateWithFlags", self._api.cudaStreamNonBlocking)
             opened.callback(self._call, "cudaStreamDestroy", stream)
             self.stream = int(stream)
             opened.callback(lambda: [self._call("cudaFree", pointer) for pointer, _ in self._buffers.values()])
@@ -116,11 +99,11 @@ class ExecutionSession:
                     f"input {name!r} is {format_shape(array.shape)}, the engine takes {format_shape(port.shape)}"
                 )
             if not self.context.set_input_shape(name, array.shape):
-                words = self._loaded.library.drain_messages()
+                words = self._library.drain_messages()
                 raise MeasureFailed(f"input {name!r}: {format_shape(array.shape)} is refused: {words}")
         for port in self._ports:
             self._ensure_buffer(port)
-        kind = self._loaded.cuda.api.cudaMemcpyKind.cudaMemcpyHostToDevice
+        kind = self._api.cudaMemcpyKind.cudaMemcpyHostToDevice
         for name, array in arrays.items():
             self._call("cudaMemcpy", self._buffers[name][0], array.ctypes.data, array.nbytes, kind)
         self._call("cudaDeviceSynchronize")  # a copy from pageable memory may return before it has arrived
@@ -145,7 +128,7 @@ class ExecutionSession:
             MeasureFailed: TensorRT refuses.
         """
         if not self.context.execute_async_v3(stream):
-            raise MeasureFailed(f"TensorRT cannot run the engine: {self._loaded.library.drain_messages()}")
+            raise MeasureFailed(f"TensorRT cannot run the engine: {self._library.drain_messages()}")
 
     def run(self) -> None:
         """Run one inference on its own stream and wait for it.
@@ -158,7 +141,7 @@ class ExecutionSession:
 
     def copy_outputs(self) -> dict[str, Array]:
         """Return the values of all outputs of the last inference by name."""
-        kind = self._loaded.cuda.api.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        kind = self._api.cudaMemcpyKind.cudaMemcpyDeviceToHost
         found = {}
         for port in self._ports:
             if not port.is_input:
@@ -180,7 +163,7 @@ class ExecutionSession:
             pointer = self._call("cudaMalloc", needed)
             self._buffers[port.name] = (pointer, needed)
         if not self.context.set_tensor_address(port.name, int(pointer)):
-            raise MeasureFailed(f"tensor {port.name!r}: its memory is refused: {self._loaded.library.drain_messages()}")
+            raise MeasureFailed(f"tensor {port.name!r}: its memory is refused: {self._library.drain_messages()}")
 
 
 def _engine_tensors(trt: Any, engine: Any) -> list[_EngineTensor]:
@@ -220,19 +203,19 @@ class EngineProbe:
         why_eager: Reason why the engine is not timed as a CUDA graph, or "".
     """
 
-    def __init__(self, loaded: LoadedEngine) -> None:
-        self._loaded = loaded
+    def __init__(self, ready: TensorRTHandle, engine: Any, *, graph: bool, flush_bytes: int) -> None:
+        self._ready, self._engine, self._graph, self._flush_bytes = ready, engine, graph, flush_bytes
+        self._clocks = GpuMonitor(ready.device.uuid)
         self._open = ExitStack()
         self._scored: ExecutionSession | None = None
         self._host: dict[str, float] = {}
         self.why_eager = ""
 
     def __enter__(self) -> EngineProbe:
-        loaded = self._loaded
         with ExitStack() as opened:
-            session = opened.enter_context(ExecutionSession(loaded))
+            session = opened.enter_context(ExecutionSession(self._ready, self._engine))
             session.load_timing_inputs()
-            timer = GpuTimer(loaded.cuda, session.enqueue, graph=loaded.graph, flush_bytes=loaded.flush_bytes)
+            timer = GpuTimer(self._ready.cuda, session.enqueue, graph=self._graph, flush_bytes=self._flush_bytes)
             self._timer = opened.enter_context(timer)
             self.why_eager = timer.why_eager
             self._open = opened.pop_all()
@@ -244,7 +227,7 @@ class EngineProbe:
     def sample(self, n: int) -> Sequence[float]:
         """Return GPU times of n inferences in milliseconds, by CUDA events."""
         readings = self._timer.read(n)
-        self._loaded.clocks.sample()
+        self._clocks.sample()
         self._host = {"enqueue_ms": statistics.median(readings.enqueue_ms), "host_bound": readings.host_bound}
         return readings.gpu_ms
 
@@ -254,9 +237,9 @@ class EngineProbe:
         The overhead is the host's time to queue an inference (`enqueue_ms`), the share of inferences for which the GPU
         may have waited for the host (`host_bound`), and the time from queuing to completion (`end_to_end_ms`).
         """
-        facts = {**self._loaded.clocks.take_facts(), **self._host}
+        facts = {**self._clocks.take_facts(), **self._host}
         facts["end_to_end_ms"] = statistics.median(self._timer.end_to_end(HOST_TIMING_RUNS))
-        facts["cuda_graph"] = float(self._loaded.graph and not self.why_eager)
+        facts["cuda_graph"] = float(self._graph and not self.why_eager)
         return facts
 
     def infer(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -266,7 +249,7 @@ class EngineProbe:
             MeasureFailed: Inputs do not fit the engine, or it does not run.
         """
         if self._scored is None:
-            self._scored = self._open.enter_context(ExecutionSession(self._loaded))
+            self._scored = self._open.enter_context(ExecutionSession(self._ready, self._engine))
         self._scored.load_inputs(feeds)
         self._scored.run()
         outputs = self._scored.copy_outputs().items()
@@ -325,13 +308,13 @@ def _parse_layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
     )
 
 
-def profile_layers(loaded: LoadedEngine, runs: int) -> tuple[Layer, ...]:
+def profile_layers(ready: TensorRTHandle, engine: Any, runs: int) -> tuple[Layer, ...]:
     """Return the layers of an engine with their mean times over `runs` inferences.
 
     Raises:
         MeasureFailed: The engine does not run, or cannot be inspected.
     """
-    trt = loaded.library.trt
+    trt = ready.library.trt
     spent_ms: dict[str, float] = defaultdict(float)
 
     class Profiler(trt.IProfiler):  # type: ignore[misc, name-defined]
@@ -341,14 +324,14 @@ def profile_layers(loaded: LoadedEngine, runs: int) -> tuple[Layer, ...]:
         def report_layer_time(self, layer_name: str, ms: float) -> None:
             spent_ms[layer_name] += ms
 
-    with ExecutionSession(loaded) as session:
+    with ExecutionSession(ready, engine) as session:
         session.load_timing_inputs()
         session.run()
         profiler = Profiler()
         session.context.profiler = profiler
         for _ in range(runs):
             session.run()
-        inspector: Any = loaded.engine.create_engine_inspector()
+        inspector: Any = engine.create_engine_inspector()
         inspector.execution_context = session.context  # needed if shapes are dynamic
-        text: str = inspector.get_engine_information(loaded.library.trt.LayerInformationFormat.JSON)
+        text: str = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
     return read_layers(text, {name: total / runs for name, total in spent_ms.items()})

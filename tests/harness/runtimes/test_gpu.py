@@ -27,11 +27,11 @@ from harness.graph.builder import GraphBuilder
 from harness.graph.qdq.file_checks import FP8_CAPABILITY
 from harness.plugins.registry import create_plugin
 from harness.results.manifest import find_changed_files
-from harness.runtimes.cuda import GpuMonitor, GpuTimer, open_device
+from harness.runtimes.cuda import GpuTimer, open_device
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
-from harness.runtimes.tensorrt.library import TimingCache, build_plan, load_engine, open_library
+from harness.runtimes.tensorrt.library import TensorRTHandle, TimingCache, build_plan, load_engine, open_library
 from harness.runtimes.tensorrt.options import ParsedSource, TensorRTParameters, read_structure
-from harness.runtimes.tensorrt.session import LoadedEngine, profile_layers
+from harness.runtimes.tensorrt.session import profile_layers
 from harness.runtimes.testing import file_candidate
 from harness.workers.helper_process import RUNTIME_FACTOR, HelperCallFailed, call_in_helper_process
 
@@ -212,10 +212,11 @@ def build_precisions(path: Path, node: str) -> tuple[str, ...]:
     cuda, device = open_device()
     library, options = open_library(), TensorRTParameters(precision="tf32", profile=True)
     source = ParsedSource(path, read_structure(path), {})
-    content, _ = build_plan(library, source, options, TimingCache("cold", path.with_suffix(".none")))
+    cache = TimingCache("cold", path.with_suffix(".none"))
+    content, _ = build_plan(library, source, options, cache)
     engine = load_engine(library, content, path.name)
-    loaded = LoadedEngine(library=library, engine=engine, cuda=cuda, clocks=GpuMonitor(device.uuid), graph=False)
-    return tuple(layer.precision for layer in profile_layers(loaded, 1) if node in layer.origin)
+    ready = TensorRTHandle(library=library, cuda=cuda, device=device, cache=cache)
+    return tuple(layer.precision for layer in profile_layers(ready, engine, 1) if node in layer.origin)
 
 
 @pytest.mark.usefixtures("machine")

@@ -17,7 +17,7 @@ SOURCES = tuple(sorted(path for pattern in ("tensorrt/*.py", "tensorrt*.py", "tr
                        for path in (ROOT / "runtimes").glob(pattern)))  # fmt: skip
 OWNERS = {
     "trt", "library.trt", "builder", "network", "parser", "config", "engine", "context", "inspector", "runtime",
-    "error", "cache", "self.context", "session.context", "artifact.engine", "loaded.engine", "self._loaded.engine",
+    "error", "cache", "self.context", "session.context", "artifact.engine", "self._engine",
 }  # fmt: skip
 """Expressions that stand for objects of TensorRT."""
 ONLY_10 = {"FP16", "BF16", "INT8"}
