@@ -269,7 +269,8 @@ def replay_cached(
             refused.append(key.searcher)
         for start in range(0, len(seeds), SEARCHES_PER_BATCH):
             batch = tuple(seeds[start : start + SEARCHES_PER_BATCH])
-            path = cache.new_part_file(key, batch, request.budget)
+            facts = json.dumps([astuple(key), batch, request.budget]).encode()
+            path = out / PARTS_FOLDER / f"{hashlib.sha256(facts).hexdigest()[:24]}.parquet"
             batches.append((path, key, replace(request, seeds=batch)))
     if refused:
         again = ", ".join(dict.fromkeys(refused))
@@ -365,11 +366,6 @@ class PathCache:
         """Return the cached keys that differ from these in the digest of table, code and libraries only."""
         questions = {key.question for key in keys}
         return [key for key in self._paths if key.question in questions and key not in keys]
-
-    def new_part_file(self, key: SearchKey, seeds: tuple[int, ...], budget: int) -> Path:
-        """Return the path of a part file for new searches."""
-        name = hashlib.sha256(json.dumps([astuple(key), seeds, budget]).encode()).hexdigest()[:24]
-        return self._folder / PARTS_FOLDER / f"{name}.parquet"
 
     def compact(self, keys: Collection[SearchKey]) -> None:
         """Merge all parts into the one file, and drop the outdated searches of these keys."""

@@ -120,12 +120,6 @@ class Landscape:
         return int(np.argmin(np.where(self.allowed, self.latency_ms, np.inf)))
 
     @cached_property
-    def distinct_ms(self) -> Floats:
-        """Return the sorted latencies of the different models."""
-        _, first = np.unique(self.identity, return_index=True)
-        return np.sort(self.latency_ms[first])
-
-    @cached_property
     def anchors_ms(self) -> Mapping[str, float]:
         """Return the latency of the named placements that could be measured, by name."""
         whole, found = self.table.subspace.full_space, {}

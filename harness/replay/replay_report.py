@@ -163,7 +163,7 @@ def table_lines(table: BenchmarkTable) -> list[str]:
         f"{facts.model} ({facts.source}, {facts.model_sha256[:12]}) on {backend['name']} {backend['version']}, "
         f"{backend['device']}, floats in {backend['float_precision']}",
         f"{len(table.subspace)} placements of {len(space)} of {len(facts.dimensions)} dimensions, "
-        f"{len(landscape.distinct_ms)} different models, {failed} failed or out of bounds; "
+        f"{len(np.unique(landscape.identity))} different models, {failed} failed or out of bounds; "
         f"drift over the recording {100 * drift:+.2f} % +- {200 * drift_se:.2f} %",
         f"optimum {landscape.latency_ms[landscape.optimum]:.3f} ms ({anchors}); dimensions quantized in it: {listed}",
         f"difficulty: {100 * hard['near_optimum']:.2f} % within 1 % of the optimum (random search needs "

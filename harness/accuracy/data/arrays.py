@@ -294,24 +294,22 @@ def _read_folder(folder: Path, files: Sequence[Path], choose: RowSelector) -> Ar
         names.update(f"{file.name}\0{part.fingerprint}\n".encode())
         for name, array in part.arrays.items():
             samples.setdefault(name, []).extend(np.array(array))  # a mapped file would stay open
+    stacked: dict[str, Array] = {}
+    for name, arrays in samples.items():
+        if len({array.shape for array in arrays}) == 1:
+            stacked[name] = np.stack(arrays)
+            continue
+        stacked[name] = np.empty(len(arrays), object)
+        for i, array in enumerate(arrays):  # NumPy would broadcast a list
+            stacked[name][i] = array
     return ArrayDataset(
-        arrays={name: stack_samples(arrays) for name, arrays in samples.items()},
+        arrays=stacked,
         fingerprint=names.hexdigest(),
         source=str(folder),
         rows=rows,
         total=len(places),
         files=places,
     )
-
-
-def stack_samples(samples: Sequence[Array]) -> Array:
-    """Return samples as an array, which has the type object and the samples as elements if they differ in shape."""
-    if len({sample.shape for sample in samples}) == 1:
-        return np.stack(samples)
-    found = np.empty(len(samples), object)
-    for i, sample in enumerate(samples):  # NumPy would broadcast a list
-        found[i] = sample
-    return found
 
 
 def read_rows(path: Path) -> Array:

@@ -128,22 +128,13 @@ def open_data(
         raise UserError(f"data.spread: true or false, but got {spread!r}")
 
     def cut(samples: Sequence[int]) -> Sequence[int]:
-        return (
-            [samples[i] for i in spread_indices(len(samples), limit)]
-            if spread and limit is not None
-            else samples[:limit]
-        )
+        if not spread or limit is None or limit >= len(samples):
+            return samples[:limit]
+        return [samples[int(i)] for i in np.linspace(0, len(samples) - 1, limit).round()]
 
     if kind in ("npz", "npy"):
         return open_arrays(spec, base, cut)
     return _open_shapes(spec, cut) if kind == "shapes" else _open_folder(spec, base, cut)
-
-
-def spread_indices(total: int, count: int) -> Sequence[int]:
-    """Return at most `count` ascending indices below `total`, evenly spread from the first to the last."""
-    if count >= total:
-        return range(total)
-    return [int(index) for index in np.linspace(0, total - 1, count).round()]
 
 
 def _open_folder(spec: Mapping[str, Any], base: Path | None, cut: SubsetSelector) -> ImageDataset:

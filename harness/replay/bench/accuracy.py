@@ -10,7 +10,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -128,15 +129,6 @@ def _read(path: Path, _changed_ns: int) -> Mapping[ScoreKey, PlacementAccuracy]:
     return {row.key: row for row in rows}
 
 
-def read_parts(path: Path) -> Iterator[PlacementAccuracy]:
-    """Yield the accuracies of an interrupted scoring; a line that was cut off is skipped."""
-    for line in read_text(path, "accuracies of placements").splitlines() if os.path.lexists(path) else ():
-        try:
-            yield PlacementAccuracy(**parse_json(line))
-        except (ValueError, TypeError):
-            continue
-
-
 def write_accuracy(path: Path, rows: Mapping[ScoreKey, PlacementAccuracy]) -> None:
     """Write a file of accuracies atomically, in the order of their keys."""
     listed: list[dict[str, Any]] = [
@@ -187,17 +179,26 @@ def score_tables(experiment: Experiment, tables: Sequence[Path], out: Path, obse
         UserError: The experiment lacks the model of a table, or has another version of it.
     """
     parts = out.with_name(f"{out.name}.jsonl")
-    scores, scored = dict(read_accuracy(out)) | {row.key: row for row in read_parts(parts)}, 0
+    scores, scored = dict(read_accuracy(out)), 0
+    for line in read_text(parts, "accuracies of placements").splitlines() if os.path.lexists(parts) else ():
+        with suppress(ValueError, TypeError):  # a line that was cut off
+            row = PlacementAccuracy(**parse_json(line))
+            scores[row.key] = row
     with explain_write_errors(out), exclusive_lock(out.parent, "scoring placements"):
         with parts.open("a", encoding="utf-8") as file:
             for path in tables:
                 table = read_table(path)
-                missing = missing_placements(table, scores)
+                subspace, missing = table.subspace, dict[str, Placement]()
+                inside = map(subspace.to_full_space, subspace.placements())
+                for placement in (*map(Placement, table.metadata.anchors.values()), *inside):
+                    digest = subspace.full_space.digest(placement)
+                    if score_key(table.metadata, digest) not in scores:
+                        missing[digest] = placement
                 if not missing:
                     continue
                 with TemporaryDirectory(prefix="qdq-score-") as work, observer.work(path.stem, len(missing)) as step:
                     scorer = PlacementScorer(experiment, table.metadata, Path(work))
-                    for placement in missing:
+                    for placement in missing.values():
                         row = scorer.score(placement)
                         scores[row.key] = row
                         file.write(json.dumps(asdict(row)) + "\n")
@@ -207,14 +208,6 @@ def score_tables(experiment: Experiment, tables: Sequence[Path], out: Path, obse
         write_accuracy(out, scores)
         parts.unlink()
     return scored
-
-
-def missing_placements(table: BenchmarkTable, scores: Mapping[ScoreKey, PlacementAccuracy]) -> list[Placement]:
-    """Return the placements of a table that have no accuracy yet, each once."""
-    subspace = table.subspace
-    listed = [*map(Placement, table.metadata.anchors.values()), *map(subspace.to_full_space, subspace.placements())]
-    digests = {subspace.full_space.digest(placement): placement for placement in listed}
-    return [p for digest, p in digests.items() if score_key(table.metadata, digest) not in scores]
 
 
 class PlacementScorer:

@@ -67,11 +67,6 @@ class TaskSettings(ConfigSection):
     solved_by: str = ""
     source: str = ""
 
-    @property
-    def is_solved(self) -> bool:
-        """Return whether all searches start at the optimum, so that the task cannot distinguish searchers."""
-        return self.solved_by in self.initial
-
 
 class TaskCatalogue(ConfigSection):
     """Catalogue of the tasks: settings of each tier and of each task by name, as `tasks.yaml` has them."""
@@ -84,7 +79,7 @@ class TaskCatalogue(ConfigSection):
         return {
             name: task
             for name, task in self.tasks.items()
-            if not task.is_solved and TIERS.index(task.tier) <= TIERS.index(tier)
+            if task.solved_by not in task.initial and TIERS.index(task.tier) <= TIERS.index(tier)
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,16 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from made_up_tables import outcomes_of
 
-from harness.config.sections import PluginSpec
-from harness.measure.records import Measured, Outcome
 from harness.replay.record_table import EnumeratingSearcher
 from harness.replay.replay import (
     Floats,
     Landscape,
-    ReplayRequest,
-    initial_models,
     initial_placements,
-    replay,
     replay_once,
 )
 from harness.replay.simulated_selection import (
@@ -31,7 +26,6 @@ from harness.replay.simulated_selection import (
     random_search,
     simulate_selection,
 )
-from harness.report.statistics import score_against_random
 from search.api import Placement
 
 INF = float("inf")
@@ -132,35 +126,6 @@ def test_random_search_equals_mean_over_all_orders(make_table, latency_ms, alike
         assert (abs(found.mean(axis=0) - wanted.mean(axis=0)) <= 4 * error + 1e-9).all()
         for seen, there in zip(found.T, wanted.T, strict=True):
             assert set(seen) == set(there)
-
-
-def partly_alike(noise: float) -> Callable[[tuple[int, ...]], Outcome]:
-    """Return outcomes in which the sixth choice matters only with the first: some models have two placements."""
-
-    def outcome(choices: tuple[int, ...]) -> Outcome:
-        effective = (*choices[:5], choices[5] if choices[0] else 0)
-        log_ms = 2 + np.array([-0.2, -0.1, 0.15, -0.05, 0.04, -0.02]) @ effective - 0.1 * effective[0] * effective[2]
-        samples = np.exp(log_ms + noise * np.random.default_rng(effective).standard_normal(7))
-        return Measured(samples_ms=tuple(samples.tolist()), build_s=0.1, measure_s=0.1)
-
-    return outcome
-
-
-@pytest.mark.parametrize("initial", [(), ("float", "all", "linear")])
-@pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_random_searcher_matches_random_search_mean_and_score_0(make_table, noise, initial):
-    landscape = Landscape(make_table(outcome=partly_alike(noise)))
-    landscape.identity[1:32:2] = landscape.identity[0:32:2]
-    seeds, use = 300, PluginSpec(use="random")
-    request = ReplayRequest(searcher=use, table=landscape.table.path, seeds=range(seeds), budget=25, initial=initial)
-    searched = Searches(landscape, replay(landscape, request), 25).latency_ms
-    random_ms = random_search(landscape, 25, initial).mean(axis=0)
-    error = searched.std(axis=0) / np.sqrt(seeds)
-    assert (abs(searched.mean(axis=0) - random_ms) < 4 * error + 1e-9).all()
-    effective = len(initial_models(landscape, initial))
-    scores = score_against_random(searched, random_ms, landscape.latency_ms.min(), effective)
-    assert abs(scores.mean()) < 4 * scores.std() / np.sqrt(seeds)
-    assert scores.std() > 0
 
 
 def test_noise_increases_regret_of_random_search(make_table):

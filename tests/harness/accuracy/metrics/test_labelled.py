@@ -397,12 +397,10 @@ def test_labels_without_boxes_are_explained(tmp_path):
 @pytest.mark.parametrize(
     ("params", "supplied", "message"),
     [
-        ({"decode": "yolo"}, {}, "no decoder is called 'yolo'; did you mean 'yolox'"),
         ({"decode": {"use": "yolox", "params": {"scores": 1}}}, {}, "'yolox' has no parameter 'scores'"),
         ({"batch": 3}, {}, "'coco_map' has no parameter 'batch'"),
         ({"input_name": "x"}, {}, "'input_name' is set by the harness"),
         ({}, {"input_shape": (1, 1, 8, 8)}, "'images' is 1 x 1 x 8 x 8"),
-        ({"data": {"use": "shape"}}, {}, "no kind of data is called 'shape'"),
     ],
 )
 def test_invalid_parameters_are_refused(params, supplied, message):
