@@ -71,7 +71,13 @@ class GraphBuilder:
 
     @overload
     def op(
-        self, op_type: str, *inputs: str, outputs: None = None, name: str | None = None, domain: str = "", **attrs: Any
+        self,
+        op_type: str,
+        *inputs: str,
+        outputs: str | None = None,
+        name: str | None = None,
+        domain: str = "",
+        **attrs: Any,
     ) -> str: ...
     @overload
     def op(
@@ -82,7 +88,7 @@ class GraphBuilder:
         self,
         op_type: str,
         *inputs: str,
-        outputs: int | Sequence[str] | None = None,
+        outputs: int | str | Sequence[str] | None = None,
         name: str | None = None,
         domain: str = "",
         **attrs: Any,
@@ -91,7 +97,7 @@ class GraphBuilder:
 
         Args:
             *inputs: Tensor names; "" omits an optional input.
-            outputs: Number of outputs, or their names; not given: one output.
+            outputs: Name of the only output, or number or names of several; not given: one output.
             name: Name of the node, which is made unique; by default derived from the operator.
             domain: Operator domain; domains other than the default one are imported at version 1.
             **attrs: Attributes; an `onnx.GraphProto` (see `graph`) becomes a subgraph.
@@ -105,13 +111,13 @@ class GraphBuilder:
         elif isinstance(outputs, int):
             names = tuple(self._unique(f"{label}_out{i}") for i in range(outputs))
         else:
-            names = tuple(outputs)
+            names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
             self._taken.update(names)
         node = helper.make_node(op_type, list(inputs), list(names), name=label, domain=domain, **attrs)
         self._opsets.setdefault(domain, 1)
         self._nodes.append(node)
         self._types.update(self._infer_types(node))
-        return names[0] if outputs is None else names
+        return names[0] if outputs is None or isinstance(outputs, str) else names
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Return the static shape of a tensor; a dynamic dimension counts as -1.

@@ -3,7 +3,6 @@
 import warnings
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import pytest
 from fidelity_of import write_quantized
@@ -114,11 +113,11 @@ def test_inputs_before_a_guarded_root_have_points(guard):
 RANGES = {name: (-1.0, 1.0) for name in ("x", "y", "z")}
 
 
-def two_products(first: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]) -> Model:
+def two_products(first: np.ndarray, bias: np.ndarray) -> Model:
     """Two layers, the first of which has the weight and bias given."""
     g = GraphBuilder("m")
     x = g.input("x", (4, 8))
-    (y,) = g.op("Gemm", x, g.const(first, "first"), g.const(bias, "bias"), outputs=["y"])
+    y = g.op("Gemm", x, g.const(first, "first"), g.const(bias, "bias"), outputs="y")
     g.output(
         g.op("Gemm", y, g.const(np.eye(8, dtype=np.float32), "second"), g.const(np.ones(8, np.float32)), outputs=["z"])[
             0
@@ -127,7 +126,7 @@ def two_products(first: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]) 
     return loaded(g)
 
 
-def weight(value: float, shape: tuple[int, ...] = (8, 8)) -> npt.NDArray[np.float32]:
+def weight(value: float, shape: tuple[int, ...] = (8, 8)) -> np.ndarray:
     values = np.ones(shape, np.float32)
     values[0] = value
     return values

@@ -61,7 +61,7 @@ class Foreign:
     def __init__(self, proto: onnx.ModelProto, rng: np.random.Generator) -> None:
         self.proto, self.rng = proto, rng
         self.nodes = list(proto.graph.node)
-        self.constants: dict[str, np.ndarray[Any, Any]] = {
+        self.constants: dict[str, np.ndarray] = {
             tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer
         }
         self.functions: list[onnx.FunctionProto] = []
@@ -470,8 +470,8 @@ def names_of_other_tools() -> tuple[Model, int]:
     """A float model has tensors named like those that ONNX Runtime's quantization tools insert."""
     g = GraphBuilder("names")
     x = g.input("x", (2, 4, 4))
-    (y,) = g.op("Tanh", x, outputs=["x_quantized"])
-    (z,) = g.op("Tanh", y, outputs=["x_QuantizeLinear_Input"])
+    y = g.op("Tanh", x, outputs="x_quantized")
+    z = g.op("Tanh", y, outputs="x_QuantizeLinear_Input")
     g.output(g.op("Concat", g.op("MatMul", x, y), z, axis=0))
     return loaded(g), 5
 

@@ -119,7 +119,7 @@ def captured(g, x):
         branch._outputs.append(helper.make_tensor_value_info(f"{op}_branch", 1, g.shape(x)))
         branches.append(branch.graph())
     condition = g.op("Less", g.op("ReduceSum", "x", keepdims=0), g.const(0.0))
-    (result,) = g.op("If", condition, then_branch=branches[0], else_branch=branches[1], outputs=["branched"])
+    result = g.op("If", condition, then_branch=branches[0], else_branch=branches[1], outputs="branched")
     return result
 
 
@@ -453,7 +453,7 @@ def kv_cache(op: str) -> GraphBuilder:
     g = GraphBuilder("m")
     past, new = g.input("past", (1, 2, 8, 4)), g.linear(g.input("x", (1, 2, 1, 4)), 4)
     others = [new] if op == "Concat" else [g.const(np.zeros((1, 2, 1, 4), np.int64)), new]
-    (present,) = g.op(op, past, *others, axis=2, outputs=["present"])
+    present = g.op(op, past, *others, axis=2, outputs="present")
     g.output(present)
     g.output(g.op("MatMul", g.linear(g.input("a", (1, 2, 1, 4)), 4), g.op("Transpose", present, perm=[0, 1, 3, 2])))
     return g

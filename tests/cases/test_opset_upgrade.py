@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import pytest
 from onnx import helper, numpy_helper, parser
@@ -20,7 +19,7 @@ RNG = np.random.default_rng(0)
 X = RNG.standard_normal((1, 3, 8, 8)).astype(np.float32)
 
 
-def run(proto: onnx.ModelProto, x: npt.NDArray[np.float32] = X) -> npt.NDArray[np.float32]:
+def run(proto: onnx.ModelProto, x: np.ndarray = X) -> np.ndarray:
     return run_onnxruntime(proto, {"x": x}, optimize=False)[0]
 
 

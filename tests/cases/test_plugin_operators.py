@@ -33,13 +33,13 @@ def detector(folder: Path, *, domain: str = "", typed: bool = True, place: str =
         g.const((rng(1).standard_normal(shape) * 0.2).astype(np.float32), name)
 
     def conv(x, output, weight):
-        return g.op("Conv", x, weight, pads=[1] * 4, name=output, outputs=[output])[0]
+        return g.op("Conv", x, weight, pads=[1] * 4, name=output, outputs=output)
 
     def plugin(x, output):
-        return g.op("EfficientNMS_TRT", x, "anchors", domain=domain, score=0.25, name="nms", outputs=[output])[0]
+        return g.op("EfficientNMS_TRT", x, "anchors", domain=domain, score=0.25, name="nms", outputs=output)
 
     x = g.input("images", SHAPE)
-    x = g.op("Relu", conv(plugin(x, "p") if place == "start" else x, "c0", "w0"), name="relu", outputs=["r0"])[0]
+    x = g.op("Relu", conv(plugin(x, "p") if place == "start" else x, "c0", "w0"), name="relu", outputs="r0")
     x = conv(x, "c1", "w1")
     x = plugin(x, "p") if place == "middle" else x
     y = plugin(conv(x, "b", "w2"), "y") if place == "end" else conv(x, "y", "w2")

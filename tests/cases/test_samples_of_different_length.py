@@ -51,7 +51,7 @@ def write_model(folder: Path, length: int | str = "length", batch: int | str = "
     x, start = g.input("x", (batch, length, 16)), g.const([0])
     size = g.op("Slice", g.op("Shape", x), g.const([1]), g.const([2]))
     cut = g.op("Slice", g.const(rng.standard_normal((64, 16)).astype(np.float32)), start, size, start)
-    (placed,) = g.op("Add", x, cut, outputs=["placed"])
+    placed = g.op("Add", x, cut, outputs="placed")
     q, k, v = (g.op("MatMul", placed, g.const(weights[name]), name=f"to_{name}") for name in "qkv")
     shares = g.op("Softmax", g.op("MatMul", q, g.op("Transpose", k, perm=[0, 2, 1])))
     g.output(g.op("MatMul", g.op("MatMul", shares, v), g.const(weights["o"])), (batch, length, 16), name="y")

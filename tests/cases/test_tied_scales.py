@@ -21,7 +21,7 @@ def wide(g, x):
     """One channel in 32 is a thousand times as large as the others."""
     factors = np.ones((1, 32, 1, 1), np.float32)
     factors[0, 0] = 1000
-    return g.op("Mul", g.conv(x, 32, 3), g.const(factors), outputs=["wide"])[0]
+    return g.op("Mul", g.conv(x, 32, 3), g.const(factors), outputs="wide")
 
 
 def split(g, x):
@@ -29,31 +29,31 @@ def split(g, x):
 
 
 def cut(g, x):
-    return g.op("Slice", x, g.const([1]), g.const([32]), g.const([1]), outputs=["rest"], name=MOVER)[0]
+    return g.op("Slice", x, g.const([1]), g.const([32]), g.const([1]), outputs="rest", name=MOVER)
 
 
 def gather(g, x):
-    return g.op("Gather", x, g.const(list(range(1, 32))), outputs=["rest"], axis=1, name=MOVER)[0]
+    return g.op("Gather", x, g.const(list(range(1, 32))), outputs="rest", axis=1, name=MOVER)
 
 
 def pool(g, x):
     """Nothing but the border is large, and no window has its maximum there."""
     low = g.op("Pad", applied("Slice", [1], [32], [1])(g, x), g.const([0, 0, 1, 1, 0, 0, 1, 1]),
-               g.const(-5e3), outputs=["padded"])[0]  # fmt: skip
-    return g.op("MaxPool", low, kernel_shape=[3, 3], strides=[2, 2], outputs=["rest"], name=MOVER)[0]
+               g.const(-5e3), outputs="padded")  # fmt: skip
+    return g.op("MaxPool", low, kernel_shape=[3, 3], strides=[2, 2], outputs="rest", name=MOVER)
 
 
 def chain(g, x):
     """Two operators, the first of which stays float."""
-    cut_out = g.op("Slice", x, g.const([1]), g.const([32]), g.const([1]), outputs=["cut"], name="before")[0]
-    return g.op("Transpose", cut_out, perm=[0, 1, 3, 2], outputs=["rest"], name=MOVER)[0]
+    cut_out = g.op("Slice", x, g.const([1]), g.const([32]), g.const([1]), outputs="cut", name="before")
+    return g.op("Transpose", cut_out, perm=[0, 1, 3, 2], outputs="rest", name=MOVER)
 
 
 def joined(g, x):
     """A Concat of which one input is wide, and what is cut out of it."""
     small = g.op("Sigmoid", g.conv(applied("Slice", [1], [32], [1])(g, x), 31, 1))
-    both = g.op("Concat", g.op("Relu", x), small, axis=1, outputs=["both"], name="concat")[0]
-    return g.op("Slice", both, g.const([32]), g.const([63]), g.const([1]), outputs=["rest"], name=MOVER)[0]
+    both = g.op("Concat", g.op("Relu", x), small, axis=1, outputs="both", name="concat")
+    return g.op("Slice", both, g.const([32]), g.const([63]), g.const([1]), outputs="rest", name=MOVER)
 
 
 def made(move):
@@ -172,7 +172,7 @@ def attention(between):
     keys = g.const((rng.normal(size=(1, 4, 8, N)) * 0.02).astype(np.float32))
     values = g.const(rng.normal(size=(1, 4, N, 8)).astype(np.float32))
     scores = g.op("MatMul", g.input("x", (1, 4, N, 8)), keys)
-    weights = between(g, g.op("Softmax", scores, axis=-1, outputs=["weights"])[0])
+    weights = between(g, g.op("Softmax", scores, axis=-1, outputs="weights"))
     g.output(g.op("Relu", g.op("MatMul", weights, values, name="product")), name="y")
     return g
 

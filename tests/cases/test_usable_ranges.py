@@ -34,22 +34,22 @@ def attention(largest: float = -1e4) -> onnx.ModelProto:
     g = GraphBuilder("attention", seed=3)
     x, mask = g.input("x", (1, TOKENS, WIDTH)), g.input("mask", (1, TOKENS), "int64")
     kept = g.op("Unsqueeze", g.op("Cast", mask, to=1), g.const([1, 2]))
-    hidden = g.op("Sub", g.const(1.0), kept, outputs=["padding"])[0]
-    hidden = g.op("Mul", hidden, g.const(np.float32(largest)), outputs=["hidden"])[0]
+    hidden = g.op("Sub", g.const(1.0), kept, outputs="padding")
+    hidden = g.op("Mul", hidden, g.const(np.float32(largest)), outputs="hidden")
 
     def heads(perm: list[int]) -> str:
         split = g.op("Reshape", g.linear(x, WIDTH), g.const([1, TOKENS, HEADS, WIDTH // HEADS]))
         return g.op("Transpose", split, perm=perm)
 
-    scores = g.op("MatMul", heads([0, 2, 1, 3]), heads([0, 2, 3, 1]), outputs=["scores"])[0]
-    weights = g.op("Softmax", g.op("Add", scores, hidden, outputs=["masked"])[0], axis=-1)
+    scores = g.op("MatMul", heads([0, 2, 1, 3]), heads([0, 2, 3, 1]), outputs="scores")
+    weights = g.op("Softmax", g.op("Add", scores, hidden, outputs="masked"), axis=-1)
     mixed = g.op("Transpose", g.op("MatMul", weights, heads([0, 2, 1, 3])), perm=[0, 2, 1, 3])
     mixed = g.linear(g.op("Reshape", mixed, g.const([1, TOKENS, WIDTH])), WIDTH)
     g.output(g.op("ReduceMean", g.layer_norm(g.op("Add", x, mixed)), axes=[1], keepdims=0), name="y")
     return g.build()
 
 
-def sentences(count: int, seed: int, *, padded: bool) -> list[Mapping[str, np.ndarray[Any, Any]]]:
+def sentences(count: int, seed: int, *, padded: bool) -> list[Mapping[str, np.ndarray]]:
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -80,7 +80,7 @@ def test_tiny_ranges_are_treated_as_dead(value):
 
 def test_a_model_with_nothing_but_dead_tensors_is_refused(tmp_path):
     g = GraphBuilder("dead")
-    dead = g.op("Mul", g.input("x", (1, 4, 8, 8)), g.const(np.zeros((1, 4, 8, 8), np.float32)), outputs=["dead"])[0]
+    dead = g.op("Mul", g.input("x", (1, 4, 8, 8)), g.const(np.zeros((1, 4, 8, 8), np.float32)), outputs="dead")
     g.output(g.op("Relu", dead), name="y")
     made = quantizer(g.build(), OPENVINO_7BIT, [{"x": np.zeros((1, 4, 8, 8), np.float32)}], tmp_path)
     assert not made.resolved
@@ -104,17 +104,17 @@ def stem(none: float, *, joined: bool = False) -> onnx.ModelProto:
     x = g.conv(g.input("x", (1, 3, 32, 32)), 16, 3, name="first")
     low = np.full((1, 16, 32, 1), none, np.float32)
     x = (
-        g.op("Concat", x, g.const(low), axis=3, outputs=["padded"], name="pad")[0]
+        g.op("Concat", x, g.const(low), axis=3, outputs="padded", name="pad")
         if joined
-        else g.op("Pad", x, g.const(PADS), g.const(np.float32(none)), outputs=["padded"], name="pad")[0]
+        else g.op("Pad", x, g.const(PADS), g.const(np.float32(none)), outputs="padded", name="pad")
     )
-    x = g.op("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], outputs=["pooled"], name="pool")[0]
+    x = g.op("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], outputs="pooled", name="pool")
     x = g.op("Relu", g.conv(x, 16, 3, name="second"))
     g.output(g.op("GlobalAveragePool", g.conv(x, 16, 3, name="third")), name="y")
     return g.build()
 
 
-def images(count: int = 2) -> list[dict[str, np.ndarray[Any, Any]]]:
+def images(count: int = 2) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     return [{"x": rng.normal(size=(1, 3, 32, 32)).astype(np.float32)} for _ in range(count)]
 
@@ -142,10 +142,8 @@ def test_constant_sentinel_does_not_widen_concat_scales(dialect, tmp_path):
 def mask_ranges(none: float, method: Any, folder: Path) -> dict[str, tuple[float, float]]:
     g = GraphBuilder("masked")
     scores, mask = g.input("scores", (1, 4, 16)), g.input("mask", (1, 4, 16))
-    masked = g.op(
-        "Add", scores, g.op("Mul", mask, g.const(np.float32(none)), outputs=["hidden"])[0], outputs=["masked"]
-    )
-    g.output(g.op("Softmax", masked[0], outputs=["weights"])[0])
+    masked = g.op("Add", scores, g.op("Mul", mask, g.const(np.float32(none)), outputs="hidden"), outputs=["masked"])
+    g.output(g.op("Softmax", masked[0], outputs="weights"))
     rng = np.random.default_rng(0)
     quiet, padded = np.zeros((1, 4, 16), np.float32), np.zeros((1, 4, 16), np.float32)
     padded[..., 12:] = 1
@@ -186,7 +184,7 @@ def test_ranges_with_sentinels_are_cached(tmp_path, monkeypatch):
     assert range_warnings(first) == range_warnings(second) != ()
 
 
-def _normal(count: int = 40_000, deviation: float = 1.0) -> np.ndarray[Any, Any]:
+def _normal(count: int = 40_000, deviation: float = 1.0) -> np.ndarray:
     return np.random.default_rng(5).normal(0, deviation, count)
 
 

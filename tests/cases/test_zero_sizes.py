@@ -33,7 +33,7 @@ def first_step(folder: Path, past: int | str = 0) -> Path:
         weight = g.const(rng.normal(0, 0.2, (32, 32)).astype(np.float32), name)
         rows = g.op("Reshape", g.op("MatMul", x, weight, name=name), g.const([1, 4, 4, 8]))
         turned[name] = g.op("Transpose", rows, perm=[0, 2, 1, 3])
-    (present,) = g.op("Concat", cache, turned["k"], axis=2, outputs=["present"])
+    present = g.op("Concat", cache, turned["k"], axis=2, outputs="present")
     keys = g.op("Transpose", present, perm=[0, 1, 3, 2])
     g.output(g.op("MatMul", turned["q"], keys, name="scores"), name="y")
     g.output(present)

@@ -405,13 +405,13 @@ def test_sparse_weights_become_dense_ones(places):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_if_branches_read_outer_tensors(opset, seed):
     then, other = GraphBuilder("then", opset=opset), GraphBuilder("else", opset=opset)
-    then.output(then.op("Add", then.op("Softmax", "r", axis=-1), "w", outputs=("then_out",))[0])
-    other.output(other.op("Mul", "only_here", other.op("Mul", "w", "r"), outputs=("else_out",))[0])
+    then.output(then.op("Add", then.op("Softmax", "r", axis=-1), "w", outputs="then_out"))
+    other.output(other.op("Mul", "only_here", other.op("Mul", "w", "r"), outputs="else_out"))
     g = GraphBuilder("if", opset=opset)
     x, condition = g.input("x", (2, 3)), g.input("condition", (), "bool")
-    (weight,) = g.op("Neg", g.const([1.0, 2.0, 3.0]), outputs=("w",))
+    weight = g.op("Neg", g.const([1.0, 2.0, 3.0]), outputs="w")
     g.const([4.0, 5.0, 6.0], "only_here")
-    (relu,) = g.op("Relu", x, outputs=("r",))
+    relu = g.op("Relu", x, outputs="r")
     g.output(g.op("If", condition, then_branch=then.graph(), else_branch=other.graph()), (2, 3))
     g.output(g.op("Add", relu, weight))
     model = checked(g, seed)
@@ -502,7 +502,7 @@ def test_real_models_compute_the_same_after_loading(name):
 def test_types_behind_group_normalization_are_inferred():
     g = GraphBuilder("groups", opset=21)
     x = g.conv(g.input("x", (1, 3, 8, 8)), 8, 3)
-    (y,) = g.op("GroupNormalization", x, g.const([1.0] * 8), g.const([0.0] * 8), num_groups=2, outputs=["normed"])
+    y = g.op("GroupNormalization", x, g.const([1.0] * 8), g.const([0.0] * 8), num_groups=2, outputs="normed")
     g.output(g.op("Relu", y), (1, 8, 8, 8), name="y")
     proto = g.build()
     del proto.graph.value_info[:]

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from harness.graph.g import GraphBuilder
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx_models import loaded
 
 from harness.base.errors import UserError
 from harness.config.yaml_loader import write_plain_yaml
-from harness.graph.builder import GraphBuilder
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.graph.pattern_cache import (
@@ -105,16 +105,16 @@ def test_written_cache_is_read_back(tmp_path_factory, found):
     assert read_cache(path) == cache(*found)
 
 
-def model(blocks: int, name: str = "m"):
+def model(blocks):
     """A chain of equal convolution blocks and a classifier."""
-    builder = GraphBuilder(name, seed=1)
-    x = builder.input("x", (1, 3, 16, 16))
-    x = builder.op("MaxPool", builder.conv(x, 8, 3, pad=1), kernel_shape=[2, 2], strides=[2, 2])
+    g = GraphBuilder("m", seed=1)
+    x = g.input("x", (1, 3, 16, 16))
+    x = g.op("MaxPool", g.conv(x, 8, 3, pad=1), kernel_shape=[2, 2], strides=[2, 2])
     for _ in range(blocks):
-        y = builder.op("Relu", builder.conv(x, 8, 3, pad=1))
-        x = builder.op("Relu", builder.op("Add", builder.conv(y, 8, 3, pad=1), x))
-    builder.output(builder.linear(builder.op("Flatten", builder.op("GlobalAveragePool", x)), 4))
-    return loaded(builder, name)
+        y = g.op("Relu", g.conv(x, 8, 3, pad=1))
+        x = g.op("Relu", g.op("Add", g.conv(y, 8, 3, pad=1), x))
+    g.output(g.linear(g.op("Flatten", g.op("GlobalAveragePool", x)), 4))
+    return loaded(g)
 
 
 def space_and_sizes(blocks: int):

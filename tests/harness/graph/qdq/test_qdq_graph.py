@@ -21,29 +21,33 @@ SCALE = {"s": np.float32(0.1), "z": np.int8(0)}
 WITH_WEIGHT = SCALE | {"w": np.eye(2, dtype=np.float32)}
 
 
-def q(source: str, target: str, *grid: str) -> onnx.NodeProto:
-    return helper.make_node("QuantizeLinear", [source, *(grid or ("s", "z"))], [target], name=target)
+def node(op, inputs, output, **attributes):
+    return helper.make_node(op, inputs, [output], **{"name": output, **attributes})
 
 
-def dq(source: str, target: str, *grid: str) -> onnx.NodeProto:
-    return helper.make_node("DequantizeLinear", [source, *(grid or ("s", "z"))], [target], name=target)
+def q(source, target, *grid):
+    return node("QuantizeLinear", [source, *(grid or ("s", "z"))], target)
 
 
-def matmul(left: str, right: str) -> onnx.NodeProto:
-    return helper.make_node("MatMul", [left, right], ["y"], name="mm")
+def dq(source, target, *grid):
+    return node("DequantizeLinear", [source, *(grid or ("s", "z"))], target)
+
+
+def matmul(left, right, output="y"):
+    return node("MatMul", [left, right], output, name="mm")
 
 
 def test_chains_of_pairs_and_casts_lead_to_the_first_tensor():
-    nodes = [q("x", "a"), dq("a", "b"), q("b", "c"), dq("c", "d"), helper.make_node("Cast", ["d"], ["e"], to=1)]
+    nodes = [q("x", "a"), dq("a", "b"), q("b", "c"), dq("c", "d"), node("Cast", ["d"], "e", to=1)]
     assert QDQGraph(model([*nodes, matmul("e", "w")], WITH_WEIGHT)).edges == {Edge("x", "mm", 0): "int8"}
 
 
 def test_quantized_and_float_weights_are_read():
     stored = model([dq("w_quantized", "b"), matmul("x", "b")], SCALE | {"w_quantized": np.eye(2, dtype=np.int8)})
     paired = model([q("w", "a"), dq("a", "b"), matmul("x", "b")], WITH_WEIGHT)
-    constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(np.eye(2, dtype=np.int8)))
-    node = model([constant, dq("w", "b"), matmul("x", "b")], SCALE)
-    assert QDQGraph(stored).edges == QDQGraph(paired).edges == QDQGraph(node).edges == {Edge("w", "mm", 1): "int8"}
+    constant = node("Constant", [], "w", value=numpy_helper.from_array(np.eye(2, dtype=np.int8)))
+    made = model([constant, dq("w", "b"), matmul("x", "b")], SCALE)
+    assert QDQGraph(stored).edges == QDQGraph(paired).edges == QDQGraph(made).edges == {Edge("w", "mm", 1): "int8"}
 
 
 def test_missing_zero_point_means_8_bits_unless_output_dtype():
@@ -61,14 +65,12 @@ def test_int32_biases_and_plain_tensors_are_no_edges():
 
 
 def test_an_output_behind_a_pair_is_an_edge_without_consumer():
-    mm = helper.make_node("MatMul", ["x", "w"], ["raw"], name="mm")
-    proto = model([mm, q("raw", "a"), dq("a", "y")], WITH_WEIGHT)
+    proto = model([matmul("x", "w", "raw"), q("raw", "a"), dq("a", "y")], WITH_WEIGHT)
     assert QDQGraph(proto).edges == {Edge("y", "", 0): "int8"}
 
 
 def test_nodes_with_equal_names_have_separate_edges():
-    first = helper.make_node("MatMul", ["b", "w"], ["h"], name="mm")
-    nodes = [q("x", "a"), dq("a", "b"), first, q("h", "c"), dq("c", "d"), matmul("d", "w")]
+    nodes = [q("x", "a"), dq("a", "b"), matmul("b", "w", "h"), q("h", "c"), dq("c", "d"), matmul("d", "w")]
     proto = model(nodes, WITH_WEIGHT)
     assert QDQGraph(proto).edges == {Edge("x", "mm", 0): "int8", Edge("h", "mm_1", 0): "int8"}
 
@@ -92,11 +94,11 @@ def inputs_of(remover: PairRemover, kept: set[str], op: str, folder: Path) -> li
 
 def test_pairs_are_removed_around_constants_and_omitted_outputs(tmp_path):
     nodes = [
-        helper.make_node("Constant", [], ["shape"], value_ints=[2, 2]),
+        node("Constant", [], "shape", value_ints=[2, 2]),
         *pair("x", "dq"),
-        helper.make_node("Reshape", ["dq", "shape"], ["square"], name="reshape"),
+        node("Reshape", ["dq", "shape"], "square", name="reshape"),
         helper.make_node("Dropout", ["square"], ["kept", ""], name="dropout"),
-        helper.make_node("Clip", ["kept", "", "s"], ["y"], name="clip"),
+        node("Clip", ["kept", "", "s"], "y", name="clip"),
     ]
     onnx.save(model(nodes, SCALE, (4,)), tmp_path / "model.onnx")
     remover = PairRemover(tmp_path / "model.onnx")
@@ -115,9 +117,9 @@ def test_pair_remover_separates_nodes_with_equal_names(tmp_path):
 
 def test_expanded_constants_are_computed_and_looked_up_without_being_computed():
     nodes = [
-        helper.make_node("Expand", ["column", "sizes"], ["expanded"]),
-        helper.make_node("ConstantOfShape", ["large"], ["filled"]),
-        helper.make_node("Add", ["x", "expanded"], ["y"]),
+        node("Expand", ["column", "sizes"], "expanded"),
+        node("ConstantOfShape", ["large"], "filled"),
+        node("Add", ["x", "expanded"], "y"),
     ]
     constants = {"column": np.ones((2048, 1), np.float32), "sizes": [2048, 1024], "large": [2**20, 2**20]}
     graph = QDQGraph(model(nodes, constants, (2048, 1024)))

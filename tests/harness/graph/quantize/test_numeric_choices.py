@@ -29,7 +29,7 @@ GAINS = np.array([0.01, 1, 10, 0], np.float32).reshape(1, 4, 1, 1)
 def model(tmp_path):
     """Channels of different sizes, one of them dead, into a depthwise Conv and an Add."""
     builder = GraphBuilder("depthwise", seed=0)
-    x = builder.op("Mul", builder.input("x", SHAPE), builder.const(GAINS), outputs=["scaled"])[0]
+    x = builder.op("Mul", builder.input("x", SHAPE), builder.const(GAINS), outputs="scaled")
     loud = np.repeat(1 / np.maximum(GAINS, 0.01), 2).reshape(8, 1, 1, 1)  # quiet channels count as much
     weight = builder.const((np.random.default_rng(0).standard_t(3, (8, 1, 9, 9)) * loud).astype(np.float32))
     bias = builder.const(np.linspace(-1, 1, 8, dtype=np.float32))
