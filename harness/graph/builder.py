@@ -180,7 +180,7 @@ class GraphBuilder:
         pad: int | tuple[int, int] | None = None,
         groups: int = 1,
         bias: bool = True,
-        name: str | None = None,
+        name: str = "Conv",
         **attrs: Any,
     ) -> str:
         """Add a 2-D convolution of NCHW `x`, and return the name of its output.
@@ -194,51 +194,46 @@ class GraphBuilder:
         ph, pw = (kh // 2, kw // 2) if pad is None else pad if isinstance(pad, tuple) else (pad, pad)
         inputs = self.shape(x)[1]
         groups = inputs if groups == -1 else groups
-        label = name or "Conv"
-        parameters = [self._weight((channels, inputs // groups, kh, kw), inputs // groups * kh * kw, label, gain=2.0)]
+        parameters = [self._weight((channels, inputs // groups, kh, kw), inputs // groups * kh * kw, name, gain=2.0)]
         if bias:
-            parameters.append(self._bias(channels, label))
+            parameters.append(self._bias(channels, name))
         geometry = {"kernel_shape": [kh, kw], "strides": [stride, stride], "pads": [ph, pw, ph, pw], "group": groups}
-        out: str = self.op("Conv", x, *parameters, name=label, **{**geometry, **attrs})
+        out: str = self.op("Conv", x, *parameters, name=name, **{**geometry, **attrs})
         return out
 
-    def gemm(self, x: str, features: int, *, bias: bool = True, name: str | None = None) -> str:
+    def gemm(self, x: str, features: int, *, name: str = "Gemm") -> str:
         """Add a fully connected layer on 2-D `x`, as one Gemm with a [features, inputs] weight."""
-        label = name or "Gemm"
         inputs = self.shape(x)[-1]
-        parameters = [self._weight((features, inputs), inputs, label)]
-        if bias:
-            parameters.append(self._bias(features, label))
-        return self.op("Gemm", x, *parameters, name=label, transB=1)
+        parameters = self._weight((features, inputs), inputs, name), self._bias(features, name)
+        return self.op("Gemm", x, *parameters, name=name, transB=1)
 
-    def linear(self, x: str, features: int, *, bias: bool = True, name: str | None = None) -> str:
+    def linear(self, x: str, features: int, *, bias: bool = True, name: str = "MatMul") -> str:
         """Add a fully connected layer on the last axis of `x`: MatMul with a [inputs, features] weight, then Add."""
-        label = name or "MatMul"
         inputs = self.shape(x)[-1]
-        out = self.op("MatMul", x, self._weight((inputs, features), inputs, label), name=label)
-        return self.op("Add", out, self._bias(features, label)) if bias else out
+        out = self.op("MatMul", x, self._weight((inputs, features), inputs, name), name=name)
+        return self.op("Add", out, self._bias(features, name)) if bias else out
 
-    def batch_norm(self, x: str, *, epsilon: float = 1e-5, gain: float = 1.0, name: str | None = None) -> str:
+    def batch_norm(self, x: str, *, epsilon: float = 1e-5, gain: float = 1.0) -> str:
         """Add a BatchNormalization, and return the name of its output.
 
         Means and biases are random near 0, variances from 0.5 to 1.5, and scales from 0.5 to 1.5 times `gain`.
         """
-        channels, label = self.shape(x)[1], name or "BatchNormalization"
+        channels = self.shape(x)[1]
         drawn = {
             "scale": gain * self._rng.uniform(0.5, 1.5, channels),
             "bias": self._rng.normal(0.0, 0.1, channels),
             "mean": self._rng.normal(0.0, 0.1, channels),
             "var": self._rng.uniform(0.5, 1.5, channels),
         }
-        parameters = [self.const(values.astype(np.float32), f"{label}_{key}") for key, values in drawn.items()]
-        return self.op("BatchNormalization", x, *parameters, name=label, epsilon=epsilon)
+        parameters = [self.const(v.astype(np.float32), f"BatchNormalization_{key}") for key, v in drawn.items()]
+        return self.op("BatchNormalization", x, *parameters, epsilon=epsilon)
 
-    def layer_norm(self, x: str, *, epsilon: float = 1e-5, name: str | None = None) -> str:
+    def layer_norm(self, x: str, *, epsilon: float = 1e-5) -> str:
         """Add a LayerNormalization of the last axis (opset 17) with scale 1 and bias 0."""
-        size, label = self.shape(x)[-1], name or "LayerNormalization"
-        scale = self.const(np.ones(size, np.float32), f"{label}_scale")
-        bias = self.const(np.zeros(size, np.float32), f"{label}_bias")
-        return self.op("LayerNormalization", x, scale, bias, name=label, axis=-1, epsilon=epsilon)
+        size = self.shape(x)[-1]
+        scale = self.const(np.ones(size, np.float32), "LayerNormalization_scale")
+        bias = self.const(np.zeros(size, np.float32), "LayerNormalization_bias")
+        return self.op("LayerNormalization", x, scale, bias, axis=-1, epsilon=epsilon)
 
     def output(self, tensor: str, shape: Shape | None = None, *, name: str | None = None) -> str:
         """Make a tensor an output of the model, under another name if one is given, and return the name.

@@ -184,6 +184,6 @@ def test_quantize_and_ptq_set_an_unusable_file_aside(tmp_path, monkeypatch, caps
 
 
 def test_dialect_without_a_backend_is_not_checked(tmp_path):
-    assert spec_file._check_in_runtime(tmp_path, tmp_path, [], "mine") == not_checked(
-        "no backend runs the dialect 'mine'"
-    )
+    save_small(tmp_path / "net.onnx")
+    made = spec_file.checked_result(tmp_path / "net.onnx", "", tmp_path / "net.onnx", {}, [{}], "mine")
+    assert made.check == not_checked("no backend runs the dialect 'mine'")

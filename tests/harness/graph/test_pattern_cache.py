@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from harness.graph.g import GraphBuilder
+from harness.graph.builder import GraphBuilder
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx_models import loaded
