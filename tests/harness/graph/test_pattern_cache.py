@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from harness.graph.builder import GraphBuilder
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx_models import loaded
 
 from harness.base.errors import UserError
 from harness.config.yaml_loader import write_plain_yaml
+from harness.graph.builder import GraphBuilder
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
 from harness.graph.pattern_cache import (
