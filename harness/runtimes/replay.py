@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -274,6 +274,8 @@ def _check_table(table: BenchmarkTable) -> None:
             raise ValueError(f"row {row.number} is not the placement {digest}")
         if isinstance(row.outcome, Measured) and not row.outcome.samples_ms:
             raise ValueError(f"row {row.number} has no latency")
+        if isinstance(row.outcome, Measured) and any(map(math.isnan, row.outcome.metrics.values())):
+            raise ValueError(f"row {row.number} has a metric that is no number")
     if len({row.number for row in table.rows.values()}) != len(table.rows):
         raise ValueError("two rows have the same number")
     if (count := math.prod(table.subspace.space.sizes)) > MAX_PLACEMENTS:  # `len` has a limit of its own
@@ -297,19 +299,16 @@ def _encode_entry(digest: str, row: TableEntry) -> dict[str, Any]:
 
 
 def _decode_entry(line: dict[str, Any]) -> TableEntry:
-    values: dict[str, Any] = {name: line[name] for name in MEASURED_COLUMNS}
-    schema: type[Outcome] = Measured
-    if line["failed_stage"] is not None:
-        values = {
-            "stage": line["failed_stage"],
-            "reason": line["failed_reason"] or "",
-            "wall_s": line["build_s"] or 0.0,
-        }
-        schema = Failed
-    else:
-        values |= {name: dict(line[name]) for name in MAP_COLUMNS} | {"info": json.loads(line["info"])}
+    outcome: Outcome
     try:
-        outcome = from_json(schema, values)
+        if line["failed_stage"] is not None:
+            reason, wall_s = line["failed_reason"] or "", line["build_s"] or 0.0
+            outcome = from_json(Failed, {"stage": line["failed_stage"], "reason": reason, "wall_s": wall_s})
+        else:
+            info = json.loads(line["info"])
+            values = from_json(Measured, {name: line[name] for name in MEASURED_COLUMNS} | {"info": info})
+            # Other than in a journal, a metric may be infinite: such a placement is beyond every bound.
+            outcome = replace(values, metrics=dict(line["metrics"]), conditions=dict(line["conditions"]))
     except ValueError as error:
         raise ValueError(f"row {line['number']}: {error}") from error
     return TableEntry(number=line["number"], choices=tuple(line["choices"]), outcome=outcome)
