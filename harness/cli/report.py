@@ -199,12 +199,12 @@ def _print_trace(folder: Path, cell: str, table: str, *, last: int, raw: bool, a
     from harness.results.folder import load
 
     traced = tracing.trace_cell(load(short_path(folder)), cell, table)
-    lines = [line for source in traced.sources for line in (source.lines() if raw else source.brief(last))]
+    lines = [line for source in traced.sources for line in source.lines(None if raw else last)]
     if as_json:
         print_json({"row": traced.row, "column": traced.column, "shown": traced.shown, "lines": lines})
         return
     echo(f"{traced.row}, {traced.column}: {traced.shown}")
     for line in lines:
         echo(line)
-    if traced.measured and not raw:
+    if not raw and any(next(iter(source.readings()), None) for source in traced.sources):
         echo("--raw shows every single reading.")

@@ -343,14 +343,14 @@ class RunResult:
             UserError: No search has started.
         """
         from harness.report.frames import curve_frame
-        from harness.report.plots.result_plots import draw_curves
+        from harness.report.plots.charts import draw_chart, speedup_chart
         from harness.report.tables.searchers import budget_frame
 
         for task in self._results.tasks:
             curves, budgets = curve_frame([task]), budget_frame(self._results)
             if len(curves):
                 own = budgets[budgets["task"] == task.name] if over == "evaluations" else None
-                return draw_curves(curves, task.name, over=over, confirmed=own)
+                return draw_chart(speedup_chart(curves, over, own), task.name)
         raise UserError(f"{self.folder}: no search has started; the same call continues the run")
 
 

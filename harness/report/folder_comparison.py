@@ -41,11 +41,6 @@ IGNORED_EXPERIMENT_KEYS = ("experiment", "description", "models", "backends", "p
 BUSY_LOAD_AVERAGE = 1.0  # in busy cores; a larger difference is reported as a possible cause of different latencies
 
 
-def _verdict_column(side: int) -> Column:
-    key = f"verdict_{side}"
-    return Column(f"own verdict {side}", lambda row: MISSING_CELL if is_missing(row[key]) else str(row[key]), text=True)
-
-
 COMPARISON = TableSpec(
     name="compare",
     title="Comparison",
@@ -55,7 +50,7 @@ COMPARISON = TableSpec(
         *(number_column(f"latency {side} ms", f"latency_{side}_ms", "{:.3f}") for side in (1, 2)),
         interval_column("ratio [CI]", "ratio", "ratio_low", "ratio_high"),
         text_column("verdict"),
-        *map(_verdict_column, (1, 2)),
+        *(number_column(f"own verdict {side}", f"verdict_{side}", "{}") for side in (1, 2)),
         *(number_column(f"speedup {side}", f"speedup_{side}", "{:.2f}") for side in (1, 2)),
         *(number_column(f"metric {side}", f"score_{side}", "{:.4f}") for side in (1, 2)),
         Column("placement", lambda row: {True: "same", False: "another"}.get(row["same_file"], MISSING_CELL), True),
@@ -87,14 +82,18 @@ def compare_frame(first: Results, second: Results) -> pd.DataFrame:
             f"{first.folder} and {second.folder} have no task in common (tasks: {'; '.join(task_names)}); the name of "
             "a task is MODEL-BACKEND-PRECISION by the labels of the experiment"
         )
-    one, two = (_main_rows_with_key(results) for results in (first, second))
-    both = one.merge(two, on=ROW_KEY, how="outer", suffixes=("_1", "_2"), sort=False)
-    both = both[both["task"].isin(names)]
-    order = {key: place for place, key in enumerate(dict.fromkeys([*_row_keys(one), *_row_keys(two)]))}
-    both = both.iloc[sorted(range(len(both)), key=lambda place: order[_row_keys(both)[place]])]
+    mains = []
+    for results in (first, second):
+        main = main_frame(results)  # float rows differ by their precision, the others by their method
+        main = main.assign(float_precision=main["precision"].where(main["method"] == FLOAT_ROW, ""))
+        mains.append(main[main["task"].isin(names)])
+    both = mains[0].merge(mains[1], on=ROW_KEY, how="outer", suffixes=("_1", "_2"), sort=False)
+    keys = pd.concat([main[ROW_KEY] for main in mains]).itertuples(index=False, name=None)
+    order = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    rows = sorted(frame_rows(both), key=lambda row: order[tuple(row[key] for key in ROW_KEY)])
     medians = [_build_medians(results) for results in (first, second)]
     floors = {name: max(results.task(name).noise_floor or 0.0 for results in (first, second)) for name in names}
-    return pd.DataFrame([_comparison_row(row, floors[row["task"]], medians) for row in frame_rows(both)])
+    return pd.DataFrame([_comparison_row(row, floors[row["task"]], medians) for row in rows])
 
 
 def differing_rows(first: Results, second: Results, frame: pd.DataFrame) -> list[str]:
@@ -108,30 +107,16 @@ def differing_rows(first: Results, second: Results, frame: pd.DataFrame) -> list
         second: Results of the second folder.
         frame: Result of `compare_frame`.
     """
-    rows = [
-        f"{row['task']}/{row['method']}"
-        for row in frame_rows(frame)
-        if row["verdict"] in ("faster", "slower")
-        or {row["verdict_1"], row["verdict_2"]} == {"faster", "slower"}
-        or (row["same_file"] is True and _scores_differ(row["score_1"], row["score_2"]))
-    ]
+    rows = []
+    for row in frame_rows(frame):
+        one, two = row["score_1"], row["score_2"]
+        rescored = is_missing(one) != is_missing(two)
+        if not is_missing(one) and not is_missing(two):  # beyond the rounding of other processors
+            rescored = not math.isclose(one, two, rel_tol=1e-3, abs_tol=1e-4)
+        reversed_verdict = {row["verdict_1"], row["verdict_2"]} == {"faster", "slower"}
+        if row["verdict"] in ("faster", "slower") or reversed_verdict or (row["same_file"] is True and rescored):
+            rows.append(f"{row['task']}/{row['method']}")
     return rows + sorted({task.name for task in first.tasks} ^ {task.name for task in second.tasks})
-
-
-def _scores_differ(one: Any, two: Any) -> bool:
-    """Return whether two scores differ by more than the rounding of other processors."""
-    if is_missing(one) or is_missing(two):
-        return is_missing(one) != is_missing(two)
-    return not math.isclose(one, two, rel_tol=1e-3, abs_tol=1e-4)
-
-
-def _main_rows_with_key(results: Results) -> pd.DataFrame:
-    main = main_frame(results)  # float rows differ by their precision, the others by their method
-    return main.assign(float_precision=main["precision"].where(main["method"] == FLOAT_ROW, ""))
-
-
-def _row_keys(frame: pd.DataFrame) -> list[tuple[str, ...]]:
-    return list(frame[ROW_KEY].itertuples(index=False, name=None))
 
 
 def _build_medians(results: Results) -> dict[tuple[str, str], list[float]]:
@@ -147,26 +132,23 @@ def _comparison_row(
     row: Row, noise_floor: float, medians: Sequence[Mapping[tuple[str, str], list[float]]]
 ) -> dict[str, Any]:
     builds = [medians[side].get((row["task"], row[f"row_{side + 1}"]), []) for side in (0, 1)]
-    ratio = _latency_ratio(*builds) if all(builds) else None
     files = row["sha256_1"], row["sha256_2"]
+    missing = " and ".join(str(side) for side in (1, 2) if is_missing(row[f"latency_ms_{side}"]))
+    figures: dict[str, Any] = {"ratio": None, "ratio_low": None, "ratio_high": None, "verdict": f"missing in {missing}"}
+    if all(builds):
+        ratio = _latency_ratio(*builds)
+        verdict = speedup_verdict(ratio, noise_floor)
+        figures = {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high, "verdict": verdict}
     columns = ("verdict_1", "verdict_2", "speedup_1", "speedup_2", "score_1", "score_2")
     return {
         "task": row["task"],
         "method": f"{row['method']} {row['float_precision']}".strip(),
         "latency_1_ms": row["latency_ms_1"],
         "latency_2_ms": row["latency_ms_2"],
-        "ratio": None if ratio is None else ratio.value,
-        "ratio_low": None if ratio is None else ratio.low,
-        "ratio_high": None if ratio is None else ratio.high,
-        "verdict": _missing_side(row) if ratio is None else speedup_verdict(ratio, noise_floor),
+        **figures,
         **{key: row[key] for key in columns},
         "same_file": None if any(map(is_missing, files)) else files[0] == files[1],
     }
-
-
-def _missing_side(row: Row) -> str:
-    sides = [str(side) for side in (1, 2) if is_missing(row[f"latency_ms_{side}"])]
-    return f"missing in {' and '.join(sides)}"
 
 
 def _latency_ratio(first: Sequence[float], second: Sequence[float]) -> Interval:
@@ -212,21 +194,34 @@ def describe_differences(first: Results, second: Results) -> Iterator[str]:
     """
     tasks: dict[str, list[str]] = defaultdict(list)
     both = _shared_tasks(first, second)
-    for task, other in both:
-        for line in (*_load_warnings(task, other), *diff_leaves(_fingerprint_facts(task), _fingerprint_facts(other))):
-            tasks[line].append(task.name)
+    for pair in both:
+        one, two = (
+            {
+                "environment": _without_transient(task.environment),
+                **{key: task.facts.get(key) for key in FINGERPRINT_KEYS},
+            }
+            for task in pair
+        )
+        for line in (*_load_warnings(*pair), *diff_leaves(one, two)):
+            tasks[line].append(pair[0].name)
     for line, names in tasks.items():
         yield line if len(names) == len(both) else f"{line} ({', '.join(names)})"
     yield from diff_leaves(_experiment_keys(first), _experiment_keys(second), "experiment")
-    for results, other_names in ((first, {c.name for c in second.tasks}), (second, {c.name for c in first.tasks})):
-        if alone := [task.name for task in results.tasks if task.name not in other_names]:
+    for results, other in ((first, second), (second, first)):
+        others = {task.name for task in other.tasks}
+        if alone := [task.name for task in results.tasks if task.name not in others]:
             yield f"only in {results.folder}: {', '.join(alone)}"
 
 
 def _load_warnings(task: TaskResults, other: TaskResults) -> Iterator[str]:
     """Yield a warning if the load differs, which states whether this may explain the difference in latency."""
-    loads = [_as_load_average(side.environment.get("load_average")) for side in (task, other)]
-    if None in loads or abs(more := (loads[1] or 0.0) - (loads[0] or 0.0)) <= BUSY_LOAD_AVERAGE:
+    averages = [side.environment.get("load_average") for side in (task, other)]
+    # The first average of a list is that over the last minute.
+    loads: list[Any] = [value[0] if isinstance(value, list) and value else value for value in averages]
+    if (
+        not all(isinstance(load, int | float) for load in loads)
+        or abs(more := loads[1] - loads[0]) <= BUSY_LOAD_AVERAGE
+    ):
         return
     slower = [side.summaries[FLOAT_ROW].latency_ms.value for side in (task, other) if FLOAT_ROW in side.summaries]
     noise_floor = max(task.noise_floor or 0.0, other.noise_floor or 0.0)
@@ -238,26 +233,13 @@ def _load_warnings(task: TaskResults, other: TaskResults) -> Iterator[str]:
     )
 
 
-def _as_load_average(value: Any) -> float | None:
-    value = value[0] if isinstance(value, list) and value else value  # the average over the last minute
-    return float(value) if isinstance(value, int | float) else None
-
-
 def _experiment_keys(results: Results) -> dict[str, Any]:
     """Return the experiment file with lists as mappings by name of entry, so that each difference is one line."""
-    body = read_experiment_yaml(results.stored.text, str(results.folder / "experiment.yaml"))
-    return {key: _index_by_name(value) for key, value in body.items() if key not in IGNORED_EXPERIMENT_KEYS}
-
-
-def _index_by_name(value: Any) -> Any:
-    if not isinstance(value, list) or not all(isinstance(entry, str | Mapping) for entry in value):
-        return value
-    return {str(e if isinstance(e, str) else e.get("label") or e.get("use")): e for e in value}
-
-
-def _fingerprint_facts(task: TaskResults) -> dict[str, Any]:
-    facts = {key: task.facts.get(key) for key in FINGERPRINT_KEYS}
-    return {"environment": _without_transient(task.environment), **facts}
+    body = dict(read_experiment_yaml(results.stored.text, str(results.folder / "experiment.yaml")))
+    for key, value in body.items():
+        if isinstance(value, list) and all(isinstance(entry, str | Mapping) for entry in value):
+            body[key] = {str(e if isinstance(e, str) else e.get("label") or e.get("use")): e for e in value}
+    return {key: value for key, value in body.items() if key not in IGNORED_EXPERIMENT_KEYS}
 
 
 def _without_transient(facts: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Frame of the main table, one row per method, from which other tables select rows."""
+"""Unrounded figures of a results folder as frames: methods, finalists, curves of searches, samples and variance."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
@@ -20,39 +19,273 @@ from harness.base.statistics import Interval, block_ci, median_ci, paired_ratio_
 from harness.config.experiment import TaskSpec
 from harness.measure.provenance import processor_label
 from harness.measure.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix, disturbance_note
+from harness.plugins.api import Accuracy
 from harness.report.report_table import frame_rows
 from harness.results.artifacts import FLOAT_ROW, Choice, best_choice
 from harness.results.folder import Results, TaskResults
 from harness.results.search_log import SearchLog
 from search.pareto import hypervolume, insert_nondominated
 
+logger = logging.getLogger(__name__)
 CURVE_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "speedup"]
 HYPERVOLUME_COLUMNS = ["task", "searcher", "seed", "evaluations", "minutes", "volume", "scored"]
 PLOT_GRID = 150  # cells per axis; of candidates in the same cell, which would overlap in a plot, one is drawn
+#: Median latency in ms of each turn, by worker (build, group).
+Turns = Mapping[BuildKey, Mapping[int, float]]
+MIN_SEEDS_FOR_INTERVAL = 6  # with fewer, no interval of the median reaches a confidence of 95 %
+MAX_REASON_CHARS = 60
+MISSING_VERDICT = "missing"
+MAIN_COLUMNS = (
+    "task", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
+    "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
+    "pairs", "builds_ok", "builds", "minutes", "verdict", "beyond", "reason", "decision", "seed", "budget",
+    "search_ms", "shrinkage", "final_selection", "scored", "agreement", "row", "sha256", "best", "tied", "status",
+    "busy",
+)  # fmt: skip
 
 
-class Curve(NamedTuple):
-    """Curve of one search: a value (speedup or hypervolume) by number of evaluations and by wall-clock in minutes."""
+class RowStatus(StrEnum):
+    """Status of a row of the main table, which its decision states in words."""
 
-    searcher: str
-    seed: int
-    evaluations: npt.NDArray[np.int_]
-    minutes: npt.NDArray[np.float64]
-    values: npt.NDArray[np.float64]
-
-
-def median_float_ms(task: TaskResults) -> float | None:
-    """Return the float model's median latency over the searches in ms, else the confirmed one; None without either."""
-    readings = [search.float_ms for search in task.searches if search.float_ms is not None]
-    return float(np.median(readings)) if readings else _confirmed_float_ms(task)
+    SHIPPABLE = "shippable"  # faster than the float model and, with a bound on accuracy, within it
+    NOT_FASTER = "not faster"  # the float model itself, a tie or slower
+    INACCURATE = "inaccurate"  # beyond the bound on accuracy
+    NOT_SCORED = "not scored"
+    WRONG = "wrong"  # the runtime's result contradicts the file, or saturates
+    UNDECIDED = "undecided"  # missing, failed or not confirmed, or the float model scores nothing
 
 
-def search_float_ms(task: TaskResults, search: SearchLog) -> float | None:
-    """Return the float model's latency in this search in ms, else the confirmed one; None without either."""
-    return _confirmed_float_ms(task) if search.float_ms is None else search.float_ms
+#: Status of rows that break the bound on accuracy, have no score, or compute a wrong result.
+UNUSABLE = (RowStatus.INACCURATE, RowStatus.NOT_SCORED, RowStatus.WRONG)
 
 
-def _confirmed_float_ms(task: TaskResults) -> float | None:
+def main_frame(results: Results) -> pd.DataFrame:
+    """Return confirmed latency, speedup, accuracy, cost, verdict and decision of each method of each task.
+
+    A searcher has the row of its best seed at the largest budget (`harness.results.artifacts.best_choice`), with
+    confirmed figures. Methods without results have the verdict "missing".
+
+    Returns:
+        Columns `MAIN_COLUMNS`. `status` is a `RowStatus`; `busy` marks shippable rows whose confirmation was disturbed;
+        `best` marks the fastest confirmed method of a finished task within the bound on
+        accuracy, `tied` methods not distinguishable from it, `beyond` a drop above the bound. Intervals are 95 %.
+    """
+    expected = (FLOAT_ROW, *results.stored.baselines, *results.stored.searchers)
+    lines: list[dict[str, Any]] = []
+    for task in results.tasks:
+        searches: dict[str, list[Choice]] = {}
+        for pick in _final_choices(task):
+            if pick.rank == 0:
+                searches.setdefault(pick.method, []).append(pick)
+        chosen = [best_choice(p for p in picks if not task.wrong(p.row)) or picks[0] for picks in searches.values()]
+        own = [_choice_row(task, pick) for pick in (*(p for p in task.picks if p.kind != "search"), *chosen)]
+        present = {line["method"] for line in own}
+        own += [_missing_row(_task_columns(task), method) for method in expected if method not in present]
+        lines += _rank_rows(task, own)
+    for spec in {spec.name: spec for spec in results.stored.tasks if spec.name in results.waiting}.values():
+        lines += [_missing_row(_spec_columns(spec), method) for method in expected]
+    return pd.DataFrame(lines, columns=list(MAIN_COLUMNS))
+
+
+def _final_choices(task: TaskResults) -> Iterator[Choice]:
+    """Yield the choices of the searches at the largest budget."""
+    return (pick for pick in task.picks if pick.kind == "search" and pick.budget == task.budget)
+
+
+def _rank_rows(task: TaskResults, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mark the fastest row of a finished task and the rows that are not distinguishable from it.
+
+    If the fastest row ties with the float model, the float model is marked; slower rows are never marked.
+    """
+    confirmed = [line for line in lines if line["speedup"] is not None] if task.complete else []
+    if not task.facts["backend"].get("float_open", True):  # the experiment sets the precision: others only compare
+        confirmed = [line for line in confirmed if line["method"] != FLOAT_ROW or line["row"] == FLOAT_ROW]
+    within = [line for line in confirmed if task.obeys(line["row"]) and line["verdict"] != "slower"]
+    top = max((line for line in within if line["verdict"] != "tie"), key=lambda line: line["speedup"], default=None)
+    tied = statistical_ties(task, top["row"]) if top is not None else frozenset()
+    for line in lines:
+        line["best"] = top is not None and line in within and line["row"] == top["row"]
+        line["tied"] = line in within and line["row"] in tied
+        line["status"], line["decision"] = _decide(task, line)
+        disturbed = disturbance_note(task.disturbed) or (
+            line["row"] in task.summaries and task.summaries[line["row"]].fully_disturbed
+        )
+        line["busy"] = line["status"] == RowStatus.SHIPPABLE and bool(disturbed)
+        if line["busy"]:
+            line["decision"] += "; the machine was busy: confirm again"
+    return lines
+
+
+def _decide(task: TaskResults, line: Mapping[str, Any]) -> tuple[RowStatus, str]:
+    """Return status and decision of a row by its verdict and the bound on accuracy, with the reason against it."""
+    verdict, row, scored = line["verdict"], line["row"], line["score"] is not None
+    if verdict == "baseline":
+        return RowStatus.NOT_FASTER, verdict
+    if verdict == MISSING_VERDICT:
+        return RowStatus.UNDECIDED, verdict
+    if verdict not in ("faster", "tie", "slower"):
+        return RowStatus.WRONG if task.wrong(row) else RowStatus.UNDECIDED, f"not shipped: {verdict}"
+    if task.blind:
+        return RowStatus.UNDECIDED, "not shipped: the float model scores nothing"
+    if not task.obeys(row) and scored:
+        return RowStatus.INACCURATE, "not shipped: accuracy"
+    if not task.obeys(row):
+        reason = task.scores.get(row, {}).get("reason")  # as a rule, outputs that are not finite
+        why = "" if reason is None else f" ({textwrap.shorten(str(reason), MAX_REASON_CHARS, placeholder=' ...')})"
+        return RowStatus.NOT_SCORED, f"not shipped: not scored{why}"
+    if verdict == "faster":
+        if scored and task.allowed is not None:
+            return RowStatus.SHIPPABLE, "ship: fastest" if line["best"] else "ship"
+        why = "no bound on accuracy" if scored else "accuracy unknown"
+        return RowStatus.SHIPPABLE, f"{'fastest' if line['best'] else 'faster'}, {why}"
+    is_tie = verdict == "tie" and line["method"] != FLOAT_ROW
+    return RowStatus.NOT_FASTER, "tie: use float" if is_tie else f"not shipped: {verdict}"
+
+
+def _choice_row(task: TaskResults, pick: Choice) -> dict[str, Any]:
+    summary, row, failed = task.summaries.get(pick.row), task.rows.get(pick.row), task.failed.get(pick.row)
+    search = next((s for s in task.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
+    fastest = str(task.facts["backend"].get("float_precision", "float"))
+    precision = f"{task.facts['precision']}+{fastest}"
+    if pick.kind == "float":
+        precision = fastest if pick.row == FLOAT_ROW else pick.row.removeprefix(f"{FLOAT_ROW}-")
+    if pick.kind == "search":  # builds of the search, for other methods of the confirmation
+        good, tried = (0, 0) if search is None else (search.successes, search.evaluations)
+    else:
+        good, tried = (0, task.lost.get(pick.row, 0)) if summary is None else (summary.builds_ok, summary.builds)
+    is_baseline = pick.row == FLOAT_ROW and pick.kind == "float"
+    verdict, reason = "not confirmed", ""
+    if task.wrong(pick.row) and not is_baseline:
+        verdict, reason = task.checks[pick.row].label, str(task.checks[pick.row])
+    elif pick.reason:
+        verdict, reason = textwrap.shorten(pick.reason, MAX_REASON_CHARS, placeholder=" ..."), pick.reason
+    elif summary is not None:
+        verdict = "baseline" if is_baseline else summary.verdict
+    elif failed is not None:
+        verdict, reason = f"failed: {failed.stage}", failed.reason
+    base_ms = None if search is None else search_float_ms(task, search)
+    drop, shrinkage = task.drop(pick.row), None  # shrinkage: speedup by the search's samples minus the confirmed one
+    if summary is not None and base_ms is not None and pick.search_ms is not None:
+        shrinkage = summary.shrinkage(base_ms / pick.search_ms)
+    return {
+        **_task_columns(task),
+        "precision": precision,
+        "method": pick.method,
+        **interval_columns("latency{}_ms", None if summary is None else summary.latency_ms),
+        **interval_columns("speedup{}", None if summary is None else summary.speedup),
+        "score": task.score(pick.row),
+        **interval_columns("drop{}", _accuracy_drop(task, pick.row)),
+        "pairs": None if row is None else row.pairs,
+        "builds_ok": good,
+        "builds": tried,
+        "verdict": verdict,
+        "beyond": drop is not None and task.goal.loss_excess(drop) > 0,
+        "reason": reason,
+        "shrinkage": shrinkage,
+        "sha256": None if row is None else row.sha256,
+        **{key: getattr(pick, key) for key in ("minutes", "seed", "budget", "search_ms", "final_selection", "scored")},
+        "agreement": pick.agreement,
+        "row": pick.row,
+    }
+
+
+def _task_columns(task: TaskResults) -> dict[str, Any]:
+    backend, precision = task.facts["backend"], task.facts["precision"]
+    device, options = str(backend.get("device", backend.get("name"))), backend.get("options", {})
+    if device == task.environment.get("cpu", {}).get("model"):  # older runs recorded the bare name
+        device = processor_label(device, task.environment)
+    if (threads := options.get("threads")) is not None:
+        streams = f", {options['streams']} streams" if "streams" in options else ""
+        device = f"{device}, {threads} thread{'' if threads == 1 else 's'}{streams}"
+    names = {"task": task.name, "model": task.facts["model"], "backend": backend_label(task), "device": device}
+    return {**names, "precision": precision, "quantized": precision, "metric": task.metric}
+
+
+def _spec_columns(spec: TaskSpec) -> dict[str, Any]:
+    names = {"task": spec.name, "model": spec.model.name, "backend": spec.backend.name, "device": MISSING_VERDICT}
+    return {**names, "precision": spec.precision, "quantized": spec.precision, "metric": None}
+
+
+def _missing_row(facts: dict[str, Any], method: str) -> dict[str, Any]:
+    counts = {"builds_ok": 0, "builds": 0, "beyond": False, "best": False, "tied": False, "busy": False}
+    words = {"method": method, "verdict": MISSING_VERDICT, "decision": MISSING_VERDICT, "reason": "", "row": ""}
+    return {**dict.fromkeys(MAIN_COLUMNS), **facts, **counts, **words, "status": RowStatus.UNDECIDED}
+
+
+def interval_columns(name: str, interval: Interval | None) -> dict[str, float | None]:
+    """Return value and limits of an interval by column, None without one; `name` is a format such as "latency{}_ms"."""
+    values = (None,) * 3 if interval is None else (interval.value, interval.low, interval.high)
+    shown = (None if value is None or np.isnan(value) else value for value in values)
+    return {name.format(part): value for part, value in zip(("", "_low", "_high"), shown, strict=True)}
+
+
+def paired_accuracies(task: TaskResults, row: str) -> tuple[Accuracy, Accuracy] | None:
+    """Return the recorded accuracy of the float model and of another row; None if a score is missing."""
+    scores = [task.scores.get(name, {}) for name in (FLOAT_ROW, row)]
+    if row == FLOAT_ROW or not all("metrics" in score for score in scores):
+        return None
+    return decode_accuracy(scores[0]), decode_accuracy(scores[1])
+
+
+def _accuracy_drop(task: TaskResults, row: str) -> Interval | None:
+    """Return the loss of accuracy with its interval over images; NaN limits without one, None without a score."""
+    value = task.drop(row)
+    if value is None or task.metric is None:
+        return None
+    if (pair := paired_accuracies(task, row)) is not None:
+        try:
+            estimate = drop_estimate(*pair, task.metric, higher_is_better=task.higher_is_better)
+        except ValueError as error:
+            logger.warning("%s: no interval of the drop of %s: %s", task.folder, row, error)
+            estimate = None
+        if estimate is not None:
+            return estimate.interval
+    return Interval(value=value, low=math.nan, high=math.nan)
+
+
+def backend_label(task: TaskResults) -> str:
+    """Return the label of the backend, the part of the task's name between model and precision."""
+    prefix, suffix = f"{task.facts['model']}-", f"-{task.facts['precision']}"
+    label = task.name.removeprefix(prefix).removesuffix(suffix)
+    return label if f"{prefix}{label}{suffix}" == task.name else str(task.facts["backend"].get("name"))
+
+
+def precision_frame(main: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of tasks that have scores and of models that were quantized to several precisions."""
+    scored = main.groupby("task")["score"].transform("count") > 0
+    several = main.groupby(["model", "backend"])["quantized"].transform("nunique") > 1
+    return main[scored | several].reset_index(drop=True)
+
+
+def finalist_frame(results: Results) -> pd.DataFrame:
+    """Return a row for each placement that a search sent to the confirmation, of every seed and rank.
+
+    It has the columns of `main_frame` without marks and decision. The second best of a search is called "METHOD #2".
+    The main table lacks such rows: a selection among them by confirmed figures would bias the reported ones.
+    """
+    lines = [
+        {**_choice_row(task, pick), "method": pick.method if pick.rank == 0 else f"{pick.method} #{pick.rank + 1}"}
+        for task in results.tasks
+        for pick in _final_choices(task)
+    ]
+    decided = ("best", "tied", "decision", "status", "busy")
+    return pd.DataFrame(lines, columns=[c for c in MAIN_COLUMNS if c not in decided])
+
+
+def with_backend_column(main: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame, with "BACKEND on DEVICE" in the column `device` if there are several backends."""
+    several = len(main) > 0 and main["backend"].nunique() > 1
+    return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
+
+
+def search_float_ms(task: TaskResults, search: SearchLog | None = None) -> float | None:
+    """Return the float model's latency in a search in ms (default: the median over all searches).
+
+    Without a reading it is the confirmed one; None without either.
+    """
+    searches = task.searches if search is None else [search]
+    if readings := [each.float_ms for each in searches if each.float_ms is not None]:
+        return float(np.median(readings))
     summary = task.summaries.get(FLOAT_ROW)
     return None if summary is None else summary.latency_ms.value
 
@@ -64,32 +297,22 @@ def curve_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
     the same speedup in all searches, and a curve falls where a reading that is low by chance replaced a better
     incumbent.
     """
-    curves = [
-        pd.DataFrame({"task": task.name, **curve._asdict()}) for task in tasks for curve in iter_speedup_curves(task)
-    ]
-    if not curves:
-        return pd.DataFrame(columns=CURVE_COLUMNS)
-    return pd.concat(curves, ignore_index=True).rename(columns={"values": "speedup"})
-
-
-def iter_speedup_curves(task: TaskResults) -> Iterator[Curve]:
-    """Yield the curve of each search of a task that has an incumbent; see `curve_frame`."""
-    base_ms = median_float_ms(task)
-    for search in task.searches if base_ms is not None else ():
-        if not search.incumbents:
+    curves = []
+    for task, search in ((each, search) for each in tasks for search in each.searches):
+        if not search.incumbents or (base_ms := search_float_ms(task)) is None:
             continue
         first, steps = search.incumbents[0].evaluations, dict[int, float]()
         for step in search.incumbents:  # a retry that is better than its evaluation comes later and replaces it
             steps[step.evaluations - 1] = task.latencies_ms[step.digest]
         starts = sorted(steps)
         speedups = base_ms / np.array([steps[start] for start in starts])
-        yield Curve(
-            searcher=search.searcher,
-            seed=search.seed,
-            evaluations=np.arange(first, search.evaluations + 1),
-            minutes=np.array(search.elapsed_s)[first - 1 :] / 60,
-            values=np.repeat(speedups, np.diff([*starts, search.evaluations])),
-        )
+        figures = {
+            "evaluations": np.arange(first, search.evaluations + 1),
+            "minutes": np.array(search.elapsed_s)[first - 1 :] / 60,
+            "speedup": np.repeat(speedups, np.diff([*starts, search.evaluations])),
+        }
+        curves.append(pd.DataFrame({"task": task.name, "searcher": search.searcher, "seed": search.seed, **figures}))
+    return pd.concat(curves, ignore_index=True) if curves else pd.DataFrame(columns=CURVE_COLUMNS)
 
 
 def hypervolume_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
@@ -103,48 +326,37 @@ def hypervolume_frame(tasks: Iterable[TaskResults]) -> pd.DataFrame:
     Returns:
         Columns task, searcher, seed, evaluations, minutes, volume, scored (number of scored evaluations so far).
     """
-    curves = [curve for task in tasks for curve in _hypervolume_curves(task)]
+    curves = []
+    for task in tasks:
+        losses = []
+        for search in task.searches:
+            reference = task.score(FLOAT_ROW) if search.float_value is None else search.float_value
+            values = [] if task.metric is None or reference is None else [trial.value for trial in search.scored]
+            drop = (reference or 0.0) - np.array(values)
+            losses.append(np.maximum(0.0, drop if task.higher_is_better else -drop))
+        worst = max((float(each.max()) for each in losses if len(each)), default=0.0) or 1.0
+        base_ms = search_float_ms(task)
+        for search, loss in zip(task.searches, losses, strict=True):
+            if base_ms is None or not len(loss):
+                continue
+            latency = np.array([task.latencies_ms[trial.digest] for trial in search.scored]) / base_ms
+            front: list[tuple[float, float]] = []
+            volumes = [0.0]
+            for point in zip(latency.tolist(), (loss / worst).tolist(), strict=True):
+                is_new = insert_nondominated(front, point, tuple)
+                volumes.append(hypervolume(front, (1.0, 1.0)) if is_new else volumes[-1])
+            figures = {
+                "task": task.name, "searcher": search.searcher, "seed": search.seed,
+                "evaluations": [trial.evaluations for trial in search.scored],
+                "minutes": np.array([trial.elapsed_s for trial in search.scored]) / 60, "volume": volumes[1:],
+                "scored": range(1, len(loss) + 1),
+            }  # fmt: skip
+            curve = pd.DataFrame(figures, columns=HYPERVOLUME_COLUMNS)
+            if search.scored[-1].evaluations != search.evaluations:  # unchanged until the end of the search
+                end = {"evaluations": search.evaluations, "minutes": search.elapsed_s[-1] / 60}
+                curve = pd.concat([curve, curve.iloc[[-1]].assign(**end)])
+            curves.append(curve)
     return pd.concat(curves, ignore_index=True) if curves else pd.DataFrame(columns=HYPERVOLUME_COLUMNS)
-
-
-def _hypervolume_curves(task: TaskResults) -> Iterator[pd.DataFrame]:
-    losses = [_accuracy_losses(task, search) for search in task.searches]
-    worst = max((float(each.max()) for each in losses if len(each)), default=0.0) or 1.0
-    base_ms = median_float_ms(task)
-    for search, loss in zip(task.searches, losses, strict=True):
-        if base_ms is None or not len(loss):
-            continue
-        latency = np.array([task.latencies_ms[trial.digest] for trial in search.scored]) / base_ms
-        figures = {
-            "task": task.name, "searcher": search.searcher, "seed": search.seed,
-            "evaluations": [trial.evaluations for trial in search.scored],
-            "minutes": np.array([trial.elapsed_s for trial in search.scored]) / 60,
-            "volume": list(_cumulative_hypervolumes(zip(latency.tolist(), (loss / worst).tolist(), strict=True))),
-            "scored": range(1, len(loss) + 1),
-        }  # fmt: skip
-        curve = pd.DataFrame(figures, columns=HYPERVOLUME_COLUMNS)
-        if search.scored[-1].evaluations != search.evaluations:  # unchanged until the end of the search
-            end = {"evaluations": search.evaluations, "minutes": search.elapsed_s[-1] / 60}
-            curve = pd.concat([curve, curve.iloc[[-1]].assign(**end)])
-        yield curve
-
-
-def _accuracy_losses(task: TaskResults, search: SearchLog) -> npt.NDArray[np.float64]:
-    """Return the loss of each scored evaluation against the float model; empty if the float model has no score."""
-    reference = task.score(FLOAT_ROW) if search.float_value is None else search.float_value
-    if task.metric is None or reference is None:
-        return np.empty(0)
-    drop = reference - np.array([trial.value for trial in search.scored])
-    return np.maximum(0.0, drop if task.higher_is_better else -drop)
-
-
-def _cumulative_hypervolumes(points: Iterable[tuple[float, float]]) -> Iterator[float]:
-    front: list[tuple[float, float]] = []
-    volume = 0.0
-    for point in points:
-        if insert_nondominated(front, point, tuple):
-            volume = hypervolume(front, (1.0, 1.0))
-        yield volume
 
 
 def pareto_front(points: pd.DataFrame, higher_is_better: bool) -> pd.DataFrame:
@@ -177,16 +389,6 @@ def candidate_frame(task: TaskResults) -> pd.DataFrame:
     ranges = (points.max() - points.min()).replace(0.0, 1.0)
     fields = ((points - points.min()) / ranges * PLOT_GRID).round()
     return points[~fields.duplicated()]
-
-
-def candidate_label(task: TaskResults) -> str:
-    """Return the legend entry of the candidates; it names their data if the rows are scored on other data."""
-    return "scored in the searches" + (", on their half of the data" if task.facts.get("halves") else "")
-
-
-#: Median latency in ms of each turn, by worker (build, group).
-Turns = Mapping[BuildKey, Mapping[int, float]]
-MIN_SEEDS_FOR_INTERVAL = 6  # with fewer, no interval of the median reaches a confidence of 95 %
 
 
 def valid_turns(events: Iterable[TurnEvent]) -> list[Turn]:
@@ -229,11 +431,8 @@ def confirmed_choices(task: TaskResults) -> dict[tuple[str, int], dict[int, str]
 
 def speedups_at(task: TaskResults, budget: int) -> dict[str, list[float]]:
     """Return the confirmed speedups of the choices at a budget by searcher, one per seed."""
-    return {
-        searcher: [task.summaries[row].speedup.value for row in rows.values()]
-        for (searcher, at), rows in confirmed_choices(task).items()
-        if at == budget
-    }
+    choices = {searcher: rows for (searcher, at), rows in confirmed_choices(task).items() if at == budget}
+    return {name: [task.summaries[row].speedup.value for row in rows.values()] for name, rows in choices.items()}
 
 
 def interval_over_seeds(figures: Sequence[Interval]) -> Interval:
@@ -282,23 +481,19 @@ def paired_ratio(turns: Mapping[str, Turns], row: str, other: str) -> Interval |
     pairs = [_common_turns(turns[other][key], turns[row][key]) for key in shared]
     if pairs := [pair for pair in pairs if pair[0]]:
         return paired_ratio_ci([slow for slow, _ in pairs], [fast for _, fast in pairs])
-    speedups, other_speedups = (_speedup_by_build(turns, name) for name in (row, other))
-    builds = sorted(speedups.keys() & other_speedups.keys())
-    return block_ci([[speedups[build] / other_speedups[build]] for build in builds]) if builds else None
+    speedups: tuple[dict[int, float], dict[int, float]] = ({}, {})  # over the own baseline, by build
+    for name, by_build in zip((row, other), speedups, strict=True):
+        for key, row_turns in turns.get(name, {}).items():
+            base_ms, row_ms = _common_turns(turns.get(FLOAT_ROW, {}).get(key, {}), row_turns)
+            if base_ms:
+                by_build[key[0]] = float(np.median(np.divide(base_ms, row_ms)))
+    builds = sorted(speedups[0].keys() & speedups[1].keys())
+    return block_ci([[speedups[0][build] / speedups[1][build]] for build in builds]) if builds else None
 
 
 def _common_turns(one: Mapping[int, float], two: Mapping[int, float]) -> tuple[list[float], list[float]]:
     both = sorted(one.keys() & two.keys())
     return [one[number] for number in both], [two[number] for number in both]
-
-
-def _speedup_by_build(turns: Mapping[str, Turns], row: str) -> dict[int, float]:
-    speedups = {}
-    for key, row_turns in turns.get(row, {}).items():
-        base_ms, row_ms = _common_turns(turns.get(FLOAT_ROW, {}).get(key, {}), row_turns)
-        if base_ms:
-            speedups[key[0]] = float(np.median(np.divide(base_ms, row_ms)))
-    return speedups
 
 
 def variance_frame(results: Results) -> pd.DataFrame:
@@ -313,96 +508,25 @@ def variance_frame(results: Results) -> pd.DataFrame:
         rows: dict[str, dict[BuildKey, list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
         for turn in valid_turns(task.events):
             rows[turn.row][turn.build, turn.group].append(turn.samples_ms)
-        parts = [part for builds in rows.values() if (part := _variance_components(builds)) is not None]
+        parts = []
+        for builds in rows.values():
+            logs = [[np.log(turn) for turn in turns if len(turn) > 1] for turns in builds.values()]
+            logs = [turns for turns in logs if len(turns) > 1]
+            if len(logs) < 2:
+                continue
+            within = float(np.mean([turn.var(ddof=1) for turns in logs for turn in turns]))
+            samples = float(np.mean([len(turn) for turns in logs for turn in turns]))
+            means = [[float(turn.mean()) for turn in turns] for turns in logs]
+            between_turns = float(np.mean([np.var(turns, ddof=1) for turns in means]))
+            per_build = float(np.mean([len(turns) for turns in means]))
+            between_builds = float(np.var([np.mean(turns) for turns in means], ddof=1))
+            turn_variance = max(0.0, between_turns - within / samples)
+            build_variance = max(0.0, between_builds - between_turns / per_build)
+            parts.append([math.sqrt(variance) for variance in (within, turn_variance, build_variance)])
         if parts:
             middle = dict(zip(("inference", "turn", "build"), np.median(parts, axis=0).tolist(), strict=True))
             lines.append({"task": task.name, "rows": len(parts), **middle})
     return pd.DataFrame(lines, columns=["task", "rows", "inference", "turn", "build"])
-
-
-def _variance_components(builds: Mapping[BuildKey, list[tuple[float, ...]]]) -> list[float] | None:
-    """Return the standard deviations of inference, turn and build; None without two builds of two turns each."""
-    logs = [[np.log(turn) for turn in turns if len(turn) > 1] for turns in builds.values()]
-    logs = [turns for turns in logs if len(turns) > 1]
-    if len(logs) < 2:
-        return None
-    within = float(np.mean([turn.var(ddof=1) for turns in logs for turn in turns]))
-    samples = float(np.mean([len(turn) for turns in logs for turn in turns]))
-    means = [[float(turn.mean()) for turn in turns] for turns in logs]
-    between_turns = float(np.mean([np.var(turns, ddof=1) for turns in means]))
-    per_build = float(np.mean([len(turns) for turns in means]))
-    between_builds = float(np.var([np.mean(turns) for turns in means], ddof=1))
-    turn = max(0.0, between_turns - within / samples)
-    build = max(0.0, between_builds - between_turns / per_build)
-    return [math.sqrt(variance) for variance in (within, turn, build)]
-
-
-logger = logging.getLogger(__name__)
-
-MAX_REASON_CHARS = 60
-MISSING_VERDICT = "missing"
-MAIN_COLUMNS = (
-    "task", "model", "backend", "device", "precision", "quantized", "method", "latency_ms", "latency_low_ms",
-    "latency_high_ms", "speedup", "speedup_low", "speedup_high", "metric", "score", "drop", "drop_low", "drop_high",
-    "pairs", "builds_ok", "builds", "minutes", "verdict", "beyond", "reason", "decision", "seed", "budget",
-    "search_ms", "shrinkage", "final_selection", "scored", "agreement", "row", "sha256", "best", "tied", "status",
-    "busy",
-)  # fmt: skip
-
-
-class RowStatus(StrEnum):
-    """Status of a row of the main table, which its decision states in words."""
-
-    SHIPPABLE = "shippable"  # faster than the float model and, with a bound on accuracy, within it
-    NOT_FASTER = "not faster"  # the float model itself, a tie or slower
-    INACCURATE = "inaccurate"  # beyond the bound on accuracy
-    NOT_SCORED = "not scored"
-    WRONG = "wrong"  # the runtime's result contradicts the file, or saturates
-    UNDECIDED = "undecided"  # missing, failed or not confirmed, or the float model scores nothing
-
-
-#: Status of rows that break the bound on accuracy, have no score, or compute a wrong result.
-UNUSABLE = (RowStatus.INACCURATE, RowStatus.NOT_SCORED, RowStatus.WRONG)
-
-
-def main_frame(results: Results) -> pd.DataFrame:
-    """Return confirmed latency, speedup, accuracy, cost, verdict and decision of each method of each task.
-
-    A searcher has the row of its best seed at the largest budget (`harness.results.artifacts.best_choice`), with
-    confirmed figures. Methods without results have the verdict "missing".
-
-    Returns:
-        Columns `MAIN_COLUMNS`. `status` is a `RowStatus`; `busy` marks shippable rows whose confirmation was disturbed;
-        `best` marks the fastest confirmed method of a finished task within the bound on
-        accuracy, `tied` methods not distinguishable from it, `beyond` a drop above the bound. Intervals are 95 %.
-    """
-    lines = [line for task in results.tasks for line in _task_rows(task, results)]
-    waiting = {spec.name: spec for spec in results.stored.tasks if spec.name in results.waiting}
-    for spec in waiting.values():
-        lines += [_missing_row(_spec_columns(spec), method) for method in _expected_methods(results)]
-    return pd.DataFrame(lines, columns=list(MAIN_COLUMNS))
-
-
-def precision_frame(main: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of tasks that have scores and of models that were quantized to several precisions."""
-    scored = main.groupby("task")["score"].transform("count") > 0
-    several = main.groupby(["model", "backend"])["quantized"].transform("nunique") > 1
-    return main[scored | several].reset_index(drop=True)
-
-
-def finalist_frame(results: Results) -> pd.DataFrame:
-    """Return a row for each placement that a search sent to the confirmation, of every seed and rank.
-
-    It has the columns of `main_frame` without marks and decision. The second best of a search is called "METHOD #2".
-    The main table lacks such rows: a selection among them by confirmed figures would bias the reported ones.
-    """
-    lines = []
-    for task in results.tasks:
-        for pick in _final_choices(task):
-            line = _choice_row(task, pick)
-            lines.append({**line, "method": pick.method if pick.rank == 0 else f"{pick.method} #{pick.rank + 1}"})
-    decided = ("best", "tied", "decision", "status", "busy")
-    return pd.DataFrame(lines, columns=[c for c in MAIN_COLUMNS if c not in decided])
 
 
 def rows_by_task(frame: pd.DataFrame) -> dict[str, list[dict[Any, Any]]]:
@@ -411,220 +535,3 @@ def rows_by_task(frame: pd.DataFrame) -> dict[str, list[dict[Any, Any]]]:
     for row in frame_rows(frame):
         found.setdefault(row["task"], []).append(row)
     return found
-
-
-def with_backend_column(main: pd.DataFrame) -> pd.DataFrame:
-    """Return the frame, with "BACKEND on DEVICE" in the column `device` if there are several backends."""
-    several = len(main) > 0 and main["backend"].nunique() > 1
-    return main.assign(device=main["backend"] + " on " + main["device"]) if several else main
-
-
-def _task_rows(task: TaskResults, results: Results) -> list[dict[str, Any]]:
-    searches: dict[str, list[Choice]] = {}
-    for pick in _final_choices(task):
-        if pick.rank == 0:
-            searches.setdefault(pick.method, []).append(pick)
-    chosen = [best_choice(p for p in picks if not task.wrong(p.row)) or picks[0] for picks in searches.values()]
-    lines = [_choice_row(task, pick) for pick in (*(p for p in task.picks if p.kind != "search"), *chosen)]
-    present = {line["method"] for line in lines}
-    lines += [
-        _missing_row(_task_columns(task), method) for method in _expected_methods(results) if method not in present
-    ]
-    return _rank_rows(task, lines)
-
-
-def _rank_rows(task: TaskResults, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mark the fastest row of a finished task and the rows that are not distinguishable from it.
-
-    If the fastest row ties with the float model, the float model is marked; slower rows are never marked.
-    """
-    confirmed = [line for line in lines if line["speedup"] is not None] if task.complete else []
-    if not task.facts["backend"].get("float_open", True):  # the experiment sets the precision: others only compare
-        confirmed = [line for line in confirmed if line["method"] != FLOAT_ROW or line["row"] == FLOAT_ROW]
-    within = [line for line in confirmed if task.obeys(line["row"]) and line["verdict"] != "slower"]
-    top = max((line for line in within if line["verdict"] != "tie"), key=lambda line: line["speedup"], default=None)
-    tied = statistical_ties(task, top["row"]) if top is not None else frozenset()
-    for line in lines:
-        line["best"] = top is not None and line in within and line["row"] == top["row"]
-        line["tied"] = line in within and line["row"] in tied
-        line["status"], line["decision"] = _decide(task, line)
-        line["busy"] = line["status"] == RowStatus.SHIPPABLE and _is_disturbed(task, line["row"])
-        if line["busy"]:
-            line["decision"] += "; the machine was busy: confirm again"
-    return lines
-
-
-def _final_choices(task: TaskResults) -> Iterator[Choice]:
-    """Yield the choices of the searches at the largest budget."""
-    return (pick for pick in task.picks if pick.kind == "search" and pick.budget == task.budget)
-
-
-def _expected_methods(results: Results) -> tuple[str, ...]:
-    return (FLOAT_ROW, *results.stored.baselines, *results.stored.searchers)
-
-
-def _task_columns(task: TaskResults) -> dict[str, Any]:
-    precision = task.facts["precision"]
-    names = {"task": task.name, "model": task.facts["model"], "backend": backend_label(task)}
-    return {
-        **names, "device": _device_label(task), "precision": precision, "quantized": precision, "metric": task.metric
-    }  # fmt: skip
-
-
-def _spec_columns(spec: TaskSpec) -> dict[str, Any]:
-    names = {"task": spec.name, "model": spec.model.name, "backend": spec.backend.name, "device": MISSING_VERDICT}
-    return {**names, "precision": spec.precision, "quantized": spec.precision, "metric": None}
-
-
-def _missing_row(facts: dict[str, Any], method: str) -> dict[str, Any]:
-    counts = {"builds_ok": 0, "builds": 0, "beyond": False, "best": False, "tied": False}
-    words = {"method": method, "verdict": MISSING_VERDICT, "decision": MISSING_VERDICT, "reason": "", "row": ""}
-    status = {"status": RowStatus.UNDECIDED, "busy": False}
-    return {**dict.fromkeys(MAIN_COLUMNS), **facts, **counts, **words, **status}
-
-
-def _decide(task: TaskResults, line: Mapping[str, Any]) -> tuple[RowStatus, str]:
-    """Return status and decision of a row by its verdict and the bound on accuracy, with the reason against it."""
-    verdict = line["verdict"]
-    if verdict == "baseline":
-        return RowStatus.NOT_FASTER, verdict
-    if verdict == MISSING_VERDICT:
-        return RowStatus.UNDECIDED, verdict
-    if verdict not in ("faster", "tie", "slower"):
-        return RowStatus.WRONG if task.wrong(line["row"]) else RowStatus.UNDECIDED, f"not shipped: {verdict}"
-    if task.blind:
-        return RowStatus.UNDECIDED, "not shipped: the float model scores nothing"
-    if not task.obeys(line["row"]):
-        if line["score"] is not None:
-            return RowStatus.INACCURATE, "not shipped: accuracy"
-        return RowStatus.NOT_SCORED, f"not shipped: {_unscored_reason(task, line)}"
-    if verdict == "faster":
-        return RowStatus.SHIPPABLE, _shipping_label(task, line)
-    is_tie = verdict == "tie" and line["method"] != FLOAT_ROW
-    return RowStatus.NOT_FASTER, "tie: use float" if is_tie else f"not shipped: {verdict}"
-
-
-def _is_disturbed(task: TaskResults, row: str) -> bool:
-    return bool(disturbance_note(task.disturbed)) or task.summaries[row].fully_disturbed
-
-
-def _shipping_label(task: TaskResults, line: Mapping[str, Any]) -> str:
-    if line["score"] is not None and task.allowed is not None:
-        return "ship: fastest" if line["best"] else "ship"
-    why = "accuracy unknown" if line["score"] is None else "no bound on accuracy"
-    return f"{'fastest' if line['best'] else 'faster'}, {why}"
-
-
-def _unscored_reason(task: TaskResults, line: Mapping[str, Any]) -> str:
-    reason = task.scores.get(line["row"], {}).get("reason")  # as a rule, outputs that are not finite
-    return "not scored" if reason is None else f"not scored ({_truncate_reason(str(reason))})"
-
-
-def _truncate_reason(reason: str) -> str:
-    return textwrap.shorten(reason, MAX_REASON_CHARS, placeholder=" ...")
-
-
-def _choice_row(task: TaskResults, pick: Choice) -> dict[str, Any]:
-    summary, row = task.summaries.get(pick.row), task.rows.get(pick.row)
-    search = next((s for s in task.searches if (s.searcher, s.seed) == (pick.method, pick.seed)), None)
-    good, tried = _count_builds(task, pick, search)
-    drop = task.drop(pick.row)
-    verdict, reason = _speed_verdict(task, pick)
-    return {
-        **_task_columns(task),
-        "precision": _precision_label(task.facts, pick),
-        "method": pick.method,
-        **interval_columns("latency{}_ms", None if summary is None else summary.latency_ms),
-        **interval_columns("speedup{}", None if summary is None else summary.speedup),
-        "score": task.score(pick.row),
-        **interval_columns("drop{}", _accuracy_drop(task, pick.row)),
-        "pairs": None if row is None else row.pairs,
-        "builds_ok": good,
-        "builds": tried,
-        "verdict": verdict,
-        "beyond": drop is not None and task.goal.loss_excess(drop) > 0,
-        "reason": reason,
-        "shrinkage": _shrinkage(task, pick, search),
-        "sha256": None if row is None else row.sha256,
-        **{key: getattr(pick, key) for key in ("minutes", "seed", "budget", "search_ms", "final_selection", "scored")},
-        "agreement": pick.agreement,
-        "row": pick.row,
-    }
-
-
-def interval_columns(name: str, interval: Interval | None) -> dict[str, float | None]:
-    """Return value and limits of an interval by column, None without one; `name` is a format such as "latency{}_ms"."""
-    values = (None,) * 3 if interval is None else (interval.value, interval.low, interval.high)
-    shown = (None if value is None or np.isnan(value) else value for value in values)
-    return {name.format(part): value for part, value in zip(("", "_low", "_high"), shown, strict=True)}
-
-
-def _accuracy_drop(task: TaskResults, row: str) -> Interval | None:
-    """Return the loss of accuracy with its interval over images; NaN limits without one, None without a score."""
-    value = task.drop(row)
-    if value is None or task.metric is None:
-        return None
-    if row != FLOAT_ROW:
-        reference, row_accuracy = (decode_accuracy(task.scores[name]) for name in (FLOAT_ROW, row))
-        try:
-            estimate = drop_estimate(reference, row_accuracy, task.metric, higher_is_better=task.higher_is_better)
-        except ValueError as error:
-            logger.warning("%s: no interval of the drop of %s: %s", task.folder, row, error)
-            estimate = None
-        if estimate is not None:
-            return estimate.interval
-    return Interval(value=value, low=float("nan"), high=float("nan"))
-
-
-def _shrinkage(task: TaskResults, pick: Choice, search: SearchLog | None) -> float | None:
-    """Return the speedup by the search's samples minus the confirmed one; None if either is missing."""
-    summary = task.summaries.get(pick.row)
-    base_ms = None if search is None else search_float_ms(task, search)
-    if summary is None or base_ms is None or pick.search_ms is None:
-        return None
-    return summary.shrinkage(base_ms / pick.search_ms)
-
-
-def _count_builds(task: TaskResults, pick: Choice, search: SearchLog | None) -> tuple[int, int]:
-    """Return the numbers of successful and of all builds, in the search of a searcher, else in the confirmation."""
-    if pick.kind == "search":
-        return (0, 0) if search is None else (search.successes, search.evaluations)
-    summary = task.summaries.get(pick.row)
-    return (0, task.lost.get(pick.row, 0)) if summary is None else (summary.builds_ok, summary.builds)
-
-
-def _speed_verdict(task: TaskResults, pick: Choice) -> tuple[str, str]:
-    """Return the verdict for the table, and the full reason if there is no figure."""
-    summary, failed = task.summaries.get(pick.row), task.failed.get(pick.row)
-    is_baseline = pick.row == FLOAT_ROW and pick.kind == "float"
-    if task.wrong(pick.row) and not is_baseline:
-        return task.checks[pick.row].label, str(task.checks[pick.row])
-    if pick.reason:
-        return _truncate_reason(pick.reason), pick.reason
-    if summary is not None:
-        return ("baseline" if is_baseline else summary.verdict), ""
-    return ("not confirmed", "") if failed is None else (f"failed: {failed.stage}", failed.reason)
-
-
-def backend_label(task: TaskResults) -> str:
-    """Return the label of the backend, the part of the task's name between model and precision."""
-    prefix, suffix = f"{task.facts['model']}-", f"-{task.facts['precision']}"
-    label = task.name.removeprefix(prefix).removesuffix(suffix)
-    return label if f"{prefix}{label}{suffix}" == task.name else str(task.facts["backend"].get("name"))
-
-
-def _device_label(task: TaskResults) -> str:
-    backend = task.facts["backend"]
-    device = str(backend.get("device", backend.get("name")))
-    if device == task.environment.get("cpu", {}).get("model"):  # older runs recorded the bare name
-        device = processor_label(device, task.environment)
-    options = backend.get("options", {})
-    threads, streams = options.get("threads"), f", {options['streams']} streams" if "streams" in options else ""
-    return device if threads is None else f"{device}, {threads} thread{'' if threads == 1 else 's'}{streams}"
-
-
-def _precision_label(facts: Mapping[str, Any], pick: Choice) -> str:
-    fastest = str(facts["backend"].get("float_precision", "float"))
-    if pick.kind == "float":
-        return pick.row.removeprefix(f"{FLOAT_ROW}-") if pick.row != FLOAT_ROW else fastest
-    return f"{facts['precision']}+{fastest}"

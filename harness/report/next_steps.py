@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from harness.accuracy.metrics.intervals import decode_accuracy, unseen_loss
+from harness.accuracy.metrics.intervals import unseen_loss
 from harness.base.statistics import Interval
 from harness.graph.io.digests import digest_file
 from harness.measure.provenance import format_options
-from harness.report.frames import RowStatus
+from harness.report.frames import RowStatus, paired_accuracies
 from harness.report.report_table import Row, frame_rows, is_missing
-from harness.report.tables.main import wrong_result_rows
-from harness.report.tables.notes import limit_reached, without_vnni
+from harness.report.tables.notes import limit_reached, rows_by_label, without_vnni
 from harness.results.artifacts import DYNAMIC_MODEL_SUFFIX, FLOAT_ROW, read_dynamic_axes
 from harness.results.folder import Results, TaskResults
 from harness.results.output_check import wrong_float_remedies, wrong_result_remedies
-from harness.results.scores import (
-    METRIC_CAPS,
-    UNIT_INTERVAL_METRICS,
-    format_drop,
-    format_score,
-    metric_name,
-)
+from harness.results.scores import METRIC_CAPS, UNIT_INTERVAL_METRICS, format_drop, format_score, metric_name
 from harness.results.search_log import SearchLog
 from harness.results.stored_experiment import StoredExperiment
 from harness.results.task_files import exported
@@ -48,25 +41,23 @@ def best_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
     fastest = next((row for row in able if row["best"]), None)
     if fastest is None:
         return None
-    chosen = min(able, key=lambda row: (_kept(task, row), row["row"] != fastest["row"]))
+    axes = read_dynamic_axes(task.folder)
+
+    def given_up(row: Row) -> tuple[bool, bool, float, float]:
+        # A tool's file such as `ort_dynamic` has no placement that other commands can change.
+        is_float = row["method"] == FLOAT_ROW
+        fixed = not is_float and task.rows[row["row"]].choices is None
+        loss = 0.0 if is_missing(row["drop"]) else float(row["drop"])
+        no_axes = axes.get(row["row"], {}).get("file") is None
+        return no_axes, fixed, 0 if is_float else row["pairs"] or math.inf, loss
+
+    chosen = min(able, key=lambda row: (given_up(row), row["row"] != fastest["row"]))
     if chosen["row"] == fastest["row"]:
         return fastest
     reasons = ("dynamic axes", "a placement", "fewer Q/DQ pairs", "a lower loss")
-    differs = (one != other for one, other in zip(_kept(task, chosen), _kept(task, fastest), strict=True))
-    keeps = next(reason for reason, differ in zip(reasons, differs, strict=True) if differ)
+    both = zip(reasons, given_up(chosen), given_up(fastest), strict=True)
+    keeps = next(reason for reason, one, other in both if one != other)
     return {**chosen, "decision": f"{chosen['decision']}: tie with {fastest['method']}, but {keeps}"}
-
-
-def _kept(task: TaskResults, row: Row) -> tuple[bool, bool, float, float]:
-    """Return the sort key of a row by what it gives up: dynamic axes, a placement, then Q/DQ pairs and loss.
-
-    A tool's file such as `ort_dynamic` has no placement that other commands can change.
-    """
-    is_float = row["method"] == FLOAT_ROW
-    fixed = not is_float and task.rows[row["row"]].choices is None
-    loss = 0.0 if is_missing(row["drop"]) else float(row["drop"])
-    no_axes = read_dynamic_axes(task.folder).get(row["row"], {}).get("file") is None
-    return no_axes, fixed, 0 if is_float else row["pairs"] or math.inf, loss
 
 
 def answer_row(task: TaskResults, main: pd.DataFrame) -> Row | None:
@@ -101,8 +92,8 @@ def describe_answers(results: Results, main: pd.DataFrame, base: Path | None = N
         row = answer_row(task, main)
         prefix = f"{task.name}: " if len(results.tasks) > 1 else ""
         is_kept = row is None or (row["method"] == FLOAT_ROW and row["status"] != RowStatus.SHIPPABLE)
-        reason = next(iter(_reasons(task, results, main, base)), None) if is_kept else None
-        if is_kept and reason is None:
+        reason = _reason_and_steps(task, results, main, base)[0] if is_kept else ""
+        if is_kept and not reason:
             continue
         if row is None:
             advice = "deploy no file, not even the float model" if task.wrong(FLOAT_ROW) else "keep the float model"
@@ -116,16 +107,14 @@ def describe_answers(results: Results, main: pd.DataFrame, base: Path | None = N
             yield f"{task.name}: {path} is damaged, do not ship it: qdq verify {results.folder} says how to repair it"
             continue
         file = shipped if shipped.exists() and digest_file(shipped) == stored.sha256 else path
-        asked = _other_precision(task, row, main) + _near_miss(task, row, main, reason or "")
+        asked = _other_precision(task, row, main) + _near_miss(task, row, main, reason)
         if is_kept:
             where = f" ({file})" if file.exists() else ""
             yield f"{prefix}keep the float model at {format_float(task, row, main)}{where}, because {reason}{asked}"
             continue
-        line = (
-            f"{prefix}take {file}: {format_answer(task, row)}"
-            f"{_unseen_loss_note(task, str(row['row']))}{_dynamic_axes_note(task, str(row['row']), file)}{asked}"
-        )
-        yield f"{line}; to confirm again: {_confirm_again(task, results, row, base)}" if row["busy"] else line
+        notes = _remaining_doubts(task, str(row["row"]), file)
+        again = f"; to confirm again: {_confirm_again(task, results, row, base)}" if row["busy"] else ""
+        yield f"{prefix}take {file}: {format_answer(task, row)}{notes}{asked}{again}"
 
 
 def format_float(task: TaskResults, row: Row, main: pd.DataFrame) -> str:
@@ -139,18 +128,14 @@ def format_float(task: TaskResults, row: Row, main: pd.DataFrame) -> str:
 
 def _other_precision(task: TaskResults, answer: Row, main: pd.DataFrame) -> str:
     """Return a float precision that is faster than the answer but excluded by the experiment, as text; or ""."""
-    faster = [
-        row
-        for row in _float_rows(task, main)
-        if row["verdict"] == "faster" and row["speedup"] > answer["speedup"] and task.obeys(row["row"])
-    ]
+    rows = _float_rows(task, main)
+    faster = [r for r in rows if r["verdict"] == "faster" and r["speedup"] > answer["speedup"] and task.obeys(r["row"])]
     if not faster or task.facts["backend"].get("float_open", True):
         return ""
     fastest = _fastest_row(faster)
-    own = next((row["precision"] for row in _float_rows(task, main) if row["row"] == FLOAT_ROW), "another")
+    own = next((row["precision"] for row in rows if row["row"] == FLOAT_ROW), "another")
     within = "" if task.allowed is None else ", within the bound"
-    speed = f"{fastest['speedup']:.2f}x [{fastest['speedup_low']:.2f}, {fastest['speedup_high']:.2f}]"
-    return f"; {str(fastest['precision']).upper()} alone: {speed}{within}; you asked for {own}"
+    return f"; {str(fastest['precision']).upper()} alone: {_format_speedup(fastest)}{within}; you asked for {own}"
 
 
 def _near_miss(task: TaskResults, answer: Row, main: pd.DataFrame, reason: str) -> str:
@@ -161,28 +146,35 @@ def _near_miss(task: TaskResults, answer: Row, main: pd.DataFrame, reason: str) 
     Args:
         reason: Why no file is the answer; a row that it names is left out.
     """
-    bound = task.allowed
+    bound, is_open = task.allowed, task.facts["backend"].get("float_open", True)
     if bound is None:
         return ""
-    rows = frame_rows(main[main["task"].eq(task.name) & main["status"].eq(RowStatus.INACCURATE)])
-    if not task.facts["backend"].get("float_open", True):
-        rows = [row for row in rows if row["method"] != FLOAT_ROW]
     near = [
         row
-        for row in rows
-        if row["verdict"] == "faster"
+        for row in frame_rows(main[main["task"].eq(task.name) & main["status"].eq(RowStatus.INACCURATE)])
+        if (is_open or row["method"] != FLOAT_ROW)
+        and row["verdict"] == "faster"
         and row["speedup"] > answer["speedup"]
-        and (row["drop"] <= NEAR_MISS * bound or _or_nan(row["drop_low"]) <= bound)
+        and (row["drop"] <= NEAR_MISS * bound or _drop_interval(row).low <= bound)
     ]
     if not near or f"least: {(best := _fastest_row(near))['method']}," in reason:
         return ""
-    speed = f"{best['speedup']:.2f}x [{best['speedup_low']:.2f}, {best['speedup_high']:.2f}]"
     loss = f"{metric_name(task.metric)} {format_drop(_drop_interval(best), task.metric)}"
+    speed = _format_speedup(best)
     return f"; near miss: {best['method']}, {speed}, loses {loss}, more than the bound {bound:g}"
 
 
 def _drop_interval(row: Row) -> Interval:
-    return Interval(value=row["drop"], low=_or_nan(row["drop_low"]), high=_or_nan(row["drop_high"]))
+    low, high = (math.nan if row[key] is None else row[key] for key in ("drop_low", "drop_high"))
+    return Interval(value=row["drop"], low=low, high=high)
+
+
+def _format_speedup(row: Row) -> str:
+    return f"{row['speedup']:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
+
+
+def _fastest_row(rows: Sequence[Row]) -> Row:
+    return max(rows, key=lambda row: row["speedup"])
 
 
 def ship_path(folder: Path, task: str) -> Path:
@@ -194,18 +186,29 @@ def format_answer(task: TaskResults, row: Row) -> str:
     """Return speedup, change of accuracy, method and settings of a row as text.
 
     For instance "1.77x [1.70, 1.85], loses 0.4 points of top-1 [-0.2, +1.0] (auto, ship: fastest); on this processor,
-    threads 1, precision f32". A metric whose reference is the float model itself is given as it is: "SQNR 44.2 dB".
+    threads 1, precision f32". A metric whose reference is the float model itself is given as it is: "SQNR 44.2 dB". A
+    metric whose higher values are better "loses" or "gains", in points if it is a share; others are like "perplexity
+    +0.5000".
     """
-    speed = f"{row['speedup']:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
-    if is_missing(row["drop"]):
-        accuracy = ""
-    elif row["metric"] in METRIC_CAPS:
+    accuracy, name = "", metric_name(row["metric"])
+    if not is_missing(row["drop"]) and row["metric"] in METRIC_CAPS:
         accuracy = f", {format_score(row['score'], row['metric'])}"
-    else:
-        accuracy = f", {_format_change(row, higher_is_better=task.higher_is_better)}"
+    elif not is_missing(row["drop"]):
+        scale, unit, digits = (100, " points", 1) if row["metric"] in UNIT_INTERVAL_METRICS else (1, "", 4)
+        gains = task.higher_is_better and row["drop"] < 0
+        drop = _drop_interval(row)
+        # Adding 0 after rounding turns -0.0 into 0.0.
+        values = [
+            round((-scale if gains else scale) * each, digits) + 0.0 for each in (drop.value, drop.low, drop.high)
+        ]
+        low, high = sorted(values[1:])
+        limits = "" if math.isnan(low) or math.isnan(high) else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
+        accuracy = f", {name} {values[0]:+.{digits}f}{unit}{limits}"
+        if task.higher_is_better:
+            accuracy = f", {'gains' if gains else 'loses'} {values[0]:.{digits}f}{unit} of {name}{limits}"
     options = format_options(row_runtime(task, row).get("options", {}))
     settings = f", {options}" if options else ""
-    return f"{speed}{accuracy} ({row['method']}, {row['decision']}); on this processor{settings}"
+    return f"{_format_speedup(row)}{accuracy} ({row['method']}, {row['decision']}); on this processor{settings}"
 
 
 def row_runtime(task: TaskResults, row: Row) -> dict[str, Any]:
@@ -230,52 +233,26 @@ def _row_command(name: str, results: Results, row: Row, base: Path | None) -> st
         name: "verify" or "explain".
     """
     named = row["row"] if row["method"] == FLOAT_ROW else row["method"]  # each float precision is a row of that method
-    words = ["qdq", name, str(results.folder), f"{row['task']}/{named}"]
     start = [] if base is None or base.resolve() == Path.cwd() else ["--base", str(base)]
-    return shlex.join([*words, *start])
+    return shlex.join(["qdq", name, str(results.folder), f"{row['task']}/{named}", *start])
 
 
-def _format_change(row: Row, *, higher_is_better: bool) -> str:
-    """Return the change of a metric as text.
+def _remaining_doubts(task: TaskResults, row: str, file: Path) -> str:
+    """Return as text the loss that samples do not exclude, and the result of the check of dynamic axes.
 
-    It is "loses 0.4 points of top-1 [-0.2, +1.0]" or "gains ..." for a metric whose higher values are better, in points
-    if it is a share, else "perplexity +0.5000", a loss too.
+    Args:
+        file: Model to take; the model with dynamic axes is named as the file next to it.
     """
-    name = metric_name(row["metric"])
-    scale, unit, digits = (100, " points", 1) if row["metric"] in UNIT_INTERVAL_METRICS else (1, "", 4)
-    gains = higher_is_better and row["drop"] < 0
-    scale = -scale if gains else scale
-    # Adding 0 after rounding turns -0.0 into 0.0.
-    value, *limits_found = (round(scale * _or_nan(row[key]), digits) + 0.0 for key in ("drop", "drop_low", "drop_high"))
-    low, high = sorted(limits_found)
-    limits = "" if math.isnan(low) or math.isnan(high) else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
-    if higher_is_better:
-        return f"{'gains' if gains else 'loses'} {value:.{digits}f}{unit} of {name}{limits}"
-    return f"{name} {value:+.{digits}f}{unit}{limits}"
-
-
-def _unseen_loss_note(task: TaskResults, row: str) -> str:
-    """Return the loss that samples do not exclude although none of them lost its answer, as text; else ""."""
-    scores = [task.scores.get(name, {}) for name in (FLOAT_ROW, row)]
-    if task.metric is None or row == FLOAT_ROW or not all("metrics" in score for score in scores):
-        return ""
-    reference, found = map(decode_accuracy, scores)
-    loss = unseen_loss(reference, found)
-    if loss is None:
-        return ""
-    return (
-        f"; none of {len(found.per_item)} samples lost its answer, which does not exclude a loss of up to "
-        f"{100 * loss:.1f} points (rule of three)"
-    )
-
-
-def _dynamic_axes_note(task: TaskResults, row: str, file: Path) -> str:
-    """Return the result of the check of dynamic axes, with the model named as the file next to `file`."""
+    text, pair = "", paired_accuracies(task, row)
+    if task.metric is not None and pair is not None and (loss := unseen_loss(*pair)) is not None:
+        text = (
+            f"; none of {len(pair[1].per_item)} samples lost its answer, which does not exclude a loss of up to "
+            f"{100 * loss:.1f} points (rule of three)"
+        )
     note = read_dynamic_axes(task.folder).get(row, {}).get("remark") or ""
     written, _, _ = note.partition(": ")
     summary = written if " keeps " in written else note
-    named = summary.replace(row + DYNAMIC_MODEL_SUFFIX, file.stem + DYNAMIC_MODEL_SUFFIX)
-    return f"; {named}" if note else ""
+    return f"{text}{note and '; '}{summary.replace(row + DYNAMIC_MODEL_SUFFIX, file.stem + DYNAMIC_MODEL_SUFFIX)}"
 
 
 def describe_next_steps(results: Results, main: pd.DataFrame, base: Path | None = None) -> Iterator[str]:
@@ -288,51 +265,58 @@ def describe_next_steps(results: Results, main: pd.DataFrame, base: Path | None 
         base: See `describe_answers`.
     """
     for task in results.tasks:
-        reasons = _reasons(task, results, main, base)
-        for reason, steps in reasons.items():
-            yield _format_paragraph(task, reason, steps)
-        limited = _limited_searches(task, results.stored) if task.complete and not reasons else ()
-        for step in _time_steps(task, results.stored, limited):
-            yield f"A time limit ended a search of {task.name}. Remedy: {step}"
+        reason, steps = _reason_and_steps(task, results, main, base)
+        if reason:
+            head = f"No row of {task.name} may be shipped: {reason}. Remedies:"
+            yield "\n".join([head, *(f"- {step}" for step in steps)])
+        elif task.complete:
+            limited = [search for search in _short_searches(task) if limit_reached(search, results.stored)]
+            for step in _time_steps(task, results.stored, limited):
+                yield f"A time limit ended a search of {task.name}. Remedy: {step}"
 
 
-def _reasons(task: TaskResults, results: Results, main: pd.DataFrame, base: Path | None) -> dict[str, Sequence[str]]:
-    """Return the reason why no row of a finished task may be shipped, with remedies; empty without a reason."""
-    planned = {spec.name for spec in results.stored.tasks}
+def _reason_and_steps(
+    task: TaskResults, results: Results, main: pd.DataFrame, base: Path | None
+) -> tuple[str, list[str]]:
+    """Return the reason why no row of a finished task may be shipped, with remedies; "" without a reason."""
+    stored, backend = results.stored, task.facts["backend"]
     rows = [row for row in frame_rows(main) if row["task"] == task.name and row["method"] != FLOAT_ROW]
     shippable = any(row["status"] == RowStatus.SHIPPABLE for row in rows)
-    if shippable or task.name not in planned or not task.complete:
-        return {}
+    if shippable or task.name not in {spec.name for spec in stored.tasks} or not task.complete:
+        return "", []
     if task.wrong(FLOAT_ROW):
-        backend = task.facts["backend"]
         reason = f"{backend.get('name')} computes the float model wrongly ({task.checks[FLOAT_ROW]})"
-        return {reason: list(wrong_float_remedies(backend))}
+        return reason, list(wrong_float_remedies(backend))
     if task.blind:
-        return {}
+        return "", []
+    if wrong := [label for label, row in rows_by_label(task).items() if task.wrong(row)]:
+        models = sorted({check.model for check in task.checks.values() if check.model})
+        report = "a bug report on the runtime: {} reproduces it (description next to it)"
+        steps = [report.format(task.folder / model) for model in models]
+        steps += wrong_result_remedies(task.checks.values(), backend.get("name", ""), backend)
+        reason = f"the results of {backend.get('name')} contradict the files of {', '.join(wrong)}"
+        return reason, [*steps, *_search_steps(task, stored)]
     beyond = [row for row in rows if row["verdict"] == "faster" and row["beyond"]]
     slow = [row for row in rows if row["verdict"] in ("tie", "slower")]
-    if wrong := wrong_result_rows(task):
-        reason = f"the results of {task.facts['backend'].get('name')} contradict the files of {', '.join(wrong)}"
-        return {reason: [*_wrong_result_steps(task), *_search_steps(task, results.stored)]}
     ties = [row for row in slow if row["verdict"] == "tie" and row["speedup"] > 1 and task.obeys(row["row"])]
-    if beyond and ties:
-        steps = [
-            *_latency_steps(task, slow, results, base),
-            *_search_steps(task, results.stored),
-            *_accuracy_steps(task, beyond),
-        ]
-        return {_tie_reason(task, _fastest_row(ties)): steps}
-    if beyond:
-        return {_accuracy_reason(task, beyond): [*_search_steps(task, results.stored), *_accuracy_steps(task, beyond)]}
-    if slow:
-        steps = [*_latency_steps(task, slow, results, base), *_search_steps(task, results.stored)]
+    if beyond and not ties:
+        least = min(beyond, key=lambda row: row["drop"])
+        reason = (
+            f"the faster rows lose more {metric_name(task.metric)} than the bound {task.allowed or 0.0:g} "
+            f"(least: {least['method']}, {least['speedup']:.2f}x, {format_drop(_drop_interval(least), task.metric)}, "
+            f"{task.goal.loss_excess(least['drop']):.2g} too much)"
+        )
+        return reason, [*_search_steps(task, stored), *_accuracy_steps(task, beyond)]
+    if not slow:
+        return "", []
+    steps = [*_latency_steps(task, slow, results, base), *_search_steps(task, stored)]
+    if not beyond:
         within = " within the bound" if _infeasible_losses(task) else ""
-        return {f"none of its rows{within} is faster than the float model": steps}
-    return {}
-
-
-def _format_paragraph(task: TaskResults, reason: str, steps: Iterable[str]) -> str:
-    return "\n".join([f"No row of {task.name} may be shipped: {reason}. Remedies:", *(f"- {step}" for step in steps)])
+        return f"none of its rows{within} is faster than the float model", steps
+    fastest, floor = _fastest_row(ties), f"noise floor {100 * (task.noise_floor or 0.0):.1f} %"
+    tie = f"is a tie with the float model at {_format_speedup(fastest)}, {floor}"
+    reason = f"the fastest row within the bound, {fastest['method']}, {tie}"
+    return reason, [*steps, *_accuracy_steps(task, beyond)]
 
 
 def _search_steps(task: TaskResults, stored: StoredExperiment) -> Iterator[str]:
@@ -340,14 +324,15 @@ def _search_steps(task: TaskResults, stored: StoredExperiment) -> Iterator[str]:
     budget = task.budget
     if not budget:
         return
-    ended = [search for search in task.searches if search.end is not None and search.evaluations < budget]
     yield from _time_steps(task, stored, _short_searches(task))
+    ends = {search.name: search.end for search in task.searches if search.evaluations < budget and search.end}
+    failed = ", ".join(name for name, end in ends.items() if end.failed)
     if not task.searches or any(search.evaluations >= budget for search in task.searches):
         yield f"a larger budget than {budget} evaluations; existing results are kept"
-    elif broken := [search for search in ended if search.end is not None and search.end.failed]:
-        yield f"another searcher: {_names(broken)} failed"
-    elif ended:
-        reasons = "; ".join(f"{search.name} {search.end.reason}" for search in ended if search.end is not None)
+    elif failed:
+        yield f"another searcher: {failed} failed"
+    elif ends:
+        reasons = "; ".join(f"{name} {end.reason}" for name, end in ends.items())
         yield f"another searcher, or a larger space (sharing: region): {reasons}"
 
 
@@ -355,66 +340,34 @@ def _short_searches(task: TaskResults) -> list[SearchLog]:
     return [search for search in task.searches if search.end is None and search.evaluations < task.budget]
 
 
-def _limited_searches(task: TaskResults, stored: StoredExperiment) -> list[SearchLog]:
-    return [search for search in _short_searches(task) if limit_reached(search, stored)]
-
-
 def _time_steps(task: TaskResults, stored: StoredExperiment, short: Sequence[SearchLog]) -> Iterator[str]:
     """Yield more time for searches that did not spend their budget, with the minutes that they need if known."""
     if not short:
         return
-    key = limit_reached(short[0], stored)
     where = "budget.minutes or budget.task_minutes, --max_minutes of qdq autotune"
-    if key:
-        option = ", --max_minutes of qdq autotune" if key == "task_minutes" else ""
-        minutes = max(_needed_minutes(task, key), math.floor(stored.minutes[key]) + 1)
+    if key := limit_reached(short[0], stored):
+        # The minutes that the searches need at their pace, for the limit of a task with its set-up.
+        each_s = [
+            task.budget * search.elapsed_s[-1] / search.evaluations for search in task.searches if search.elapsed_s
+        ]
+        needed_s, option, phases = max(each_s, default=0.0), "", list(task.phases_s)
+        if key == "task_minutes":
+            before = phases[: phases.index("search")] if "search" in phases else []
+            set_up_s = sum(task.phases_s[phase] for phase in before)
+            needed_s = (sum(each_s) + set_up_s) / SEARCH_SHARE
+            option = ", --max_minutes of qdq autotune"
+        minutes = max(math.ceil(needed_s / 60), math.floor(stored.minutes[key]) + 1)
         where = f"budget.{key}{option}: about {minutes} instead of {stored.minutes[key]:g}"
     counts = ", ".join(f"{search.name} made {search.evaluations}" for search in short)
     yield f"more time ({where}): {counts} of {task.budget} evaluations; existing results are kept"
 
 
-def _needed_minutes(task: TaskResults, key: str) -> int:
-    """Return the minutes that the searches of a task need at their pace, with its set-up for the limit of a task."""
-    needed_s = [task.budget * search.elapsed_s[-1] / search.evaluations for search in task.searches if search.elapsed_s]
-    if key == "minutes":
-        return math.ceil(max(needed_s, default=0.0) / 60)
-    phases = list(task.phases_s)
-    before = phases[: phases.index("search")] if "search" in phases else []
-    return math.ceil((sum(needed_s) + sum(task.phases_s[phase] for phase in before)) / SEARCH_SHARE / 60)
-
-
-def _names(searches: Iterable[SearchLog]) -> str:
-    return ", ".join(search.name for search in searches)
-
-
-def _wrong_result_steps(task: TaskResults) -> Iterator[str]:
-    for model in sorted({check.model for check in task.checks.values() if check.model}):
-        yield f"a bug report on the runtime: {task.folder / model} reproduces it (description next to it)"
-    backend = task.facts["backend"]
-    yield from wrong_result_remedies(task.checks.values(), backend.get("name", ""), backend)
-
-
-def _accuracy_reason(task: TaskResults, rows: Sequence[Row]) -> str:
-    least = _least_lossy_row(rows)
-    return (
-        f"the faster rows lose more {metric_name(task.metric)} than the bound {task.allowed or 0.0:g} "
-        f"(least: {least['method']}, {least['speedup']:.2f}x, {format_drop(_drop_interval(least), task.metric)}, "
-        f"{task.goal.loss_excess(least['drop']):.2g} too much)"
-    )
-
-
-def _tie_reason(task: TaskResults, row: Row) -> str:
-    gain = f"{row['speedup']:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
-    floor = f"noise floor {100 * (task.noise_floor or 0.0):.1f} %"
-    return f"the fastest row within the bound, {row['method']}, is a tie with the float model at {gain}, {floor}"
-
-
 def _accuracy_steps(task: TaskResults, rows: Sequence[Row]) -> Iterator[str]:
-    least = _least_lossy_row(rows)
+    least = min(rows, key=lambda row: row["drop"])
     if not task.searches:
         yield "a search, which recovers accuracy too: searchers: [auto], or qdq autotune --start FILE --max_drop POINTS"
     yield _calibration_hint(task)
-    if _or_nan(least["drop_low"]) <= (task.allowed or 0.0):
+    if _drop_interval(least).low <= (task.allowed or 0.0):
         yield "more images: the interval of that drop includes the bound"
     if least["drop"] <= MAX_SUGGESTED_DROP_SHARE * abs(task.score(FLOAT_ROW) or 0.0):
         bound = math.ceil(least["drop"] * 1e4 - 1e-6) / 1e4
@@ -429,7 +382,7 @@ def _latency_steps(task: TaskResults, rows: Sequence[Row], results: Results, bas
         yield "a processor with VNNI or AMX: this one has neither, and INT8 gains little on it"
     if ties := [row for row in rows if row["verdict"] == "tie" and row["speedup"] > 1 and not row["beyond"]]:
         fastest = _fastest_row(ties)
-        shown = f"{fastest['speedup']:.2f} [{fastest['speedup_low']:.2f}, {fastest['speedup_high']:.2f}]"
+        shown = _format_speedup(fastest).replace("x", "")
         more = f"more confirmation.builds than {task.builds}"
         again = _confirm_again(task, results, fastest, base)
         yield f"a quieter machine, or {more}: {fastest['method']} is a tie at {shown}; to measure it again: {again}"
@@ -448,18 +401,6 @@ def _calibration_hint(task: TaskResults) -> str:
         return "calibration data: the ranges are those of random data"
     method = task.facts.get("calibration", {}).get("method", "minmax")
     return f"another calibration.method than {method}, for instance {'entropy' if method == 'mse' else 'mse'}"
-
-
-def _least_lossy_row(rows: Sequence[Row]) -> Row:
-    return min(rows, key=lambda row: row["drop"])
-
-
-def _fastest_row(rows: Sequence[Row]) -> Row:
-    return max(rows, key=lambda row: row["speedup"])
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _infeasible_losses(task: TaskResults) -> list[float]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from rich.console import Group
@@ -36,7 +37,7 @@ from harness.report.tables.notes import partial_note, progress_note
 from harness.report.tables.paired_choices import ablation_frame, fixed_frame
 from harness.report.tables.searchers import budget_frame, cost_frame, pair_frame, score_frame, target_frame
 from harness.report.tables.transfer import transfer_frame
-from harness.results.folder import Results, TaskResults
+from harness.results.folder import Results
 from harness.results.folder import load as load_results
 from harness.results.manifest import MANIFEST_FILE, describe_files, find_changed_files, list_files, read_manifest
 from harness.results.task_files import GRAPH_FILE, exported, read_graph, sizes_of, write_graph
@@ -155,7 +156,15 @@ def write_report(
     out, observer = folder / "report", observer or NullProgress()
     cache = PlotCache(out, inputs)
     with explain_write_errors(out):
-        _update_graphs(results.tasks, observer)
+        with observer.work("graphs", len(results.tasks)) as progress:
+            for task in results.tasks:  # one at a time to save memory
+                known = sizes_of(task)
+                if any(name not in known and exported(task, row).exists() for name, row in task.rows.items()):
+                    from harness.report.page.graph_layout import load_task_graph  # imports ONNX
+
+                    if (graph := load_task_graph(task)) is not None:
+                        write_graph(task, graph)
+                progress.advance(task.name)
         tables = write_tables(results, out)
         all_plots = _wants_task_plots(folder, task_plots)
         pictures = draw_plots(results, out, cache, all_plots=all_plots, observer=observer)
@@ -168,20 +177,6 @@ def write_report(
 def _wants_task_plots(folder: Path, task_plots: bool | None) -> bool:
     tasks = len(list(folder.glob("*/task.json")))
     return tasks <= MAX_TASKS_WITH_PLOTS if task_plots is None else task_plots
-
-
-def _update_graphs(tasks: Sequence[TaskResults], observer: Observer) -> None:
-    """Store the graph of each task with exported models that its stored graph lacks, one at a time to save memory."""
-    with observer.work("graphs", len(tasks)) as progress:
-        for task in tasks:
-            stored_sizes = sizes_of(task)
-            if any(name not in stored_sizes and exported(task, row).exists() for name, row in task.rows.items()):
-                from harness.report.page.graph_layout import load_task_graph  # imports ONNX
-
-                graph = load_task_graph(task)
-                if graph is not None:
-                    write_graph(task, graph)
-            progress.advance(task.name)
 
 
 @fast_small_frames
@@ -220,15 +215,16 @@ def _input_digests(folder: Path) -> tuple[str, dict[str, str]]:
     for name in REPORT_LIBRARIES:
         common.update(f"{name} {version(name)}\n".encode())
     code = Path(__file__).parents[1]
-    for path in (path for path in sorted(code.rglob("*")) if path.suffix in CODE_SUFFIXES):
-        common.update(f"{path.relative_to(code)} {_content_digest(path)}\n".encode())
-    for path in (folder / "experiment.yaml", *sorted(folder.glob("ship/*/SHA256SUMS"))):  # the page names the folders
-        common.update(f"{path.relative_to(folder)} {_content_digest(path)}\n".encode())
+    _update_digest(common, code, (path for path in sorted(code.rglob("*")) if path.suffix in CODE_SUFFIXES))
+    # The page names the folders to deploy.
+    _update_digest(common, folder, (folder / "experiment.yaml", *sorted(folder.glob("ship/*/SHA256SUMS"))))
     tasks = {}
     for task in sorted({path.parent for name in TASK_FOLDER_FILES for path in folder.glob(f"*/{name}")}):
         own = common.copy()
-        for path in _record_files(task):
-            own.update(f"{path.relative_to(folder)} {_content_digest(path)}\n".encode())
+        # Records of `qdq run` and `qdq explain`, without `graph.json` of the report.
+        records = sorted(path for pattern in RECORD_GLOBS for path in task.glob(pattern))
+        records = [path for path in records if path.name != GRAPH_FILE and path.suffix in RECORD_SUFFIXES]
+        _update_digest(own, folder, filter(Path.is_file, records))
         for path in sorted(task.glob("models/*.onnx")):
             own.update(f"{path.relative_to(folder)}\n".encode())
         tasks[task.name] = own.hexdigest()
@@ -236,18 +232,13 @@ def _input_digests(folder: Path) -> tuple[str, dict[str, str]]:
     return common.hexdigest(), tasks
 
 
-def _content_digest(path: Path) -> str:
-    try:
-        return file_sha256(path)
-    except OSError:  # removed by a run that continues
-        return "gone"
-
-
-def _record_files(task: Path) -> Iterator[Path]:
-    """Yield the record files of `qdq run` and `qdq explain` in a task folder, without `graph.json` of the report."""
-    for path in sorted(path for pattern in RECORD_GLOBS for path in task.glob(pattern)):
-        if path.name != GRAPH_FILE and path.suffix in RECORD_SUFFIXES and path.is_file():
-            yield path
+def _update_digest(digest: Any, folder: Path, paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            content = file_sha256(path)
+        except OSError:  # removed by a run that continues
+            content = "gone"
+        digest.update(f"{path.relative_to(folder)} {content}\n".encode())
 
 
 def write_tables(results: Results, out: Path) -> list[ReportTable]:
@@ -266,20 +257,18 @@ def write_tables(results: Results, out: Path) -> list[ReportTable]:
 
 def report_text(results: Results, tables: Sequence[ReportTable]) -> str:
     """Return the printed tables (one summary, or main, budget and cost) as plain text, each line of notes once."""
-    before, after = _run_notes(results, tables)
-    return "\n\n".join(filter(None, [before, *map(render_plain_text, _printed_tables(tables)), after]))
+    before, printed, after = _printed_parts(results, tables)
+    return "\n\n".join(filter(None, [before, *map(render_plain_text, printed), after]))
 
 
 def report_renderable(results: Results, tables: Sequence[ReportTable]) -> Group:
     """Return the printed tables (one summary, or main, budget and cost) for a terminal."""
-    notes = _run_notes(results, tables)
-    before, after = ([Text(printable(note), style="yellow")] if note else [] for note in notes)
-    return Group(*before, *_printed_tables(tables), *after)
+    before, printed, after = _printed_parts(results, tables)
+    notes = [[Text(printable(note), style="yellow")] if note else [] for note in (before, after)]
+    return Group(*notes[0], *printed, *notes[1])
 
 
-def _printed_tables(tables: Sequence[ReportTable]) -> list[ReportTable]:
-    return drop_repeated_lines(table for table in tables if table.name in PRINTED_TABLES)
-
-
-def _run_notes(results: Results, tables: Sequence[ReportTable]) -> tuple[str, str]:
-    return progress_note(results), "" if tables else partial_note(results)
+def _printed_parts(results: Results, tables: Sequence[ReportTable]) -> tuple[str, list[ReportTable], str]:
+    """Return the note on the progress of the run, the tables that are printed, and the note on a run without tables."""
+    printed = drop_repeated_lines(table for table in tables if table.name in PRINTED_TABLES)
+    return progress_note(results), printed, "" if tables else partial_note(results)

@@ -115,18 +115,16 @@ def _friedman_p_value(ranks: Floats) -> float:
         with np.errstate(invalid="ignore"):  # all methods equal in every block
             p_value = float(friedmanchisquare(*ranks.T).pvalue)
         return 1.0 if math.isnan(p_value) else p_value
+
+    def sum_of_squares(*columns: Floats, axis: int) -> Floats:
+        # Friedman's statistic increases with this sum for given blocks and ties.
+        return np.asarray(np.square(np.stack([column.sum(axis=axis) for column in columns])).sum(axis=0))
+
     result = permutation_test(
-        tuple(ranks.T), _rank_sum_of_squares, permutation_type="samples", vectorized=True,
-        n_resamples=PERMUTATION_RESAMPLES, batch=1_000,
-        alternative="greater", rng=0,
+        tuple(ranks.T), sum_of_squares, permutation_type="samples", vectorized=True, batch=1_000,
+        n_resamples=PERMUTATION_RESAMPLES, alternative="greater", rng=0,
     )  # fmt: skip
     return float(result.pvalue)
-
-
-def _rank_sum_of_squares(*ranks: Floats, axis: int) -> Floats:
-    # Friedman's statistic increases with this sum for given blocks and ties.
-    sums: Floats = np.square(np.stack([method.sum(axis=axis) for method in ranks])).sum(axis=0)
-    return sums
 
 
 def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
@@ -173,32 +171,24 @@ def _compare_all(
     seeds: Mapping[str, Mapping[str, Sequence[float]]],
     middle: Callable[[Sequence[float]], Any],
 ) -> pd.DataFrame:
-    lines = [_compare_pair(one, two, seeds[one], seeds[two], middle) for one, two in pairs]
+    lines = []
+    for one, two in pairs:
+        first, second = seeds[one], seeds[two]
+        blocks = [block for block in first if block in second and len(first[block]) and len(second[block])]
+        if blocks:
+            ratios = [float(middle(first[block]) / middle(second[block])) for block in blocks]
+            mean = mean_ratio_over_blocks(ratios)
+            chance = float(np.mean([effect_size(first[block], second[block]) for block in blocks]))
+            p_value = _wilcoxon_p_value(np.log(ratios))
+            lines.append((one, two, len(blocks), mean.value, mean.low, mean.high, chance, p_value))
     columns = ["first", "second", "blocks", "ratio", "low", "high", "chance", "p_value"]
-    frame = pd.DataFrame([line for line in lines if line["blocks"]], columns=columns)
-    return frame.assign(p_holm=_holm_adjust(frame["p_value"].to_numpy(dtype=float)))
-
-
-def _compare_pair(
-    one: str,
-    two: str,
-    first: Mapping[str, Sequence[float]],
-    second: Mapping[str, Sequence[float]],
-    middle: Callable[[Sequence[float]], Any],
-) -> dict[str, object]:
-    blocks = [block for block in first if block in second and len(first[block]) and len(second[block])]
-    ratios = [float(middle(first[block]) / middle(second[block])) for block in blocks]
-    mean = mean_ratio_over_blocks(ratios) if blocks else Interval(value=1.0, low=0.0, high=math.inf)
-    return {
-        "first": one,
-        "second": two,
-        "blocks": len(blocks),
-        "ratio": mean.value,
-        "low": mean.low,
-        "high": mean.high,
-        "chance": float(np.mean([effect_size(first[b], second[b]) for b in blocks])) if blocks else math.nan,
-        "p_value": _wilcoxon_p_value(np.log(ratios)) if blocks else math.nan,
-    }
+    frame = pd.DataFrame(lines, columns=columns)
+    # Holm's step-down correction (Scandinavian Journal of Statistics 6, 1979).
+    p_values = frame["p_value"].to_numpy(dtype=float)
+    order = np.argsort(p_values, kind="stable")
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.minimum(1.0, np.maximum.accumulate(p_values[order] * np.arange(len(order), 0, -1)))
+    return frame.assign(p_holm=corrected)
 
 
 def mean_ratio_over_blocks(ratios: Sequence[float]) -> Interval:
@@ -223,35 +213,21 @@ def smallest_p_value(blocks: int, comparisons: int) -> float:
 def _wilcoxon_p_value(differences: Floats) -> float:
     if not np.any(differences):
         return 1.0
-    if len(differences) > MAX_EXACT_BLOCKS:
-        return _pratt_p_value(differences)
-    from scipy.stats import wilcoxon
+    blocks = len(differences)
+    if blocks <= MAX_EXACT_BLOCKS:
+        from scipy.stats import wilcoxon
 
-    return float(wilcoxon(differences, zero_method="pratt").pvalue)
-
-
-def _pratt_p_value(differences: Floats) -> float:
-    """Return p by the normal distribution, with Pratt's zeros and ties (Cureton, JASA 62, 1967), as SciPy does."""
+        return float(wilcoxon(differences, zero_method="pratt").pvalue)
     from scipy.special import ndtr
 
+    # By the normal distribution, with Pratt's zeros and ties (Cureton, JASA 62, 1967), as SciPy does.
     ranks, zeros = rank_values(np.abs(differences)), int(np.sum(differences == 0))
     _, ties = np.unique(ranks[differences != 0], return_counts=True)
-    blocks = len(differences)
     mean = (blocks * (blocks + 1) - zeros * (zeros + 1)) / 4
     variance = float(blocks * (blocks + 1) * (2 * blocks + 1) - zeros * (zeros + 1) * (2 * zeros + 1))
     variance -= 0.5 * float(np.sum(ties * (ties**2 - 1.0)))
     distance = abs(float(ranks[differences > 0].sum()) - mean) / math.sqrt(variance / 24)
     return float(min(1.0, 2 * ndtr(-distance)))
-
-
-def _holm_adjust(p_values: Floats) -> Floats:
-    """Return p-values by Holm's step-down correction (Scandinavian Journal of Statistics 6, 1979); NaN stays NaN."""
-    indices = np.flatnonzero(~np.isnan(p_values))
-    order = indices[np.argsort(p_values[indices], kind="stable")]
-    corrected = np.full(len(p_values), np.nan)
-    steps = p_values[order] * np.arange(len(order), 0, -1)
-    corrected[order] = np.minimum(1.0, np.maximum.accumulate(steps)) if len(order) else steps
-    return corrected
 
 
 def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, first: int = 0) -> Floats:

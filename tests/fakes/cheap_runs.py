@@ -41,7 +41,7 @@ def cheap_runs(request: pytest.FixtureRequest) -> Iterator[None]:
         if not getattr(request.module, "DRAWN", False):
             patch.setattr(importlib.import_module("harness.report.render"), "draw_plots", lambda *_, **__: [])
         if not getattr(request.module, "ALL_FORMATS", False):
-            for module in ("plot_files", "result_plots"):
+            for module in ("plot_files", "figures"):
                 patch.setattr(f"harness.report.plots.{module}.PLOT_FILE_FORMATS", ("png", "svg"))
         if not getattr(request.module, "LATEX", False):
             patch.setattr("harness.report.report_table._render_latex", lambda _: "% left out\n")

@@ -24,7 +24,7 @@ from harness.replay.budget_study import TableResult, mean_interval
 from harness.replay.path_cache import PathCache
 from harness.replay.replay import Floats, load_landscape
 from harness.replay.simulated_selection import Searches
-from harness.report.plots.result_plots import series_style
+from harness.report.plots.figures import series_style
 from harness.report.report_table import ReportTable, format_interval, frame_rows, render_markdown, render_note_markdown
 from harness.report.statistics import FriedmanRanks, compare_with, compute_ranks, smallest_p_value
 
@@ -225,7 +225,7 @@ def _pairs_table(others: Sequence[str], tasks: Sequence[TableResult], budgets: S
         f"Faster than {CONTROL} in the mean: {', '.join(ahead) or 'none'}."
     )
     table = _table("pairs", f"{CONTROL} and each other searcher", list(rows.values()), note)
-    return replace(table, bold=frozenset(bold))
+    return replace(table, marks=dict.fromkeys(bold, "best"))
 
 
 def _planned_table(others: Sequence[str], tasks: Sequence[TableResult], budgets: Sequence[int]) -> ReportTable:

@@ -61,7 +61,9 @@ def build_scene(
     Args:
         dimensions: Insertion points, which the page lists for the pattern of a clicked region.
     """
-    layout, number = _layout_boxes(model, root), {region.id: place for place, region in enumerate(_descendants(root))}
+    descendants = [region for region in root.walk() if region is not root]
+    number = {region.id: place for place, region in enumerate(descendants)}
+    layout = _layout_boxes(model, root, number)
     nodes: list[list[Any]] = [[] for _ in model.nodes]
     boxes: list[list[Any]] = [[] for _ in number]
     _place_boxes(layout, nodes, boxes)
@@ -69,21 +71,34 @@ def build_scene(
     pattern_of = {region.id: place for place, pattern in enumerate(drawn_patterns) for region in pattern.regions}
     operators = sorted({node.op for node in model.nodes})
     code = {name: place for place, name in enumerate(operators)}
-    parent = {child.id: region.id for region in _descendants(root) for child in region.children}
-    for region in _descendants(root):
+    parent = {child.id: region.id for region in descendants for child in region.children}
+    for region in descendants:
         facts = (pattern_of[region.id], number.get(parent.get(region.id, -1), -1), region.type is RegionType.LEAF)
         boxes[number[region.id]] += [*facts, list(region.inputs), list(region.outputs)]
         for index in region.nodes:
             node = model.nodes[index]
             nodes[index] += [code[node.op], number[region.id], len(node.inputs), node.name]
-    points = _insertion_points(model, drawn_patterns, dimensions)
+    node_index = {node.name: node.index for node in model.nodes}
+    points: list[list[dict[str, Any]]] = [[] for _ in drawn_patterns]
+    for dimension in dimensions:
+        prefix = dimension.group.partition(".")[0]
+        owner = next(i for i, pattern in enumerate(drawn_patterns) if pattern.signature.startswith(prefix))
+        places = [_edge_position(edge, model, node_index) for edge in dimension.edges]
+        point = {"name": dimension.name, "kind": dimension.kind, "role": dimension.role}
+        at = [list(place) for place in places if place is not None]
+        points[owner].append({**point, "choices": list(dimension.choices), "at": at})
     return {
         "size": [round(layout.width), round(layout.height)],
         "node_height": NODE_HEIGHT_PX,
         "operators": operators,
         "nodes": nodes,
         "regions": boxes,
-        "edges": _node_edges(model),
+        "edges": [
+            [model.producer[name], node.index, slot]
+            for node in model.nodes
+            for slot, name in enumerate(node.inputs)
+            if name in model.producer
+        ],
         "patterns": [
             {
                 "signature": pattern.signature[:8],
@@ -116,91 +131,42 @@ def _edge_position(edge: Edge, model: Model, index: Mapping[str, int]) -> tuple[
     return None if edge.consumer or maker is None else (maker, -1)
 
 
-def _descendants(root: Region) -> Iterable[Region]:
-    return (region for region in root.walk() if region is not root)
-
-
-def _insertion_points(
-    model: Model, patterns: Sequence[Pattern], dimensions: Iterable[Dimension]
-) -> list[list[dict[str, Any]]]:
-    index = {node.name: node.index for node in model.nodes}
-    found: list[list[dict[str, Any]]] = [[] for _ in patterns]
-    groups: dict[str, int] = {}
-    for dimension in dimensions:
-        prefix = dimension.group.partition(".")[0]
-        if prefix not in groups:
-            groups[prefix] = next(i for i, pattern in enumerate(patterns) if pattern.signature.startswith(prefix))
-        places = [_edge_position(edge, model, index) for edge in dimension.edges]
-        found[groups[prefix]].append(
-            {
-                "name": dimension.name,
-                "kind": dimension.kind,
-                "role": dimension.role,
-                "choices": list(dimension.choices),
-                "at": [list(place) for place in places if place is not None],
-            }
-        )
-    return found
-
-
-def _node_edges(model: Model) -> list[list[int]]:
-    return [
-        [model.producer[name], node.index, slot]
-        for node in model.nodes
-        for slot, name in enumerate(node.inputs)
-        if name in model.producer
-    ]
-
-
 def _pattern_colours(patterns: Sequence[Pattern]) -> list[str]:
     """Return a colour per pattern, the first of the scheme for those with most nodes; "" for composites."""
     leaves = [p for p in patterns if p.type is RegionType.LEAF]
     ranked = sorted(leaves, key=lambda p: -len(p.operators) * len(p.regions))
-    colour = {
-        id(pattern): _shade_colour(
-            PATTERN_COLOURS[place % len(PATTERN_COLOURS)],
-            SHADE_MIX_SHARES[place // len(PATTERN_COLOURS) % len(SHADE_MIX_SHARES)],
-        )
-        for place, pattern in enumerate(ranked)
-    }
-    return [colour.get(id(pattern), "#F4F4F2") for pattern in patterns]
+    colours = {}
+    for place, pattern in enumerate(ranked):
+        turn, place_in_turn = divmod(place, len(PATTERN_COLOURS))
+        colour, paler = PATTERN_COLOURS[place_in_turn], SHADE_MIX_SHARES[turn % len(SHADE_MIX_SHARES)]
+        target = 255 if paler > 0 else 0
+        parts = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+        mixed = (round(part + (target - part) * abs(paler)) for part in parts)
+        colours[id(pattern)] = "#" + "".join(f"{part:02X}" for part in mixed)
+    return [colours.get(id(pattern), "#F4F4F2") for pattern in patterns]
 
 
-def _shade_colour(colour: str, paler: float) -> str:
-    """Return the colour mixed with white (positive share) or black (negative share)."""
-    parts = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    target = 255 if paler > 0 else 0
-    return "#" + "".join(f"{round(part + (target - part) * abs(paler)):02X}" for part in parts)
-
-
-def _layout_boxes(model: Model, root: Region) -> _Box:
+def _layout_boxes(model: Model, root: Region, number: Mapping[int, int]) -> _Box:
     """Return the boxes of the tree with sizes, each part placed in its parent."""
-    number = {region.id: place for place, region in enumerate(_descendants(root))}
     built: dict[int, _Box] = {}
     for region in reversed(list(root.walk())):
         if region.children:
             parts = [built.pop(child.id) for child in region.children]
             owner = {node: part for part, child in enumerate(region.children) for node in child.node_indices()}
         else:
-            parts = [
-                _Box(i, max(40.0, LETTER_WIDTH_PX * len(model.nodes[i].op) + 14), NODE_HEIGHT_PX) for i in region.nodes
-            ]
+            widths = [max(40.0, LETTER_WIDTH_PX * len(model.nodes[i].op) + 14) for i in region.nodes]
+            parts = [_Box(i, width, NODE_HEIGHT_PX) for i, width in zip(region.nodes, widths, strict=True)]
             owner = {node: part for part, node in enumerate(region.nodes)}
+        before: dict[int, set[int]] = {}  # the parts that compute the inputs of each part
+        for node, part in owner.items():
+            for name in model.nodes[node].inputs:
+                feeder = owner.get(model.producer.get(name, -1))
+                if feeder is not None and feeder < part:
+                    before.setdefault(part, set()).add(feeder)
         box = _Box(number.get(region.id, -1), 0.0, 0.0, parts, leaf=not region.children)
-        _stack_rows(box, _layer_boxes(parts, _predecessors(model, owner)))
+        _stack_rows(box, _layer_boxes(parts, before))
         built[region.id] = box
     return built[root.id]
-
-
-def _predecessors(model: Model, owner: Mapping[int, int]) -> dict[int, set[int]]:
-    """Return the parts that compute the inputs of each part."""
-    before: dict[int, set[int]] = {}
-    for node, part in owner.items():
-        for name in model.nodes[node].inputs:
-            feeder = owner.get(model.producer.get(name, -1))
-            if feeder is not None and feeder < part:
-                before.setdefault(part, set()).add(feeder)
-    return before
 
 
 def _layer_boxes(parts: Sequence[_Box], before: Mapping[int, set[int]]) -> list[list[_Box]]:
@@ -272,7 +238,8 @@ logger = logging.getLogger(__name__)
 def load_task_graph(task: TaskResults) -> dict[str, Any] | None:
     """Return `scene` (see `build_scene`), and by row id the quantized edges (`marks`) and file sizes (`bytes`).
 
-    They come from the exported files, else from `graph.json` without rows whose file changed; None without either.
+    They come from the exported files, else from `graph.json` without rows whose file changed; None without either. The
+    insertion points are those of the task's dialect, if it is built in: a report imports no plug-in.
     """
     stored = read_graph(task)
     row = task.rows.get(FLOAT_ROW)
@@ -280,38 +247,27 @@ def load_task_graph(task: TaskResults) -> dict[str, Any] | None:
     if path is None or not path.exists():
         return stored
     model = load(path, source=str(task.facts.get("source", task.facts["model"])))
-    root = discover_regions(model)
-    scene = build_scene(model, root, find_patterns(model, root), _task_dimensions(task, model, root))
+    root, name = discover_regions(model), str(task.facts.get("dialect_use"))
+    dimensions: tuple[Dimension, ...] = ()
+    if name in BUILTIN_DIALECTS:
+        precisions = quantized_precisions(str(task.facts["precision"]))
+        dialect = load_dialect(name, task.facts["backend"])
+        dimensions = build_space(model, dialect, precisions=precisions, root=root).dimensions
+    else:
+        logger.warning("%s: no insertion points on the page: %s is not a dialect of qdq-bench", task.name, name)
+    scene = build_scene(model, root, find_patterns(model, root), dimensions)
     same = stored is not None and stored["scene"].get("nodes") == scene["nodes"]
     before = stored if stored is not None and same else {"marks": {}, "bytes": {}}
-    files = {row.id: exported(task, row) for row in task.rows.values() if exported(task, row).exists()}
-    sizes = {row: sum(part.stat().st_size for part in model_files(file)) for row, file in files.items()}
-    return {
-        "scene": scene,
-        "marks": {**before["marks"], **_marks_by_row(task, model)},
-        "bytes": {**before["bytes"], **sizes},
-    }
-
-
-def _task_dimensions(task: TaskResults, model: Model, root: Region) -> tuple[Dimension, ...]:
-    """Return the insertion points of the task's dialect, if it is built in: a report imports no plug-in."""
-    name = str(task.facts.get("dialect_use"))
-    if name not in BUILTIN_DIALECTS:
-        logger.warning("%s: no insertion points on the page: %s is not a dialect of qdq-bench", task.name, name)
-        return ()
-    dialect, precisions = load_dialect(name, task.facts["backend"]), quantized_precisions(str(task.facts["precision"]))
-    return build_space(model, dialect, precisions=precisions, root=root).dimensions
-
-
-def _marks_by_row(task: TaskResults, model: Model) -> Mapping[str, list[list[Any]]]:
-    found: dict[str, list[list[Any]]] = {}
+    marks, sizes = dict(before["marks"]), dict(before["bytes"])
     for row in task.rows.values():
         path = exported(task, row)
+        if path.exists():
+            sizes[row.id] = sum(part.stat().st_size for part in model_files(path))
         if not row.pairs:
-            found[row.id] = []
+            marks[row.id] = []
         elif path.exists():
             try:
-                found[row.id] = edge_marks(model, import_placement(path, model))
+                marks[row.id] = edge_marks(model, import_placement(path, model))
             except UserError as error:
                 logger.warning("%s: the Q/DQ edges of %s are not drawn: %s", task.name, row.id, error)
-    return found
+    return {"scene": scene, "marks": marks, "bytes": sizes}

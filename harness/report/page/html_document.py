@@ -30,6 +30,7 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
         values: Values of the template's other variables by name.
     """
     sources = [_read_asset(name) for name in scripts]
+    digests = [base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources]
     parts = (
         _template_environment()
         .get_template(template)
@@ -37,24 +38,19 @@ def render_html(template: str, scripts: Sequence[str], data: Any, values: Mappin
             **values,
             style=Markup(_read_asset("style.css")),
             scripts=[Markup(source) for source in sources],
-            hashes=Markup(" ".join(f"'{_csp_hash(source)}'" for source in sources)),
+            # Hash sources of inline scripts (CSP level 3, section 2.3.1).
+            hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
             data=Markup(_encode_json(data)),
         )
     )
-    parts.enable_buffering(
-        1000
-    )  # a table cell is several template parts; without buffering each is a string of its own
+    # A table cell is several template parts; without buffering each is a string of its own.
+    parts.enable_buffering(1000)
     return "".join(parts)
 
 
 def pack_json(data: Any) -> str:
     """Return JSON without NaN, compressed and in base 64; `assets/page.js` decompresses it."""
     return base64.b64encode(gzip.compress(_encode_json(data).encode(), mtime=0)).decode()
-
-
-def _csp_hash(source: str) -> str:
-    """Return the hash source of an inline script (CSP level 3, section 2.3.1)."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 
 def _encode_json(data: Any) -> str:

@@ -17,7 +17,7 @@ from harness.base.statistics import Interval
 from harness.report.frames import main_frame, rows_by_task
 from harness.report.next_steps import describe_answers, describe_next_steps, ship_path
 from harness.report.page.html_document import pack_json, render_html
-from harness.report.page.interactive_charts import build_answer_chart, build_charts
+from harness.report.plots.charts import answer_chart, plotly_figure, task_charts
 from harness.report.plots.plot_files import PlotFile
 from harness.report.report_table import ReportTable, format_interval, table_json
 from harness.report.tables.notes import noise_note, partial_note, progress_note
@@ -64,61 +64,48 @@ def render_index(
         pictures: Plots that are shown as images.
         base: See `harness.report.next_steps.describe_answers`.
     """
-    main = main_frame(results)
-    lines, budgets = rows_by_task(main), rows_by_task(budget_frame(results))
-    packed, drawn = [], set()
+    main, budgets = main_frame(results), budget_frame(results)
+    lines = rows_by_task(main)
+    packed, tasks = [], []
     for task in results.tasks:
-        graph = read_graph(task)
-        if graph is not None:
-            drawn.add(task.name)
-        labels = row_labels(task, lines.get(task.name, ()))
+        own, graph = lines.get(task.name, ()), read_graph(task)
         task_data = {
-            "labels": labels,
-            "answer": build_answer_chart(task, main, labels),
-            "charts": build_charts(task, main, budgets.get(task.name, ()), labels),
+            "labels": row_labels(task, own),
+            "answer": answer_chart(task, main),
+            "charts": list(map(plotly_figure, task_charts(task, main, budgets).values())),
             "graph": graph,
             "effects": _effects_by_row(task),
-            "best": next((line["row"] for line in lines.get(task.name, ()) if line["best"]), ""),
+            "best": next((line["row"] for line in own if line["best"]), ""),
         }
         packed.append(pack_json(task_data))
-    values = {
-        "title": results.stored.name,
-        "description": results.stored.description,
-        "partial": partial_note(results),
-        "progress": progress_note(results),
-        "answers": _answers(results, main, base),
-        "verdicts": [_task_verdict(task, lines.get(task.name, ())) for task in results.tasks],
-        "tables": map(table_json, tables),  # lazily, as the cells of all tables take much memory
-        "pictures": [_embed_plot(picture) for picture in pictures if not picture.task],
-        "tasks": [
-            {
-                "name": task.name,
-                "drawn": task.name in drawn,
-                "pictures": [_embed_plot(picture) for picture in pictures if picture.task == task.name],
-            }
-            for task in results.tasks
-        ],
-        "environments": _environment_rows(results.tasks),
-        "yaml": results.stored.text,
-        "commands": _reproduction_commands(results),
-    }
-    scripts = ("plotly-basic.min.js", "graph.js", "charts.js", "page.js")
-    return render_html("page.html.j2", scripts, packed, values)
-
-
-def _answers(results: Results, main: pd.DataFrame, base: Path | None) -> dict[str, Any]:
-    """Return the file to take of each finished task, the commands to deploy and to verify it, and other steps."""
+        shown = [_embed_plot(picture) for picture in pictures if picture.task == task.name]
+        tasks.append({"name": task.name, "drawn": graph is not None, "pictures": shown})
     commands = []
     for task in results.tasks:
         if (folder := ship_path(results.folder, task.name).parent).exists():
             path, name = hide_paths(str(folder)), next(iter(task.facts.get("inputs", {})), "NAME")
             commands += [["python", f"{path}/deploy.py", "--input", f"{name}=FILE.npy"], ["qdq", "verify", path]]
     steps = [step.split("\n- ") for step in describe_next_steps(results, main, base)]
-    return {
-        "lines": [hide_paths(line) for line in describe_answers(results, main, base)],
-        "commands": list(map(shlex.join, commands)),
-        "steps": [(head, remedies) for head, *remedies in steps],
+    values = {
+        "title": results.stored.name,
+        "description": results.stored.description,
+        "partial": partial_note(results),
+        "progress": progress_note(results),
+        "answers": {
+            "lines": [hide_paths(line) for line in describe_answers(results, main, base)],
+            "commands": list(map(shlex.join, commands)),
+            "steps": [(head, remedies) for head, *remedies in steps],
+        },
+        "verdicts": [_task_verdict(task, lines.get(task.name, ())) for task in results.tasks],
+        "tables": map(table_json, tables),  # lazily, as the cells of all tables take much memory
+        "pictures": [_embed_plot(picture) for picture in pictures if not picture.task],
+        "tasks": tasks,
+        "environments": _environment_rows(results.tasks),
+        "yaml": results.stored.text,
+        "commands": _reproduction_commands(results),
     }
+    scripts = ("plotly-basic.min.js", "graph.js", "charts.js", "page.js")
+    return render_html("page.html.j2", scripts, packed, values)
 
 
 def _embed_plot(picture: PlotFile) -> dict[str, str]:
@@ -149,46 +136,38 @@ def _format_effect(effect: PartEffect, metric: str | None) -> str:
 def _task_verdict(task: TaskResults, lines: Sequence[Mapping[Any, Any]]) -> dict[str, Any]:
     """Return the summary of a task for the template."""
     verdicts = [verdict_label(line) for line in lines if line["verdict"] != "baseline"]
-    counts = Counter(map(_verdict_kind, verdicts))
+    # The runtime's name follows a wrong result.
+    known = [WRONG_RESULT if verdict.startswith(WRONG_RESULT) else verdict for verdict in verdicts]
+    counts = Counter(kind if kind in VERDICT_KINDS else VERDICT_KINDS[-1] for kind in known)
     tally = ", ".join(f"{counts[kind]} {kind.replace(',', ' but')}" for kind in VERDICT_KINDS if counts[kind])
     facts = [f"{len(verdicts)} methods: {tally}." if verdicts else ""]
     if task.noise_floor is not None:
         facts.append(f"Noise floor {task.noise_floor:.1%}.")
-    named = {"task": task.name, "noise": noise_note(task)}
+    named = {"task": task.name, "noise": noise_note(task), "facts": facts}
     best = [line for line in lines if line["best"]]
-    tied = [line["method"] for line in lines if line["tied"] and not line["best"]]
-    if tied:
+    if tied := [line["method"] for line in lines if line["tied"] and not line["best"]]:
         facts.append(f"Not distinguishable from the fastest: {', '.join(tied)}.")
+    if not best and not task.complete:
+        return {**named, "state": "partial", "head": "no verdict yet"}
     if not best:
-        if not task.complete:
-            return {**named, "state": "partial", "head": "no verdict yet", "facts": facts}
         head = "the float model itself scores nothing" if task.blind else "no method obeys the bound"
-        return {**named, "state": "none", "head": head, "facts": facts}
+        return {**named, "state": "none", "head": head}
     top = best[0]
-    methods = ", ".join(line["method"] for line in best)
     speedup = format_interval(top["speedup"], top["speedup_low"], top["speedup_high"])
     latency = format_interval(top["latency_ms"], top["latency_low_ms"], top["latency_high_ms"], 3)
+    methods = ", ".join(line["method"] for line in best)
     head = f"{methods}: {speedup} times as fast as the float model, {latency} ms"
     if top["verdict"] == "baseline":
         within = "" if task.allowed is None else " within the bound"
         head = f"no method{within} is faster than float, {latency} ms"
-    return {**named, "state": top["verdict"], "head": head, "facts": [_accuracy_text(task, top), *facts]}
-
-
-def _verdict_kind(verdict: str) -> str:
-    if verdict.startswith(WRONG_RESULT):  # the runtime's name follows
-        return WRONG_RESULT
-    return verdict if verdict in VERDICT_KINDS else VERDICT_KINDS[-1]
-
-
-def _accuracy_text(task: TaskResults, line: Mapping[Any, Any]) -> str:
-    if pd.isna(line["score"]):
-        return ""
-    digits = METRIC_FORMATS.get(line["metric"], ("", 4, ""))[1]
-    bound = "" if task.allowed is None else f", allowed {task.allowed:g}"
-    has_drop = not pd.isna(line["drop"]) and line["metric"] not in METRIC_CAPS
-    drop = f" (drop {line['drop']:+.{digits}f}{bound})" if has_drop else ""
-    return f"{format_score(line['score'], line['metric'])}{drop}, {line['pairs']:.0f} Q/DQ pairs."
+    accuracy = ""
+    if not pd.isna(top["score"]):
+        digits = METRIC_FORMATS.get(top["metric"], ("", 4, ""))[1]
+        bound = "" if task.allowed is None else f", allowed {task.allowed:g}"
+        has_drop = not pd.isna(top["drop"]) and top["metric"] not in METRIC_CAPS
+        drop = f" (drop {top['drop']:+.{digits}f}{bound})" if has_drop else ""
+        accuracy = f"{format_score(top['score'], top['metric'])}{drop}, {top['pairs']:.0f} Q/DQ pairs."
+    return {**named, "state": top["verdict"], "head": head, "facts": [accuracy, *facts]}
 
 
 def _environment_rows(tasks: Sequence[TaskResults]) -> list[dict[str, str]]:

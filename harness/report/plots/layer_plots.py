@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
@@ -12,10 +12,9 @@ from textwrap import fill
 import numpy as np
 import pandas as pd
 
-from harness.base.statistics import Interval
 from harness.base.text import truncate
 from harness.plugins.api import Layer
-from harness.report.plots.result_plots import SERIES_COLOURS, figure_file
+from harness.report.plots.figures import COLOURS, plot_files
 from harness.report.report_table import frame_rows
 from harness.results.task_files import AttributionReport, PartEffect
 
@@ -40,20 +39,7 @@ def waterfall_frame(before: Sequence[Layer], after: Sequence[Layer], most: int =
     columns = ["part", "before_ms", "after_ms", "change_ms"]
     if not any(layer.time_ms for layer in before) or not any(layer.time_ms for layer in after):
         return pd.DataFrame(columns=columns)
-    lines = [
-        (part, first, second, second - first)
-        for part, first, second in _connected_layer_times(before, _match_layer_names(after, before))
-    ]
-    lines.sort(key=lambda line: -abs(line[3]))
-    others = lines[most:]
-    if others:
-        first, second = sum(line[1] for line in others), sum(line[2] for line in others)
-        lines = [*lines[:most], (f"all others ({len(others)})", first, second, second - first)]
-    return pd.DataFrame(lines, columns=columns)
-
-
-def _connected_layer_times(before: Sequence[Layer], after: Sequence[Layer]) -> Iterator[tuple[str, float, float]]:
-    """Yield the name of each part and its time in ms in both engines."""
+    after = _match_layer_names(after, before)
     owner = _first_node_of_part([*before, *after])
     names: dict[tuple[str, str], tuple[float, str]] = {}
     spent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -64,39 +50,36 @@ def _connected_layer_times(before: Sequence[Layer], after: Sequence[Layer]) -> I
             time_ms = layer.time_ms or 0.0
             spent[key][side] += time_ms
             names[key] = max(names.get(key, (-1.0, "")), (time_ms, " ".join((layer.kind, *nodes[-1:]))))
+    lines = []
     for key, (first, second) in spent.items():
-        _, name = names[key]
-        yield (name if key[0] else f"{_added_or_removed(first, second)}: {name}"), first, second
-
-
-def _added_or_removed(before_ms: float, after_ms: float) -> str:
-    if before_ms == after_ms:
-        return "as before"
-    return "added" if after_ms > before_ms else "removed"
+        change = "as before" if first == second else "added" if second > first else "removed"
+        lines.append((names[key][1] if key[0] else f"{change}: {names[key][1]}", first, second, second - first))
+    lines.sort(key=lambda line: -abs(line[3]))
+    others = lines[most:]
+    if others:
+        first, second = sum(line[1] for line in others), sum(line[2] for line in others)
+        lines = [*lines[:most], (f"all others ({len(others)})", first, second, second - first)]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def _match_layer_names(after: Sequence[Layer], before: Sequence[Layer]) -> list[Layer]:
     """Return the layers of the second engine, renamed to layers of the first if only the runtime's counter differs."""
-    one, two = _names_without_counter(before), _names_without_counter(after)
-    shared = _layer_node_names(before) & _layer_node_names(after)
+    sides = []
+    for layers in (before, after):
+        names = {(layer.kind, name) for layer in layers for name in _layer_nodes(layer)}
+        short = {(kind, name): (kind, NAME_COUNTER.sub("", name)) for kind, name in names}
+        count = Counter(short.values())  # a name without counter must be unique in the engine
+        sides.append({key: name for (_, name), key in short.items() if count[key] == 1 and key[1] != name})
+    shared = set.intersection(
+        *({name for layer in layers for name in _layer_nodes(layer)} for layers in (before, after))
+    )
+    one, two = sides
     known = {two[key]: one[key] for key in one.keys() & two.keys() if shared.isdisjoint((one[key], two[key]))}
     return [replace(layer, origin=tuple(known.get(name, name) for name in layer.origin)) for layer in after]
 
 
-def _names_without_counter(layers: Iterable[Layer]) -> dict[tuple[str, str], str]:
-    """Return node names by kind and name without counter, if that is unique in the engine."""
-    names = {(layer.kind, name) for layer in layers for name in _layer_nodes(layer)}
-    short = {(kind, name): (kind, NAME_COUNTER.sub("", name)) for kind, name in names}
-    count = Counter(short.values())
-    return {key: name for (kind, name), key in short.items() if count[key] == 1 and key[1] != name}
-
-
 def _layer_nodes(layer: Layer) -> list[str]:
     return [name for name in layer.origin if QDQ_NAME_TAG not in name]
-
-
-def _layer_node_names(layers: Iterable[Layer]) -> set[str]:
-    return {name for layer in layers for name in _layer_nodes(layer)}
 
 
 def _first_node_of_part(layers: Iterable[Layer]) -> dict[str, str]:
@@ -125,13 +108,13 @@ def draw_waterfall(parts: pd.DataFrame, title: str, path: Path) -> None:
         path: Output path without suffix; .png, .svg and .pdf are written.
     """
     before, after = float(parts["before_ms"].sum()), float(parts["after_ms"].sum())
-    with figure_file(path, height=1.6 + 0.3 * (len(parts) + 2)) as axes:
+    with plot_files(path, height=1.6 + 0.3 * (len(parts) + 2)) as axes:
         axes.barh(0, before, color="0.55", height=0.7)
         axes.text(before, 0, f" {before:.3f} ms", va="center")
         level = before
         for place, part in enumerate(frame_rows(parts), 1):
             change = part["change_ms"]
-            colour, hatch = (SERIES_COLOURS[0], "") if change <= 0 else (SERIES_COLOURS[1], "//")
+            colour, hatch = (COLOURS[0], "") if change <= 0 else (COLOURS[1], "//")
             axes.barh(place, change, left=level, color=colour, hatch=hatch, edgecolor="white", height=0.7)
             axes.plot([level, level], [place - 1, place], color="0.5", linewidth=0.7)
             level += change
@@ -158,14 +141,14 @@ def draw_sensitivity(effects: Sequence[PartEffect], noise_floor: float, title: s
         path: Output path without suffix; .png, .svg and .pdf are written.
     """
     measured = [(effect, effect.ratio) for effect in effects if effect.ratio is not None]
-    with figure_file(path, height=1.5 + 0.3 * len(measured)) as axes:
+    with plot_files(path, height=1.5 + 0.3 * len(measured)) as axes:
         axes.axvspan(-100 * noise_floor, 100 * noise_floor, color="0.87")
         axes.axvline(0, color="0.5", linewidth=0.8)
         for place, (effect, ratio) in enumerate(measured):
             value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
             clear = effect.exceeds(max(noise_floor, effect.noise_floor))
-            axes.plot([low, high], [place, place], color=SERIES_COLOURS[0], linewidth=1.2)
-            axes.plot([value], [place], "o", color=SERIES_COLOURS[0], mfc=SERIES_COLOURS[0] if clear else "white")
+            axes.plot([low, high], [place, place], color=COLOURS[0], linewidth=1.2)
+            axes.plot([value], [place], "o", color=COLOURS[0], mfc=COLOURS[0] if clear else "white")
         labels = [fill(_describe_effect(effect, 40), 40) for effect, _ in measured]
         axes.set_yticks(range(len(measured)), labels, fontsize=7.5)
         axes.set_ylim(len(measured) - 0.4, -0.6)
@@ -184,9 +167,14 @@ def draw_gain_and_drop(report: AttributionReport, metric: str, title: str, path:
         metric: Name of the metric at the y axis.
         path: Output path without suffix; .png, .svg and .pdf are written.
     """
-    dots = list(_effects_with_drop(report))
-    clear = [effect for effect, _, drop in dots if _exceeds_noise(effect, drop, report.noise_floor)]
-    with figure_file(path, height=4.0 + 0.16 * len(clear)) as axes:
+    dots, clear = [], []
+    for effect in report.patterns:
+        gained = None if report.latency_ms is None else effect.gain_us(report.latency_ms)
+        if gained is not None and (drop := effect.drop) is not None:
+            dots.append((effect, gained, drop))
+            if effect.exceeds(max(report.noise_floor, effect.noise_floor)) or drop.low > 0 or drop.high < 0:
+                clear.append(effect)
+    with plot_files(path, height=4.0 + 0.16 * len(clear)) as axes:
         floor_us = 1000 * (report.latency_ms or 0.0) * report.noise_floor
         axes.axvspan(-floor_us, floor_us, color="0.9")
         axes.axhline(0, color="0.5", linewidth=0.8)
@@ -195,7 +183,7 @@ def draw_gain_and_drop(report: AttributionReport, metric: str, title: str, path:
             axes.errorbar(
                 [gained.value], [drop.value], xerr=[[gained.value - gained.low], [gained.high - gained.value]],
                 yerr=[[drop.value - drop.low], [drop.high - drop.value]] if has_limits else None, fmt="o", ms=5,
-                elinewidth=0.8, color=SERIES_COLOURS[0] if effect in clear else "0.7",
+                elinewidth=0.8, color=COLOURS[0] if effect in clear else "0.7",
                 zorder=3 if effect in clear else 2,
             )  # fmt: skip
             if effect in clear:
@@ -211,18 +199,6 @@ def draw_gain_and_drop(report: AttributionReport, metric: str, title: str, path:
         axes.set_xlabel("\n".join(lines), fontsize=8, loc="left")
         axes.set_ylabel(f"{metric} that it costs (below 0: gains)")
         axes.set_title(title)
-
-
-def _effects_with_drop(report: AttributionReport) -> Iterator[tuple[PartEffect, Interval, Interval]]:
-    for effect in report.patterns:
-        gained = None if report.latency_ms is None else effect.gain_us(report.latency_ms)
-        if gained is not None and effect.drop is not None:
-            yield effect, gained, effect.drop
-
-
-def _exceeds_noise(effect: PartEffect, drop: Interval, noise_floor: float) -> bool:
-    """Return whether the effect on time or on accuracy is beyond the noise."""
-    return effect.exceeds(max(noise_floor, effect.noise_floor)) or drop.low > 0 or drop.high < 0
 
 
 def _describe_effect(effect: PartEffect, width: int) -> str:

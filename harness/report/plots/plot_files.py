@@ -14,22 +14,14 @@ from harness.base.errors import UserError
 from harness.base.files import from_json
 from harness.base.progress import NullProgress, Observer
 from harness.base.text import safe_file_name
-from harness.report.frames import (
-    candidate_frame,
-    candidate_label,
-    close_intervals,
-    curve_frame,
-    hypervolume_frame,
-    main_frame,
-    sample_frame,
-)
-from harness.report.plots import layer_plots, result_plots, study_plots
-from harness.report.plots.result_plots import PLOT_FILE_FORMATS
-from harness.report.report_table import frame_rows
+from harness.report.frames import main_frame
+from harness.report.plots import layer_plots, study_plots
+from harness.report.plots.charts import draw_chart, task_charts
+from harness.report.plots.figures import PLOT_FILE_FORMATS
 from harness.report.tables.main import overview_frame
 from harness.report.tables.searchers import budget_frame, rank_searchers
 from harness.report.tables.transfer import transfer_frame
-from harness.results.folder import Results, TaskResults, row_labels
+from harness.results.folder import Results, TaskResults
 from harness.results.manifest import FileTable, find_changed_files, read_manifest
 from harness.results.scores import metric_name
 from harness.results.task_files import AttributionReport, read_attributions
@@ -49,11 +41,6 @@ class PlotFile:
     task: str
     path: Path
     on_page: bool = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of its files."""
-        return tuple(self.path.with_suffix(f".{kind}").name for kind in PLOT_FILE_FORMATS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,33 +63,24 @@ class PlotCache:
     Args:
         out: Folder of the report, from whose manifest the entries are read.
         inputs: Digest of the inputs by task; plots of other tasks are drawn each time and not recorded.
+
+    Attributes:
+        entries: Entries of the tasks drawn so far, for the manifest.
+        complete: Whether the last report has all plots of every task.
     """
 
     def __init__(self, out: Path, inputs: Mapping[str, str]) -> None:
         self._out, self._inputs = out, inputs
         self._files: FileTable = {}
         self._known: dict[str, _Entry] = {}
-        self._entries: dict[str, _Entry] = {}
+        self.entries: dict[str, dict[str, Any]] = {}
         try:
             manifest = read_manifest(out) or {"files": {}}
             self._known = {task: from_json(_Entry, body) for task, body in manifest.get("plots", {}).items()}
             self._files = manifest["files"]
         except (UserError, ValueError, AttributeError):  # damaged, so everything is drawn again
             self._known = {}
-
-    @property
-    def entries(self) -> dict[str, Any]:
-        """Entries of the tasks drawn so far, for the manifest."""
-        return {task: asdict(entry) for task, entry in self._entries.items()}
-
-    @property
-    def complete(self) -> bool:
-        """True if the last report has all plots of every task."""
-        return all(entry.complete for entry in self._known.values())
-
-    def is_unchanged(self, task: str) -> bool:
-        """Return whether the last report was made from the same inputs of a task."""
-        return task in self._known and self._known[task].inputs == self._inputs.get(task)
+        self.complete = all(entry.complete for entry in self._known.values())
 
     def draw(self, task: str, draw: Callable[[], Iterable[PlotFile]], *, complete: bool) -> list[PlotFile]:
         """Return the plots of a task, and call `draw` for them unless they are up to date.
@@ -110,24 +88,30 @@ class PlotCache:
         Args:
             complete: Whether `draw` writes all plots, not only those that the page shows.
         """
-        entry = self._known.get(task, _Entry(inputs=""))
-        plots = [
-            PlotFile(title=t, task=task, path=self._out / name, on_page=on_page) for t, name, on_page in entry.plots
-        ]
-        names = {name for plot in plots for name in plot.names}
+        entry, inputs = self._known.get(task), self._inputs.get(task)
+        kept = () if entry is None else entry.plots
+        names = {_file_name(name, kind) for _, name, _ in kept for kind in PLOT_FILE_FORMATS}
         recorded = {name: self._files[name] for name in names & self._files.keys()}
-        inside = all(plot.path.parent == self._out for plot in plots)  # the manifest may be a stranger's
-        is_intact = inside and len(recorded) == len(names) and not any(find_changed_files(self._out, recorded))
-        if self.is_unchanged(task) and is_intact and entry.complete >= complete:
-            self._entries[task] = entry
-            return plots
+        if entry is not None and entry.inputs == inputs and entry.complete >= complete:
+            inside = all((self._out / name).parent == self._out for _, name, _ in kept)  # it may be a stranger's
+            if inside and len(recorded) == len(names) and not any(find_changed_files(self._out, recorded)):
+                self.entries[task] = asdict(entry)
+                return [
+                    PlotFile(title=title, task=task, path=self._out / name, on_page=shown)
+                    for title, name, shown in kept
+                ]
         plots = list(draw())
-        for name in recorded.keys() - {name for plot in plots for name in plot.names}:
+        drawn = {_file_name(plot.path.name, kind) for plot in plots for kind in PLOT_FILE_FORMATS}
+        for name in recorded.keys() - drawn:
             (self._out / name).unlink(missing_ok=True)  # drawn from other records
-        if task in self._inputs:
+        if inputs is not None:
             lines = tuple((plot.title, plot.path.name, plot.on_page) for plot in plots)
-            self._entries[task] = _Entry(inputs=self._inputs[task], complete=complete, plots=lines)
+            self.entries[task] = asdict(_Entry(inputs=inputs, complete=complete, plots=lines))
         return plots
+
+
+def _file_name(svg: str, kind: str) -> str:
+    return Path(svg).with_suffix(f".{kind}").name
 
 
 MAX_TRANSFER_MAPS = 20  # further maps are drawn only with `all_plots`; the table has their figures
@@ -146,40 +130,23 @@ def draw_plots(
     Args:
         cache: Plots that need not be drawn again; None: all are drawn.
         all_plots: False leaves out the plots of tasks that have an interactive form on the page.
-
-    Raises:
-        UserError: An attribution in the folder is damaged.
     """
     main, budgets, cache = main_frame(results), budget_frame(results), cache or PlotCache(out, {})
-    files = [*_draw_overview(overview_frame(main, budgets), out), *_draw_study(results, out, all_plots=all_plots)]
+    files = list(_draw_study(results, overview_frame(main, budgets), out, all_plots=all_plots))
     with (observer or NullProgress()).work("plots", len(results.tasks)) as progress:
         for task in results.tasks:
-            rows, own_budgets = main[main["task"] == task.name], budgets[budgets["task"] == task.name]
-            draw = partial(_draw_task, task, rows, own_budgets, out, all_plots=all_plots)
+            draw = partial(_draw_task, task, main, budgets, out, all_plots=all_plots)
             files += cache.draw(task.name, draw, complete=all_plots)
             progress.advance(task.name)
     return [file for file in files if file.on_page]
 
 
-def _draw_task(
-    task: TaskResults, main: pd.DataFrame, budgets: pd.DataFrame, out: Path, *, all_plots: bool
-) -> Iterator[PlotFile]:
-    if all_plots:
-        drawn = [*_draw_searches(task, budgets, out), *_draw_confirmed(task, main, out)]
-        yield from (PlotFile(title=task.name, task=task.name, path=path, on_page=False) for path in drawn)
-    for report in read_attributions(task):
-        yield from draw_attribution(task.name, report, out)
-
-
-def _draw_overview(overview: pd.DataFrame, out: Path) -> Iterator[PlotFile]:
+def _draw_study(results: Results, overview: pd.DataFrame, out: Path, *, all_plots: bool) -> Iterator[PlotFile]:
     for number, ((device, quantized), part) in enumerate(overview.groupby(["device", "quantized"], sort=False), 1):
         name = "overview" if number == 1 else f"overview-{number}"
         title = f"Speedups at a glance, {quantized}, {device}"
         study_plots.draw_speedups(part, title, out / name)
         yield PlotFile(title=title, task="", path=out / f"{name}.svg")
-
-
-def _draw_study(results: Results, out: Path, *, all_plots: bool) -> Iterator[PlotFile]:
     ranks = rank_searchers(results)
     if ranks is not None:
         title = "; ".join(filter(None, ["Searchers by mean rank", ranks.untested_reason]))
@@ -192,36 +159,20 @@ def _draw_study(results: Results, out: Path, *, all_plots: bool) -> Iterator[Plo
         yield PlotFile(title=f"Transfer: {within}, {precision}", task="", path=out / f"{name}.svg")
 
 
-def _draw_searches(task: TaskResults, budgets: pd.DataFrame, out: Path) -> Iterator[Path]:
-    curves, volumes = curve_frame([task]), hypervolume_frame([task])
-    if len(curves):
-        result_plots.draw_curves(curves, task.name, out / f"anytime-{task.name}", confirmed=budgets)
-        result_plots.draw_curves(curves, task.name, out / f"anytime-minutes-{task.name}", over="minutes")
-        yield from (out / f"anytime-{task.name}.svg", out / f"anytime-minutes-{task.name}.svg")
-    if len(volumes):
-        result_plots.draw_curves(volumes, task.name, out / f"volume-{task.name}", value="volume")
-        yield out / f"volume-{task.name}.svg"
-    if len(budgets):
-        result_plots.draw_budget_bars(budgets, task.name, out / f"budget-{task.name}")
-        yield out / f"budget-{task.name}.svg"
-
-
-def _draw_confirmed(task: TaskResults, main: pd.DataFrame, out: Path) -> Iterator[Path]:
-    labels = row_labels(task, frame_rows(main))
-    confirmed = [row for row in labels if row in task.summaries]
-    samples = dict(iter(sample_frame([task]).groupby("row")))
-    rows = {labels[row]: samples[row] for row in confirmed}
-    table_ms = {labels[row]: task.summaries[row].latency_ms.value for row in confirmed}
-    if rows:
-        result_plots.draw_latencies(rows, table_ms, task.noise_floor, task.name, out / f"latency-{task.name}")
-        yield out / f"latency-{task.name}.svg"
-    points = close_intervals(main)
-    if len(points) and task.metric is not None:
-        words = {"title": task.name, "metric": metric_name(task.metric), "tried": candidate_label(task)}
-        path = out / f"pareto-{task.name}"
-        points = points.assign(label=points["row"].map(labels))
-        result_plots.draw_pareto(points, candidate_frame(task), words, path, higher=task.higher_is_better)
-        yield out / f"pareto-{task.name}.svg"
+def _draw_task(
+    task: TaskResults, main: pd.DataFrame, budgets: pd.DataFrame, out: Path, *, all_plots: bool
+) -> Iterator[PlotFile]:
+    if all_plots:
+        charts, own = task_charts(task, main, budgets), budgets[budgets["task"] == task.name]
+        for name, chart in charts.items():
+            draw_chart(chart, task.name, out / f"{name}-{task.name}")
+        if len(own):
+            study_plots.draw_budget_bars(own, task.name, out / f"budget-{task.name}")
+        for name in (*charts, *(["budget"] if len(own) else [])):
+            path = out / f"{name}-{task.name}.svg"
+            yield PlotFile(title=task.name, task=task.name, path=path, on_page=False)
+    for report in read_attributions(task):
+        yield from draw_attribution(task.name, report, out)
 
 
 def draw_attribution(task: str, report: AttributionReport, out: Path) -> Iterator[PlotFile]:

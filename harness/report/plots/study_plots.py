@@ -1,4 +1,4 @@
-"""Plots over several tasks: speedups by method, critical differences of ranks, and transfer."""
+"""Plots of searchers and methods: speedups, budgets, critical differences of ranks, regret, and transfer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from textwrap import fill
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from harness.base.text import pluralize
-from harness.report.plots.result_plots import SERIES_COLOURS, add_legend, figure_file, series_style
+from harness.report.plots.figures import COLOURS, add_legend, plot_files, series_style
 from harness.report.report_table import frame_rows
 from harness.report.statistics import Floats, FriedmanRanks
 
+BAR_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 SPEEDUP_TICKS = (1, 1.5, 2, 3, 4, 6, 8)  # in each decade of a logarithmic axis
 
 
@@ -31,7 +31,7 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
     bands = list(dict.fromkeys(zip(overview["task"], overview["model"], strict=True)))
     models = [model for _, model in bands]
     step = 0.84 / len(columns)
-    with figure_file(path, height=1.3 + len(bands) * max(0.3, 0.05 * len(columns)), width=9.6) as axes:
+    with plot_files(path, height=1.3 + len(bands) * max(0.3, 0.05 * len(columns)), width=9.6) as axes:
         for band in range(0, len(bands), 2):
             axes.axhspan(band - 0.5, band + 0.5, color="0.955", zorder=0)
         axes.axvline(1.0, color="0.4", linewidth=0.9)
@@ -68,6 +68,34 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
         axes.figure.legend(loc="outside right center", frameon=False, fontsize=8)
 
 
+def draw_budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
+    """Draw bars of the confirmed speedup by searcher and budget.
+
+    Args:
+        budgets: Columns searcher, budget, speedup, low, high of `budget_frame`, for one task.
+        path: Output path without suffix; .png, .svg and .pdf are written.
+    """
+    searchers, sizes = list(dict.fromkeys(budgets["searcher"])), sorted(set(budgets["budget"]))
+    width = 0.8 / len(sizes)
+    with plot_files(path, height=3.4) as axes:
+        for index, size in enumerate(sizes):
+            part = budgets[budgets["budget"] == size]
+            place = [searchers.index(name) + (index - (len(sizes) - 1) / 2) * width for name in part["searcher"]]
+            errors = np.abs(part[["low", "high"]].to_numpy().T - part["speedup"].to_numpy())
+            axes.bar(
+                place, part["speedup"], width * 0.92, yerr=errors, capsize=2, label=f"{size} evaluations",
+                color=COLOURS[index % len(COLOURS)], hatch=BAR_HATCHES[index % len(BAR_HATCHES)],
+                edgecolor="white",
+                error_kw={"elinewidth": 0.9},
+            )  # fmt: skip
+        axes.axhline(1.0, color="0.3", linewidth=0.8)
+        axes.set_xticks(range(len(searchers)), searchers)
+        axes.set_xlabel("median over seeds; whiskers: 95 % interval,\nbelow six seeds the widest limits of their own")
+        axes.set_ylabel("confirmed speedup")
+        axes.set_title(title)
+        add_legend(axes)
+
+
 def draw_critical_difference(ranks: FriedmanRanks, title: str, path: Path) -> None:
     """Draw mean ranks on a line, with bars that join searchers that Nemenyi's test does not distinguish.
 
@@ -78,7 +106,7 @@ def draw_critical_difference(ranks: FriedmanRanks, title: str, path: Path) -> No
     """
     names, count = list(ranks.mean), len(ranks.mean)
     rows = (count + 1) // 2
-    with figure_file(path, height=1.3 + 0.3 * rows + 0.16 * len(ranks.cliques), grid=False) as axes:
+    with plot_files(path, height=1.3 + 0.3 * rows + 0.16 * len(ranks.cliques), grid=False) as axes:
         low, high = 1.0, float(max(2, count))
         bars = 0.35 * len(ranks.cliques)
         for place, name in enumerate(names):
@@ -90,8 +118,17 @@ def draw_critical_difference(ranks: FriedmanRanks, title: str, path: Path) -> No
             axes.text(end, depth, f" {name}  {rank:.2f} ", ha="right" if left else "left", va="center")
         for level, clique in enumerate(ranks.cliques):
             ends = [ranks.mean[clique[0]] - 0.03, ranks.mean[clique[-1]] + 0.03]
-            axes.plot(ends, [-0.3 - 0.35 * level] * 2, color=SERIES_COLOURS[0], linewidth=4, solid_capstyle="butt")
-        _draw_rank_axis(axes, ranks, (low, high))
+            axes.plot(ends, [-0.3 - 0.35 * level] * 2, color=COLOURS[0], linewidth=4, solid_capstyle="butt")
+        axes.plot([low, high], [0, 0], color="black", linewidth=1.2)
+        for rank in range(int(low), int(high) + 1):
+            axes.plot([rank, rank], [0, 0.18], color="black", linewidth=1.2)
+            axes.text(rank, 0.28, str(rank), ha="center", va="bottom")
+        text = f"mean ranks over {pluralize(ranks.blocks, ranks.unit)}, 1 is the best"
+        if ranks.critical_difference is not None:
+            stop = min(low + ranks.critical_difference, high * 1.4)
+            axes.plot([low, stop], [1.35, 1.35], color="black", linewidth=1.2, marker="|")
+            text = f"critical difference {ranks.critical_difference:.2f} at 5 %, {pluralize(ranks.blocks, ranks.unit)}"
+        axes.text(low, 1.5, text, ha="left", va="bottom")
         axes.set_xlim(low - 0.6 * (high - low), high + 0.6 * (high - low))
         axes.set_ylim(-bars - 0.6 - rows, 2.2)
         axes.set_title(fill(title, 70))
@@ -105,7 +142,7 @@ def draw_regret(regret: Mapping[str, Floats], title: str, path: Path) -> None:
         regret: Regret in % after each evaluation, by searcher.
         path: Output path without suffix; .png, .svg and .pdf are written.
     """
-    with figure_file(path) as axes:
+    with plot_files(path) as axes:
         for index, (searcher, values) in enumerate(regret.items()):
             colour, line, _ = series_style(index)
             evaluations = np.arange(1, len(values) + 1)
@@ -118,20 +155,6 @@ def draw_regret(regret: Mapping[str, Floats], title: str, path: Path) -> None:
         axes.set_ylabel("latency above the optimum in %")
         axes.set_title(fill(title, 70))
         add_legend(axes)
-
-
-def _draw_rank_axis(axes: Axes, ranks: FriedmanRanks, ends: tuple[float, float]) -> None:
-    axes.plot(ends, [0, 0], color="black", linewidth=1.2)
-    for rank in range(int(ends[0]), int(ends[1]) + 1):
-        axes.plot([rank, rank], [0, 0.18], color="black", linewidth=1.2)
-        axes.text(rank, 0.28, str(rank), ha="center", va="bottom")
-    if ranks.critical_difference is not None:
-        stop = min(ends[0] + ranks.critical_difference, ends[1] * 1.4)
-        axes.plot([ends[0], stop], [1.35, 1.35], color="black", linewidth=1.2, marker="|")
-        text = f"critical difference {ranks.critical_difference:.2f} at 5 %, {pluralize(ranks.blocks, ranks.unit)}"
-    else:
-        text = f"mean ranks over {pluralize(ranks.blocks, ranks.unit)}, 1 is the best"
-    axes.text(ends[0], 1.5, text, ha="left", va="bottom")
 
 
 def draw_transfer_map(transfer: pd.DataFrame, title: str, path: Path) -> None:
@@ -148,7 +171,7 @@ def draw_transfer_map(transfer: pd.DataFrame, title: str, path: Path) -> None:
         place = names.index(row["source"]), names.index(row["target"])
         shares[place] = np.nan if row["share"] is None else row["share"]
         texts[place] = f"{row['speedup']:.2f}x"
-    with figure_file(path, height=1.6 + 0.55 * len(names), grid=False) as axes:
+    with plot_files(path, height=1.6 + 0.55 * len(names), grid=False) as axes:
         image = axes.imshow(np.clip(shares, 0, 1), cmap="cividis", vmin=0, vmax=1, aspect="auto")
         for (source, target), text in np.ndenumerate(texts):
             dark = not np.isnan(shares[source, target]) and shares[source, target] < 0.6

@@ -31,15 +31,7 @@ from harness.report.tables.main import (
     overview_table,
     precision_table,
 )
-from harness.report.tables.notes import (
-    backend_notes,
-    data_notes,
-    early_end_notes,
-    loss_note,
-    noise_floor_note,
-    noise_note,
-    scenario_notes,
-)
+from harness.report.tables.notes import LOSS_NOTE, common_notes, early_end_notes, noise_floor_note, noise_note
 from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
 from harness.report.tables.searchers import (
     BUDGET,
@@ -84,21 +76,20 @@ def table_specs() -> Mapping[str, TableSpec]:
 
 def build_tables(results: Results) -> Iterator[ReportTable]:
     """Yield every table that has a row, each computed on demand."""
-    common = (*scenario_notes(results.tasks), *data_notes(results.tasks), *backend_notes(results.tasks))
-    ends, losses = tuple(early_end_notes(results)), loss_note(results)
+    common, ends = list(common_notes(results.tasks)), list(early_end_notes(results))
+    lossy = any(pick.loss is not None for task in results.tasks for pick in task.picks)
     warnings = tuple(filter(None, map(noise_note, results.tasks)))
     specs = table_specs()
     for table in _iter_tables(results, specs):
         if len(table.cells):
-            spec = specs[table.name]
-            notes = [
-                *(losses if spec.shows_selection else ()),
-                *([noise_floor_note(results.tasks)] if spec.timed and not spec.states_noise_floor else ()),
-                *(ends if spec.assumes_budget else ()),
-                *common,
-            ]
+            spec, notes = specs[table.name], [table.note]
+            if lossy and spec.shows_selection:
+                notes.append(LOSS_NOTE)
+            if spec.timed and not spec.states_noise_floor:
+                notes.append(noise_floor_note(results.tasks))
+            notes += [*(ends if spec.assumes_budget else ()), *common]
             doubts = (*(warnings if spec.timed else ()), *table.warnings)
-            yield replace(table, note="\n".join([table.note, *notes]), warnings=doubts)
+            yield replace(table, note="\n".join(notes), warnings=doubts)
 
 
 def _iter_tables(results: Results, specs: Mapping[str, TableSpec]) -> Iterator[ReportTable]:

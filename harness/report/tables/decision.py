@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from harness.accuracy.metrics.intervals import SURELY_WITHIN, decode_accuracy, probability_within
+from harness.accuracy.metrics.intervals import SURELY_WITHIN, probability_within
 from harness.base.statistics import Interval
 from harness.config.experiment import TOOL_NAMES
 from harness.measure.turn_log import summarize_parts
-from harness.report.frames import UNUSABLE, RowStatus, interval_columns, rows_by_task, with_backend_column
+from harness.report.frames import (
+    UNUSABLE,
+    RowStatus,
+    interval_columns,
+    paired_accuracies,
+    rows_by_task,
+    with_backend_column,
+)
 from harness.report.report_table import (
     MISSING_CELL,
     Column,
@@ -44,7 +51,6 @@ FIXED_PLACEMENT_LABELS = {
     "all-fp8": "all operators, fp8",
 }
 PRECISION_LABELS = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
-Losses = Mapping[tuple[str, int | None], float]
 
 
 def _format_decision(row: Row) -> str:
@@ -63,7 +69,7 @@ DECISION = TableSpec(
         *FIGURES,
         PAIRS,
         number_column("file MB", "megabytes", "{:.1f}"),
-        Column("decision", _format_decision, text=True),
+        Column("decision", _format_decision, text=True, of="speedup"),
     ),
     drop_empty=True,
     timed=True,
@@ -78,14 +84,9 @@ def decision_table(results: Results, main: pd.DataFrame) -> ReportTable:
     several = len(raw) > 0 and raw["quantized"].nunique() > 1
     prefixed = tuple(replace(column, heading=f"{{quantized}} {column.heading}") for column in DECISION.spread)
     spec = replace(DECISION, caption="", spread=prefixed if several else DECISION.spread)
-    return spec.build(raw, [_note(raw)], score=score_column_title(raw.get("metric", ())))
-
-
-def _note(decisions: pd.DataFrame) -> str:
-    rows = frame_rows(decisions)
+    rows = frame_rows(raw)
     best = [row for row in rows if row["role"] == BEST_FOUND]
-    unusable = (row for row in best if not is_missing(row["speedup"]) and row["status"] in UNUSABLE)
-    broken = ", ".join(str(row["task"]) for row in unusable)
+    broken = [str(row["task"]) for row in best if not is_missing(row["speedup"]) and row["status"] in UNUSABLE]
     sentences = [
         DECISION.caption,
         "Figures, intervals and marks are those of the main table. File MB: size of the ONNX file in 10^6 bytes.",
@@ -98,11 +99,12 @@ def _note(decisions: pd.DataFrame) -> str:
         )
     if broken:
         sentences.append(
-            f"If no searcher's choice keeps the bound ({broken}), the fastest of all is shown; it is not shipped."
+            f"If no searcher's choice keeps the bound ({', '.join(broken)}), the fastest of all is shown; it is not "
+            "shipped."
         )
     if any(row["status"] == RowStatus.NOT_SCORED for row in rows):
         sentences.append("Models with outputs that are not finite are not shipped; the decision states this reason.")
-    return " ".join(sentences)
+    return spec.build(raw, [" ".join(sentences)], score=score_column_title(raw.get("metric", ())))
 
 
 def decision_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
@@ -114,48 +116,40 @@ def decision_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
     confirmation, whose figures are shown. `batch` is the first dimension of the inputs, `megabytes` the size of the
     exported file in units of 10^6 bytes; both are None if unknown.
     """
-    tasks = {task.name: task for task in results.tasks}
-    lines = []
+    tasks, lines = {task.name: task for task in results.tasks}, []
     for name, rows in rows_by_task(main).items():
         task = tasks.get(name)
         sizes = {} if task is None else sizes_of(task)
-        for role, line in _iter_roles(rows, results.stored, _search_losses(task)):
+        shapes = {} if task is None else task.facts.get("inputs", {})
+        batches = {shape[0] for shape in shapes.values() if shape}
+        batch = batches.pop() if len(batches) == 1 else None
+        for role, line in _iter_roles(task, rows, results.stored):
             size = sizes.get(line["row"])
-            facts = {"role": role, "batch": _batch_size(task), "megabytes": None if size is None else size / 1e6}
-            lines.append({**line, **facts})
+            lines.append({**line, "role": role, "batch": batch, "megabytes": None if size is None else size / 1e6})
     return pd.DataFrame(lines)
 
 
-def _search_losses(task: TaskResults | None) -> Losses:
-    """Return the loss of the choice of each search, by searcher and seed, if the searches minimised it."""
-    if task is None:
-        return {}
-    final = (pick for pick in task.picks if pick.rank == 0 and pick.budget == task.budget)
-    return {(pick.method, pick.seed): pick.loss for pick in final if pick.loss is not None}
-
-
 def _iter_roles(
-    rows: Sequence[dict[Any, Any]], stored: StoredExperiment, losses: Losses
+    task: TaskResults | None, rows: Sequence[dict[Any, Any]], stored: StoredExperiment
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
     named = [(PRECISION_LABELS.get(row["precision"], FLOAT_ROW), row) for row in rows if row["method"] == FLOAT_ROW]
     yield from sorted(named, key=lambda pair: pair[0] != "FP32")
     yield from ((f"default PTQ, {row['method']}", row) for row in rows if row["method"] in TOOL_NAMES)
     fixed = (row for row in rows if row["method"] in stored.baselines and row["method"] not in TOOL_NAMES)
     yield from ((FIXED_PLACEMENT_LABELS.get(row["method"], row["method"]), row) for row in fixed)
-    if searched := [row for row in rows if row["method"] in stored.searchers]:
-        yield BEST_FOUND, _best_row(searched, losses)
-
-
-def _best_row(searched: Sequence[dict[Any, Any]], losses: Losses) -> dict[Any, Any]:
-    """Return the row of the best searcher before the confirmation, among those that obey the bound if any does."""
+    searched = [row for row in rows if row["method"] in stored.searchers]
     confirmed = [row for row in searched if not is_missing(row["speedup"])]
-    obeying = [row for row in confirmed if row["status"] not in UNUSABLE]
-    rows = obeying or confirmed or searched
-    by_search = {(row["method"], row["seed"]): row for row in rows}
-    if by_search.keys() <= losses.keys():
-        return by_search[min(by_search, key=lambda key: (losses[key], -_search_speedup(by_search[key])))]
-    selected = all(not is_missing(row["final_selection"]) for row in rows)
-    return max(rows, key=lambda row: row["final_selection"] if selected else _search_speedup(row))
+    candidates = [row for row in confirmed if row["status"] not in UNUSABLE] or confirmed or searched
+    if not candidates:
+        return
+    picks = [] if task is None else [p for p in task.picks if p.rank == 0 and p.budget == task.budget]
+    losses = {(pick.method, pick.seed): pick.loss for pick in picks if pick.loss is not None}
+    by_search = {(row["method"], row["seed"]): row for row in candidates}
+    if by_search.keys() <= losses.keys():  # the loss was minimised
+        yield BEST_FOUND, by_search[min(by_search, key=lambda key: (losses[key], -_search_speedup(by_search[key])))]
+    else:
+        selected = all(not is_missing(row["final_selection"]) for row in candidates)
+        yield BEST_FOUND, max(candidates, key=lambda r: r["final_selection"] if selected else _search_speedup(r))
 
 
 def _search_speedup(row: Row) -> float:
@@ -165,18 +159,12 @@ def _search_speedup(row: Row) -> float:
     return float(row["speedup"]) + (0.0 if is_missing(row["shrinkage"]) else float(row["shrinkage"]))
 
 
-def _batch_size(task: TaskResults | None) -> int | None:
-    shapes = {} if task is None else task.facts.get("inputs", {})
-    sizes = {shape[0] for shape in shapes.values() if shape}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
 SHAPES = TableSpec(
     name="shapes",
     title="Shapes",
     columns=(
         *map(text_column, ("model", "device", "precision", "method")),
-        interval_column("speedup", "speedup", "speedup_low", "speedup_high"),
+        interval_column("speedup", "speedup", "speedup_low", "speedup_high", of="speedup"),
         VERDICT,
     ),
     caption=(
@@ -207,18 +195,16 @@ def shape_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
         The columns of `main_frame`, shape, shape_ms and shape_speedup, each of the two with limits.
     """
     lines: list[dict[Any, Any]] = []
-    rows = frame_rows(main)
     for task in results.tasks:
+        rows = frame_rows(main[main["task"] == task.name])
         for shape, summary in summarize_parts(task.events, FLOAT_ROW).items():
-            for row in rows:
-                if row["task"] == task.name and (figures_at_shape := summary.rows.get(row["row"])) is not None:
-                    figures = interval_columns("shape_ms{}", figures_at_shape.latency_ms)
-                    figures |= interval_columns("shape_speedup{}", figures_at_shape.speedup)
-                    lines.append({**row, "shape": shape, **figures})
-    return pd.DataFrame(lines, columns=[*main.columns, "shape", *_COLUMNS])
-
-
-_COLUMNS = [f"{name}{end}" for name in ("shape_ms", "shape_speedup") for end in ("", "_low", "_high")]
+            for row in (row for row in rows if row["row"] in summary.rows):
+                at_shape = summary.rows[row["row"]]
+                figures = interval_columns("shape_ms{}", at_shape.latency_ms)
+                figures |= interval_columns("shape_speedup{}", at_shape.speedup)
+                lines.append({**row, "shape": shape, **figures})
+    columns = [f"{name}{end}" for name in ("shape_ms", "shape_speedup") for end in ("", "_low", "_high")]
+    return pd.DataFrame(lines, columns=[*main.columns, "shape", *columns])
 
 
 def _format_within(row: Row) -> str:
@@ -258,18 +244,23 @@ FASTEST_COLUMNS = (
 HALF_POINT, ONE_POINT = 0.005, 0.01
 
 
+def _interval(row: Row, field: str) -> Interval:
+    return Interval(value=row[field], low=row[f"{field}_low"], high=row[f"{field}_high"])
+
+
 def _format_fastest(row: Row) -> str:
-    return "1.00 (float)" if row["is_float"] else format_interval(*_interval(row, "speedup"))
+    if row["is_float"]:
+        return "1.00 (float)"
+    return format_interval(row["speedup"], row["speedup_low"], row["speedup_high"])
 
 
 def _format_mean(field: str) -> Callable[[Sequence[Row]], str]:
     """Return a formatter of the geometric mean of a field over all models, empty if one of them is missing."""
 
     def shown(rows: Sequence[Row]) -> str:
-        parts = [_interval(row, field) for row in rows]
-        if len(rows) < rows[0]["models"] or any(is_missing(value) for value, *_ in parts):
+        if len(rows) < rows[0]["models"] or any(is_missing(row[field]) for row in rows):
             return MISSING_CELL
-        mean = geometric_mean([Interval(value=value, low=low, high=high) for value, low, high in parts])
+        mean = geometric_mean([_interval(row, field) for row in rows])
         return format_interval(mean.value, mean.low, mean.high)
 
     return shown
@@ -306,52 +297,41 @@ def fastest_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
     lines = main[main["task"].isin(list(tasks)) & (main["method"] != FLOAT_ROW) & (main["row"] != "")]
     if lines["task"].nunique() < 2 or not results.stored.searchers:
         return pd.DataFrame(columns=list(FASTEST_COLUMNS))
-    searcher = results.stored.searchers[0]
-    rows = [
-        _fastest_row(tasks[row["task"]], row, bound)
-        for row in frame_rows(with_backend_column(lines))
-        for bound in _shown_bounds(tasks[row["task"]])
-    ]
+    rows: list[dict[Any, Any]] = []
+    for row in frame_rows(with_backend_column(lines)):
+        task = tasks[row["task"]]
+        drop, allowed = task.drop(row["row"]), task.allowed or 0.0
+        is_right = (
+            row["verdict"] == "faster" and row["status"] != RowStatus.WRONG and not is_missing(row["speedup_low"])
+        )
+        for bound in (allowed, ONE_POINT) if allowed == HALF_POINT else (allowed,):
+            keeps = is_right and drop is not None and drop <= bound
+            figures = {name: row[name] if keeps else 1.0 for name in ("speedup", "speedup_low", "speedup_high")}
+            labels = {name: row[name] for name in ("device", "method", "task", "model", "row")}
+            rows.append({**labels, "bound": bound, **figures, "is_float": not keeps})
     rows.sort(key=lambda row: row["bound"])
-    search_rows = {(row["task"], row["bound"]): row for row in rows if row["method"] == searcher}
+    search_rows = {(row["task"], row["bound"]): row for row in rows if row["method"] == results.stored.searchers[0]}
     counts = Counter((row["device"], row["bound"]) for row in search_rows.values())
-    ratios = [_ratio(search_rows.get((row["task"], row["bound"])), row) for row in rows]
     filled = [
-        {**row, "models": counts[row["device"], row["bound"]], **ratio} for row, ratio in zip(rows, ratios, strict=True)
-    ]
+        {
+            **row, "models": counts[row["device"], row["bound"]],
+            **_ratio(search_rows.get((row["task"], row["bound"])), row),
+        }
+        for row in rows
+    ]  # fmt: skip
     return pd.DataFrame(filled, columns=list(FASTEST_COLUMNS))
 
 
-def _shown_bounds(task: TaskResults) -> tuple[float, ...]:
-    if task.allowed is None:
-        return ()
-    return (task.allowed, ONE_POINT) if task.allowed == HALF_POINT else (task.allowed,)
-
-
-def _fastest_row(task: TaskResults, row: Mapping[Any, Any], bound: float) -> dict[str, Any]:
-    drop, low = task.drop(row["row"]), row["speedup_low"]
-    is_faster = row["verdict"] == "faster" and row["status"] != RowStatus.WRONG
-    keeps = is_faster and drop is not None and drop <= bound and not is_missing(low)
-    figures = {name: row[name] if keeps else 1.0 for name in ("speedup", "speedup_low", "speedup_high")}
-    labels = {name: row[name] for name in ("device", "method", "task", "model", "row")}
-    return {**labels, "bound": bound, **figures, "is_float": not keeps}
-
-
-def _ratio(search_row: Mapping[str, Any] | None, row: Mapping[str, Any]) -> dict[str, float]:
+def _ratio(search_row: Row | None, row: Row) -> dict[str, float]:
     """Return the ratio of two speedups with its limits, as of independent figures; NaN without a search."""
     if search_row is None:
         return {"ratio": math.nan, "ratio_low": math.nan, "ratio_high": math.nan}
-    (numerator, own_low, own_high), (value, low, high) = (_interval(each, "speedup") for each in (search_row, row))
-    below = math.hypot(math.log(numerator / own_low), math.log(high / value))
-    above = math.hypot(math.log(own_high / numerator), math.log(value / low))
-    ratio = numerator / value
-    if search_row["row"] == row["row"]:  # the same file
-        below = above = 0.0
+    own, other = _interval(search_row, "speedup"), _interval(row, "speedup")
+    ratio, below, above = own.value / other.value, 0.0, 0.0
+    if search_row["row"] != row["row"]:  # not the same file
+        below = math.hypot(math.log(own.value / own.low), math.log(other.high / other.value))
+        above = math.hypot(math.log(own.high / own.value), math.log(other.value / other.low))
     return {"ratio": ratio, "ratio_low": ratio * math.exp(-below), "ratio_high": ratio * math.exp(above)}
-
-
-def _interval(row: Mapping[str, Any], field: str) -> tuple[float, float, float]:
-    return row[field], row[f"{field}_low"], row[f"{field}_high"]
 
 
 def tool_table(results: Results, main: pd.DataFrame) -> ReportTable:
@@ -366,28 +346,16 @@ def tool_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
     `file_score`: metric of the file run as it describes itself; `within`: probability that the drop is within the
     bound; `seconds`: time that the tool or the search took.
     """
-    tasks = {task.name: task for task in results.tasks if task.file_scores}
-    rows = [row for row in frame_rows(main) if row["task"] in tasks]
-    return pd.DataFrame([{**row, **_figures(tasks[row["task"]], row)} for row in rows], columns=[*main.columns, *_NEW])
-
-
-_NEW = ("file_score", "within", "seconds")
-
-
-def _figures(task: TaskResults, row: Mapping[Any, Any]) -> dict[str, float | None]:
-    name, metric = row["row"], task.metric or ""
-    seconds = None if is_missing(row["minutes"]) else 60 * float(row["minutes"])
-    if seconds is not None and not is_missing(row["budget"]):  # of a search
-        seconds += sum(facts.get("seconds", 0.0) for facts in task.recovery.values())
-    records = [task.scores.get(each, {}) for each in (FLOAT_ROW, name)]
-    within = None
-    if task.allowed is not None and name != FLOAT_ROW and all("metrics" in record for record in records):
-        reference, row_accuracy = map(decode_accuracy, records)
-        within = probability_within(
-            reference, row_accuracy, metric, task.allowed, higher_is_better=task.higher_is_better
-        )
-    return {
-        "file_score": task.file_scores.get(name, {}).get("metrics", {}).get(metric),
-        "within": within,
-        "seconds": seconds,
-    }
+    lines = []
+    for task in (each for each in results.tasks if each.file_scores):
+        recovery_s = sum(facts.get("seconds", 0.0) for facts in task.recovery.values())
+        for row in frame_rows(main[main["task"] == task.name]):
+            seconds = within = None
+            if not is_missing(row["minutes"]):
+                seconds = 60 * float(row["minutes"]) + (0.0 if is_missing(row["budget"]) else recovery_s)
+            pair, metric = paired_accuracies(task, row["row"]), task.metric or ""
+            if task.allowed is not None and pair is not None:
+                within = probability_within(*pair, metric, task.allowed, higher_is_better=task.higher_is_better)
+            file_score = task.file_scores.get(row["row"], {}).get("metrics", {}).get(metric)
+            lines.append({**row, "file_score": file_score, "within": within, "seconds": seconds})
+    return pd.DataFrame(lines, columns=[*main.columns, "file_score", "within", "seconds"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -129,24 +128,22 @@ def _iter_tallies(fixed: pd.DataFrame) -> Iterator[str]:
     """Yield for each searcher and budget the verdicts over tasks and the smallest ratio."""
     judged = fixed[fixed["ratio"].notna() & fixed["task"].notna()]
     for searcher, lines in judged.groupby("searcher", sort=False) if judged["task"].nunique() > 1 else ():
-        tallies = [f"after {budget} evaluations {_count_verdicts(part)}" for budget, part in lines.groupby("budget")]
+        tallies = []
+        for budget, part in lines.groupby("budget"):
+            counts, ratios = part["verdict"].value_counts(), part["ratio"].astype(float)
+            floors, tied = part["noise_floor"].astype(float).fillna(0.0), part["verdict"] == "tie"
+            alone = {
+                "their intervals": tied & (ratios * (1 + floors.clip(lower=MIN_CLAIMED_GAIN)) < 1),
+                "the noise floor": tied & ((part["low"] > 1) | (part["high"] < 1)),
+            }
+            ties = []
+            for what, which in alone.items():
+                if named := ", ".join(f"{row['task']} {row['ratio']:.2f}" for row in frame_rows(part[which])):
+                    ties.append(f"ties by {what} alone: {named}")
+            counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in FIXED_VERDICTS if verdict in counts)
+            listed = f" ({'; '.join(ties)})" if ties else ""
+            tallies.append(f"after {budget} evaluations {counted}, least {ratios.min():.2f}{listed}")
         yield f"{searcher}: {'; '.join(tallies)}."
-
-
-def _count_verdicts(part: pd.DataFrame) -> str:
-    counts = part["verdict"].value_counts()
-    ratios, floors = part["ratio"].astype(float), part["noise_floor"].astype(float).fillna(0.0)
-    tied = part["verdict"] == "tie"
-    below = tied & (ratios * (1 + floors.clip(lower=MIN_CLAIMED_GAIN)) < 1)
-    clear = tied & ((part["low"] > 1) | (part["high"] < 1))
-    counted = ", ".join(f"{counts[verdict]} {verdict}" for verdict in FIXED_VERDICTS if verdict in counts)
-    kinds = {"their intervals": below, "the noise floor": clear}
-    alone = [f"ties by {what} alone: {_join_ratios(part[which])}" for what, which in kinds.items() if which.any()]
-    return f"{counted}, least {ratios.min():.2f}" + (f" ({'; '.join(alone)})" if alone else "")
-
-
-def _join_ratios(part: pd.DataFrame) -> str:
-    return ", ".join(f"{row['task']} {row['ratio']:.2f}" for row in frame_rows(part))
 
 
 def fixed_frame(results: Results) -> pd.DataFrame:
@@ -168,9 +165,8 @@ def fixed_frame(results: Results) -> pd.DataFrame:
             lines.append(
                 {
                     **dict.fromkeys(FIXED_COLUMNS), "model": MEAN_LABEL, "tasks": len(part), "searcher": searcher,
-                    "budget": budget, "ratio": mean.value, "low": mean.low, "high": mean.high,
-                    "seeds": int(part["seeds"].min()), "same": int(part["same"].sum()),
-                    "unfit": int(part["unfit"].sum()),
+                    "budget": budget, **_limits(mean), "seeds": int(part["seeds"].min()),
+                    "same": int(part["same"].sum()), "unfit": int(part["unfit"].sum()),
                 }
             )  # fmt: skip
     return pd.DataFrame(lines, columns=list(FIXED_COLUMNS))
@@ -181,36 +177,24 @@ def _fixed_rows(task: TaskResults, baselines: Sequence[str]) -> Iterator[dict[st
     for pick in task.picks:
         if pick.kind == "baseline" and pick.method in baselines and pick.row in task.summaries:
             fixed.setdefault(pick.row, []).append(pick.method)
-    if not fixed:
-        return
     turns = TurnMatrix(task.events).turns
     best = max(filter(task.obeys, fixed), key=lambda row: task.summaries[row].speedup.value, default="")
-    for (searcher, budget), rows in confirmed_choices(task).items():
+    for (searcher, budget), by_seed in confirmed_choices(task).items() if fixed else ():
+        rows = list(by_seed.values())
+        ratios = [ratio for row in rows if (ratio := paired_ratio(turns, row, best)) is not None]
+        middle = ratio_over_seeds(ratios) if ratios else None
+        verdict = MISSING_CELL if middle is None else speedup_verdict(middle, task.noise_floor or 0.0)
         yield {
-            "task": task.name, "model": task.facts["model"], "tasks": 1, "searcher": searcher, "budget": budget,
-            "fixed": ", ".join(fixed.get(best, [])), "row": best, "noise_floor": task.noise_floor,
-            **_compare_with_best(task, turns, list(rows.values()), best), "seeds": len(rows),
-            "same": sum(row == best for row in rows.values()),
-            "unfit": sum(not task.obeys(row) for row in rows.values()),
+            **dict.fromkeys(FIXED_COLUMNS), "task": task.name, "model": task.facts["model"], "tasks": 1,
+            "searcher": searcher, "budget": budget, "fixed": ", ".join(fixed.get(best, [])), "row": best,
+            "noise_floor": task.noise_floor, **_limits(middle),
+            "verdict": SAME_PLACEMENT if ratios and set(rows) == {best} else verdict, "seeds": len(rows),
+            "same": rows.count(best), "unfit": sum(not task.obeys(row) for row in rows),
         }  # fmt: skip
 
 
-def _compare_with_best(task: TaskResults, turns: Mapping[str, Turns], rows: Sequence[str], best: str) -> dict[str, Any]:
-    ratios = [ratio for row in rows if (ratio := paired_ratio(turns, row, best)) is not None]
-    if not ratios:
-        return {"ratio": None, "low": None, "high": None, "verdict": MISSING_CELL}
-    middle = ratio_over_seeds(ratios)
-    verdict = SAME_PLACEMENT if set(rows) == {best} else speedup_verdict(middle, task.noise_floor or 0.0)
-    return {"ratio": middle.value, "low": middle.low, "high": middle.high, "verdict": verdict}
-
-
-@dataclass(frozen=True, slots=True)
-class _TaskChoices:
-    """Confirmed rows of a task by searcher and budget, then by seed, with the turns of each row."""
-
-    results: TaskResults
-    rows: Mapping[tuple[str, int], Mapping[int, str]]
-    turns: Mapping[str, Turns]
+def _limits(interval: Interval | None) -> dict[str, float]:
+    return {} if interval is None else {"ratio": interval.value, "low": interval.low, "high": interval.high}
 
 
 def ablation_frame(results: Results) -> pd.DataFrame:
@@ -226,17 +210,27 @@ def ablation_frame(results: Results) -> pd.DataFrame:
     Returns:
         Columns reference, variant, params, budget, task, tasks, seeds (the fewest of a task), ratio, low, high, chance.
     """
-    tasks = [_TaskChoices(task, confirmed_choices(task), TurnMatrix(task.events).turns) for task in results.pooled]
-    budgets = sorted({budget for task in tasks for _, budget in task.rows})
-    lines = [
-        {
-            "reference": reference, "variant": variant,
-            "params": _format_parameters(results.stored, reference, variant), "budget": budget, **line,
-        }
-        for reference, variant in _reference_variant_pairs(results.stored)
-        for budget in budgets
-        for line in _ablation_rows(tasks, reference, variant, budget)
-    ]  # fmt: skip
+    stored, turns = results.stored, {task.name: TurnMatrix(task.events).turns for task in results.pooled}
+    budgets = sorted({budget for task in results.pooled for _, budget in confirmed_choices(task)})
+    lines = []
+    for reference, variant in _reference_variant_pairs(stored):
+        use, params = stored.uses[variant]
+        other = {} if use == stored.uses[reference][0] else {"use": use}
+        facts = {"reference": reference, "variant": variant}
+        facts["params"] = ", ".join(f"{key}={value}" for key, value in {**other, **params}.items())
+        for budget in budgets:
+            rows = []
+            for task in results.pooled:
+                if row := _ablation_row(task, turns[task.name], reference, variant, budget):
+                    rows.append({**facts, "budget": budget, **row})
+            many = len(rows) >= MIN_BLOCKS_FOR_WILCOXON
+            if len(rows) > 1:
+                parts = [Interval(value=row["ratio"], low=row["low"], high=row["high"]) for row in rows]
+                mean = block_ci([[part.value] for part in parts]) if many else geometric_mean(parts)
+                chance, seeds = float(np.mean([row["chance"] for row in rows])), min(row["seeds"] for row in rows)
+                figures = {"task": None, "tasks": len(rows), "seeds": seeds, **_limits(mean), "chance": chance}
+                lines.append({**facts, "budget": budget, **figures})
+            lines += [] if many else rows
     return pd.DataFrame(lines, columns=list(ABLATION_COLUMNS))
 
 
@@ -245,53 +239,26 @@ def _reference_variant_pairs(stored: StoredExperiment) -> Iterator[tuple[str, st
     for name in stored.searchers:
         groups.setdefault(stored.uses[name][0], []).append(name)
     for names in groups.values():
-        plain = [name for name in names if not stored.uses[name][1]]
-        reference = (plain or names)[0]
-        for variant in (*names, *_variants_of_other_plugins(stored, groups, reference)):
-            if variant != reference:
-                yield reference, variant
+        reference = next((name for name in names if not stored.uses[name][1]), names[0])
+        first, *others = stored.searchers
+        use, params = stored.uses[first]
+        labelled = all(name != stored.uses[name][0] for name in others)
+        variants = list(names)
+        if reference == first and not params and labelled and len(groups[use]) > 1:
+            variants += [alone[0] for alone in groups.values() if len(alone) == 1]
+        yield from ((reference, variant) for variant in variants if variant != reference)
 
 
-def _variants_of_other_plugins(
-    stored: StoredExperiment, groups: Mapping[str, Sequence[str]], reference: str
-) -> Iterator[str]:
-    first, *others = stored.searchers
-    use, params = stored.uses[first]
-    labelled = all(name != stored.uses[name][0] for name in others)
-    if reference == first and not params and labelled and len(groups[use]) > 1:
-        yield from (names[0] for names in groups.values() if len(names) == 1)
-
-
-def _format_parameters(stored: StoredExperiment, reference: str, variant: str) -> str:
-    use, params = stored.uses[variant]
-    other = {} if use == stored.uses[reference][0] else {"use": use}
-    return ", ".join(f"{key}={value}" for key, value in {**other, **params}.items())
-
-
-def _ablation_rows(tasks: Sequence[_TaskChoices], reference: str, variant: str, budget: int) -> list[dict[str, Any]]:
-    rows = [row for task in tasks if (row := _ablation_row(task, reference, variant, budget)) is not None]
-    many = len(rows) >= MIN_BLOCKS_FOR_WILCOXON
-    return [*([_ablation_mean(rows)] if len(rows) > 1 else []), *([] if many else rows)]
-
-
-def _ablation_row(task: _TaskChoices, reference: str, variant: str, budget: int) -> dict[str, Any] | None:
-    own, other = (task.rows.get((name, budget), {}) for name in (variant, reference))
+def _ablation_row(
+    task: TaskResults, turns: Mapping[str, Turns], reference: str, variant: str, budget: int
+) -> dict[str, Any]:
+    """Return the ratio of a task; {} without a seed that has both choices."""
+    choices = confirmed_choices(task)
+    own, other = (choices.get((name, budget), {}) for name in (variant, reference))
     pairs = [(row, other[seed]) for seed, row in own.items() if seed in other]
-    ratios = [ratio for pair in pairs if (ratio := paired_ratio(task.turns, *pair)) is not None]
+    ratios = [ratio for pair in pairs if (ratio := paired_ratio(turns, *pair)) is not None]
     if not ratios:
-        return None
-    middle, speedups = ratio_over_seeds(ratios), speedups_at(task.results, budget)
-    return {
-        "task": task.results.name, "tasks": 1, "seeds": len(ratios), "ratio": middle.value, "low": middle.low,
-        "high": middle.high, "chance": effect_size(speedups[variant], speedups[reference]),
-    }  # fmt: skip
-
-
-def _ablation_mean(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    parts = [Interval(value=row["ratio"], low=row["low"], high=row["high"]) for row in rows]
-    few = len(parts) < MIN_BLOCKS_FOR_WILCOXON
-    mean = geometric_mean(parts) if few else block_ci([[part.value] for part in parts])
-    return {
-        "task": None, "tasks": len(rows), "seeds": min(row["seeds"] for row in rows), "ratio": mean.value,
-        "low": mean.low, "high": mean.high, "chance": float(np.mean([row["chance"] for row in rows])),
-    }  # fmt: skip
+        return {}
+    speedups = speedups_at(task, budget)
+    chance = effect_size(speedups[variant], speedups[reference])
+    return {"task": task.name, "tasks": 1, "seeds": len(ratios), **_limits(ratio_over_seeds(ratios)), "chance": chance}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ TRANSFER = TableSpec(
     caption=f"The best placement of the searches on the backend of the row, run on that of the column: {SHARE_NOTE}",
     group_by=("within", "precision", "source"),
     spread_by="target",
-    spread=(Column("run on {target}", _format_transfer),),
+    spread=(Column("run on {target}", _format_transfer, of="speedup"),),
     timed=True,
     source="rows",
 )
@@ -60,7 +60,7 @@ TRANSFER_MODELS = TableSpec(
     ),
     group_by=("within", "precision", "source"),
     spread_by="target",
-    spread=(Column("run in {target}", _format_transfer),),
+    spread=(Column("run in {target}", _format_transfer, of="speedup"),),
     timed=True,
     source="rows",
 )
@@ -68,13 +68,23 @@ TRANSFER_MODELS = TableSpec(
 
 def transfer_tables(results: Results) -> Iterator[ReportTable]:
     """Yield the tables between backends and between models."""
-    transfer = transfer_frame(results)
-    correlations = [
-        f"{row['model']}, {row['precision']}: rank correlation of latencies on {row['first']} and {row['second']}: "
-        f"{row['spearman']:+.2f} over {row['rows']} placements."
-        for row in frame_rows(similarity_frame(results))
-    ]
-    yield TRANSFER.build(transfer[transfer["across"] == "backends"], [*_difference_notes(results), *correlations])
+    transfer, notes = transfer_frame(results), []
+    for (model, precision), tasks in _task_families(results, "backends").items():
+        best = {task.name: task.rows[pick.row].choices for task in tasks if (pick := _best_pick(task)) is not None}
+        parts = []
+        for one, two in itertools.combinations(tasks, 2):
+            own, other = best.get(one.name), best.get(two.name)
+            if own and other and len(own) == len(other) and one.facts.get("space") == two.facts.get("space"):
+                changed = sum(a != b for a, b in zip(own, other, strict=True))
+                parts.append(f"{backend_label(one)} and {backend_label(two)} {changed or 'none'} of {len(own)}")
+        if parts:
+            notes.append(f"{model}, {precision}: choices in which the best placements differ: {', '.join(parts)}.")
+    for row in frame_rows(similarity_frame(results)):
+        both = f"rank correlation of latencies on {row['first']} and {row['second']}"
+        notes.append(
+            f"{row['model']}, {row['precision']}: {both}: {row['spearman']:+.2f} over {row['rows']} placements."
+        )
+    yield TRANSFER.build(transfer[transfer["across"] == "backends"], notes)
     yield TRANSFER_MODELS.build(transfer[transfer["across"] == "models"])
 
 
@@ -89,22 +99,20 @@ def transfer_frame(results: Results) -> pd.DataFrame:
         the target), method, row, speedup, low, high, verdict, and share: the time saved as a share of that of the
         target's own best placement, None if that gain is within the noise. Empty if nothing was transferred.
     """
-    lines = []
-    for across in ("backends", "models"):
-        for (within, precision), tasks in _task_families(results, across).items():
-            facts = {"across": across, "within": within, "precision": precision}
-            best = {task.name: _best_pick(task) for task in tasks}
-            family = [
-                {**facts, "source": _task_label(source, across), "target": _task_label(target, across), **line}
-                for source, target in itertools.product(tasks, tasks)
-                if (line := _transfer_row(source, target, best, across)) is not None
-            ]
-            if any(line["source"] != line["target"] for line in family):
-                lines += family
     columns = [
         "across", "within", "precision", "source", "target", "task", "method", "row", "speedup", "low", "high",
         "verdict", "share",
     ]  # fmt: skip
+    lines = []
+    for across in ("backends", "models"):
+        for (within, precision), tasks in _task_families(results, across).items():
+            family = []
+            for source, target in itertools.product(tasks, tasks):
+                labels = _task_label(source, across), _task_label(target, across)
+                if (figures := _transfer_row(source, target, across)) is not None:
+                    family.append((across, within, precision, *labels, target.name, *figures))
+            if any(line[3] != line[4] for line in family):
+                lines += family
     return pd.DataFrame(lines, columns=columns)
 
 
@@ -121,46 +129,30 @@ def _task_families(results: Results, across: str) -> dict[tuple[str, str], list[
     return {key: tasks for key, tasks in families.items() if len(tasks) > 1}
 
 
-def _difference_notes(results: Results) -> Iterator[str]:
-    """Yield a note on how many choices differ between the best placements of backends that share a space."""
-    for (model, precision), tasks in _task_families(results, "backends").items():
-        best = {task.name: task.rows[pick.row].choices for task in tasks if (pick := _best_pick(task)) is not None}
-        parts = []
-        for one, two in itertools.combinations(tasks, 2):
-            own, other = best.get(one.name), best.get(two.name)
-            if own and other and len(own) == len(other) and one.facts.get("space") == two.facts.get("space"):
-                changed = sum(a != b for a, b in zip(own, other, strict=True))
-                parts.append(f"{backend_label(one)} and {backend_label(two)} {changed or 'none'} of {len(own)}")
-        if parts:
-            yield f"{model}, {precision}: choices in which the best placements differ: {', '.join(parts)}."
-
-
 def _best_pick(task: TaskResults) -> Choice | None:
     return best_choice(pick for pick in task.picks if pick.row in task.summaries and not task.wrong(pick.row))
 
 
-def _transfer_row(
-    source: TaskResults, target: TaskResults, best_picks: Mapping[str, Choice | None], across: str
-) -> dict[str, Any] | None:
-    pick, target_pick = best_picks[source.name], best_picks[target.name]
-    row = None if pick is None else pick.row if source is target else _transferred_row(pick, source, target, across)
-    if pick is None or row is None or row not in target.summaries:
+def _transfer_row(source: TaskResults, target: TaskResults, across: str) -> tuple[Any, ...] | None:
+    """Return method, row, speedup with limits, verdict and share of the source's best placement on the target."""
+    pick, target_pick = _best_pick(source), _best_pick(target)
+    if pick is None:
         return None
-    speedup, best = target.summaries[row].speedup, None if target_pick is None else target.summaries[target_pick.row]
-    return {
-        "task": target.name, "method": pick.method, "row": row,
-        "speedup": speedup.value, "low": speedup.low, "high": speedup.high, "verdict": target.summaries[row].verdict,
-        "share": (1 - 1 / speedup.value) / (1 - 1 / best.speedup.value) if best and best.verdict == "faster" else None,
-    }  # fmt: skip
-
-
-def _transferred_row(pick: Choice, source: TaskResults, target: TaskResults, across: str) -> str | None:
-    """Return the target's row of the source's placement, or None."""
-    name = f"from_{_task_label(source, across)}"
-    row = next((p.row for p in target.picks if p.kind == "baseline" and p.method == name and p.row), None)
-    if row is not None or across == "models":
-        return row
-    return pick.row if pick.row == FLOAT_ROW or _is_same_placement(pick.row, source, target) else None
+    row: str | None = pick.row
+    if source is not target:
+        name = f"from_{_task_label(source, across)}"
+        row = next((p.row for p in target.picks if p.kind == "baseline" and p.method == name and p.row), None)
+        is_same = pick.row == FLOAT_ROW or _is_same_placement(pick.row, source, target)
+        if row is None and across == "backends" and is_same:
+            row = pick.row
+    if row is None or row not in target.summaries:
+        return None
+    summary, share = target.summaries[row], None
+    best = None if target_pick is None else target.summaries[target_pick.row]
+    if best is not None and best.verdict == "faster":
+        share = (1 - 1 / summary.speedup.value) / (1 - 1 / best.speedup.value)
+    speedup = summary.speedup
+    return pick.method, row, speedup.value, speedup.low, speedup.high, summary.verdict, share
 
 
 def similarity_frame(results: Results) -> pd.DataFrame:
@@ -175,13 +167,12 @@ def similarity_frame(results: Results) -> pd.DataFrame:
     for (model, precision), tasks in _task_families(results, "backends").items():
         for one, two in itertools.combinations(tasks, 2):
             shared = [row for row in one.summaries if row in two.summaries and _is_same_placement(row, one, two)]
-            if len(shared) < MIN_SHARED_ROWS:
-                continue
-            latency_ms = [[task.summaries[row].latency_ms.value for row in shared] for task in (one, two)]
-            names = {"first": backend_label(one), "second": backend_label(two)}
-            ranks = [rank_values(np.array(values)) for values in latency_ms]
-            facts = {"model": model, "precision": precision, **names, "rows": len(shared)}
-            lines.append({**facts, "spearman": float(np.asarray(np.corrcoef(ranks))[0, 1])})
+            if len(shared) >= MIN_SHARED_ROWS:
+                latency_ms = [[task.summaries[row].latency_ms.value for row in shared] for task in (one, two)]
+                ranks = [rank_values(np.array(values)) for values in latency_ms]
+                correlation = float(np.asarray(np.corrcoef(ranks))[0, 1])
+                names = model, precision, backend_label(one), backend_label(two)
+                lines.append((*names, len(shared), correlation))
     return pd.DataFrame(lines, columns=["model", "precision", "first", "second", "rows", "spearman"])
 
 
