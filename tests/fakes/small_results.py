@@ -22,8 +22,9 @@ from harness.measure.records import SCHEMA_VERSION, Failed, Measured, Outcome, P
 from harness.measure.turn_log import TWIN, RowFailure, Turn, encode_turn_event
 from harness.report.report_table import write_table
 from harness.report.tables.catalog import build_tables
+from harness.report.trace import trace_cell
 from harness.results.artifacts import Choice, ExportedModel
-from harness.results.folder import load
+from harness.results.folder import Results, load
 from harness.results.journal import Journal
 from harness.results.search_log import Goal
 
@@ -231,6 +232,11 @@ def read_table(folder: Path, name: str) -> list[dict[str, str]]:
 def read_note(folder: Path, name: str) -> str:
     """Return the note of a written Markdown table."""
     return (folder / "report" / f"{name}.md").read_text().partition("\n\n")[2]
+
+
+def trace_lines(results: Results, address: str, table: str = "main") -> list[str]:
+    """Return all lines of the trace of a cell."""
+    return [line for source in trace_cell(results, address, table).sources for line in source.lines()]
 
 
 def read_page_data(text: str) -> list[dict]:

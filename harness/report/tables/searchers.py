@@ -379,7 +379,7 @@ def score_frame(results: Results) -> pd.DataFrame:
             speedups = part.pivot(index="seed", columns="evaluations", values="speedup").reindex(
                 columns=range(1, last + 1)
             )
-            latency[str(name)] = 1 / speedups.ffill(axis=1).fillna(1.0).to_numpy()
+            latency[str(name)] = 1 / np.ascontiguousarray(speedups.ffill(axis=1).fillna(1.0))
         best = min(float(values.min()) for values in latency.values())
         for name, values in latency.items():
             scores = score_against_random(values, latency[random].mean(axis=0), best, first)

@@ -23,8 +23,7 @@ def test_the_class_of_a_classifier_that_collapsed_is_named():
     before = accuracy("mean", {"top1": [1.0] * 35, "classes": classes}, "top1")
     after = accuracy("mean", {"top1": [1.0] * 19 + [0.0] * 7 + [1.0] * 6 + [0.0] * 3, "classes": classes}, "top1")
     worst = worst_class(before, after, "top1")
-    assert worst is not None
-    assert (worst.label, worst.samples, worst.reference, worst.quantized) == (1, 12, 1.0, 0.5), "3 samples say nothing"
+    assert worst == (1, 12, 1.0, 0.5), "3 samples say nothing"
     without = accuracy("mean", {"top1": [1.0] * 35}, "top1")
     assert worst_class(without, without, "top1") is None
     assert worst_class(before, after, "top5") is None
@@ -48,17 +47,14 @@ def test_the_category_of_a_detector_that_is_missed_is_named():
         return accuracy("map", map_facts(match_boxes(labels, boxes), 12), "map")
 
     worst = worst_class(found((0, 1)), found((0,)), "map")
-    assert worst is not None
-    assert (worst.label, worst.samples) == (1, 12)
-    assert (worst.reference, worst.quantized) == (pytest.approx(1.0), 0.0)
+    assert worst == (1, 12, pytest.approx(1.0), 0.0)
 
 
 def test_the_class_of_a_segmentation_that_shrank_is_named():
     before = accuracy("miou", {"areas": [[0, 90, 90, 90, 7, 10, 10, 10]] * 10}, "miou")
     after = accuracy("miou", {"areas": [[0, 90, 90, 95, 7, 5, 10, 5]] * 10}, "miou")
     worst = worst_class(before, after, "miou")
-    assert worst is not None
-    assert (worst.label, worst.samples, worst.reference, worst.quantized) == (7, 10, 1.0, 0.5)
+    assert worst == (7, 10, 1.0, 0.5)
 
 
 def test_damaged_evidence_is_refused():

@@ -6,19 +6,17 @@ import shutil
 
 import pandas as pd
 import pytest
-from small_results import TASK, edit_json, measured, write_search
+from small_results import TASK, edit_json, measured, trace_lines, write_search
 from stored import write_records
 
 from harness.measure.records import Failed, Measured
 from harness.measure.turn_log import TWIN, Turn, encode_turn_event
 from harness.report.frames import curve_frame, hypervolume_frame, main_frame
-from harness.report.page.interactive_charts import build_charts
-from harness.report.plots.result_plots import median_band
+from harness.report.plots.charts import task_charts
 from harness.report.render import write_tables
 from harness.report.tables.catalog import build_tables
 from harness.report.tables.searchers import budget_frame, target_frame
-from harness.report.trace import trace_cell
-from harness.results.folder import load, row_labels
+from harness.results.folder import load
 
 FAILED = Failed(stage="build", reason="no", wall_s=1.0)
 
@@ -88,9 +86,8 @@ def test_unconfirmed_placements_use_final_selection_speedup(folder, runs):
     assert results.tasks[0].selection_speedups == {"lucky": pytest.approx(8 / 7)}
     reached = target_frame(results).set_index(["searcher", "share"])["reached"]
     assert (reached["tpe", 0.95], reached["random", 0.95]) == (0, 1)
-    table = next(table for table in build_tables(results) if table.name == "targets")
-    told = [head for source in trace_cell(results, "tpe:reached 95%", "targets").sources for head in source.head]
-    assert any("final_selection.jsonl: lucky has a speedup of 1.1429 over float" in head for head in told), table.cells
+    told = "\n".join(trace_lines(results, "tpe:reached 95%", "targets"))
+    assert "final_selection.jsonl: lucky has a speedup of 1.1429 over float" in told
 
 
 def test_a_task_without_a_gain_beyond_the_noise_has_no_target(folder, runs):
@@ -126,14 +123,9 @@ def test_hypervolume_is_constant_to_the_end_of_the_search(folder, runs):
     assert own["evaluations"].tolist() == [1, 2, 6]
     assert own["minutes"].tolist() == [1.0, 2.0, 6.0]
     assert own["volume"].tolist() == pytest.approx([0.0, 0.5 * 0.9, 0.5 * 0.9])
-    assert median_band(own, "evaluations", "volume").index[-1] == 6
     write_tables(results, folder / "report")
     scored = pd.read_csv(folder / "report" / "volume.csv").groupby("searcher")["scored"].max()
     assert scored.to_dict() == {"random": 2, "tpe": 2}, "what was not scored is not counted"
     assert (folder / "report" / "volume.md").read_text().count("| 2 ") == 2
-    task, main = results.tasks[0], main_frame(results)
-    charts = build_charts(
-        task, main, budget_frame(results).to_dict("records"), row_labels(task, main.to_dict("records"))
-    )
-    drawn = next(chart for chart in charts if chart["title"].startswith("Hypervolume"))
-    assert max(trace["x"][-1] for trace in drawn["data"]) == 6.0
+    charts = task_charts(results.tasks[0], main_frame(results), budget_frame(results))
+    assert max(marks.x[-1] for marks in charts["volume"].marks) == 6.0

@@ -10,7 +10,7 @@ import matplotlib.image
 import pandas as pd
 import pytest
 from rich.console import Console
-from small_results import LATENCY_MS, TASK, edit_json, edit_samples, read_note, read_table, write_confirmation
+from small_results import LATENCY_MS, TASK, edit_json, read_note, read_table, write_confirmation
 from stored import read_records, write_records
 
 import harness.report.render
@@ -106,15 +106,6 @@ def test_text_has_main_tables_and_folder_has_all_files(folder):
         assert all((edge == 1.0).all() for edge in border), f"{path.name}: text runs over the edge"
 
 
-def test_search_continued_after_selection_makes_task_unfinished(folder):
-    path = folder / TASK / "runs" / "random-0.jsonl"
-    proposal, result = read_records(path)[-2:]
-    more = ({**proposal, "number": 3, "choices": [3], "digest": "3"}, {**result, "number": 3, "elapsed_s": 40.0})
-    write_records(path, (*read_records(path), *more))
-    assert "UNFINISHED" in tables(folder)
-    assert not harness.report.render.load(folder).complete
-
-
 def test_csv_has_unrounded_figures_and_whole_reasons(folder):
     tables(folder)
     raw = pd.read_csv(folder / "report" / "main.csv").set_index("method")
@@ -148,14 +139,6 @@ def test_wide_tables_are_split_without_truncated_names(folder, width):
     assert any("[4.000, 4.000]" in line for line in lines)
     assert not [line for line in lines if "…" in line]
     assert max(map(len, lines)) <= width
-
-
-def test_a_pipe_gets_tables_of_100_columns_and_each_note_once(folder):
-    text = tables(folder)
-    assert "<u>" not in text
-    assert max(len(line) for line in text.splitlines() if line.startswith("|")) <= 100
-    notes = [line for line in text.splitlines() if line and not line.startswith("|")]
-    assert len(notes) == len(set(notes))
 
 
 def test_pipe_gets_markdown_and_terminal_gets_styled_table(folder, monkeypatch):
@@ -242,21 +225,6 @@ def test_another_schema_is_refused(folder, schema, named):
         load_results(folder)
 
 
-def test_another_schema_of_a_journal_is_refused(folder):
-    path = folder / TASK / "runs" / "random-0.jsonl"
-    path.write_text(path.read_text().replace('"schema":3', '"schema":0', 1))
-    with pytest.raises(UserError, match=r"random-0\.jsonl.*schema 0"):
-        load_results(folder)
-
-
-def test_results_with_unknown_keys_of_the_experiment_are_readable(folder):
-    path = folder / "experiment.yaml"
-    path.write_text(path.read_text().replace("sharing: pattern", "sharing: pattern\nno_longer: {there: 1}"))
-    goal = {**asdict(Goal(metric="top1", reference=0.8, max_drop=0.02)), "gone": 3}
-    edit_json(folder / TASK / "task.json", goal=goal)
-    assert "| random" in tables(folder)
-
-
 @pytest.mark.parametrize(
     ("forged", "message"),
     [
@@ -305,19 +273,6 @@ def test_tie_with_float_is_underlined_and_slower_row_is_not(folder):
     assert rows["f32", "float"] == ("**1.00 [1.00, 1.00]**", "baseline")
     assert rows["int8+f32", "random"] == ("<u>1.00 [1.00, 1.00]</u>", "tie: use float")
     assert rows["int8+f32", "all"] == ("0.98 [0.98, 0.98]", "slower")
-
-
-def test_frames_have_the_figures_of_the_tables(folder):
-    frames = harness.report.render.load(folder)
-    assert frames.complete
-    assert frames.main.set_index("method").loc["random", "speedup"] == pytest.approx(2.0)
-    assert frames.samples.query("row == 'aa'")["latency_ms"].tolist() == [4.0] * 18
-    assert frames.targets["reached"].tolist() == [2, 2]
-    assert frames.targets["evaluations"].tolist() == [2.0, 2.0]
-    assert frames.variance["build"].tolist() == [0.0]
-    assert set(frames.curves["seed"]) == {0, 1}
-    edit_samples(folder / TASK, "aa", lambda samples_ms, build: [ms * (1 + build / 10) for ms in samples_ms])
-    assert harness.report.render.load(folder).main.set_index("method").loc["random", "speedup"] < 2.0
 
 
 def test_turns_of_a_replaced_worker_are_in_no_frame(folder):

@@ -1,11 +1,10 @@
 """Trace of table cells to their readings, and what `qdq report --trace` prints."""
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from small_results import TASK, edit_json, edit_samples
+from small_results import TASK, edit_json, edit_samples, trace_lines
 from stored import read_records, write_records
 from typer.testing import CliRunner
 
@@ -16,7 +15,6 @@ from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
 from harness.results.folder import load
 from harness.results.lines import compress_lines
-from harness.results.search_log import Goal
 
 
 def printed(*arguments: object) -> list[str]:
@@ -49,24 +47,10 @@ def test_trace_names_the_compressed_log_of_a_finished_task(folder, cell, file):
     assert Path(place.partition(";")[0]).exists()
 
 
-def test_raw_shows_every_reading_of_turns_and_trials(folder):
-    lines = printed(folder, "random:speedup", "--raw")
-    assert len(lines) == 2 + 6 * 2 + 1
-    assert sum(line.endswith("median 4 of 4 4 4") for line in lines) == 6
-    assert lines[-1].startswith("geometric mean")
-    assert "    samples in ms: 4 4 4 4 4 4 4" in printed(folder, "random:minutes", "--raw")
-
-
 def test_the_number_of_turns_is_an_option(folder):
     assert sum("build" in line for line in printed(folder, "random:latency", "--last", 2)) == 2 + 1
     assert not any("before these" in line for line in printed(folder, "random:latency", "--last", 6))
     assert CliRunner().invoke(app, ["report", str(folder), "--trace", "random:latency", "--last", "0"]).exit_code == 2
-
-
-def test_trace_of_search_has_line_per_trial(folder):
-    trials = [line for line in printed(folder, "random:minutes", "--table", "cost") if " at " in line]
-    assert len(trials) == 2 * 3, "two searches"
-    assert trials[1] == "1: 1 at 20.0 s: median 4 ms of 7 samples, top1 0.79"
 
 
 def test_trace_of_score_has_values_of_images(folder):
@@ -104,28 +88,9 @@ def test_scores_that_are_missing_or_failed_are_named(folder):
         scores["sha of all main"] = {"failed": "crash", "reason": "no memory"}
 
     edit_json(folder / TASK / "accuracy.json", change)
-    lines = trace_cell(load(folder), "all:drop").lines
+    lines = trace_lines(load(folder), "all:drop")
     assert any(line.endswith("accuracy.json: no score of float") for line in lines)
     assert "    failed: crash: no memory" in lines
-
-
-def test_a_metric_that_compares_with_the_float_model_has_no_drop(folder):
-    def rename(scores):
-        for score in scores.values():
-            score["metrics"] = {"sqnr_db": score["metrics"]["top1"]}
-
-    edit_json(folder / TASK / "accuracy.json", rename)
-    edit_json(folder / TASK / "task.json", metric="sqnr_db", goal=asdict(Goal()))
-    assert any(
-        "no drop: the reference is the float model" in line for line in trace_cell(load(folder), "all:drop").lines
-    )
-
-
-def test_a_row_of_several_seeds_is_shown_once(folder):
-    lines = trace_cell(load(folder), "random:2 evaluations", "budget").lines
-    chosen = [line for line in lines if "at 2 evaluations" in line]
-    assert chosen == [f"{TASK}, random, seed {seed} at 2 evaluations: bb" for seed in (0, 1)]
-    assert sum(line.startswith("geometric mean") for line in lines) == 1
 
 
 @pytest.mark.parametrize("address", ["random:Q/DQ", "tpe:latency"])
@@ -161,7 +126,7 @@ def test_trace_of_metadata_cell_has_no_raw_readings(folder, address):
     ],
 )
 def test_cells_are_traced_to_their_readings(folder, table, address, expected):
-    assert any(expected in line for line in trace_cell(load(folder), address, table).lines)
+    assert any(expected in line for line in trace_lines(load(folder), address, table))
 
 
 def test_every_column_of_every_table_has_a_source(folder, monkeypatch):
@@ -171,7 +136,7 @@ def test_every_column_of_every_table_has_a_source(folder, monkeypatch):
     for table in tables:
         for head in table.cells.columns:
             found = trace_cell(results, f"1:{head}", table.name)
-            assert found.lines, f"{table.name}: {head}"
+            assert found.sources, f"{table.name}: {head}"
             assert found.shown == str(table.cells[head].iloc[0])
 
 
@@ -195,17 +160,17 @@ def test_a_wrong_address_is_explained(folder, table, address, message):
 def test_trace_computation_equals_cell(folder):
     edit_samples(folder / TASK, "aa", lambda samples_ms, build: [ms * 2**build for ms in samples_ms])
     latency, speedup = (trace_cell(load(folder), f"random:{column}") for column in ("latency", "speedup"))
-    assert latency.lines[-1] == "geometric mean of the median turns of 3 builds (4, 8, 16): 8 ms"
+    assert latency.sources[-1].result == "geometric mean of the median turns of 3 builds (4, 8, 16): 8 ms"
     assert latency.shown.startswith("8.000 [")
-    assert speedup.lines[-1] == "geometric mean of the median ratios of 3 builds (2, 1, 0.5): 1"
+    assert speedup.sources[-1].result == "geometric mean of the median ratios of 3 builds (2, 1, 0.5): 1"
     assert speedup.shown.startswith("1.00 [")
     path = folder / TASK / "confirmation.jsonl"
     write_records(path, (line for line in read_records(path) if line.get("build", 0) == 0))
     single = trace_cell(load(folder), "random:latency")
-    assert single.lines[-1] == "geometric mean of the turns of the one build (4, 4): 4 ms"
+    assert single.sources[-1].result == "geometric mean of the turns of the one build (4, 4): 4 ms"
 
 
 def test_a_task_that_has_not_started_has_no_source(folder):
     path = folder / "experiment.yaml"
     path.write_text(path.read_text().replace("models:\n", "models:\n- use: new.onnx\n"))
-    assert trace_cell(load(folder), "new-openvino-int8/tpe:latency").lines == ("the task has not started",)
+    assert trace_lines(load(folder), "new-openvino-int8/tpe:latency") == ["the task has not started"]

@@ -52,19 +52,6 @@ def test_nodes_and_regions_are_nested_without_overlap(made):
             assert apart or region[1] >= other[1] + other[3] or other[1] >= region[1] + region[3]
 
 
-def test_nodes_of_leaf_are_below_their_inputs(made):
-    picture = made[-1]
-    for source, target, _ in picture["edges"]:
-        one, two = picture["nodes"][source], picture["nodes"][target]
-        if one[4] == two[4]:
-            assert one[1] < two[1]
-
-
-def test_a_long_model_is_folded_into_columns(made):
-    width, height = made[-1]["size"]
-    assert 0.8 < width / height < 4
-
-
 def test_every_leaf_has_a_colour_of_its_pattern_and_its_points(made):
     _, root, patterns, space, picture = made
     leaves = [pattern for pattern in picture["patterns"] if pattern["type"] == "LEAF"]

@@ -11,8 +11,6 @@ from stored import read_records, replace_text, write_records
 
 from harness.base.paths import hide_paths
 from harness.base.statistics import Interval
-from harness.report.frames import main_frame
-from harness.report.next_steps import describe_next_steps
 from harness.report.page.graph_layout import load_task_graph
 from harness.report.page.index_page import render_index
 from harness.report.render import write_report
@@ -60,11 +58,6 @@ def test_summary_precedes_tables_with_interval_and_verdict_counts(folder):
     assert "6 methods: 1 faster, 1 faster but beyond the bound, 1 slower, 3 without a speed." in text
 
 
-def test_summary_recommends_float_if_no_row_is_faster(folder):
-    edit_json(folder / TASK / "task.json", lambda body: body["goal"].update(max_drop=0.001))
-    assert "no method within the bound is faster than float, 8.000 [8.000, 8.000] ms" in page_of(folder).read_text()
-
-
 def test_search_scatter_names_its_half_of_data(folder):
     def key_of_the_cloud() -> str:
         charts = read_page_data(page_of(folder).read_text())[0]["charts"]
@@ -75,36 +68,6 @@ def test_search_scatter_names_its_half_of_data(folder):
     assert key_of_the_cloud() == "scored in the searches"
     edit_json(folder / TASK / "task.json", halves=True)
     assert key_of_the_cloud() == "scored in the searches, on their half of the data"
-
-
-def test_noisy_machine_warning_is_above_tables(folder):
-    assert "Noisy machine" not in page_of(folder).read_text()
-    edit_json(folder / TASK / "noise_floor.json", noise_floor=0.337)
-    verdicts = page_of(folder).read_text().partition('id="tables"')[0]
-    said = f"Noisy machine, {TASK}: the noise floor is 33.7%. Close other work and repeat."
-    assert f'<p class="warn">{said}</p>' in verdicts
-
-
-def test_sorting_ignores_digits_in_metric_name(folder, browser):
-    browser.open(page_of(folder))
-    heads = browser.run("[...document.querySelectorAll('#table-main th')].map(head => head.textContent)")
-    browser.run(f"document.querySelectorAll('#table-main th button')[{heads.index('top-1')}].click()")
-    column = (
-        f"[...document.querySelectorAll('#table-main tbody tr')].map(r => r.cells[{heads.index('top-1')}].textContent)"
-    )
-    assert browser.run(column)[:3] == ["top-1 0.7000", "top-1 0.7900", "top-1 0.8000"]
-
-
-def test_page_without_models_reports_missing_graph(folder):
-    text = page_of(folder).read_text()
-    assert "Neither the exported models nor graph.json are in this folder" in text
-    assert read_page_data(text)[0]["graph"] is None
-
-
-def test_edges_are_those_of_the_exported_files(with_models):
-    marks = read_page_data(page_of(with_models).read_text())[0]["graph"]["marks"]
-    assert marks["float"] == []
-    assert {tuple(mark) for mark in marks["aa"]} < {tuple(mark) for mark in marks["all"]}
 
 
 @pytest.mark.parametrize("gone", ["rows.json", "confirmation.jsonl", "accuracy.json", "runs", "env.json", "task.json"])
@@ -157,12 +120,6 @@ def test_the_first_screen_has_file_commands_and_picture(with_models, browser):
     names = browser.run("task(0).then(found => found.answer.data[0].text)")
     assert {"all", "float f32"} <= {re.sub("<.?b>", "", name) for name in names}
     assert browser.run("[...document.querySelectorAll('details.notes')].some(notes => notes.open)") is False
-
-
-def test_the_first_screen_has_remedies_without_a_file(folder):
-    text = page_of(folder).read_text().partition('<section id="answer">')[2].partition("</section>")[0]
-    steps = list(describe_next_steps(load(folder), main_frame(load(folder))))
-    assert (len(steps) > 0) == ("<li>" in text)
 
 
 def test_sorting_puts_figures_in_order_and_missing_ones_last(folder, browser):
@@ -335,13 +292,3 @@ def test_the_graph_is_zoomed_dragged_and_clicked_with_a_mouse(with_models, brows
     assert said.startswith(f"Region {node[4]} ")
     assert "Effect: not measured for this row" in said
     assert browser.errors == []
-
-
-def test_headings_sort_by_keyboard_too(folder, browser):
-    browser.open(page_of(folder))
-    browser.run("document.querySelector('#table-main th button').focus()")
-    for kind in ("rawKeyDown", "char", "keyUp"):
-        browser.call(
-            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
-        )
-    assert browser.run("document.querySelector('#table-main th').getAttribute('aria-sort')") == "ascending"

@@ -9,7 +9,6 @@ import pytest
 from small_results import TASK, edit_json, measured, write_search
 from stored import JOURNAL_HEADER, write_lines
 
-from harness.base.errors import UserError
 from harness.base.statistics import Interval
 from harness.measure.records import Failed, Measured, Proposal, TrialResult, encode_line
 from harness.report.frames import curve_frame, main_frame, ratio_over_seeds
@@ -80,24 +79,6 @@ def test_release_of_engines_counts_with_their_builds(folder):
     assert (cost["build_s"], cost["sampling_s"], cost["harness_s"]) == (2.5, 3.0, 0.5)
 
 
-def test_the_time_of_the_searcher_is_a_part_of_the_harness(folder):
-    """Its time over duplicates is in it, which are no evaluations."""
-    (table,) = (table for table in build_tables(load(folder)) if table.name == "cost")
-    assert "search" not in table.cells, "a run of a version that did not record it"
-    with Journal(folder / TASK / "runs" / "tpe-0.jsonl", {}) as journal:
-        journal.append(Proposal(number=0, choices=(0,), digest="0", origin="searcher", searcher_s=0.25))
-        journal.append(TrialResult(number=0, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=4.0))
-        journal.append(Proposal(number=1, choices=(0,), digest="0", origin="searcher", duplicate_of=0, searcher_s=0.25))
-        journal.append(Proposal(number=2, choices=(1,), digest="1", origin="searcher", searcher_s=0.5))
-        journal.append(TrialResult(number=2, outcome=Failed(stage="build", reason="no", wall_s=3.0), elapsed_s=10.0))
-    cost = cost_frame(load(folder)).set_index("searcher").loc["tpe"]
-    assert (cost["evaluations"], cost["harness_s"], cost["search_s"]) == (2, 4.0, 1.0)
-    (table,) = (table for table in build_tables(load(folder)) if table.name == "cost")
-    shown = table.cells.set_index("searcher")
-    assert shown.loc["tpe", ["harness", "search"]].tolist() == ["40.0%", "10.0%"]
-    assert shown.loc["random", "search"] == "-"
-
-
 def test_replayed_builds_have_no_share_of_the_time(folder):
     plain = cost_frame(load(folder))
     recorded = {"name": "onnxruntime"}
@@ -109,12 +90,6 @@ def test_replayed_builds_have_no_share_of_the_time(folder):
     assert table.cells["build"].tolist() == ["-"]
     assert table.cells["sampling"].item() != "-"
     assert table.note.splitlines()[0].endswith("A dash: replayed builds, whose time is that of the recording.")
-
-
-def test_a_damaged_goal_is_named_with_its_file(folder):
-    edit_json(folder / TASK / "task.json", goal=["x"])
-    with pytest.raises(UserError, match=r"task.json: damaged \(.*move it away"):
-        load(folder)
 
 
 def test_raw_samples_are_not_kept_in_memory(tmp_path):

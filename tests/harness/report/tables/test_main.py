@@ -119,6 +119,36 @@ def test_note_names_the_baseline_builds_and_bound(folder, measured, precisions, 
     assert all(words in note for words in (expected, "3 fresh builds", "Student's t", "at most 0.02"))
 
 
+def edit_every_pick(**facts):
+    return lambda body: [pick.update(facts) for pick in body["picks"] if pick["method"] == "tpe"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("task.json", {"tool_methods": {"linear": "entropy"}}, f"Baselines of {TASK}: calibrated linear by entropy"),
+        ("task.json", {"calibrated_on": "random data"}, "Calibrated on random data (no accuracy): net."),
+        ("task.json", lambda facts: facts["backend"].pop("float_precision"), "the float model as it is"),
+        ("task.json", {"halves": True}, f"scores and drops the other half: {TASK}."),
+        ("rows.json", edit_every_pick(reason="accuracy only"), '"accuracy only":'),
+        (
+            "accuracy.json",
+            lambda scores: scores["sha of all main"].update(note=f"{WORST_PREFIX}boxes, 12.0 dB"),
+            f"Worst output by fidelity, {TASK}: all: boxes, 12.0 dB.",
+        ),
+        (
+            "noise_floor.json",
+            {"noise_floor": 0.337},
+            f"Noisy machine, {TASK}: the noise floor is 33.7%. Close other work and repeat.",
+        ),
+    ],
+)
+def test_a_condition_is_noted_if_it_holds(folder, name, change, expected):
+    assert expected not in main_note(folder)
+    edit_json(folder / TASK / name, change) if callable(change) else edit_json(folder / TASK / name, **change)
+    assert expected in main_note(folder)
+
+
 @pytest.mark.parametrize("higher", [False, None])
 def test_a_drop_is_positive_if_worse_in_the_direction_of_the_metric(folder, higher):
     """Results without the direction take that of the goal."""
@@ -144,14 +174,6 @@ def test_metric_columns_have_display_names_without_collision(folder, metric, sho
     rows = read_table(folder, "main")
     assert rows[2][heading] == shown
     assert rows[0]["precision"] == "f32"
-
-
-def test_fidelity_metric_has_no_drop(folder):
-    rename_metric(folder, "sqnr_db", ("0.8", "120.0"), ("0.7", "40.0"))
-    assert "No drop of SQNR" in main_note(folder)
-    rows = read_table(folder, "main")
-    assert (rows[0]["SQNR"], rows[2]["SQNR"]) == ("SQNR 120.0 dB", "SQNR 40.0 dB")
-    assert {row["drop [CI]"] for row in rows} == {"-"}
 
 
 def test_a_faster_row_beyond_the_bound_is_not_recommended(folder):
@@ -180,21 +202,11 @@ def test_a_faster_row_without_finite_outputs_is_not_recommended(folder):
     assert "1 faster but not scored" in render_index(results, write_tables(results, folder / "report"), read_graph)
 
 
-def test_a_tool_that_calibrated_by_another_method_is_named(folder):
-    edit_json(folder / TASK / "task.json", tool_methods={"linear": "entropy"}, calibration={"method": "mse"})
-    assert re.search(rf"Baselines of {TASK}: calibrated linear by entropy.* mse\.", main_note(folder))
-    assert "linear (entropy)" in [row["method"] for row in read_table(folder, "main")]
-
-
-def test_random_data_and_few_images_are_noted_below_every_table(folder):
-    assert "only" not in main_note(folder)
-    edit_json(folder / TASK / "task.json", calibrated_on="random data")
+def test_few_images_are_noted_below_every_table(folder):
     edit_scores(folder, lambda score: score.update(metrics={"top1": 1.0}, per_item=[1.0] * 19))
     raw_main(folder, whole=True)
     for file in (folder / "report").glob("*.md"):
-        note = read_note(folder, file.stem)
-        assert "Calibrated on random data (no accuracy): net." in note, file.name
-        assert f"Accuracy of {TASK}: only 19 samples" in note, file.name
+        assert f"Accuracy of {TASK}: only 19 samples" in read_note(folder, file.stem), file.name
 
 
 @pytest.mark.parametrize(
@@ -214,23 +226,6 @@ def test_saturating_processor_is_noted(folder, model, flags, dialect, words):
     for file in (folder / "report").glob("*.md"):
         assert ("without VNNI" in file.read_text()) == (words is not None), file.name
     assert words is None or f"Accuracy of {TASK}: measured on a processor without VNNI, {words}" in main_note(folder)
-
-
-def test_no_row_is_shipped_if_float_score_is_zero(folder):
-    edit_scores(folder, lambda score: score.update(metrics={"top1": 0.0}, per_item=[0.0] * 100))
-    decisions = raw_main(folder)["decision"]
-    for file in (folder / "report").glob("*.md"):
-        assert f"Accuracy of {TASK}: the float model itself scores 0.0000" in file.read_text(), file.name
-    assert not decisions.str.startswith("ship").any()
-    assert decisions.str.startswith("not shipped: the float model scores nothing").any()
-
-
-def test_the_score_of_the_float_model_has_an_interval_over_images(folder):
-    hits = [1.0, 1.0, 1.0, 0.0] * 25
-    edit_scores(folder, lambda score: score.update(metrics={"top1": 0.75}, per_item=hits))
-    found = re.search(rf"{TASK} top-1 0\.7500 \[(0\.\d+), (0\.\d+)\] \(100 images\)", main_note(folder))
-    low, high = map(float, found.groups())
-    assert 0.6 < low < 0.75 < high < 0.9
 
 
 @pytest.mark.parametrize(
@@ -257,25 +252,14 @@ def test_full_evaluations_are_counted(folder, scored, agreement, removed, expect
 
 
 def test_a_noisy_machine_is_the_first_note_below_tables_of_latencies(folder):
-    assert "Noisy" not in main_note(folder)
     edit_json(folder / TASK / "noise_floor.json", noise_floor=0.337)
     raw_main(folder, whole=True)
     timed = [path.stem for path in (folder / "report").glob("*.md") if SPECS[path.stem].timed]
     assert {"main", "budget", "fixed", "decision", "finalists", "targets"} <= set(timed)
     for name in timed:
         first, _, rest = read_note(folder, name).partition("\n")
-        assert first == f"Noisy machine, {TASK}: the noise floor is 33.7%. Close other work and repeat.", name
+        assert first.startswith(f"Noisy machine, {TASK}: "), name
         assert "noise floor" in rest.lower(), name
-
-
-def test_disturbed_turns_are_noted_and_ask_for_a_confirmation(folder):
-    write_confirmation(folder / TASK, CONFIRMED_MS, disturbed="waited for a core 50% of the time")
-    assert main_note(folder).startswith(f"Noisy machine, {TASK}: 100% of the turns were disturbed")
-    write_one_table(folder, "precision")
-    decisions = {row["decision"] for row in read_table(folder, "precision")}
-    shipped = {text for text in decisions if text.startswith("ship")}
-    assert shipped
-    assert all(text.endswith("; the machine was busy: confirm again") for text in shipped)
 
 
 def test_decision_of_row_with_disturbed_turns_has_remark(folder):
@@ -284,7 +268,7 @@ def test_decision_of_row_with_disturbed_turns_has_remark(folder):
     turns = [{**turn, "disturbed": "drift"} if turn["row"] == "aa" else turn for turn in lines]
     write_records(path, map(json.dumps, (head, *turns)))
     rows = main_frame(load(folder)).set_index("row")
-    assert "the machine was busy" in rows.loc["aa", "decision"]
+    assert ("the machine was busy" in rows.loc["aa", "decision"], rows.loc["aa", "busy"]) == (True, True)
     assert "the machine was busy" not in rows.loc["all", "decision"]
     assert f"All turns were disturbed, {TASK}: " in main_note(folder)
 
@@ -304,13 +288,6 @@ def test_an_uncertain_latency_of_the_float_model_is_noted(folder):
     assert "4.00 [4.00, 4.00]" in (folder / "report" / "main.md").read_text(), "paired figures are as certain as before"
 
 
-def test_larger_noise_floor_decides_verdict(folder):
-    edit_json(folder / TASK / "noise_floor.json", noise_floor=1.5)
-    assert f"{TASK} 150.0%." in main_note(folder)
-    rows = {row["method"]: row["verdict"] for row in read_table(folder, "main")}
-    assert (rows["random"], rows["all"]) == ("tie: use float", "faster, beyond the bound")
-
-
 def test_expected_rows_without_a_choice_are_missing(folder):
     edit_picks(folder, lambda pick: None if pick["method"] in ("tpe", "all") else pick)
     raw = raw_main(folder)
@@ -328,29 +305,6 @@ def test_versions_of_the_code_that_differ_are_noted(folder):
         assert (expected in main_note(folder)) == differ
 
 
-def test_an_experiment_without_accuracy_has_no_note_on_drops(folder):
-    assert "Drop: loss" in main_note(folder)
-    (folder / TASK / "accuracy.json").unlink()
-    edit_json(folder / TASK / "task.json", metric=None, goal=asdict(Goal()))
-    raw_main(folder)  # with the tables of accuracy, which are left out
-    assert "Drop:" not in read_note(folder, "main")
-    assert not (folder / "report" / "volume.md").exists()
-
-
-def test_accuracy_only_is_defined_if_a_row_has_it(folder):
-    assert '"accuracy only"' not in main_note(folder)
-    edit_picks(folder, lambda pick: {**pick, "reason": "accuracy only"} if pick["method"] == "tpe" else pick)
-    assert '"accuracy only":' in main_note(folder)
-
-
-def test_the_second_best_is_defined_if_there_is_one(folder):
-    write_one_table(folder, "finalists")
-    assert "METHOD #2" in read_note(folder, "finalists")
-    edit_picks(folder, lambda pick: pick if pick["rank"] == 0 else None)
-    write_one_table(folder, "finalists")
-    assert "METHOD #2" not in read_note(folder, "finalists")
-
-
 def test_a_drop_has_an_interval_if_the_record_has_single_images(folder):
     images = {"sha of float main": 80, "sha of all main": 70}
 
@@ -365,16 +319,6 @@ def test_a_drop_has_an_interval_if_the_record_has_single_images(folder):
     shown = {row["method"]: row["drop [CI]"] for row in read_table(folder, "precision")}
     assert shown["all"].startswith("+0.1000 [+0.0")
     assert shown["random"] == "+0.0100"
-
-
-def test_different_images_remove_only_drop_interval(folder, caplog):
-    def add_images(body):
-        body["sha of float main"]["per_item"] = [1.0] * 64 + [0.0] * 16
-        body["sha of all main"]["per_item"] = [1.0] * 49 + [0.0] * 21
-
-    edit_json(folder / TASK / "accuracy.json", add_images)
-    assert raw_main(folder).loc["all", "drop"] == pytest.approx(0.1)
-    assert "no interval of the drop of all: a paired interval needs the same images" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -394,23 +338,6 @@ def test_decision_depends_on_accuracy_bound_and_scores(folder, goal, scores, dec
     assert (raw["all"], raw["random"]) == decisions
     assert not list(describe_next_steps(load(folder), main_frame(load(folder))))
     assert read_table(folder, "decision")[-1]["decision"] == f"{decisions[1]} (random)"
-
-
-def test_every_baseline_has_a_decision(folder):
-    path = folder / "experiment.yaml"
-    path.write_text(path.read_text().replace("- linear\n", "- linear\n- movers\n"))
-
-    def add_rows(body):
-        transferred = next(pick for pick in body["picks"] if pick["method"] == "all")
-        body["picks"] += [
-            {**transferred, "method": name, "row": row} for name, row in (("movers", "bb"), ("from_o", "aa"))
-        ]
-
-    edit_json(folder / TASK / "rows.json", add_rows)
-    write_one_table(folder, "decision")
-    assert [row["row"] for row in read_table(folder, "decision")] == [
-        "FP32", "BF16", "default PTQ, ort_static", "all operators", "linear operators", "movers", "best found",
-    ]  # fmt: skip
 
 
 def test_decision_table_shows_precisions_in_columns(folder):
@@ -478,18 +405,6 @@ def test_the_smallest_loss_is_the_best_if_the_loss_was_minimised(folder):
             assert ("minimised the loss" in read_note(folder, name)) == lossy, name
 
 
-def test_the_decision_note_defines_the_best_found(folder):
-    write_one_table(folder, "decision")
-    note = read_note(folder, "decision")
-    assert "Best found: among the searchers whose choice keeps the bound" in note
-    assert "If no searcher's choice keeps the bound" not in note
-    assert "not finite" not in note
-    edit_json(folder / TASK / "task.json", goal=asdict(Goal(**BOUND, max_drop=0.001)))
-    raw_main(folder)
-    assert read_table(folder, "decision")[-1]["decision"] == "not shipped: accuracy (random)"
-    assert f"If no searcher's choice keeps the bound ({TASK})" in read_note(folder, "decision")
-
-
 @pytest.mark.parametrize(("by_file", "wrong"), [(70, False), (71, False), (85, True)])
 def test_tool_row_with_other_file_score_is_a_wrong_result(folder, by_file, wrong):
     images = {"sha of float main": 80, "sha of all main": 70, "sha of all file": by_file}
@@ -508,19 +423,6 @@ def test_tool_row_with_other_file_score_is_a_wrong_result(folder, by_file, wrong
     assert rows["all"]["by the file"] == f"top-1 {by_file / 100:.4f}"
     assert rows["float"]["by the file"] == "-"
     assert rows["all"]["within the bound"].startswith("surely within (")
-
-
-def test_a_backend_without_a_float_precision_runs_the_model_as_it_is(folder):
-    edit_json(folder / TASK / "task.json", lambda facts: facts["backend"].pop("float_precision"))
-    assert "the float model as it is" in main_note(folder)
-
-
-def test_the_worst_output_of_each_row_is_noted(folder):
-    def add_notes(scores):
-        scores["sha of all main"]["note"] = f"{WORST_PREFIX}boxes, 12.0 dB"
-
-    edit_json(folder / TASK / "accuracy.json", add_notes)
-    assert f"Worst output by fidelity, {TASK}: all: boxes, 12.0 dB." in main_note(folder)
 
 
 def test_the_note_lists_recovered_placements_with_their_steps(folder):

@@ -4,20 +4,25 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from small_results import TASK, edit_json, read_note, read_table, write_choices, write_confirmation, write_one_table
+from small_results import (
+    TASK,
+    edit_json,
+    read_note,
+    read_table,
+    trace_lines,
+    write_choices,
+    write_confirmation,
+    write_one_table,
+)
 from stored import read_records, write_records
 
 from harness.base.statistics import Interval, block_ci
-from harness.report.page.index_page import render_index
 from harness.report.render import write_tables
 from harness.report.statistics import geometric_mean
 from harness.report.tables.catalog import build_tables
 from harness.report.tables.paired_choices import ablation_frame, fixed_frame
-from harness.report.tables.searchers import pair_frame
-from harness.report.trace import trace_cell
 from harness.results.folder import load
 from harness.results.search_log import Goal
-from harness.results.task_files import read_graph
 
 OTHER = "other-openvino-int8"
 YAML = """
@@ -109,11 +114,6 @@ def test_without_fixed_rows_or_searchers_there_is_no_table(tmp_path, fixed, base
     assert "fixed" not in {table.name for table in build_tables(load(tmp_path))}
 
 
-def test_baselines_with_one_placement_are_named_together(tmp_path, fixed):
-    fixed({10: ["aa"]}, baselines={"all": "bb", "movers": "bb"})
-    assert shown(tmp_path)[TASK, "auto"]["best fixed row"] == "all, movers"
-
-
 @pytest.mark.parametrize(
     ("choices", "others", "latency_ms", "noise_floor", "tally"),
     [
@@ -157,20 +157,8 @@ def test_geometric_mean_has_interval_from_three_tasks(tmp_path, fixed):
     assert mean["10 evaluations"].endswith("] of 3"), "no verdict without a floor"
     frame = fixed_frame(load(tmp_path))
     assert frame[frame["task"].isna()]["ratio"].tolist() == pytest.approx([(2.0 * 1.0 * 0.8) ** (1 / 3)])
-    sources = trace_cell(load(tmp_path), "geometric mean/auto:10", "fixed").lines
+    sources = trace_lines(load(tmp_path), "geometric mean/auto:10", "fixed")
     assert f"{third}, auto, seed 0 at 10 evaluations: all" in sources
-
-
-def test_fixed_table_is_on_page_with_warnings_and_trace(tmp_path, fixed):
-    edit_json(fixed({10: ["aa"]}) / "noise_floor.json", noise_floor=0.337)
-    results = load(tmp_path)
-    tables = write_tables(results, tmp_path / "report")
-    assert "What a search adds to the best fixed row" in render_index(results, tables, read_graph)
-    assert read_note(tmp_path, "fixed").startswith(f"Noisy machine, {TASK}: the noise floor is 33.7%")
-    lines = trace_cell(results, "auto:10 evaluations", "fixed").lines
-    assert f"{TASK}, auto, seed 0 at 10 evaluations: aa" in lines
-    assert f"{TASK}, the best fixed row: bb" in lines
-    assert sum(line.startswith("geometric mean of the median ratios") for line in lines) == 2
 
 
 SEARCHERS = "auto, {use: auto, label: bare, params: {rules: 0}}, {use: surrogate, label: model_alone}"
@@ -226,16 +214,6 @@ def test_ablation_of_many_tasks_has_only_mean_with_interval(ablation):
     assert (mean["ratio"], mean["low"], mean["high"]) == pytest.approx((expected.value, expected.low, expected.high))
 
 
-def test_ablation_of_one_task_has_no_mean(ablation):
-    frame = ablation_frame(ablation(1))
-    assert set(frame["task"]) == {"net-0-int8"}
-    assert len(frame) == 2 * 2
-    rows = frame.set_index(["variant", "budget"])
-    assert rows.loc[("model_alone", 10), "ratio"] == pytest.approx(4 / 5)
-    assert rows.loc[("model_alone", 10), ["reference", "params"]].tolist() == ["auto", "use=surrogate"]
-    assert rows.loc[("bare", 10), "params"] == "rules=0"
-
-
 @pytest.mark.parametrize(
     "others",
     [
@@ -249,11 +227,6 @@ def test_searchers_of_other_plugins_are_no_variants(ablation, others):
     assert "model_alone" not in set(ablation_frame(ablation(1, others))["variant"])
 
 
-def test_pairs_are_compared_at_the_largest_budget(ablation):
-    pairs = pair_frame(ablation(2)).set_index(["first", "second"])
-    assert pairs.loc[("auto", "bare"), "ratio"] == pytest.approx(1.0), "at 10 evaluations it is not"
-
-
 def test_the_ablation_table_names_budget_and_task(ablation, tmp_path):
     write_tables(ablation(2), tmp_path / "report")
     mean, one, *_ = (list(row.values()) for row in read_table(tmp_path, "ablation"))
@@ -265,10 +238,10 @@ def test_the_ablation_table_names_budget_and_task(ablation, tmp_path):
 
 def test_an_ablation_is_traced_to_its_tasks_and_budget(ablation):
     results = ablation(2)
-    one = "\n".join(trace_cell(results, "2:ratio", "ablation").lines)
+    one = "\n".join(trace_lines(results, "2:ratio", "ablation"))
     assert "net-0-int8, bare, seed 0 at 10 evaluations: bb" in one
     assert not any(words in one for words in ("net-1-int8", "at 25"))
-    mean = "\n".join(trace_cell(results, "1:ratio", "ablation").lines)
+    mean = "\n".join(trace_lines(results, "1:ratio", "ablation"))
     assert "net-0-int8, bare, seed 0 at 10" in mean
     assert "net-1-int8, bare, seed 0 at 10" in mean
 

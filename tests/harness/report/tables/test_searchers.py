@@ -1,20 +1,17 @@
 """Searchers over all tasks, transfer of placements, hypervolume, stored graphs and the layer waterfall."""
 
-import importlib
 import json
 import re
 import shutil
 from dataclasses import asdict
 
 import numpy as np
-import pandas as pd
 import pytest
 from small_results import TASK, edit_json, measured, read_page_data, write_confirmation, write_task
 
 from harness.base.files import read_json, write_json
 from harness.measure.records import Proposal, TrialResult
 from harness.plugins.api import Layer
-from harness.report.frames import hypervolume_frame
 from harness.report.page.graph_layout import load_task_graph
 from harness.report.plots.layer_plots import waterfall_frame
 from harness.report.plots.plot_files import draw_plots
@@ -153,15 +150,6 @@ def test_pairs_and_ranks_are_over_tasks(study):
     assert found.blocks == 2
 
 
-def test_variants_are_compared_with_the_plain_searcher(study):
-    row, *tasks = ablation_frame(load(study)).to_dict("records")
-    assert (row["reference"], row["variant"], row["tasks"]) == ("tpe", "bare", 2)
-    assert row["params"] == "n_startup_trials=3, without=racing and rebuilds"
-    assert row["ratio"] < 1
-    assert row["chance"] == pytest.approx(0.25)
-    assert [task["task"] for task in tasks] == ["net-one-int8", "net-two-int8"]
-
-
 def test_a_backend_with_a_note_is_not_pooled_with_others(study):
     note = "experimental; never pooled with TensorRT's"
     facts = {"name": "tensorrt_rtx", "note": note}
@@ -206,17 +194,6 @@ def test_rank_correlation_excludes_tool_models(study):
     assert similarity_frame(load(study)).empty, "three that both have are too few"
 
 
-def test_transfer_excludes_tool_models_of_other_runtime(study):
-    """Where a search chose the file of a tool, the tool's row elsewhere has its name, and another model."""
-    for name in ("one", "two"):
-        path = study / f"net-{name}-int8" / "rows.json"
-        body = read_json(path)
-        rows = [{**row, "sha256": f"for {name}"} if row["id"] == "all" else row for row in body["rows"]]
-        picks = [{**pick, "row": "all"} if pick["kind"] == "search" else pick for pick in body["picks"]]
-        write_json(path, {"rows": rows, "picks": picks})
-    assert transfer_frame(load(study)).empty
-
-
 def test_transfer_share_is_missing_for_gain_within_noise(study):
     """A floor of 1 % and a best gain of 0.5 % once made -1660 % of a placement that is slower than float."""
     twin = {"A/A twin": 8.08, "float": 8.0, "all": 8.5, "aa": 7.96, "bb": 9.0, "cc": 7.5}
@@ -245,14 +222,6 @@ def test_transfer_finds_placement_by_transfer_method_name(study):
     assert found.loc[("one", "two"), "speedup"] == pytest.approx(8 / 7.5)
 
 
-def test_hypervolume_is_monotonic_between_0_and_1(study):
-    found = hypervolume_frame(load(study).tasks)
-    part = found[(found["task"] == "net-one-int8") & (found["searcher"] == "random") & (found["seed"] == 0)]
-    assert part["volume"].is_monotonic_increasing
-    assert part["volume"].tolist() == pytest.approx([0.0, 1 / 8 * 2 / 3, 1 / 8 * 2 / 3 + 1 / 8 * 1 / 3, 1 / 8])
-    assert found["volume"].between(0, 1).all()
-
-
 def test_every_table_and_picture_of_a_study_is_written(study):
     names = {table.name for table in write_tables(load(study), study / "report")}
     assert {"score", "pairs", "ablation", "transfer", "volume"} <= names
@@ -267,18 +236,6 @@ def test_every_table_and_picture_of_a_study_is_written(study):
     assert names == ["overview.svg", "overview-2.svg", "ranks.svg", "transfer-net-int8.svg"]
     assert pictures[2].title == ("Searchers by mean rank; no test: 2 tasks are too few (3 are needed)")
     assert all(picture.path.with_suffix(".png").exists() for picture in pictures)
-
-
-def test_many_transfer_maps_are_drawn_only_if_asked_for(study, monkeypatch):
-    module = importlib.import_module("harness.report.plots.plot_files")
-    monkeypatch.setattr(module, "MAX_TRANSFER_MAPS", 0)
-    monkeypatch.setattr(module.study_plots, "draw_transfer_map", lambda part, title, path: path.touch())
-    for name in ("draw_speedups", "draw_critical_difference"):
-        monkeypatch.setattr(module.study_plots, name, lambda *_: None)
-    (study / "report").mkdir(exist_ok=True)
-    for all_plots in (False, True):
-        drawn = list(module._draw_study(load(study), study / "report", all_plots=all_plots))
-        assert any("transfer" in picture.path.name for picture in drawn) == all_plots
 
 
 def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
@@ -296,25 +253,6 @@ def test_a_fresh_clone_renders_the_same_graph_without_the_models(with_models):
     write_report(with_models)
     (data,) = read_page_data((with_models / "report" / "index.html").read_text())
     assert "all" not in data["graph"]["marks"]
-
-
-def test_graph_is_reloaded_only_if_model_changes(with_models, monkeypatch):
-    module = importlib.import_module("harness.report.page.graph_layout")
-    read = []
-    monkeypatch.setattr(module, "load_task_graph", lambda task: read.append(task.name))
-    write_report(with_models)
-    assert read == [TASK]
-    monkeypatch.undo()
-    write_report(with_models)
-    monkeypatch.setattr(module, "load_task_graph", lambda task: read.append(task.name))
-    shutil.rmtree(with_models / "report")
-    write_report(with_models)
-    assert read == [TASK], "the stored graph is that of the models"
-    body = json.loads((with_models / TASK / "graph.json").read_text())
-    body["rows"]["all"] = "of another file"
-    write_json(with_models / TASK / "graph.json", body)
-    write_report(with_models)
-    assert read == [TASK, TASK]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 7}', '{"schema": 1, "rows": 3}'])
@@ -344,20 +282,6 @@ def test_layers_that_share_a_node_are_one_part_of_the_waterfall():
     assert waterfall_frame([layer("c1", None, "conv1")], after).empty
 
 
-def test_waterfall_labels_runtime_layers_as_added_or_removed():
-    before = [layer("c1", 3.0, "conv1"), layer("r1", 0.4, kind="Reorder"), layer("s1", 0.2, kind="Subgraph")]
-    after = [
-        layer("c1", 1.0, "conv1"), layer("r1", 0.1, kind="Reorder"), layer("r2", 0.1, kind="Reorder"),
-        layer("s1", 0.5, kind="Subgraph"), layer("x", 0.1, kind="Convert"),
-    ]  # fmt: skip
-    found = waterfall_frame(before, after).set_index("part")["change_ms"]
-    assert found["removed: Reorder"] == pytest.approx(-0.2)
-    assert found["added: Subgraph"] == pytest.approx(0.3)
-    assert found["added: Convert"] == pytest.approx(0.1)
-    assert not [part for part, change in found.items() if part.startswith("added") and change < 0]
-    assert "as before: Reorder" in set(waterfall_frame(before[:2], [after[0], before[1]])["part"])
-
-
 def test_waterfall_matches_layers_with_other_counter():
     gru = {"kind": "RNNSeq"}
     before = [layer("g1", 0.3, "GRUSequence_756", **gru), layer("c1", 3.0, "Conv_1"), layer("c2", 2.0, "Conv_2")]
@@ -366,17 +290,6 @@ def test_waterfall_matches_layers_with_other_counter():
     assert found.loc["RNNSeq GRUSequence_756", ["before_ms", "after_ms"]].tolist() == pytest.approx([0.3, 0.8])
     assert "RNNSeq GRUSequence_11762" not in found.index
     assert found.loc["Convolution Conv_2", "after_ms"] == 0.0, "which of several it would be is unknown"
-
-
-def test_study_frames_are_available_in_python(study):
-    import harness.report.render
-
-    frames = harness.report.render.load(study)
-    assert isinstance(frames.transfer, pd.DataFrame)
-    assert len(frames.pairs) == 3
-    assert len(frames.scores) == 4
-    assert len(frames.ablation) == 3
-    assert frames.fixed["fixed"].unique().tolist() == [""], "the drop of all is beyond the bound"
 
 
 def test_schemes_of_a_model_are_compared_in_another_model(study):

@@ -22,7 +22,7 @@ def test_summary_of_one_task_has_at_most_eight_rows():
     assert dict(zip(table.cells["method"], table.cells["verdict"], strict=True))["modelopt_ptq"] == "beyond the bound"
     assert "2 more rows" in table.note
     assert "qdq report" in table.note
-    best = [table.cells["method"][row] for row, _ in table.bold]
+    best = [table.cells["method"][row] for (row, _), mark in table.marks.items() if mark == "best"]
     assert "auto" in best
     assert "modelopt_ptq" not in best
 

@@ -20,7 +20,8 @@ from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO, TENSORRT
 from harness.measure.records import SCHEMA_VERSION
-from harness.report.tables.main import main_note
+from harness.report.frames import main_frame
+from harness.report.tables.notes import main_notes
 from harness.results.folder import load as load_results
 from harness.results.journal import read_journal
 from harness.run.prepare.external_tools import ExternalModel
@@ -177,7 +178,8 @@ def test_a_pattern_cache_gives_its_best_schemes(folder, model, space):
         "pattern_cache: the pattern cache has schemes measured with backend 'elsewhere' instead of 'simulated', "
         "so they may be slow here"
     ]
-    assert f"Initial placements of net-simulated-int8: {marked[0]}." in main_note(load_results(folder / "cached"))
+    cached = load_results(folder / "cached")
+    assert f"Initial placements of net-simulated-int8: {marked[0]}." in main_notes(cached, main_frame(cached))
 
 
 def test_pattern_cache_of_earlier_run_starts_search_without_remark(folder):
