@@ -65,8 +65,19 @@ COMPARISON = TableSpec(
 
 
 def comparison_table(first: Results, second: Results) -> ReportTable:
-    """Return the table of `compare_frame`, with warnings about noise; raise its `UserError`."""
-    return COMPARISON.build(compare_frame(first, second), warnings=_noise_warnings(first, second))
+    """Return the table of `compare_frame`, with warnings about noise."""
+    warnings = []
+    for one, two in _shared_tasks(first, second):
+        floors = [task.noise_floor or 0.0 for task in (one, two)]
+        if max(floors) > NOISY_FLOOR:
+            warnings.append(
+                f"Noisy machine: the noise floor of {one.name} is {floors[0]:.1%} in the first and {floors[1]:.1%} in "
+                "the second; differences below the larger one are ties."
+            )
+        for side, task in (("first", one), ("second", two)):
+            if note := disturbance_note(task.disturbed):
+                warnings.append(f"Noisy machine, {task.name} in the {side}: {note}.")
+    return COMPARISON.build(compare_frame(first, second), warnings=warnings)
 
 
 def compare_frame(first: Results, second: Results) -> pd.DataFrame:
@@ -88,10 +99,16 @@ def compare_frame(first: Results, second: Results) -> pd.DataFrame:
         main = main.assign(float_precision=main["precision"].where(main["method"] == FLOAT_ROW, ""))
         mains.append(main[main["task"].isin(names)])
     both = mains[0].merge(mains[1], on=ROW_KEY, how="outer", suffixes=("_1", "_2"), sort=False)
-    keys = pd.concat([main[ROW_KEY] for main in mains]).itertuples(index=False, name=None)
-    order = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    row_keys = pd.concat([main[ROW_KEY] for main in mains]).itertuples(index=False, name=None)
+    order = {key: place for place, key in enumerate(dict.fromkeys(row_keys))}
     rows = sorted(frame_rows(both), key=lambda row: order[tuple(row[key] for key in ROW_KEY)])
-    medians = [_build_medians(results) for results in (first, second)]
+    medians = []  # of each fresh build in ms, by task and row
+    for results in (first, second):
+        samples = sample_frame(results.tasks)
+        keys = ["task", "row", "build", "group"]
+        turns = samples[samples["row"] != TWIN].groupby([*keys, "round"], as_index=False)["latency_ms"].median()
+        builds = turns.groupby(keys, as_index=False)["latency_ms"].median()
+        medians.append({key: part["latency_ms"].tolist() for key, part in builds.groupby(["task", "row"])})
     floors = {name: max(results.task(name).noise_floor or 0.0 for results in (first, second)) for name in names}
     return pd.DataFrame([_comparison_row(row, floors[row["task"]], medians) for row in rows])
 
@@ -117,15 +134,6 @@ def differing_rows(first: Results, second: Results, frame: pd.DataFrame) -> list
         if row["verdict"] in ("faster", "slower") or reversed_verdict or (row["same_file"] is True and rescored):
             rows.append(f"{row['task']}/{row['method']}")
     return rows + sorted({task.name for task in first.tasks} ^ {task.name for task in second.tasks})
-
-
-def _build_medians(results: Results) -> dict[tuple[str, str], list[float]]:
-    """Return the median latency of each fresh build in ms, by task and row."""
-    samples = sample_frame(results.tasks)
-    samples = samples[samples["row"] != TWIN]
-    turns = samples.groupby(["task", "row", "build", "group", "round"], as_index=False)["latency_ms"].median()
-    builds = turns.groupby(["task", "row", "build", "group"], as_index=False)["latency_ms"].median()
-    return {key: part["latency_ms"].tolist() for key, part in builds.groupby(["task", "row"])}
 
 
 def _comparison_row(
@@ -156,30 +164,17 @@ def _latency_ratio(first: Sequence[float], second: Sequence[float]) -> Interval:
 
     Logarithms with Welch's degrees of freedom ("The generalization of 'Student's' problem", Biometrika 34, 1947).
     """
-    from scipy.special import stdtrit
+    from scipy.stats import ttest_ind
 
     logs = [np.log(side) for side in (first, second)]
     shift = float(logs[0].mean() - logs[1].mean())
     if min(len(side) for side in logs) < 2:
         return Interval(value=math.exp(shift), low=0.0, high=math.inf)
-    parts = [float(side.var(ddof=1)) / len(side) for side in logs]
-    spread = sum(part**2 / (len(side) - 1) for part, side in zip(parts, logs, strict=True))
-    freedom = sum(parts) ** 2 / spread if spread else math.inf
-    half = float(stdtrit(freedom, 0.975)) * math.sqrt(sum(parts)) if spread else 0.0
-    return Interval(value=math.exp(shift), low=math.exp(shift - half), high=math.exp(shift + half))
-
-
-def _noise_warnings(first: Results, second: Results) -> Iterator[str]:
-    for one, two in _shared_tasks(first, second):
-        floors = [task.noise_floor or 0.0 for task in (one, two)]
-        if max(floors) > NOISY_FLOOR:
-            yield (
-                f"Noisy machine: the noise floor of {one.name} is {floors[0]:.1%} in the first and {floors[1]:.1%} in "
-                "the second; differences below the larger one are ties."
-            )
-        for side, task in (("first", one), ("second", two)):
-            if note := disturbance_note(task.disturbed):
-                yield f"Noisy machine, {task.name} in the {side}: {note}."
+    low = high = shift
+    if any(side.var() for side in logs):
+        limits = ttest_ind(*logs, equal_var=False).confidence_interval()
+        low, high = float(limits.low), float(limits.high)
+    return Interval(value=math.exp(shift), low=math.exp(low), high=math.exp(high))
 
 
 def _shared_tasks(first: Results, second: Results) -> list[tuple[TaskResults, TaskResults]]:

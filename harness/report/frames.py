@@ -16,7 +16,6 @@ import pandas as pd
 
 from harness.accuracy.metrics.intervals import decode_accuracy, drop_estimate
 from harness.base.statistics import Interval, block_ci, median_ci, paired_ratio_ci, speedup_verdict
-from harness.config.experiment import TaskSpec
 from harness.measure.provenance import processor_label
 from harness.measure.turn_log import BuildKey, Turn, TurnEvent, TurnMatrix, disturbance_note
 from harness.plugins.api import Accuracy
@@ -83,7 +82,9 @@ def main_frame(results: Results) -> pd.DataFrame:
         own += [_missing_row(_task_columns(task), method) for method in expected if method not in present]
         lines += _rank_rows(task, own)
     for spec in {spec.name: spec for spec in results.stored.tasks if spec.name in results.waiting}.values():
-        lines += [_missing_row(_spec_columns(spec), method) for method in expected]
+        names = {"task": spec.name, "model": spec.model.name, "backend": spec.backend.name, "device": MISSING_VERDICT}
+        facts = {**names, "precision": spec.precision, "quantized": spec.precision, "metric": None}
+        lines += [_missing_row(facts, method) for method in expected]
     return pd.DataFrame(lines, columns=list(MAIN_COLUMNS))
 
 
@@ -199,11 +200,6 @@ def _task_columns(task: TaskResults) -> dict[str, Any]:
         device = f"{device}, {threads} thread{'' if threads == 1 else 's'}{streams}"
     names = {"task": task.name, "model": task.facts["model"], "backend": backend_label(task), "device": device}
     return {**names, "precision": precision, "quantized": precision, "metric": task.metric}
-
-
-def _spec_columns(spec: TaskSpec) -> dict[str, Any]:
-    names = {"task": spec.name, "model": spec.model.name, "backend": spec.backend.name, "device": MISSING_VERDICT}
-    return {**names, "precision": spec.precision, "quantized": spec.precision, "metric": None}
 
 
 def _missing_row(facts: dict[str, Any], method: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from harness.base.text import pluralize
 
 MIN_BLOCKS = 3  # for the interval of a mean and for Friedman's test
 MIN_BLOCKS_FOR_WILCOXON = 6  # Wilcoxon's test can then be significant at 5 %, see `smallest_p_value`
-MAX_EXACT_BLOCKS = 50  # up to which SciPy's test is exact, without zeros and ties
 #: With more blocks and more methods, Friedman's statistic is close to chi-squared (Demšar 2006, section 3.2.2).
 MANY_BLOCKS, MANY_METHODS = 10, 5
 PERMUTATION_RESAMPLES = 19_999
@@ -213,21 +212,9 @@ def smallest_p_value(blocks: int, comparisons: int) -> float:
 def _wilcoxon_p_value(differences: Floats) -> float:
     if not np.any(differences):
         return 1.0
-    blocks = len(differences)
-    if blocks <= MAX_EXACT_BLOCKS:
-        from scipy.stats import wilcoxon
+    from scipy.stats import wilcoxon
 
-        return float(wilcoxon(differences, zero_method="pratt").pvalue)
-    from scipy.special import ndtr
-
-    # By the normal distribution, with Pratt's zeros and ties (Cureton, JASA 62, 1967), as SciPy does.
-    ranks, zeros = rank_values(np.abs(differences)), int(np.sum(differences == 0))
-    _, ties = np.unique(ranks[differences != 0], return_counts=True)
-    mean = (blocks * (blocks + 1) - zeros * (zeros + 1)) / 4
-    variance = float(blocks * (blocks + 1) * (2 * blocks + 1) - zeros * (zeros + 1) * (2 * zeros + 1))
-    variance -= 0.5 * float(np.sum(ties * (ties**2 - 1.0)))
-    distance = abs(float(ranks[differences > 0].sum()) - mean) / math.sqrt(variance / 24)
-    return float(min(1.0, 2 * ndtr(-distance)))
+    return float(wilcoxon(differences, zero_method="pratt").pvalue)
 
 
 def score_against_random(latency_ms: Floats, random_ms: Floats, best_ms: float, first: int = 0) -> Floats:

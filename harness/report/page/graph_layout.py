@@ -189,8 +189,16 @@ def _stack_rows(box: _Box, rows: Sequence[Sequence[_Box]]) -> None:
     """Stack the rows in columns and set the size of the box around them."""
     widths = [sum(part.width for part in row) + BOX_GAP_PX * (len(row) - 1) for row in rows]
     heights = [max(part.height for part in row) for row in rows]
+    total, cuts, used = sum(heights) + BOX_GAP_PX * len(heights), [0], 0.0
+    if total > MAX_COLUMN_HEIGHT_PX:
+        limit = max(MAX_COLUMN_HEIGHT_PX / 2, math.sqrt(total * max(widths) / TARGET_ASPECT_RATIO))
+        for place, height in enumerate(heights):
+            if used and used + height > limit:
+                cuts.append(place)
+                used = 0.0
+            used += height + BOX_GAP_PX
     x, right, bottom = float(BOX_PADDING_PX), 0.0, 0.0
-    for first, last in _split_columns(widths, heights):
+    for first, last in zip(cuts, [*cuts[1:], len(heights)], strict=True):
         width = max(widths[first:last])
         y = float(BOX_PADDING_PX + BOX_HEADER_PX)
         for row, wide, high in zip(rows[first:last], widths[first:last], heights[first:last], strict=True):
@@ -202,20 +210,6 @@ def _stack_rows(box: _Box, rows: Sequence[Sequence[_Box]]) -> None:
         right, bottom = x + width, max(bottom, y - BOX_GAP_PX)
         x = right + 3 * BOX_GAP_PX
     box.width, box.height = right + BOX_PADDING_PX, bottom + BOX_PADDING_PX
-
-
-def _split_columns(widths: Sequence[float], heights: Sequence[float]) -> list[tuple[int, int]]:
-    total = sum(heights) + BOX_GAP_PX * len(heights)
-    if total <= MAX_COLUMN_HEIGHT_PX:
-        return [(0, len(heights))]
-    limit = max(MAX_COLUMN_HEIGHT_PX / 2, math.sqrt(total * max(widths) / TARGET_ASPECT_RATIO))
-    cuts, used = [0], 0.0
-    for place, height in enumerate(heights):
-        if used and used + height > limit:
-            cuts.append(place)
-            used = 0.0
-        used += height + BOX_GAP_PX
-    return list(zip(cuts, [*cuts[1:], len(heights)], strict=True))
 
 
 def _place_boxes(box: _Box, nodes: list[list[Any]], boxes: list[list[Any]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.base.errors import UserError
 from harness.plugins.registry import installed_plugins, load_plugin
-from harness.report.frames import main_frame, variance_frame
+from harness.report.frames import main_frame, precision_frame, variance_frame
 from harness.report.report_table import ReportTable, TableSpec
 from harness.report.tables.decision import (
     DECISION,
@@ -17,19 +17,19 @@ from harness.report.tables.decision import (
     TOOLS,
     decision_table,
     fastest_frame,
-    shape_table,
-    tool_table,
+    shape_frame,
+    tool_frame,
 )
 from harness.report.tables.main import (
     FINALISTS,
     MAIN,
     OVERVIEW,
     PRECISION,
+    build_rows,
     finalist_table,
     main_table,
     overview_frame,
     overview_table,
-    precision_table,
 )
 from harness.report.tables.notes import LOSS_NOTE, common_notes, early_end_notes, noise_floor_note, noise_note
 from harness.report.tables.paired_choices import ABLATION, FIXED, ablation_frame, fixed_table
@@ -96,9 +96,9 @@ def _iter_tables(results: Results, specs: Mapping[str, TableSpec]) -> Iterator[R
     main, budgets = main_frame(results), budget_frame(results)
     yield main_table(results, main)
     yield overview_table(overview_frame(main, budgets))
-    yield precision_table(main)
+    yield build_rows(PRECISION, precision_frame(main))
     yield decision_table(results, main)
-    yield tool_table(results, main)
+    yield build_rows(TOOLS, tool_frame(results, main))
     yield FASTEST.build(fastest_frame(results, main))
     yield BUDGET.build(budgets)
     yield fixed_table(results)
@@ -108,7 +108,7 @@ def _iter_tables(results: Results, specs: Mapping[str, TableSpec]) -> Iterator[R
     yield SCORE.build(score_frame(results))
     yield pair_table(results)
     yield ABLATION.build(ablation_frame(results))
-    yield shape_table(results, main)
+    yield build_rows(SHAPES, shape_frame(results, main))
     yield from transfer_tables(results)
     yield volume_table(results)
     yield VARIANCE.build(variance_frame(results))

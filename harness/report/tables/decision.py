@@ -36,10 +36,10 @@ from harness.report.report_table import (
     text_column,
 )
 from harness.report.statistics import geometric_mean
-from harness.report.tables.main import DECISION_NOTE, FIGURES, PAIRS, VERDICT
+from harness.report.tables.main import DECISION_NOTE, FIGURES, PAIRS, VERDICT, build_rows
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.folder import Results, TaskResults
-from harness.results.scores import format_score, score_column_title
+from harness.results.scores import format_score
 from harness.results.stored_experiment import StoredExperiment
 from harness.results.task_files import sizes_of
 
@@ -51,10 +51,6 @@ FIXED_PLACEMENT_LABELS = {
     "all-fp8": "all operators, fp8",
 }
 PRECISION_LABELS = {"f32": "FP32", "fp32": "FP32", "f16": "FP16", "fp16": "FP16", "bf16": "BF16"}
-
-
-def _format_decision(row: Row) -> str:
-    return f"{row['decision']} ({row['method']})" if row["role"] == BEST_FOUND else str(row["decision"])
 
 
 DECISION = TableSpec(
@@ -69,7 +65,12 @@ DECISION = TableSpec(
         *FIGURES,
         PAIRS,
         number_column("file MB", "megabytes", "{:.1f}"),
-        Column("decision", _format_decision, text=True, of="speedup"),
+        Column(
+            "decision",
+            lambda row: f"{row['decision']} ({row['method']})" if row["role"] == BEST_FOUND else str(row["decision"]),
+            text=True,
+            of="speedup",
+        ),
     ),
     drop_empty=True,
     timed=True,
@@ -80,7 +81,7 @@ DECISION = TableSpec(
 
 def decision_table(results: Results, main: pd.DataFrame) -> ReportTable:
     """Return the table with a line per model, backend and role, and columns per precision."""
-    raw = with_backend_column(decision_frame(results, main))
+    raw = decision_frame(results, main)
     several = len(raw) > 0 and raw["quantized"].nunique() > 1
     prefixed = tuple(replace(column, heading=f"{{quantized}} {column.heading}") for column in DECISION.spread)
     spec = replace(DECISION, caption="", spread=prefixed if several else DECISION.spread)
@@ -104,7 +105,7 @@ def decision_table(results: Results, main: pd.DataFrame) -> ReportTable:
         )
     if any(row["status"] == RowStatus.NOT_SCORED for row in rows):
         sentences.append("Models with outputs that are not finite are not shipped; the decision states this reason.")
-    return spec.build(raw, [" ".join(sentences)], score=score_column_title(raw.get("metric", ())))
+    return build_rows(spec, raw, [" ".join(sentences)])
 
 
 def decision_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
@@ -181,11 +182,6 @@ SHAPES = TableSpec(
     timed=True,
     source="rows",
 )
-
-
-def shape_table(results: Results, main: pd.DataFrame) -> ReportTable:
-    """Return the table of `shape_frame`."""
-    return SHAPES.build(with_backend_column(shape_frame(results, main)))
 
 
 def shape_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:
@@ -332,12 +328,6 @@ def _ratio(search_row: Row | None, row: Row) -> dict[str, float]:
         below = math.hypot(math.log(own.value / own.low), math.log(other.high / other.value))
         above = math.hypot(math.log(own.high / own.value), math.log(other.value / other.low))
     return {"ratio": ratio, "ratio_low": ratio * math.exp(-below), "ratio_high": ratio * math.exp(above)}
-
-
-def tool_table(results: Results, main: pd.DataFrame) -> ReportTable:
-    """Return the table of `tool_frame`."""
-    raw = with_backend_column(tool_frame(results, main))
-    return TOOLS.build(raw, score=score_column_title(raw.get("metric", ())))
 
 
 def tool_frame(results: Results, main: pd.DataFrame) -> pd.DataFrame:

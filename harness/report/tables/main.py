@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pandas as pd
 
 from harness.base.statistics import Interval
 from harness.base.text import pluralize
-from harness.report.frames import UNUSABLE, finalist_frame, precision_frame, with_backend_column
+from harness.report.frames import UNUSABLE, finalist_frame, with_backend_column
 from harness.report.report_table import (
     MISSING_CELL,
     Column,
@@ -50,10 +51,6 @@ def _format_drop(row: Row) -> str:
     return format_drop(Interval(value=row["drop"], low=low, high=high), row["metric"])
 
 
-def _format_verdict(row: Row) -> str:
-    return "tie: use float" if row["verdict"] == "tie" and row["method"] != FLOAT_ROW else verdict_label(row)
-
-
 NAMES = tuple(map(text_column, ("model", "device", "precision", "method")))
 #: Latency, speedup, score and drop; only the speedups are marked, since latencies are not paired.
 FIGURES = (
@@ -64,7 +61,12 @@ FIGURES = (
 )
 UNMARKED_FIGURES = tuple(replace(column, marked=False) for column in FIGURES)
 PAIRS = number_column("Q/DQ pairs", "pairs")
-VERDICT = Column("verdict", _format_verdict, text=True, of="speedup")
+VERDICT = Column(
+    "verdict",
+    lambda row: "tie: use float" if row["verdict"] == "tie" and row["method"] != FLOAT_ROW else verdict_label(row),
+    text=True,
+    of="speedup",
+)
 
 MAIN = TableSpec(
     name="main",
@@ -131,10 +133,9 @@ def main_table(results: Results, main: pd.DataFrame) -> ReportTable:
     return MAIN.build(raw, main_notes(results, main), rows=rows, score=score_column_title(main["metric"]))
 
 
-def precision_table(main: pd.DataFrame) -> ReportTable:
-    """Return the table of decisions by precision."""
-    raw = with_backend_column(precision_frame(main))
-    return PRECISION.build(raw, score=score_column_title(raw["metric"]))
+def build_rows(spec: TableSpec, frame: pd.DataFrame, notes: Iterable[str] = ()) -> ReportTable:
+    """Return a table of rows with the columns of `main_frame`, and backends in the column `device`."""
+    return spec.build(with_backend_column(frame), notes, score=score_column_title(frame.get("metric", ())))
 
 
 def finalist_table(results: Results) -> ReportTable:

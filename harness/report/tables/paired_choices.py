@@ -51,16 +51,16 @@ def _format_gain(row: Row) -> str:
     return text + (f", {row['unfit']}/{row['seeds']} not to ship" if row["unfit"] else "")
 
 
-def _format_fixed_row(row: Row) -> str:
-    return MISSING_CELL if is_missing(row["task"]) else row["fixed"] or NO_SHIPPABLE_ROW
-
-
 FIXED = TableSpec(
     name="fixed",
     title="What a search adds to the best fixed row",
     columns=(
         Column("task", lambda row: MEAN_LABEL if is_missing(row["task"]) else str(row["task"]), text=True),
-        Column("best fixed row", _format_fixed_row, text=True),
+        Column(
+            "best fixed row",
+            lambda row: MISSING_CELL if is_missing(row["task"]) else row["fixed"] or NO_SHIPPABLE_ROW,
+            text=True,
+        ),
         number_column("noise floor", "noise_floor", "{:.1%}"),
         text_column("searcher"),
     ),

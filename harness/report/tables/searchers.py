@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -41,7 +40,6 @@ from harness.report.statistics import (
 )
 from harness.results.artifacts import FLOAT_ROW
 from harness.results.folder import Results, TaskResults
-from harness.results.search_log import SearchLog
 
 TARGET_GAIN_SHARES = (0.95, 0.99)
 NEVER_REACHED = "never"
@@ -79,11 +77,6 @@ def _saved_share(rows: Sequence[Row]) -> str:
     saved = sum(row["saved"] for row in rows)
     total = saved + sum(row["readings"] for row in rows)
     return f"{saved / total:.1%}" if total else MISSING_CELL
-
-
-def _format_volume(rows: Sequence[Row]) -> str:
-    middle = median_ci([row["volume"] for row in rows])
-    return format_interval(middle.value, middle.low, middle.high, 3)
 
 
 BUDGET = TableSpec(
@@ -198,6 +191,13 @@ PAIRS = TableSpec(
     assumes_budget=True,
     source="choices",
 )
+
+
+def _median_volume(rows: Sequence[Row]) -> str:
+    middle = median_ci([row["volume"] for row in rows])
+    return format_interval(middle.value, middle.low, middle.high, 3)
+
+
 VOLUME = TableSpec(
     name="volume",
     title="Front of latency and accuracy",
@@ -210,7 +210,7 @@ VOLUME = TableSpec(
     ),
     group_by=("task", "searcher"),
     last=(
-        ("hypervolume [CI]", _format_volume),
+        ("hypervolume [CI]", _median_volume),
         ("scored", _sum("scored")),
         ("seeds", lambda rows: str(len(rows))),
     ),
@@ -324,24 +324,23 @@ def cost_frame(results: Results) -> pd.DataFrame:
     estimate of the readings that racing saved. `rebuilt` candidates were built again; of `disturbed` ones the first
     readings were discarded; of `unstable` ones the second were disturbed too, or the latency was never steady.
     """
-    return pd.DataFrame(
-        [_cost_row(task, search) for task in results.tasks for search in task.searches if search.elapsed_s]
-    )
-
-
-def _cost_row(task: TaskResults, search: SearchLog) -> dict[str, Any]:
-    total_s = search.elapsed_s[-1]
-    spent = {name: search.cost.get(name, 0.0) for name in ("build_s", "sampling_s", "evaluation_s", "failures_s")}
-    passed_s = sum(spent.values())
-    if "recorded_on" in task.facts["backend"].get("options", {}):
-        passed_s -= spent["build_s"]
-        spent["build_s"] = math.nan
-    return {
-        "task": task.name, "searcher": search.searcher, "seed": search.seed, "evaluations": search.evaluations,
-        "total_s": total_s, **spent, "harness_s": max(0.0, total_s - passed_s),
-        "search_s": search.cost.get("searcher_s", math.nan),
-        **{name: search.cost.get(name, 0) for name in ("readings", "saved", "rebuilt", "disturbed", "unstable")},
-    }  # fmt: skip
+    lines = []
+    for task, search in ((each, search) for each in results.tasks for search in each.searches if search.elapsed_s):
+        total_s, cost = search.elapsed_s[-1], search.cost
+        spent = {name: cost.get(name, 0.0) for name in ("build_s", "sampling_s", "evaluation_s", "failures_s")}
+        passed_s = sum(spent.values())
+        if "recorded_on" in task.facts["backend"].get("options", {}):
+            passed_s -= spent["build_s"]
+            spent["build_s"] = math.nan
+        lines.append(
+            {
+                "task": task.name, "searcher": search.searcher, "seed": search.seed, "evaluations": search.evaluations,
+                "total_s": total_s, **spent, "harness_s": max(0.0, total_s - passed_s),
+                "search_s": cost.get("searcher_s", math.nan),
+                **{name: cost.get(name, 0) for name in ("readings", "saved", "rebuilt", "disturbed", "unstable")},
+            }
+        )  # fmt: skip
+    return pd.DataFrame(lines)
 
 
 def volume_table(results: Results) -> ReportTable:
@@ -417,21 +416,17 @@ def rank_searchers(results: Results) -> FriedmanRanks | None:
 def pair_table(results: Results) -> ReportTable:
     """Return `pair_frame` as a table, with the mean ranks and the smallest p that Wilcoxon's test can give as notes."""
     pairs, ranks = pair_frame(results), rank_searchers(results)
-    return PAIRS.build(pairs, _pair_notes(pairs, ranks))
-
-
-def _pair_notes(pairs: pd.DataFrame, ranks: FriedmanRanks | None) -> Iterator[str]:
     most = int(pairs["blocks"].max()) if len(pairs) else 0
     counts = f"{pluralize(most, 'task')} and {pluralize(len(pairs), 'pair')}"
-    yield f"The smallest p (Holm) that {counts} can give is {smallest_p_value(most, len(pairs)):.3g}."
-    if ranks is None:
-        return
-    means = ", ".join(f"{name} {rank:.2f}" for name, rank in ranks.mean.items())
-    yield f"Mean ranks over the {ranks.blocks} tasks that have all searchers: {means}."
-    if ranks.untested_reason:
-        yield f"{ranks.untested_reason[0].upper()}{ranks.untested_reason[1:]}."
-    elif ranks.p_value is not None and ranks.critical_difference is not None:
-        yield (
-            f"Friedman's test: p = {ranks.p_value:.3g}; Nemenyi's critical difference of mean ranks at 5 %: "
-            f"{ranks.critical_difference:.2f}."
-        )
+    notes = [f"The smallest p (Holm) that {counts} can give is {smallest_p_value(most, len(pairs)):.3g}."]
+    if ranks is not None:
+        means = ", ".join(f"{name} {rank:.2f}" for name, rank in ranks.mean.items())
+        notes.append(f"Mean ranks over the {ranks.blocks} tasks that have all searchers: {means}.")
+        if ranks.untested_reason:
+            notes.append(f"{ranks.untested_reason[0].upper()}{ranks.untested_reason[1:]}.")
+        else:
+            notes.append(
+                f"Friedman's test: p = {ranks.p_value:.3g}; Nemenyi's critical difference of mean ranks at 5 %: "
+                f"{ranks.critical_difference:.2f}."
+            )
+    return PAIRS.build(pairs, notes)

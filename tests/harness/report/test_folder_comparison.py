@@ -9,7 +9,6 @@ from small_results import TASK, edit_json, write_confirmation, write_task
 from typer.testing import CliRunner
 
 from harness.base.errors import UserError
-from harness.base.files import write_json
 from harness.cli.main import app
 from harness.report.folder_comparison import compare_frame, describe_differences, differing_rows
 from harness.results.folder import load
@@ -76,18 +75,6 @@ def test_keys_of_the_experiment_are_compared_entry_by_entry(folder, other):
     assert builds == "experiment.confirmation.builds: 3 -> 9"
     assert searcher.startswith("experiment.searchers.tpe: {")
     assert searcher.endswith(" -> None")
-
-
-@pytest.mark.parametrize(("one", "two", "busier"), [(8.1, 1.06, "first"), (0.2, 2.4, "second"), (1.0, 1.9, None)])
-def test_higher_load_is_named_as_cause_if_slower(folder, other, one, two, busier):
-    for path, load_average in ((folder, one), (other, two)):
-        write_json(path / TASK / "env.json", {"load_average": [load_average, 0.5, 0.5]})
-    lines = differences(folder, other)
-    assert len(lines) == (busier is not None)
-    for line in lines:
-        assert line.startswith(f"environment.load_average: {one:g} -> {two:g}: {abs(two - one):.1f} more busy cores")
-        assert busier in line
-        assert ("likely cause" in line) == (busier == "first"), "the first folder is the slower one"
 
 
 def test_noise_of_either_folder_is_a_warning(folder, other):

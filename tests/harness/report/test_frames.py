@@ -98,13 +98,6 @@ def test_a_task_without_a_gain_beyond_the_noise_has_no_target(folder, runs):
     assert "targets" not in {table.name for table in build_tables(load(folder))}
 
 
-def test_a_target_of_one_seed_has_no_range(folder, runs):
-    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)))
-    write_search(runs / "tpe-0.jsonl", ("float", read(8.0)), ("none", FAILED))
-    table = next(table for table in build_tables(load(folder)) if table.name == "targets")
-    assert table.cells["to 95% of the best gain"].tolist() == ["2 (2.00 min)", "never"]
-
-
 def test_failed_evaluations_are_counted_by_stage(folder, runs):
     slow = Failed(stage="measure", reason="hang", wall_s=1.0)
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("a", FAILED), ("b", FAILED), ("c", slow))

@@ -11,14 +11,11 @@ import sys
 
 import pandas as pd
 import pytest
-from incumbents import iter_incumbents
-from long_results import TASK, write_long_results
+from long_results import write_long_results
 
 from harness.report.frames import curve_frame
 from harness.report.plots.charts import median_steps
 from harness.results.folder import load
-from harness.results.journal import Journal, read_journal
-from harness.results.search_log import Goal, state_at_budgets
 
 pytestmark = pytest.mark.slow
 EVALUATIONS = 20_000
@@ -66,18 +63,3 @@ def test_curves_are_thinned_without_a_step_lost(folder):
     assert 10 < len(places) < 1000
     assert pd.Series(steps[0], index=places).reindex(whole.index).ffill().equals(whole)
     assert places[-1] == EVALUATIONS
-
-
-def test_long_journal_resumes_and_finalists_are_selected(folder):
-    path = folder / TASK / "runs" / "random-0.jsonl"
-    with Journal(path, {}) as journal:
-        assert len(journal.entries) == EVALUATIONS
-        assert journal.elapsed_s == (EVALUATIONS - 1) / 2
-        assert journal.entries[EVALUATIONS - 1].proposal.number == EVALUATIONS - 1
-    goal = Goal(metric="top1", reference=0.8, max_drop=0.02)
-    entries = list(read_journal(path))
-    found = state_at_budgets(entries, goal, [100, EVALUATIONS])
-    assert found[100].best[0].evaluations <= 100
-    last = list(iter_incumbents(entries, goal))[-1]
-    assert found[EVALUATIONS].best[0].digest == last.digest
-    assert found[EVALUATIONS].scored == EVALUATIONS - EVALUATIONS // 997

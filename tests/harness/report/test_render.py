@@ -10,7 +10,7 @@ import matplotlib.image
 import pandas as pd
 import pytest
 from rich.console import Console
-from small_results import LATENCY_MS, TASK, edit_json, read_note, read_table, write_confirmation
+from small_results import LATENCY_MS, TASK, edit_json, read_table, write_confirmation
 from stored import read_records, write_records
 
 import harness.report.render
@@ -23,7 +23,7 @@ from harness.results.folder import load as load_results
 from harness.results.search_log import Goal
 from harness.results.termination import clear_task_error, write_task_error
 
-DRAWN = ALL_FORMATS = True
+DRAWN = ALL_FORMATS = LATEX = True
 
 DISTINCT_MS = {"A/A twin": 8.0, "float": 8.0, "all": 4.01, "aa": 4.0, "bb": 5.0}
 
@@ -104,6 +104,17 @@ def test_text_has_main_tables_and_folder_has_all_files(folder):
         picture = matplotlib.image.imread(path)[..., :3]
         border = [picture[:3], picture[-3:], picture[:, :3], picture[:, -3:]]
         assert all((edge == 1.0).all() for edge in border), f"{path.name}: text runs over the edge"
+
+
+def test_latex_marks_best_rows_and_has_shared_values_in_caption(folder):
+    write_confirmation(folder / TASK, DISTINCT_MS)
+    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
+    tables(folder)
+    text = (folder / "report" / "main.tex").read_text()
+    for words in (r"\textbf{2.00 [2.00, 2.00]}", r"\underline{2.00 [2.00, 2.00]}", r"ort\_static"):
+        assert words in text
+    assert "A CPU" not in text.partition(r"\toprule")[2]
+    assert r"\caption{Main results. model: net; device: A CPU, 2 threads. Latency: geometric mean" in text
 
 
 def test_csv_has_unrounded_figures_and_whole_reasons(folder):
@@ -218,13 +229,6 @@ def test_a_folder_without_results_is_refused(tmp_path):
         write_report(tmp_path)
 
 
-@pytest.mark.parametrize(("schema", "named"), [(0, "0"), (7, "7"), (None, "unknown")])
-def test_another_schema_is_refused(folder, schema, named):
-    edit_json(folder / TASK / "task.json", schema=schema)
-    with pytest.raises(UserError, match=f"schema {named}, this version reads schema 2"):
-        load_results(folder)
-
-
 @pytest.mark.parametrize(
     ("forged", "message"),
     [
@@ -251,17 +255,6 @@ def test_a_score_that_contradicts_its_record_of_images_is_refused(folder, forged
         tables(folder)
 
 
-def test_indistinguishable_rows_are_underlined(folder):
-    write_confirmation(folder / TASK, DISTINCT_MS)
-    edit_json(folder / TASK / "task.json", goal=asdict(Goal()))
-    tables(folder)
-    rows = {row["method"]: (row["latency ms [CI]"], row["speedup [CI]"]) for row in read_table(folder, "main")}
-    assert rows["random"] == ("4.000 [4.000, 4.000]", "**2.00 [2.00, 2.00]**"), "latencies are not paired"
-    assert rows["all"] == ("4.010 [4.010, 4.010]", "<u>2.00 [2.00, 2.00]</u>")
-    raw = pd.read_csv(folder / "report" / "main.csv")
-    assert raw.loc[raw["tied"], "method"].tolist() == ["all", "random"]
-
-
 def test_tie_with_float_is_underlined_and_slower_row_is_not(folder):
     write_confirmation(folder / TASK, {"A/A twin": 8.0, "float": 8.0, "all": 8.2, "aa": 7.99, "bb": 5.0})
     edit_json(folder / TASK / "noise_floor.json", noise_floor=0.01)
@@ -286,18 +279,3 @@ def test_turns_of_a_replaced_worker_are_in_no_frame(folder):
     assert set(samples.query("row == 'aa' and build == 2")["round"]) == {0}
     assert set(samples.query("row == 'aa' and build == 1")["round"]) == {0, 1}
     assert set(samples.query("row == 'bb'")["build"]) == {0, 1}
-
-
-def test_batch_and_file_size_are_stored_without_models(with_models, monkeypatch):
-    monkeypatch.setattr(harness.report.render, "draw_plots", lambda *_, **__: [])
-    edit_json(with_models / TASK / "task.json", inputs={"x": [1, 3, 8, 8]})
-    write_report(with_models)
-    rows = read_table(with_models, "decision")
-    assert {row["batch"] for row in rows} == {"1"}
-    sizes = [float(row["file MB"]) for row in rows if row["row"] in ("FP32", "all operators")]
-    assert len(sizes) == 2
-    before = (with_models / "report" / "decision.md").read_bytes()
-    shutil.rmtree(with_models / TASK / "models")
-    write_report(with_models)
-    assert (with_models / "report" / "decision.md").read_bytes() == before
-    assert "File MB" in read_note(with_models, "decision")

@@ -19,7 +19,6 @@ from harness.report.statistics import (
     effect_size,
     quartiles,
     score_against_random,
-    smallest_p_value,
 )
 
 # Demšar 2006, table 6: AUC of C4.5 with its parameters m and cf tuned, on 14 data sets.
@@ -115,27 +114,7 @@ def test_comparison_with_control_corrects_only_its_pairs():
         compare_with("missing", seeds)
 
 
-def test_comparison_uses_mean_over_seeds():
-    first, second = [1.0] * 90 + [0.5] * 10, [1.0] * 60 + [0.5] * 40
-    found = compare_with("a", {"a": dict.fromkeys("xyzuvw", first), "b": dict.fromkeys("xyzuvw", second)})
-    assert found["ratio"].item() == pytest.approx(0.95 / 0.8), "both medians are 1"
-    assert found["p_value"].item() < 0.05
-
-
 WORTH = {"a": (2.0, 3.0, 2.5), "b": (1.0, 1.0, 1.0)}
-
-
-def test_p_value_of_few_blocks_has_lower_limit():
-    found = compare_pairs({"a": {"x": [2.0], "y": [3.0]}, "b": {"x": [1.0], "y": [1.0]}, "c": {"z": [1.0]}})
-    assert found[["first", "second"]].to_numpy().tolist() == [["a", "b"]], "c shares no block with the others"
-    assert found["p_value"].item() == pytest.approx(smallest_p_value(2, 1)) == 0.5
-    assert (found["low"].item(), found["high"].item()) == (0.0, math.inf), "two blocks give no interval"
-    three = compare_pairs({name: {b: [v] for b, v in zip("xyz", w, strict=True)} for name, w in WORTH.items()})
-    assert 0 < three["low"].item() < three["ratio"].item() < three["high"].item() < math.inf
-    assert three["p_holm"].item() == pytest.approx(smallest_p_value(3, 1)) == 0.25
-    assert smallest_p_value(2, 10) == 1.0, "no probability above 1"
-    assert found["chance"].item() == 1.0
-    assert found["ratio"].item() == pytest.approx(math.sqrt(6))
 
 
 @settings(max_examples=50)

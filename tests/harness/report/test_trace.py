@@ -53,16 +53,6 @@ def test_the_number_of_turns_is_an_option(folder):
     assert CliRunner().invoke(app, ["report", str(folder), "--trace", "random:latency", "--last", "0"]).exit_code == 2
 
 
-def test_trace_of_score_has_values_of_images(folder):
-    def add_images(body):
-        body["sha of aa main"]["per_item"] = [1.0, 0.79, 0.58]
-
-    edit_json(folder / TASK / "accuracy.json", add_images)
-    assert "    by item: 3 values" in printed(folder, "random:top-1")
-    assert "    by item: 1 0.79 0.58" in printed(folder, "random:top-1", "--raw")
-    assert "    top1: 0.79" in printed(folder, "random:top-1", "--last", 1)
-
-
 def test_trace_of_drop_has_difference_of_scores(folder):
     lines = printed(folder, "all:drop")
     assert lines[0] == f"row 3: {TASK}, all, drop [CI]: +0.1000"
@@ -91,11 +81,6 @@ def test_scores_that_are_missing_or_failed_are_named(folder):
     lines = trace_lines(load(folder), "all:drop")
     assert any(line.endswith("accuracy.json: no score of float") for line in lines)
     assert "    failed: crash: no memory" in lines
-
-
-@pytest.mark.parametrize("address", ["random:Q/DQ", "tpe:latency"])
-def test_trace_of_metadata_cell_has_no_raw_readings(folder, address):
-    assert printed(folder, address) == printed(folder, address, "--raw")
 
 
 @pytest.mark.parametrize(

@@ -127,27 +127,3 @@ def test_regions_command_prints_phases_hierarchy_and_coverage(net):
     assert "max=24," in regions("--max-sequence-size", "24")
     assert json.loads(regions("--json"))["summary"]["covered"] == 28
     assert "--include-all-regions" not in regions("--include-all-regions")
-
-
-def test_click_shows_pattern_and_insertion_points(browser, tmp_path, made):
-    page = tmp_path / "regions.html"
-    page.write_text(render_graph_page(made[-1], "six layers"))
-    browser.open(page)
-    assert "Click a region" in browser.run("document.getElementById('facts').textContent")
-    box = browser.run(
-        "(b => [b.left, b.top, b.width, b.height])(document.querySelector('canvas').getBoundingClientRect())"
-    )
-    width, height = made[-1]["size"]
-    scale = min(1.5, (box[2] - 20) / width, (box[3] - 20) / height)
-    node = made[-1]["nodes"][0]
-    x = box[0] + (box[2] - width * scale) / 2 + (node[0] + 5) * scale
-    y = box[1] + (box[3] - height * scale) / 2 + (node[1] + 5) * scale
-    for kind in ("mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-    facts = browser.run("document.getElementById('facts').textContent")
-    pattern = made[-1]["patterns"][made[-1]["regions"][node[4]][4]]
-    assert f"Region {node[4]} (LEAF)" in facts
-    assert pattern["signature"] in facts
-    assert all(point["name"].partition("/")[2] in facts for point in pattern["points"])
-    browser.run("document.querySelector('.tools button').click()")
-    assert browser.errors == []

@@ -117,7 +117,7 @@ def test_the_first_screen_has_file_commands_and_picture(with_models, browser):
     assert deploy[:3] == ["python", f"{place}/deploy.py", "--input"]
     assert verify == ["qdq", "verify", place]
     assert browser.run("document.querySelector('#answer .js-plotly-plot').getBoundingClientRect().bottom") < 900
-    names = browser.run("task(0).then(found => found.answer.data[0].text)")
+    names = browser.run("task(0).then(found => found.answer.data.flatMap(trace => trace.text))")
     assert {"all", "float f32"} <= {re.sub("<.?b>", "", name) for name in names}
     assert browser.run("[...document.querySelectorAll('details.notes')].some(notes => notes.open)") is False
 

@@ -1,6 +1,5 @@
 """Cost of searches from their journals."""
 
-import math
 import tracemalloc
 from collections import defaultdict
 from dataclasses import replace
@@ -11,7 +10,7 @@ from stored import JOURNAL_HEADER, write_lines
 
 from harness.base.statistics import Interval
 from harness.measure.records import Failed, Measured, Proposal, TrialResult, encode_line
-from harness.report.frames import curve_frame, main_frame, ratio_over_seeds
+from harness.report.frames import curve_frame, main_frame
 from harness.report.tables.catalog import build_tables
 from harness.report.tables.searchers import cost_frame
 from harness.results.folder import load
@@ -44,23 +43,6 @@ def test_a_retry_is_no_evaluation_but_its_time_and_result_count(folder):
 
 def interval(value, low, high):
     return Interval(value=value, low=low, high=high)
-
-
-@pytest.mark.parametrize(
-    ("ratios", "expected"),
-    [
-        ([interval(1.2, 1.1, 1.3), interval(1.0, 0.9, 1.1)], interval(1.1, 0.9, 1.3)),
-        ([interval(1.0, 1.0, 1.0)], interval(1.0, 1.0, 1.0)),
-        (
-            [interval(1.0, 1.0, 1.0), interval(1.2, 0.0, math.inf), interval(1.3, 0.0, math.inf)],
-            interval(1.2, 0.0, math.inf),
-        ),
-    ],
-)
-def test_ratio_over_seeds_has_widest_limits(ratios, expected):
-    """Also where a seed was timed in one turn only, which gives no limits."""
-    found = ratio_over_seeds(ratios)
-    assert (found.value, found.low, found.high) == (expected.value, expected.low, expected.high)
 
 
 def test_a_search_without_an_incumbent_has_no_curve_and_its_cost(folder):

@@ -202,13 +202,6 @@ def test_a_faster_row_without_finite_outputs_is_not_recommended(folder):
     assert "1 faster but not scored" in render_index(results, write_tables(results, folder / "report"), read_graph)
 
 
-def test_few_images_are_noted_below_every_table(folder):
-    edit_scores(folder, lambda score: score.update(metrics={"top1": 1.0}, per_item=[1.0] * 19))
-    raw_main(folder, whole=True)
-    for file in (folder / "report").glob("*.md"):
-        assert f"Accuracy of {TASK}: only 19 samples" in read_note(folder, file.stem), file.name
-
-
 @pytest.mark.parametrize(
     ("model", "flags", "dialect", "words"),
     [
@@ -226,29 +219,6 @@ def test_saturating_processor_is_noted(folder, model, flags, dialect, words):
     for file in (folder / "report").glob("*.md"):
         assert ("without VNNI" in file.read_text()) == (words is not None), file.name
     assert words is None or f"Accuracy of {TASK}: measured on a processor without VNNI, {words}" in main_note(folder)
-
-
-@pytest.mark.parametrize(
-    ("scored", "agreement", "removed", "expected"),
-    [
-        ({0: 2, 1: 3}, {}, 0, "random 5 of 6."),
-        ({0: 2, 1: 2}, {}, 2, "random 4 of 5."),
-        ({0: 2, 1: 2}, {0: 0.875}, 0, "random 4 of 6 (rank correlation of proxy and metric +0.88)."),
-    ],
-    ids=["sum over seeds", "a search that ended early", "proxy"],
-)
-def test_full_evaluations_are_counted(folder, scored, agreement, removed, expected):
-    def score(pick):
-        seed = pick["seed"]
-        return (
-            {**pick, "scored": scored[seed], "agreement": agreement.get(seed)} if pick["method"] == "random" else pick
-        )
-
-    edit_picks(folder, score)
-    journal = folder / TASK / "runs" / "random-1.jsonl"
-    lines = journal.read_text().splitlines(keepends=True)
-    journal.write_text("".join(lines[: len(lines) - removed]))
-    assert f"Full evaluations of {TASK}: {expected}" in main_note(folder)
 
 
 def test_a_noisy_machine_is_the_first_note_below_tables_of_latencies(folder):

@@ -135,9 +135,3 @@ def test_overview_compares_median_of_seeds(models):
     note = read_note(models, "overview")
     assert "the median over 2 seeds after 3 evaluations" in note
     assert "The main table has the best seed of each searcher" in note
-
-
-def test_one_task_needs_no_overview(folder):
-    write_tables(load(folder), folder / "report")
-    assert not (folder / "report" / "overview.md").exists()
-    assert harness.report.render.load(folder).overview.empty

@@ -19,7 +19,6 @@ from stored import read_records, write_records
 from harness.base.statistics import Interval, block_ci
 from harness.report.render import write_tables
 from harness.report.statistics import geometric_mean
-from harness.report.tables.catalog import build_tables
 from harness.report.tables.paired_choices import ablation_frame, fixed_frame
 from harness.results.folder import load
 from harness.results.search_log import Goal
@@ -103,15 +102,6 @@ def test_rows_beyond_bound_are_excluded_as_fixed_row_and_counted(tmp_path, fixed
     assert fixed_frame(load(tmp_path)).set_index("task").loc[OTHER, "row"] == ""
     row = shown(tmp_path)[OTHER, "auto"]
     assert (row["best fixed row"], row["10 evaluations"]) == ("none to ship", "-")
-
-
-@pytest.mark.parametrize(
-    ("baselines", "choices"), [({}, {10: ["aa"]}), ({"from_one": "bb"}, {10: ["aa"]}), (FIXED, {})]
-)
-def test_without_fixed_rows_or_searchers_there_is_no_table(tmp_path, fixed, baselines, choices):
-    fixed(choices, baselines=baselines)
-    assert fixed_frame(load(tmp_path)).empty, "a row of another task is no fixed row"
-    assert "fixed" not in {table.name for table in build_tables(load(tmp_path))}
 
 
 @pytest.mark.parametrize(

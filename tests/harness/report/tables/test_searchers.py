@@ -184,16 +184,6 @@ def test_notes_state_each_scenario_and_placement_differences(study):
     assert all("Scenario of net-one-int8: latency" in note for note in notes.values())
 
 
-def test_rank_correlation_excludes_tool_models(study):
-    """The row of `all` is called like its method here, as the rows of tools are."""
-    path = study / "net-two-int8" / "rows.json"
-    rows = read_json(path)["rows"]
-    edit_json(path, rows=[row if row["id"] == "all" else {**row, "sha256": f"{row['sha256']} 7"} for row in rows])
-    assert similarity_frame(load(study))["rows"].item() == 4, "a placement is one whatever its files are"
-    edit_json(path, rows=[{**row, "sha256": "of another tool's file"} if row["id"] == "all" else row for row in rows])
-    assert similarity_frame(load(study)).empty, "three that both have are too few"
-
-
 def test_transfer_share_is_missing_for_gain_within_noise(study):
     """A floor of 1 % and a best gain of 0.5 % once made -1660 % of a placement that is slower than float."""
     twin = {"A/A twin": 8.08, "float": 8.0, "all": 8.5, "aa": 7.96, "bb": 9.0, "cc": 7.5}
@@ -207,19 +197,6 @@ def test_transfer_share_is_missing_for_gain_within_noise(study):
     text = (study / "report" / "transfer.md").read_text()
     assert "(100%)" in text
     assert "no share if that gain is within the noise" in text
-
-
-def test_transfer_finds_placement_by_transfer_method_name(study):
-    task = study / "net-two-int8"
-    body = read_json(task / "rows.json")
-    body["rows"] = [row for row in body["rows"] if row["id"] != "aa"]
-    picks = [pick for pick in body["picks"] if pick["row"] != "aa"]
-    assert transfer_frame(load(study)).set_index(["source", "target"]).loc[("one", "two"), "row"] == "aa"
-    brought = asdict(Choice(method="from_one", kind="baseline", row="cc"))
-    write_json(task / "rows.json", {"rows": body["rows"], "picks": [*picks, brought]})
-    found = transfer_frame(load(study)).set_index(["source", "target"])
-    assert found.loc[("one", "two"), "row"] == "cc"
-    assert found.loc[("one", "two"), "speedup"] == pytest.approx(8 / 7.5)
 
 
 def test_every_table_and_picture_of_a_study_is_written(study):
