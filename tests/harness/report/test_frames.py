@@ -54,14 +54,6 @@ def test_target_counts_best_placement_despite_noisy_readings(folder, runs):
     assert found["evaluations"].tolist() == [2.0, 2.0, 2.0, 2.0]
 
 
-def test_curve_falls_if_low_reading_displaces_better_placement(folder, runs):
-    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(3.9)))
-    write_search(runs / "random-1.jsonl", ("float", read(8.0)), ("good", read(4.0)), ("lucky", read(6.1)))
-    curves = curve_frame(load(folder).tasks).set_index(["seed", "evaluations"])["speedup"]
-    assert curves.loc[0].tolist() == pytest.approx([1.0, 2.0, 8.0 / 5.0])
-    assert curves.loc[1].tolist() == pytest.approx([1.0, 2.0, 2.0])
-
-
 def test_confirmed_placements_have_their_confirmed_speedup(folder, runs):
     # Confirmed are aa 2.0 and bb 1.6 times as fast; the search read 4.0 of bb.
     write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("aa", read(4.0)), ("bb", read(2.0)))
@@ -96,14 +88,6 @@ def test_a_task_without_a_gain_beyond_the_noise_has_no_target(folder, runs):
     edit_json(folder / TASK / "noise_floor.json", noise_floor=1.5)
     assert target_frame(load(folder)).empty
     assert "targets" not in {table.name for table in build_tables(load(folder))}
-
-
-def test_failed_evaluations_are_counted_by_stage(folder, runs):
-    slow = Failed(stage="measure", reason="hang", wall_s=1.0)
-    write_search(runs / "random-0.jsonl", ("float", read(8.0)), ("a", FAILED), ("b", FAILED), ("c", slow))
-    write_search(runs / "tpe-0.jsonl", ("float", read(8.0)))
-    table = next(table for table in build_tables(load(folder)) if table.name == "cost")
-    assert f"Failed evaluations, {TASK}: random-0 2 at build, 1 at measure." in table.lines
 
 
 def test_hypervolume_is_constant_to_the_end_of_the_search(folder, runs):

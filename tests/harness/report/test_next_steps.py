@@ -199,18 +199,6 @@ def test_faster_rows_beyond_the_bound_have_remedies(folder):
     ]
 
 
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ({"calibration": {"method": "mse"}}, "- another calibration.method than mse, for instance entropy"),
-        ({"calibrated_on": "random data"}, "- calibration data: the ranges are those of random data"),
-    ],
-)
-def test_the_calibration_decides_the_remedy(folder, facts, expected):
-    edit_json(folder / TASK / "task.json", goal=STRICT, **facts)
-    assert expected in remedies(folder).splitlines()
-
-
 def test_rows_that_are_not_faster_have_other_remedies(folder):
     write_confirmation(folder / TASK, SLOW_MS)
     rows = read_json(folder / TASK / "rows.json")

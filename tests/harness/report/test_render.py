@@ -214,13 +214,6 @@ def test_partial_lines_render(folder, keep):
     assert "UNFINISHED" in tables(folder)
 
 
-@pytest.mark.parametrize("name", ["task.json", "rows.json", "accuracy.json"])
-def test_a_damaged_file_is_named(folder, name):
-    (folder / TASK / name).write_text("{")
-    with pytest.raises(UserError, match=rf"{name}: (damaged|cannot be read) \(.*\); restore a copy"):
-        load_results(folder)
-
-
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no results here .*qdq run"):
         write_report(tmp_path / "nowhere")

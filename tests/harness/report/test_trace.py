@@ -1,7 +1,6 @@
 """Trace of table cells to their readings, and what `qdq report --trace` prints."""
 
 import re
-from pathlib import Path
 
 import pytest
 from small_results import TASK, edit_json, edit_samples, trace_lines
@@ -14,7 +13,6 @@ from harness.cli.main import app
 from harness.report.tables.catalog import build_tables
 from harness.report.trace import trace_cell
 from harness.results.folder import load
-from harness.results.lines import compress_lines
 
 
 def printed(*arguments: object) -> list[str]:
@@ -36,15 +34,6 @@ def test_trace_of_ratio_has_line_per_turn_and_computation(folder):
     assert turns[-1].endswith("ratio 2.0000")
     assert result == "geometric mean of the median ratios of 3 builds (2, 2, 2): 2"
     assert "--raw" in more
-
-
-@pytest.mark.parametrize(("cell", "file"), [("random:speedup", "confirmation.jsonl"), ("random:minutes", "runs/")])
-def test_trace_names_the_compressed_log_of_a_finished_task(folder, cell, file):
-    for path in [*(folder / TASK).glob("*.jsonl"), *(folder / TASK).glob("runs/*.jsonl")]:
-        compress_lines(path)
-    _, place, *_ = printed(folder, cell)
-    assert f"{short_path(folder / TASK)}/{file}" in place
-    assert Path(place.partition(";")[0]).exists()
 
 
 def test_the_number_of_turns_is_an_option(folder):

@@ -58,18 +58,6 @@ def test_summary_precedes_tables_with_interval_and_verdict_counts(folder):
     assert "6 methods: 1 faster, 1 faster but beyond the bound, 1 slower, 3 without a speed." in text
 
 
-def test_search_scatter_names_its_half_of_data(folder):
-    def key_of_the_cloud() -> str:
-        charts = read_page_data(page_of(folder).read_text())[0]["charts"]
-        chart = next(chart for chart in charts if chart["title"].startswith("Latency against"))
-        assert chart["data"][0]["name"] in chart["title"]
-        return chart["data"][0]["name"]
-
-    assert key_of_the_cloud() == "scored in the searches"
-    edit_json(folder / TASK / "task.json", halves=True)
-    assert key_of_the_cloud() == "scored in the searches, on their half of the data"
-
-
 @pytest.mark.parametrize("gone", ["rows.json", "confirmation.jsonl", "accuracy.json", "runs", "env.json", "task.json"])
 def test_incomplete_results_are_marked_partial(with_models, gone):
     path = with_models / TASK / gone

@@ -103,22 +103,6 @@ def test_note_has_cross_fitted_loss_of_metric_over_all_images(folder, record, ha
     assert [expected in line for line in lines] == ([] if expected is None else [True])
 
 
-@pytest.mark.parametrize(
-    ("measured", "precisions", "expected"),
-    [
-        (False, {"f32": {}, "bf16": {}}, "over the float model at f32 (pinned), paired"),
-        (False, {"f32": {}}, "over the float model at f32, paired"),
-        (True, {"f32": {}, "bf16": {}}, "at f32, the fastest float precision by measurement, paired"),
-    ],
-)
-def test_note_names_the_baseline_builds_and_bound(folder, measured, precisions, expected):
-    edit_json(folder / TASK / "task.json", lambda body: body["backend"].update(float_params=precisions))
-    if measured:
-        edit_json(folder / TASK / "float.json", fastest="f32")
-    note = main_note(folder)
-    assert all(words in note for words in (expected, "3 fresh builds", "Student's t", "at most 0.02"))
-
-
 def edit_every_pick(**facts):
     return lambda body: [pick.update(facts) for pick in body["picks"] if pick["method"] == "tpe"]
 
@@ -241,15 +225,6 @@ def test_decision_of_row_with_disturbed_turns_has_remark(folder):
     assert ("the machine was busy" in rows.loc["aa", "decision"], rows.loc["aa", "busy"]) == (True, True)
     assert "the machine was busy" not in rows.loc["all", "decision"]
     assert f"All turns were disturbed, {TASK}: " in main_note(folder)
-
-
-def test_disturbed_searches_are_noted(folder):
-    assert "stayed disturbed" not in main_note(folder)
-    count = 0
-    for path in (folder / TASK / "runs").glob("random-*.jsonl"):
-        replace_text(path, '"stable":true', '"stable":false')
-        count += path.read_text().count('"stable":false')
-    assert re.match(rf"Noisy machine, {TASK}: {count} of \d+ evaluations stayed disturbed", main_note(folder))
 
 
 def test_an_uncertain_latency_of_the_float_model_is_noted(folder):

@@ -109,9 +109,6 @@ def test_speedup_plot_accepts_missing_intervals(tmp_path):
     ]
     draw_speedups(pd.DataFrame(lines).assign(beyond=False), "t", tmp_path / "picture")
     assert (tmp_path / "picture.svg").exists()
-    nothing = pd.DataFrame(lines).assign(speedup=None, speedup_low=None, speedup_high=None, beyond=False)
-    draw_speedups(nothing, "nothing is confirmed yet", tmp_path / "empty")
-    assert (tmp_path / "empty.svg").exists()
 
 
 def test_overview_cells_are_traceable(models):

@@ -17,7 +17,6 @@ from small_results import (
 from stored import read_records, write_records
 
 from harness.base.statistics import Interval, block_ci
-from harness.report.render import write_tables
 from harness.report.statistics import geometric_mean
 from harness.report.tables.paired_choices import ablation_frame, fixed_frame
 from harness.results.folder import load
@@ -215,15 +214,6 @@ def test_ablation_of_many_tasks_has_only_mean_with_interval(ablation):
 )
 def test_searchers_of_other_plugins_are_no_variants(ablation, others):
     assert "model_alone" not in set(ablation_frame(ablation(1, others))["variant"])
-
-
-def test_the_ablation_table_names_budget_and_task(ablation, tmp_path):
-    write_tables(ablation(2), tmp_path / "report")
-    mean, one, *_ = (list(row.values()) for row in read_table(tmp_path, "ablation"))
-    assert mean[:5] == ["auto", "bare", "rules=0", "10 evaluations", "geometric mean of 2"]
-    assert one[4:] == ["net-0-int8", "0.800 [0.800, 1.000]", "17%", "3"]
-    assert "three 75 %" in read_note(tmp_path, "ablation")
-    assert "net-0-int8 0.0%, net-1-int8 0.0%." in read_note(tmp_path, "ablation")
 
 
 def test_an_ablation_is_traced_to_its_tasks_and_budget(ablation):
