@@ -13,7 +13,7 @@ import pandas as pd
 
 from harness.accuracy.metrics.average_precision import resampled_map
 from harness.accuracy.metrics.closeness import WORST_PREFIX
-from harness.accuracy.metrics.intervals import decode_accuracy, decode_evidence, metric_estimate
+from harness.accuracy.metrics.intervals import Estimate, decode_accuracy, decode_evidence, metric_estimate
 from harness.measure.provenance import format_scenario, lacks_vnni, processor_label
 from harness.measure.turn_log import disturbance_note
 from harness.plugins.api import Accuracy
@@ -142,7 +142,7 @@ def without_vnni(task: TaskResults) -> bool:
     return lacks_vnni(task.environment) and device in {processor, processor_label(processor, task.environment)}
 
 
-def _float_estimate(task: TaskResults) -> Any:
+def _float_estimate(task: TaskResults) -> Estimate | None:
     """Return the metric of the float model with its interval over images; None if the record has no single images."""
     score = task.scores.get(FLOAT_ROW, {})
     if task.metric is None or task.metric in METRIC_CAPS or "metrics" not in score:
