@@ -23,11 +23,6 @@ from search.archive import Archive, ArchiveEntry
 from search.gaussian_process import ADDITIVE_KERNEL_WEIGHTS, GaussianProcess, Regressor
 from search.placement_features import FeatureExtractor, FeatureRows
 
-__all__ = [
-    "AcquisitionScores", "SurrogateModel", "expected_hypervolume_improvement",
-    "front_with_reference", "signed_violations",
-]  # fmt: skip
-
 Vector = npt.NDArray[np.float64]
 MAX_TRAINING_ROWS = 300
 """Largest number of scores that the models are fitted to ("subset of datapoints", Rasmussen and Williams 2006, section

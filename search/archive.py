@@ -16,8 +16,6 @@ from search.api import Failure, Observation, Placement, Score, Space
 from search.moves import flip, random_with_density
 from search.pareto import dominates, nsga_ranking
 
-__all__ = ["Archive", "ArchiveEntry", "ArchiveSearcher", "improves"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveEntry:

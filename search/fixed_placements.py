@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from search.moves import result_readers
 from search.space import Placement, Space
 
-__all__ = ["FIXED_PLACEMENTS", "FixedPlacement", "expert_placements"]
-
 FixedPlacement = Callable[[Space, str | None], Placement]
 """Function of a space and a precision (None: each point's first one) that returns a placement."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["FIRST_FORECAST", "HORIZON", "THRESHOLD_SHARE", "WORTHWHILE_GAIN", "GainForecast", "features"]
-
 WORTHWHILE_GAIN = 0.005
 """Relative gain of latency up to which a search counts as not improved."""
 HORIZON = 100

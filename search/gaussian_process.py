@@ -17,8 +17,6 @@ from scipy.linalg import cho_solve, cholesky, solve_triangular
 
 from search.placement_features import FeatureRows
 
-__all__ = ["ADDITIVE_KERNEL_WEIGHTS", "GaussianProcess", "Regressor", "Vector"]
-
 Vector = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]
 

@@ -13,11 +13,6 @@ import numpy as np
 
 from search.space import Placement, PointKind, Space
 
-__all__ = [
-    "assign", "crossover_by_group", "dimension_blocks", "flip", "move_sets", "mutate_per_kind", "mutate_rate",
-    "next_inputs", "random_with_density", "result_readers", "singletons",
-]  # fmt: skip
-
 
 def assign(placement: Placement, indices: Iterable[int], choice: int, space: Space) -> Placement:
     """Return a copy of a placement with one choice at all `indices`, or a dimension's last choice if it has fewer."""

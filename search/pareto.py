@@ -8,8 +8,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["crowding_distance", "dominates", "front_numbers", "hypervolume", "insert_nondominated", "nsga_ranking"]
-
 T = TypeVar("T")
 Values = npt.NDArray[np.float64]
 

@@ -17,8 +17,6 @@ import numpy.typing as npt
 from search.moves import next_inputs
 from search.space import Edge, Placement, Space
 
-__all__ = ["FeatureExtractor", "FeatureRows"]
-
 Matrix = npt.NDArray[np.float64]
 MAX_ADJACENT_PAIRS = 600
 """Largest number of pairs of adjacent atoms that become features; the most frequent pairs are kept."""

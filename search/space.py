@@ -16,8 +16,6 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["FLOAT", "Agreement", "Dimension", "Edge", "Placement", "PointKind", "Resolved", "Space", "edges_digest"]
-
 FLOAT = "float"
 PointKind = Literal["node_input", "child_input", "output"]
 

@@ -11,8 +11,6 @@ from typing import cast
 from search.api import Observation, Placement, Searcher, SearcherFactory, Space
 from search.archive import Archive
 
-__all__ = ["SubspaceSearcher", "known_outcome", "load_searcher"]
-
 ENTRY_POINT_GROUP = "qdq.searchers"
 TRUST_VARIABLE = "QDQ_TRUST_PLUGINS"
 

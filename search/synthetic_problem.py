@@ -11,8 +11,6 @@ import numpy as np
 
 from search.api import Dimension, Edge, Observation, Placement, Score, Searcher, Space
 
-__all__ = ["SyntheticObjective", "common_initial_placements", "run_search_loop", "synthetic_space"]
-
 ROLES = ("linear", "linear", "linear", "add", "activation", "movement", "pool", "concat")
 
 

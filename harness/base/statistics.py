@@ -16,21 +16,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "MIN_CLAIMED_GAIN",
-    "Floats",
-    "Interval",
-    "Verdict",
-    "block_ci",
-    "median_ci",
-    "noise_floor_from_ratios",
-    "paired_ratio_ci",
-    "rebuilt_ci",
-    "speedup_verdict",
-    "stderr_from_interval",
-    "stderr_of_median",
-]  # fmt: skip
-
 MIN_CLAIMED_GAIN = 0.01  # speedup minus 1; smaller gains are ties even if the noise floor is lower
 _Z95 = NormalDist().inv_cdf(0.975)
 

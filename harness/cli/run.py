@@ -371,22 +371,21 @@ def _check_folder(folder: Path, *, as_json: bool) -> ExitStatus:
     from harness.results.deploy_folder import SHIP_FOLDER, check_bundle
     from harness.results.manifest import check_results
 
-    check = check_results(folder)
+    files, complete, problems = check_results(folder)
     repair = f"remove the folder; qdq run writes {SHIP_FOLDER} again"
-    problems = list(check.problems)
     for path in sorted(folder.glob(f"{SHIP_FOLDER}/*")):
         if path.is_symlink() or not path.is_dir():
             problems.append(f"{path}: is no folder to deploy; move it away")
         else:
             problems += [f"{problem}; {repair}" for problem in check_bundle(path)]
     if as_json:
-        print_json({"files": check.files, "complete": check.complete, "problems": problems})
+        print_json({"files": files, "complete": complete, "problems": problems})
         return ExitStatus(bool(problems))
     for problem in problems:
         echo(problem)
-    state = "complete" if check.complete else "not complete: qdq run continues it"
+    state = "complete" if complete else "not complete: qdq run continues it"
     damage = f"{len(problems)} damaged" if problems else "none damaged"
-    echo(f"{folder}: {check.files} files compared, {damage}; {state}")
+    echo(f"{folder}: {files} files compared, {damage}; {state}")
     if not problems:
         echo(f"To measure a row again: qdq verify {folder} ROW")
     return ExitStatus(bool(problems))

@@ -367,14 +367,14 @@ def require_unchanged_experiment(root: Path, text: str) -> tuple[bool, str]:
     problems += find_changed_files(root, manifest["files"])
     solved = [each for each in problems if is_recorded and each.path == file and not file.is_dir()]
     _raise_first(root, [each for each in problems if each not in solved])
-    solved += [] if problems or not file.exists() else _missing_manifest(root)
+    if not problems and file.exists():
+        solved += _missing_manifest(root)
     return is_recorded, "".join(each.describe(root) for each in solved)
 
 
 def _missing_manifest(root: Path) -> list[FileProblem]:
     path = root / MANIFEST_FILE
-    is_missing = not os.path.lexists(path) and any(_begun_tasks(root))
-    return [FileProblem(path=path, problem=MISSING)] if is_missing else []
+    return [FileProblem(path=path, problem=MISSING)] if not os.path.lexists(path) and _begun_tasks(root) else []
 
 
 def _begun_tasks(root: Path) -> set[str]:
@@ -459,23 +459,12 @@ REPAIRS: Mapping[str, str] = {
 """What makes a file again by a pattern of its path in the results folder; the first match applies."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderCheck:
-    """Result of a check.
+def check_results(root: Path) -> tuple[int, bool, list[str]]:
+    """Compare every file of a results folder with its manifest, or with its own checksums if it is not listed.
 
-    Attributes:
-        files: Number of files that were compared.
-        complete: Whether no work remains, according to the manifest.
-        problems: One line for each damaged file, with its repair.
+    Returns:
+        Number of files that were compared, whether no work remains, and one line for each damaged file with its repair.
     """
-
-    files: int
-    complete: bool
-    problems: tuple[str, ...]
-
-
-def check_results(root: Path) -> FolderCheck:
-    """Compare every file of a results folder with its manifest, or with its own checksums if it is not listed."""
     if not any((root / name).is_file() for name in (EXPERIMENT_FILE, MANIFEST_FILE)):
         raise UserError(f"{root}: no results here (no {EXPERIMENT_FILE})")
     require_links_inside(root)
@@ -483,11 +472,7 @@ def check_results(root: Path) -> FolderCheck:
     (manifest, _), (report, damaged_report) = _read_manifest(root), _read_manifest(root / REPORT_FOLDER)
     problems += [*damaged_report, *find_changed_files(root / REPORT_FOLDER, report["files"])]
     tables = [manifest["files"], report["files"], *(entry["files"] for entry in manifest["tasks"].values())]
-    return FolderCheck(
-        files=sum(map(len, tables)),
-        complete=bool(manifest["complete"]),
-        problems=tuple(problem.describe(root) for problem in problems),
-    )
+    return sum(map(len, tables)), bool(manifest["complete"]), [problem.describe(root) for problem in problems]
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, Any], list[FileProblem]]:

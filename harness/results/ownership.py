@@ -6,9 +6,8 @@ import fcntl
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -85,23 +84,18 @@ def exclusive_lock(folder: Path, action: str) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); use another --out") from error
     with lock:
-        _acquire_lock(lock, folder, action)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # a full disk is reported when results are written
+                lock.truncate(0)
+                lock.write(describe_process(keeps_host()).encode())
+        except BlockingIOError as error:
+            lock.seek(0)
+            owner = lock.read(1000).decode(errors="replace").strip() or "unknown"
+            raise UserError(f"{folder}: process {owner} is {action}; wait for it, or use another --out") from error
+        except OSError as error:
+            logger.warning("%s: this file system has no locks (%s); do not start a second run here", folder, error)
         yield
-
-
-def _acquire_lock(lock: FileIO, folder: Path, action: str) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        owner = lock.read(1000).decode(errors="replace").strip() or "unknown"
-        raise UserError(f"{folder}: process {owner} is {action}; wait for it, or use another --out") from error
-    except OSError as error:
-        logger.warning("%s: this file system has no locks (%s); do not start a second run here", folder, error)
-        return
-    with suppress(OSError):  # a full disk is reported when results are written
-        lock.truncate(0)
-        lock.write(describe_process(keeps_host()).encode())
 
 
 def _require_own_dir(out: Path, text: str) -> tuple[bool, str]:
@@ -134,30 +128,25 @@ def _compare_experiments(file: Path, experiment: Experiment, accept_changes: boo
 
 def _describe_extension(key: str, old: Any, new: Any) -> str:
     """Return the work that a key adds, or "" if it changes existing work."""
-    if key == "budget":
-        return _describe_budget_extension(old, new)
-    if key not in _EXTENDABLE_LISTS or not json_equal(old, new[: len(old)]):
+
+    def join(values: Iterable[Any]) -> str:
+        return ", ".join(map(str, values))
+
+    if key in _EXTENDABLE_LISTS and json_equal(old, new[: len(old)]):
+        entries = new[len(old) :]
+        added = (entry.get("label") or entry["use"] if isinstance(entry, dict) else entry for entry in entries)
+        return f"{key}: {join(added)} added"
+    if key != "budget":
         return ""
-    added = (entry.get("label") or entry["use"] if isinstance(entry, dict) else entry for entry in new[len(old) :])
-    return f"{key}: {_join(added)} added"
-
-
-def _describe_budget_extension(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return the growth of a budget, or "" if a search may end earlier or budgets were only removed or reordered."""
+    # A budget grows, unless a search may end earlier or budgets were only removed or reordered.
     old_counts, new_counts = old["evaluations"], new["evaluations"]
     if old_counts != new_counts and not (max(new_counts) > max(old_counts) or set(new_counts) > set(old_counts)):
         return ""
-    limits = {key: (old[key] or math.inf, new[key] or math.inf) for key in ("minutes", "task_minutes")}
-    if any(after < before for before, after in limits.values()):
-        return ""
-    evaluations = f"budget {_join(old_counts)} -> {_join(new_counts)}" if old_counts != new_counts else ""
-    longer = (
-        f"{key} {before:g} -> {'any' if math.isinf(after) else f'{after:g}'}"
-        for key, (before, after) in limits.items()
-        if before != after
-    )
-    return ", ".join(filter(None, (evaluations, *longer)))
-
-
-def _join(values: Iterable[Any]) -> str:
-    return ", ".join(map(str, values))
+    grown = [f"budget {join(old_counts)} -> {join(new_counts)}"] if old_counts != new_counts else []
+    for limit in ("minutes", "task_minutes"):
+        before, after = old[limit] or math.inf, new[limit] or math.inf
+        if after < before:
+            return ""
+        if after != before:
+            grown.append(f"{limit} {before:g} -> {'any' if math.isinf(after) else f'{after:g}'}")
+    return ", ".join(grown)

@@ -8,8 +8,6 @@ from search.api import Observation, Placement, Score, Space, check_range
 from search.archive import ArchiveSearcher, improves
 from search.moves import assign, dimension_blocks, flip
 
-__all__ = ["AnnealingSearcher"]
-
 MAX_ATTEMPTS = 50
 
 

@@ -15,8 +15,6 @@ from search.api import Observation, Placement, Score, Searcher, Space, check_ran
 from search.archive import ArchiveSearcher, improves
 from search.subspace import known_outcome, load_searcher
 
-__all__ = ["PortfolioSearcher"]
-
 DEFAULT_MEMBERS = ("surrogate", "local", "evolutionary")
 
 

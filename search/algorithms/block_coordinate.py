@@ -10,8 +10,6 @@ from search.api import Observation, Placement, Space, check_range
 from search.archive import Archive, ArchiveSearcher
 from search.subspace import SubspaceSearcher, known_outcome, load_searcher
 
-__all__ = ["PerPatternSearcher"]
-
 BlockOrder = Literal["graph", "cost"]
 MAX_EMBEDDED_PLACEMENTS = 3
 RESTART_FLIP_SHARE = 0.1

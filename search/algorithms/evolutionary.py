@@ -12,8 +12,6 @@ from search.api import Placement, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher
 from search.moves import assign, crossover_by_group, dimension_blocks, mutate_rate
 
-__all__ = ["EvolutionarySearcher", "NSGA2Searcher"]
-
 LEARNING_RATE = 0.22
 MAX_ATTEMPTS = 100
 FREE_REPEATS = 2000

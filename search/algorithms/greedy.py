@@ -14,8 +14,6 @@ from search.api import Placement, Score, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher, improves
 from search.moves import assign, move_sets
 
-__all__ = ["SensitivityGreedySearcher"]
-
 Direction = Literal["both", "in", "out"]
 Change = tuple[tuple[int, ...], int]
 """Dimensions and the choice that all of them get."""

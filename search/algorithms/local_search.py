@@ -6,8 +6,6 @@ from search.api import Observation, Placement, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher, improves
 from search.moves import assign, dimension_blocks, singletons
 
-__all__ = ["LocalSearcher"]
-
 
 class LocalSearcher(ArchiveSearcher):
     """Local search that accepts the first change that gains more than the noise, and restarts if none does.

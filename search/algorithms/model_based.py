@@ -14,8 +14,6 @@ from search.archive import ArchiveSearcher
 from search.fixed_placements import expert_placements
 from search.moves import assign, crossover_by_group, flip, move_sets, singletons
 
-__all__ = ["AutoSearcher"]
-
 Move = tuple[tuple[int, ...], int]
 """Dimensions and the choice that all of them get."""
 

@@ -22,8 +22,6 @@ from optuna.trial import Trial, TrialState, create_trial
 from search.api import Failure, Observation, Placement, Score, Space, check_range
 from search.archive import ArchiveSearcher
 
-__all__ = ["OptunaSearcher", "TPESearcher"]
-
 MAX_SAMPLER_DRAWS = 4
 """Number of draws for a new placement before a known one is varied."""
 BATCH_SETTINGS = {"constant_liar": True, "warn_asynchronous_seeding": False}

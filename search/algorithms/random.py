@@ -13,8 +13,6 @@ import numpy as np
 from search.api import Placement, Space
 from search.archive import ArchiveSearcher
 
-__all__ = ["ExhaustiveSearcher", "RandomSearcher"]
-
 Density = Literal["stratified", "uniform"]
 MAX_ENUMERATED_PLACEMENTS = 4096
 MAX_ATTEMPTS = 1000  # draws for an unseen placement

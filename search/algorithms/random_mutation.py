@@ -13,8 +13,6 @@ from search.api import Observation, Placement, Space, check_range
 from search.archive import ArchiveEntry, ArchiveSearcher
 from search.moves import mutate_per_kind
 
-__all__ = ["RandomMutationSearcher"]
-
 Scope = Literal["joint", "per_pattern"]
 
 

@@ -16,8 +16,6 @@ from search.gaussian_process import GaussianProcess, Vector
 from search.moves import assign, crossover_by_group, flip, move_sets
 from search.placement_features import FeatureRows
 
-__all__ = ["ExtraTrees", "SurrogateSearcher"]
-
 ModelKind = Literal["ridge", "forest"]
 CANDIDATE_SHARES = (0.6, 0.2, 0.1)
 """Shares of the candidates: moves of blocks and points, crossovers, two to four flips. The rest are random."""

@@ -167,7 +167,7 @@ def damages(folder: Path, other: Path) -> Iterator[tuple[str, str]]:
 
 def verified(folder: Path) -> str:
     try:
-        return next(iter(check_results(folder).problems), "")
+        return next(iter(check_results(folder)[2]), "")
     except UserError as error:
         return str(error)
 

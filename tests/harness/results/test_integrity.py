@@ -71,9 +71,8 @@ def shown(folder: Path) -> str:
 
 
 def test_an_undamaged_folder_is_complete(done, capsys):
-    found = check_results(done)
-    assert found.problems == ()
-    assert found.complete
+    _, complete, problems = check_results(done)
+    assert (complete, problems) == (True, [])
     assert qdq("verify", str(done)) == 0
     assert "none damaged; complete" in capsys.readouterr().out
     assert qdq("verify", str(done), "--json") == 0
@@ -84,7 +83,7 @@ def test_missing_file_is_reported(copy, capsys):
     path = copy / TASK / "noise_floor.json"
     path.unlink()
     assert str(path) in shown(copy)
-    assert [text.split("; ")[0] for text in check_results(copy).problems] == [f"{path}: missing"]
+    assert [text.split("; ")[0] for text in check_results(copy)[2]] == [f"{path}: missing"]
     assert qdq("verify", str(copy)) == 1
     assert f"{path.name}: missing" in capsys.readouterr().out
     assert qdq("verify", str(copy), "--json") == 1
@@ -124,7 +123,7 @@ def test_run_names_damaged_task_file_and_repairs_after_removal(copy, capsys):
     manifest = read_manifest(copy)
     assert manifest is not None
     assert manifest["complete"]
-    assert check_results(copy).problems == ()
+    assert check_results(copy)[2] == []
 
 
 def test_results_name_no_folder_and_no_host(done):
