@@ -9,12 +9,10 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from search.acquisition import SurrogateModel
+from search.acquisition import FeatureRows, GaussianProcess, SurrogateModel, Vector
 from search.api import Placement, Space, check_range
 from search.archive import ArchiveSearcher
-from search.gaussian_process import GaussianProcess, Vector
 from search.moves import assign, crossover_by_group, flip, move_sets
-from search.placement_features import FeatureRows
 
 ModelKind = Literal["ridge", "forest"]
 CANDIDATE_SHARES = (0.6, 0.2, 0.1)
@@ -105,7 +103,7 @@ class ExtraTrees:
         self._trees = [ExtraTreeRegressor(min_samples_leaf=2, max_features=0.5, random_state=int(s)) for s in seeds]
 
     def fit(self, rows: FeatureRows, values: Vector, errors: Vector) -> Vector:
-        """Fit all trees as in `search.gaussian_process.Regressor.fit`; smaller standard errors give larger weights."""
+        """Fit all trees as in `search.acquisition.Regressor.fit`; smaller standard errors give larger weights."""
         known = errors[errors > 0]
         typical = float(np.median(known)) if len(known) else 1.0
         columns, weights = _feature_matrix(rows), 1.0 / (1.0 + (errors / typical) ** 2)

@@ -8,12 +8,11 @@ import pytest
 import search.acquisition
 import search.algorithms.evolutionary
 import search.archive
-from search.acquisition import MAX_TRAINING_ROWS
+from search.acquisition import MAX_TRAINING_ROWS, GaussianProcess
 from search.algorithms.evolutionary import EvolutionarySearcher
 from search.algorithms.model_based import AutoSearcher
 from search.api import Observation, Score
 from search.archive import Archive, improves
-from search.gaussian_process import GaussianProcess
 from search.pareto import nsga_ranking
 from search.synthetic_problem import SyntheticObjective, common_initial_placements, run_search_loop, synthetic_space
 

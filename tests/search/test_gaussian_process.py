@@ -5,13 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.acquisition import SurrogateModel, signed_violations
+from search.acquisition import FeatureExtractor, GaussianProcess, SurrogateModel, signed_violations
 from search.algorithms.surrogate import ExtraTrees
 from search.api import Dimension, Edge, Failure, Observation, Placement, Score, Space
 from search.archive import Archive
-from search.gaussian_process import GaussianProcess
 from search.moves import move_sets, next_inputs
-from search.placement_features import FeatureExtractor
 from search.testing import SyntheticObjective, synthetic_space
 
 SPACE = synthetic_space(24, groups=5, precisions=("int8", "fp8"), seed=2)
