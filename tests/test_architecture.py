@@ -45,7 +45,7 @@ def test_only_graph_imports_onnx():
     offenders = [
         str(path.relative_to(ROOT))
         for path in (ROOT / "harness").rglob("*.py")
-        if "graph" not in path.relative_to(ROOT).parts and path.name not in ("model_checks.py", "options.py")
+        if "graph" not in path.relative_to(ROOT).parts and path.name not in ("preflight.py", "options.py")
         and any(line.startswith(("import onnx\n", "import onnx ", "from onnx ", "from onnx.", "import onnx_g"))
                 for line in path.read_text().splitlines(keepends=True))
     ]  # fmt: skip
@@ -108,7 +108,7 @@ NATIVE_MODULES = {
     "graph.passes.simplify", "graph.passes.static_shapes", "graph.segmented_run",
     "runtimes.example", "runtimes.onnxruntime", "runtimes.openvino", "runtimes.tensorrt.options",
     "runtimes.tensorrt_rtx", "runtimes.testing",
-    "run.prepare.model_checks", "run.verify.dynamic_check", "ship.deploy_runtime",
+    "run.prepare.preflight", "run.verify.dynamic_check", "ship.deploy_runtime",
 }  # fmt: skip
 """Modules whose native code is run in the helper process, a worker or a tool's process, or on models made by code."""
 

@@ -26,11 +26,12 @@ from harness.accuracy.recovery.pipeline import create_steps, recover, split_held
 from harness.base.progress import NullProgress
 from harness.plugins.api import Accuracy
 from harness.results.cross_fitting import MeasuredLoss, estimate_losses
-from harness.run.prepare.accuracy import AccuracyStore, make_scoring
+from harness.run.prepare.accuracy import make_scoring
+from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.model_loader import input_types
-from harness.run.prepare.placed_models import RECOVERY_STEPS, list_choices, open_placer
 from harness.run.prepare.study_task import StudyTask, make_study, prepare_study
 from harness.run.prepare.task import Task
+from harness.run.select.recovery import RECOVERY_STEPS, list_choices, open_placer
 from harness.workers.sandbox import open_engines
 from search.space import Resolved
 

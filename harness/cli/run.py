@@ -47,7 +47,7 @@ def init(
     Example: `qdq init model.onnx --images val --labels val.json -o mine.yaml`
     """
     from harness.base.files import write_text
-    from harness.run.prepare.first_experiment import first_experiment
+    from harness.run.prepare.study_task import first_experiment
 
     if output.exists():
         raise UserError(f"{output}: exists; give another --output")
@@ -191,10 +191,9 @@ def _show_plan(
     """Check the models and the results folder, and print the tasks, the bounds and an estimate of the time."""
     from harness.config.experiment import plan_tasks
     from harness.results.ownership import check_ownership
-    from harness.run.prepare.bounds import bound_lines
-    from harness.run.prepare.model_checks import check_models
+    from harness.run.prepare.accuracy import bound_lines
     from harness.run.prepare.model_loader import describe_workload
-    from harness.run.prepare.preflight import check_recorded_inputs
+    from harness.run.prepare.preflight import check_models, check_recorded_inputs
 
     with prefix_file(file):
         print_remarks(check_models(config))
@@ -209,7 +208,7 @@ def _show_plan(
 
 def _compile_models(file: Path, config: Experiment, target: str | None) -> None:
     from harness.insight.compiled import SCOPE_NOTE
-    from harness.run.prepare.model_checks import compile_tasks
+    from harness.run.prepare.preflight import compile_tasks
     from harness.runtimes.rtx_compile import DEFAULT_TARGET
 
     with prefix_file(file):

@@ -44,7 +44,7 @@ DEFAULT_INITIAL = ("float", "all", "linear", "linear_add", "movers", *_COMMON_TO
 DEFAULT_BASELINES = ("all", "linear", *_COMMON_TOOLS)
 #: The fixed placement of TensorRT's guide, which depends on the order of the nodes.
 TENSORRT_GUIDE = "trt_guide"
-#: Stress test: everything quantized symmetrically; see `harness.run.prepare.external_tools`.
+#: Stress test: everything quantized symmetrically; see `harness.run.prepare.initial_design`.
 FULLY_QUANTIZED = "extreme"
 LAST_VERSION_WITH_REMOVED_KEYS = "qdq-bench 0.1.0 at commit f7c262ac"
 _REMOVED = ("predicted",)

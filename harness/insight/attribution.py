@@ -35,9 +35,9 @@ from harness.results.folder import Results, TaskResults, load
 from harness.results.journal import read_journal
 from harness.results.task_files import AttributionReport, MeasuredStep, MinimalPlacement, PartEffect
 from harness.run.confirm.confirmation import EngineFactory, PairedComparison, TimedRow, run_comparison
-from harness.run.prepare.accuracy import AccuracyStore, Scoring, make_scoring
-from harness.run.prepare.task import Task, compose_task
-from harness.run.verify.shape_files import SHAPES_FILE_NAME, make_shape_set
+from harness.run.prepare.accuracy import Scoring, make_scoring
+from harness.run.prepare.accuracy_store import AccuracyStore
+from harness.run.prepare.task import SHAPES_FILE_NAME, Task, compose_task, make_shape_set
 from harness.workers.engines import WorkerSpec
 from harness.workers.sandbox import open_engines
 from search.space import Placement

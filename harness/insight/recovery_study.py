@@ -32,12 +32,13 @@ from harness.graph.segmented_run import layer_sqnr_db
 from harness.measure.records import SCHEMA_VERSION, Failed
 from harness.plugins.api import Accuracy
 from harness.report.plots.figures import COLOURS, figure_file
-from harness.run.prepare.accuracy import AccuracyStore, make_scoring
-from harness.run.prepare.external_tools import QuantizationRequest, run_external_tool
+from harness.run.prepare.accuracy import make_scoring
+from harness.run.prepare.accuracy_store import AccuracyStore
+from harness.run.prepare.initial_design import QuantizationRequest, run_external_tool
 from harness.run.prepare.model_loader import input_types
-from harness.run.prepare.placed_models import RECOVERY_STEPS, list_choices, open_placer
 from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.run.prepare.task import Task
+from harness.run.select.recovery import RECOVERY_STEPS, list_choices, open_placer
 from harness.workers.helper_process import RUNTIME_FACTOR, call_in_helper_process
 from harness.workers.sandbox import open_engines
 from search.fixed_placements import FIXED_PLACEMENTS

@@ -17,7 +17,8 @@ from harness.base.statistics import Interval, paired_ratio_ci
 from harness.config.sections import Sampling
 from harness.measure.records import SCHEMA_VERSION, Failed
 from harness.report.plots.figures import COLOURS, figure_file
-from harness.run.prepare.accuracy import PROXY_EVALUATOR, AccuracyStore, make_proxy_evaluator
+from harness.run.prepare.accuracy import PROXY_EVALUATOR, make_proxy_evaluator
+from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.run.prepare.task import Task
 from harness.workers.engines import Engines

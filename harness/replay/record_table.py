@@ -43,7 +43,7 @@ from harness.run.confirm.confirmation import (
     run_comparison,
     warn_if_disturbed,
 )
-from harness.run.prepare.accuracy import AccuracyStore
+from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.study_task import StudyTask, prepare_study
 from harness.run.prepare.task import Task
 from harness.run.search.loop import COLD_START_EVALUATIONS, InitialPlacement, SearchTask, TrialEvent, run_search

@@ -1,6 +1,6 @@
 """Run of an experiment, from its file to its results folder; `runner` runs the tasks one after the other.
 
-`task_pipeline` calls the steps of one task in this order:
+`TaskPipeline` in `runner` calls the steps of one task in this order:
 
 - `prepare`: check the experiment, load the model, calibrate, make initial placements and baselines.
 - `search`: propose placements, build and time each, and write it to the journal.

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -41,7 +41,7 @@ from typing import Any
 from harness.base.errors import UserError
 from harness.base.files import facts_digest, read_json
 from harness.base.progress import Observer
-from harness.config.experiment import Experiment, SearchSpec, TaskSpec, plan_tasks
+from harness.config.experiment import Experiment, TaskSpec, plan_tasks
 from harness.graph.io.files import model_files
 from harness.measure.provenance import comparability_key, git_commit, lacks_vnni
 from harness.measure.records import MAIN_BENCHMARKER, Failed
@@ -68,61 +68,25 @@ from harness.results.termination import (
 )
 from harness.results.turns import noise_floor_events, read_begun_plan
 from harness.run.confirm.confirmation import confirm_rows, measure_noise_floor
-from harness.run.early_answer import AnswerSink, EarlyAnswers, InitialTiming, time_initial_rows
-from harness.run.prepare.accuracy import AccuracyStore, Scoring, make_scoring, score_float_file, score_tool_files
+from harness.run.early_answer import AnswerSink, EarlyAnswers, time_initial_rows
+from harness.run.prepare.accuracy import Scoring, make_scoring
+from harness.run.prepare.accuracy_store import AccuracyStore, score_float_file, score_tool_files
 from harness.run.prepare.float_baseline import select_float_baseline
-from harness.run.prepare.task import Task, compose_task
-from harness.run.prepare.transfer import transferred_placements, write_pattern_cache
-from harness.run.select.export import export_finalists
+from harness.run.prepare.task import Task, compose_task, make_shape_set
+from harness.run.select.export import export_finalists, transferred_placements, write_pattern_cache
 from harness.run.select.final_selection import select_final
 from harness.run.select.recovery import recover_placements
 from harness.run.task_run import TaskRun
-from harness.run.time_limit import TimeLimit, seconds_after_searches
+from harness.run.time_limit import TimeLimit
 from harness.run.verify.dynamic_check import write_dynamic_rows
 from harness.run.verify.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
-from harness.run.verify.shape_files import make_shape_set
-from harness.runtimes.shape_set import ShapeSet
 from harness.workers.engines import Engines, WorkerLost, WorkerSpec, as_outcome
 from harness.workers.ray import open_execution_target
 from harness.workers.trial_pool import ExecutionTarget, run_concurrently
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setup:
-    """Task with the specification of its workers, before an engine is built.
-
-    Attributes:
-        limit: Limit on the time of the task, or None.
-        shapes: Files of the task for several shapes of the inputs; None: a single shape.
-    """
-
-    clock: PhaseClock
-    limit: TimeLimit | None
-    task: Task
-    scoring: Scoring
-    shapes: ShapeSet | None
-    worker: WorkerSpec
-
-    @property
-    def other_benchmarkers(self) -> list[str]:
-        """Names of the float precisions that are not the baseline."""
-        return [name for name in self.worker.benchmarkers if name != MAIN_BENCHMARKER]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Session:
-    """Task with open engines, a noise floor and a goal.
-
-    Attributes:
-        store: Scores of the task's files.
-        backend: Facts of the benchmarker.
-        turn_s: Seconds of one turn of a build in the A/A check.
-    """
-
-    running: TaskRun
-    store: AccuracyStore
-    backend: Mapping[str, Any]
-    turn_s: float
+MAX_WORKER_LOSSES = 3  # per task; counted only if no other worker can take over
+MAX_BROKEN_SHOWN = 3
+"""Number of failed searches named at the end; the report lists all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,17 +116,18 @@ class TaskPipeline:
 
         Raises:
             FingerprintMismatch: The task was begun with other inputs or on another kind of machine.
-            UserError: A step failed for a reason that the user can correct.
             WorkerLost: A worker was lost, and no other one can continue its work.
         """
         require_unchanged_task(self.folder, self.observer.say)
-        setup = self._set_up()
-        with (
-            self.site.open(setup.worker) as engines,
-            self._open_runtime_checker(setup.task, engines) as checker,
-        ):
-            session = self._begin(setup, engines, checker)
-            running = session.running
+        clock, limits = PhaseClock(self.folder, "set-up"), self.experiment.limits
+        task, scoring, worker = self._set_up()
+        with ExitStack() as stack:
+            engines, checker = stack.enter_context(self.site.open(worker)), None
+            if not runs_no_model(self.spec.backend):
+                saturates = lacks_vnni(read_json(self.folder / "env.json"))
+                plan = make_check_plan(task, self.folder, limits, saturates)
+                checker = stack.enter_context(RuntimeChecker(plan, engines, self.observer))
+            running = self._begin(clock, task, scoring, worker, engines, checker)
             record_or_check(
                 self.folder / "task.json",
                 running.task_facts(),
@@ -172,71 +137,69 @@ class TaskPipeline:
             inputs_digest = running.task_digest()  # first: later changes of the inputs must invalidate the marker
             if not (self.experiment.transfer or self.retry_failed) and is_complete(self.folder, inputs_digest):
                 self.observer.say(f"{self.spec.name}: nothing is left to do")
-                shutil.rmtree(setup.task.work, ignore_errors=True)
+                shutil.rmtree(task.work, ignore_errors=True)
                 return
             reopen_task(self.folder)
-            runs, running = self._prepare_searches(setup, session)
-            baseline = setup.task.candidate(setup.task.space.float_placement())
-            with self.site.workers(setup.worker, engines, setup.task.inserter, baseline) as workers:
-                searches = [partial(running.run_search, run, workers, self.retry_failed) for run in runs]
-                run_concurrently(searches, self.experiment.executor.searches)
-            table = self._export(setup, session)
+            self._search(clock, running)
+            table = self._export(clock, running)
             if self.ends_after_search:
                 return
-            self._score_and_check(setup, session, table)
-        self._confirm(setup, session, table)
-        shutil.rmtree(setup.task.work, ignore_errors=True)
-        failed = any(end.failed for run in self.spec.runs if (end := running.termination(run)))  # tried again on resume
-        complete_task(self.folder, inputs_digest, complete=not failed)
+            clock.write("scoring")
+            if scoring.evaluators:
+                if running.store.has_unscored_rows(table):
+                    scoring.prepare_evaluators(running.store, task.model_file)
+                running.store.score_rows(table)
+                if checker is not None:
+                    score_tool_files(table, worker, limits, self.observer, facts_digest(scoring.facts))
+            clock.write("comparison with files")
+            if checker is not None:
+                checker.check_rows(table, self.retry_failed)
+            backend = engines.describe()
+        self._confirm(clock, running, table, backend)
+        shutil.rmtree(task.work, ignore_errors=True)
+        ends = [read_termination(running.journal(run)) for run in self.spec.runs]
+        complete_task(self.folder, inputs_digest, complete=not any(end and end.failed for end in ends))
 
-    def _set_up(self) -> _Setup:
+    def _set_up(self) -> tuple[Task, Scoring, WorkerSpec]:
         """Compose the task, and select the float precision of its baseline."""
-        clock = PhaseClock(self.folder, "set-up")
-        minutes = self.experiment.budget.task_minutes
         record_or_check(self.folder / "env.json", self.site.environment(self.commit), comparability_key)
-        work = self.folder / "work"
-        facts = self.site.describe(self.spec.backend, work)
+        work, backend = self.folder / "work", self.spec.backend
+        facts = self.site.describe(backend, work)
         task = compose_task(self.experiment, self.spec, work, self.observer, facts)
         scoring = make_scoring(self.experiment.objective, self.spec.model, task.model, task.work)
         benchmarkers = select_float_baseline(
-            self.spec.backend, task.float_file, self.folder, self.site.open, self.observer, facts
+            backend, task.float_file, self.folder, self.site.open, self.observer, facts
         )
         task = task.with_benchmarkers(benchmarkers)
-        shapes = make_shape_set(task, self.folder, self.site.open, self.observer)
         worker = WorkerSpec(
             benchmarkers=benchmarkers,
             workdir=task.work,
             evaluators=scoring.evaluators,
             reference=task.model_file,
-            adapt=shapes,
+            adapt=make_shape_set(task, self.folder, self.site.open, self.observer),
             sizes=task.sizes,
         )
-        limit = None if minutes is None else TimeLimit(seconds=minutes * 60, clock=clock)
-        return _Setup(clock=clock, limit=limit, task=task, scoring=scoring, shapes=shapes, worker=worker)
+        return task, scoring, worker
 
-    @contextmanager
-    def _open_runtime_checker(self, task: Task, engines: Engines) -> Iterator[RuntimeChecker | None]:
-        """Yield the checker that compares engines with their files, or None if the benchmarker runs no model."""
-        if runs_no_model(task.spec.backend):
-            yield None
-            return
-        plan = make_check_plan(
-            task, self.folder, self.experiment.limits, lacks_vnni(read_json(self.folder / "env.json"))
-        )
-        with RuntimeChecker(plan, engines, self.observer) as checker:
-            yield checker
-
-    def _begin(self, setup: _Setup, engines: Engines, checker: RuntimeChecker | None) -> _Session:
+    def _begin(
+        self,
+        clock: PhaseClock,
+        task: Task,
+        scoring: Scoring,
+        worker: WorkerSpec,
+        engines: Engines,
+        checker: RuntimeChecker | None,
+    ) -> TaskRun:
         """Measure the noise floor, time the initial placements with it, and score the float model."""
-        clock, task, scoring, limit = setup.clock, setup.task, setup.scoring, setup.limit
+        minutes = self.experiment.budget.task_minutes
+        limit = None if minutes is None else TimeLimit(seconds=minutes * 60, clock=clock)
         clock.start("noise floor")
-        backend = engines.describe()
         measure = partial(
             measure_noise_floor,
             self.site.open,
-            setup.worker,
+            worker,
             task.model_file,
-            backend,
+            engines.describe(),
             self.folder,
             self.observer,
             seconds=math.inf if limit is None else limit.search_seconds(1 + len(self.spec.runs)),
@@ -244,141 +207,109 @@ class TaskPipeline:
         initial = time_initial_rows(self.experiment, task, measure, answers=self.sink is not None)
         clock.start("set-up")
         clock.split("noise floor", "early answer", initial.share)
-        turn_s = clock.seconds_of("noise floor") / len(noise_floor_events(self.folder))
-        store = AccuracyStore(
-            self.folder, engines, self.observer, facts_digest(scoring.facts), keep_mixable=scoring.cross_fitted
-        )
-        fixed_rows = len(self.experiment.baselines) + len(setup.other_benchmarkers)
+        facts = facts_digest(scoring.facts)
+        store = AccuracyStore(self.folder, engines, self.observer, facts, keep_mixable=scoring.cross_fitted)
         running = TaskRun(
             experiment=self.experiment,
             task=task,
             engines=engines,
+            worker=worker,
             scoring=scoring,
+            store=store,
             judge=scoring.make_accuracy_gate(scoring.goal(store, task.model_file, self.folder), store, task.model_file),
             noise_floor=initial.noise_floor,
             folder=self.folder,
             observer=self.observer,
             checker=checker,
-            shapes=setup.shapes,
             limit=limit,
-            later_s=seconds_after_searches(turn_s, self.experiment.confirmation, fixed_rows, len(self.spec.runs)),
+            turn_s=clock.seconds_of("noise floor") / len(noise_floor_events(self.folder)),
         )
-        running = replace(running, answers=self._make_answers(running, initial, setup.worker))
-        return _Session(running=running, store=store, backend=backend, turn_s=turn_s)
-
-    def _make_answers(self, running: TaskRun, initial: InitialTiming, worker: WorkerSpec) -> EarlyAnswers | None:
         if self.sink is None or initial.rows is None:
-            return None
-        return EarlyAnswers(
-            running.task,
-            running.engines,
+            return running
+        answers = EarlyAnswers(
+            task,
+            engines,
             lambda: self.site.open(worker),
-            checker=running.checker,
+            checker=checker,
             initial=initial,
             metric=running.judge.goal.metric,
             shapes=running.shapes,
-            limit=running.limit,
+            limit=limit,
             sink=self.sink,
             observer=self.observer,
         )
+        return replace(running, answers=answers)
 
-    def _prepare_searches(self, setup: _Setup, session: _Session) -> tuple[tuple[SearchSpec, ...], TaskRun]:
-        """Return the searches and their task run; before, deliver a confirmed initial placement as an early answer.
+    def _search(self, clock: PhaseClock, running: TaskRun) -> None:
+        """Run the searches; before them, deliver a confirmed initial placement as an early answer.
 
         If the runtime computes the float model wrongly, a line reports it, and there are no early answers.
         """
-        running, task = session.running, setup.task
-        runs = self.spec.runs if len(task.searched_space) else ()
-        unfinished = self.retry_failed or any(map(running.is_unfinished, runs))
+        task, checker = running.task, running.checker
+        unfinished = self.retry_failed or any(map(running.is_unfinished, running.searches))
         if running.judge.goal.metric is not None and unfinished:
-            setup.scoring.prepare_evaluators(session.store, task.model_file)
-        if running.checker is not None and unfinished and self._is_float_wrong(setup, session, running.checker):
-            running = replace(running, answers=None)
-        setup.clock.write("search")
-        if running.answers is not None and runs:
-            running.answers.answer_initial()
-        return runs, running
-
-    def _is_float_wrong(self, setup: _Setup, session: _Session, checker: RuntimeChecker) -> bool:
-        """Return whether the runtime computes the float model wrongly, by its outputs or its metric, and say so."""
-        floating = setup.task.candidate(setup.task.space.float_placement())
-        with self.observer.work("compare the float model with its file", 1) as step:
-            found = checker.check(floating, name=f"{self.spec.name}, the float model")
-            step.advance()
-        text = str(found) if found.is_wrong else self._float_score_difference(setup, session, checker)
-        if text:
-            steps = "; ".join(wrong_float_remedies(session.backend))
+            running.scoring.prepare_evaluators(running.store, task.model_file)
+        if checker is not None and unfinished and (fault := self._float_fault(running, checker)):
+            backend = running.engines.describe()
             self.observer.say(
-                f"{self.spec.name}: {session.backend.get('name')} computes the float model wrongly ({text}), so no "
-                f"result of this task can be trusted. Remedies: {steps}. The search continues; Ctrl-C ends it"
+                f"{self.spec.name}: {backend.get('name')} computes the float model wrongly ({fault}), so no result of "
+                f"this task can be trusted. Remedies: {'; '.join(wrong_float_remedies(backend))}. The search "
+                "continues; Ctrl-C ends it"
             )
-        return bool(text)
+            running = replace(running, answers=None)
+        clock.write("search")
+        if running.answers is not None and running.searches:
+            running.answers.answer_initial()
+        baseline = task.candidate(task.space.float_placement())
+        with self.site.workers(running.worker, running.engines, task.inserter, baseline) as workers:
+            searches = [partial(running.run_search, run, workers, self.retry_failed) for run in running.searches]
+            run_concurrently(searches, self.experiment.executor.searches)
 
-    def _float_score_difference(self, setup: _Setup, session: _Session, checker: RuntimeChecker) -> str:
-        """Return how the metric of the float model differs between the runtime and its file, or "".
+    def _float_fault(self, running: TaskRun, checker: RuntimeChecker) -> str:
+        """Return how the runtime computes the float model wrongly, by its outputs or its metric, or "".
 
         The metric is compared only if an output cannot be, for instance indices of NonMaxSuppression, because the
         float model is scored once more. A metric that compares with the float model itself is not.
         """
-        scoring, task = setup.scoring, setup.task
-        own = session.store.known_float_score(task.model_file)
+        scoring, task, store = running.scoring, running.task, running.store
+        with self.observer.work("compare the float model with its file", 1) as step:
+            floating = task.candidate(task.space.float_placement())
+            found = checker.check(floating, name=f"{self.spec.name}, the float model")
+            step.advance()
+        if found.is_wrong:
+            return str(found)
+        own, use = store.known_float_score(task.model_file), scoring.evaluators.get(MAIN_BENCHMARKER)
         all_compared = as_outcome("check", lambda: checker.compares_all_outputs)
-        use = scoring.evaluators.get(MAIN_BENCHMARKER)
         if own is None or use is None or "reference" in use.params or all_compared is not False:
             return ""
-        by_file = score_float_file(session.store, task.model_file, setup.worker, self.experiment.limits)
+        by_file = score_float_file(store, task.model_file, running.worker, self.experiment.limits)
         if isinstance(by_file, Failed):
             return ""
-        return score_difference(own, by_file, scoring.metric or "", str(session.backend.get("float_precision", "")))
+        precision = str(running.engines.describe().get("float_precision", ""))
+        return score_difference(own, by_file, scoring.metric or "", precision)
 
-    def _export(self, setup: _Setup, session: _Session) -> FinalistSet:
+    def _export(self, clock: PhaseClock, running: TaskRun) -> FinalistSet:
         """Recover accuracy, select the incumbents that are confirmed, and export their files."""
-        running, task = session.running, setup.task
-        setup.clock.write("final selection")
-        write_pattern_cache(task, running.judge.goal, self.folder)
-        recovered = recover_placements(running, session.store)
-        selection = select_final(running, lambda: self.site.open(setup.worker), self.retry_failed, recovered)
-        transferred = (
-            {}
-            if self.ends_after_search
-            else transferred_placements(self.experiment.transfer, task, plan_tasks(self.experiment), self.folder.parent)
-        )
-        return export_finalists(running, selection, setup.other_benchmarkers, transferred)
+        clock.write("final selection")
+        write_pattern_cache(running.task, running.judge.goal, self.folder)
+        recovered = recover_placements(running)
+        selection = select_final(running, lambda: self.site.open(running.worker), self.retry_failed, recovered)
+        kinds, tasks = () if self.ends_after_search else self.experiment.transfer, plan_tasks(self.experiment)
+        transferred = transferred_placements(kinds, running.task, tasks, self.folder.parent)
+        return export_finalists(running, selection, transferred)
 
-    def _score_and_check(self, setup: _Setup, session: _Session, table: FinalistSet) -> None:
-        """Score the exported files, and compare their outputs in the runtime with those of the files."""
-        scoring, store, checker = setup.scoring, session.store, session.running.checker
-        setup.clock.write("scoring")
-        if scoring.evaluators:
-            if store.has_unscored_rows(table):
-                scoring.prepare_evaluators(store, setup.task.model_file)
-            store.score_rows(table)
-            if checker is not None:
-                score_tool_files(
-                    table, setup.worker, self.experiment.limits, self.observer, facts_digest(scoring.facts)
-                )
-        setup.clock.write("comparison with files")
-        if checker is not None:
-            checker.check_rows(table, self.retry_failed)
-
-    def _confirm(self, setup: _Setup, session: _Session, table: FinalistSet) -> None:
+    def _confirm(self, clock: PhaseClock, running: TaskRun, table: FinalistSet, backend: Mapping[str, Any]) -> None:
         """Confirm the latency of the exported files, and write their forms with dynamic axes."""
-        setup.clock.write("confirmation")
+        clock.write("confirmation")
         timed, plan = table.with_latency, self.experiment.confirmation
-        if setup.limit is not None:
-            plan = setup.limit.shorten(plan, len(timed.rows), session.turn_s, read_begun_plan(self.folder))
-        confirm_rows(plan, self.site.open, setup.worker, timed, session.backend, self.observer, self.retry_failed)
-        setup.clock.write("dynamic axes")
-        shape_inputs = () if setup.shapes is None else [shape.inputs for shape in setup.shapes.shapes]
-        task, use = setup.task, self.spec.backend.use
-        write_dynamic_rows(task.model, table, use, self.observer, shape_inputs, task.feeds)
-        setup.clock.write("")
-
-
-MAX_WORKER_LOSSES = 3  # per task; counted only if no other worker can take over
-
-MAX_BROKEN_SHOWN = 3
-"""Number of failed searches named at the end; the report lists all."""
+        if running.limit is not None:
+            plan = running.limit.shorten(plan, len(timed.rows), running.turn_s, read_begun_plan(self.folder))
+        confirm_rows(plan, self.site.open, running.worker, timed, backend, self.observer, self.retry_failed)
+        clock.write("dynamic axes")
+        shapes = () if running.shapes is None else [shape.inputs for shape in running.shapes.shapes]
+        task, use = running.task, self.spec.backend.use
+        write_dynamic_rows(task.model, table, use, self.observer, shapes, task.feeds)
+        clock.write("")
 
 
 def run_experiment(
@@ -407,7 +338,10 @@ def run_experiment(
     errors: list[UserError] = []
     tasks = plan_tasks(experiment)
     alone = len(tasks) == 1
-    known = None if accept_changes else _recorded_environment(tasks, out)
+    known: Mapping[str, Any] | None = None
+    for spec in () if accept_changes else reversed(tasks):  # the first task counts, and reports damage itself
+        with suppress(UserError):
+            known = read_json(out / spec.name / "env.json")
 
     def run(spec: TaskSpec, site: ExecutionTarget, searching: bool = False) -> None:
         observer.say(spec.name)
@@ -447,7 +381,17 @@ def run_experiment(
     if stopped:
         lines = (text if alone else f"{', '.join(names)}: {text}" for text, names in stopped.items())
         raise UserError("\n".join(lines)) from errors[0]
-    _raise_searcher_failures(tasks, out)
+    broken = []
+    for task in tasks:
+        for search in task.runs:
+            end = read_termination(out / task.name / "runs" / f"{search.name}.jsonl")
+            if end and end.failed:
+                traceback = f" (traceback: {end.traceback_file})" if end.traceback_file else ""
+                broken.append(f"{task.name} {search.name} {end.reason}{traceback}")
+    if broken:
+        more = [f"and {len(broken) - MAX_BROKEN_SHOWN} more"] if len(broken) > MAX_BROKEN_SHOWN else []
+        named = "\n".join([*broken[:MAX_BROKEN_SHOWN], *more])
+        raise SearcherFailures(f"{named}; all other work is done: fix it and run the same command again")
 
 
 def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes: bool, observer: Observer) -> None:
@@ -476,34 +420,3 @@ def run_with_recovery(folder: Path, run_task: Callable[[], None], accept_changes
                 raise
             backup = archive_task(folder)
             observer.say(f"{error}\naccepted: the earlier results are in {backup.name}; {folder.name} starts over")
-
-
-def _raise_searcher_failures(tasks: Iterable[TaskSpec], out: Path) -> None:
-    """Raise an error with the failed searches and the location of their tracebacks.
-
-    Raises:
-        SearcherFailures: A searcher failed.
-    """
-    ends = {
-        f"{spec.name} {run.name}": read_termination(out / spec.name / "runs" / f"{run.name}.jsonl")
-        for spec in tasks
-        for run in spec.runs
-    }
-    broken = [
-        f"{name} {end.reason}" + (f" (traceback: {end.traceback_file})" if end.traceback_file else "")
-        for name, end in ends.items()
-        if end and end.failed
-    ]
-    if broken:
-        named = broken[:MAX_BROKEN_SHOWN] + (
-            [f"and {len(broken) - MAX_BROKEN_SHOWN} more"] if len(broken) > MAX_BROKEN_SHOWN else []
-        )
-        raise SearcherFailures("\n".join(named) + "; all other work is done: fix it and run the same command again")
-
-
-def _recorded_environment(tasks: Sequence[TaskSpec], out: Path) -> Mapping[str, Any] | None:
-    """Return the content of the first task's `env.json`, or None if no task has one; the task itself reports damage."""
-    for path in (out / spec.name / "env.json" for spec in tasks):
-        with suppress(UserError):
-            return read_json(path)
-    return None

@@ -19,22 +19,23 @@ from harness.results.journal import Journal, read_journal
 from harness.results.lines import first_line, restore_lines
 from harness.results.manifest import recorded, recorded_log
 from harness.results.search_log import encode_goal
-from harness.results.termination import Termination, clear_termination, read_termination, write_termination
+from harness.results.termination import clear_termination, read_termination, write_termination
 from harness.results.turns import baseline_latency
 from harness.run.confirm.confirmation import reference_latency_if_noisy
 from harness.run.early_answer import EarlyAnswers
 from harness.run.prepare.accuracy import Scoring
+from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.float_baseline import dialect_use
-from harness.run.prepare.methods import SearchSetup, open_search
+from harness.run.prepare.methods import ExternalSearcherAdapter, open_search
 from harness.run.prepare.task import Task
 from harness.run.search.loop import ReplayMismatch, SearchLoopResult, SearchTask, TrialEvent, run_search
 from harness.run.search.optuna_mirror import OPTUNA_JOURNAL_NAME, mirror_to_optuna
 from harness.run.search.trial import MAX_BUILDS, AccuracyGate, NoisePolicy, measure
-from harness.run.time_limit import TimeLeft, TimeLimit
+from harness.run.time_limit import TimeLeft, TimeLimit, seconds_after_searches
 from harness.run.verify.runtime_checker import RuntimeChecker
 from harness.runtimes.shape_set import ShapeSet
-from harness.workers.engines import Engines
-from harness.workers.trial_pool import QueueFactory, TrialFn, TrialFnFactory
+from harness.workers.engines import Engines, WorkerSpec
+from harness.workers.trial_pool import QueueFactory
 
 PRECISIONS_ADDED_LATER = frozenset({"fp8e5m2"})
 """Precisions that were added to dialects later; they are left out of fingerprints because they change no candidate."""
@@ -45,29 +46,41 @@ class TaskRun:
     """State of a task while its searches run.
 
     Attributes:
+        worker: Plug-ins of the workers of the task.
         scoring: Evaluators of the task.
+        store: Scores of the task's files.
         judge: Test of candidates by accuracy, with the goal of the searches.
         noise_floor: Relative noise floor of latency.
         checker: Comparison of engines with their files; None if the benchmarker runs no model.
         answers: Source of early answers; None: incumbents are confirmed only at the end.
-        shapes: Shapes at which placements are timed; None: the shape of the search.
         limit: Limit on the wall-clock time of the task; None: no limit.
-        later_s: Expected seconds after the searches; 0: unknown.
+        turn_s: Seconds of one turn of a build in the A/A check; 0: unknown.
     """
 
     experiment: Experiment
     task: Task
     engines: Engines
+    worker: WorkerSpec
     scoring: Scoring
+    store: AccuracyStore
     judge: AccuracyGate
     noise_floor: float
     folder: Path
     observer: Observer
     checker: RuntimeChecker | None = None
     answers: EarlyAnswers | None = None
-    shapes: ShapeSet | None = None
     limit: TimeLimit | None = None
-    later_s: float = 0.0
+    turn_s: float = 0.0
+
+    @property
+    def shapes(self) -> ShapeSet | None:
+        """Return the shapes at which placements are timed; None: the shape of the search."""
+        return self.worker.adapt if isinstance(self.worker.adapt, ShapeSet) else None
+
+    @property
+    def searches(self) -> tuple[SearchSpec, ...]:
+        """Return the searches of the task; none if its space is empty."""
+        return self.task.spec.runs if len(self.task.searched_space) else ()
 
     def run_search(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> None:
         """Run or continue one search, and record the reason if it ends before its budget is spent.
@@ -80,12 +93,10 @@ class TaskRun:
 
         Raises:
             ReplayMismatch: A searcher that had not failed does not make the proposals of the journal again.
-            UserError: The journal cannot be written, or all first evaluations failed.
         """
-        journal, named = self._journal(run), f"{self.task.spec.name} {run.name}"
-        before = read_termination(
-            journal
-        )  # removed only when it is outdated, so that an interrupted run changes nothing
+        journal, named = self.journal(run), f"{self.task.spec.name} {run.name}"
+        # Removed only when it is outdated, so that an interrupted run changes nothing.
+        before = read_termination(journal)
         try:
             ending = self._run_search_loop(run, workers, retry_failed)
         except ReplayMismatch:
@@ -99,111 +110,112 @@ class TaskRun:
                 f"{named} failed and now has other proposals, so it starts again (old journal: {kept.name})"
             )
             ending = self._run_search_loop(run, workers, retry_failed)
-        if ending.reason:
-            what, most = "ended" if ending.failure is None else "failed", max(self.experiment.budget.evaluations)
-            end = write_termination(
-                journal, f"{what} at {ending.evaluations} of {most}: {ending.reason}", ending.failure
-            )
-            self.observer.say(f"{named} {end.reason}")
-        else:
+        if not ending.reason:
             clear_termination(journal)
+            return
+        what, most = "ended" if ending.failure is None else "failed", max(self.experiment.budget.evaluations)
+        reason = f"{what} at {ending.evaluations} of {most}: {ending.reason}"
+        self.observer.say(f"{named} {write_termination(journal, reason, ending.failure).reason}")
 
     def _run_search_loop(self, run: SearchSpec, workers: QueueFactory, retry_failed: bool) -> SearchLoopResult:
-        budget, window = self.experiment.budget, self.experiment.executor.max_pending
-        most = max(budget.evaluations)
-        confirmation, one_winner = self.experiment.confirmation, self.experiment.objective.minimize == "latency"
-        keep = max(confirmation.top_k, confirmation.candidates) if one_winner else most
+        budget, sampling, path = self.experiment.budget, self.experiment.sampling, self.journal(run)
+        most, confirmation = max(budget.evaluations), self.experiment.confirmation
+        one_winner = self.experiment.objective.minimize == "latency"
+        kept = max(confirmation.top_k, confirmation.candidates) if one_winner else most
+        without, judge = run.searcher.without, self.judge
+        level_ms = reference_latency_if_noisy(self.folder, self.task.spec.backend, sampling.interleave)
+        noise = NoisePolicy(
+            noise_floor=self.noise_floor,
+            racing="racing" not in without,
+            builds=1 if "rebuilds" in without else MAX_BUILDS,
+            reference_latency_ms=level_ms,
+        )
         with (
-            open_search(run, self.task, keep) as search,
-            Journal(self._journal(run), self._search_fingerprint(run)) as journal,
-            recorded_log(self._journal(run)),
+            open_search(run, self.task, kept) as search,
+            Journal(path, self._search_fingerprint(run)) as journal,
+            recorded_log(path),
             self.observer.work(f"{self.task.spec.name} {run.name}", most) as step,
-            workers(self._make_trial_fn_factory(run)) as executor,
+            workers(lambda own: partial(measure, engines=own, sampling=sampling, gate=judge, noise=noise)) as executor,
         ):
-            task = SearchTask(
-                space=search.space,
-                searcher=search.searcher,
-                initial_design=search.initial_design,
-                candidate=search.candidate,
-                goal=self.judge.goal,
+            left = 1 + sum(not first_line(self.journal(each)) for each in self.task.spec.runs)
+            spent_s = max((entry.result.elapsed_s for entry in journal.entries if entry.result), default=0.0)
+            limits = [] if budget.minutes is None else [budget.minutes * 60]
+            if self.limit is not None:
+                limits.append(spent_s + self.limit.search_seconds(left))
+            design, least = [search.candidate(each.placement) for each in search.initial_design], 0
+            if self.answers is not None:
+                least = self.answers.required_evaluations(design)
+            task = replace(
+                search,
+                goal=judge.goal,
                 evaluations=most,
-                seconds=self._search_seconds(journal),
-                least=self._required_evaluations(search),
-                window=window,
+                seconds=min(limits, default=None),
+                least=least,
+                window=self.experiment.executor.max_pending,
                 retry_failed=retry_failed,
                 stop_at=budget.stop_at,
             )
-            name = f"{self.task.spec.name}/{run.name}"
-            live = mirror_to_optuna(
-                self.folder / OPTUNA_JOURNAL_NAME, name, search.space, self.judge.goal, fresh=not journal.entries
-            )
-            describe = partial(
-                format_incumbent,
-                float_ms=baseline_latency(self.folder),
-                interleaved=self._reference_latency_ms is not None,
-                bounded=self.judge.goal.metric is not None,
-            )
-            left = TimeLeft(
-                evaluations=most * (1 + sum(map(self.is_unbegun, self.task.spec.runs))),
-                replayed=sum(entry.result is not None for entry in journal.entries),
-                later_s=self.later_s,
-                limit=self.limit,
-            )
-            watch = _make_trial_callback(step, live, lambda trial: self._note(trial, describe, left))
-            if self.answers is not None:
-                watch = _with_answers(self.answers, run.searcher.name, task, watch)
+            watch = self._make_watcher(run, task, step, journal, most * left, interleaved=level_ms is not None)
             ending = run_search(task, executor, journal, watch)
-        if ending.failure is not None or search.close_error is None:
+        error = search.searcher.left if isinstance(search.searcher, ExternalSearcherAdapter) else None
+        if ending.failure is not None or error is None:
             return ending
-        return replace(ending, reason=f"on leaving: {search.close_error.reason}", failure=search.close_error)
+        return replace(ending, reason=f"on leaving: {error.reason}", failure=error)
 
-    def _required_evaluations(self, search: SearchSetup) -> int:
-        """Return the number of evaluations that a search makes even if the time is up."""
-        if self.answers is None:
-            return 0
-        return self.answers.required_evaluations([search.candidate(each.placement) for each in search.initial_design])
+    def _make_watcher(
+        self,
+        run: SearchSpec,
+        task: SearchTask,
+        step: ProgressTask,
+        journal: Journal,
+        evaluations: int,
+        *,
+        interleaved: bool,
+    ) -> Callable[[TrialEvent], None]:
+        """Return the function that shows each trial, and confirms a clearly better incumbent.
 
-    def _search_seconds(self, journal: Journal) -> float | None:
-        """Return the wall-clock seconds that a search may take, including earlier runs of it, or None for no limit."""
-        budget = self.experiment.budget
-        limits = [] if budget.minutes is None else [budget.minutes * 60]
-        left = 1 + sum(map(self.is_unbegun, self.task.spec.runs))
-        if self.limit is not None:
-            spent_s = max((entry.result.elapsed_s for entry in journal.entries if entry.result), default=0.0)
-            limits.append(spent_s + self.limit.search_seconds(left))
-        return min(limits, default=None)
+        Args:
+            evaluations: Number of evaluations of this search and of those that have not begun.
+            interleaved: Whether candidates are timed in turns with the float model.
+        """
+        searches, goal, spent = self.task.spec.runs, self.judge.goal, 0
+        baselines = len(self.experiment.baselines) + len(self.worker.benchmarkers) - 1
+        live = mirror_to_optuna(
+            self.folder / OPTUNA_JOURNAL_NAME,
+            f"{self.task.spec.name}/{run.name}",
+            task.space,
+            goal,
+            fresh=not journal.entries,
+        )
+        describe = partial(
+            format_incumbent,
+            float_ms=baseline_latency(self.folder),
+            interleaved=interleaved,
+            bounded=goal.metric is not None,
+        )
+        left = TimeLeft(
+            evaluations=evaluations,
+            replayed=sum(entry.result is not None for entry in journal.entries),
+            later_s=seconds_after_searches(self.turn_s, self.experiment.confirmation, baselines, len(searches)),
+            limit=self.limit,
+        )
 
-    def _note(self, trial: TrialEvent, describe: Callable[..., str], left: TimeLeft) -> str:
-        """Return the note of the progress bar: incumbent, confirmed speedup, expected further gain, time left."""
-        best = "" if trial.best_ms is None else describe(trial.best_ms, is_float=trial.best_is_float)
-        gain = "" if trial.expected_gain is None else f"expected further gain {trial.expected_gain:.1%}"
-        confirmed = self.answers.note if self.answers else ""
-        return ", ".join(filter(None, (best, confirmed, gain, left.describe(trial.evaluations))))
+        def watch(trial: TrialEvent) -> None:
+            nonlocal spent
+            live(trial)
+            if trial.evaluations > spent:
+                spent, notes = trial.evaluations, list[str]()
+                if trial.best_ms is not None:
+                    notes.append(describe(trial.best_ms, is_float=trial.best_is_float))
+                notes.append(self.answers.note if self.answers else "")
+                if trial.expected_gain is not None:
+                    notes.append(f"expected further gain {trial.expected_gain:.1%}")
+                step.advance(", ".join(filter(None, (*notes, left.describe(spent)))))
+            if self.answers is not None:
+                initial = trial.proposal.number + 1 < len(task.initial_design)
+                self.answers.consider(run.searcher.name, trial, task.candidate, initial=initial)
 
-    def _make_trial_fn_factory(self, run: SearchSpec) -> TrialFnFactory:
-        """Return the factory of trial functions for the candidates of a search."""
-        without, level_ms = run.searcher.without, self._reference_latency_ms
-
-        def attempt(engines: Engines) -> TrialFn:
-            return partial(
-                measure,
-                engines=engines,
-                sampling=self.experiment.sampling,
-                gate=self.judge,
-                noise=NoisePolicy(
-                    noise_floor=self.noise_floor,
-                    racing="racing" not in without,
-                    builds=1 if "rebuilds" in without else MAX_BUILDS,
-                    reference_latency_ms=level_ms,
-                ),
-            )
-
-        return attempt
-
-    @property
-    def _reference_latency_ms(self) -> float | None:
-        """Return the baseline's latency in ms if candidates are timed in turns with it, or None."""
-        return reference_latency_if_noisy(self.folder, self.task.spec.backend, self.experiment.sampling.interleave)
+        return watch
 
     def _search_fingerprint(self, run: SearchSpec) -> dict[str, Any]:
         """Return the inputs of a search that must not change when it resumes.
@@ -215,20 +227,13 @@ class TaskRun:
         fingerprint = {**self.fingerprint(), "searcher": method, "seed": run.seed}
         return fingerprint if window == 1 else {**fingerprint, "window": window}
 
-    def _journal(self, run: SearchSpec) -> Path:
+    def journal(self, run: SearchSpec) -> Path:
+        """Return the path of the journal of a search."""
         return self.folder / "runs" / f"{run.name}.jsonl"
-
-    def termination(self, run: SearchSpec) -> Termination | None:
-        """Return the reason why a search ended before its budget was spent, or None if it did not end early."""
-        return read_termination(self._journal(run))
-
-    def is_unbegun(self, run: SearchSpec) -> bool:
-        """Return whether a search has no journal yet."""
-        return not first_line(self._journal(run))
 
     def is_unfinished(self, run: SearchSpec) -> bool:
         """Return whether a search has fewer results than its budget, also if its searcher had no more proposals."""
-        path = self._journal(run)
+        path = self.journal(run)
         known = {entry.proposal.digest for entry in read_journal(path) if entry.result} if first_line(path) else ()
         return len(known) < max(self.experiment.budget.evaluations)
 
@@ -291,28 +296,3 @@ class TaskRun:
             **({} if self.shapes is None else {"shapes": {each.label: each.inputs for each in self.shapes.shapes}}),
             **self.fingerprint(),
         }
-
-
-def _make_trial_callback(
-    step: ProgressTask, live: Callable[[TrialEvent], None], note: Callable[[TrialEvent], str]
-) -> Callable[[TrialEvent], None]:
-    spent = 0
-
-    def watch(trial: TrialEvent) -> None:
-        nonlocal spent
-        live(trial)
-        if trial.evaluations > spent:
-            spent = trial.evaluations
-            step.advance(note(trial))
-
-    return watch
-
-
-def _with_answers(
-    answers: EarlyAnswers, method: str, task: SearchTask, watch: Callable[[TrialEvent], None]
-) -> Callable[[TrialEvent], None]:
-    def watch_and_answer(trial: TrialEvent) -> None:
-        watch(trial)
-        answers.consider(method, trial, task.candidate, initial=trial.proposal.number + 1 < len(task.initial_design))
-
-    return watch_and_answer

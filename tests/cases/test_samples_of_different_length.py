@@ -29,11 +29,11 @@ from harness.graph.rules.dialects import load_dialect
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins.api import Candidate
 from harness.plugins.registry import create_plugin, register_object
-from harness.run.prepare.external_tools import QuantizationRequest, run_external_tool
+from harness.run.prepare.initial_design import QuantizationRequest, run_external_tool
 from harness.run.prepare.model_loader import evaluator_spec, input_types, need_own_sizes, open_model, require_own_sizes
-from harness.run.prepare.placed_models import list_choices, open_placer
 from harness.run.prepare.program_objects import data_mapping
 from harness.run.prepare.task import Task, compose_task
+from harness.run.select.recovery import list_choices, open_placer
 from harness.runtimes.shape_set import make_sample_sizes
 from harness.ship.placements import calibration_config
 from harness.workers.engines import WorkerSpec

@@ -51,7 +51,7 @@ from harness.graph.passes.dimension_sizes import parse_shape
 from harness.graph.qdq.reduce_model import UPCAST_NOTE, PairRemover, write_float32_copy
 from harness.plugins import registry
 from harness.plugins.api import Accuracy, Array, Benchmarker, Candidate, Evaluator, NeedsPreparation
-from harness.run.prepare.accuracy import scoring_progress
+from harness.run.prepare.accuracy_store import scoring_progress
 from harness.run.prepare.model_loader import complete_evaluator
 from harness.runtimes.onnxruntime import unfused_execution
 from harness.workers.engines import ScoringCallback

@@ -1,9 +1,12 @@
-"""Confirmation: candidates and baseline are rebuilt, timed in random turns and compared by paired ratios.
+"""Confirmation of the rows of a task, and the noise floor before its searches.
 
-A search selects by its own samples, of which the lowest are low by chance; so reported figures come from new ones.
-Every fresh worker builds the baseline twice. The second build is its A/A twin: the noise floor comes from the same
-builds, the same minutes and the same arithmetic as the speedups that it limits. Raw turns are stored:
-`confirmation.jsonl` grows turn by turn, so an interrupted confirmation continues; `noise_floor.json` is written once.
+Raw turns are stored: `confirmation.jsonl` grows turn by turn, so an interrupted confirmation continues;
+`noise_floor.json` is written once.
+
+A search selects by its own samples, of which the lowest are low by chance; so reported figures come from new ones:
+candidates and baseline are rebuilt, timed in random turns and compared by paired ratios. Every fresh worker builds the
+baseline twice. The second build is its A/A twin: the noise floor comes from the same builds, the same minutes and the
+same arithmetic as the speedups that it limits.
 """
 
 from __future__ import annotations
@@ -54,136 +57,6 @@ from harness.results.turns import (
 from harness.workers.engines import Engines, WorkerKilled, WorkerSpec
 from harness.workers.trial_pool import SpecEngineFactory
 from search.space import edges_digest
-
-TURN_ORDER_SEED = 0  # independent of the seeds of searches
-_TurnKey = tuple[int, int, str, int]
-"""Build, group, row and round of a turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairedComparison:
-    """Candidates with their baseline, the schedule of their turns, and the log.
-
-    Attributes:
-        name: Name in the progress bar and in messages.
-        path: Log of the turns; None to keep them in memory only.
-        header: Inputs of the comparison as JSON values; a log with another header is archived.
-        noise_floor: Known noise floor; the one of the rebuilt baseline is used if it is larger.
-        first_build: Number of the first build, above 0 if the log has earlier builds of other rows.
-        seconds: Time after which fewer rounds are timed, see `confirm`; only without a log.
-    """
-
-    name: str
-    baseline: TimedRow
-    rows: tuple[TimedRow, ...]
-    schedule: TurnSchedule
-    path: Path | None = None
-    header: dict[str, Any] = field(default_factory=dict)
-    noise_floor: float = 0.0
-    first_build: int = 0
-    seconds: float = math.inf
-
-
-def run_comparison(
-    comparison: PairedComparison, open_engines: EngineFactory, observer: Observer, retry_failed: bool = False
-) -> tuple[TurnEvent, ...]:
-    """Time the turns that the log does not have yet, and return all turns.
-
-    A log that was made with another header is archived as `NAME.<n>.jsonl`, and the comparison starts anew.
-
-    Args:
-        comparison: Candidates, baseline, schedule and log.
-        retry_failed: Whether failed rows are timed again, together with the rows that shared their worker.
-
-    Raises:
-        UserError: The baseline fails, or the log cannot be written.
-    """
-    known = () if comparison.path is None else _continue_log(comparison.path, comparison.header)
-    events = [event for event in known if not (retry_failed and isinstance(event, RowFailure))]
-    first, schedule = comparison.first_build, comparison.schedule
-    left = _remaining_turns(comparison, events)
-    failures: dict[str, list[str]] = {}  # rows with each failure, as every build of a row fails
-    title = f"{comparison.name}: {len(comparison.rows)} rows" if comparison.rows else comparison.name
-    with _open_log(comparison.path, comparison.header) as write, observer.work(title, len(left)) as step:
-        for timed in confirm(
-            comparison.rows,
-            comparison.baseline,
-            open_engines=open_engines,
-            schedule=schedule,
-            rng=np.random.default_rng(TURN_ORDER_SEED + first),
-            done=[replace(event, build=event.build - first) for event in events if event.build >= first],
-            seconds=comparison.seconds,
-        ):
-            event = replace(timed, build=timed.build + first)
-            write(event)
-            events.append(event)
-            if isinstance(event, RowFailure):
-                failure = f"{event.failed.stage}: {event.failed.reason}"
-                same = failures.setdefault(failure, [])
-                if event.row not in same:
-                    observer.say(f"{comparison.name}: {event.row} failed: {f'as {same[0]}' if same else failure}")
-                    same.append(event.row)
-            for key in _turn_keys(event, schedule.rounds) & left:
-                left.discard(key)
-                step.advance(f"build {event.build + 1} of {first + schedule.builds}")
-    if left:
-        made = schedule.rounds - len({number for *_, number in left})
-        observer.say(f"{comparison.name}: {made} of {schedule.rounds} rounds, because of the time limit")
-    return tuple(events)
-
-
-def _continue_log(path: Path, header: Mapping[str, Any]) -> tuple[TurnEvent, ...]:
-    """Return the events of an interrupted comparison; archive the log if it has another header."""
-    if stored_path(path) is None:
-        return ()
-    _, first = next(read_lines(path), (0, b""))
-    own = dict.fromkeys(("kind", "schema", "log", "id"))  # of the file, not of the comparison
-    if first and not json_equal({**parse_json(first), **own}, {**json.loads(json.dumps(header)), **own}):
-        with recorded(path):
-            restore_lines(path)
-            archive_existing(path)
-    return read_comparison(path)
-
-
-@contextmanager
-def _open_log(path: Path | None, header: Mapping[str, Any]) -> Iterator[Callable[[TurnEvent], None]]:
-    """Yield a function that appends an event to the log, or does nothing without a log."""
-    if path is None:
-        yield lambda event: None
-        return
-    with LineLog(path, header) as log, recorded_log(path):
-        yield lambda event: log.append(encode_turn_event(event), sync=False)
-
-
-def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer) -> None:
-    """Report a comparison in which other processes disturbed more turns than `disturbance_note` allows."""
-    if note := disturbance_note(TurnMatrix(events).disturbed_share):
-        observer.say(f"{name}: {note}: close other work")
-
-
-def _remaining_turns(comparison: PairedComparison, done: Iterable[TurnEvent]) -> set[_TurnKey]:
-    """Return the turns that are not timed yet; the turns of an unfinished worker are timed again."""
-    names, schedule, first = [row.name for row in comparison.rows], comparison.schedule, comparison.first_build
-    groups: list[Sequence[str]] = [
-        names[start : start + MAX_GROUP_ROWS] for start in range(0, len(names), MAX_GROUP_ROWS)
-    ] or [()]
-    whole = {
-        (build, group, row, number)
-        for build in range(first, first + schedule.builds)
-        for group, members in enumerate(groups)
-        for row in (comparison.baseline.name, TWIN, *members)
-        for number in range(schedule.rounds)
-    }
-    missing = whole.difference(*(_turn_keys(event, schedule.rounds) for event in done))
-    again = {key[:2] for key in missing}
-    return {key for key in whole if key[:2] in again}
-
-
-def _turn_keys(event: TurnEvent, rounds: int) -> set[_TurnKey]:
-    """Return the turn of an event, or all turns that a row loses with its failure."""
-    numbers = range(rounds) if isinstance(event, RowFailure) else (event.round,)
-    return {(event.build, event.group, event.row, number) for number in numbers}
-
 
 # A machine changes its speed within a second (work of a sibling thread or another cloud guest). With many short turns
 # every row gets the same mixture of speeds.
@@ -385,6 +258,136 @@ def _merge_repetition(turns: Iterable[Turn], first: Iterable[Turn]) -> list[Turn
     """Return the turns of a repeated round, with the readings of the first attempt as discarded ones."""
     earlier = {turn.row: (*turn.discarded_ms, *turn.samples_ms) for turn in first}
     return [replace(turn, discarded_ms=(*earlier.get(turn.row, ()), *turn.discarded_ms)) for turn in turns]
+
+
+TURN_ORDER_SEED = 0  # independent of the seeds of searches
+_TurnKey = tuple[int, int, str, int]
+"""Build, group, row and round of a turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedComparison:
+    """Candidates with their baseline, the schedule of their turns, and the log.
+
+    Attributes:
+        name: Name in the progress bar and in messages.
+        path: Log of the turns; None to keep them in memory only.
+        header: Inputs of the comparison as JSON values; a log with another header is archived.
+        noise_floor: Known noise floor; the one of the rebuilt baseline is used if it is larger.
+        first_build: Number of the first build, above 0 if the log has earlier builds of other rows.
+        seconds: Time after which fewer rounds are timed, see `confirm`; only without a log.
+    """
+
+    name: str
+    baseline: TimedRow
+    rows: tuple[TimedRow, ...]
+    schedule: TurnSchedule
+    path: Path | None = None
+    header: dict[str, Any] = field(default_factory=dict)
+    noise_floor: float = 0.0
+    first_build: int = 0
+    seconds: float = math.inf
+
+
+def run_comparison(
+    comparison: PairedComparison, open_engines: EngineFactory, observer: Observer, retry_failed: bool = False
+) -> tuple[TurnEvent, ...]:
+    """Time the turns that the log does not have yet, and return all turns.
+
+    A log that was made with another header is archived as `NAME.<n>.jsonl`, and the comparison starts anew.
+
+    Args:
+        comparison: Candidates, baseline, schedule and log.
+        retry_failed: Whether failed rows are timed again, together with the rows that shared their worker.
+
+    Raises:
+        UserError: The baseline fails, or the log cannot be written.
+    """
+    known = () if comparison.path is None else _continue_log(comparison.path, comparison.header)
+    events = [event for event in known if not (retry_failed and isinstance(event, RowFailure))]
+    first, schedule = comparison.first_build, comparison.schedule
+    left = _remaining_turns(comparison, events)
+    failures: dict[str, list[str]] = {}  # rows with each failure, as every build of a row fails
+    title = f"{comparison.name}: {len(comparison.rows)} rows" if comparison.rows else comparison.name
+    with _open_log(comparison.path, comparison.header) as write, observer.work(title, len(left)) as step:
+        for timed in confirm(
+            comparison.rows,
+            comparison.baseline,
+            open_engines=open_engines,
+            schedule=schedule,
+            rng=np.random.default_rng(TURN_ORDER_SEED + first),
+            done=[replace(event, build=event.build - first) for event in events if event.build >= first],
+            seconds=comparison.seconds,
+        ):
+            event = replace(timed, build=timed.build + first)
+            write(event)
+            events.append(event)
+            if isinstance(event, RowFailure):
+                failure = f"{event.failed.stage}: {event.failed.reason}"
+                same = failures.setdefault(failure, [])
+                if event.row not in same:
+                    observer.say(f"{comparison.name}: {event.row} failed: {f'as {same[0]}' if same else failure}")
+                    same.append(event.row)
+            for key in _turn_keys(event, schedule.rounds) & left:
+                left.discard(key)
+                step.advance(f"build {event.build + 1} of {first + schedule.builds}")
+    if left:
+        made = schedule.rounds - len({number for *_, number in left})
+        observer.say(f"{comparison.name}: {made} of {schedule.rounds} rounds, because of the time limit")
+    return tuple(events)
+
+
+def _continue_log(path: Path, header: Mapping[str, Any]) -> tuple[TurnEvent, ...]:
+    """Return the events of an interrupted comparison; archive the log if it has another header."""
+    if stored_path(path) is None:
+        return ()
+    _, first = next(read_lines(path), (0, b""))
+    own = dict.fromkeys(("kind", "schema", "log", "id"))  # of the file, not of the comparison
+    if first and not json_equal({**parse_json(first), **own}, {**json.loads(json.dumps(header)), **own}):
+        with recorded(path):
+            restore_lines(path)
+            archive_existing(path)
+    return read_comparison(path)
+
+
+@contextmanager
+def _open_log(path: Path | None, header: Mapping[str, Any]) -> Iterator[Callable[[TurnEvent], None]]:
+    """Yield a function that appends an event to the log, or does nothing without a log."""
+    if path is None:
+        yield lambda event: None
+        return
+    with LineLog(path, header) as log, recorded_log(path):
+        yield lambda event: log.append(encode_turn_event(event), sync=False)
+
+
+def warn_if_disturbed(name: str, events: Iterable[TurnEvent], observer: Observer) -> None:
+    """Report a comparison in which other processes disturbed more turns than `disturbance_note` allows."""
+    if note := disturbance_note(TurnMatrix(events).disturbed_share):
+        observer.say(f"{name}: {note}: close other work")
+
+
+def _remaining_turns(comparison: PairedComparison, done: Iterable[TurnEvent]) -> set[_TurnKey]:
+    """Return the turns that are not timed yet; the turns of an unfinished worker are timed again."""
+    names, schedule, first = [row.name for row in comparison.rows], comparison.schedule, comparison.first_build
+    groups: list[Sequence[str]] = [
+        names[start : start + MAX_GROUP_ROWS] for start in range(0, len(names), MAX_GROUP_ROWS)
+    ] or [()]
+    whole = {
+        (build, group, row, number)
+        for build in range(first, first + schedule.builds)
+        for group, members in enumerate(groups)
+        for row in (comparison.baseline.name, TWIN, *members)
+        for number in range(schedule.rounds)
+    }
+    missing = whole.difference(*(_turn_keys(event, schedule.rounds) for event in done))
+    again = {key[:2] for key in missing}
+    return {key for key in whole if key[:2] in again}
+
+
+def _turn_keys(event: TurnEvent, rounds: int) -> set[_TurnKey]:
+    """Return the turn of an event, or all turns that a row loses with its failure."""
+    numbers = range(rounds) if isinstance(event, RowFailure) else (event.round,)
+    return {(event.build, event.group, event.row, number) for number in numbers}
 
 
 NOISE_FLOOR_SCHEDULE = Confirmation(builds=3, rounds=8, samples=3)

@@ -1,16 +1,10 @@
-"""Evaluators of a task (on all data or its halves, the proxy), and the stored scores of its rows.
-
-A runtime may compute a file wrongly, or saturate, and a wrong figure may be close to the float model's by chance. So
-each file of another tool is scored a second time: ONNX files in ONNX Runtime without graph optimizations, an OpenVINO
-IR in OpenVINO without integer kernels. So is the float model if some of its outputs cannot be compared.
-"""
+"""Set-up of the evaluators of a task: on all data or its halves, the proxy, and the objective of the searches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,213 +13,29 @@ from harness.accuracy.metrics.base import likely_causes, low_reference_warning
 from harness.accuracy.metrics.intervals import metric_estimate, probability_within
 from harness.base.errors import UserError
 from harness.base.files import facts_digest
-from harness.base.paths import hide_paths
-from harness.base.progress import Observer, ProgressTask
-from harness.config.experiment import TOOL_NAMES
-from harness.config.sections import Limits, ModelSpec, Objective, PluginSpec, absolute_bound, check_objective
-from harness.graph.io.digests import IR_SUFFIX, digest_file
+from harness.base.statistics import Interval
+from harness.config.experiment import Experiment
+from harness.config.sections import ModelSpec, Objective, PluginSpec, absolute_bound, check_objective
 from harness.graph.model import Model
-from harness.measure.provenance import count_cores
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins import registry
-from harness.plugins.api import Accuracy, Candidate
-from harness.results.artifacts import ExportedModel, FinalistSet
+from harness.plugins.api import Accuracy
 from harness.results.cross_fitting import losses_on_other_folds
-from harness.results.manifest import write_record
+from harness.results.folder import TaskResults
 from harness.results.scores import (
-    ACCURACY_FILE_NAME,
-    FILE_BENCHMARKER,
     METRIC_CAPS,
+    METRIC_FORMATS,
     UNIT_INTERVAL_METRICS,
+    format_drop,
     format_score,
-    read_stored_scores,
-    score_key,
+    metric_name,
 )
 from harness.results.search_log import Goal
 from harness.results.turns import baseline_latency
+from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.model_loader import evaluator_spec
 from harness.run.search.trial import AccuracyGate
-from harness.runtimes.onnxruntime import unfused_execution
-from harness.runtimes.openvino import float_execution
-from harness.workers.engines import FIRST_STAGE_EVALUATOR, Engines, ScoringCallback, WorkerSpec
-from harness.workers.sandbox import open_engines
-from search.space import edges_digest
-
-
-class AccuracyStore:
-    """Accuracy of model files, saved in `accuracy.json`, so that no file is scored twice.
-
-    The key of a score is file, benchmarker and evaluator, as there is another evaluator for the half of the data that
-    searches use.
-
-    Args:
-        folder: Folder of the task.
-        observer: Receives the progress of each scoring, and the notes of evaluators about the float model.
-        engines: Engines that build and score the models.
-        evaluator: Description of the scoring; stored scores with another description are ignored.
-        keep_mixable: Store `harness.plugins.api.Accuracy.mixable` of the float model.
-    """
-
-    def __init__(
-        self, folder: Path, engines: Engines, observer: Observer, evaluator: str = "", *, keep_mixable: bool = False
-    ) -> None:
-        self._path = folder / ACCURACY_FILE_NAME
-        self._engines = engines
-        self.observer = observer
-        self._evaluator = evaluator
-        self._keep_mixable = keep_mixable
-        self._scores = read_stored_scores(folder)
-        self._shown: set[str] = set()
-
-    def known_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | None:
-        """Return the stored accuracy of the float model, or None, without preparing the evaluator for other models."""
-        return self._stored_score(score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator))
-
-    def float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
-        """Return the accuracy of the float model, stored or new, or the failure to score it.
-
-        The first call with an evaluator also prepares it with the engine of the float model, for later scores.
-        """
-        candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: model_file)
-        is_prepared = evaluator in self._shown
-        with self.observer.work("score the float model", 1) as step:
-            key = score_key(digest_file(model_file), MAIN_BENCHMARKER, evaluator)
-            score = self._score(candidate, key, evaluator, prepare=not is_prepared)
-            step.advance()
-        if isinstance(score, Accuracy):
-            self._shown.add(evaluator)
-        if isinstance(score, Accuracy) and score.note and not is_prepared:
-            self.observer.say(score.note)
-        return score
-
-    def require_float_score(self, model_file: Path, evaluator: str = MAIN_BENCHMARKER) -> Accuracy:
-        """Return the accuracy of the float model, see `float_score`.
-
-        Raises:
-            UserError: The float model cannot be scored.
-        """
-        score = self.float_score(model_file, evaluator)
-        if isinstance(score, Failed):
-            raise UserError(f"the float model cannot be scored; {score.stage}: {score.reason}")
-        return score
-
-    def has_unscored_rows(self, table: FinalistSet) -> bool:
-        """Return whether a row has no score yet; a failed one counts as none."""
-        return any(self._stored_score(score_key(row.sha256, row.benchmarker)) is None for row in table.rows)
-
-    def score_row(self, candidate: Candidate, row: ExportedModel) -> Accuracy | Failed:
-        """Return the stored or new accuracy of a row, or the failure to score it; `candidate` is its model."""
-        return self._score(candidate, score_key(row.sha256, row.benchmarker), row=row)
-
-    def score_file(self, path: Path, name: str, evaluator: str = MAIN_BENCHMARKER) -> Accuracy | Failed:
-        """Return the stored or new accuracy of a Q/DQ model file, or the failure to score it.
-
-        Args:
-            name: Name of the file in the progress bar.
-            evaluator: Name in `WorkerSpec.evaluators`; `MAIN_BENCHMARKER` is also that of the main evaluator.
-        """
-        sha256 = digest_file(path)
-        candidate = Candidate(digest=sha256[:16], edges=(), source=lambda: path)
-        return self._score(candidate, score_key(sha256, MAIN_BENCHMARKER, evaluator), evaluator, name=name)
-
-    def score_by_file(self, engines: Engines, path: Path) -> Accuracy | Failed:
-        """Return the stored or new accuracy of the float model by engines that compute what its file describes."""
-        candidate = Candidate(digest=edges_digest(()), edges=(), source=lambda: path)
-        store = copy(self)  # which shares the scores
-        store._engines = engines
-        return store._score(candidate, score_key(digest_file(path), FILE_BENCHMARKER), name="the float file")
-
-    def score_rows(self, table: FinalistSet) -> None:
-        """Score the rows that have no score yet; failures are stored with their reason."""
-        with self.observer.work("score finalists", len(table.rows)) as step:
-            for row in table.rows:
-                score = self.score_row(table.candidate(row), row)
-                step.advance(f"{row.id}: {score.reason}" if isinstance(score, Failed) else row.id)
-
-    def _score(
-        self,
-        candidate: Candidate,
-        key: str,
-        evaluator: str = MAIN_BENCHMARKER,
-        *,
-        row: ExportedModel | None = None,
-        name: str = "the float model",
-        prepare: bool = False,
-    ) -> Accuracy | Failed:
-        stored = self._stored_score(key)
-        if stored is not None and not prepare:
-            return stored
-        name, benchmarker = (name, MAIN_BENCHMARKER) if row is None else (row.id, row.benchmarker)
-        with scoring_progress(self.observer, f"inferences of {name}") as watch:
-            result = _evaluate(self._engines, candidate, benchmarker, evaluator, watch, prepare=prepare, known=stored)
-        if stored is not None:
-            return result
-        if isinstance(result, Failed):
-            score: dict[str, Any] = {"failed": result.stage, "reason": hide_paths(result.reason)}
-        else:
-            details = {"per_item": list(result.per_item), "evidence": result.evidence}
-            mixable = result.mixable if self._keep_mixable and prepare else ""
-            texts = {name: text for name, text in (("mixable", mixable), ("note", result.note)) if text}
-            score = {"metrics": dict(result.metrics), **details, **texts}
-        self._scores[key] = {"evaluator": self._evaluator, **score}
-        write_record(self._path, self._scores)
-        return result
-
-    def _stored_score(self, key: str) -> Accuracy | None:
-        record = self._scores.get(key, {})
-        if "metrics" not in record or record.get("evaluator") != self._evaluator:
-            return None
-        texts = {part: record.get(part, "") for part in ("evidence", "mixable", "note")}
-        return Accuracy(metrics=record["metrics"], per_item=tuple(record["per_item"]), **texts)
-
-
-def has_float_score(folder: Path) -> bool:
-    """Return whether a task has scores; that of the float model is the first.
-
-    Raises:
-        UserError: The file is damaged.
-    """
-    return any(score.get("metrics") for score in read_stored_scores(folder).values())
-
-
-def _evaluate(
-    engines: Engines,
-    candidate: Candidate,
-    benchmarker: str,
-    evaluator: str,
-    watch: ScoringCallback,
-    *,
-    prepare: bool,
-    known: Accuracy | None,
-) -> Accuracy | Failed:
-    """Build a candidate, prepare the evaluator with it if `prepare` is set, and return `known` or a new score."""
-    built = engines.build(candidate, benchmarker)
-    if isinstance(built, Failed):
-        return built
-    try:
-        unprepared = engines.prepare(built.handle, evaluator, watch) if prepare else None
-        return unprepared or known or engines.evaluate(built.handle, evaluator, watch)
-    finally:
-        engines.release(built.handle)
-
-
-@contextmanager
-def scoring_progress(observer: Observer, title: str) -> Iterator[ScoringCallback]:
-    """Yield a callback with the numbers of done and all parts of one scoring; its first call opens a progress bar."""
-    with ExitStack() as stack:
-        bar: ProgressTask | None = None
-        reported = 0
-
-        def watch(done: int, total: int) -> None:
-            nonlocal bar, reported
-            if bar is None:
-                bar = stack.enter_context(observer.work(title, total))
-            for _ in range(done - reported):
-                bar.advance()
-            reported = done
-
-        yield watch
-
+from harness.workers.engines import FIRST_STAGE_EVALUATOR
 
 SEARCH_EVALUATOR = "search"
 """Name of the evaluator of the searches, if it differs from that of the finalists."""
@@ -498,41 +308,146 @@ def _require_evaluator(use: PluginSpec | None) -> PluginSpec:
     return use
 
 
-def score_float_file(store: AccuracyStore, path: Path, worker: WorkerSpec, limits: Limits) -> Accuracy | Failed:
-    """Return the stored or new score of the float model by a reference execution; for the arguments see below."""
-    use = _reference_runtimes()[path.suffix]
-    reference = replace(worker, benchmarkers={MAIN_BENCHMARKER: use}, adapt=None)
-    with open_engines(reference, limits) as engines:
-        return store.score_by_file(engines, path)
+IMAGE_COUNT_METRICS = frozenset({"top1", "top5"})
+"""Metrics that count images: each image is right or wrong, so one of n images changes the metric by 1/n."""
+QUESTIONED_BOUND = 0.1
+"""Largest bound, in a metric up to 1, that is not questioned."""
+HALF_WIDTHS: Mapping[str, float] = {"map": 0.1, "miou": 0.12, "agreement": 0.36, "top1": 0.36, "top5": 0.36}
+"""Typical half of the 95 % interval of a loss, times the root of the number of images; medians of our tables."""
 
 
-def score_tool_files(
-    table: FinalistSet, worker: WorkerSpec, limits: Limits, observer: Observer, evaluator: str
-) -> None:
-    """Score the unscored rows of PTQ tools by a reference execution; store scores or failures in `accuracy.json`.
+def check_bound(objective: Objective, metric: str | None, model: str) -> None:
+    """Raise an error for a bound without effect, such as 1 for a metric up to 1, which probably means one point.
 
     Args:
-        table: Exported models of the task, in whose folder the file is.
-        worker: Worker of the task, whose evaluators are used.
-        limits: Limits of each build and scoring.
-        evaluator: Digest of the evaluator's settings; scores with another digest are outdated.
+        metric: Metric of the model's evaluator; None without an evaluator.
+        model: Name of the model in the message.
+
+    Raises:
+        UserError: The bound allows the loss of the whole range of a metric with a largest value, or of one in dB.
     """
-    rows = [row for row in table.rows if row.id in TOOL_NAMES]
-    for suffix, use in _reference_runtimes().items():
-        own = tuple(replace(row, benchmarker=FILE_BENCHMARKER) for row in rows if Path(row.file).suffix == suffix)
-        if not own:
-            continue
-        reference = replace(worker, benchmarkers={MAIN_BENCHMARKER: use, FILE_BENCHMARKER: use}, adapt=None)
-        with open_engines(reference, limits) as engines:
-            store = AccuracyStore(table.folder, engines, observer, evaluator)
-            if store.has_unscored_rows(files := replace(table, rows=own)):
-                store.score_rows(files)
+    bound = objective.max_drop
+    key = objective.drop_key
+    most = METRIC_CAPS.get(metric or "")
+    if bound is not None and most is not None and absolute_bound(bound, most) >= most:
+        raise UserError(
+            f"objective.{key}: {_format_bound(bound)} asks for {metric_name(metric)} of "
+            f"{most - absolute_bound(bound, most):g} dB of model {model!r}; at 0 dB the error is as large as the "
+            f"outputs, so it has no effect: the float model has {most:g} dB, and max_drop: {most - 35:g} keeps 35 dB"
+        )
+    if bound is None or metric not in UNIT_INTERVAL_METRICS or absolute_bound(bound, 1.0) < 1.0:
+        return
+    raise UserError(
+        f"objective.{key}: {_format_bound(bound)} lets {metric_name(metric)} of model {model!r} drop to 0, so it "
+        "has no effect; 0.01 is one point of a hundred, '1%' a hundredth of the float model's figure"
+    )
 
 
-def _reference_runtimes() -> Mapping[str, PluginSpec]:
-    """Return the runtime for the reference execution of a file, by its suffix."""
-    threads = count_cores()
-    return {
-        ".onnx": unfused_execution(threads=threads),
-        IR_SUFFIX: float_execution(threads),
-    }
+def loose_bound_note(objective: Objective, metric: str | None) -> str:
+    """Return a note if a bound is looser than `QUESTIONED_BOUND`, as if it were given in points; else ""."""
+    bound = objective.max_drop
+    if metric not in UNIT_INTERVAL_METRICS or not isinstance(bound, float) or bound <= QUESTIONED_BOUND:
+        return ""
+    return (
+        f"objective.{objective.drop_key}: {bound:g} allows a loss of {100 * bound:g} points of {metric_name(metric)}; "
+        f"{bound / 100:g} allows {bound:g}"
+    )
+
+
+def bound_resolution_note(objective: Objective, metric: str | None, images: int) -> str:
+    """Return a note if the images cannot resolve the bound, else "".
+
+    That is so if one wrong image exceeds it, or if it is less than half of the typical uncertainty of a loss, so that
+    one in six files without any loss exceeds it. There is no note for a bound of 0, which allows no loss.
+
+    Args:
+        metric: Metric of the model's evaluator.
+        images: Number of scored images; 0 if it is unknown.
+    """
+    bound = objective.max_drop
+    most = 0.0 if bound is None else absolute_bound(bound, 1.0)
+    if not most or not images or metric is None or metric not in HALF_WIDTHS:
+        return ""
+    if metric in IMAGE_COUNT_METRICS and 1 / images > most:
+        return (
+            f"one sample of {images} is {1 / images:.4f}, more than the bound {_format_bound(bound)}: a row that loses "
+            "one exceeds it; use more samples, or a looser bound"
+        )
+    width = HALF_WIDTHS[metric] / math.sqrt(images)
+    if most >= width / 2:
+        return ""
+    return (
+        f"with {images} samples a loss of {metric_name(metric)} is known to about ±{width:.3f}, so the bound "
+        f"{_format_bound(bound)} may reject files that lose nothing; use about {(HALF_WIDTHS[metric] / most) ** 2:.0f} "
+        "samples, or a looser bound"
+    )
+
+
+def bound_lines(experiment: Experiment) -> Iterator[str]:
+    """Yield a line for each accuracy bound, with the models that share it; none for models without an evaluator."""
+    found: dict[str, list[str]] = {}
+    for model in experiment.models:
+        if model.evaluator is not None:
+            evaluator: Any = registry.load_plugin("evaluator", model.evaluator.use)
+            words = _describe_bound(experiment.objective, evaluator.metric, evaluator.higher_is_better)
+            found.setdefault(words, []).append(model.name)
+    for words, names in found.items():
+        yield f"bound: {words}" if len(found) == 1 else f"bound of {', '.join(names)}: {words}"
+
+
+def bound_status(
+    bound: float | str, reference: Accuracy | Failed, found: Accuracy | Failed, results: TaskResults
+) -> tuple[bool, str]:
+    """Return whether a model keeps a bound on the loss of accuracy, and a text with the figures or the missing score.
+
+    Args:
+        bound: Bound in the form of `objective.max_drop`.
+        reference: Accuracy of the float model, or the failure of its evaluation.
+        found: Accuracy of the model, or the failure of its evaluation.
+        results: Results of the task, with the metric and its direction.
+    """
+    metric = results.metric or ""
+    values = []
+    for accuracy in (reference, found):
+        value = accuracy.metrics.get(metric, math.nan) if isinstance(accuracy, Accuracy) else math.nan
+        if not math.isfinite(value):
+            why = f"there is no {metric}" if isinstance(accuracy, Accuracy) else f"{accuracy.stage}: {accuracy.reason}"
+            return False, f"cannot be checked against {bound}: {why}"
+        values.append(value)
+    base, value = values
+    limit = absolute_bound(bound, base)
+    goal = Goal(metric=metric, reference=base, higher_is_better=results.higher_is_better, max_drop=limit)
+    loss = goal.loss(value)
+    within = goal.loss_excess(loss) == 0
+    shown = f"drop {format_drop(Interval(value=loss, low=math.nan, high=math.nan), metric)}"
+    if metric in METRIC_CAPS:  # a drop from a capped score is meaningless
+        shown, limit = f"{metric_name(metric)} {value:.1f}", base - limit
+    text = f"{shown} now, {'within' if within else 'beyond'} the bound {limit:g}"
+    if results.blind:
+        return False, f"{text}; the float model itself scores {base:.4f}, so the drop is meaningless"
+    return within, text
+
+
+def _describe_bound(objective: Objective, metric: str, higher_is_better: bool) -> str:
+    bound, name = objective.max_drop, metric_name(metric)
+    if bound is None:
+        return f"none; {name} is scored without a bound"
+    if metric in METRIC_CAPS and not isinstance(bound, str):
+        return (
+            f"{name} has to be {METRIC_CAPS[metric] - bound:g} dB or more, for the float model's own counts as "
+            f"{METRIC_CAPS[metric]:g}; INT8 has 20 to 50 dB as a rule"
+        )
+    return f"{name} may {'drop' if higher_is_better else 'rise'} by at most {_format_drop(bound, metric)}"
+
+
+def _format_drop(bound: float | str, metric: str) -> str:
+    if isinstance(bound, str):
+        return f"{bound} of the float model's own"
+    if metric not in UNIT_INTERVAL_METRICS:
+        return f"{bound:g}{METRIC_FORMATS.get(metric, ('', 4, ''))[2]}"
+    points = f"{100 * bound:g}"
+    return f"{bound:g} ({points} point{'' if points == '1' else 's'})"
+
+
+def _format_bound(bound: float | str | None) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)

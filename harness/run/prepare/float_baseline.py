@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -168,7 +169,12 @@ def _measure_precisions(
         name: runtime_input_file(use, model_file, folder / "work" / CAST_FOLDER_NAME) for name, use in offered.items()
     }
     rows = {
-        name: TimedRow(name=name, candidate=_file_candidate(file), benchmarker=name) for name, file in files.items()
+        name: TimedRow(
+            name=name,
+            candidate=Candidate(digest=edges_digest(()), edges=(), source=partial(Path, file)),
+            benchmarker=name,
+        )
+        for name, file in files.items()
     }
     worker = WorkerSpec(benchmarkers={**offered, MAIN_BENCHMARKER: offered[first]}, workdir=folder / "work")
     events: list[TurnEvent] = []
@@ -204,10 +210,6 @@ def _is_clear(events: Sequence[TurnEvent], baseline: str, count: int) -> bool:
     rows = summarize_turns(events, baseline=baseline).rows.values()
     fastest, *others = sorted(row.latency_ms.value for row in rows)
     return len(others) == count - 1 and all(latency_ms >= CLEAR_RATIO * fastest for latency_ms in others)
-
-
-def _file_candidate(file: Path) -> Candidate:
-    return Candidate(digest=edges_digest(()), edges=(), source=lambda: file)
 
 
 def dialect_use(backend: PluginSpec, facts: Mapping[str, Any]) -> str:

@@ -1,17 +1,32 @@
-"""Initial placements of the searches and placements of baselines, by name."""
+"""Initial placements of the searches and placements of baselines, by name, with the Q/DQ models of PTQ tools."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from harness.base.errors import UserError
+from harness.accuracy.tools.ptq import (
+    TOOLS,
+    MetricRequest,
+    PtqOptions,
+    method_substitute,
+    ptq_fingerprint,
+    quantize,
+    unavailable_reason,
+)
+from harness.base.errors import BuildFailed, UserError
 from harness.base.files import explain_write_errors, read_json
-from harness.base.paths import resolve_path
+from harness.base.paths import cache_dir, resolve_path
 from harness.base.progress import Observer
 from harness.config.experiment import (
     BASELINE_TOOLS,
@@ -19,12 +34,15 @@ from harness.config.experiment import (
     FULLY_QUANTIZED,
     PTQ_TOOLS,
     TENSORRT_GUIDE,
+    Experiment,
     TaskSpec,
     initial_count,
     is_placement_plugin,
+    quantized_precisions,
     split_precision,
 )
 from harness.config.sections import PluginSpec
+from harness.graph.io.digests import IR_SUFFIX
 from harness.graph.load import read_signature
 from harness.graph.model import Model
 from harness.graph.passes.dimension_sizes import InputSizes
@@ -46,13 +64,173 @@ from harness.graph.qdq.import_placement import (
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph, count_pairs, read_qdq_graph
 from harness.graph.quantize.protobuf_wire import NAME_PREFIX
-from harness.graph.rules.dialects import Dialect
+from harness.graph.rules.dialects import ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT, Dialect, load_dialect
 from harness.measure.records import SCHEMA_VERSION
-from harness.plugins.registry import call_plugin, load_plugin
+from harness.plugins.api import Array
+from harness.plugins.registry import call_plugin, load_plugin, uses_objects
 from harness.results.deploy_folder import bundle_model
-from harness.run.prepare.external_tools import ExternalModel
 from search.fixed_placements import FIXED_PLACEMENTS
 from search.space import Edge, Placement, Space
+
+SIGNED_ORT_TOOL = "ort_static_s8"
+PTQ_FUNCTIONS = {name: partial(quantize, name) for name in TOOLS}
+PTQ_PACKAGES = ("nvidia-modelopt", "onnxruntime", "nncf", "openvino")
+_IR_TOOLS = frozenset({"nncf_ptq", "nncf_accuracy_control"})
+"""Tools that write an OpenVINO IR for OpenVINO, as their guides recommend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalModel:
+    """Q/DQ model of another tool, or the reason for its failure.
+
+    Attributes:
+        path: File of the model; None if the tool failed.
+        pairs: Number of Q/DQ pairs.
+        reason: Reason for the failure, or "".
+        method: Calibration method of the tool if it lacks that of the experiment; otherwise "".
+        seconds: Wall-clock seconds of the tool; None for an imported model.
+    """
+
+    name: str
+    path: Path | None
+    pairs: int = 0
+    reason: str = ""
+    method: str = ""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationRequest:
+    """Model, data and options for PTQ tools.
+
+    Attributes:
+        source: Name of the model in messages.
+        data: Calibration batches, which are read only if no cached model exists.
+        data_key: Text that differs if the model, the data or the preprocessing differ; part of the key of the cache.
+        options: Keyword arguments of the tool besides `metric`.
+        own_sizes: Whether batches differ in shape from the inputs of the model, which no tool accepts.
+        metric: Evaluator and bound of the search, for tools that keep a bound; None without a bound.
+    """
+
+    model_file: Path
+    source: str
+    data: Iterable[Mapping[str, Array]]
+    data_key: str
+    options: PtqOptions
+    own_sizes: bool = False
+    metric: MetricRequest | None = None
+
+
+def run_external_tool(name: str, request: QuantizationRequest, observer: Observer) -> ExternalModel:
+    """Quantize with another tool, or return its cached result for the same model, data and options.
+
+    A tool without the calibration method of the experiment uses its nearest method. If the tool cannot run or fails,
+    the observer receives the reason, which is also `reason` of the result.
+
+    Args:
+        name: Name of the tool in `harness.accuracy.tools.ptq`.
+        request: Model, data and options.
+        observer: Receiver of progress and failures.
+
+    Raises:
+        UserError: The disk is full.
+    """
+    options, tool = request.options, TOOLS[name]
+    metric = request.metric if tool.controls_accuracy else None
+    reason = unavailable_reason(name, options.get("precision", "int8"))
+    if request.own_sizes:
+        reason = reason or "it takes samples of one size; pad or cut the calibration samples, or leave the tool out"
+    if tool.controls_accuracy and metric is None:
+        reason = reason or "keeps a bound on accuracy, but the objective has none"
+    elif metric is not None and uses_objects(metric.evaluator.use, metric.evaluator.params):
+        reason = reason or "its process cannot call a metric of this program; put it into a module, named module:NAME"
+    if reason:
+        observer.say(f"{request.source}: {name} cannot run: {reason}")
+        return ExternalModel(name=name, path=None, reason=reason)
+    requested = options.get("method", "minmax")
+    method = tool.nearest_method(requested)
+    options = {**options, "method": method}
+    if name == SIGNED_ORT_TOOL:
+        options = {**options, "dialect_name": _signed_dialect_name(options["dialect_name"])}
+    substitute = method if (remark := method_substitute(name, requested)) else ""
+    if remark:
+        observer.say(f"{request.source}: {remark}")
+    is_ir = name in _IR_TOOLS and options["dialect_name"].startswith("openvino")
+    key = _cache_key(name, options, f"{request.data_key}{metric or ''}")
+    path = cache_dir() / "ptq" / key / f"{name}{IR_SUFFIX if is_ir else '.onnx'}"
+    seconds_file = path.with_suffix(".seconds")
+    if not path.exists():
+        with observer.work(f"{request.source}: quantize with {name}", 1) as step, explain_write_errors(path):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                seconds = PTQ_FUNCTIONS[name](request.model_file, path, request.data, metric=metric, **options)
+            except BuildFailed as error:
+                observer.say(f"{request.source}: {name} failed: {error}")
+                return ExternalModel(name=name, path=None, reason=str(error), method=substitute)
+            seconds_file.write_text(f"{seconds:.2f}", encoding="ascii")
+            step.advance()
+    taken_s = float(seconds_file.read_text(encoding="ascii")) if seconds_file.exists() else None
+    return ExternalModel(name=name, path=path, pairs=count_pairs(path), method=substitute, seconds=taken_s)
+
+
+def tool_remarks(experiment: Experiment) -> Iterator[str]:
+    """Yield a line for each setting that a PTQ tool in the experiment's `initial` or `baselines` does not support."""
+    named = (*(start.use for start in experiment.initial), *experiment.baselines)
+    for name in dict.fromkeys(each for each in named if each in PTQ_FUNCTIONS):
+        for setting in experiment.precision:
+            if reason := unavailable_reason(name, quantized_precisions(setting)[0]):
+                yield f"{name}: cannot run at precision {setting}, so its row will be empty: {reason}"
+            elif setting == "mixed":
+                yield f"{name}: at precision mixed it quantizes to {quantized_precisions(setting)[0]} alone"
+        for method in dict.fromkeys(model.calibration.method for model in experiment.models):
+            if note := method_substitute(name, method):
+                yield note
+
+
+def fully_quantized_symmetric(
+    model: Model, dialect: Dialect, ranges: Mapping[str, tuple[float, float]], work: Path, space: Space
+) -> ExternalModel:
+    """Write the model with every point quantized in symmetric INT8, as the simplest tools do, and return it.
+
+    The features of a dialect for accuracy or speed (UINT8 data, zero points) are not used. If the model keeps its
+    accuracy even so, a bound on accuracy excludes no placement.
+
+    Args:
+        model: The float model.
+        dialect: Dialect of the runtime.
+        ranges: Smallest and largest value of each activation of `space` by tensor name.
+        work: Existing folder for the new file, `extreme.onnx`.
+        space: Space of the model without points that lack a range.
+
+    Raises:
+        UserError: The disk is full.
+    """
+    plain = replace(
+        dialect, activation="int8", symmetric_activation=True, unsigned_positive=False, affine_ops=frozenset()
+    )
+    resolved, path = space.resolve(space.quantize_all()), work / "extreme.onnx"
+    inserter = Inserter(model, plain, ranges)
+    with explain_write_errors(path):
+        inserter.export(resolved, path)
+    return ExternalModel(name=FULLY_QUANTIZED, path=path, pairs=inserter.count_pairs(resolved))
+
+
+def _signed_dialect_name(dialect_name: str) -> str:
+    """Return the name of ONNX Runtime's dialect with INT8 activations and the weight width of the given dialect."""
+    limit = load_dialect(dialect_name).weight_limit
+    kinds = (ONNXRUNTIME_S8, ONNXRUNTIME_S8_7BIT)
+    return next((kind.name for kind in kinds if kind.weight_limit == limit), ONNXRUNTIME_S8.name)
+
+
+def _cache_key(name: str, options: PtqOptions, data_key: str) -> str:
+    text = json.dumps([name, ptq_fingerprint(options, name), data_key, _installed_tools(tuple(sys.path))])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@functools.cache  # reading the name of everything on the path takes about 30 ms
+def _installed_tools(path: tuple[str, ...]) -> tuple[str, ...]:
+    found = (dist for dist in distributions(path=list(path)) if dist.name and dist.name.startswith(PTQ_PACKAGES))
+    return tuple(sorted(f"{dist.name} {dist.version}" for dist in found))
 
 
 def load_imported_models(starts: Sequence[PluginSpec]) -> dict[str, ExternalModel]:

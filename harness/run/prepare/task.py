@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.accuracy.calibration.range_estimators import (
     EMPTY_RANGE,
@@ -22,7 +23,8 @@ from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
 from harness.base.progress import Observer
 from harness.config.experiment import FULLY_QUANTIZED, Experiment, TaskSpec
-from harness.config.sections import ModelSpec, Objective, PluginSpec
+from harness.config.sections import ModelSpec, Objective, PluginSpec, Sampling
+from harness.graph.io.digests import digest_file
 from harness.graph.load import load, save_to_folder
 from harness.graph.model import Model
 from harness.graph.qdq.import_placement import read_placement
@@ -31,16 +33,11 @@ from harness.graph.qdq.space import build_space
 from harness.graph.quantize.numeric_choices import DEFAULT_CHOICES, NumericChoices, channel_tensor, depthwise_inputs
 from harness.graph.rules.dialects import Dialect
 from harness.graph.rules.points import explain_no_points
-from harness.measure.records import MAIN_BENCHMARKER
+from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins import registry
 from harness.plugins.api import Array, Candidate
-from harness.run.prepare.external_tools import (
-    PTQ_FUNCTIONS,
-    ExternalModel,
-    QuantizationRequest,
-    fully_quantized_symmetric,
-    run_external_tool,
-)
+from harness.results.journal import read_matching_record
+from harness.results.manifest import write_record
 from harness.run.prepare.float_baseline import (
     CAST_FOLDER_NAME,
     BackendProperties,
@@ -48,10 +45,15 @@ from harness.run.prepare.float_baseline import (
     runtime_input_file,
 )
 from harness.run.prepare.initial_design import (
+    PTQ_FUNCTIONS,
+    ExternalModel,
     InitialDesign,
+    QuantizationRequest,
     fix_imported_inputs,
+    fully_quantized_symmetric,
     load_imported_models,
     load_imported_ranges,
+    run_external_tool,
 )
 from harness.run.prepare.model_loader import (
     MIN_OPSET,
@@ -62,8 +64,10 @@ from harness.run.prepare.model_loader import (
     require_own_sizes,
 )
 from harness.run.search.loop import InitialPlacement
-from harness.runtimes.shape_set import SampleSizes, make_sample_sizes
-from search.space import Placement, Resolved, Space
+from harness.runtimes.shape_set import SampleSizes, ShapeSet, TimedShape, make_sample_sizes
+from harness.workers.engines import Engines, WorkerSpec
+from harness.workers.trial_pool import SpecEngineFactory
+from search.space import Placement, Resolved, Space, edges_digest
 
 Facts = Mapping[str, Any]
 UNCALIBRATED_ABS_MAX = 12.7
@@ -408,3 +412,85 @@ def _initial_and_baselines(experiment: Experiment) -> list[PluginSpec]:
     """Return initial placements and baselines without repeats."""
     named = {start.name: start for start in experiment.initial}
     return list({**named, **{name: named.get(name, PluginSpec(use=name)) for name in experiment.baselines}}.values())
+
+
+SHAPES_FILE_NAME = "shapes.json"
+"""Latencies of the float model at each shape, in the folder of a task."""
+FLOAT_ROUNDS = 5
+T = TypeVar("T")
+
+
+def make_shape_set(task: Task, folder: Path, open_engines: SpecEngineFactory, observer: Observer) -> ShapeSet | None:
+    """Return the shapes at which the placements of a task are timed, or None for the shape of the search.
+
+    The float model at each shape is written to the scratch folder. For the objective "worst" it is timed once at all
+    shapes in turns. The medians are stored in `shapes.json`, so that a resumed run has the same scale.
+
+    Raises:
+        UserError: The model cannot be loaded at a shape, or fails there, or the latencies are those of another model.
+    """
+    spec = task.spec.model
+    if spec.shape_set is None:
+        return None
+    entries, searched = spec.shape_set.shapes, {name: task.model.types[name].shape for name in task.model.inputs}
+    shapes = []
+    for number, entry in enumerate(entries):
+        work = task.work / "shapes" / str(number)
+        work.mkdir(parents=True, exist_ok=True)
+        model = open_model(spec.at(entry), work, max(MIN_OPSET, task.dialect.opset(task.spec.precisions)))
+        inputs = {name: model.types[name].shape for name in model.inputs}
+        shapes.append(
+            TimedShape(
+                label=entry.label,
+                share=entry.weight / sum(each.weight for each in entries),
+                inputs=inputs,
+                file=None if inputs == searched else save_to_folder(model, work),
+            )
+        )
+    if spec.shape_set.objective == "worst":
+        shapes = _with_float_latencies(shapes, task, folder, open_engines, observer)
+    return ShapeSet(objective=spec.shape_set.objective, float_file=task.float_file, shapes=tuple(shapes))
+
+
+def _with_float_latencies(
+    shapes: list[TimedShape], task: Task, folder: Path, open_engines: SpecEngineFactory, observer: Observer
+) -> list[TimedShape]:
+    worker = WorkerSpec(benchmarkers=task.benchmarkers, workdir=task.work)
+    path = folder / SHAPES_FILE_NAME
+    with open_engines(worker) as engines:
+        basis = {
+            "model_sha256": digest_file(task.float_file),
+            "backend": dict(engines.describe()),
+            "inputs": {shape.label: {name: list(sizes) for name, sizes in shape.inputs.items()} for shape in shapes},
+        }
+        record = read_matching_record(path, basis)
+        if record is None:
+            record = {**basis, "float_ms": _time_float(shapes, task, engines, observer)}
+            write_record(path, record)
+    return [replace(shape, float_ms=float(record["float_ms"][shape.label])) for shape in shapes]
+
+
+def _time_float(shapes: list[TimedShape], task: Task, engines: Engines, observer: Observer) -> dict[str, float]:
+    """Return the median latency in ms of the float model at each shape, timed in turns."""
+    handles: dict[str, int] = {}
+    readings: dict[str, list[float]] = {shape.label: [] for shape in shapes}
+    with observer.work(f"float at {len(shapes)} shapes", FLOAT_ROUNDS * len(shapes)) as step:
+        for shape in shapes:
+            source = partial(Path, shape.file or task.float_file)
+            candidate = Candidate(digest=edges_digest(()), edges=(), source=source, shape=shape.label)
+            handles[shape.label] = _require(engines.build(candidate), shape.label).handle
+        for _ in range(FLOAT_ROUNDS):
+            for label, handle in handles.items():
+                readings[label] += _require(engines.sample(handle, Sampling(max_ms=100.0)), label).latency_ms
+                step.advance()
+        for handle in handles.values():
+            engines.release(handle)
+    latencies_ms = {label: statistics.median(known) for label, known in readings.items()}
+    observer.say("float model: " + ", ".join(f"{label} {value:.3f} ms" for label, value in latencies_ms.items()))
+    return latencies_ms
+
+
+def _require(outcome: T | Failed, label: str) -> T:
+    if isinstance(outcome, Failed):
+        raise UserError(f"shape_set: {label}: the float model fails; {outcome.stage}: {outcome.reason}")
+    return outcome

@@ -8,6 +8,9 @@ Several proposals may be evaluated at the same time (the window). Outcomes are w
 but passed to `tell` in the order of the proposals; after each, the free places of the window are filled. So the
 outcomes that a searcher knows at an `ask` depend only on the size of the window, not on the speed of the workers.
 
+Searchers get one thread for linear algebra. Their matrices are small, so more threads mostly wait for each other: with
+two threads `auto` takes up to four times as much processor time.
+
 If a searcher raises, its search ends: trials in progress are completed and recorded, and the search can be run again.
 """
 

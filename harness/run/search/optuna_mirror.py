@@ -81,7 +81,7 @@ def _read_studies(path: Path) -> tuple[list[str], Counter[int]]:
 class _OptunaMirror:
     def __init__(self, path: Path, name: str, space: Space, goal: Goal, fresh: bool) -> None:
         self._path, self._name, self._space, self._goal = path, name, space, goal
-        # Create the study if it is missing
+        # Create the study if it is missing, and return its number and the number of its trials
         with _locked_file(path) as file:
             truncate_partial_line(path)
             names, trials = _read_studies(path)

@@ -1,4 +1,8 @@
-"""Export of the finalists of a task: the float model, fixed baselines, and the choice of each search."""
+"""Export of the finalists of a task: the float model, fixed baselines, and the choice of each search.
+
+Placements of other tasks are rows too: the best one of the same model on another backend, transferred edge by edge, and
+that of another model on the same backend, by the pattern cache of its task.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from harness.base.errors import UserError
 from harness.base.files import explain_write_errors
-from harness.config.experiment import Experiment, SearchSpec, split_precision
+from harness.config.experiment import SearchSpec, TaskSpec, split_precision
 from harness.graph.io.digests import digest_file
 from harness.graph.io.files import copy_model
+from harness.graph.partition.patterns import find_patterns
+from harness.graph.partition.regions import discover_regions
+from harness.graph.pattern_cache import MeasurementOrigin, build_cache, propose_placements, read_cache, write_cache
+from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.qdq_graph import count_pairs, read_precisions
-from harness.results.artifacts import ACCURACY_ONLY_VERDICT, FLOAT_ROW, Choice, ExportedModel, FinalistSet
-from harness.results.manifest import write_record
-from harness.results.search_log import BudgetState, Evaluation
+from harness.measure.records import MAIN_BENCHMARKER
+from harness.results.artifacts import (
+    ACCURACY_ONLY_VERDICT,
+    FLOAT_ROW,
+    Choice,
+    ExportedModel,
+    FinalistSet,
+    best_choice,
+    read_finalists,
+)
+from harness.results.journal import read_journal
+from harness.results.lines import first_line
+from harness.results.manifest import recorded, write_record
+from harness.results.output_check import read_checks
+from harness.results.search_log import Evaluation, Goal, iter_evaluations
 from harness.run.prepare.methods import (
     WarmStartModel,
     external_searcher_model_path,
@@ -21,38 +42,102 @@ from harness.run.prepare.methods import (
     task_for_method,
 )
 from harness.run.prepare.task import Task
-from harness.run.prepare.transfer import TransferredPlacement
 from harness.run.select.final_selection import Incumbent, SelectionResult
 from harness.run.task_run import TaskRun
+from search.api import Observation
 from search.space import Placement, Resolved, edges_digest
+
+PATTERN_CACHE_NAME = "patterns.yaml"
+"""File name of a task's pattern cache, which `initial` of another experiment can name."""
+
+TransferredPlacement = Placement | str
+"""A placement of this task's space that another task found, or the reason why there is none."""
+
+
+def write_pattern_cache(task: Task, goal: Goal, folder: Path) -> None:
+    """Write the best schemes of a task's searches to its `patterns.yaml`, unless no search measured the float model.
+
+    Args:
+        folder: Folder of the task's results, with the journals.
+    """
+    observations = []
+    for run in task.spec.runs:
+        path = folder / "runs" / f"{run.name}.jsonl"
+        if is_external_searcher(run.searcher) or "sharing" in run.searcher.without or not first_line(path):
+            continue
+        for trial in iter_evaluations(read_journal(path), goal):
+            score = replace(trial.score, objective=trial.latency_ms)  # schemes are ranked by latency
+            observations.append(Observation(placement=Placement(trial.choices), digest=trial.digest, outcome=score))
+    sizes = {p.signature: len(p.operators) for p in find_patterns(task.model, discover_regions(task.model))}
+    origin = MeasurementOrigin.of_backend(task.facts, task.spec.precision)
+    cache = build_cache(observations, task.space, sizes, None, origin)
+    if cache.patterns:
+        path = folder / PATTERN_CACHE_NAME
+        with explain_write_errors(path), recorded(path):
+            write_cache(cache, path)
+
+
+def transferred_placements(
+    kinds: Sequence[str], task: Task, tasks: Sequence[TaskSpec], out: Path
+) -> Mapping[str, TransferredPlacement]:
+    """Return the placements that other tasks found, or the reason why one cannot be used, by the name of their row.
+
+    A row is named "from_BACKEND" or "from_MODEL". Tasks of another precision are left out.
+
+    Args:
+        kinds: "backends": the same model on other backends; "models": other models on the same backend.
+        tasks: All tasks of the experiment, after their searches and the selection of their finalists.
+        out: Results folder of the experiment.
+    """
+    found: dict[str, TransferredPlacement] = {}
+    for other in tasks:
+        if other.name == task.spec.name or other.precision != task.spec.precision:
+            continue
+        folder = out / other.name
+        if "backends" in kinds and other.model == task.spec.model:
+            found[f"from_{other.backend.name}"] = _transfer_by_edges(task, folder)
+        if "models" in kinds and other.backend == task.spec.backend:
+            path, known = folder / PATTERN_CACHE_NAME, list[Placement]()
+            if path.exists():
+                origin = MeasurementOrigin.of_backend(task.facts, task.spec.precision)
+                known = propose_placements(read_cache(path), task.space, origin, limit=1)
+                missing = f"the pattern cache of {folder.name} contains no pattern of this model"
+            else:
+                missing = f"{folder.name} has no pattern cache"
+            found[f"from_{other.model.name}"] = known[0] if known else missing
+    return found
+
+
+def _transfer_by_edges(task: Task, folder: Path) -> TransferredPlacement:
+    rows, picks = read_finalists(folder)
+    checks = read_checks(folder, {row.id: row for row in rows})
+    best = best_choice(pick for pick in picks if pick.row not in checks or not checks[pick.row].is_wrong)
+    if best is None:
+        return f"{folder.name} selected no placement"
+    row = next(row for row in rows if row.id == best.row)
+    if not row.pairs:
+        return task.space.float_placement()
+    try:
+        return task.space.nearest(import_placement(folder / "models" / row.file, task.model))
+    except UserError as error:
+        return str(error)
 
 
 def export_finalists(
-    running: TaskRun,
-    found: SelectionResult,
-    others: Sequence[str],
-    transferred: Mapping[str, TransferredPlacement] | None = None,
+    running: TaskRun, found: SelectionResult, transferred: Mapping[str, TransferredPlacement]
 ) -> FinalistSet:
     """Export the finalists of a task and write `rows.json`; the same journals and final selection give the same files.
 
     Args:
         found: Incumbents of the searches.
-        others: Float precisions other than the baseline's; each gets a row.
-        transferred: Placements found by other tasks, by the name of the row; see `harness.run.prepare.transfer`.
-
-    Raises:
-        UserError: A file cannot be written.
+        transferred: Placements found by other tasks, by the name of the row; see `transferred_placements`.
     """
-    task, folder = running.task, running.folder
-    exporter = _Exporter(task, folder / "models")
-    fixed = [
-        *_baseline_rows(running.experiment, task, exporter, others),
-        *_transferred_rows(transferred or {}, exporter),
-    ]
-    picks = [*fixed, *_search_rows(running, found, exporter)]
+    exporter = _Exporter(running.task, running.folder / "models")
+    picks = [*_fixed_choices(running, transferred, exporter), *_search_choices(running, found, exporter)]
     rows = tuple(exporter.rows.values())
-    write_record(folder / "rows.json", {"rows": [asdict(r) for r in rows], "picks": [asdict(p) for p in picks]})
-    return FinalistSet(folder=folder, space=task.space, rows=rows)
+    record = {"rows": [asdict(row) for row in rows], "picks": [asdict(pick) for pick in picks]}
+    write_record(running.folder / "rows.json", record)
+    return FinalistSet(folder=running.folder, space=running.task.space, rows=rows)
 
 
 class _Exporter:
@@ -111,24 +196,29 @@ class _Exporter:
         self.rows[row] = ExportedModel(id=row, file=path.name, sha256=digest, pairs=pairs, choices=choices, timed=timed)
 
 
-def _baseline_rows(experiment: Experiment, task: Task, exporter: _Exporter, others: Sequence[str]) -> Iterator[Choice]:
+def _fixed_choices(
+    running: TaskRun, transferred: Mapping[str, TransferredPlacement], exporter: _Exporter
+) -> Iterator[Choice]:
+    """Yield the float model at each precision, the baselines, and the placements of other tasks."""
+    task = running.task
     yield Choice(method="float", kind="float", row=exporter.export_file(FLOAT_ROW, task.model_file, 0))
-    for precision in others:
-        yield Choice(method="float", kind="float", row=exporter.export_float(precision))
-    for name in experiment.baselines:
-        row, reason = _baseline_row(name, task, exporter)
-        timed = not row or exporter.rows[row].timed
-        tool = task.external_models.get(name)
-        yield Choice(
-            method=name,
-            kind="baseline",
-            row=row,
-            reason=reason if timed else ACCURACY_ONLY_VERDICT,
-            minutes=None if tool is None or tool.seconds is None else tool.seconds / 60,
-        )
-
-
-def _transferred_rows(transferred: Mapping[str, TransferredPlacement], exporter: _Exporter) -> Iterator[Choice]:
+    for benchmarker in running.worker.benchmarkers:
+        if benchmarker != MAIN_BENCHMARKER:
+            yield Choice(method="float", kind="float", row=exporter.export_float(benchmarker))
+    for name in running.experiment.baselines:
+        tool, precision, row, reason = task.external_models.get(name), split_precision(name)[1], "", ""
+        if tool is not None and tool.path is not None:
+            row = exporter.export_file(name, tool.path, tool.pairs)
+        elif tool is not None:
+            reason = tool.reason
+        elif precision is not None and precision not in task.spec.precisions:
+            reason = f"no {precision} at precision {task.spec.precision}"
+        else:
+            row = exporter.export_placement(task.placements[name])
+        if row and not exporter.rows[row].timed:
+            reason = ACCURACY_ONLY_VERDICT
+        minutes = None if tool is None or tool.seconds is None else tool.seconds / 60
+        yield Choice(method=name, kind="baseline", row=row, reason=reason, minutes=minutes)
     for name, placement in transferred.items():
         if isinstance(placement, str):
             yield Choice(method=name, kind="baseline", row="", reason=placement)
@@ -136,50 +226,39 @@ def _transferred_rows(transferred: Mapping[str, TransferredPlacement], exporter:
             yield Choice(method=name, kind="baseline", row=exporter.export_placement(placement))
 
 
-def _baseline_row(name: str, task: Task, exporter: _Exporter) -> tuple[str, str]:
-    """Return the id of the row of a fixed baseline and "", or "" and the reason for its absence."""
-    external, precision = task.external_models.get(name), split_precision(name)[1]
-    if external is not None and external.path is None:
-        return "", external.reason
-    if external is not None and external.path is not None:
-        return exporter.export_file(name, external.path, external.pairs), ""
-    if precision is not None and precision not in task.spec.precisions:
-        return "", f"no {precision} at precision {task.spec.precision}"
-    return exporter.export_placement(task.placements[name]), ""
-
-
-def _search_rows(running: TaskRun, selection: SelectionResult, exporter: _Exporter) -> Iterator[Choice]:
+def _search_choices(running: TaskRun, selection: SelectionResult, exporter: _Exporter) -> Iterator[Choice]:
     budgets, by_loss = running.experiment.budget.evaluations, running.judge.goal.minimize == "accuracy"
     largest = max(budgets)
     for run in running.task.spec.runs:
+        empty = Choice(method=run.searcher.name, kind="search", row="", seed=run.seed, budget=largest)
         if run.name not in selection.states:
-            yield _empty_choice(run, largest, f"{ACCURACY_ONLY_VERDICT}: no search, because latency is not measured")
+            yield replace(empty, reason=f"{ACCURACY_ONLY_VERDICT}: no search, because latency is not measured")
             continue
         for budget in budgets:
             state, leaders = selection.states[run.name][budget], selection.incumbents[run.name][budget]
             for rank, leader in enumerate(leaders if budget == largest else leaders[:1]):
                 evaluation = leader if isinstance(leader, Evaluation) else None  # its search has evaluated it
-                yield Choice(
-                    method=run.searcher.name,
-                    kind="search",
-                    row=_incumbent_row(run, leader, running.task, exporter),
-                    seed=run.seed,
+                surviving = selection.surviving.get((run.searcher.name, budget), ())
+                yield replace(
+                    empty,
+                    row=_export_incumbent(run, leader, running.task, exporter),
                     budget=budget,
                     rank=rank,
                     minutes=state.minutes,
                     search_ms=None if evaluation is None else evaluation.latency_ms,
                     loss=evaluation.score.objective if evaluation is not None and by_loss else None,
                     final_selection=selection.speedups.get(leader.digest),
-                    beaten=bool(selection.speedups)
-                    and leader.digest not in selection.surviving[run.searcher.name, budget],
+                    beaten=bool(selection.speedups) and leader.digest not in surviving,
                     scored=state.scored or None,
                     agreement=state.agreement,
                 )
             if not leaders:
-                yield _empty_choice(run, budget, _no_incumbent_reason(state))
+                last = state.last_failure
+                cause = "" if last is None else f"; {last.stage}: {last.reason}"
+                yield replace(empty, budget=budget, reason=f"nothing measured{cause}")
 
 
-def _incumbent_row(run: SearchSpec, leader: Incumbent, task: Task, exporter: _Exporter) -> str:
+def _export_incumbent(run: SearchSpec, leader: Incumbent, task: Task, exporter: _Exporter) -> str:
     """Export the incumbent of a search as the file that the search timed, and return the id of its row."""
     if isinstance(leader, WarmStartModel):
         return exporter.export_file(leader.digest, leader.path, leader.pairs)
@@ -189,13 +268,3 @@ def _incumbent_row(run: SearchSpec, leader: Incumbent, task: Task, exporter: _Ex
     if pairs := count_pairs(path):
         return exporter.export_file(leader.digest, path, pairs)
     return exporter.export_placement(task.space.float_placement())
-
-
-def _no_incumbent_reason(state: BudgetState) -> str:
-    """Return the reason why a search has no incumbent."""
-    last = state.last_failure
-    return "nothing measured" if last is None else f"nothing measured; {last.stage}: {last.reason}"
-
-
-def _empty_choice(run: SearchSpec, budget: int, reason: str) -> Choice:
-    return Choice(method=run.searcher.name, kind="search", row="", seed=run.seed, budget=budget, reason=reason)

@@ -29,8 +29,16 @@ from harness.results.output_check import CHECK_FILE_NAME, OutputCheck, encode_ch
 from harness.run.prepare.float_baseline import available_precisions
 from harness.run.prepare.task import Task
 from harness.run.verify.dynamic_check import resize_array
-from harness.run.verify.fault_localization import LOCALIZATION_LIMIT_S, SuspectModel, find_fault, write_report
-from harness.run.verify.output_comparison import Comparison, Outputs, compare_float, require_outputs
+from harness.run.verify.output_comparison import (
+    LOCALIZATION_LIMIT_S,
+    Comparison,
+    Outputs,
+    SuspectModel,
+    compare_float,
+    find_fault,
+    require_outputs,
+    write_report,
+)
 from harness.runtimes.onnxruntime import unfused_execution
 from harness.runtimes.openvino import float_execution
 from harness.runtimes.shape_set import SampleSizes

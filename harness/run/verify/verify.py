@@ -31,12 +31,11 @@ from harness.results.folder import TaskResults, load
 from harness.results.journal import changed_data
 from harness.results.scores import METRIC_CAPS, format_drop
 from harness.run.confirm.confirmation import TimedRow, confirm
-from harness.run.prepare.accuracy import AccuracyStore, make_scoring
-from harness.run.prepare.bounds import bound_status
+from harness.run.prepare.accuracy import bound_status, make_scoring
+from harness.run.prepare.accuracy_store import AccuracyStore
 from harness.run.prepare.float_baseline import select_float_baseline
-from harness.run.prepare.task import Task, compose_task
+from harness.run.prepare.task import SHAPES_FILE_NAME, Task, compose_task, make_shape_set
 from harness.run.verify.runtime_checker import RuntimeChecker, make_check_plan, runs_no_model
-from harness.run.verify.shape_files import SHAPES_FILE_NAME, make_shape_set
 from harness.workers.engines import Engines, WorkerSpec
 from harness.workers.sandbox import open_engines
 from search.space import Placement

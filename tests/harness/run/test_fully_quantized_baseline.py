@@ -15,7 +15,7 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.qdq_graph import QDQGraph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO
-from harness.run.prepare.external_tools import fully_quantized_symmetric
+from harness.run.prepare.initial_design import fully_quantized_symmetric
 
 
 def net() -> Model:

@@ -31,8 +31,8 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 from harness.results.folder import load as load_results
 from harness.run.prepare.initial_design import InitialDesign, check_files
-from harness.run.prepare.placed_models import RECOVERY_STEPS
 from harness.run.select import recovery
+from harness.run.select.recovery import RECOVERY_STEPS
 from harness.ship.placements import apply_experiment, insert_placement
 from search.space import Edge
 

@@ -41,7 +41,7 @@ from harness.graph.rules.dialects import ONNXRUNTIME, OPENVINO, TENSORRT, TENSOR
 from harness.graph.segmented_run import channel_maxima, measure_layer_shifts, sum_outputs
 from harness.plugins import registry
 from harness.plugins.registry import installed_plugins
-from harness.run.prepare.placed_models import list_choices
+from harness.run.select.recovery import list_choices
 from search.space import Placement
 
 STEPS = [plugin.name for plugin in installed_plugins("recovery step")]

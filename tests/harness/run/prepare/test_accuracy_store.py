@@ -12,8 +12,9 @@ from harness.graph.io.digests import digest_file
 from harness.plugins.api import Accuracy
 from harness.results.artifacts import ExportedModel, FinalistSet
 from harness.results.scores import read_scores
-from harness.run.prepare import accuracy
-from harness.run.prepare.accuracy import AccuracyStore, Scoring, score_tool_files
+from harness.run.prepare import accuracy_store
+from harness.run.prepare.accuracy import Scoring
+from harness.run.prepare.accuracy_store import AccuracyStore, score_tool_files
 from harness.workers.engines import BuiltEngine, WorkerSpec
 from search.space import Space
 
@@ -86,7 +87,7 @@ def test_files_of_tools_are_scored_by_a_reference_too(tmp_path, monkeypatch):
         opened.append((worker.benchmarkers["main"].use, engines.asked))
         yield engines
 
-    monkeypatch.setattr(accuracy, "open_engines", open_reference)
+    monkeypatch.setattr(accuracy_store, "open_engines", open_reference)
     (tmp_path / "models").mkdir()
     rows = []
     for name, file in (("ort_static", "a.onnx"), ("nncf_ptq", "b.xml"), ("all", "c.onnx")):

@@ -22,8 +22,8 @@ from harness.graph.qdq.import_placement import import_placement
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME
 from harness.plugins.registry import register_object
-from harness.run.prepare import external_tools as foreign
-from harness.run.prepare.external_tools import QuantizationRequest, run_external_tool, tool_remarks
+from harness.run.prepare import initial_design as foreign
+from harness.run.prepare.initial_design import QuantizationRequest, run_external_tool, tool_remarks
 
 
 @pytest.fixture

@@ -24,8 +24,12 @@ from harness.report.frames import main_frame
 from harness.report.tables.notes import main_notes
 from harness.results.folder import load as load_results
 from harness.results.journal import read_journal
-from harness.run.prepare.external_tools import ExternalModel
-from harness.run.prepare.initial_design import InitialDesign, fix_imported_inputs, tensorrt_guide_placement
+from harness.run.prepare.initial_design import (
+    ExternalModel,
+    InitialDesign,
+    fix_imported_inputs,
+    tensorrt_guide_placement,
+)
 from harness.run.prepare.preflight import check_experiment
 from harness.run.runner import run_experiment
 from search.api import Observation, Score

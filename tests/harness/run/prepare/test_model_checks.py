@@ -8,7 +8,7 @@ import onnx
 import pytest
 from small import qdq, save_small
 
-from harness.run.prepare import model_checks
+from harness.run.prepare import preflight
 from harness.runtimes.rtx_compile import Compilation, Refusal
 
 EXPERIMENT = """
@@ -31,8 +31,8 @@ def compiled(tmp_path, monkeypatch):
         refusal = Refusal(stage="builder", node="Conv", message="CHECK failed") if target == "sm75" else None
         return Compilation(target=target, version="1", build_s=0, refusal=refusal)
 
-    monkeypatch.setattr(model_checks, "import_compiler", lambda: None)
-    monkeypatch.setattr(model_checks, "compile_file", compile_file)
+    monkeypatch.setattr(preflight, "import_compiler", lambda: None)
+    monkeypatch.setattr(preflight, "compile_file", compile_file)
     return pairs
 
 

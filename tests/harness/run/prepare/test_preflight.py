@@ -21,10 +21,9 @@ from harness.base.errors import UserError
 from harness.config.experiment import parse_experiment
 from harness.config.sections import Objective
 from harness.graph.builder import GraphBuilder
-from harness.run.prepare.bounds import bound_lines, bound_resolution_note
-from harness.run.prepare.model_checks import check_models
+from harness.run.prepare.accuracy import bound_lines, bound_resolution_note
 from harness.run.prepare.model_loader import describe_workload, evaluator_spec, open_model
-from harness.run.prepare.preflight import check_experiment
+from harness.run.prepare.preflight import check_experiment, check_models
 from search.space import Space
 
 COUNT = 24

@@ -13,7 +13,7 @@ import pytest
 from harness.base.errors import UserError
 from harness.config.experiment import parse_experiment
 from harness.graph.builder import GraphBuilder
-from harness.run.prepare.model_checks import check_models
+from harness.run.prepare.preflight import check_models
 
 
 def checked(folder: Path, model: GraphBuilder | onnx.ModelProto, data: Any = None, **settings: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +51,8 @@ def running(tmp_path, monkeypatch):
     return SimpleNamespace(
         experiment=experiment,
         task=task,
+        searches=task.spec.runs,
+        journal=lambda run: tmp_path,
         judge=AccuracyGate(goal=GOAL),
         scoring=SimpleNamespace(prepare_evaluators=lambda *_: None),
         noise_floor=0.02,
@@ -95,6 +98,11 @@ class Book:
         return Accuracy(metrics={"top1": value}, per_item=(1.0,) * right + (0.0,) * (100 - right))
 
 
+def recover(running: Any, book: Book) -> Recovery:
+    running.store = book
+    return recover_placements(running)
+
+
 def test_recovery_selects_fastest_and_closest_to_bound(running):
     everything = tuple(running.task.space.quantize_all().choices)
     cases = {"within": (5.0, 0.79), "second": (6.0, 0.78), "third": (7.0, 0.8), "fastest": (2.0, 0.5),
@@ -111,8 +119,8 @@ def test_a_recovered_model_within_the_bound_is_kept_with_its_steps(running, monk
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, digest)])
     book = Book(0.61, 0.7, 0.77)
     late = SimpleNamespace(**{**vars(running), "limit": SimpleNamespace(allows_recovery=False)})
-    assert not any(recover_placements(late, book).models.values())  # type: ignore[arg-type]
-    found = recover_placements(running, book)  # type: ignore[arg-type]
+    assert not any(recover(late, book).models.values())
+    found = recover(running, book)
     ((model,),) = found.models.values()
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
     assert model.digest == f"recovered-{facts['sha256'][:12]}"
@@ -125,12 +133,12 @@ def test_a_recovered_model_within_the_bound_is_kept_with_its_steps(running, monk
     assert model.placement_digest == digest, "whose timing of the search is kept"
     assert found.losses.keys() == {digest, model.digest}
     assert found.losses[model.digest] < found.losses[digest]
-    again = recover_placements(running, Book())  # type: ignore[arg-type]
+    again = recover(running, Book())
     assert again == found, "recovered once"
     running.experiment = running.experiment.model_copy(
         update={"objective": running.experiment.objective.model_copy(update={"recover": False})}
     )
-    assert recover_placements(running, Book()) == Recovery()  # type: ignore[arg-type]
+    assert recover(running, Book()) == Recovery()
 
 
 def test_a_placement_within_the_bound_gets_one_more_accurate_file(running, monkeypatch):
@@ -143,7 +151,7 @@ def test_a_placement_within_the_bound_gets_one_more_accurate_file(running, monke
     ]
     search(monkeypatch, trials)
     book = Book(0.77, 0.79)
-    found = recover_placements(running, book)  # type: ignore[arg-type]
+    found = recover(running, book)
     ((model,),) = found.models.values()
     assert len(book.files) == 2, "as given, and recovered"
     assert found.losses[space.digest(float_placement)] == 0
@@ -157,7 +165,7 @@ def test_recovery_skips_placements_slower_than_one_within_bound(running, monkeyp
     search(monkeypatch, trials)
     monkeypatch.setattr(recovery, "open_placer", lambda *_: pytest.fail("needs no calibration"))
     book = Book(0.8)
-    assert list(recover_placements(running, book).models.values()) == [()]  # type: ignore[arg-type]
+    assert list(recover(running, book).models.values()) == [()]
     first, second = read_json(running.folder / "recovery.json")["placements"].values()
     assert first["surely_within"]
     assert "surely within the bound as given" in first["label"]
@@ -170,10 +178,10 @@ def test_recovery_out_of_time_is_recorded_and_resumed(running, monkeypatch):
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     with monkeypatch.context() as patch:
         patch.setattr(recovery, "MIN_RECOVERY_S", 0.0)
-        assert list(recover_placements(running, Book()).models.values()) == [()]  # type: ignore[arg-type]
+        assert list(recover(running, Book()).models.values()) == [()]
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
     assert "time for recovery is over" in facts["label"]
-    ((model,),) = recover_placements(running, Book(0.61, 0.77)).models.values()  # type: ignore[arg-type]
+    ((model,),) = recover(running, Book(0.61, 0.77)).models.values()
     assert count_pairs(model.path) > 0
 
 
@@ -181,7 +189,7 @@ def test_recovery_discards_placement_that_still_misses_bound(running, monkeypatc
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
     book = Book(0.6, 0.7, 0.71, 0.72, *[0.7] * 9)
-    assert list(recover_placements(running, book).models.values()) == [()]  # type: ignore[arg-type]
+    assert list(recover(running, book).models.values()) == [()]
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
     assert (facts["within"], facts["loss"]) == (False, pytest.approx(0.8 - max(0.7, 0.71, 0.72)))
 
@@ -189,7 +197,7 @@ def test_recovery_discards_placement_that_still_misses_bound(running, monkeypatc
 def test_placement_with_measured_loss_within_bound_is_kept(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
-    ((model,),) = recover_placements(running, Book(0.79, *[0.7] * 9)).models.values()  # type: ignore[arg-type]
+    ((model,),) = recover(running, Book(0.79, *[0.7] * 9)).models.values()
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
     assert (facts["label"], facts["within"]) == ("as given", True)
     assert count_pairs(model.path) > 0
@@ -198,7 +206,7 @@ def test_placement_with_measured_loss_within_bound_is_kept(running, monkeypatch)
 def test_recovery_leaves_costliest_nodes_float_as_last_resort(running, monkeypatch):
     everything = running.task.space.quantize_all()
     search(monkeypatch, [trial(running.task, everything.choices, 2.0, 0.6, running.task.space.digest(everything))])
-    ((model,),) = recover_placements(running, Book(0.6, 0.7, 0.7, 0.7, 0.7, 0.78)).models.values()  # type: ignore[arg-type]
+    ((model,),) = recover(running, Book(0.6, 0.7, 0.7, 0.7, 0.7, 0.78)).models.values()
     (facts,) = read_json(running.folder / "recovery.json")["placements"].values()
     (group,) = facts["left_float"]
     assert group["nodes"][0] == "Mul", "one scale for channels that differ; those at the output were tried first"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.base.errors import BuildFailed
-from harness.run.search.external.adapter import BROKEN_MODEL_DIGEST, ExternalSearcherAdapter, external_model_path
+from harness.run.prepare.methods import BROKEN_MODEL_DIGEST, ExternalSearcherAdapter, external_model_path
 from search.api import Failure, Observation, Score
 from search.space import Placement
 
