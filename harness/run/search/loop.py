@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import index
+from typing import TypeVar
 
 from threadpoolctl import ThreadpoolController
 
@@ -38,6 +38,12 @@ from harness.workers.trial_pool import Executor
 from search.api import Observation, Score, Searcher
 from search.gain_forecast import WORTHWHILE_GAIN, GainForecast
 from search.space import Placement, Space
+
+MAX_CONSECUTIVE_DUPLICATES = 200
+"""Number of consecutive known proposals after which a searcher is considered exhausted."""
+COLD_START_EVALUATIONS = 8
+"""Number of first evaluations that replace the initial design if there is none."""
+T = TypeVar("T")
 
 
 class SearcherGuard:
@@ -55,55 +61,38 @@ class SearcherGuard:
 
     def __init__(self, searcher: Searcher | Failed, space: Space) -> None:
         self.failure = searcher if isinstance(searcher, Failed) else None
+        self.spent_s = 0.0
         self._searcher = searcher
         self._space = space
         self._libraries = ThreadpoolController()
-        self.spent_s = 0.0
 
     def ask(self, n: int) -> Sequence[Placement]:
-        """Return the searcher's proposals; invalid ones count as its failure."""
-        searcher = self._searcher
-        if self.failure is not None or isinstance(searcher, Failed):
-            return []
-        with self._catch_errors():
-            found = as_outcome("search", lambda: _validate_proposals(searcher.ask(n), n, self._space))
-        if isinstance(found, Failed):
-            self.failure = found
-            return []
-        return found
+        """Return the searcher's proposals; too many, or invalid ones, count as its failure."""
+
+        def propose(searcher: Searcher) -> list[Placement]:
+            # Python integers as choices, because NumPy integers cannot be written as JSON
+            proposed = [Placement(tuple(map(index, placement.choices))) for placement in searcher.ask(n)]
+            if len(proposed) > n:
+                raise ValueError(f"ask({n}) gave {len(proposed)} placements: more than were requested")
+            return [self._space.validate(placement) for placement in proposed]
+
+        return self._call(propose) or []
 
     def tell(self, observation: Observation) -> None:
+        self._call(lambda searcher: searcher.tell(observation))
+
+    def _call(self, action: Callable[[Searcher], T]) -> T | None:
         searcher = self._searcher
         if self.failure is not None or isinstance(searcher, Failed):
-            return
-        with self._catch_errors():
-            done = as_outcome("search", lambda: searcher.tell(observation))
-        self.failure = done if isinstance(done, Failed) else None
-
-    @contextmanager
-    def _catch_errors(self) -> Iterator[None]:
+            return None
         started_s = time.perf_counter()
         with self._libraries.limit(limits=1, user_api="blas"):
-            yield
+            outcome = as_outcome("search", lambda: action(searcher))
         self.spent_s += time.perf_counter() - started_s
-
-
-def _validate_proposals(proposed: Sequence[Placement], n: int, space: Space) -> list[Placement]:
-    """Return the proposals with Python integers as choices, because NumPy integers cannot be written as JSON.
-
-    Raises:
-        ValueError: Too many proposals, or one that is not valid for the space.
-    """
-    placements = [space.validate(Placement(tuple(map(index, placement.choices)))) for placement in proposed]
-    if len(placements) > n:
-        raise ValueError(f"ask({n}) gave {len(placements)} placements: more than were requested")
-    return placements
-
-
-MAX_CONSECUTIVE_DUPLICATES = 200
-"""Number of consecutive known proposals after which a searcher is considered exhausted."""
-COLD_START_EVALUATIONS = 8
-"""Number of first evaluations that replace the initial design if there is none."""
+        if isinstance(outcome, Failed):
+            self.failure = outcome
+            return None
+        return outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +188,7 @@ def run_search(
     loop = _SearchLoop(task, executor, journal, watch)
     loop.fill_window()
     while loop.waiting:
-        proposal, placement = loop.waiting.popleft()
-        result, resumed = loop.await_outcome(proposal)
-        loop.tell(proposal, placement, result, resumed)
+        loop.tell_next()
         loop.fill_window()
     return loop.result()
 
@@ -215,14 +202,9 @@ class _SearchLoop:
     def __init__(
         self, task: SearchTask, executor: Executor, journal: Journal, watch: Callable[[TrialEvent], None]
     ) -> None:
-        self._task = task
+        self._task, self._executor, self._journal, self._watch = task, executor, journal, watch
         self._searcher = SearcherGuard(task.searcher, task.space)
-        self._executor = executor
-        self._journal = journal
-        self._watch = watch
-        self._initial: deque[_Proposal] = deque(
-            (each.placement, f"initial:{each.name}") for each in task.initial_design
-        )
+        self._initial = deque((each.placement, f"initial:{each.name}") for each in task.initial_design)
         self._retries: deque[_Proposal] | None = None if task.retry_failed else deque()
         self._counted_s = 0.0  # seconds of the searcher that proposals in the journal contain
         self._proposed = 0
@@ -234,58 +216,94 @@ class _SearchLoop:
         self._duplicates_in_a_row = 0
         self._best: Interval | None = None
         self._best_is_float = False
-        self._float = task.space.float_placement()
         self._scored: list[ScoredPlacement] = []
         self._forecast = GainForecast(task.evaluations)
-        self._stopped_at: float | None = None
+        self._is_gain_unlikely = False
         self._started_s = time.monotonic() - journal.elapsed_s
 
     def result(self) -> SearchLoopResult:
         """Return the number of evaluations and the reason of the end."""
         left = self._journal.entries[self._proposed :]  # results of a searcher that now ends sooner than before
         known = self._results_by_digest | {entry.proposal.digest: entry.result for entry in left if entry.result}
-        reason = self._termination_reason(known)
-        return SearchLoopResult(evaluations=len(known), reason=reason, failure=self._searcher.failure)
-
-    def _termination_reason(self, known: dict[str, TrialResult]) -> str:
-        """Return `SearchLoopResult.reason`; `known` has the results by digest."""
-        if self._searcher.failure is not None:
-            return self._searcher.failure.reason
-        if len(known) >= self._task.evaluations or self._is_out_of_time():
-            return ""
-        if self._stopped_at is not None:
-            return f"further gain below {WORTHWHILE_GAIN:.1%} with {self._stopped_at:.0%} probability"
-        if self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES:
-            return f"it proposed only placements that were proposed before, {MAX_CONSECUTIVE_DUPLICATES} in a row"
-        last = next(reversed(known.values())).outcome if known else None
-        after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
-        return f"it had nothing more to propose{after}"
+        failure = self._searcher.failure
+        if failure is not None:
+            reason = failure.reason
+        elif len(known) >= self._task.evaluations or self._is_out_of_time():
+            reason = ""
+        elif self._is_gain_unlikely:
+            reason = f"further gain below {WORTHWHILE_GAIN:.1%} with {self._task.stop_at:.0%} probability"
+        elif self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES:
+            reason = f"it proposed only placements that were proposed before, {MAX_CONSECUTIVE_DUPLICATES} in a row"
+        else:
+            last = next(reversed(known.values())).outcome if known else None
+            after = f"; the last one failed: {last.stage}: {last.reason}" if isinstance(last, Failed) else ""
+            reason = f"it had nothing more to propose{after}"
+        return SearchLoopResult(evaluations=len(known), reason=reason, failure=failure)
 
     def fill_window(self) -> None:
-        """Ask for proposals until the window is full or no proposal is left."""
+        """Ask for proposals until the window is full or no proposal is left, write them down, and start their trials.
+
+        Raises:
+            ReplayMismatch: A proposal is not that of the journal.
+        """
         while (free := self._task.window - len(self.waiting)) > 0 and (proposals := self._propose(free)):
             for placement, origin in proposals:
-                self._ask(placement, origin)
+                digest = self._task.space.digest(placement)
+                earlier = None if origin == RETRY_ORIGIN else self._numbers.get(digest)
+                proposal = Proposal(
+                    number=self._proposed,
+                    choices=placement.choices,
+                    digest=digest,
+                    origin=origin,
+                    duplicate_of=earlier,
+                    searcher_s=self._searcher.spent_s - self._counted_s,
+                )
+                self._counted_s = self._searcher.spent_s
+                recorded = self._recorded(proposal.number)
+                if recorded is None:
+                    self._journal.append(proposal)
+                elif recorded.proposal != proposal:
+                    raise ReplayMismatch(
+                        f"resume refused at proposal {proposal.number}: the journal has {recorded.proposal.digest} "
+                        f"({recorded.proposal.origin}), the searcher now proposes {digest} ({origin}); its code or a "
+                        f"library changed: {CHANGED_RUN_ADVICE}"
+                    )
+                self._proposed += 1
+                self._numbers.setdefault(digest, proposal.number)
+                self._duplicates_in_a_row = 0 if earlier is None else self._duplicates_in_a_row + 1
+                self.waiting.append((proposal, placement))
+                if earlier is None and (recorded is None or recorded.result is None):
+                    incumbent = incumbent_state(self._best, self._scored)
+                    self._executor.submit(proposal.number, self._task.candidate(placement), incumbent)
 
     def _propose(self, free: int) -> Sequence[_Proposal]:
         """Return the next proposals; empty if the search has ended or waits for an outcome."""
+        task, recorded = self._task, self._recorded(self._proposed)
         if self._searcher.failure is not None:
             return []
-        recorded = self._journaled_outcome(self._proposed)
+        # Retries start after all earlier outcomes, so that a resumed search repeats them at the same position.
+        may_retry = not self.waiting or self.waiting[0][0].origin.startswith(RETRY_ORIGIN)
         if recorded is not None and recorded.proposal.origin == RETRY_ORIGIN:
-            return [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if self._all_results_reported() else []
+            return [(Placement(recorded.proposal.choices), RETRY_ORIGIN)] if may_retry else []
         if recorded is None and (self._retries is None or self._retries):
-            return self._propose_retries(free)
-        left = self._task.evaluations - len(self._numbers)
-        if (
-            left <= 0
-            or self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES
-            or (
-                recorded is None
-                and ((len(self._numbers) >= self._task.least and self._is_out_of_time()) or self._is_gain_unlikely())
-            )
-        ):
+            if not may_retry:
+                return []
+            if self._retries is None:
+                under_way = {proposal.digest for proposal, _ in self.waiting}  # retries of an interrupted run
+                failed = [each for digest, (each, _) in self._failures.items() if digest not in under_way]
+                self._retries = deque((placement, RETRY_ORIGIN) for placement in failed)
+            if self._retries:
+                return [self._retries.popleft() for _ in range(min(free, len(self._retries)))]
+        left = task.evaluations - len(self._numbers)
+        if left <= 0 or self._duplicates_in_a_row >= MAX_CONSECUTIVE_DUPLICATES:
             return []
+        if recorded is None:
+            if len(self._numbers) >= task.least and self._is_out_of_time():
+                return []
+            if task.stop_at is not None and not self._initial:
+                self._is_gain_unlikely |= self._forecast.is_spent(task.stop_at)
+            if self._is_gain_unlikely:
+                return []
         if self._initial:
             return [self._initial.popleft() for _ in range(min(free, left, len(self._initial)))]
         if self.waiting and self.waiting[-1][0].origin.startswith("initial:"):
@@ -294,30 +312,11 @@ class _SearchLoop:
             self._stop_if_initial_design_failed()
         return [(placement, "searcher") for placement in self._searcher.ask(min(free, left))]
 
-    def _propose_retries(self, free: int) -> Sequence[_Proposal]:
-        """Return the next failed candidates to repeat, or else new proposals.
-
-        Retries start after all earlier outcomes, so that a resumed search repeats them at the same position.
-        """
-        if not self._all_results_reported():
-            return []
-        if self._retries is None:
-            under_way = {proposal.digest for proposal, _ in self.waiting}  # retries of an interrupted run
-            failed = ((digest, placement) for digest, (placement, _) in self._failures.items())
-            self._retries = deque((placement, RETRY_ORIGIN) for digest, placement in failed if digest not in under_way)
-        return [self._retries.popleft() for _ in range(min(free, len(self._retries)))] or self._propose(free)
-
-    def _all_results_reported(self) -> bool:
-        """Return whether all outcomes of proposals before the retries were reported to the searcher."""
-        return not self.waiting or self.waiting[0][0].origin.startswith(RETRY_ORIGIN)
-
     def _stop_if_initial_design_failed(self) -> None:
         """Raise `UserError` if all first evaluations failed, because then the cause is not the placement."""
-        if len(self._failures) < len(self._results_by_digest):
-            return
         digests = {self._task.space.digest(each.placement) for each in self._task.initial_design}
         limit = len(digests) or self._task.patience
-        if len(self._results_by_digest) >= limit:
+        if len(self._failures) == len(self._results_by_digest) >= limit:
             first = next(iter(self._failures.values()))[1]
             what = "no initial placement" if digests else f"none of the first {limit} placements"
             raise UserError(
@@ -325,75 +324,37 @@ class _SearchLoop:
             )
 
     def _is_out_of_time(self) -> bool:
-        return self._task.seconds is not None and self._elapsed_s() >= self._task.seconds
+        return self._task.seconds is not None and time.monotonic() - self._started_s >= self._task.seconds
 
-    def _is_gain_unlikely(self) -> bool:
-        stop_at = self._task.stop_at
-        if stop_at is not None and not self._initial and self._forecast.is_spent(stop_at):
-            self._stopped_at = stop_at
-        return self._stopped_at is not None
+    def _recorded(self, number: int) -> JournalEntry | None:
+        return self._journal.entries[number] if number < len(self._journal.entries) else None
 
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._started_s
-
-    def _ask(self, placement: Placement, origin: str) -> None:
-        digest = self._task.space.digest(placement)
-        earlier = None if origin == RETRY_ORIGIN else self._numbers.get(digest)
-        proposal = Proposal(
-            number=self._proposed,
-            choices=placement.choices,
-            digest=digest,
-            origin=origin,
-            duplicate_of=earlier,
-            searcher_s=self._searcher.spent_s - self._counted_s,
-        )
-        self._counted_s = self._searcher.spent_s
-        self._journal_proposal(proposal)
-        self._proposed += 1
-        self._numbers.setdefault(digest, proposal.number)
-        self._duplicates_in_a_row = 0 if earlier is None else self._duplicates_in_a_row + 1
-        self.waiting.append((proposal, placement))
-        recorded = self._journaled_outcome(proposal.number)
-        if earlier is None and (recorded is None or recorded.result is None):
-            self._executor.submit(
-                proposal.number, self._task.candidate(placement), incumbent_state(self._best, self._scored)
-            )
-
-    def _journal_proposal(self, proposal: Proposal) -> None:
-        recorded = self._journaled_outcome(proposal.number)
-        if recorded is None:
-            self._journal.append(proposal)
-        elif recorded.proposal != proposal:
-            raise ReplayMismatch(
-                f"resume refused at proposal {proposal.number}: the journal has {recorded.proposal.digest} "
-                f"({recorded.proposal.origin}), the searcher now proposes {proposal.digest} ({proposal.origin}); its "
-                f"code or a library changed: {CHANGED_RUN_ADVICE}"
-            )
-
-    def tell(self, proposal: Proposal, placement: Placement, result: TrialResult, resumed: bool) -> None:
-        """Pass the outcome of a proposal to the searcher, and update the incumbent and the forecast."""
+    def tell_next(self) -> None:
+        """Wait for the next outcome, pass it to the searcher, and update the incumbent and the forecast."""
+        proposal, placement = self.waiting.popleft()
+        result, resumed = self._await_outcome(proposal)
+        outcome, is_new = result.outcome, proposal.duplicate_of is None
         self._results_by_digest[proposal.digest] = result
-        if isinstance(result.outcome, Failed):
-            self._failures[proposal.digest] = (placement, result.outcome)
+        if isinstance(outcome, Failed):
+            self._failures[proposal.digest] = (placement, outcome)
         else:
             self._failures.pop(proposal.digest, None)
-        score = score_outcome(result.outcome, self._task.goal)
-        scored = scored_placement(result.outcome, self._task.goal)
-        if scored is not None and proposal.duplicate_of is None:
+        score, scored = score_outcome(outcome, self._task.goal), scored_placement(outcome, self._task.goal)
+        if scored is not None and is_new:
             self._scored.append(scored)
         latency_ms = math.inf
-        if isinstance(result.outcome, Measured) and isinstance(score, Score) and is_feasible(score):
-            own = median_ci(result.outcome.samples_ms)
+        if isinstance(outcome, Measured) and isinstance(score, Score) and is_feasible(score):
+            own = median_ci(outcome.samples_ms)
             latency_ms = own.value
             if self._best is None or own.value < self._best.value:
-                self._best, self._best_is_float = own, placement == self._float
-        if proposal.duplicate_of is None and proposal.origin != RETRY_ORIGIN:
+                self._best, self._best_is_float = own, placement == self._task.space.float_placement()
+        if is_new and proposal.origin != RETRY_ORIGIN:
             self._forecast.tell(latency_ms)
         self._searcher.tell(Observation(placement=placement, digest=proposal.digest, outcome=score))
         self._watch(
             TrialEvent(
                 proposal=proposal,
-                outcome=result.outcome,
+                outcome=outcome,
                 evaluations=len(self._results_by_digest),
                 best_ms=self._best.value if self._best else None,
                 resumed=resumed,
@@ -402,19 +363,16 @@ class _SearchLoop:
             )
         )
 
-    def await_outcome(self, proposal: Proposal) -> tuple[TrialResult, bool]:
+    def _await_outcome(self, proposal: Proposal) -> tuple[TrialResult, bool]:
         """Wait for the outcome of a proposal, and return it and whether it was known before."""
         if proposal.duplicate_of is not None:
             return self._results_by_digest[proposal.digest], True
-        recorded = self._journaled_outcome(proposal.number)
+        recorded = self._recorded(proposal.number)
         if recorded is not None and recorded.result is not None:
             return recorded.result, True
         while proposal.number not in self._results:
             number, outcome = self._executor.collect()
-            result = TrialResult(number=number, outcome=outcome, elapsed_s=self._elapsed_s())
+            result = TrialResult(number=number, outcome=outcome, elapsed_s=time.monotonic() - self._started_s)
             self._journal.append(result)
             self._results[number] = result
         return self._results.pop(proposal.number), False
-
-    def _journaled_outcome(self, number: int) -> JournalEntry | None:
-        return self._journal.entries[number] if number < len(self._journal.entries) else None

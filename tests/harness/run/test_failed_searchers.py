@@ -104,7 +104,7 @@ BREAKS = {
     "Tells": (1, "RuntimeError: a bug in tell", "in tell"),
     "Makes": (0, "ZeroDivisionError: a bug in the constructor", "in __init__"),
     "Wrong": (2, "ValueError: a placement here has ", "in validate"),
-    "Greedy": (2, "ValueError: ask(1) gave 2 placements", "in _validate_proposals"),
+    "Greedy": (2, "ValueError: ask(1) gave 2 placements", "in propose"),
 }
 
 
