@@ -140,7 +140,13 @@ class TaskPipeline:
                 shutil.rmtree(task.work, ignore_errors=True)
                 return
             reopen_task(self.folder)
-            self._search(clock, running)
+            searching = self._prepare_searches(clock, running)
+            baseline = task.candidate(task.space.float_placement())
+            with self.site.workers(worker, engines, task.inserter, baseline) as workers:
+                searches = [
+                    partial(searching.run_search, each, workers, self.retry_failed) for each in running.searches
+                ]
+                run_concurrently(searches, self.experiment.executor.searches)
             table = self._export(clock, running)
             if self.ends_after_search:
                 return
@@ -240,8 +246,8 @@ class TaskPipeline:
         )
         return replace(running, answers=answers)
 
-    def _search(self, clock: PhaseClock, running: TaskRun) -> None:
-        """Run the searches; before them, deliver a confirmed initial placement as an early answer.
+    def _prepare_searches(self, clock: PhaseClock, running: TaskRun) -> TaskRun:
+        """Score the float model, and deliver a confirmed initial placement as an early answer.
 
         If the runtime computes the float model wrongly, a line reports it, and there are no early answers.
         """
@@ -260,10 +266,7 @@ class TaskPipeline:
         clock.write("search")
         if running.answers is not None and running.searches:
             running.answers.answer_initial()
-        baseline = task.candidate(task.space.float_placement())
-        with self.site.workers(running.worker, running.engines, task.inserter, baseline) as workers:
-            searches = [partial(running.run_search, run, workers, self.retry_failed) for run in running.searches]
-            run_concurrently(searches, self.experiment.executor.searches)
+        return running
 
     def _float_fault(self, running: TaskRun, checker: RuntimeChecker) -> str:
         """Return how the runtime computes the float model wrongly, by its outputs or its metric, or "".

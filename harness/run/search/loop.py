@@ -188,7 +188,7 @@ def run_search(
     loop = _SearchLoop(task, executor, journal, watch)
     loop.fill_window()
     while loop.waiting:
-        loop.tell_next()
+        loop.tell(*loop.await_outcome())
         loop.fill_window()
     return loop.result()
 
@@ -329,10 +329,8 @@ class _SearchLoop:
     def _recorded(self, number: int) -> JournalEntry | None:
         return self._journal.entries[number] if number < len(self._journal.entries) else None
 
-    def tell_next(self) -> None:
-        """Wait for the next outcome, pass it to the searcher, and update the incumbent and the forecast."""
-        proposal, placement = self.waiting.popleft()
-        result, resumed = self._await_outcome(proposal)
+    def tell(self, proposal: Proposal, placement: Placement, result: TrialResult, resumed: bool) -> None:
+        """Pass the outcome of a proposal to the searcher, and update the incumbent and the forecast."""
         outcome, is_new = result.outcome, proposal.duplicate_of is None
         self._results_by_digest[proposal.digest] = result
         if isinstance(outcome, Failed):
@@ -363,16 +361,17 @@ class _SearchLoop:
             )
         )
 
-    def _await_outcome(self, proposal: Proposal) -> tuple[TrialResult, bool]:
-        """Wait for the outcome of a proposal, and return it and whether it was known before."""
+    def await_outcome(self) -> tuple[Proposal, Placement, TrialResult, bool]:
+        """Wait for the outcome of the next proposal, and return both, and whether the outcome was known before."""
+        proposal, placement = self.waiting.popleft()
         if proposal.duplicate_of is not None:
-            return self._results_by_digest[proposal.digest], True
+            return proposal, placement, self._results_by_digest[proposal.digest], True
         recorded = self._recorded(proposal.number)
         if recorded is not None and recorded.result is not None:
-            return recorded.result, True
+            return proposal, placement, recorded.result, True
         while proposal.number not in self._results:
             number, outcome = self._executor.collect()
             result = TrialResult(number=number, outcome=outcome, elapsed_s=time.monotonic() - self._started_s)
             self._journal.append(result)
             self._results[number] = result
-        return self._results.pop(proposal.number), False
+        return proposal, placement, self._results.pop(proposal.number), False
