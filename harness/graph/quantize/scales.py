@@ -142,9 +142,7 @@ class ActivationScales:
         self._dialect = dialect
         self._ranges = ranges
         self._depthwise = depthwise_inputs(model) if choices.depthwise == "channel" else {}
-        self._channel_pairs: dict[str, EncodedPairs] = {}
         self._grids: dict[tuple[str, str, SharedScale | None], tuple[Array, Array]] = {}
-        self._pairs: dict[tuple[str, str, SharedScale | None, str | None], EncodedPairs] = {}
         self._joint_ranges: dict[SharedScale, tuple[float, float] | None] = {}
         self.links = ScaleLinks(model, dialect)
         self._clipped = {name for node in model.nodes if node.op in dialect.absorbed for name in node.outputs}
@@ -234,18 +232,14 @@ class ActivationScales:
             final: Precision of a quantized output of the model, whose pair at this precision gets the tensor's name;
                 None for other tensors.
         """
-        key = (tensor, precision, tie, final)
-        if key not in self._pairs:
-            scale, zero = self.scale_and_zero_point(tensor, precision, tie)
-            name = f"{tensor}{NAME_PREFIX}{precision}{'.shared' if tie and tie.members else ''}"
-            source = tensor if final is None else tensor + FLOAT_BIAS_PREFIX
-            output = tensor if final == precision else f"{name}.dq"
-            # Zero points are few and shared, except where the runtime would change them; scales are one per tensor.
-            own = self._own_zeros and zero.any()
-            zero_name = f"{name}.zero" if own else f"{NAME_PREFIX}zero.{zero.dtype}.{float(zero):g}"
-            grid = {f"{name}.scale": scale, zero_name: zero}
-            self._pairs[key] = _encode_pair(name, source, output, grid)
-        return self._pairs[key]
+        scale, zero = self.scale_and_zero_point(tensor, precision, tie)
+        name = f"{tensor}{NAME_PREFIX}{precision}{'.shared' if tie and tie.members else ''}"
+        source = tensor if final is None else tensor + FLOAT_BIAS_PREFIX
+        output = tensor if final == precision else f"{name}.dq"
+        # Zero points are few and shared, except where the runtime would change them; scales are one per tensor.
+        own = self._own_zeros and zero.any()
+        zero_name = f"{name}.zero" if own else f"{NAME_PREFIX}zero.{zero.dtype}.{float(zero):g}"
+        return _encode_pair(name, source, output, {f"{name}.scale": scale, zero_name: zero})
 
     def encode_channel_pair(self, tensor: str, *, final: bool = False) -> EncodedPairs:
         """Return the INT8 pair with one scale for each channel; see `channel_scales`.
@@ -253,12 +247,10 @@ class ActivationScales:
         Args:
             final: Whether the tensor is a quantized output of the model, whose name another pair gets.
         """
-        if tensor not in self._channel_pairs:
-            name = f"{tensor}{NAME_PREFIX}int8.channels"
-            grid = dict(zip((f"{name}.scale", f"{name}.zero"), self.channel_scales(tensor), strict=True))
-            source = tensor + FLOAT_BIAS_PREFIX if final else tensor
-            self._channel_pairs[tensor] = _encode_pair(name, source, f"{name}.dq", grid, protobuf_wire.encode_axis(1))
-        return self._channel_pairs[tensor]
+        name = f"{tensor}{NAME_PREFIX}int8.channels"
+        grid = dict(zip((f"{name}.scale", f"{name}.zero"), self.channel_scales(tensor), strict=True))
+        source = tensor + FLOAT_BIAS_PREFIX if final else tensor
+        return _encode_pair(name, source, f"{name}.dq", grid, protobuf_wire.encode_axis(1))
 
     def _scale_range(self, tensor: str, tie: SharedScale | None) -> tuple[float, float]:
         """Return the range for the scale of a tensor, extended to include 0 and limited to values of its type."""
