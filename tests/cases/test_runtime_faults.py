@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from machine import CPU_FLAGS, exact_int8
-from onnx_models import loaded
+from onnx_models import loaded, pair
 
 from harness.accuracy.calibration.ranges import calibrate
 from harness.base.progress import NullProgress
@@ -28,10 +28,7 @@ from harness.workers.engines import BuiltEngine, WorkerSpec
 from harness.workers.sandbox import Sandbox, open_engines
 from search.space import Edge
 
-
-def pair(g: GraphBuilder, tensor: str, zero: int = 120) -> str:
-    grid = g.const(0.02), g.const(np.uint8(zero))
-    return g.op("DequantizeLinear", g.op("QuantizeLinear", tensor, *grid), *grid)
+GRID = 0.02, np.uint8(120)
 
 
 def convolution(g: GraphBuilder, tensor: str, *shape: int, **attributes: Any) -> str:
@@ -45,19 +42,19 @@ def sliced_concat(g: GraphBuilder) -> str:
     x = g.input("x", (1, 16, 4, 4))
     residual, first = convolution(g, x, 16, 16, 1, 1), convolution(g, x, 8, 16, 1, 1)
     second = convolution(g, first, 8, 1, 3, 3, group=8, pads=[1, 1, 1, 1])
-    joined = g.op("Concat", pair(g, first), pair(g, second), axis=1)
-    part = g.op("Slice", pair(g, joined), g.const([0]), g.const([16]), g.const([1]), g.const([1]))
-    return g.op("Relu", g.op("Add", pair(g, part), pair(g, residual)))
+    joined = g.op("Concat", pair(g, first, *GRID), pair(g, second, *GRID), axis=1)
+    part = g.op("Slice", pair(g, joined, *GRID), g.const([0]), g.const([16]), g.const([1]), g.const([1]))
+    return g.op("Relu", g.op("Add", pair(g, part, *GRID), pair(g, residual, *GRID)))
 
 
 def half_quantized_where(g: GraphBuilder) -> str:
     """ONNX Runtime 1.24.4 dies on a Where of a quantized branch and a scalar input of the model."""
     x, bound = g.input("x", (2, 3)), g.input("bound", ())
-    return pair(g, g.op("Where", g.op("Less", x, bound), bound, pair(g, x)))
+    return pair(g, g.op("Where", g.op("Less", x, bound), bound, pair(g, x, *GRID)), *GRID)
 
 
 def harmless(g: GraphBuilder) -> str:
-    return g.op("Relu", pair(g, g.input("x", (2, 3))))
+    return g.op("Relu", pair(g, g.input("x", (2, 3)), *GRID))
 
 
 def candidate(make: Callable[[GraphBuilder], str], folder: Path) -> Candidate:
@@ -97,9 +94,7 @@ def tokens(folder):
     for name in ("float", "quantized"):
         g = GraphBuilder("tokens")
         x = g.op("Relu", g.input("x", SHAPES["tokens"]))
-        if name == "quantized":
-            grid = g.const(4 / 255), g.const(np.uint8(0))
-            x = g.op("DequantizeLinear", g.op("QuantizeLinear", x, *grid), *grid)
+        x = pair(g, x, 4 / 255, np.uint8(0)) if name == "quantized" else x
         g.output(g.op("Tanh", g.op("ReduceMean", x, axes=[1], keepdims=0)))
         g.save(folder / f"{name}.onnx")
     return folder / "float.onnx", folder / "quantized.onnx"

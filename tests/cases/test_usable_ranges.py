@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from fidelity_of import quantizer, scales
-from onnx_models import by_name, normal
+from onnx_models import by_name, normal, pair
 
 from harness.accuracy.calibration.range_estimators import finite_ranges, range_warnings, require_quantizable
 from harness.accuracy.calibration.ranges import CalibrationKey, cached_ranges, calibrate
@@ -231,10 +231,7 @@ class Builder(GraphBuilder):
 
     def pair(self, x: str, amax: float) -> str:
         """Symmetric INT8 with one scale, where the model is quantized."""
-        if not self._quantized:
-            return x
-        scale, zero = self.const(np.float32(amax / 127)), self.const(np.int8(0))
-        return self.op("DequantizeLinear", self.op("QuantizeLinear", x, scale, zero), scale, zero)
+        return pair(self, x, amax / 127) if self._quantized else x
 
 
 def boxes_and_scores(quantized: bool, axis: int) -> onnx.ModelProto:

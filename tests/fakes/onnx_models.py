@@ -88,3 +88,9 @@ def by_name(argument: str, values: Iterable[Any]) -> pytest.MarkDecorator:
 def applied(op: str, *constants: Any, **attributes: Any) -> Callable[[GraphBuilder, str], str]:
     """A function that adds an operator with these constants behind a tensor."""
     return lambda g, x: g.op(op, x, *map(g.const, constants), **attributes)
+
+
+def pair(g: GraphBuilder, x: str, scale: float, zero: np.generic | None = None) -> str:
+    """Add a Q/DQ pair; without a zero point it is 0 as INT8."""
+    grid = g.const(scale), g.const(np.int8(0) if zero is None else zero)
+    return g.op("DequantizeLinear", g.op("QuantizeLinear", x, *grid), *grid)

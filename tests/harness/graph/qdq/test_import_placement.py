@@ -4,9 +4,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from onnx_models import everywhere, loaded
+from onnx_models import everywhere, loaded, pair
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -56,9 +55,6 @@ def test_a_model_without_matching_pairs_is_refused():
     model = loaded(g, "residual")
     with pytest.raises(UserError, match="the Q/DQ model: holds no Q/DQ pair, so there is no placement"):
         import_placement(model.proto, model)
-    x, grid = stranger.input("other", (1, 4)), (stranger.const(0.1), stranger.const(np.uint8(0)))
-    stranger.output(
-        stranger.op("Relu", stranger.op("DequantizeLinear", stranger.op("QuantizeLinear", x, *grid), *grid))
-    )
+    stranger.output(stranger.op("Relu", pair(stranger, stranger.input("other", (1, 4)), 0.1)))
     with pytest.raises(UserError, match="the Q/DQ model: none of its 1 quantized edges belongs to residual"):
         import_placement(stranger.build(), model)
