@@ -61,11 +61,7 @@ def serialize_model(proto: onnx.ModelProto) -> bytes:
 
 
 def digest_model(proto: onnx.ModelProto) -> str:
-    """Return the SHA-256 of a serialized model in hexadecimal, without its external data.
-
-    Raises:
-        UserError: The model has more than 2 GB.
-    """
+    """Return the SHA-256 of a serialized model in hexadecimal, without its external data."""
     return hashlib.sha256(serialize_model(proto)).hexdigest()
 
 
