@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +90,7 @@ def command_experiment(options: argparse.Namespace) -> Experiment:
         **({} if options.max_drop is None else {"objective": drop_objective(options.max_drop, "--max_drop")}),
     }
     flags = {"budget.evaluations": "--max_evals", "budget.task_minutes": "--max_minutes", "baselines": "--baseline"}
-    with name_arguments("qdq autotune", flags):
-        return autotune_experiment(model, "qdq autotune", **keys)
+    return autotune_experiment(model, "qdq autotune", flags, **keys)
 
 
 def _evaluator_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -158,22 +155,6 @@ def drop_objective(max_drop: float | str, name: str = "max_drop") -> dict[str, A
     return {"max_drop": bound if isinstance(bound, str) else bound / 100, "halves": True, "proxy": PROXY_SAMPLES}
 
 
-@contextmanager
-def name_arguments(source: str, arguments: Mapping[str, str]) -> Iterator[None]:
-    """Replace keys of an experiment at the start of the lines of a `UserError` by the arguments that set them.
-
-    Args:
-        source: Name of the origin of the values, which precedes the keys.
-        arguments: Name of the argument of each key.
-    """
-    keys = "|".join(map(re.escape, arguments))
-    try:
-        yield
-    except UserError as error:
-        place = re.compile(rf"^{re.escape(source)}: ({keys})(?:\.0)?(?=:)", re.MULTILINE)
-        raise UserError(place.sub(lambda found: arguments[found[1]], str(error))) from error
-
-
 def check_argument_names(given: Iterable[str], parameters: Iterable[str]) -> None:
     """Raise `UserError` if an argument is neither a parameter nor a key of an experiment file.
 
@@ -188,12 +169,13 @@ def check_argument_names(given: Iterable[str], parameters: Iterable[str]) -> Non
             raise UserError(f"{name}: unknown argument; {suggest_names(name, known)}")
 
 
-def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> Experiment:
+def autotune_experiment(model: Mapping[str, Any], source: str, arguments: Mapping[str, str], **keys: Any) -> Experiment:
     """Return the experiment of one model, with rules as baselines.
 
     Args:
         model: Keys of the entry in `models`; its label is made from `use`.
         source: Name of the origin of the values in error messages.
+        arguments: Argument by the key that it sets, for messages.
         keys: Other keys of the experiment, which replace the defaults.
     """
     described = {
@@ -203,4 +185,4 @@ def autotune_experiment(model: Mapping[str, Any], source: str, **keys: Any) -> E
         "baselines": ["all", "linear"],
         **keys,
     }
-    return parse_experiment(dump_yaml(described), source, Path.cwd())
+    return parse_experiment(dump_yaml(described), source, Path.cwd(), arguments)

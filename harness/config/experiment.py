@@ -245,17 +245,20 @@ def load_experiment(path: Path, base_dir: Path | None = None) -> Experiment:
     return parse_experiment(read_text_file(path, "an experiment file"), str(path), base_dir or path.resolve().parent)
 
 
-def parse_experiment(text: str, source: str, base_dir: Path | None = None) -> Experiment:
+def parse_experiment(
+    text: str, source: str, base_dir: Path | None = None, arguments: Mapping[str, str] | None = None
+) -> Experiment:
     """Read and check an experiment given as YAML text.
 
     Args:
         source: Name of the text in messages.
         base_dir: Folder that relative paths start from; None: the working folder.
+        arguments: Argument by the key that it sets, for messages.
     """
     try:
         return Experiment.model_validate(read_experiment_yaml(text, source), context={"base_dir": base_dir})
     except ValidationError as error:
-        raise to_user_error(Experiment, source, error, extra_keys=["matrix"]) from None
+        raise to_user_error(Experiment, source, error, extra_keys=["matrix"], arguments=arguments) from None
 
 
 def to_yaml(experiment: Experiment) -> str:

@@ -289,7 +289,12 @@ MAX_KEYS_SHOWN = 4
 
 
 def to_user_error(
-    root: type[BaseModel], source: str, error: ValidationError, *, extra_keys: Sequence[str] = ()
+    root: type[BaseModel],
+    source: str,
+    error: ValidationError,
+    *,
+    extra_keys: Sequence[str] = (),
+    arguments: Mapping[str, str] | None = None,
 ) -> UserError:
     """Return a `UserError` with one line for each mistake in a file.
 
@@ -297,13 +302,17 @@ def to_user_error(
         root: Schema of the whole file.
         source: Name of the file in the message.
         extra_keys: Keys of the top level that are read before the validation.
+        arguments: Argument by the key that it sets, which replaces key and source in the message.
     """
     lines = []
     for each in error.errors():
         if each["type"] == "too_short" and each["ctx"]["min_length"] == 1 and each["input"]:
             continue  # its entries have errors of their own
         where = shorten(".".join(map(str, each["loc"])))
-        lines.append(": ".join(filter(None, (source, where, _describe_error(root, dict(each), extra_keys)))))
+        text = ": ".join(filter(None, (where, _describe_error(root, dict(each), extra_keys))))
+        key, _, problem = text.partition(": ")
+        argument = (arguments or {}).get(key.removesuffix(".0"))
+        lines.append(f"{argument}: {problem}" if argument else f"{source}: {text}" if source else text)
     more = len(lines) - MAX_ERRORS_SHOWN
     return UserError("\n".join([*lines[:MAX_ERRORS_SHOWN], *([f"and {more} more"] if more > 0 else [])]))
 

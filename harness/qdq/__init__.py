@@ -129,8 +129,8 @@ def autotune(
         "budget": config.make_budget(evaluations),
     }
     arguments = {} if "budget" in keys else {"budget.evaluations": "evaluations"}
-    with config.name_arguments("qdq.autotune", {**arguments, "precision": "precision", "seeds": "seed"}):
-        experiment = config.autotune_experiment(described, "qdq.autotune", **{**settings, **keys})
+    arguments |= {"precision": "precision", "seeds": "seed"}
+    experiment = config.autotune_experiment(described, "qdq.autotune", arguments, **{**settings, **keys})
     with TerminalProgress() if progress else nullcontext(NullProgress()) as observer:
         for remark in check_experiment(experiment, None if accept_changes else folder):
             observer.say(remark)
