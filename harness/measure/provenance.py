@@ -236,31 +236,33 @@ def _process_limits() -> dict[str, Any]:
 
 
 def _cgroup_cores() -> float | None:
-    if _has_cgroup_v2():
-        quota, period = _read_cgroup_file("", "cpu.max").split()
-    else:
-        quota, period = (_read_cgroup_file("cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    quota, period = _read_cgroup_files({"cpu.max": ""}, {"cpu.cfs_quota_us": "cpu", "cpu.cfs_period_us": "cpu"})
     return None if int(quota) < 0 else int(quota) / int(period)
 
 
 def _cgroup_memory_gib() -> float | None:
-    controller, name = ("", "memory.max") if _has_cgroup_v2() else ("memory", "memory.limit_in_bytes")
-    limit = int(_read_cgroup_file(controller, name))
-    return None if limit >= psutil.virtual_memory().total else round(limit / 2**30, 1)
+    (text,) = _read_cgroup_files({"memory.max": ""}, {"memory.limit_in_bytes": "memory"})
+    return None if int(text) >= psutil.virtual_memory().total else round(int(text) / 2**30, 1)
 
 
-def _has_cgroup_v2() -> bool:
-    """Return whether control groups form one tree (version 2) and not one for each controller (version 1)."""
-    return Path("/sys/fs/cgroup/cgroup.controllers").exists()
+def _read_cgroup_files(unified: Mapping[str, str], divided: Mapping[str, str]) -> list[str]:
+    """Return the words in files of this process's control group.
 
-
-def _read_cgroup_file(controller: str, name: str) -> str:
-    """Return the text of a file of this process's control group; the controller of version 2 is ""."""
-    groups = (line.split(":", 2) for line in _read_text("/proc/self/cgroup").splitlines())
-    own = next(path for _, controllers, path in groups if controller in controllers.split(","))
-    tree = Path("/sys/fs/cgroup") / controller
-    path = tree / own.lstrip("/") / name
-    return _read_text(path if path.exists() else tree / name)  # a container sees its own group as the root
+    Args:
+        unified: Files, with the controller "", if control groups form one tree (version 2).
+        divided: Files with their controllers if there is one tree for each controller (version 1).
+    """
+    root = Path("/sys/fs/cgroup")
+    names = unified if Path("/sys/fs/cgroup/cgroup.controllers").exists() else divided
+    groups = [line.split(":", 2) for line in _read_text("/proc/self/cgroup").splitlines()]
+    words = []
+    for name, controller in names.items():
+        own = next(path for _, controllers, path in groups if controller in controllers.split(","))
+        path = root / controller / own.lstrip("/") / name
+        words += _read_text(
+            path if path.exists() else root / controller / name
+        ).split()  # a container's own is the root
+    return words
 
 
 def _address_space_gib() -> float | None:

@@ -20,15 +20,12 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 from harness.measure.provenance import count_cores
 from harness.plugins import registry
-from harness.plugins.api import Benchmarker, Candidate, InfersConcurrently
+from harness.plugins.api import Benchmarker, InfersConcurrently
 from harness.runtimes.host_clock import parse_dtype, read_profile
+from harness.runtimes.testing import file_candidate
 from harness.workers.inference import ConcurrentInfer, infer_all
 
 NAMES = ("openvino", "onnxruntime", "onnxruntime_web")
-
-
-def candidate(path: Path) -> Candidate:
-    return Candidate(digest="x", edges=(), source=lambda: path)
 
 
 def write(path: Path, shape: list[int | str], *, op: str = "Relu", domain: str = "", external: bool = False) -> Path:
@@ -78,7 +75,7 @@ def web_problem() -> str:
 
 def test_engine_is_timed_and_keeps_tensor_names(benchmarker, tmp_path):
     path = write(tmp_path / "m.onnx", [1, 64], external=True)
-    artifact = benchmarker.build(candidate(path), tmp_path)
+    artifact = benchmarker.build(file_candidate(path), tmp_path)
     os.truncate(tmp_path / "m.onnx.data", 0)  # the engine does not depend on its files
     path.unlink()
     feeds = {"x": np.random.default_rng(1).standard_normal((1, 64)).astype(np.float32), "ids": np.array([3, 4])}
@@ -105,28 +102,28 @@ def test_merged_outputs_keep_their_names(benchmarker, tmp_path):
     graph = helper.make_graph(nodes, "merged", [values["x"]], [values["y"], values["z"]])
     path = tmp_path / "merged.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    with benchmarker.open(benchmarker.build(candidate(path), tmp_path)) as probe:
+    with benchmarker.open(benchmarker.build(file_candidate(path), tmp_path)) as probe:
         assert set(probe.infer({"x": np.ones((1, 4), np.float32)})) == {"y", "z"}
 
 
 def test_build_failure_quotes_the_runtime(benchmarker, tmp_path):
     (tmp_path / "broken.onnx").write_bytes(b"nonsense")
     with pytest.raises(BuildFailed, match=r"broken\.onnx: .*(Unable to read|Protobuf parsing failed|not an ONNX file)"):
-        benchmarker.build(candidate(tmp_path / "broken.onnx"), tmp_path)
+        benchmarker.build(file_candidate(tmp_path / "broken.onnx"), tmp_path)
     with pytest.raises(BuildFailed, match=r"gone\.onnx: .*(Could not open|doesn't exist|no such file)"):
-        benchmarker.build(candidate(tmp_path / "gone.onnx"), tmp_path)
+        benchmarker.build(file_candidate(tmp_path / "gone.onnx"), tmp_path)
     unknown = write(tmp_path / "unknown.onnx", [1, 64], op="Frobnicate", domain="my.domain")
     with pytest.raises(BuildFailed, match=r"refuses unknown\.onnx: .*Frobnicate"):
-        benchmarker.build(candidate(unknown), tmp_path)
+        benchmarker.build(file_candidate(unknown), tmp_path)
     lost = write(tmp_path / "lost.onnx", [1, 64], external=True)
     (tmp_path / "lost.onnx.data").unlink()
     with pytest.raises(BuildFailed, match=r"lost\.onnx: .*lost\.onnx\.data"):
-        benchmarker.build(candidate(lost), tmp_path)
+        benchmarker.build(file_candidate(lost), tmp_path)
 
 
 def test_dynamic_shapes_are_refused(benchmarker, tmp_path):
     with pytest.raises(BuildFailed, match=r"m\.onnx: input 'x' has the dynamic shape .*; make it static"):
-        benchmarker.build(candidate(write(tmp_path / "m.onnx", ["batch", 64])), tmp_path)
+        benchmarker.build(file_candidate(write(tmp_path / "m.onnx", ["batch", 64])), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +182,9 @@ def test_float_precisions_of_the_cpu_run(tmp_path):
     plain, half = (registry.create_plugin("benchmarker", "openvino", facts["float_params"][p]) for p in ("f32", "bf16"))
     assert plain.describe()["float_precision"] == "f32"
     assert not plain.describe()["float_open"]
-    artifact = half.build(candidate(write(tmp_path / "m.onnx", [16, 64])), tmp_path)
+    artifact = half.build(file_candidate(write(tmp_path / "m.onnx", [16, 64])), tmp_path)
     assert artifact.info["layers"].get("bf16", 0) > 0
-    assert "bf16" not in plain.build(candidate(tmp_path / "m.onnx"), tmp_path).info["layers"]
+    assert "bf16" not in plain.build(file_candidate(tmp_path / "m.onnx"), tmp_path).info["layers"]
 
 
 def test_openvino_sends_no_telemetry(tmp_path):
@@ -218,7 +215,7 @@ def test_concurrent_inferences_equal_single_ones(name, quantized_detector, tmp_p
     made = registry.create_plugin("benchmarker", name, {"precision": "f32"} if name == "openvino" else {})
     rng = np.random.default_rng(0)
     images = [{"images": rng.normal(size=(1, 3, 128, 128)).astype(np.float32)} for _ in range(12)]
-    with made.open(made.build(candidate(quantized_detector), tmp_path)) as probe:
+    with made.open(made.build(file_candidate(quantized_detector), tmp_path)) as probe:
         single = [probe.infer(feeds) for feeds in images]
         assert isinstance(probe, InfersConcurrently)
         assert probe.concurrency == 2

@@ -14,7 +14,7 @@ from fake_cuda import FakeCuda, Status
 from harness.base.errors import MeasureFailed, UserError
 from harness.runtimes import cuda
 from harness.runtimes.cuda import CudaRuntime, GpuMonitor, GpuTimer, flush_bytes, import_runtime, open_device
-from harness.runtimes.tensorrt import session
+from harness.runtimes.tensorrt import benchmarker
 
 
 class Nvml(SimpleNamespace):
@@ -292,7 +292,7 @@ def test_cuda_python_accepts_the_used_argument_types():
     }  # fmt: skip
     for name, (args, results) in calls.items():
         assert len(getattr(api, name)(*args)) == results, name
-    source = "".join(Path(module.__file__).read_text() for module in (cuda, session))
+    source = "".join(Path(module.__file__).read_text() for module in (cuda, benchmarker))
     used = {a or b for a, b in re.findall(r'"(cuda[A-Z]\w+)"|api\.(cuda\w+)\(', source)}
     assert used <= {*calls, *DRIVERLESS}
 

@@ -28,10 +28,9 @@ from harness.graph.qdq.file_checks import FP8_CAPABILITY
 from harness.plugins.registry import create_plugin
 from harness.results.manifest import find_changed_files
 from harness.runtimes.cuda import GpuTimer, open_device
-from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
+from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker, profile_layers
 from harness.runtimes.tensorrt.library import TensorRTHandle, TimingCache, build_plan, load_engine, open_library
 from harness.runtimes.tensorrt.options import ParsedSource, TensorRTParameters, read_structure
-from harness.runtimes.tensorrt.session import profile_layers
 from harness.runtimes.testing import file_candidate
 from harness.workers.helper_process import RUNTIME_FACTOR, HelperCallFailed, call_in_helper_process
 

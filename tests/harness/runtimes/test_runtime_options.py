@@ -1,6 +1,5 @@
 """Options that one runtime alone has: execution graphs, activation types, providers."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_S8
 from harness.measure.provenance import count_cores
 from harness.plugins import registry
-from harness.plugins.api import Candidate
 from harness.runtimes.onnxruntime import ONNXRuntimeBenchmarker
 from harness.runtimes.openvino import OpenVINOBenchmarker
+from harness.runtimes.testing import file_candidate
 from search.space import Space
 
 
@@ -28,13 +27,9 @@ def path(tmp_path):
     return builder.save(tmp_path / "net.onnx")
 
 
-def candidate(path: Path) -> Candidate:
-    return Candidate(digest="x", edges=(), source=lambda: path)
-
-
 def test_openvino_reports_executed_layers(path, tmp_path):
     made = OpenVINOBenchmarker(precision="f32")
-    artifact = made.build(candidate(path), tmp_path)
+    artifact = made.build(file_candidate(path), tmp_path)
     layers = made.layers(artifact)
     convolutions = [layer for layer in layers if layer.kind == "Convolution"]
     assert [layer.precision for layer in convolutions] == ["f32", "f32"]
@@ -48,7 +43,7 @@ def test_openvino_reports_executed_layers(path, tmp_path):
 @pytest.mark.skipif(count_cores() < 2, reason="each stream needs a thread")
 def test_openvino_uses_the_configured_streams(path, tmp_path):
     made = OpenVINOBenchmarker(precision="f32", threads=2, streams=2)
-    artifact = made.build(candidate(path), tmp_path)
+    artifact = made.build(file_candidate(path), tmp_path)
     assert artifact.engine.get_property("NUM_STREAMS") == 2
     name = artifact.engine.inputs[0].any_name
     feeds = {name: np.random.default_rng(1).random((1, 8, 32, 32), np.float32)}
@@ -64,7 +59,7 @@ def test_openvino_uses_the_configured_streams(path, tmp_path):
 
 def test_openvino_profile_reports_layer_times(path, tmp_path):
     made = OpenVINOBenchmarker(precision="f32", profile=True)
-    artifact = made.build(candidate(path), tmp_path)
+    artifact = made.build(file_candidate(path), tmp_path)
     with made.open(artifact) as probe:
         whole_ms = float(np.median(probe.sample(50)))
     times = {layer.kind: layer.time_ms for layer in made.layers(artifact) if layer.time_ms is not None}
@@ -78,7 +73,7 @@ def test_onnxruntime_stops_spinning_threads_after_a_run(path, tmp_path):
     """Engines that are timed in turns took each other's cores: threads wait for the next run at full load."""
     for threads, told in ((1, False), (2, True)):
         made = ONNXRuntimeBenchmarker(threads=threads)
-        options = made.build(candidate(path), tmp_path).engine.get_session_options()
+        options = made.build(file_candidate(path), tmp_path).engine.get_session_options()
         assert ("spinning" in made.describe()["options"]) == told
         if told:
             assert options.get_session_config_entry("session.force_spinning_stop") == "1"
@@ -100,12 +95,12 @@ def test_activation_option_selects_uint8_or_int8(path, tmp_path):
         space: Space = build_space(model, dialect)
         ranges = {edge.tensor: (-4.0, 4.0) for d in space.dimensions for edge in d.edges}
         written = Inserter(model, dialect, ranges).write(space.resolve(space.quantize_all()), tmp_path / activation)
-        artifact = made.build(candidate(written), tmp_path)
+        artifact = made.build(file_candidate(written), tmp_path)
         with made.open(artifact) as probe:
             assert min(probe.sample(3)) > 0
             answers[activation] = probe.infer(feeds)["y"]
     plain: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
-    with plain.open(plain.build(candidate(path), tmp_path)) as probe:
+    with plain.open(plain.build(file_candidate(path), tmp_path)) as probe:
         expected = probe.infer(feeds)["y"]
     for answer in answers.values():
         assert 0 < np.abs(answer - expected).max() < 0.2
@@ -191,7 +186,7 @@ def test_gpu_providers_compute_the_results_of_the_cpu(provider, path, tmp_path):
     answers = []
     for chosen in ("cpu", provider):
         made: Any = registry.create_plugin("benchmarker", "onnxruntime", {"provider": chosen})
-        with made.open(made.build(candidate(path), tmp_path)) as probe:
+        with made.open(made.build(file_candidate(path), tmp_path)) as probe:
             assert min(probe.sample(5)) > 0
             answers.append(probe.infer(feeds)["y"])
     np.testing.assert_allclose(*answers, rtol=1e-2, atol=1e-3)
@@ -247,7 +242,7 @@ def test_gpu_provider_order_and_int8_only_for_qdq_models(path, tmp_path, monkeyp
     builder.output(builder.op("DequantizeLinear", stored, scale, zero), name="y")
     builder.save(quantized)
     for file in (path, quantized):
-        made.build(candidate(file), tmp_path)
+        made.build(file_candidate(file), tmp_path)
     providers = [kwargs["providers"] for _, kwargs in fake.sessions]
     assert [[name for name, _ in found] for found in providers] == 2 * [
         ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]

@@ -12,8 +12,8 @@ from fake_cuda import FakeCuda
 
 from harness.base.errors import BuildFailed, UserError
 from harness.graph.builder import GraphBuilder
-from harness.plugins.api import Candidate
 from harness.runtimes.tensorrt_rtx import TensorRTRTXBenchmarker
+from harness.runtimes.testing import file_candidate
 
 KERNEL_MS = 0.5
 
@@ -100,10 +100,6 @@ def machine(monkeypatch):
     return made
 
 
-def candidate(path: Path) -> Candidate:
-    return Candidate(digest="x", edges=(), source=lambda: path)
-
-
 def model(path: Path, batch: int | str = 1) -> Path:
     builder = GraphBuilder("net")
     builder.output(builder.op("Relu", builder.input("x", (batch, 4))), name="y")
@@ -112,7 +108,7 @@ def model(path: Path, batch: int | str = 1) -> Path:
 
 def test_readings_use_the_stream_of_the_session(machine, tmp_path):
     made = TensorRTRTXBenchmarker(cold_l2=True)
-    artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
+    artifact = made.build(file_candidate(model(tmp_path / "m.onnx")), tmp_path)
     with made.open(artifact) as probe:
         assert probe.sample(4) == pytest.approx([KERNEL_MS] * 4)
         answer = probe.infer({"x": np.array([[-1, 2, -3, 4]], np.float32)})["y"]
@@ -141,10 +137,10 @@ def test_unsupported_gpu_is_refused(machine):
 
 def test_dynamic_shapes_and_broken_models_are_refused(machine, tmp_path):
     with pytest.raises(BuildFailed, match=r"input 'x' has the dynamic shape"):
-        TensorRTRTXBenchmarker().build(candidate(model(tmp_path / "m.onnx", "batch")), tmp_path)
+        TensorRTRTXBenchmarker().build(file_candidate(model(tmp_path / "m.onnx", "batch")), tmp_path)
     (tmp_path / "broken.onnx").write_bytes(b"nonsense")
     with pytest.raises(BuildFailed, match=r"TensorRT-RTX refuses broken\.onnx"):
-        TensorRTRTXBenchmarker().build(candidate(tmp_path / "broken.onnx"), tmp_path)
+        TensorRTRTXBenchmarker().build(file_candidate(tmp_path / "broken.onnx"), tmp_path)
 
 
 def test_missing_plugin_is_named(monkeypatch):

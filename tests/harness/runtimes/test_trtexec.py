@@ -12,7 +12,7 @@ from fake_cuda import FakeCuda
 from harness.base.errors import BuildFailed, MeasureFailed, UserError
 from harness.graph.builder import GraphBuilder
 from harness.plugins import registry
-from harness.plugins.api import Candidate
+from harness.runtimes.testing import file_candidate
 from harness.runtimes.trtexec import (
     TrtexecBenchmarker,
     parse_version,
@@ -34,10 +34,6 @@ def runs(tmp_path: Path) -> list[list[str]]:
     return [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
 
 
-def candidate(path: Path) -> Candidate:
-    return Candidate(digest="x", edges=(), source=lambda: path)
-
-
 def model(path: Path, batch: int | str = 1) -> Path:
     builder = GraphBuilder("net")
     builder.output(builder.op("Relu", builder.input("x", (batch, 2, 2))), name="y")
@@ -46,7 +42,7 @@ def model(path: Path, batch: int | str = 1) -> Path:
 
 def test_readings_are_gpu_compute_times_without_warm_up(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", workspace_gb=1, optimization_level=2)
-    artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
+    artifact = made.build(file_candidate(model(tmp_path / "m.onnx")), tmp_path)
     with made.open(artifact) as probe:
         readings = [*probe.sample(3), *probe.sample(2)]
         answer = probe.infer({"x": np.ones((1, 2, 2), np.float32)})["y"]
@@ -62,7 +58,7 @@ def test_readings_are_gpu_compute_times_without_warm_up(major, tmp_path):
 
 def test_cuda_graph_can_be_disabled(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", cuda_graph=False, timing_cache="cold")
-    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
+    with made.open(made.build(file_candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
         probe.sample(1)
     assert not any(argument.startswith("--timingCacheFile") for argument in runs(tmp_path)[1])
     flags = runs(tmp_path)[-1]
@@ -74,7 +70,7 @@ def test_stale_readings_are_discarded(major, tmp_path, monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr("harness.runtimes.trtexec.time.monotonic", lambda: now_s[0])
     made = TrtexecBenchmarker(precision="f32")
-    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
+    with made.open(made.build(file_candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
         first = probe.sample(2)
         assert probe.sample(1)[0] > first[0]
         now_s[0] = 5.0
@@ -90,7 +86,7 @@ def test_precision_flags_are_passed_to_10_only(major, tmp_path):
         with pytest.raises(UserError, match=r"extra: --fp16 is unknown to trtexec 11"):
             TrtexecBenchmarker(extra=["--fp16"]).describe()
         return
-    made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
+    made.build(file_candidate(model(tmp_path / "m.onnx")), tmp_path)
     assert "--fp16" in runs(tmp_path)[-1]
     assert "--int8" not in runs(tmp_path)[-1]
 
@@ -99,7 +95,7 @@ def test_an_fp16_engine_comes_from_an_fp16_file(major, tmp_path):
     builder = GraphBuilder("net", seed=0)
     builder.output(builder.conv(builder.input("x", (1, 2, 4, 4)), 2, 1), name="y")
     made = TrtexecBenchmarker(precision="f16")
-    made.build(candidate(builder.save(tmp_path / "m.onnx")), tmp_path)
+    made.build(file_candidate(builder.save(tmp_path / "m.onnx")), tmp_path)
     parsed = next(a.partition("=")[2] for a in runs(tmp_path)[-1] if a.startswith("--onnx"))
     kinds = {tensor.data_type for tensor in onnx.load(parsed).graph.initializer}
     assert kinds == {onnx.TensorProto.FLOAT16}
@@ -110,7 +106,7 @@ def test_profiles_and_extra_arguments_are_passed(tmp_path):
     shapes = {"x": {"min": "1x2x2", "opt": "2x2x2", "max": "4x2x2"}}
     remote = ["--safe", "--remoteAutoTuningConfig=ssh://user@board"]
     made = TrtexecBenchmarker(precision="f32", profiles=shapes, extra=[*remote, "--maxAuxStreams=0"])
-    with made.open(made.build(candidate(model(tmp_path / "m.onnx", "batch")), tmp_path)) as probe:
+    with made.open(made.build(file_candidate(model(tmp_path / "m.onnx", "batch")), tmp_path)) as probe:
         probe.sample(1)
     _, build, times = runs(tmp_path)
     assert {"--minShapes='x':1x2x2", "--optShapes='x':2x2x2", "--maxShapes='x':4x2x2", *remote} <= {*build}
@@ -121,7 +117,7 @@ def test_profiles_and_extra_arguments_are_passed(tmp_path):
 def test_a_static_model_gets_no_shapes_which_trtexec_would_refuse(tmp_path):
     shapes = {"x": {"min": "1x2x2", "opt": "2x2x2", "max": "4x2x2"}}
     made = TrtexecBenchmarker(precision="f32", profiles=shapes)
-    with made.open(made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
+    with made.open(made.build(file_candidate(model(tmp_path / "m.onnx")), tmp_path)) as probe:
         probe.sample(1)
     assert not any("hapes=" in argument for run in runs(tmp_path) for argument in run)
 
@@ -130,11 +126,11 @@ def test_a_static_model_gets_no_shapes_which_trtexec_would_refuse(tmp_path):
 def test_timing_caches_by_policy(tmp_path):
     path = model(tmp_path / "m.onnx")
     with pytest.raises(UserError, match=r"a frozen cache is never made"):
-        TrtexecBenchmarker(precision="f32", timing_cache="frozen").build(candidate(path), tmp_path)
-    TrtexecBenchmarker(precision="f32").build(candidate(path), tmp_path)
+        TrtexecBenchmarker(precision="f32", timing_cache="frozen").build(file_candidate(path), tmp_path)
+    TrtexecBenchmarker(precision="f32").build(file_candidate(path), tmp_path)
     (file,) = (tmp_path / "cache" / "qdq-bench" / "tensorrt").iterdir()
     assert file.read_bytes() == b"+"
-    TrtexecBenchmarker(precision="f32", timing_cache="frozen").build(candidate(path), tmp_path)
+    TrtexecBenchmarker(precision="f32", timing_cache="frozen").build(file_candidate(path), tmp_path)
     assert file.read_bytes() == b"+"
 
 
@@ -146,17 +142,17 @@ def test_failures_quote_trtexec(tmp_path, monkeypatch):
     onnx.save(odd, tmp_path / "odd.onnx")
     made = TrtexecBenchmarker(precision="f32")
     with pytest.raises(BuildFailed, match=r"trtexec failed with status 1: .*Plugin not found: Frobnicate"):
-        made.build(candidate(tmp_path / "odd.onnx"), tmp_path)
-    artifact = made.build(candidate(path), tmp_path)
+        made.build(file_candidate(tmp_path / "odd.onnx"), tmp_path)
+    artifact = made.build(file_candidate(path), tmp_path)
     with made.open(artifact) as probe, pytest.raises(MeasureFailed, match=r"inputs are x, but got missing"):
         probe.infer({"missing": np.ones(1)})
     with pytest.raises(BuildFailed, match=r"Unknown option: --frobnicate"):
-        TrtexecBenchmarker(precision="f32", extra=["--frobnicate"]).build(candidate(path), tmp_path)
+        TrtexecBenchmarker(precision="f32", extra=["--frobnicate"]).build(file_candidate(path), tmp_path)
     slow = TrtexecBenchmarker(precision="f32", timeout_s=0.5)
     slow.describe()
     monkeypatch.setenv("FAKE_TRTEXEC_HANGS", "1")
     with pytest.raises(BuildFailed, match=r"trtexec took longer than 0.5 s \(timeout_s\)"):
-        slow.build(candidate(path), tmp_path)
+        slow.build(file_candidate(path), tmp_path)
 
 
 FEED = {"x": np.ones((1, 2, 2), np.float32)}
@@ -165,10 +161,10 @@ FEED = {"x": np.ones((1, 2, 2), np.float32)}
 @pytest.mark.usefixtures("major")
 def test_files_that_trtexec_did_not_write_fail_the_candidate(tmp_path):
     made, path, program = TrtexecBenchmarker(precision="f32"), model(tmp_path / "m.onnx"), tmp_path / "bin" / "trtexec"
-    artifact = made.build(candidate(path), tmp_path)
+    artifact = made.build(file_candidate(path), tmp_path)
     program.write_text("#!/bin/sh\necho nothing\n")
     with pytest.raises(BuildFailed, match="trtexec wrote no engine: nothing"):
-        made.build(candidate(path), tmp_path / "bin")
+        made.build(file_candidate(path), tmp_path / "bin")
     with pytest.raises(MeasureFailed, match="trtexec's profile cannot be read"):
         made.layers(artifact)
     with made.open(artifact) as probe, pytest.raises(MeasureFailed, match="trtexec's outputs cannot be read"):
@@ -179,14 +175,14 @@ def test_files_that_trtexec_did_not_write_fail_the_candidate(tmp_path):
         probe.infer(FEED)
     program.write_text("no program")
     with pytest.raises(BuildFailed, match="trtexec cannot be started"):
-        made.build(candidate(path), tmp_path)
+        made.build(file_candidate(path), tmp_path)
     with pytest.raises(UserError, match="trtexec cannot be started"):
         TrtexecBenchmarker(precision="f32").describe()
 
 
 def test_profile_reports_layers_with_times(major, tmp_path):
     made = TrtexecBenchmarker(precision="f32", profile=True)
-    artifact = made.build(candidate(model(tmp_path / "m.onnx")), tmp_path)
+    artifact = made.build(file_candidate(model(tmp_path / "m.onnx")), tmp_path)
     (layer,) = made.layers(artifact)
     assert (layer.name, layer.time_ms) == ("conv", 0.1)
     assert "--profilingVerbosity=detailed" in runs(tmp_path)[1]

@@ -17,7 +17,6 @@ import pytest
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.load import load
 from harness.graph.passes.dimension_sizes import parse_shape
 from harness.workers.helper_process import call_in_helper_process, call_with_reports
 
@@ -188,14 +187,3 @@ def test_busy_threads_do_not_block_the_helper(tmp_path):
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=300
     )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
-
-
-def test_a_model_is_read_without_a_fork(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fork", lambda: pytest.fail("the driver forked"))
-    builder = GraphBuilder("net", seed=1)
-    x = builder.conv(builder.input("x", (1, 3, 8, 8)), 4, 3)
-    half = builder.op("Sqrt", builder.const([0.25]))  # folded by ONNX Runtime
-    builder.output(builder.op("Mul", x, half))
-    model = load(builder.save(tmp_path / "net.onnx"))
-    assert [node.op for node in model.nodes] == ["Conv", "Mul"]
-    assert model.constants

@@ -23,10 +23,11 @@ from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import TENSORRT
 from harness.plugins import registry
-from harness.plugins.api import Array, Candidate
+from harness.plugins.api import Array
 from harness.runtimes.cuda import open_device
 from harness.runtimes.tensorrt.benchmarker import TensorRTBenchmarker
 from harness.runtimes.tensorrt.library import TimingCache, open_library
+from harness.runtimes.testing import file_candidate
 from search.space import Edge
 
 
@@ -39,10 +40,6 @@ def trt(request, monkeypatch, tmp_path):
     monkeypatch.setattr("harness.runtimes.tensorrt.library._import_tensorrt", lambda: fake)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return fake
-
-
-def candidate(path: Path) -> Candidate:
-    return Candidate(digest="x", edges=(), source=lambda: path)
 
 
 def small(path: Path, batch: int | str = 1) -> Path:
@@ -89,9 +86,9 @@ def built_with(trt: FakeTensorRT) -> tuple[Any, Any]:
 def test_engine_is_built_timed_and_computes_the_model(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32", workspace_gb=2, optimization_level=4)
     path = small(tmp_path / "m.onnx")
-    artifact = made.build(candidate(path), tmp_path)
+    artifact = made.build(file_candidate(path), tmp_path)
     plain: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
-    with plain.open(plain.build(candidate(path), tmp_path)) as probe:
+    with plain.open(plain.build(file_candidate(path), tmp_path)) as probe:
         expected = probe.infer(feeds())["y"]
     with made.open(artifact) as probe:
         assert probe.sample(5) == pytest.approx([KERNEL_MS] * 5)
@@ -108,7 +105,7 @@ def test_engine_is_built_timed_and_computes_the_model(trt, tmp_path):
     assert config.builder_optimization_level == 4
     assert config.profiling_verbosity.name == "LAYER_NAMES_ONLY"
     assert "TF32" not in config._flags
-    TensorRTBenchmarker(precision="tf32").build(candidate(path), tmp_path)
+    TensorRTBenchmarker(precision="tf32").build(file_candidate(path), tmp_path)
     assert "TF32" in built_with(trt)[1]._flags
     assert artifact.info["plan_bytes"] > 0
     assert len(artifact.info["plan_sha256"]) == 64
@@ -117,7 +114,7 @@ def test_engine_is_built_timed_and_computes_the_model(trt, tmp_path):
 def test_an_fp16_engine_comes_from_an_fp16_file(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f16")
     path = quantized(small(tmp_path / "m.onnx"), tmp_path / "q")
-    made.build(candidate(path), tmp_path)
+    made.build(file_candidate(path), tmp_path)
     network, config = built_with(trt)
     model = network._model
     scales = {t.name: t.data_type for t in model.graph.initializer}
@@ -132,22 +129,22 @@ def test_weak_typing_has_flags_on_10_and_is_refused_on_11(trt, tmp_path):
     path = quantized(small(tmp_path / "m.onnx"), tmp_path / "q")
     if trt._major == 11:
         with pytest.raises(UserError, match=r"typing: weak: TensorRT 11.* removed them .* use typing: strong"):
-            made.build(candidate(path), tmp_path)
+            made.build(file_candidate(path), tmp_path)
         return
-    made.build(candidate(path), tmp_path)
+    made.build(file_candidate(path), tmp_path)
     network, config = built_with(trt)
     assert not network._strong
     assert config._flags == {"FP16", "INT8"}
     path = quantized(small(tmp_path / "n.onnx"), tmp_path / "q8", "fp8")
     with pytest.raises(BuildFailed, match=r"q\.onnx: FP8 needs a strongly typed network; use typing: strong"):
-        made.build(candidate(path), tmp_path)
+        made.build(file_candidate(path), tmp_path)
 
 
 def test_engine_with_profile_accepts_covered_batches(trt, tmp_path):
     path = small(tmp_path / "m.onnx", "batch")
     shapes = {"x": {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}}
     made = TensorRTBenchmarker(precision="f32", profiles=shapes)
-    with made.open(made.build(candidate(path), tmp_path)) as probe:
+    with made.open(made.build(file_candidate(path), tmp_path)) as probe:
         assert min(probe.sample(2)) > 0
         assert probe.infer(feeds(2))["y"].shape == (2, 2, 8, 8)
         first = set(trt.cuda.memory)
@@ -156,19 +153,19 @@ def test_engine_with_profile_accepts_covered_batches(trt, tmp_path):
         with pytest.raises(MeasureFailed, match=r"input 'x' is 9x3x8x8, the profile takes 1x3x8x8 to 8x3x8x8"):
             probe.infer(feeds(9))
     with pytest.raises(BuildFailed, match=r"dynamic shape -1x3x8x8; make it static, or give a profile"):
-        TensorRTBenchmarker(precision="f32").build(candidate(path), tmp_path)
+        TensorRTBenchmarker(precision="f32").build(file_candidate(path), tmp_path)
     wrong = {"x": {key: "1x3x9x9" for key in ("min", "opt", "max")}}
     with pytest.raises(BuildFailed, match=r"profile of 'x': .* does not fit the model's shape -1x3x8x8"):
-        TensorRTBenchmarker(precision="f32", profiles=wrong).build(candidate(path), tmp_path)
+        TensorRTBenchmarker(precision="f32", profiles=wrong).build(file_candidate(path), tmp_path)
     unknown = {"images": shapes["x"]}
     with pytest.raises(BuildFailed, match=r"profile of 'images': the model's inputs are x"):
-        TensorRTBenchmarker(precision="f32", profiles=unknown).build(candidate(path), tmp_path)
+        TensorRTBenchmarker(precision="f32", profiles=unknown).build(file_candidate(path), tmp_path)
 
 
 def test_loaded_engine_keeps_its_profile(trt, tmp_path):
     path, file = small(tmp_path / "m.onnx", "batch"), tmp_path / "m.engine"
     shapes = {"x": {"min": "1x3x8x8", "opt": "4x3x8x8", "max": "8x3x8x8"}}
-    TensorRTBenchmarker(precision="f32", profiles=shapes).save(candidate(path), file)
+    TensorRTBenchmarker(precision="f32", profiles=shapes).save(file_candidate(path), file)
     made = TensorRTBenchmarker()
     with made.open(made.load(file)) as probe:
         assert min(probe.sample(2)) > 0
@@ -182,12 +179,12 @@ def test_profile_must_cover_the_fixed_shape(trt, tmp_path):
     path = small(tmp_path / "m.onnx", 4)
     shapes = {"x": {"min": "1x3x8x8", "opt": "2x3x8x8", "max": "8x3x8x8"}}
     made = TensorRTBenchmarker(precision="f32", profiles=shapes)
-    with made.open(made.build(candidate(path), tmp_path)) as probe:
+    with made.open(made.build(file_candidate(path), tmp_path)) as probe:
         assert probe.infer(feeds(4))["y"].shape == (4, 2, 8, 8)
     assert not built_with(trt)[1]._profiles
     made = TensorRTBenchmarker(precision="f32", profiles={"x": {**shapes["x"], "max": "2x3x8x8"}})
     with pytest.raises(BuildFailed, match=r"profile of 'x': 1x3x8x8 to 2x3x8x8 does not cover 4x3x8x8, the shape that"):
-        made.build(candidate(path), tmp_path)
+        made.build(file_candidate(path), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +197,7 @@ def test_profile_must_cover_the_fixed_shape(trt, tmp_path):
 )
 def test_engines_that_cannot_be_fed_fail_the_measurement(trt, tmp_path, monkeypatch, attribute, value, message):
     made = TensorRTBenchmarker(precision="f32")
-    artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    artifact = made.build(file_candidate(small(tmp_path / "m.onnx")), tmp_path)
     monkeypatch.setattr(trt, attribute, value)
     with pytest.raises(MeasureFailed, match=message), made.open(artifact):
         pass
@@ -210,7 +207,7 @@ def test_builder_creation_failure_is_a_failed_build(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     trt.no_builder = True
     with pytest.raises(BuildFailed, match="TensorRT cannot start on this GPU: CUDA initialization failure"):
-        made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+        made.build(file_candidate(small(tmp_path / "m.onnx")), tmp_path)
 
 
 def test_build_failure_quotes_tensorrt_and_the_node(trt, tmp_path):
@@ -220,25 +217,25 @@ def test_build_failure_quotes_tensorrt_and_the_node(trt, tmp_path):
     model.graph.node[1].domain, model.graph.node[1].op_type = "my.domain", "Frobnicate"
     onnx.save(model, path)
     with pytest.raises(BuildFailed, match=r"cannot parse the model: node '.*' \(Frobnicate\): Plugin not found"):
-        made.build(candidate(path), tmp_path)
+        made.build(file_candidate(path), tmp_path)
     trt.refuse = "Error Code 10: Internal Error (Could not find any implementation for node Conv_0.)"
     with pytest.raises(BuildFailed, match=r"builds no engine: .*Could not find any implementation for node Conv_0"):
-        made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+        made.build(file_candidate(small(tmp_path / "m.onnx")), tmp_path)
     trt.cuda.failing["cudaDeviceSynchronize"] = Status.cudaErrorIllegalAddress
     with pytest.raises(SystemExit, match=r"cudaErrorIllegalAddress .* this process cannot use the GPU any more"):
-        made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+        made.build(file_candidate(small(tmp_path / "m.onnx")), tmp_path)
     (tmp_path / "broken.onnx").write_bytes(b"nonsense")
     with pytest.raises(BuildFailed, match=r"broken\.onnx: no ONNX model"):
-        made.build(candidate(tmp_path / "broken.onnx"), tmp_path)
+        made.build(file_candidate(tmp_path / "broken.onnx"), tmp_path)
     with pytest.raises(BuildFailed, match=r"gone\.onnx: cannot be read"):
-        made.build(candidate(tmp_path / "gone.onnx"), tmp_path)
+        made.build(file_candidate(tmp_path / "gone.onnx"), tmp_path)
 
 
 def test_saved_engine_of_another_version_is_refused(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
     path = tmp_path / "m.engine"
-    made.save(candidate(small(tmp_path / "m.onnx")), path)
-    with made.open(made.build(candidate(path), tmp_path)) as probe:
+    made.save(file_candidate(small(tmp_path / "m.onnx")), path)
+    with made.open(made.build(file_candidate(path), tmp_path)) as probe:
         assert probe.infer(feeds())["y"].shape == (1, 2, 8, 8)
     path.write_text(path.read_text().replace(trt.__version__, "9.0.0"))
     with pytest.raises(BuildFailed, match=r"m\.engine: TensorRT .* cannot load this engine .*not compatible.*build it"):
@@ -253,7 +250,7 @@ def test_timing_caches_by_policy(trt, tmp_path):
 
     def build(policy: Any) -> bytes:
         made = TensorRTBenchmarker(precision="f32", timing_cache=policy, timing_cache_file=str(file))
-        made.build(candidate(model), tmp_path)
+        made.build(file_candidate(model), tmp_path)
         found = next(args for name, args in reversed(trt.calls) if name == "set_timing_cache")
         assert found[1] is False  # a mismatch is never ignored
         return found[0]  # type: ignore[no-any-return]
@@ -299,14 +296,14 @@ def test_concurrent_builds_merge_the_timing_cache(trt, tmp_path):
 
 
 def test_the_default_cache_belongs_to_one_version_and_gpu(trt, tmp_path):
-    TensorRTBenchmarker(precision="f32").build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    TensorRTBenchmarker(precision="f32").build(file_candidate(small(tmp_path / "m.onnx")), tmp_path)
     kept = list((tmp_path / "cache" / "qdq-bench" / "tensorrt").iterdir())
     assert [path.name for path in kept] == [f"{trt.__version__}-Fake-GPU.timing"]
 
 
 def test_insufficient_gpu_memory_fails_the_measurement(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
-    artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    artifact = made.build(file_candidate(small(tmp_path / "m.onnx")), tmp_path)
     trt.cuda.memory_bytes = 16
     with pytest.raises(MeasureFailed, match=r"out of memory"), made.open(artifact):
         pass
@@ -315,7 +312,7 @@ def test_insufficient_gpu_memory_fails_the_measurement(trt, tmp_path):
 
 def test_wrong_feeds_fail_the_measurement(trt, tmp_path):
     made = TensorRTBenchmarker(precision="f32")
-    with made.open(made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)) as probe:
+    with made.open(made.build(file_candidate(small(tmp_path / "m.onnx")), tmp_path)) as probe:
         with pytest.raises(MeasureFailed, match=r"the engine's inputs are x, but got missing"):
             probe.infer({"missing": feeds()["x"]})
         with pytest.raises(MeasureFailed, match=r"input 'x' is 2x3x8x8, the engine takes 1x3x8x8"):
@@ -333,7 +330,7 @@ def test_wrong_feeds_fail_the_measurement(trt, tmp_path):
 )
 def test_refusals_of_the_execution_context_fail_the_measurement(trt, tmp_path, monkeypatch, method, answer, message):
     made = TensorRTBenchmarker(precision="f32")
-    artifact = made.build(candidate(small(tmp_path / "m.onnx")), tmp_path)
+    artifact = made.build(file_candidate(small(tmp_path / "m.onnx")), tmp_path)
     monkeypatch.setattr(trt.IExecutionContext, method, lambda *_: answer)
     with pytest.raises(MeasureFailed, match=message), made.open(artifact) as probe:
         probe.infer(feeds())
@@ -356,7 +353,7 @@ def test_layers_use_detailed_build_and_separate_timing_runs(trt, tmp_path):
     names = [node.name for node in onnx.load(path).graph.node]
     entry = {"Name": names[0], "LayerType": "CaskConvolution", "Inputs": [{"Format/Datatype": "Row major Int8 format"}]}
     trt.layers = json.dumps({"Layers": [entry], "Bindings": ["x", "y"]})
-    artifact = made.build(candidate(path), tmp_path)
+    artifact = made.build(file_candidate(path), tmp_path)
     assert built_with(trt)[1].profiling_verbosity.name == "DETAILED"
     (layer,) = made.layers(artifact)
     assert (layer.kind, layer.precision, layer.time_ms) == ("CaskConvolution", "int8", pytest.approx(0.125))
@@ -490,7 +487,7 @@ def test_real_engines_build_run_and_evaluate(name, kind, tmp_path):
     shape = model.types[model.inputs[0]].shape
     judge = Fidelity(inputs={model.inputs[0]: ("float", shape)}, reference=tmp_path / "r.npz", samples=2)
     judge.prepare(on_cpu(tested))
-    with made.open(made.build(candidate(tested), tmp_path)) as probe:
+    with made.open(made.build(file_candidate(tested), tmp_path)) as probe:
         readings = probe.sample(50)
         facts = probe.conditions()
         assert judge.score(probe.infer).metrics["sqnr_db"] > LEAST_DB[kind]
@@ -500,6 +497,6 @@ def test_real_engines_build_run_and_evaluate(name, kind, tmp_path):
     assert facts["cuda_graph"] == 1.0
     assert facts["end_to_end_ms"] > 0
     inspected = TensorRTBenchmarker(precision=precision, timing_cache="cold", profile=True)
-    layers = inspected.layers(inspected.build(candidate(tested), tmp_path))
+    layers = inspected.layers(inspected.build(file_candidate(tested), tmp_path))
     assert sum(layer.time_ms or 0 for layer in layers) > 0
     assert kind in {layer.precision for layer in layers}
