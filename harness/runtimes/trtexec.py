@@ -21,7 +21,7 @@ from harness.base.files import parse_json, read_bounded
 from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.runtimes.cuda import Device, open_device
 from harness.runtimes.host_clock import to_float32
-from harness.runtimes.tensorrt.benchmarker import read_layers
+from harness.runtimes.tensorrt.library import read_layers
 from harness.runtimes.tensorrt.options import (
     STRONG_TYPING_ONLY_MAJOR,
     ParsedSource,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +20,14 @@ from harness.measure.sampling import make_fixed_inputs
 from harness.plugins.api import Array, Artifact, Candidate, Capabilities, Layer
 from harness.runtimes.cuda import GpuMonitor, GpuTimer, flush_bytes, open_device
 from harness.runtimes.host_clock import to_float32
-from harness.runtimes.tensorrt.library import TensorRTHandle, TimingCache, build_plan, load_engine, open_library
+from harness.runtimes.tensorrt.library import (
+    TensorRTHandle,
+    TimingCache,
+    build_plan,
+    load_engine,
+    open_library,
+    read_layers,
+)
 from harness.runtimes.tensorrt.options import Shape, ShapeProfile, TensorRTParameters, format_shape
 
 NUMPY_TYPES: Mapping[str, Any] = {
@@ -260,55 +265,6 @@ class EngineProbe:
         return {
             name: array.astype(np.float32) if array.dtype.kind == "V" else to_float32(array) for name, array in outputs
         }
-
-
-DATATYPE_KEYS = ("Datatype", "DataType", "Format/Datatype", "Format")
-"""Places of the type of a tensor, by preference."""
-PRECISION_PATTERNS: tuple[tuple[str, str], ...] = (
-    ("fp8|float8|e4m3", "fp8"), ("fp4|float4", "fp4"), ("uint8", "uint8"), ("int8", "int8"), ("int4", "int4"),
-    ("bf16|bfloat16", "bf16"), ("fp16|half|float16", "f16"), ("fp32|float32|float", "f32"),
-    ("int64", "int64"), ("int32", "int32"), ("bool", "bool"),
-)  # fmt: skip
-"""Words for types in both spellings, the longer before those that they contain."""
-_ORIGIN = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
-
-
-def read_layers(text: str, times_ms: Mapping[str, float]) -> tuple[Layer, ...]:
-    """Return the layers of an engine.
-
-    The precision of a layer is that of its first input, because the key "Precision" has the requested precision
-    (TensorRT developer guide, engine inspector).
-
-    Args:
-        text: JSON text of `get_engine_information`, or of trtexec's --exportLayerInfo.
-        times_ms: Mean time in ms by layer name, from a profiling run.
-
-    Raises:
-        MeasureFailed: The text is no such JSON.
-    """
-    try:
-        listed = json.loads(text)["Layers"]
-        return tuple(_parse_layer(entry, times_ms) for entry in listed)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MeasureFailed(f"the engine inspector's answer cannot be read ({error!r}): {text[:80]}") from error
-
-
-def _parse_layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
-    if isinstance(entry, str):  # built without detailed verbosity
-        return Layer(name=entry, kind="", precision="", time_ms=times_ms.get(entry))
-    name = str(entry["Name"])
-    types = []
-    for tensor in (*entry.get("Inputs", ()), *entry.get("Outputs", ())):
-        texts = [str(tensor.get(key, "")).lower() for key in DATATYPE_KEYS] if isinstance(tensor, Mapping) else []
-        types += [word for text in texts for pattern, word in PRECISION_PATTERNS if re.search(pattern, text)][:1]
-    return Layer(
-        name=name,
-        kind=str(entry.get("ParameterType") or entry.get("LayerType", "")),
-        precision=types[0] if types else "",
-        time_ms=times_ms.get(name),
-        origin=tuple(_ORIGIN.findall(str(entry.get("Metadata", "")))),
-        kernel=str(entry.get("TacticName", "")),
-    )
 
 
 def profile_layers(ready: TensorRTHandle, engine: Any, runs: int) -> tuple[Layer, ...]:

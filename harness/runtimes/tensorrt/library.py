@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.base.errors import BuildFailed, UserError, install_hint
+from harness.base.errors import BuildFailed, MeasureFailed, UserError, install_hint
 from harness.base.paths import replacing
+from harness.plugins.api import Layer
 from harness.runtimes.cuda import CudaRuntime, Device
 from harness.runtimes.tensorrt.options import CachePolicy, ParsedSource, TensorRTParameters, has_qdq
 
@@ -312,3 +314,52 @@ def weak_typing_flags(precision: str, *, quantized: bool) -> Iterator[str]:
         yield {"f16": "FP16", "bf16": "BF16"}[precision]
     if quantized:
         yield "INT8"
+
+
+DATATYPE_KEYS = ("Datatype", "DataType", "Format/Datatype", "Format")
+"""Places of the type of a tensor, by preference."""
+PRECISION_PATTERNS: tuple[tuple[str, str], ...] = (
+    ("fp8|float8|e4m3", "fp8"), ("fp4|float4", "fp4"), ("uint8", "uint8"), ("int8", "int8"), ("int4", "int4"),
+    ("bf16|bfloat16", "bf16"), ("fp16|half|float16", "f16"), ("fp32|float32|float", "f32"),
+    ("int64", "int64"), ("int32", "int32"), ("bool", "bool"),
+)  # fmt: skip
+"""Words for types in both spellings, the longer before those that they contain."""
+_ORIGIN = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
+
+
+def read_layers(text: str, times_ms: Mapping[str, float]) -> tuple[Layer, ...]:
+    """Return the layers of an engine.
+
+    The precision of a layer is that of its first input, because the key "Precision" has the requested precision
+    (TensorRT developer guide, engine inspector).
+
+    Args:
+        text: JSON text of `get_engine_information`, or of trtexec's --exportLayerInfo.
+        times_ms: Mean time in ms by layer name, from a profiling run.
+
+    Raises:
+        MeasureFailed: The text is no such JSON.
+    """
+    try:
+        listed = json.loads(text)["Layers"]
+        return tuple(_parse_layer(entry, times_ms) for entry in listed)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MeasureFailed(f"the engine inspector's answer cannot be read ({error!r}): {text[:80]}") from error
+
+
+def _parse_layer(entry: Any, times_ms: Mapping[str, float]) -> Layer:
+    if isinstance(entry, str):  # built without detailed verbosity
+        return Layer(name=entry, kind="", precision="", time_ms=times_ms.get(entry))
+    name = str(entry["Name"])
+    types = []
+    for tensor in (*entry.get("Inputs", ()), *entry.get("Outputs", ())):
+        texts = [str(tensor.get(key, "")).lower() for key in DATATYPE_KEYS] if isinstance(tensor, Mapping) else []
+        types += [word for text in texts for pattern, word in PRECISION_PATTERNS if re.search(pattern, text)][:1]
+    return Layer(
+        name=name,
+        kind=str(entry.get("ParameterType") or entry.get("LayerType", "")),
+        precision=types[0] if types else "",
+        time_ms=times_ms.get(name),
+        origin=tuple(_ORIGIN.findall(str(entry.get("Metadata", "")))),
+        kernel=str(entry.get("TacticName", "")),
+    )

@@ -6,7 +6,7 @@ import pytest
 
 from harness.base.errors import MeasureFailed
 from harness.insight.layers import classify_layer, is_low_precision
-from harness.runtimes.tensorrt.benchmarker import read_layers
+from harness.runtimes.tensorrt.library import read_layers
 
 CONV = "Conv_0 + Relu_0"
 REFORMAT = "Reformatting CopyNode for Input Tensor 0 to Conv_0 + Relu_0"
