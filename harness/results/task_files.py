@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from harness.base.errors import UserError
-from harness.base.files import from_json, json_equal, read_json
+from harness.base.files import DamagedFile, from_json, json_equal, read_json
 from harness.base.statistics import Interval
 from harness.plugins.api import Layer
 from harness.results.artifacts import ExportedModel
@@ -28,10 +28,6 @@ GRAPH_FILE = "graph.json"
 ATTRIBUTION_SCHEMA = 2
 GRAPH_SCHEMA = 1  # increase it when the layout or the marks change; otherwise reports keep the graphs they stored
 logger = logging.getLogger(__name__)
-
-
-class OtherSchemaError(UserError):
-    """Attribution in the layout of another version of this program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,33 +180,26 @@ def read_attributions(task: TaskResults) -> Iterator[AttributionReport]:
     """Yield the attributions of the rows of a task whose file is unchanged; those of another schema are logged."""
     digests = {row: exported_row.sha256 for row, exported_row in task.rows.items()}
     for path in sorted((task.folder / "explain").glob("*.json")):
-        try:
-            report = read_attribution(path)
-        except OtherSchemaError as error:
-            logger.warning("%s", error)
-            continue
-        if digests.get(report.row) == report.sha256:
+        report = read_attribution(path)
+        if report is not None and digests.get(report.row) == report.sha256:
             yield report
 
 
-def read_attribution(path: Path) -> AttributionReport:
-    """Read an attribution that `write_attribution` wrote.
+def read_attribution(path: Path) -> AttributionReport | None:
+    """Read an attribution that `write_attribution` wrote; None, with a warning, if another version wrote it."""
 
-    Raises:
-        OtherSchemaError: Another version of this program wrote the file.
-    """
+    def restore_nan(body: dict[str, Any]) -> dict[str, Any]:
+        is_interval = body.keys() == {"value", "low", "high"}
+        return {key: math.nan if is_interval and value is None else value for key, value in body.items()}
+
+    body = read_json(path)
+    if body.pop("schema", None) != ATTRIBUTION_SCHEMA:
+        logger.warning("%s: not of schema %s, so not shown; explain the row again", path, ATTRIBUTION_SCHEMA)
+        return None
     try:
-        body = json.loads(json.dumps(read_json(path)), object_hook=_restore_nan)
-        if body.pop("schema") != ATTRIBUTION_SCHEMA:
-            raise OtherSchemaError(f"{path}: not of schema {ATTRIBUTION_SCHEMA}, so not shown; explain the row again")
-        return from_json(AttributionReport, body)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: damaged ({error}); move it away and explain the row again") from error
-
-
-def _restore_nan(body: dict[str, Any]) -> dict[str, Any]:
-    is_interval = body.keys() == {"value", "low", "high"}
-    return {key: math.nan if is_interval and value is None else value for key, value in body.items()}
+        return from_json(AttributionReport, json.loads(json.dumps(body), object_hook=restore_nan))
+    except (ValueError, TypeError) as error:
+        raise DamagedFile(path, f"damaged ({error})", remedy="move it away and explain the row again") from error
 
 
 def exported(task: TaskResults, row: ExportedModel) -> Path:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import onnx
 import pytest
+from forks import in_fork
 from mutations import onnx_files
 from onnx import TensorProto, helper
 from onnx_models import net
@@ -19,8 +16,6 @@ from harness.graph.load import load, load_proto, read_signature
 from harness.graph.qdq.insert import Inserter
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
-
-SLOW_S = 20.0
 
 
 def use(path: Path) -> str:
@@ -35,29 +30,6 @@ def use(path: Path) -> str:
     except UserError:
         return "refused"
     return "used"
-
-
-def in_fork(work: Callable[[], str], limit_s: float = SLOW_S) -> str:
-    """What `work` says, or how its process ended."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        gc.freeze()  # finalizers of the parent's objects may wait for threads that a fork lacks
-        said = "broken"
-        try:
-            resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 1))
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            said = work()
-        except BaseException as error:  # all that is no UserError is a finding
-            said = f"broken: {type(error).__name__}: {str(error)[:200]}"
-        finally:
-            os.write(write, said.encode(errors="replace")[:4000])
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        said = pipe.read().decode(errors="replace")
-    _, status = os.waitpid(child, 0)
-    return said if os.WIFEXITED(status) and said else f"crash: signal {os.WTERMSIG(status)}"
 
 
 def test_doc_string_with_invalid_utf8_is_accepted(tmp_path):

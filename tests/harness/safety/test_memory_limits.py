@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import hashlib
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forks import in_fork
 from stored import JOURNAL_HEADER, write_lines
 
 from harness.accuracy.data.arrays import read_rows
@@ -43,27 +42,19 @@ Reader = Callable[[], object]
 
 def peak_growth_mb(read: Reader) -> tuple[str, float]:
     """Read in a fork; return the error, or "used", and the growth of the memory at its peak in MB."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if not child:
-        gc.freeze()  # finalizers of the parent's objects may wait for threads that a fork lacks
-        said = "inf broken"
+
+    def work() -> str:
+        before_mb = status_mb("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far: proc(5)
         try:
-            before_mb = status_mb("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far: proc(5)
-            try:
-                read()
-                said = "used"
-            except UserError as error:
-                said = str(error)
-            said = f"{status_mb('VmHWM') - before_mb} {said}"
-        finally:
-            os.write(send, said.encode(errors="replace")[:4000])
-            os._exit(0)
-    os.close(send)
-    with os.fdopen(receive, "rb") as pipe:
-        growth, _, said = pipe.read().decode(errors="replace").partition(" ")
-    os.waitpid(child, 0)
+            read()
+            said = "used"
+        except UserError as error:
+            said = str(error)
+        return f"{status_mb('VmHWM') - before_mb} {said}"
+
+    growth, _, said = in_fork(work, 600).partition(" ")
+    assert re.fullmatch(r"[-.e\d]+", growth), f"{growth} {said}"
     return said, float(growth)
 
 
