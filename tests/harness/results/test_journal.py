@@ -1,5 +1,7 @@
 """Journals survive truncation at any byte and a full disk, and reject files of other runs."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from stored import JOURNAL_HEADER, write_lines
 
 from harness.base.errors import UserError
+from harness.base.files import facts_digest
 from harness.measure.records import Failed, Measured, Proposal, TrialResult, decode_line, encode_line
 from harness.results.journal import Journal, JournalEntry, read_journal
 from harness.results.lines import seal_line
@@ -253,3 +256,20 @@ def test_lines_of_current_schema_must_be_chained(path):
     write_lines(path, [JOURNAL_HEADER, encode_line(proposal(0))], chained=False)
     with pytest.raises(UserError, match=r"line 1: damaged: its lines are not chained"):
         list(read_journal(path))
+
+
+FACTS = "{'b': frozenset({'int8', 'fp8', 'float'}), 'a': [1, 2.5, None], 'c': {'x': True}}"
+
+
+def test_digests_depend_neither_on_the_process_nor_on_the_order():
+    code = f"from harness.base.files import facts_digest; print(facts_digest({FACTS}))"
+    command = [sys.executable, "-c", code]
+    environments = [{"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)} for seed in ("1", "2")]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=env) for env in environments]
+    here = facts_digest({"c": {"x": True}, "a": [1, 2.5, None], "b": frozenset({"fp8", "float", "int8"})})
+    assert {run.stdout.strip() for run in runs} == {here}
+    assert here == "6e8a9d39542f4498"
+
+
+def test_digests_of_different_facts_differ():
+    assert len({facts_digest(facts) for facts in ({"a": 1}, {"a": 2}, {"b": 1}, {"a": {1}}, {"a": {1, 2}})}) == 5
