@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # Tests of what differs between versions of Python: imports, child processes, simulated GPU, keys of code, a run in simulation.
-QUICK_TESTS := tests/test_imports.py tests/harness/accuracy/test_tools.py tests/harness/runtimes/test_gpu.py tests/harness/workers tests/harness/replay/test_search_key.py
+QUICK_TESTS := tests/test_imports.py tests/harness/accuracy/test_ptq.py tests/harness/runtimes/test_gpu.py tests/harness/workers tests/harness/replay/test_search_key.py
 
 .PHONY: demo test quick check lint bench clean
 

@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -158,19 +158,9 @@ def _measure_table(
     with opened(worker) as engines:
         runtime = engines.describe()
         machine["noise_floor"], _ = measure_noise_floor(opened, worker, task.model_file, runtime, folder, observer)
-        level_ms = reference_latency_if_noisy(folder, task.spec.backend, study.experiment.sampling.interleave)
         if worker.evaluators:
             AccuracyStore(folder, engines, observer).require_float_score(task.model_file)
-        recording = _Recording(
-            study=study,
-            task=task,
-            engines=engines,
-            open_engines=lambda: opened(worker),
-            folder=folder,
-            observer=observer,
-            facts=_describe_inputs(study, task, engines),
-            level_ms=level_ms,
-        )
+        recording = _Recording(study, task, engines, partial(opened, worker), folder, observer)
         if like is None:
             subspace, sensitivities = recording.screen(dimensions, search)
         else:
@@ -247,27 +237,37 @@ class EnumeratingSearcher:
         pass
 
 
-@dataclass(slots=True, kw_only=True)
 class _Recording:
     """Rows of a table during its recording, and what measures them.
 
-    Attributes:
-        open_engines: Factory of fresh engines, in addition to those that measure the table.
+    Args:
+        study: The study.
+        task: Its task.
+        engines: Engines that measure the table.
+        open_engines: Factory of fresh engines.
         folder: Folder for the journals and for a log of each comparison.
+        observer: Receiver of messages and of the progress.
+
+    Attributes:
         facts: Metadata of the table.
         level_ms: See `harness.run.confirm.confirmation.reference_latency_if_noisy`.
         rows: Entries by the digest of their placement.
     """
 
-    study: StudyTask
-    task: Task
-    engines: Engines
-    open_engines: Callable[[], AbstractContextManager[Engines]]
-    folder: Path
-    observer: Observer
-    facts: dict[str, Any]
-    level_ms: float | None
-    rows: dict[str, TableEntry] = field(default_factory=dict)
+    def __init__(
+        self,
+        study: StudyTask,
+        task: Task,
+        engines: Engines,
+        open_engines: Callable[[], AbstractContextManager[Engines]],
+        folder: Path,
+        observer: Observer,
+    ) -> None:
+        self.study, self.task, self.engines, self.open_engines = study, task, engines, open_engines
+        self.folder, self.observer, self.rows = folder, observer, dict[str, TableEntry]()
+        self.facts = _describe_inputs(study, task, engines)
+        interleave = study.experiment.sampling.interleave
+        self.level_ms = reference_latency_if_noisy(folder, task.spec.backend, interleave)
 
     def screen(self, dimensions: int, search: int) -> tuple[TableSubspace, Mapping[str, float]]:
         """Return the subspace of the most influential dimensions, and the sensitivity of every dimension by name."""

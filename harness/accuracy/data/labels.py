@@ -130,7 +130,17 @@ def _parse_coco(text: str, path: Path) -> LabelFile:
         return LabelFile(files=files, panoptic=_parse_panoptic(coco, categories, path))
     boxes, seen = [], dict[tuple[Any, ...], int]()
     for number, annotation in enumerate(coco["annotations"], 1):
-        box = _normalize_annotation(annotation, number, path)
+        _check_fields(annotation, {"image_id": int, "category_id": int, "bbox": list}, f"{path}: annotations")
+        bbox, where = annotation["bbox"], f"{path}: annotation {number}"
+        if len(bbox) != 4 or not all(isinstance(v, (int, float)) and abs(v) < MAX_PIXELS for v in bbox):
+            raise UserError(f"{where}: 'bbox' is x, y, width, height in pixels, but got {bbox!r}")
+        if min(bbox[2:]) < 0:
+            raise UserError(f"{where}: 'bbox' has a negative width or height: {bbox!r}")
+        # Ids are replaced because pycocotools treats a match with id 0 as no match.
+        box = {"area": bbox[2] * bbox[3], "iscrowd": 0, **annotation, "id": number}
+        area, crowd = box["area"], box["iscrowd"]
+        if not isinstance(area, (int, float)) or not 0 <= area < MAX_PIXELS**2 or crowd not in (0, 1):
+            raise UserError(f"{where}: 'area' is from 0, 'iscrowd' 0 or 1, but got {area!r}, {crowd!r}")
         boxes.append(box)
         first = seen.setdefault((box["image_id"], box["category_id"], *box["bbox"]), number)
         if first != number:
@@ -158,24 +168,6 @@ def _parse_panoptic(coco: Mapping[str, Any], categories: set[int], path: Path) -
         if image["id"] not in found:
             raise UserError(f"{path}: the image {image['file_name']!r} has no mask")
     return {**coco, "annotations": [found[image["id"]] for image in coco["images"]]}
-
-
-def _normalize_annotation(annotation: Any, number: int, path: Path) -> dict[str, Any]:
-    """Return an annotation with its optional fields, area and iscrowd, and `number` as its id.
-
-    Ids are replaced because pycocotools treats a match with id 0 as no match.
-    """
-    _check_fields(annotation, {"image_id": int, "category_id": int, "bbox": list}, f"{path}: annotations")
-    bbox = annotation["bbox"]
-    if len(bbox) != 4 or not all(isinstance(v, (int, float)) and abs(v) < MAX_PIXELS for v in bbox):
-        raise UserError(f"{path}: annotation {number}: 'bbox' is x, y, width, height in pixels, but got {bbox!r}")
-    if min(bbox[2:]) < 0:
-        raise UserError(f"{path}: annotation {number}: 'bbox' has a negative width or height: {bbox!r}")
-    made = {"area": bbox[2] * bbox[3], "iscrowd": 0, **annotation, "id": number}
-    area, crowd = made["area"], made["iscrowd"]
-    if not isinstance(area, (int, float)) or not 0 <= area < MAX_PIXELS**2 or crowd not in (0, 1):
-        raise UserError(f"{path}: annotation {number}: 'area' is from 0, 'iscrowd' 0 or 1, but got {area!r}, {crowd!r}")
-    return made
 
 
 def _check_fields(entry: Any, fields: Mapping[str, type], where: str) -> None:
