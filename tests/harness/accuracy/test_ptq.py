@@ -103,31 +103,20 @@ def test_the_model_has_qdq_runs_and_keeps_node_names(tool, model, made):
 
 @pytest.mark.usefixtures("warm_tools")
 @pytest.mark.parametrize(
-    ("dialect", "zero_points", "bias"), [("onnxruntime", "uint8", True), ("openvino", "int8", False)]
+    ("dialect", "zero_points", "bias", "largest"),
+    [("onnxruntime", "uint8", True, 127), ("openvino", "int8", False, 127), ("onnxruntime_7bit", "uint8", True, 64)],
 )
-def test_ort_static_follows_the_dialect(model, made, tmp_path, dialect, zero_points, bias):
-    path = made("ort_static")
-    if dialect != "onnxruntime":
-        path = quantized("ort_static", model, tmp_path / "q.onnx", dialect)
-    graph = onnx.load(path).graph
+def test_ort_static_follows_the_dialect(model, tmp_path, dialect, zero_points, bias, largest):
+    graph = onnx.load(quantized("ort_static", model, tmp_path / "q.onnx", dialect)).graph
     constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     activations = [constants[node.input[2]] for node in graph.node if node.op_type == "QuantizeLinear"]
     assert {zero.dtype.name for zero in activations} == {zero_points}
     assert any(zero != 0 for zero in activations) == (zero_points == "uint8")
     weights = [n for n in graph.node if n.op_type == "DequantizeLinear" and n.input[0] in constants]
-    assert ("int32" in {constants[n.input[0]].dtype.name for n in weights}) == bias
+    stored = [constants[n.input[0]] for n in weights]
+    assert ("int32" in {values.dtype.name for values in stored}) == bias
     assert max(constants[n.input[1]].size for n in weights) == CHANNELS
-
-
-@pytest.mark.usefixtures("warm_tools")
-def test_ort_static_follows_the_weight_limit_of_the_dialect(model, made, tmp_path):
-    def largest(path: Path) -> int:
-        constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
-        stored = [constants[n.input[0]] for n in onnx.load(path).graph.node if n.input and n.input[0] in constants]
-        return max(int(np.abs(values.astype(int)).max()) for values in stored if values.dtype == np.int8)
-
-    reduced = quantized("ort_static", model, tmp_path / "q.onnx", "onnxruntime_7bit")
-    assert (largest(made("ort_static")), largest(reduced)) == (127, 64)
+    assert max(np.abs(values.astype(int)).max() for values in stored if values.dtype == np.int8) == largest
 
 
 def test_modelopt_ptq_is_deterministic_without_side_effects(model, made, tmp_path, monkeypatch, capfd):
