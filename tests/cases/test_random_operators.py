@@ -4,16 +4,15 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from checks_of import checks
 from onnx import helper, numpy_helper, parser
 from onnx_models import loaded
 
 from harness.accuracy.metrics.closeness import MAX_SQNR_DB
 from harness.accuracy.metrics.fidelity import Fidelity
 from harness.base.errors import EvaluationFailed
-from harness.base.progress import NullProgress
 from harness.base.random_inputs import random_feeds
 from harness.base.statistics import Interval
-from harness.config.sections import Limits
 from harness.graph.load import load, save_to_folder
 from harness.graph.protos import find_random_nodes, find_random_outputs
 from harness.graph.qdq.insert import Inserter
@@ -23,9 +22,7 @@ from harness.graph.rules.agreements import passed_slot
 from harness.graph.rules.dialects import ONNXRUNTIME
 from harness.graph.rules.movement import find_repeated_input
 from harness.measure.records import MAIN_BENCHMARKER
-from harness.plugins.api import Candidate
 from harness.run.verify.dynamic_check import write_dynamic_model
-from harness.run.verify.runtime_checker import CheckPlan, RuntimeChecker
 from harness.runtimes.host_clock import run_session
 from harness.ship.runtime_comparison import RuntimeComparison, _least_agreement
 from harness.workers.engines import BuiltEngine
@@ -133,15 +130,7 @@ def check(middle: str, folder, engine: Engine):
     resolved = space.resolve(space.quantize_roles({"linear"}))
     path = Inserter(model, ONNXRUNTIME, ranges).export(resolved, folder / "q.onnx")
     inputs = {"x": ("float", (1, 3, 8, 8)), "q": ("bool", ())}
-    feeds, floats = list(random_feeds(inputs, 2)), {MAIN_BENCHMARKER: floating}
-    plan = CheckPlan(
-        float_file=floating, floats=floats, feeds=feeds, folder=folder, work=folder / "w", limits=Limits()
-    )  # fmt: skip
-    with RuntimeChecker(plan, engine, NullProgress()) as checker:
-        files = {edges_digest(()): floating, "q": path}
-        return [
-            checker.check(Candidate(digest=key, edges=(), source=lambda file=file: file)) for key, file in files.items()
-        ]
+    return checks(engine, floating, list(random_feeds(inputs, 2)), folder, {edges_digest(()): floating, "q": path})
 
 
 @pytest.mark.parametrize("kind", ["Dropout", "RandomNormal", "If"])
@@ -163,12 +152,8 @@ def test_model_with_nothing_but_random_results_is_not_checked(tmp_path):
         """<ir_version: 8, opset_import: ["": 17]> g (float[2] x) => (float[2] y) { y = RandomNormalLike(x) }"""
     )
     onnx.save(proto, tmp_path / "m.onnx")
-    plan = CheckPlan(
-        float_file=tmp_path / "m.onnx", floats={MAIN_BENCHMARKER: tmp_path / "m.onnx"}, feeds=[{"x": np.ones(2)}],
-        folder=tmp_path, work=tmp_path / "w", limits=Limits()
-    )  # fmt: skip
-    with RuntimeChecker(plan, Engine(), NullProgress()) as checker:
-        found = checker.check(Candidate(digest="q", edges=(), source=lambda: tmp_path / "m.onnx"))
+    file = tmp_path / "m.onnx"
+    (found,) = checks(Engine(), file, [{"x": np.ones(2)}], tmp_path, {"q": file})
     assert found.verdict == "not checked"
     assert "random operator (RandomNormalLike" in found.reason
 

@@ -8,22 +8,19 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checks_of import checks
+from fidelity_of import write_quantized
 from machine import CPU_FLAGS, exact_int8
 from onnx_models import loaded, pair
 
-from harness.accuracy.calibration.ranges import calibrate
-from harness.base.progress import NullProgress
 from harness.base.random_inputs import random_feeds
 from harness.config.sections import Limits, PluginSpec
 from harness.graph.builder import GraphBuilder
 from harness.graph.load import save_to_folder
-from harness.graph.qdq.insert import Inserter
-from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import OPENVINO
 from harness.measure.provenance import describe_installed
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.plugins.api import Candidate
-from harness.run.verify.runtime_checker import CheckPlan, RuntimeChecker
 from harness.workers.engines import BuiltEngine, WorkerSpec
 from harness.workers.sandbox import Sandbox, open_engines
 from search.space import Edge
@@ -105,28 +102,17 @@ def concat(folder):
     g = GraphBuilder("convolutions")
     x = g.input("x", SHAPES["concat"])
     g.output(g.conv(g.op("Concat", g.conv(x, 16, 3), g.conv(x, 16, 3), axis=1), 16, 3))
-    made = loaded(g, "convolutions")
+    model, feeds = loaded(g), random_feeds({"x": ("float", SHAPES["concat"])}, 4)
     dialect = dataclasses.replace(OPENVINO, affine_ops=frozenset(), unsigned_positive=False)
-    space, floating = build_space(made, dialect), save_to_folder(made, folder)
-    tensors = {e.tensor for d in space.dimensions for e in d.edges} - made.constants.keys()
-    ranges = calibrate(floating, tensors, random_feeds({"x": ("float", SHAPES["concat"])}, 4))
-    edges = space.resolve(space.quantize_roles({"linear"}))
-    return floating, Inserter(made, dialect, ranges).write(edges, folder, name="quantized")
+    return save_to_folder(model, folder / "float"), write_quantized(model, dialect, feeds, folder, {"linear"})
 
 
 def checked(kind, folder, backend):
     floating, quantized = {"tokens": tokens, "concat": concat}[kind](folder)
-    plan = CheckPlan(
-        float_file=floating,
-        floats={MAIN_BENCHMARKER: floating},
-        feeds=random_feeds({"x": ("float", SHAPES[kind])}, 4),
-        folder=folder,
-        work=folder / "work",
-        limits=Limits(),
-    )
+    feeds = random_feeds({"x": ("float", SHAPES[kind])}, 4)
     worker = WorkerSpec(benchmarkers={MAIN_BENCHMARKER: backend}, workdir=folder / "engines")
-    with open_engines(worker, Limits()) as engines, RuntimeChecker(plan, engines, NullProgress()) as checker:
-        return checker.check(Candidate(digest="imported", edges=(), source=lambda: quantized))
+    with open_engines(worker, Limits()) as engines:
+        return checks(engines, floating, feeds, folder, {"imported": quantized})[0]
 
 
 @exact_int8
