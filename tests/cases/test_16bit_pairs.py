@@ -1,13 +1,13 @@
 """Q/DQ pairs in 16-bit floats: ONNX Runtime on a CPU gives what the file says, by rounding."""
 
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from checks_of import running
 from onnx import TensorProto, helper, parser
 from onnx_models import net
 
@@ -64,10 +64,8 @@ def assert_rounded(found):
 
 
 def outputs(path: Path, folder: Path, feed: np.ndarray, optimization: str = "disabled") -> np.ndarray:
-    runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": optimization})
-    built = runtime.build(Candidate(digest="q", edges=(), source=lambda: path), folder)
-    with runtime.open(built) as probe:
-        return np.asarray(probe.infer({"x": feed})["y"], np.float32)
+    with running(path, folder, optimization=optimization) as infer:
+        return np.asarray(infer({"x": feed})["y"], np.float32)
 
 
 @pytest.mark.parametrize("inner", ["initializer", "constant", "cast", "branch"])

@@ -1,13 +1,13 @@
 """Tensors that are always 0 on calibration data, or hold sentinels such as -1e9, stay float, and are named."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from checks_of import running
 from fidelity_of import quantizer, scales
 from onnx_models import by_name, normal, pair
 
@@ -20,8 +20,7 @@ from harness.compat.tao_specs.evaluate import rank_layers
 from harness.graph.builder import GraphBuilder
 from harness.graph.rules.dialects import ONNXRUNTIME_7BIT, OPENVINO_7BIT
 from harness.graph.rules.sentinels import MagnitudeHistogram, holds_sentinel
-from harness.plugins import registry
-from harness.plugins.api import Accuracy, Candidate, Infer
+from harness.plugins.api import Accuracy
 from harness.plugins.registry import installed_plugins
 from search.space import Space
 
@@ -259,21 +258,14 @@ def two_heads(quantized: bool, _: int = 0) -> onnx.ModelProto:
     return b.build()
 
 
-@contextmanager
-def running(model: onnx.ModelProto, folder: Path) -> Iterator[Infer]:
-    path = folder / "net.onnx"
-    onnx.save(model, path)
-    runtime: Any = registry.create_plugin("benchmarker", "onnxruntime", {"optimization": "disabled"})
-    with runtime.open(runtime.build(Candidate(digest="net", edges=(), source=lambda: path), folder)) as probe:
-        yield probe.infer
-
-
 def scored(plain: onnx.ModelProto, quantized: onnx.ModelProto, folder: Path) -> Accuracy:
     evaluator = Fidelity(folder / "reference.npz", {"x": ("float", (1, 3, SIZE, SIZE))}, samples=4)
-    with running(plain, folder) as infer:
+    onnx.save(plain, folder / "plain.onnx")
+    onnx.save(quantized, folder / "quantized.onnx")
+    with running(folder / "plain.onnx", folder, optimization="disabled") as infer:
         evaluator.prepare(infer)
         assert evaluator.score(infer).metrics["sqnr_db"] == 120
-    with running(quantized, folder) as infer:
+    with running(folder / "quantized.onnx", folder, optimization="disabled") as infer:
         return evaluator.score(infer)
 
 

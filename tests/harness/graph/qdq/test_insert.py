@@ -2,13 +2,13 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import openvino as ov
 import pytest
+from checks_of import running
 from fidelity_of import run_openvino
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,8 +25,6 @@ from harness.graph.qdq.insert import CastInserter, Inserter
 from harness.graph.qdq.qdq_graph import QDQGraph, diff_edges
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import ONNXRUNTIME, ONNXRUNTIME_7BIT, OPENVINO, OPENVINO_7BIT, TENSORRT, Dialect
-from harness.plugins import registry
-from harness.plugins.api import Candidate
 from harness.runtimes.tensorrt.options import cast_model, dominant_float_type, read_structure
 from search.space import Edge, Resolved, edges_digest
 
@@ -451,11 +449,9 @@ def net(path: Path) -> Model:
     return load(builder.save(path), min_opset=19)
 
 
-def answer(path: Path) -> Any:
-    made: Any = registry.create_plugin("benchmarker", "onnxruntime", {})
-    artifact = made.build(Candidate(digest="x", edges=(), source=lambda: path), path.parent)
-    with made.open(artifact) as probe:
-        return probe.infer(FEEDS)["y"]
+def answer(path: Path) -> np.ndarray:
+    with running(path, path.parent) as infer:
+        return infer(FEEDS)["y"]
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("f16", TensorProto.FLOAT16), ("bf16", TensorProto.BFLOAT16)])
