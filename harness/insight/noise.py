@@ -66,13 +66,6 @@ class NestedDesign:
         """Return the number of turns of each build."""
         return math.ceil(self.readings / READINGS_PER_TURN)
 
-    def __post_init__(self) -> None:
-        for name in ("processes", "builds", "readings"):
-            if getattr(self, name) < 2:
-                raise UserError(
-                    f"--{name}: at least 2, because a variance needs two values, but got {getattr(self, name)}"
-                )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseComponent:

@@ -243,20 +243,25 @@ def test_delivered_file_is_explained_with_its_measured_options(tmp_path, monkeyp
         else:
             write_json(tmp_path / record, {"backend": runtime})
 
-    assert choose_backend(path, None, {"threads": 3}) == PluginSpec(use="openvino", params={"threads": 3})
-    runtime = {"name": "onnxruntime", "options": {"threads": 2, "provider": "a library"}}
-    write(runtime)
-    assert choose_backend(path, None, {}) == PluginSpec(use="onnxruntime", params={"threads": 2})
-    assert choose_backend(path, "onnxruntime", {"threads": 1}).params == {"threads": 1}
-    assert choose_backend(path, "openvino", {}).params == {}
-    assert choose_backend(Path("zoo:resnet18"), None, {}) == PluginSpec(use="openvino")
-    write({"name": "openvino", "options": {"threads": 64, "streams": 4}})
-    assert choose_backend(path, None, {}).params == {"threads": 2, "streams": 2}, "of a larger machine"
-    assert choose_backend(path, None, {"threads": 1}).params == {"threads": 1, "streams": 1}
-    write({"name": "onnxruntime_web", "options": {"threads": 1}})
-    assert choose_backend(path, None, {}) == PluginSpec(use="onnxruntime_web"), "it has no such parameter"
-    write({"name": "another"})
-    assert choose_backend(path, None, {}) == PluginSpec(use="openvino"), "no plug-in has this name"
+    openvino, onnxruntime = "openvino", "onnxruntime"
+    larger = {"name": openvino, "options": {"threads": 64, "streams": 4}}
+    own = {"name": onnxruntime, "options": {"threads": 2, "provider": "a library"}}
+    web = {"name": "onnxruntime_web", "options": {"threads": 1}}
+    for runtime, use, params, expected in (
+        (None, None, {"threads": 3}, (openvino, {"threads": 3})),
+        (own, None, {}, (onnxruntime, {"threads": 2})),
+        (own, onnxruntime, {"threads": 1}, (onnxruntime, {"threads": 1})),
+        (own, openvino, {}, (openvino, {})),
+        (larger, None, {}, (openvino, {"threads": 2, "streams": 2})),
+        (larger, None, {"threads": 1}, (openvino, {"threads": 1, "streams": 1})),
+        (web, None, {}, ("onnxruntime_web", {})),  # it has no such parameter
+        ({"name": "another"}, None, {}, (openvino, {})),  # no plug-in has this name
+    ):
+        if runtime is not None:
+            write(runtime)
+        found = choose_backend(path, use, params)
+        assert (found.use, found.params) == expected
+    assert choose_backend(Path("zoo:resnet18"), None, {}) == PluginSpec(use=openvino)
     write("onnxruntime")
     if record == "task.json":
         assert choose_backend(path, "openvino", {}) == PluginSpec(use="openvino")

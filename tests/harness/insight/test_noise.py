@@ -131,9 +131,3 @@ def test_failed_builds_raise_user_error_with_reason():
             NestedDesign(processes=3, builds=2, readings=3),
             NullProgress(),
         )
-
-
-@pytest.mark.parametrize("name", ["processes", "builds", "readings"])
-def test_design_level_below_2_is_refused_with_option_name(name):
-    with pytest.raises(UserError, match=f"--{name}: at least 2, .* but got 1"):
-        NestedDesign(**{name: 1})

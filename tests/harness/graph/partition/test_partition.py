@@ -188,14 +188,6 @@ GELU = "Div Erf Add Mul Mul"
 NORM = "ReduceMean Sub Pow ReduceMean Add Sqrt Div Mul Add"
 
 
-def test_erf_gelu_is_in_the_region_of_its_layer():
-    g = GraphBuilder("gelu")
-    x = g.input("x", (1, 4, 8))
-    for _ in range(4):
-        x = erf_gelu(g, g.linear(x, 8))
-    assert leaves_of(g, x) == [f"MatMul Add {GELU}"] * 4
-
-
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_a_layer_norm_is_never_cut_in_two(decomposed):
     g = GraphBuilder("norm")
@@ -227,14 +219,11 @@ def test_attention_with_fused_layer_norm_is_a_composite():
     root = discover_regions(model)
     assert_sound(model, root)
     assert [child.type for child in root.children] == [RegionType.COMPOSITE] * 3
-    found = [sorted(operators(model, leaf) for leaf in child.iter_leaves()) for child in root.children]
-    assert found == [found[0]] * 3
-    assert "MatMul Add" in found[0]  # a projection alone
-    whole = discover_regions(model, minimum_topdown_search_size=11)
+    assert len({operators(model, child) for child in root.children}) == 1
+    assert "MatMul Add" in leaves(model, root)  # a projection alone
     # All three projections with the products between them are ten nodes: fewer than that stay together.
-    assert sorted(operators(model, leaf) for leaf in whole.children[0].iter_leaves()) == [
-        "LayerNormalization", "MatMul Add Add", "MatMul Add Transpose MatMul Add MatMul Softmax MatMul Add MatMul",
-    ]  # fmt: skip
+    whole = discover_regions(model, minimum_topdown_search_size=11)
+    assert leaves(model, whole).count("MatMul Add Transpose MatMul Add MatMul Softmax MatMul Add MatMul") == 3
 
 
 def test_attention_mask_input_does_not_change_regions():
@@ -451,15 +440,6 @@ def test_signatures_are_equal_iff_graphs_are_isomorphic(make_model, first, secon
     assert (signature(one) == signature(two)) == are_isomorphic(one, two)
 
 
-@settings(max_examples=150)
-@given(spec=small_specs, place=st.integers(0, 4), change=nodes(5))
-def test_node_change_alters_signature_unless_isomorphic(make_model, spec, place, change):
-    other = list(spec)
-    other[place % len(spec)] = change
-    one, two = make_model(spec), make_model(other)
-    assert (signature(one) == signature(two)) == are_isomorphic(one, two)
-
-
 OTHERS = {
     "Relu": "Tanh",
     "Softmax.1": "Softmax.0",
@@ -507,13 +487,6 @@ def test_order_and_names_in_the_file_never_change_a_signature(make_model, spec, 
 def test_signature_of_networks_ignores_node_order_and_names(make_model, make_stack, motifs, chosen, seed):
     spec = make_stack([motifs[number % len(motifs)] for number in chosen])
     assert_names_and_order_do_not_matter(make_model(spec), make_model(spec, seed))
-
-
-@given(spec=specs)
-def test_a_changed_operator_always_changes_the_signature(make_model, spec):
-    renamed = [("Neg", *rest) if op == "Relu" else (op, *rest) for op, *rest in spec]
-    changed = any(op == "Relu" for op, *_ in spec)
-    assert (signature(make_model(spec)) != signature(make_model(renamed))) == changed
 
 
 def test_signature_separates_weisfeiler_leman_equivalent_graphs(make_model):
