@@ -297,7 +297,7 @@ def recover(
 
     Example: `qdq inspect recover mobilenet.yaml --method mean --step bias_correction`
     """
-    from harness.insight.recovery_study import RecoveryRequest, recovery_report
+    from harness.insight.accuracy_studies import RecoveryRequest, recovery_report
     from harness.results.deploy_folder import bundle_model
 
     if Path(placement).exists():
@@ -335,7 +335,7 @@ def agreement(
 
     The figures are those of the evaluators agreement and fidelity. Example: `qdq inspect agreement mobilenet.yaml`
     """
-    from harness.insight.agreement_study import agreement_report
+    from harness.insight.accuracy_studies import agreement_report
 
     task = study_of(model, backend, param, None, None)
     folder = short_path(out or Path(f"agreement-{task.spec.name}"))

@@ -16,8 +16,7 @@ from harness.graph.io.model_reader import check_functions, read_model, refuse_da
 from harness.graph.model import DynamicOriginal, Model, read_nodes
 from harness.graph.passes.dimension_sizes import Axes, InputSizes, axes_of
 from harness.graph.passes.normalize import densify_sparse_initializers
-from harness.graph.passes.pipeline import ModelDraft
-from harness.graph.passes.rebatch import with_batch_size
+from harness.graph.passes.pipeline import ModelDraft, with_batch_size
 from harness.graph.passes.static_shapes import fix_inputs, has_dynamic_inputs, static_types
 from harness.graph.protos import attribute_value, copy_message, dtype_name, input_values, replace_field
 from harness.graph.qdq.qdq_graph import QDQ_OPS, QDQGraph

@@ -22,7 +22,7 @@ from harness.config.experiment import PTQ_TOOLS, Experiment, load_experiment, pl
 from harness.config.sections import Confirmation, PluginSpec
 from harness.graph.partition.patterns import find_patterns
 from harness.graph.partition.regions import discover_regions
-from harness.insight.layers import iter_edge_fusions, read_layers
+from harness.insight.model_report import iter_edge_fusions, read_layers
 from harness.measure.records import MAIN_BENCHMARKER, Failed
 from harness.measure.turn_log import TWIN, TurnMatrix, summarize_turns
 from harness.plugins import registry

@@ -24,8 +24,7 @@ from harness.graph.qdq.file_checks import CHECKED_DIALECTS, QDQProblem, find_qdq
 from harness.graph.qdq.qdq_graph import DEQUANTIZE, QDQ_OPS, QDQGraph, node_name, read_qdq_graph
 from harness.graph.rules.agreements import PASSING_OPS, SCALING_OPS
 from harness.graph.rules.operator_sets import LINEAR_OPS, MOVEMENT_OPS
-from harness.insight.layers import is_low_precision
-from harness.insight.model_report import open_static_file
+from harness.insight.model_report import is_low_precision, open_static_file
 from harness.plugins import registry
 from harness.runtimes.rtx_compile import (
     DEFAULT_TARGET,

@@ -153,7 +153,7 @@ def test_bodies_are_upgraded_like_the_graph(opset, body, size):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_both_branches_are_compared(first, monkeypatch):
-    monkeypatch.setattr("harness.graph.passes.upgrade_opset._flatten_hardmax", lambda graph: None)
+    monkeypatch.setattr("harness.graph.passes.pipeline._flatten_hardmax", lambda graph: None)
     bodies = ("Hardmax<axis=1>(x)", "Neg(x)")[:: 1 if first else -1]
     proto = parser.parse_model(BRANCHES.format(opset=11, size=8, then=bodies[0], other=bodies[1]))
     with pytest.raises(UserError, match=r"\(If, output 'y'\)"):

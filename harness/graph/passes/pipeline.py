@@ -1,18 +1,30 @@
-"""Preparation of a model for placement."""
+"""Preparation of a model for placement: another batch size, a newer opset, and a simpler structure.
+
+Models that were exported for one sample, like most detectors, get another batch size: the first size of the inputs is
+changed, and the constants that Reshape, Resize and Expand read as shapes. Then every tensor that depends on the inputs
+is checked: its first axis must be the batch, and its shape for one sample must be unchanged. Models that mix samples or
+move them to another axis are refused.
+
+onnx's version converter (1.21) changes the meaning of a few operators, which are handled here: Upsample and Resize
+before opset 11 become a Resize that samples at half pixels, Hardmax works along one axis from opset 13 on and along all
+following axes before, Scan of opset 8 loses its batch axis, and training becomes inference.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVarTuple
 
+import numpy as np
 import onnx
-from onnx import checker, helper
+from onnx import checker, helper, numpy_helper, version_converter
 
 from harness.base.errors import UserError
 from harness.graph.builder import MAX_IR_VERSION
 from harness.graph.model import TensorType
+from harness.graph.passes.dimension_sizes import Shapes, parse_shape
 from harness.graph.passes.normalize import (
     Weights,
     check_valid,
@@ -28,15 +40,18 @@ from harness.graph.passes.normalize import (
 )
 from harness.graph.passes.simplify import fold_and_prune, fold_shape_ops, inline_branches, remove_noops
 from harness.graph.passes.static_shapes import infer_types, static_types
-from harness.graph.passes.upgrade_opset import EXPLICIT_RESIZE_OPSET, upgrade_opset
 from harness.graph.protos import (
     attribute_value,
+    constants_by_name,
+    copy_message,
     find_random_nodes,
     is_standard_op,
+    iter_graphs,
     iter_nodes,
     iter_subgraphs,
     opset_versions,
     replace_field,
+    tensors_read,
 )
 from harness.workers.helper_process import call_in_helper_process
 
@@ -46,6 +61,17 @@ Ts = TypeVarTuple("Ts")
 FLOAT16_QUANTIZE_OPSET = 19  # first opset whose QuantizeLinear accepts float16 (ONNX operator schemas)
 _TRAINING_OUTPUTS = 3  # of a BatchNormalization in training mode
 MIN_IR_VERSION = 4  # first IR version whose initializers need not be inputs
+SHAPE_INPUT_SLOT = {"Reshape": 1, "Expand": 1, "Resize": 3}  # number of the input that is the shape of the result
+# Operators that work along the first axis, or with indices for one sample, without a change of the result's shape.
+BATCH_MIXING_OPS = frozenset(
+    {"CumSum", "GatherElements", "GatherND", "GRU", "LSTM", "RNN", "Scatter", "ScatterElements", "ScatterND"}
+)
+SHAPE_OPS = frozenset({"Shape", "Size"})  # their results do not depend on values
+EXPLICIT_RESIZE_OPSET = 11  # from this opset on, Resize has coordinate modes
+_SINGLE_AXIS_SOFTMAX_OPSET = 13  # from this opset on, Hardmax works along one axis
+_UNBATCHED_SCAN_OPSET = 9  # from this opset on, Scan has no batch axis
+_NO_IS_TEST_OPSET = 7  # from this opset on, BatchNormalization for training is recognised by its number of outputs
+_TRAINING_MODE_OPSET = 14  # from this opset on, it is recognised by an attribute
 
 
 @dataclass(slots=True)
@@ -192,3 +218,213 @@ def _find_invalid(check: Callable[[*Ts], None], args: tuple[*Ts]) -> str:
     except checker.ValidationError as error:
         return " ".join(str(error).split())
     return ""
+
+
+def upgrade_opset(proto: onnx.ModelProto, version: int, wanted: int, source: str) -> onnx.ModelProto:
+    """Return a model upgraded from opset `version` to `wanted` of the default domain; `proto` is changed.
+
+    The model must have inferred types and unique node names.
+
+    Raises:
+        UserError: The model has no equivalent in the newer opset; the message starts with `source`.
+    """
+    metadata, declared, outputs = (
+        list(each) for each in (proto.metadata_props, proto.graph.value_info, proto.graph.output)
+    )
+    try:
+        _refuse_unconvertible(proto.graph, version)
+        if version < _SINGLE_AXIS_SOFTMAX_OPSET:
+            _flatten_hardmax(proto.graph)
+        resizes = _explicit_resizes(proto.graph) if version < EXPLICIT_RESIZE_OPSET else []
+        what = f"{source}: the upgrade from opset {version} to {wanted}"
+        proto = call_in_helper_process(what, version_converter.convert_version, proto, wanted)
+    except (version_converter.ConvertError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"{source}: opset {version} cannot be upgraded to {wanted}, which Q/DQ needs here ({text}); "
+            f"export the model with opset {wanted} or later"
+        ) from error
+    _restore_resizes(proto.graph, resizes)
+    replace_field(proto.metadata_props, metadata)
+    for graph in iter_graphs(proto.graph):
+        # The converter writes shapes that are not always right (onnx 1.21: rank 0 after Softmax).
+        del graph.value_info[:]
+    proto.graph.value_info.extend(declared)
+    for value, before in zip(proto.graph.output, outputs, strict=True):
+        value.type.CopyFrom(before.type)
+    return proto
+
+
+def _iter_nodes(graph: onnx.GraphProto, *operators: str) -> Iterator[onnx.NodeProto]:
+    """Yield nodes of these ONNX operators, including those in subgraphs."""
+    for inner in iter_graphs(graph):
+        yield from (node for node in inner.node if node.op_type in operators and not node.domain)
+
+
+def _refuse_unconvertible(graph: onnx.GraphProto, version: int) -> None:
+    """Raise `RuntimeError` for a node that newer opsets cannot express."""
+    for node in _iter_nodes(graph, "BatchNormalization", "Dropout", "Scan"):
+        if node.op_type == "Scan" and version < _UNBATCHED_SCAN_OPSET:
+            raise RuntimeError(f"{_describe_node(node)} has the batch axis of opset 8, which Scan lost in opset 9")
+        old = version < _NO_IS_TEST_OPSET and node.op_type != "Scan" and not attribute_value(node, "is_test")
+        several = sum(map(bool, node.output)) > 1
+        if old or (node.op_type == "BatchNormalization" and version < _TRAINING_MODE_OPSET and several):
+            raise RuntimeError(f"{_describe_node(node)} is exported for training; export the model for inference")
+
+
+def _explicit_resizes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Return nodes with the name, attributes and output of the Resize that replaces each Upsample or old Resize.
+
+    Before the attribute `nearest_mode` existed, ONNX Runtime rounded coordinates up on axes that shrink and down on
+    others (`GetNearestPixelFromOriginal`, mode SIMPLE); onnx's own test of Resize-10 expects the same.
+    """
+    constants = {name: value for inner in iter_graphs(graph) for name, value in constants_by_name(inner).items()}
+    resizes = []
+    for node in _iter_nodes(graph, "Upsample", "Resize"):
+        mode = attribute_value(node, "mode", "nearest")
+        mode = "linear" if mode == "bilinear" else mode  # the name in opset 1
+        attributes = {"mode": mode, "coordinate_transformation_mode": "asymmetric"}
+        if mode == "nearest":
+            attributes["nearest_mode"] = "floor"  # of an Upsample, which only enlarges
+            if node.op_type == "Resize":
+                what = _describe_node(node)
+                if node.input[1] not in constants:
+                    raise RuntimeError(f"the scales of {what} are not constant, so its rounding is not known")
+                factors = numpy_helper.to_array(constants[node.input[1]]).ravel().tolist()
+                if min(factors) < 1 < max(factors):
+                    raise RuntimeError(f"{what} enlarges one axis and shrinks another, which it rounds differently")
+                attributes["nearest_mode"] = "ceil" if min(factors) < 1 else "floor"
+        resizes.append(helper.make_node("Resize", [], list(node.output), name=node.name, **attributes))
+    return resizes
+
+
+def _restore_resizes(graph: onnx.GraphProto, resizes: Sequence[onnx.NodeProto]) -> None:
+    """Set names and attributes of the Resize nodes of a converted graph, which are in the order of `resizes`."""
+    new_names = {}
+    for node, resize in zip(list(_iter_nodes(graph, "Resize")) if resizes else (), resizes, strict=True):
+        node.name = resize.name
+        new_names[node.output[0]] = resize.output[0]
+        replace_field(node.attribute, resize.attribute)
+    for inner in iter_graphs(graph) if new_names else ():
+        for value in inner.output:
+            value.name = new_names.get(value.name, value.name)
+        for node in inner.node:
+            for names in (node.input, node.output):
+                names[:] = [new_names.get(name, name) for name in names]
+
+
+def _flatten_hardmax(graph: onnx.GraphProto) -> None:
+    """Replace every Hardmax by one over the rows of a matrix, whose meaning is equal in all opsets, in place."""
+    for inner in iter_graphs(graph):
+        nodes: list[onnx.NodeProto] = []
+        for node in inner.node:
+            if node.op_type != "Hardmax" or node.domain:
+                nodes.append(node)
+                continue
+            axis, data = attribute_value(node, "axis", 1), node.input[0]
+            result, rows, largest, shape = (node.output[0] + end for end in ("", ".rows", ".largest", ".shape"))
+            nodes += [
+                helper.make_node("Flatten", [data], [rows], name=f"{node.name}.rows", axis=axis),
+                helper.make_node("Hardmax", [rows], [largest], name=node.name, axis=1),
+                helper.make_node("Shape", [data], [shape], name=f"{node.name}.size"),
+                helper.make_node("Reshape", [largest, shape], [result], name=f"{node.name}.shape"),
+            ]
+        if len(nodes) > len(inner.node):
+            replace_field(inner.node, nodes)
+
+
+def _describe_node(node: onnx.NodeProto) -> str:
+    return f"{node.op_type} {node.name or node.output[0]!r}"
+
+
+def with_batch_size(proto: onnx.ModelProto, shapes: Shapes, source: str) -> onnx.ModelProto:
+    """Return a copy of a model with the batch size of `shapes` if it is fixed to one sample, or else the model itself.
+
+    Raises:
+        UserError: The shapes have several batch sizes, or the model cannot be changed; then the message, which starts
+            with `source`, names the operator that prevents it.
+    """
+    batch_sizes = {}
+    inputs = {value.name: value for value in proto.graph.input}
+    for name, given in shapes.items():
+        if name in inputs:
+            declared = tuple(dim.dim_value for dim in inputs[name].type.tensor_type.shape.dim)
+            size, *rest = parse_shape(given, f"{source}: shapes.{name}")
+            if declared[:1] == (1,) and declared[1:] == tuple(rest) and size > 1:
+                batch_sizes[name] = size
+    if not batch_sizes:
+        return proto
+    if len(set(batch_sizes.values())) > 1:
+        raise UserError(f"{source}: shapes: one number of samples for all inputs, but got {dict(batch_sizes)}")
+    samples = next(iter(batch_sizes.values()))
+    one = copy_message(proto)
+    lower_constants(one.graph)
+    weights = externalize_weights(one.graph)
+    dependent = set(batch_sizes)  # tensors that are computed from values, and not only from shapes, of the inputs
+    for node in one.graph.node:
+        if node.op_type not in SHAPE_OPS and dependent.intersection(tensors_read(node)):
+            dependent.update(name for name in node.output if name)
+    many = copy_message(one)
+    _set_batch_size(many.graph, set(batch_sizes), dependent, samples)
+    before, after = (static_types(infer_types(model, source).graph) for model in (one, many))
+    problem = _first_batch_mixing_op(one.graph, dependent, before, after, samples)
+    if problem:
+        widened = ", ".join(f"{name!r} to {samples}" for name in batch_sizes)
+        raise UserError(
+            f"{source}: shapes: the model is fixed to one sample and cannot be widened ({widened}): {problem}; "
+            "export it with a dynamic batch"
+        )
+    restore_weights(many.graph, weights)
+    logger.info("%s: batch size changed from 1 to %d", source, samples)
+    return many
+
+
+def _set_batch_size(graph: onnx.GraphProto, inputs: set[str], dependent: set[str], samples: int) -> None:
+    """Set the batch size of inputs and of constants that are shapes; clear all other declared shapes."""
+    for value in graph.input:
+        if value.name in inputs:
+            value.type.tensor_type.shape.dim[0].dim_value = samples
+    for value in graph.output:
+        value.type.tensor_type.ClearField("shape")
+    del graph.value_info[:]
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        slot = SHAPE_INPUT_SLOT.get(node.op_type, len(node.input))
+        if slot < len(node.input) and node.input[slot] in constants and node.input[0] in dependent:
+            sizes = numpy_helper.to_array(constants[node.input[slot]])
+            if sizes.size and sizes.flat[0] == 1:
+                name = f"{node.input[slot]}.{samples}"
+                if name not in constants:
+                    batched = np.concatenate([[samples], sizes.ravel()[1:]]).astype(sizes.dtype)
+                    constants[name] = numpy_helper.from_array(batched, name)
+                    graph.initializer.append(constants[name])
+                node.input[slot] = name
+
+
+def _first_batch_mixing_op(
+    graph: onnx.GraphProto,
+    dependent: set[str],
+    before: Mapping[str, TensorType],
+    after: Mapping[str, TensorType],
+    samples: int,
+) -> str:
+    """Describe the first operator whose result is not the same for each sample; "" if there is none."""
+    for node in graph.node:
+        if not dependent.intersection(tensors_read(node)) or node.op_type in SHAPE_OPS:
+            continue
+        label = f"{node.op_type} {node.name or node.output[0]!r}"
+        if any(True for _ in iter_subgraphs(node)):
+            return f"{label} has a subgraph"
+        first = node.input[0]
+        axis = attribute_value(node, "axis", 0 if node.op_type == "Gather" else None)
+        along = axis == 0 or (first in before and axis == -len(before[first].shape))
+        if first in dependent and (node.op_type in BATCH_MIXING_OPS or along):
+            return f"{label} works along the samples"
+        for name in node.output:
+            if name in before and name not in after:
+                return f"the result of {label} for several samples is not known"
+            own = before[name].shape if name in before else None
+            if own is not None and (own[:1] != (1,) or after[name].shape != (samples, *own[1:])):
+                return f"{label} does not keep samples apart"
+    unknown = [value.name for value in graph.output if value.name in dependent and value.name not in before]
+    return f"the shape of output {unknown[0]!r} is not known" if unknown else ""

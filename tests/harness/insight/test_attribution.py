@@ -31,7 +31,7 @@ from harness.insight.attribution import (
     quantized,
     without,
 )
-from harness.insight.layers import iter_edge_fusions
+from harness.insight.model_report import iter_edge_fusions
 from harness.insight.render import attribution_lines, explain_and_save
 from harness.measure.turn_log import TWIN, Turn
 from harness.plugins.api import Candidate, Layer

@@ -25,8 +25,15 @@ from harness.graph.qdq.qdq_graph import read_qdq_graph
 from harness.graph.qdq.space import build_space
 from harness.graph.rules.dialects import load_dialect
 from harness.insight import model_report
-from harness.insight.layers import FusionReport, explain_layers, time_layers
-from harness.insight.model_report import choose_backend, compare_precisions, explain_model, report_lines
+from harness.insight.model_report import (
+    FusionReport,
+    choose_backend,
+    compare_precisions,
+    explain_layers,
+    explain_model,
+    report_lines,
+    time_layers,
+)
 from harness.plugins.api import Layer
 
 OPENVINO_F32 = PluginSpec(use="openvino", params={"precision": "f32"})

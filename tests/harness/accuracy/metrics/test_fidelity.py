@@ -22,7 +22,7 @@ from harness.base.errors import EvaluationFailed, UserError
 from harness.base.files import read_json
 from harness.base.progress import NullProgress
 from harness.graph.builder import GraphBuilder
-from harness.insight.agreement_study import agreement_report
+from harness.insight.accuracy_studies import agreement_report
 from harness.plugins.api import Evaluator, NeedsPreparation
 from harness.run.prepare.study_task import make_study
 

@@ -7,7 +7,7 @@ from onnx import parser
 import harness.graph.passes.pipeline as pipeline
 from harness.base.errors import UserError
 from harness.graph.load import load_proto
-from harness.graph.passes.upgrade_opset import upgrade_opset
+from harness.graph.passes.pipeline import upgrade_opset
 
 
 def model(opset: int = 13) -> onnx.ModelProto:

@@ -11,7 +11,7 @@ from onnx_models import run_onnxruntime
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
-from harness.graph.passes.rebatch import with_batch_size
+from harness.graph.passes.pipeline import with_batch_size
 
 
 def results(proto: onnx.ModelProto, values: np.ndarray) -> list[np.ndarray]:

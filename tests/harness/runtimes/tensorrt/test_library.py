@@ -5,7 +5,7 @@ import json
 import pytest
 
 from harness.base.errors import MeasureFailed
-from harness.insight.layers import classify_layer, is_low_precision
+from harness.insight.model_report import classify_layer, is_low_precision
 from harness.runtimes.tensorrt.library import read_layers
 
 CONV = "Conv_0 + Relu_0"
