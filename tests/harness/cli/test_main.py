@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from small import qdq, save_chain
 
+from harness.base.errors import DoesNotHold, UserError
 from harness.base.paths import WAIT_VARIABLE
 from harness.base.terminal_progress import TerminalProgress
 from harness.cli.doctor import plugin_purpose
@@ -353,3 +354,38 @@ def test_timing_commands_accept_wait_option(tmp_path, monkeypatch, command):
     assert qdq(*command.split(), "none.onnx", "--wait", "7") == 2
     assert float(os.environ[WAIT_VARIABLE]) == 7
     assert qdq(*command.split(), "none.onnx", "--wait", "-1") == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unknown_option_is_a_usage_error_of_every_command(command, capsys):
+    assert qdq(*command.split(), "--frobnicate") == 2
+    assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (None, 0, ""),
+        (DoesNotHold("it differs"), 1, "qdq: it differs"),
+        (UserError("no such file"), 2, "qdq: no such file"),
+        (SystemExit(1), 2, "sys.exit(1)"),
+        (SystemExit("a text"), 2, "a text"),
+        (RuntimeError("a bug"), 3, "internal error"),
+        (EOFError(), 3, "internal error"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_exit_status_by_error(monkeypatch, capsys, error, status, said):
+    def examine():
+        if error is not None:
+            raise error
+        return []
+
+    monkeypatch.setattr("harness.cli.doctor.examine_machine", examine)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # typer replaces it after a broken pipe
+    assert qdq("doctor") == status
+    found = capsys.readouterr().err
+    assert said in found
+    assert ("Traceback" in found) == (status == 3)

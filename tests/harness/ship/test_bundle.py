@@ -176,6 +176,12 @@ def program(request, tmp_path, monkeypatch):
     return run
 
 
+def script_text(model: Path, facts: dict[str, Any]) -> str:
+    target = find_target(facts)
+    assert target is not None
+    return deploy_script(model, facts, target)
+
+
 def save_dynamic(model: Path) -> Path:
     """Write a copy of a model with a dynamic batch next to it, as `qdq run` does, and return its path."""
     proto = onnx.load(model)
@@ -231,11 +237,8 @@ def test_loaded_function_refuses_arrays_that_do_not_fit(tmp_path, monkeypatch, r
     fake_tensorrt(monkeypatch, 11)
     _, quantized = save_quantized(tmp_path)
     facts = TENSORRT if runtime == "tensorrt" else describe(runtime)
-    target = find_target(facts)
-    assert target is not None
-    script = tmp_path / "deploy.py"
-    script.write_text(deploy_script(quantized, facts, target))
-    found = runpy.run_path(str(script))
+    (tmp_path / "deploy.py").write_text(script_text(quantized, facts))
+    found = runpy.run_path(str(tmp_path / "deploy.py"))
     run, x = found["load"](), np.random.default_rng(5).random((1, 3, 8, 8), np.float32)
     expected = next(iter(run({"x": x}).values()))
     for feeds, fact in (
@@ -285,10 +288,8 @@ def test_model_names_are_escaped_in_the_deploy_script(tmp_path):
     name = '"""\nimport os\nos.abort()  # \\'
     _, quantized = save_quantized(tmp_path, name=name)
     facts = {**describe("onnxruntime"), "version": '1.0"""\nimport os'}
-    target = find_target(facts)
-    assert target is not None
     found: dict[str, Any] = {"__name__": "deploy", "__file__": str(tmp_path / "deploy.py")}
-    exec(compile(deploy_script(quantized, facts, target), "deploy.py", "exec"), found)
+    exec(compile(script_text(quantized, facts), "deploy.py", "exec"), found)
     assert list(found["INPUTS"]) == [name]
     assert "abort" not in str(found["__doc__"]).partition("os.")[0]
 
