@@ -38,7 +38,7 @@ from harness.report.report_table import ReportTable, format_interval, write_tabl
 from harness.report.statistics import (
     MIN_BLOCKS,
     FriedmanRanks,
-    compare_with,
+    compare_pairs,
     compute_ranks,
     quartiles,
     score_against_random,
@@ -238,7 +238,7 @@ def _pairwise_table(results: Sequence[TableResult], budgets: Sequence[int]) -> R
             name: {r.name: (r.optimum_ms / r.latency_ms(name)[:, budget - 1]).tolist() for r in results}
             for name in (control, *others)
         }
-        frames.append(compare_with(control, shares).assign(budget=budget))
+        frames.append(compare_pairs(shares, control).assign(budget=budget))
     raw = pd.concat(frames, ignore_index=True)
     cells = raw[["budget", "first", "second", "blocks"]].assign(
         ratio=[format_interval(*figures, 3) for figures in zip(raw["ratio"], raw["low"], raw["high"], strict=True)],

@@ -72,6 +72,16 @@ class ReportTable:
         return {name: cells[name].iloc[0] for name in names}
 
     @property
+    def shown_once(self) -> dict[str, str]:
+        """Shared values that LaTeX and the page show above the table instead of in a column."""
+        return {name: value for name, value in self.shared_values.items() if name in COLUMNS_SHOWN_ONCE}
+
+    def marked_rows(self) -> Iterator[dict[str, tuple[str, str]]]:
+        """Yield the text and the mark ("" without one) of each cell by column, row by row."""
+        for number, line in enumerate(frame_rows(self.cells.astype(str))):
+            yield {column: (text, self.marks.get((number, column), "")) for column, text in line.items()}
+
+    @property
     def constant(self) -> dict[str, str]:
         """Shared values without those of marked columns and of a sole key column."""
         marked = {column for _, column in self.marks}
@@ -93,9 +103,8 @@ class ReportTable:
             grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
             for column in part.cells.columns:
                 grid.add_column(Text(printable(str(column))), overflow="fold", max_width=MAX_TERMINAL_COLUMN_CHARS)
-            for number, line in enumerate(frame_rows(part.cells.astype(str))):
-                styles = {column: TERMINAL_STYLES[self.marks.get((number, column), "")] for column in line}
-                grid.add_row(*(Text(printable(text), style=styles[column]) for column, text in line.items()))
+            for row in part.marked_rows():
+                grid.add_row(*(Text(printable(text), style=TERMINAL_STYLES[mark]) for text, mark in row.values()))
             yield grid
             yield ""
         for style, lines in (("yellow", self.warnings), ("dim", self.note.splitlines())):
@@ -306,18 +315,16 @@ def write_csv(frame: pd.DataFrame, path: Path, float_format: str | None = None) 
 
 def table_json(table: ReportTable) -> dict[str, Any]:
     """Return the table as JSON data for the page; `alike` has the values that are shown once above the table."""
-    alike = {name: value for name, value in table.shared_values.items() if name in COLUMNS_SHOWN_ONCE}
-    names = [str(name) for name in table.cells if name not in alike]
-    kinds = {name: "text" if name in table.text_columns else "number" for name in names}
-    rows = [
-        [{"text": line[n], "kind": kind, "mark": table.marks.get((number, n), "")} for n, kind in kinds.items()]
-        for number, line in enumerate(frame_rows(table.cells.astype(str)))
-    ]
+    alike = table.shown_once
+    kinds = {str(c): "text" if c in table.text_columns else "number" for c in table.cells if c not in alike}
     return {
         "name": table.name,
         "title": table.title,
         "heads": [{"text": name, "kind": kind} for name, kind in kinds.items()],
-        "rows": rows,
+        "rows": [
+            [{"text": row[name][0], "kind": kind, "mark": row[name][1]} for name, kind in kinds.items()]
+            for row in table.marked_rows()
+        ],
         "alike": ", ".join(f"{name}: {value}" for name, value in alike.items()),
         "notes": table.note.splitlines(),
     }
@@ -328,7 +335,7 @@ def _render_latex(table: ReportTable) -> str:
 
     The caption has the title, the values that all rows share, and the first two sentences of the note.
     """
-    alike = {name: value for name, value in table.shared_values.items() if name in COLUMNS_SHOWN_ONCE}
+    alike = table.shown_once
     cells = _apply_marks(table, escape_latex, LATEX_MARKS).drop(columns=[escape_latex(name) for name in alike])
     body = cells.to_latex(index=False, escape=False, column_format="l" * len(cells.columns)).rstrip()
     shared = "; ".join(f"{name}: {value}" for name, value in alike.items())
@@ -344,11 +351,8 @@ def _render_latex(table: ReportTable) -> str:
 
 def _apply_marks(table: ReportTable, escape: Callable[[str], str], marks: Mapping[str, str]) -> pd.DataFrame:
     forms = {"": "{}", **marks}
-    lines = [
-        [forms[table.marks.get((number, column), "")].format(escape(text)) for column, text in line.items()]
-        for number, line in enumerate(frame_rows(table.cells.astype(str)))
-    ]
-    return pd.DataFrame(lines, columns=[escape(column) for column in table.cells.columns])
+    rows = [[forms[mark].format(escape(text)) for text, mark in row.values()] for row in table.marked_rows()]
+    return pd.DataFrame(rows, columns=[escape(column) for column in table.cells.columns])
 
 
 def _split_wide_table(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,8 +136,8 @@ def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
     return float(((one > two) + 0.5 * (one == two)).mean())
 
 
-def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.DataFrame:
-    """Return ratio, effect size and Holm-corrected p of Wilcoxon's signed-rank test for every pair of methods.
+def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]], control: str | None = None) -> pd.DataFrame:
+    """Return ratio, effect size and Holm-corrected p of Wilcoxon's signed-rank test for pairs of methods.
 
     The ratio of a block is that of the medians over seeds; see `mean_ratio_over_blocks`. `chance` is the mean over
     blocks of `effect_size` over seeds (probability of improvement: Agarwal et al. 2021, "Deep reinforcement learning at
@@ -145,31 +145,19 @@ def compare_pairs(seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.Data
 
     Args:
         seeds: Positive values of the seeds by method and block; a pair is compared on its common blocks.
+        control: Method that is `first` in each pair, whose means over seeds are compared: with many seeds the medians
+            are all the same best value. Holm's correction is then for k - 1 comparisons of k methods, not for
+            k (k - 1) / 2, for which the recorded tables are too few blocks (Demšar 2006, section 3.2.2: all against a
+            control). None compares every pair.
 
     Returns:
         Columns first, second, blocks, ratio, low, high, chance, p_value, p_holm.
-    """
-    return _compare_all(itertools.combinations(seeds, 2), seeds, np.median)
-
-
-def compare_with(control: str, seeds: Mapping[str, Mapping[str, Sequence[float]]]) -> pd.DataFrame:
-    """Return `compare_pairs` of one method with each of the others; `first` is the control.
-
-    Means over seeds are compared instead of medians: with many seeds the medians are all the same best value. Holm's
-    correction is for k - 1 comparisons of k methods, not for k (k - 1) / 2, for which the recorded tables are too few
-    blocks (Demšar 2006, section 3.2.2: all against a control).
 
     Raises:
-        KeyError: There is no such method.
+        KeyError: There is no method `control`.
     """
-    return _compare_all([(control, other) for other in seeds if other != control], seeds, np.mean)
-
-
-def _compare_all(
-    pairs: Iterable[tuple[str, str]],
-    seeds: Mapping[str, Mapping[str, Sequence[float]]],
-    middle: Callable[[Sequence[float]], Any],
-) -> pd.DataFrame:
+    pairs = itertools.combinations(seeds, 2) if control is None else ((control, n) for n in seeds if n != control)
+    middle: Callable[[Sequence[float]], Any] = np.median if control is None else np.mean
     lines = []
     for one, two in pairs:
         first, second = seeds[one], seeds[two]

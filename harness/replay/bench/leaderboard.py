@@ -26,7 +26,7 @@ from harness.replay.replay import Floats, load_landscape
 from harness.replay.simulated_selection import Searches
 from harness.report.plots.figures import series_style
 from harness.report.report_table import ReportTable, format_interval, frame_rows, render_markdown, render_note_markdown
-from harness.report.statistics import FriedmanRanks, compare_with, compute_ranks, smallest_p_value
+from harness.report.statistics import FriedmanRanks, compare_pairs, compute_ranks, smallest_p_value
 
 CONTROL = "auto"
 #: Searchers that `CONTROL` is tested against at `PLANNED_BUDGET` on the test tasks, chosen before they were compared.
@@ -200,8 +200,8 @@ def _speeds_at(tasks: Sequence[TableResult], searcher: str, budget: int) -> dict
 
 
 def _compare(tasks: Sequence[TableResult], names: Sequence[str], budget: int) -> list[dict[str, Any]]:
-    """Return the lines of `compare_with` for `CONTROL` and some other searchers."""
-    return frame_rows(compare_with(CONTROL, {name: _speeds_at(tasks, name, budget) for name in (CONTROL, *names)}))
+    """Return the lines of `compare_pairs` for `CONTROL` and some other searchers."""
+    return frame_rows(compare_pairs({name: _speeds_at(tasks, name, budget) for name in (CONTROL, *names)}, CONTROL))
 
 
 def _pairs_table(others: Sequence[str], tasks: Sequence[TableResult], budgets: Sequence[int]) -> ReportTable:

@@ -152,8 +152,7 @@ def draw_sensitivity(effects: Sequence[PartEffect], noise_floor: float, title: s
         labels = [fill(_describe_effect(effect, 40), 40) for effect, _ in measured]
         axes.set_yticks(range(len(measured)), labels, fontsize=7.5)
         axes.set_ylim(len(measured) - 0.4, -0.6)
-        axes.set_xlabel("% slower without it, 95 % interval\nfilled: beyond the noise floor (grey)")
-        axes.set_title(title)
+        axes.set(xlabel="% slower without it, 95 % interval\nfilled: beyond the noise floor (grey)", title=title)
 
 
 def draw_gain_and_drop(report: AttributionReport, metric: str, title: str, path: Path) -> None:
@@ -197,8 +196,7 @@ def draw_gain_and_drop(report: AttributionReport, metric: str, title: str, path:
             *listed,
         ]
         axes.set_xlabel("\n".join(lines), fontsize=8, loc="left")
-        axes.set_ylabel(f"{metric} that it costs (below 0: gains)")
-        axes.set_title(title)
+        axes.set(ylabel=f"{metric} that it costs (below 0: gains)", title=title)
 
 
 def _describe_effect(effect: PartEffect, width: int) -> str:

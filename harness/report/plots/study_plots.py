@@ -63,8 +63,7 @@ def draw_speedups(overview: pd.DataFrame, title: str, path: Path) -> None:
         axes.set_ylim(len(bands) - 0.5, -0.5)
         hollow = "; hollow: breaks the bound on accuracy" if overview["beyond"].any() else ""
         limits = f"log scale; limits as in the table{hollow}"
-        axes.set_xlabel(f"confirmed speedup over the float model, higher is better ({limits})")
-        axes.set_title(fill(title, 90))
+        axes.set(xlabel=f"confirmed speedup over the float model, higher is better ({limits})", title=fill(title, 90))
         axes.figure.legend(loc="outside right center", frameon=False, fontsize=8)
 
 
@@ -90,9 +89,8 @@ def draw_budget_bars(budgets: pd.DataFrame, title: str, path: Path) -> None:
             )  # fmt: skip
         axes.axhline(1.0, color="0.3", linewidth=0.8)
         axes.set_xticks(range(len(searchers)), searchers)
-        axes.set_xlabel("median over seeds; whiskers: 95 % interval,\nbelow six seeds the widest limits of their own")
-        axes.set_ylabel("confirmed speedup")
-        axes.set_title(title)
+        note = "median over seeds; whiskers: 95 % interval,\nbelow six seeds the widest limits of their own"
+        axes.set(xlabel=note, ylabel="confirmed speedup", title=title)
         add_legend(axes)
 
 
@@ -151,9 +149,7 @@ def draw_regret(regret: Mapping[str, Floats], title: str, path: Path) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("evaluations")
-        axes.set_ylabel("latency above the optimum in %")
-        axes.set_title(fill(title, 70))
+        axes.set(xlabel="evaluations", ylabel="latency above the optimum in %", title=fill(title, 70))
         add_legend(axes)
 
 
@@ -178,8 +174,6 @@ def draw_transfer_map(transfer: pd.DataFrame, title: str, path: Path) -> None:
             axes.text(target, source, text, ha="center", va="center", color="white" if dark else "black")
         axes.set_xticks(range(len(names)), [fill(name, 18) for name in names])
         axes.set_yticks(range(len(names)), [fill(name, 18) for name in names])
-        axes.set_xlabel("run on")
-        axes.set_ylabel("found on")
-        axes.set_title(title)
+        axes.set(xlabel="run on", ylabel="found on", title=title)
         axes.figure.colorbar(image, ax=axes, label="share of its own best gain")
         axes.tick_params(length=0)

@@ -12,7 +12,6 @@ from harness.base.text import pluralize
 from harness.report.report_table import format_interval
 from harness.report.statistics import (
     compare_pairs,
-    compare_with,
     compute_ranks,
     effect_size,
     quartiles,
@@ -78,13 +77,13 @@ def test_pairs_have_a_ratio_an_effect_and_a_corrected_test():
 def test_comparison_with_control_corrects_only_its_pairs():
     blocks = {f"b{i}": 1.0 + 0.1 * i for i in range(8)}
     seeds = {name: {b: [gain * v] for b, v in blocks.items()} for name, gain in (("a", 1.0), ("b", 2.0), ("c", 0.5))}
-    every, own = compare_pairs(seeds), compare_with("b", seeds)
+    every, own = compare_pairs(seeds), compare_pairs(seeds, "b")
     assert own[["first", "second"]].to_numpy().tolist() == [["b", "a"], ["b", "c"]]
     assert own["ratio"].tolist() == pytest.approx([2.0, 4.0])
     assert own["p_holm"].tolist() == pytest.approx(2 * [2 * 2 / 2**8]), "two comparisons"
     assert every["p_holm"].tolist() == pytest.approx(3 * [3 * 2 / 2**8]), "three comparisons"
     with pytest.raises(KeyError):
-        compare_with("missing", seeds)
+        compare_pairs(seeds, "missing")
 
 
 WORTH = {"a": (2.0, 3.0, 2.5), "b": (1.0, 1.0, 1.0)}
