@@ -8,8 +8,8 @@ import onnx
 import pytest
 from fake_machine import TensorRT11
 from onnx import TensorProto as Type
-from onnx import helper, numpy_helper
-from onnx_models import everywhere, net
+from onnx import numpy_helper
+from onnx_models import everywhere, net, new_node
 from typer.testing import CliRunner
 
 from harness.base.errors import UserError
@@ -35,11 +35,11 @@ EXPERIMENT = {
 
 
 def cast(before: str, after: str, to: int) -> onnx.NodeProto:
-    return helper.make_node("Cast", [before], [after], name=f"cast_{after}", to=to)
+    return new_node("Cast", [before], after, name=f"cast_{after}", to=to)
 
 
 def conv(before: str, after: str, weight: str, pad: int = 1) -> onnx.NodeProto:
-    return helper.make_node("Conv", [before, weight], [after], name=f"conv_{after}", pads=[pad] * 4)
+    return new_node("Conv", [before, weight], after, name=f"conv_{after}", pads=[pad] * 4)
 
 
 def graph(folder: Path, nodes: list[onnx.NodeProto], inputs: dict[str, int]) -> Path:
@@ -56,7 +56,7 @@ def graph(folder: Path, nodes: list[onnx.NodeProto], inputs: dict[str, int]) -> 
 
 def behind(tensor: str) -> list[onnx.NodeProto]:
     """Two convolutions that read a tensor."""
-    relu = helper.make_node("Relu", ["c"], ["r"], name="relu")
+    relu = new_node("Relu", ["c"], "r", name="relu")
     return [conv(tensor, "c", "w3"), relu, conv("r", "y", "w4")]
 
 
@@ -65,13 +65,13 @@ def of_input(kind: int) -> tuple[list[onnx.NodeProto], dict[str, int]]:
 
 
 def mask(kind: int) -> tuple[list[onnx.NodeProto], dict[str, int]]:
-    product = helper.make_node("Mul", ["x", "mf"], ["xm"], name="mul")
+    product = new_node("Mul", ["x", "mf"], "xm", name="mul")
     return [cast("m", "mf", Type.FLOAT), product, *behind("xm")], {"x": Type.FLOAT, "m": kind}
 
 
 def amp() -> tuple[list[onnx.NodeProto], dict[str, int]]:
     """As exported under automatic mixed precision: to FP16 and back."""
-    relu = helper.make_node("Relu", ["ch"], ["rh"], name="relu")
+    relu = new_node("Relu", ["ch"], "rh", name="relu")
     there, back = cast("c", "ch", Type.FLOAT16), cast("rh", "r", Type.FLOAT)
     start = [cast("x", "xh", Type.FLOAT16), cast("xh", "xf", Type.FLOAT)]
     return [*start, conv("xf", "c", "w3"), there, relu, back, conv("r", "y", "w4")], {"x": Type.FLOAT}
@@ -83,9 +83,9 @@ def chain() -> tuple[list[onnx.NodeProto], dict[str, int]]:
 
 
 def joined() -> tuple[list[onnx.NodeProto], dict[str, int]]:
-    concat = helper.make_node("Concat", ["xf", "zf"], ["j"], name="concat", axis=1)
-    pool = helper.make_node("MaxPool", ["j"], ["p"], name="pool", kernel_shape=[3, 3], pads=[1] * 4)
-    relu = helper.make_node("Relu", ["c"], ["r"], name="relu")
+    concat = new_node("Concat", ["xf", "zf"], "j", name="concat", axis=1)
+    pool = new_node("MaxPool", ["j"], "p", name="pool", kernel_shape=[3, 3], pads=[1] * 4)
+    relu = new_node("Relu", ["c"], "r", name="relu")
     casts = [cast("x", "xf", Type.FLOAT), cast("z", "zf", Type.FLOAT)]
     return [*casts, concat, pool, conv("p", "c", "w6"), relu, conv("r", "y", "w4")], {
         "x": Type.UINT8,

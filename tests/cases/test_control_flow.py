@@ -1,4 +1,7 @@
-"""Preparation runs branches, loops and sizes that static shapes make constant, and writes no shape that is wrong."""
+"""Preparation runs branches, loops and sizes that static shapes make constant, and writes no shape that is wrong.
+
+It computes constants ahead only where their type comes back, and drops nodes that move nothing.
+"""
 
 import numpy as np
 import onnx
@@ -6,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, parser
 from onnx.reference import ReferenceEvaluator
-from onnx_models import loaded, net, normal, run_onnxruntime
+from onnx_models import loaded, net, new_node, normal, run_onnxruntime
 
 from harness.base.errors import UserError
 from harness.graph.model import Model
@@ -174,9 +177,9 @@ def ready(proto: onnx.ModelProto) -> list[str]:
 def test_constant_cast_is_folded_to_supported_types_only(kind, is_folded):
     nodes = [
         helper.make_node("Cast", ["w"], ["cast"], to=getattr(TensorProto, kind)),
-        helper.make_node("Gather", ["cast", "i"], ["taken"]),
-        helper.make_node("Cast", ["taken"], ["back"], to=TensorProto.FLOAT),
-        helper.make_node("Add", ["x", "back"], ["y"]),
+        new_node("Gather", ["cast", "i"], "taken"),
+        new_node("Cast", ["taken"], "back", to=TensorProto.FLOAT),
+        new_node("Add", ["x", "back"], "y"),
     ]
     proto = net(
         nodes, {"x": [4], "i": [4]}, {"y": [4]}, {"w": np.array([1.1, 2.6, 3.0, 0.0], np.float32)},

@@ -1,4 +1,4 @@
-"""Q/DQ files of other tools, in all forms in which they store scales, zero points and weights."""
+"""Q/DQ files of other tools, in all forms of scales, zero points and weights; and the number of pairs of a file."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_models import by_name, everywhere, loaded, normal
+from onnx_models import by_name, everywhere, loaded, new_node, normal
 
 from harness.base.errors import UserError
 from harness.graph.builder import GraphBuilder
@@ -214,7 +214,7 @@ def casts_behind(f: Foreign) -> None:
         inner, half = f.new(), f.new()
         place = next(place for place, each in enumerate(f.nodes) if each is node) + 1
         f.nodes[place:place] = [
-            helper.make_node("Identity", [inner], [half], name=half),
+            new_node("Identity", [inner], half),
             helper.make_node("Cast", [half], [node.output[0]], name=f.new(), to=TensorProto.FLOAT),
         ]
         node.output[0] = inner
@@ -229,8 +229,8 @@ def microsoft_domain(f: Foreign) -> None:
 def local_functions(f: Foreign) -> None:
     """Each pair on an activation is a call of a function."""
     body = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),
+        new_node("QuantizeLinear", ["x", "s", "z"], "q"),
+        new_node("DequantizeLinear", ["q", "s", "z"], "y"),
     ]
     opsets = [helper.make_opsetid("", 21)]
     f.functions.append(helper.make_function("tool", "FakeQuantize", ["x", "s", "z"], ["y"], body, opsets))
@@ -402,19 +402,19 @@ def test_scales_by_channel_are_listed_and_can_be_kept(dialect):
 def test_pairs_without_a_counterpart_are_listed():
     f, asked = foreign(OPENVINO, 5, share=1.0)
     pair = [
-        helper.make_node("QuantizeLinear", ["spare", "step"], ["inner_q"]),
-        helper.make_node("DequantizeLinear", ["inner_q", "step"], ["inner"]),
+        new_node("QuantizeLinear", ["spare", "step"], "inner_q"),
+        new_node("DequantizeLinear", ["inner_q", "step"], "inner"),
     ]
     body = helper.make_graph(pair, "body", [], [helper.make_tensor_value_info("inner", TensorProto.FLOAT, [4])])
     f.constants |= {"yes": np.array(True), "step": np.array(0.1, "f4"), "spare": np.ones(4, "f4")}
     f.nodes += [
-        helper.make_node("If", ["yes"], ["branch_out"], name="branch", then_branch=body, else_branch=body),
-        helper.make_node("QuantizeLinear", ["x", "step"], ["lost_q"], name="lost_q"),
-        helper.make_node("DequantizeLinear", ["lost_q", "step"], ["lost_out"], name="lost"),
-        helper.make_node("ExtendedQuantizeLinear", ["x", "step"], ["odd_out"], name="odd", domain="com.amd.quark"),
-        helper.make_node("QuantizeLinear", ["x", "step"], ["new_q"], name="new_q"),
-        helper.make_node("DequantizeLinear", ["new_q", "step"], ["new_out"], name="new"),
-        helper.make_node("Celu", ["new_out"], ["celu_out"], name="celu"),
+        new_node("If", ["yes"], "branch_out", name="branch", then_branch=body, else_branch=body),
+        new_node("QuantizeLinear", ["x", "step"], "lost_q"),
+        new_node("DequantizeLinear", ["lost_q", "step"], "lost_out", name="lost"),
+        new_node("ExtendedQuantizeLinear", ["x", "step"], "odd_out", name="odd", domain="com.amd.quark"),
+        new_node("QuantizeLinear", ["x", "step"], "new_q"),
+        new_node("DequantizeLinear", ["new_q", "step"], "new_out", name="new"),
+        new_node("Celu", ["new_out"], "celu_out", name="celu"),
     ]
     theirs, _ = compared(f.build(rename=False), OPENVINO)
     assert theirs.edges == asked
@@ -425,10 +425,10 @@ def test_pairs_without_a_counterpart_are_listed():
 
 def test_only_formats_with_pairs_are_read():
     f, _ = foreign(OPENVINO, 6, share=0.0)
-    f.nodes.append(helper.make_node("MatMulNBits", ["x"], ["packed"], name="packed", domain="com.microsoft", K=8, N=8))
+    f.nodes.append(new_node("MatMulNBits", ["x"], "packed", domain="com.microsoft", K=8, N=8))
     with pytest.raises(UserError, match=r"com\.microsoft\.MatMulNBits"):
         read_placement(f.build(rename=False), net())
-    f.nodes.append(helper.make_node("QGemm", ["x"], ["product"], name="product", domain="com.microsoft"))
+    f.nodes.append(new_node("QGemm", ["x"], "product", domain="com.microsoft"))
     with pytest.raises(UserError, match=r"QGemm 'product'.*QuantFormat\.QDQ"):
         read_placement(f.build(rename=False), net())
 
@@ -439,7 +439,7 @@ def test_checks_know_a_scale_behind_a_cast():
         values, wide = f.constants.pop(name), f.new()
         f.constants[wide] = values.astype(np.float64 if values.dtype.kind == "f" else np.int32)
         kind = helper.np_dtype_to_tensor_dtype(values.dtype)
-        f.nodes.insert(0, helper.make_node("Cast", [wide], [name], name=wide, to=kind))
+        f.nodes.insert(0, new_node("Cast", [wide], name, name=wide, to=kind))
     graph = QDQGraph(f.build(rename=False))
     assert graph.edges
     assert not graph.unfusable_reasons

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper, parser
-from onnx_models import loaded, net, run_onnxruntime
+from onnx_models import loaded, net, new_node, run_onnxruntime
 
 from harness.base.errors import UserError
 from harness.graph.load import load
@@ -32,9 +32,9 @@ def resizing(op: str, opset: int, mode: str, scales: Sequence[float], *, constan
     elif opset >= 9:
         inputs["s"] = [4]
     nodes = [
-        helper.make_node("Conv", ["x", "v"], ["c"], pads=[1] * 4),
+        new_node("Conv", ["x", "v"], "c", pads=[1] * 4),
         helper.make_node(op, ["c", "s"] if opset >= 9 else ["c"], ["u"], name="up", **attributes),
-        helper.make_node("Conv", ["u", "w"], ["y"], pads=[1] * 4),
+        new_node("Conv", ["u", "w"], "y", pads=[1] * 4),
     ]
     return net(nodes, inputs, {"y": None}, constants, opset=opset)
 

@@ -94,3 +94,8 @@ def pair(g: GraphBuilder, x: str, scale: float, zero: np.generic | None = None) 
     """Add a Q/DQ pair; without a zero point it is 0 as INT8."""
     grid = g.const(scale), g.const(np.int8(0) if zero is None else zero)
     return g.op("DequantizeLinear", g.op("QuantizeLinear", x, *grid), *grid)
+
+
+def new_node(op: str, inputs: Iterable[str], output: str, **attributes: Any) -> onnx.NodeProto:
+    """A node of one output, with the name of it."""
+    return helper.make_node(op, list(inputs), [output], **{"name": output, **attributes})

@@ -1,4 +1,4 @@
-"""The zoo's models: valid, the same every time, and alive (finite, varied outputs)."""
+"""The builder of models and the zoo: valid, the same every time, and alive (finite, varied outputs)."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Insertion: exactly the asked edges, valid models, close numbers, small files."""
+"""Insertion: exactly the asked edges, valid models, close numbers, small files; also into a cast model."""
 
 from functools import cache
 from pathlib import Path

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_models import net
+from onnx_models import net, new_node
 
 from harness.graph.qdq.qdq_graph import QDQGraph, diff_edges
 from harness.graph.qdq.reduce_model import PairRemover
@@ -21,31 +21,27 @@ SCALE = {"s": np.float32(0.1), "z": np.int8(0)}
 WITH_WEIGHT = SCALE | {"w": np.eye(2, dtype=np.float32)}
 
 
-def node(op, inputs, output, **attributes):
-    return helper.make_node(op, inputs, [output], **{"name": output, **attributes})
-
-
 def q(source, target, *grid):
-    return node("QuantizeLinear", [source, *(grid or ("s", "z"))], target)
+    return new_node("QuantizeLinear", [source, *(grid or ("s", "z"))], target)
 
 
 def dq(source, target, *grid):
-    return node("DequantizeLinear", [source, *(grid or ("s", "z"))], target)
+    return new_node("DequantizeLinear", [source, *(grid or ("s", "z"))], target)
 
 
 def matmul(left, right, output="y"):
-    return node("MatMul", [left, right], output, name="mm")
+    return new_node("MatMul", [left, right], output, name="mm")
 
 
 def test_chains_of_pairs_and_casts_lead_to_the_first_tensor():
-    nodes = [q("x", "a"), dq("a", "b"), q("b", "c"), dq("c", "d"), node("Cast", ["d"], "e", to=1)]
+    nodes = [q("x", "a"), dq("a", "b"), q("b", "c"), dq("c", "d"), new_node("Cast", ["d"], "e", to=1)]
     assert QDQGraph(model([*nodes, matmul("e", "w")], WITH_WEIGHT)).edges == {Edge("x", "mm", 0): "int8"}
 
 
 def test_quantized_and_float_weights_are_read():
     stored = model([dq("w_quantized", "b"), matmul("x", "b")], SCALE | {"w_quantized": np.eye(2, dtype=np.int8)})
     paired = model([q("w", "a"), dq("a", "b"), matmul("x", "b")], WITH_WEIGHT)
-    constant = node("Constant", [], "w", value=numpy_helper.from_array(np.eye(2, dtype=np.int8)))
+    constant = new_node("Constant", [], "w", value=numpy_helper.from_array(np.eye(2, dtype=np.int8)))
     made = model([constant, dq("w", "b"), matmul("x", "b")], SCALE)
     assert QDQGraph(stored).edges == QDQGraph(paired).edges == QDQGraph(made).edges == {Edge("w", "mm", 1): "int8"}
 
@@ -94,11 +90,11 @@ def inputs_of(remover: PairRemover, kept: set[str], op: str, folder: Path) -> li
 
 def test_pairs_are_removed_around_constants_and_omitted_outputs(tmp_path):
     nodes = [
-        node("Constant", [], "shape", value_ints=[2, 2]),
+        new_node("Constant", [], "shape", value_ints=[2, 2]),
         *pair("x", "dq"),
-        node("Reshape", ["dq", "shape"], "square", name="reshape"),
+        new_node("Reshape", ["dq", "shape"], "square", name="reshape"),
         helper.make_node("Dropout", ["square"], ["kept", ""], name="dropout"),
-        node("Clip", ["kept", "", "s"], "y", name="clip"),
+        new_node("Clip", ["kept", "", "s"], "y", name="clip"),
     ]
     onnx.save(model(nodes, SCALE, (4,)), tmp_path / "model.onnx")
     remover = PairRemover(tmp_path / "model.onnx")
@@ -117,9 +113,9 @@ def test_pair_remover_separates_nodes_with_equal_names(tmp_path):
 
 def test_expanded_constants_are_computed_and_looked_up_without_being_computed():
     nodes = [
-        node("Expand", ["column", "sizes"], "expanded"),
-        node("ConstantOfShape", ["large"], "filled"),
-        node("Add", ["x", "expanded"], "y"),
+        new_node("Expand", ["column", "sizes"], "expanded"),
+        new_node("ConstantOfShape", ["large"], "filled"),
+        new_node("Add", ["x", "expanded"], "y"),
     ]
     constants = {"column": np.ones((2048, 1), np.float32), "sizes": [2048, 1024], "large": [2**20, 2**20]}
     graph = QDQGraph(model(nodes, constants, (2048, 1024)))

@@ -5,7 +5,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_models import net
+from onnx_models import net, new_node
 
 from harness.graph.qdq.reduce_model import ModelGraph, find_index_outputs, write_7bit_copy, write_without_pairs
 
@@ -20,16 +20,16 @@ def product(tmp_path):
         "wz": np.zeros(6, np.int8),
     }  # fmt: skip
     nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
-        helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
-        helper.make_node("Tanh", ["t"], ["u"], name="tanh"),
-        helper.make_node("QuantizeLinear", ["u", "ts", "tz"], ["tq"]),
-        helper.make_node("DequantizeLinear", ["tq", "ts", "tz"], ["td"]),
-        helper.make_node("MatMul", ["xd", "td"], ["m"], name="both"),
-        helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wd"], axis=1),
-        helper.make_node("MatMul", ["m", "wd"], ["y"], name="weights"),
+        new_node("QuantizeLinear", ["x", "s", "z"], "xq"),
+        new_node("DequantizeLinear", ["xq", "s", "z"], "xd"),
+        new_node("Tanh", ["t"], "u", name="tanh"),
+        new_node("QuantizeLinear", ["u", "ts", "tz"], "tq"),
+        new_node("DequantizeLinear", ["tq", "ts", "tz"], "td"),
+        new_node("MatMul", ["xd", "td"], "m", name="both"),
+        new_node("DequantizeLinear", ["w", "ws", "wz"], "wd", axis=1),
+        new_node("MatMul", ["m", "wd"], "y", name="weights"),
         helper.make_node("TopK", ["y", "k"], ["values", "places"], name="top"),
-        helper.make_node("Cast", ["places"], ["as_float"], to=TensorProto.FLOAT),
+        new_node("Cast", ["places"], "as_float", to=TensorProto.FLOAT),
     ]
     tensors["k"] = np.array([2], np.int64)
     path = tmp_path / "product.onnx"
@@ -81,7 +81,7 @@ def test_7bit_copy_is_close_to_the_model(product, feeds, tmp_path, what):
 
 
 def test_float_model_has_no_7bit_copy(tmp_path):
-    onnx.save(net([helper.make_node("Relu", ["x"], ["y"])], {"x": [2]}, {"y": [2]}), tmp_path / "float.onnx")
+    onnx.save(net([new_node("Relu", ["x"], "y")], {"x": [2]}, {"y": [2]}), tmp_path / "float.onnx")
     assert not write_7bit_copy(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "weights")
     assert not write_7bit_copy(tmp_path / "float.onnx", tmp_path / "narrow.onnx", "data")
 
@@ -90,8 +90,8 @@ def test_model_without_pairs_computes_in_float(product, feeds, tmp_path):
     proto = onnx.load(product)
     pair = next(node for node in proto.graph.node if list(node.output) == ["xd"])
     pair.input[0] = "xt"  # an operator that moves values, between the nodes of a pair
-    proto.graph.node.insert(1, helper.make_node("Transpose", ["xq"], ["xr"], perm=[0, 1]))
-    proto.graph.node.insert(2, helper.make_node("Identity", ["xr"], ["xt"]))
+    proto.graph.node.insert(1, new_node("Transpose", ["xq"], "xr", perm=[0, 1]))
+    proto.graph.node.insert(2, new_node("Identity", ["xr"], "xt"))
     proto.graph.output.append(helper.make_tensor_value_info("td", TensorProto.FLOAT, None))
     onnx.save(proto, product)
     assert write_without_pairs(product, tmp_path / "float.onnx")

@@ -1,4 +1,4 @@
-"""Weights: right axis, small error, positive scales."""
+"""Weights and scales: right axis, small error, positive and finite scales that cover the range."""
 
 from typing import Any
 
